@@ -1,0 +1,150 @@
+"""NF4: 4-bit NormalFloat weights (QLoRA, arXiv:2305.14314) in plain uint8 parameters.
+
+A weight is cut into blocks of 64 along its row. A block keeps its largest magnitude (absmax) and, for each
+element, the index of the nearest of 16 levels that split a standard normal into equal shares: 4 bits instead of 16.
+The absmaxes cost 32 bits per 64 weights (0.5 bit a weight), so they are quantized as well ("double quantization"):
+8 bits each, on a logarithmic scale between the smallest and the largest of the row, whose two ends are float32.
+
+    bits per weight = 4 + 8/64 + 64/D = 4.14 at D = 4096      error: 0.092 of the weight's RMS on normal weights
+
+Why logarithmic: scales are positive and spread over decades when a weight has outlier columns. A linear code spends
+its 256 levels on the outliers; equal steps of ln(absmax) keep the relative error of every scale below half a step.
+
+Why row by row: FSDP2 shards dim 0. Here a row needs nothing outside itself, so a rank reads and quantizes only its
+own rows, any world size works, and the bytes do not depend on the world size. torchao's tensor subclass has
+one mean for the whole tensor and refuses shapes that do not divide (torchtune #1987).
+
+Why uint8 parameters and no tensor subclass: MixedPrecisionPolicy casts every floating parameter, so a float32 scale
+would arrive in bf16 after the all-gather (accelerate #3983, bitsandbytes #1945). uint8 is gathered as it is: 4.14 bits
+a weight on the wire. The two float32 of a row travel as eight bytes.
+
+What is given up: the weight is dequantized once in the forward, once more when a checkpointed block is recomputed,
+and once in the backward; nothing in 16 bits outlives the matrix product it was made for.
+
+Shapes: N out features, D in features. codes_ND2 is [N, D/2], scales_NS is [N, D/64 + 8].
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BLOCK = 64
+ENDS = 8  # bytes: a row's smallest and largest ln(absmax), two float32
+LEVELS = 254  # steps between scale codes 1 and 255; code 0 means the whole block is zero
+CHUNK = 1 << 22  # weights dequantized at a time: bounds the float32 transient to 16 MiB
+
+# Appendix E of the paper; the same 16 numbers as bitsandbytes, so the codes are equal too.
+CODEBOOK = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+
+
+# ---------------------------------------------------------------- the format
+
+
+def scale_bytes(d):
+    """Bytes of scales in a row of `d` weights. Raises ValueError where blocks of 64 do not fit."""
+    if d % BLOCK:
+        raise ValueError(f"NF4 needs in_features in multiples of {BLOCK}, got {d}: leave this layer out of --qlora")
+    return d // BLOCK + ENDS
+
+
+def quantize(w_ND):
+    """[N, D] floating weight -> (codes_ND2, scales_NS), both uint8. Rows are independent of each other."""
+    N, D = w_ND.shape
+    n_scales = scale_bytes(D) - ENDS
+    w = w_ND.float().view(N, n_scales, BLOCK)
+    absmax = w.abs().amax(-1)
+    if not absmax.isfinite().all():
+        raise ValueError("a weight to quantize holds inf or nan: the checkpoint is damaged")
+    midpoints = torch.tensor([(a + b) / 2 for a, b in zip(CODEBOOK, CODEBOOK[1:])], device=w.device)
+    unit = w / absmax.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    codes = torch.bucketize(unit, midpoints).to(torch.uint8).view(N, D // 2, 2)
+    codes_ND2 = codes[..., 0] << 4 | codes[..., 1]  # first element in the high nibble, as bitsandbytes packs
+
+    # float64: its rounding is far below one of 254 steps, so the codes cannot depend on how a vectorised log
+    # treats the tail of a tensor, that is on how many rows this rank holds
+    used = absmax > 0
+    ln = absmax.double().log()
+    ends = torch.stack([ln.masked_fill(~used, math.inf).amin(-1), ln.amax(-1)], -1)
+    ends = ends.masked_fill(~used.any(-1, keepdim=True), 0.0).float()  # a row of zeros has no ends
+    low, high = ends.double().split(1, -1)
+    step = (high - low).clamp_min(1e-30) / LEVELS
+    scale_codes = 1 + ((ln - low) / step).round().clamp(0, LEVELS)
+    scale_codes = scale_codes.masked_fill(~used, 0).to(torch.uint8)
+    return codes_ND2, torch.cat([scale_codes, ends.view(torch.uint8)], -1)
+
+
+def block_scales(scales_NS):
+    """[N, D/64 + 8] uint8 -> [N, D/64] float32 absmaxes."""
+    codes, ends = scales_NS.split([scales_NS.shape[-1] - ENDS, ENDS], -1)
+    low, high = ends.contiguous().view(torch.float32).split(1, -1)
+    scales = torch.exp(low + (codes.float() - 1) * ((high - low) / LEVELS))
+    return scales.masked_fill_(codes == 0, 0.0)
+
+
+def dequantize(codes_ND2, scales_NS, dtype):
+    """(codes_ND2, scales_NS) -> [N, D] in `dtype`; products in float32. One gather fetches a byte's two levels."""
+    N, D = codes_ND2.shape[0], codes_ND2.shape[1] * 2
+    levels = torch.tensor(CODEBOOK, device=codes_ND2.device)
+    pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], -1).view(torch.int64).view(-1)
+    w_ND = torch.empty(N, D, dtype=dtype, device=codes_ND2.device)
+    rows = max(1, CHUNK // D)
+    for out, codes, scales in zip(w_ND.split(rows), codes_ND2.split(rows), block_scales(scales_NS).split(rows)):
+        unit = pairs.index_select(0, codes.reshape(-1).int()).view(torch.float32).view(*scales.shape, BLOCK)
+        torch.mul(unit, scales.unsqueeze(-1), out=unit)
+        out.copy_(unit.view(out.shape))
+    return w_ND
+
+
+# ---------------------------------------------------------------- the layer
+
+
+class NF4Matmul(torch.autograd.Function):
+    """x [..., D] @ w.T with w in NF4 and frozen: backward dequantizes again instead of keeping 16 bits a weight.
+
+    codes and scales hang on ctx as they are and not through save_for_backward. They are parameters that nothing
+    updates (FSDP2 refills the same storage before the backward), and an autograd.Function that saves a tensor would
+    force activation checkpointing to recompute this product, the last of a block, only to reach that save.
+    """
+
+    @staticmethod
+    def forward(ctx, x, codes_ND2, scales_NS):
+        ctx.nf4 = codes_ND2, scales_NS
+        return F.linear(x, dequantize(codes_ND2, scales_NS, x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ dequantize(*ctx.nf4, grad.dtype), None, None
+
+
+class NF4Linear(nn.Module):
+    """A frozen linear layer in NF4. Same place and bias as the nn.Linear it stands for."""
+
+    def __init__(self, in_features, out_features, bias, device=None):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        codes = torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=device)
+        scales = torch.empty(out_features, scale_bytes(in_features), dtype=torch.uint8, device=device)
+        self.weight_codes = nn.Parameter(codes, requires_grad=False)
+        self.weight_scales = nn.Parameter(scales, requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features, device=device), requires_grad=False) if bias else None
+
+    def forward(self, x):
+        y = NF4Matmul.apply(x, self.weight_codes, self.weight_scales)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+
+def quantize_linears_(module):
+    """Replaces every linear layer below `module` (on meta: the weights come later) by an NF4Linear."""
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                device = child.weight.device
+                nf4 = NF4Linear(child.in_features, child.out_features, child.bias is not None, device)
+                setattr(parent, name, nf4)

@@ -1,0 +1,63 @@
+"""Makes the shapes and the tokenizer of the built-in model: python tests/make_tiny.py FOLDER
+
+Then it is trained by train.py itself; the command and its figures are in tests/LOG.md. Needs nothing but the installed
+standard library as text. The tokenizer is a byte-fallback BPE: frequent pieces of Python source, and 256 byte tokens for
+every character that is not among them, so that no text is unknown.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import data
+
+CONTROL = ["<|im_start|>", "<|im_end|>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+VOCAB = 4096
+
+
+def make_tokenizer():
+    # words with their leading space, runs of newlines, indentation up to the space before a word, punctuation
+    pieces = pre_tokenizers.Split(Regex(r"\n+| +(?= \S)| ?\w+| ?[^\s\w]+|\s"), "isolated")
+    draft = Tokenizer(models.BPE())
+    draft.pre_tokenizer = pieces
+    size = VOCAB - len(CONTROL) - len(BYTES)
+    trainer = trainers.BpeTrainer(vocab_size=size, limit_alphabet=128, show_progress=False)
+    draft.train_from_iterator((text for _, text in data.stdlib_modules()), trainer)
+    learned = json.loads(draft.to_str())["model"]
+    order = CONTROL + BYTES + sorted(learned["vocab"], key=learned["vocab"].get)
+    vocab = {piece: number for number, piece in enumerate(order)}
+    merges = [tuple(merge) for merge in learned["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+    tokenizer.pre_tokenizer = pieces
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
+    return tokenizer
+
+
+def make_config():
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 192,
+        "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "head_dim": 32, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None,
+        "rope_parameters": rope, "max_position_embeddings": 2048, "tie_word_embeddings": True, "bos_token_id": None,
+        "eos_token_id": 1, "initializer_range": 0.02, "torch_dtype": "bfloat16", "dtype": "bfloat16",
+    }
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(make_config(), indent=2) + "\n")
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "<|im_end|>",
+                 "pad_token": "<|im_end|>", "clean_up_tokenization_spaces": False, "model_max_length": 2048}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(data.CHATML.replace("{{ bos }}", "").replace("end_of_turn", "'<|im_end|>'"))
+    text = "def naïve(x):\n    return x  # ☃\n"
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text

@@ -1,0 +1,870 @@
+"""oomph: fine-tunes Llama and Qwen models on the GPUs you have, in pure PyTorch, without running out of memory.
+
+    python train.py                                                          # the built-in model and data, any machine
+    torchrun --nproc_per_node 4 train.py --fsdp2 --qlora --offload           # the same, sharded, in 4 bits, offloaded
+    torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chat.jsonl
+    torchrun --nproc_per_node 8 train.py --fsdp2 --model /models/Llama-3.1-8B --data a.jsonl b.txt --lr 1e-5
+
+Below: the flags, the process group, what is done to the model, activation offload, the optimizer, what a run writes, and
+`main`, which is the whole training run from top to bottom. Every flag is one call in `main`.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import safetensors
+import tokenizers
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import data
+import model as lm
+import nf4
+
+TINY = Path(__file__).parent / "tests" / "tiny"
+SAMPLES = {"stdlib:docs": "What does `shutil.copytree(src, dst)` do?", "stdlib:code": "def read_json(path):\n"}
+
+# ---------------------------------------------------------------- flags
+
+
+def positive(kind):
+    def parse(text):
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: expected a positive number")
+        return value
+
+    return parse
+
+
+def not_negative(text):
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected zero or a positive number")
+    return value
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="train.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
+        epilog="The four launch commands are in the first lines of train.py; README.md explains the flags by task.",
+    )
+    yes_no, whole, positive_float = argparse.BooleanOptionalAction, positive(int), positive(float)
+
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="tiny", help="tiny (built in), a Hugging Face folder, a Hub id, or with --random_init a preset: "
+        + ", ".join(lm.PRESETS) + " (default: tiny)")
+    add("--random_init", action="store_true", help="shapes of --model, random weights (default: off)")
+    add("--precision", choices=("mixed", "bf16", "fp32"), help="mixed: trained weights, gradients and optimizer in float32,"
+        " products in bf16; bf16: all in bf16; fp32: all in float32 (default: mixed, fp32 where bf16 is not native)")
+    add("--adapter", metavar="DIR", help="start from this PEFT adapter; rank, alpha and targets are its own (default: none)")
+
+    add = parser.add_argument_group("method (default: full fine-tuning)").add_argument
+    add("--lora", action="store_true", help="train low-rank adapters, weights frozen in 16 bits (default: off)")
+    add("--qlora", action="store_true", help="train low-rank adapters, weights frozen in NF4, 4.14 bits (default: off)")
+    add("--lora_rank", type=whole, metavar="R", help="rank of the adapters (default: 16)")
+    add("--lora_alpha", type=positive_float, help="adapters are scaled by alpha / rank (default: 32)")
+    add("--lora_dropout", type=not_negative, help="share of adapter inputs zeroed in training (default: 0)")
+    add("--lora_targets", nargs="+", choices=lm.LORA_TARGETS, metavar="LAYER",
+        help=f"linear layers that get an adapter, of {', '.join(lm.LORA_TARGETS)} (default: all)")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--data", nargs="+", default=["stdlib:docs"], metavar="FILE", help=".txt, or .jsonl with `messages`, `prompt` +"
+        " `completion` or `text`; or stdlib:docs, stdlib:code (default: stdlib:docs)")
+    add("--eval_data", nargs="+", metavar="FILE", help="the same; stdlib:* gives the 5 %% that --data leaves out (default: none)")
+    add("--seq_len", type=whole, default=1024, help="tokens in a row (default: 1024)")
+    add("--packing", action=yes_no, default=True, help="several documents in a row, isolated from each other (default: on)")
+    add("--train_on", choices=("targets", "all"), default="targets",
+        help="targets: assistant turns, completions, texts; all: every token (default: targets)")
+    add("--chat_template", metavar="FILE", help="jinja file in place of the model's own template (default: the model's)")
+    add("--inspect", type=whole, metavar="N", help="print N examples, supervised tokens in green, and exit (default: off)")
+
+    add = parser.add_argument_group("memory and speed").add_argument
+    add("--fsdp2", action="store_true", help="shard parameters, gradients and optimizer over the ranks (default: off, each"
+        " rank holds all of it and gradients are averaged)")
+    add("--reshard_after_forward", action=yes_no, default=True,
+        help="free a block's gathered weights after its forward and gather them again in the backward (default: on)")
+    add("--shard_embeddings", action=yes_no, default=True, help="embedding and head are FSDP units of their own, gathered"
+        " only while in use; a tied pair stays gathered (default: on)")
+    add("--offload", nargs="*", choices=("activations", "params"), help="activations: what each checkpointed block keeps"
+        " waits in host memory; params: weights, gradients and optimizer live there (default: none; bare: all that applies)")
+    add("--activation_checkpointing", action=yes_no, default=True,
+        help="keep each block's input only and recompute the rest in the backward (default: on)")
+    add("--chunked_ce", action=yes_no, default=True, help="head and loss in chunks of tokens, gradient in the forward, no"
+        " [tokens, vocabulary] tensor (default: on)")
+    add("--ce_chunk", type=whole, metavar="TOKENS", help="tokens in a chunk of the loss (default: 1024)")
+    add("--fused_adamw", action=yes_no, default=True, help="AdamW as one kernel, on GPU and CPU (default: on)")
+
+    add = parser.add_argument_group("schedule").add_argument
+    add("--batch_size", type=whole, default=1, help="rows per rank and micro-batch (default: 1)")
+    add("--grad_accum", type=whole, default=1, help="micro-batches per step (default: 1)")
+    add("--steps", type=whole, help="optimizer steps (default: from --epochs)")
+    add("--epochs", type=positive_float, default=1.0, help="passes over the data, where --steps is not given (default: 1)")
+    add("--lr", type=not_negative, help="peak learning rate (default: 2e-4 with adapters, 2e-5 without)")
+    add("--min_lr", type=not_negative, default=0.0, help="learning rate at the end of cosine and linear (default: 0)")
+    add("--warmup", type=not_negative, default=0.03, help="steps of linear warmup, or below 1 the share of all steps"
+        " (default: 0.03)")
+    add("--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="after the warmup (default: cosine)")
+    add("--weight_decay", type=not_negative, default=0.01, help="on matrices, not on norms and biases (default: 0.01)")
+    add("--clip", type=not_negative, default=1.0, help="largest global gradient norm, 0 for none (default: 1)")
+    add("--seed", type=int, default=0, help="of data order, adapters, random weights and dropout (default: 0)")
+
+    add = parser.add_argument_group("run").add_argument
+    add("--out", metavar="DIR", help="folder of the run, must not hold one already (default: out/<date-time>)")
+    add("--log_every", type=whole, default=10, metavar="STEPS", help="steps between log lines (default: 10)")
+    add("--eval_every", type=whole, metavar="STEPS", help="steps between evaluations (default: at the end only)")
+    add("--merge", action="store_true", help="also write the 16-bit model with the adapter merged in (default: off)")
+    add("--sample", metavar="TEXT", help="continue or answer this before and after training; '' for none"
+        " (default: a question of the built-in data, none for files)")
+
+    args = parser.parse_args(argv)
+    adapters = args.lora or args.qlora
+    if args.lora and args.qlora:
+        parser.error("--lora and --qlora: choose one, --qlora is --lora on weights in NF4")
+    for flag in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "adapter", "merge"):
+        if getattr(args, flag) and not adapters:
+            parser.error(f"--{flag} needs --lora or --qlora")
+    for flag in ("lora_rank", "lora_alpha", "lora_targets"):
+        if args.adapter and getattr(args, flag):
+            parser.error(f"--{flag} and --adapter: the adapter brings its own, leave out --{flag}")
+    if args.adapter and args.random_init:
+        parser.error("--adapter and --random_init: an adapter fits the weights it was trained on, leave one out")
+    if args.lora_dropout is not None and args.lora_dropout >= 1:
+        parser.error("--lora_dropout is a share, below 1")
+    if args.model in lm.PRESETS and not args.random_init:
+        parser.error(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
+                     f"--model {lm.PRESETS[args.model][0]}")
+    if not args.fsdp2 and not (args.reshard_after_forward and args.shard_embeddings):
+        parser.error("--no-reshard_after_forward and --no-shard_embeddings change FSDP2: add --fsdp2")
+    if "params" in (args.offload or ()) and not args.fsdp2:
+        parser.error("--offload params is FSDP2's CPU offload: add --fsdp2")
+    if args.offload is not None and not args.activation_checkpointing and args.offload != ["params"]:
+        parser.error("--offload activations needs --activation_checkpointing: a block's input crosses the bus in time, all "
+                     "that a block computes does not (about 170 GB/s for an 8B model on an H100)")
+    if args.ce_chunk and not args.chunked_ce:
+        parser.error("--ce_chunk and --no-chunked_ce: leave one out")
+    if args.eval_every and not args.eval_data:
+        parser.error("--eval_every needs --eval_data")
+
+    if args.offload is not None:
+        args.offload = args.offload or ["activations", "params"][: 1 + args.fsdp2]
+    args.offload = args.offload or []
+    args.ce_chunk = (args.ce_chunk or 1024) if args.chunked_ce else 0
+    args.lr = (2e-4 if adapters else 2e-5) if args.lr is None else args.lr
+    if adapters:
+        args.lora_rank, args.lora_alpha = args.lora_rank or 16, args.lora_alpha or 32
+        args.lora_dropout, args.lora_targets = args.lora_dropout or 0.0, args.lora_targets or list(lm.LORA_TARGETS)
+    if args.sample is None and not args.random_init:
+        args.sample = SAMPLES.get(args.data[0], "")
+    return args
+
+
+# ---------------------------------------------------------------- processes
+
+
+def init_processes(distributed):
+    """-> (device, rank, world). Under torchrun from its environment; `distributed` alone makes a world of one."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
+    local_rank, local_world = (int(os.environ.get(key, default)) for key, default in
+                               (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise SystemExit(f"train.py: error: --nproc_per_node {local_world}, but {torch.cuda.device_count()} GPUs here")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    # gloo beside NCCL: what lives on the CPU (offloaded parameters, tokens, error flags) has collectives too
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    elif distributed:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    # torchrun sets OMP_NUM_THREADS=1, which would leave the CPU's products and the offloaded AdamW on one core a rank
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+    return device, *((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1))
+
+
+@contextlib.contextmanager
+def together(rank, world):
+    """An input error (ValueError, OSError) inside the block on any rank ends all of them, with one message. Without
+    this, the ranks that saw no error would wait in their next collective until its timeout."""
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as caught:
+        error = caught
+    first = torch.tensor(rank if error else world)
+    if world > 1:
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+    if first < world:
+        leave()
+        raise SystemExit(f"train.py: error: {error}" if first == rank else 1)
+
+
+def leave():
+    """Ends the process group on all ranks at once: gloo aborts a process that leaves while others still talk to it."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def share(value, rank, world):
+    """Rank 0's value on every rank: anything that JSON holds."""
+    if world == 1:
+        return value
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if rank == 0 else None
+    size = torch.tensor(0 if text is None else len(text))
+    dist.broadcast(size, 0)
+    text = torch.empty(int(size), dtype=torch.uint8) if text is None else text
+    dist.broadcast(text, 0)
+    return json.loads(bytes(text.numpy()))
+
+
+def share_documents(documents, rank, world):
+    """Rank 0's Documents on every rank, so that a text is tokenized once."""
+    if world == 1:
+        return documents
+    arrays = []
+    for field in dataclasses.fields(data.Documents):
+        array = getattr(documents, field.name) if rank == 0 else None
+        kind, size = share([str(array.dtype), len(array)] if rank == 0 else None, rank, world)
+        tensor = torch.from_numpy(array) if rank == 0 else torch.empty(size, dtype=getattr(torch, kind))
+        dist.broadcast(tensor, 0)
+        arrays.append(tensor.numpy())
+    return data.Documents(*arrays)
+
+
+# ---------------------------------------------------------------- the model: found, sharded, checkpointed
+
+
+def find_model(name, random_init):
+    """--model -> (raw config, folder of the tokenizer, folder of the weights or None for random ones, base name).
+
+    A Hub id is downloaded by the first process of each node; the others find it in the cache afterwards.
+    """
+    if name in lm.PRESETS:
+        return lm.preset_config(name), TINY, None, name
+    folder, base = (TINY, str(TINY)) if name == "tiny" else (Path(name), name)
+    if not folder.is_dir():
+        if name.count("/") != 1 or name.startswith((".", "/", "~")):
+            raise ValueError(f"--model {name}: no such folder; expected tiny, a folder, a Hub id such as Qwen/Qwen3-4B, or "
+                             f"with --random_init one of {', '.join(lm.PRESETS)}")
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * (not random_init)
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder}: no config.json: expected a model folder as transformers saves it")
+    return lm.read_json(folder / "config.json"), folder, None if random_init else folder, base
+
+
+def set_precision_(model, precision):
+    """Stores trained parameters in float32 or bf16, frozen ones in bf16, and sets what products compute in.
+
+    float32 masters under bf16 products are what DeepSpeed does and plain FSDP does not: at small learning rates an update
+    below 1/256 of a bf16 weight is lost (accelerate #2624). NF4's bytes stay as they are.
+    """
+    trained = torch.bfloat16 if precision == "bf16" else torch.float32
+    frozen = torch.float32 if precision == "fp32" else torch.bfloat16
+    for param in model.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(trained if param.requires_grad else frozen)
+    model.compute_dtype = frozen
+
+
+def checkpoint_activations_(model, preserve_rng):
+    """Keeps each block's input and recomputes the rest in the backward: 2*D bytes a token and layer in bf16, not about
+    34*D, for at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back for the same mask."""
+    for block in model.model.layers:
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=preserve_rng
+        )
+
+
+def shard_(model, device, precision, reshard, shard_embeddings, offload_params, chunked_ce):
+    """FSDP2 (arXiv:2304.11277, per-parameter sharding on dim 0): a block is gathered just before it runs and freed after.
+
+    One all-gather unit per block, one for the embedding and one for the head; what is left (the last norm) belongs to
+    the root, which stays gathered from forward to backward.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(
+        param_dtype=model.compute_dtype,
+        reduce_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        cast_forward_inputs=False,  # or RoPE's float32 angles would arrive in bf16
+    )
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_params else OffloadPolicy()
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    *blocks, last = model.model.layers
+    for block in blocks:
+        shard(block, reshard_after_forward=reshard)
+    shard(last, reshard_after_forward=False)  # the backward starts here: freeing it would gather it twice
+    if shard_embeddings and not model.config.tie_word_embeddings:
+        # FSDP2 keeps a shared parameter shared only inside one unit, so a tied pair stays in the root
+        shard(model.model.embed_tokens, reshard_after_forward=True).set_unshard_in_backward(False)
+        head = shard(model.lm_head, reshard_after_forward=chunked_ce)
+        head.set_unshard_in_backward(not chunked_ce)  # the chunked loss has its gradients before the backward starts
+    shard(model, reshard_after_forward=False)
+
+
+class Parked:
+    """A saved tensor's way through host memory; its buffer goes back to the pool when autograd drops it."""
+
+    def __init__(self, tensor, host, pool):
+        self.shape, self.dtype, self.host, self.pool, self.back = tensor.shape, tensor.dtype, host, pool, None
+
+    def view(self):
+        return self.host[: self.shape.numel() * self.dtype.itemsize].view(self.dtype).view(self.shape)
+
+    def __del__(self):
+        self.pool.append(self.host)
+
+
+class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
+    """Keeps the tensors that autograd saves inside the context in host memory: copied out behind the forward, brought
+    back ahead of the backward, both on a side stream.
+
+    With checkpointing these are the blocks' inputs, 2*D bytes a token and layer, hidden behind a block's compute on any
+    PCIe 4 card (ALST, arXiv:2506.13996). Buffers are pinned, allocated once and used again.
+
+    Two ways to corrupt this silently, both met by torchtune, and what prevents them here:
+    - memory given away while the side stream still reads it: a tensor on its way out is held until the compute stream
+      has waited for its copy.
+    - memory given away while a view of it lives on in the backward (torchtune #1860, #1936): a tensor on its way in is
+      allocated on the compute stream and nobody counts its uses; it is free when its last view is.
+    Parameters stay where they are. On a CPU nothing would be won; there the same bookkeeping runs with plain copies.
+    """
+
+    def __init__(self, device, min_bytes=1 << 16):
+        super().__init__(self.pack, self.unpack)
+        self.device, self.min_bytes = device, min_bytes
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.pool = []  # pinned buffers not in use
+        self.leaving = collections.deque()  # (tensor, event of its copy)
+        self.parked = []  # packed, not yet unpacked: the backward asks for the newest first
+        self.bytes_out = 0
+
+    def __enter__(self):
+        self.parked.clear()  # what a forward without a backward left behind
+        return super().__enter__()
+
+    def buffer(self, n_bytes):
+        for i, host in enumerate(self.pool):
+            if len(host) >= n_bytes:
+                return self.pool.pop(i)
+        if self.pool:  # all too small: replace one, so that rows of growing length do not add up
+            self.pool.pop()
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.stream is not None)
+
+    def copy_aside(self, target, source):
+        """target <- source on the side stream after all compute issued so far; the event of its end (None on a CPU)."""
+        if self.stream is None:
+            target.copy_(source)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+    def let_go(self, keep):
+        """Drops tensors that have left; beyond the newest `keep`, compute waits for their copies first."""
+        while len(self.leaving) > keep:
+            _, event = self.leaving.popleft()
+            if event is not None:
+                torch.cuda.current_stream(self.device).wait_event(event)
+
+    def pack(self, tensor):
+        if isinstance(tensor, nn.Parameter) or tensor.device.type != self.device.type or tensor.nbytes < self.min_bytes:
+            return tensor
+        parked = Parked(tensor, self.buffer(tensor.nbytes), self.pool)
+        self.leaving.append((tensor, self.copy_aside(parked.view(), tensor)))
+        self.let_go(keep=1)  # one copy behind the compute; more would only keep more on the device
+        self.parked.append(parked)
+        self.bytes_out += tensor.nbytes
+        return parked
+
+    def bring_back(self, parked):
+        if parked.back is None:
+            tensor = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
+            parked.back = tensor, self.copy_aside(tensor, parked.view())
+
+    def unpack(self, parked):
+        if isinstance(parked, torch.Tensor):
+            return parked
+        self.let_go(keep=0)
+        self.bring_back(parked)
+        (tensor, event), parked.back = parked.back, None
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        if parked in self.parked:
+            self.parked.remove(parked)
+        if self.parked:  # the next one starts its way back while this block computes
+            self.bring_back(self.parked[-1])
+        return tensor
+
+
+# ---------------------------------------------------------------- optimizer, learning rate, evaluation
+
+
+def make_optimizer(params, lr, weight_decay, fused):
+    """AdamW, decay on matrices only: pulling norms and biases towards zero regularises nothing."""
+    groups = [{"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+              {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, fused=fused)
+
+
+def lr_at(step, steps, warmup, schedule, lr, min_lr):
+    """Learning rate of step 0, 1, ...: linear warmup, then constant, or linear or cosine down to min_lr."""
+    warmup = warmup * steps if warmup < 1 else warmup
+    if step < warmup:
+        return lr * (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, steps - warmup)
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]
+    return min_lr + (lr - min_lr) * left if schedule != "constant" else lr
+
+
+def average_gradients_(params, world):
+    """The mean over ranks where every rank holds the whole model. All-reduces are queued, then waited for."""
+    work = [dist.all_reduce(p.grad, async_op=True) for p in params]
+    for handle, p in zip(work, params, strict=True):
+        handle.wait()
+        p.grad.div_(world)
+
+
+def clip_gradients_(params, clip):
+    """Scales the gradients down to a global L2 norm of `clip` (0: not at all) -> the norm before, on the device.
+
+    Under FSDP2 the norm is a DTensor of partial sums: only full_tensor() is the norm of all ranks (pytorch #121020).
+    """
+    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if clip:
+        nn.utils.clip_grads_with_norm_(params, clip, norm)
+    return norm
+
+
+def evaluate(model, loader, device, world):
+    """-> (mean loss per supervised token, number of those), over all rows once, through the loss path of training."""
+    model.eval()
+    loss_sum, n = torch.zeros((), dtype=torch.float64, device=device), 0
+    with torch.no_grad():
+        for batch in loader.once():
+            b = batch.to(device)
+            loss_sum += model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
+            n += len(b.keep_S)
+    model.train()
+    sums = torch.tensor([loss_sum, n], dtype=torch.float64)
+    if world > 1:
+        dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item(), int(sums[1])
+
+
+# bf16 matrix products, dense, FLOP/s, by a part of the device's name
+PEAKS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+         "L40S": 362e12, "A6000": 155e12, "A10G": 70e12}
+
+
+def step_flops(c, n_targets, n_tokens, n_squares, n_adapter):
+    """FLOP that a step needs, recomputation not counted. Per weight and token: 2 forward, 2 for the input's gradient, 2
+    for the weight's own where it trains (n_adapter: adapter parameters, None without). The head works on supervised
+    tokens only. Attention: 4*H*K per pair of tokens forward, half of the pairs masked, and 2.5 times that backward;
+    n_squares is the sum of the squared document lengths."""
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    block = c.hidden_size * (2 * q + 2 * kv + 3 * c.intermediate_size)
+    products = block * c.num_hidden_layers * n_tokens + c.hidden_size * c.vocab_size * n_targets
+    attention = 2 * q * c.num_hidden_layers * n_squares * 3.5
+    return attention + (6 * products if n_adapter is None else 4 * products + 6 * n_adapter * n_tokens)
+
+
+# ---------------------------------------------------------------- what a run writes
+
+
+def make_out(out):
+    """Creates the folder of the run. ValueError where one already lies there."""
+    out = Path(out or Path("out") / datetime.now().strftime("%Y%m%d-%H%M%S"))
+    if (out / "args.json").exists() or (out / "final").exists():
+        raise ValueError(f"--out {out}: holds a run already, which is never overwritten: give another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    return str(out)
+
+
+def versions(world):
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip() or None
+    except OSError:  # no git on this machine
+        commit = None
+    modules = {m.__name__: m.__version__ for m in (torch, safetensors, tokenizers)}
+    return {"python": platform.python_version(), **modules, "world": world, "git_commit": commit}
+
+
+class Log:
+    """metrics.jsonl and the same on the console; times and tokens are means over the steps since the last line."""
+
+    def __init__(self, out, say, steps, steps_per_epoch, device):
+        self.path, self.say, self.steps = out and Path(out) / "metrics.jsonl", say, steps
+        self.steps_per_epoch, self.device = steps_per_epoch, device
+        self.peak = next((peak for name, peak in PEAKS.items() if name in device_name(device)), None)
+        self.n_trained_on = self.n_tokens = self.n_steps = self.data_s = 0
+        self.begin = self.mark = time.perf_counter()
+        self.first = self.last = None
+
+    def start_step(self):
+        self.now = time.perf_counter()
+
+    def data_ready(self, counted):
+        self.data_s += time.perf_counter() - self.now
+        self.n_trained_on += int(counted[0])
+        self.n_tokens += int(counted[1])
+        self.n_steps += 1
+
+    def write(self, step, loss, lr, norm, flops):
+        """flops: of one rank and step."""
+        now = time.perf_counter()
+        step_s = (now - self.mark) / self.n_steps
+        mem_gib, reserved_gib = memory_gib(self.device)
+        row = {
+            "step": step + 1, "epoch": (step + 1) / self.steps_per_epoch, "loss": loss, "lr": lr, "grad_norm": norm,
+            "tokens": self.n_trained_on, "tokens_per_s": self.n_tokens / (now - self.mark),
+            "mfu": flops / step_s / self.peak if self.peak else None, "mem_gib": mem_gib,
+            "mem_reserved_gib": reserved_gib, "step_s": step_s, "data_s": self.data_s / self.n_steps,
+        }
+        self.append(row)
+        left = int((self.steps - step - 1) * (now - self.begin) / (step + 1))
+        self.say(
+            f"step {step + 1:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:<6.3g}  "
+            f"{row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
+            + f"mfu {row['mfu'] or 0:.1%}  " * bool(self.peak)
+            + f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        )
+        self.first, self.last = self.first or loss, loss
+        self.mark, self.n_tokens, self.n_steps, self.data_s = now, 0, 0, 0.0
+
+    def write_eval(self, step, loss, n):
+        self.append({"step": step + 1, "eval_loss": loss, "eval_tokens": n})
+        self.say(f"step {step + 1}  eval loss {loss:.4f} over {n:,} tokens")
+        self.mark = time.perf_counter()
+
+    def append(self, row):
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def close(self):
+        seconds = time.perf_counter() - self.begin
+        change = self.last / self.first - 1
+        self.say(f"{self.steps} steps in {seconds:.0f} s: loss {self.first:.4f} -> {self.last:.4f} ({change:+.1%})")
+
+
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def memory_gib(device):
+    """(peak allocated, peak reserved) on the GPU since the last call; on a CPU (peak resident memory, None)."""
+    if device.type != "cuda":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, None
+    peaks = torch.cuda.max_memory_allocated(device) / 2**30, torch.cuda.max_memory_reserved(device) / 2**30
+    torch.cuda.reset_peak_memory_stats(device)
+    return peaks
+
+
+def features(args, model, device, world, defer_sync):
+    """Yields (feature, on or off or what, why), a line each for the start of the run."""
+    cuda, adapters, tied = device.type == "cuda", args.lora or args.qlora, model.config.tie_word_embeddings
+    trained = "bf16" if args.precision == "bf16" else "float32"
+    frozen = "float32" if args.precision == "fp32" else "bf16"
+    yield "precision", args.precision, (
+        f"trained weights and optimizer {trained}, frozen weights {'NF4, others ' * args.qlora}{frozen}, products {frozen}, "
+        f"gradients reduced in {trained}, saved in the checkpoint's dtype (adapters: {trained})"
+    )
+    targets = "every linear of the blocks" if len(args.lora_targets or ()) == len(lm.LORA_TARGETS) else args.lora_targets
+    yield "lora", adapters, (
+        f"rank {args.lora_rank}, alpha {args.lora_alpha:g}, dropout {args.lora_dropout:g}, on {targets}"
+        if adapters else "every weight trains"
+    )
+    yield "qlora", args.qlora, "linears of the blocks frozen in NF4, 4.14 bits a weight" if args.qlora else "nothing in NF4"
+    yield "fsdp2", args.fsdp2, (
+        f"{model.config.num_hidden_layers} blocks sharded over {world} rank{'s' * (world > 1)}" if args.fsdp2
+        else "every rank holds the whole model" + ", gradients are averaged" * (world > 1)
+    )
+    if args.fsdp2:
+        yield "reshard_after_forward", args.reshard_after_forward, (
+            "a block's gathered weights are freed after its forward, but for the last" if args.reshard_after_forward
+            else "gathered weights wait for the backward"
+        )
+        yield "shard_embeddings", args.shard_embeddings and not tied, (
+            "head and embedding are one tensor, which stays gathered during a step" if tied
+            else "embedding and head are gathered only while in use" if args.shard_embeddings
+            else "embedding and head stay gathered during a step"
+        )
+        yield "gradient sync", "last" if defer_sync else "each", (
+            "on the last micro-batch of a step only" if defer_sync
+            else "on each micro-batch: holding back whole gradients takes more than 1 GiB a rank"
+        )
+    idle = "no accelerator here, so this moves nothing: the device's memory is host memory"
+    asked = "activations" in args.offload
+    yield "offload activations", asked and cuda, (
+        idle if asked and not cuda else "inputs of all blocks but the last wait in pinned host memory" if asked
+        else "saved activations stay on the device"
+    )
+    asked = "params" in args.offload
+    yield "offload params", asked, (
+        "CPUOffloadPolicy is on; " + idle if asked and not cuda
+        else "weights, gradients and AdamW on the CPU" if asked else "weights, gradients and optimizer stay on the device"
+    )
+    yield "activation_checkpointing", args.activation_checkpointing, (
+        "blocks are recomputed in the backward" if args.activation_checkpointing else "blocks keep what the backward needs"
+    )
+    yield "chunked_ce", args.chunked_ce, (
+        f"loss of {args.ce_chunk} tokens at a time, gradient in the forward" if args.chunked_ce
+        else "all logits of a micro-batch at once"
+    )
+    where = "GPU" if cuda and "params" not in args.offload else f"CPU, {torch.get_num_threads()} threads a rank"
+    yield "fused_adamw", args.fused_adamw, f"on the {where}" if args.fused_adamw else f"many small operations on the {where}"
+    yield "packing", args.packing, (
+        f"documents best-fit into rows of {args.seq_len} tokens, isolated" if args.packing else "a document a row, padded"
+    )
+
+
+def print_start(args, model, source, device, world, n_trained, defer_sync):
+    n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
+    print(f"{args.model}: {model.config.model_type}, {n_total:,} parameters, {n_trained:,} trained; {world} x {device_name(device)}")
+    for feature, state, why in features(args, model, device, world, defer_sync):
+        state = {True: "on", False: "off"}.get(state, state)
+        print(f"  {feature:<26}{state:<7}{why}")
+
+
+def print_data(args, what, loader, count, tokenizer):
+    rows, positions = len(loader.rows), loader.seq_len * len(loader.rows)
+    n_targets, n_tokens, _ = loader.per_row.sum(0).tolist()
+    kind = f"conversations by {tokenizer.template_from}" if count["conversations"] else "texts"
+    print(
+        f"{' '.join(what)}: {count['rows']:,} {kind}, {n_tokens:,} tokens, {n_targets / n_tokens:.1%} trained on, "
+        f"{rows:,} rows of at most {loader.seq_len}" + f", {n_tokens / positions:.1%} full" * loader.packing
+    )
+    for key, why in (("too_long", f"longer than --seq_len {args.seq_len}"), ("untrained", "without a token to train on")):
+        if count[key]:
+            print(f"  left out: {count[key]:,} of {count['rows']:,}, {why}")
+
+
+def print_sample(args, say, when, model, tokenizer, chat, device):
+    """Prints what the model makes of --sample. All ranks call it: under FSDP2 each forward is a collective."""
+    if args.sample:
+        model.eval()
+        prompt = tokenizer.prompt(args.sample, chat)
+        tokens = lm.generate(model, prompt, 64, tokenizer.stop, device)
+        model.train()
+        said = tokenizer.core.decode(tokens)
+        say(f"--- sample {when} training\n{args.sample}\n\033[32m{said}\033[0m\n---")
+
+
+def export(args, model, source, raw_config, tokenizer_folder, weights_folder, base, rank, agreed):
+    """Writes final/: the PEFT adapter, or the whole model. Collective. -> the adapter's tensors, or None."""
+    final, part = Path(args.out) / "final", Path(args.out) / "final.part"  # renamed when complete
+    adapters = args.lora or args.qlora
+    with agreed():
+        if rank == 0:
+            part.mkdir()
+    tensors = lm.full_tensors(model, trainable_only=adapters)
+    adapter = dict(tensors) if adapters else None
+    with agreed():
+        if adapters and rank == 0:
+            lm.save_adapter(adapter, part, base, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets)
+        if not adapters:
+            sizes = {name: p.numel() * source.dtype(name).itemsize for name, p in model.named_parameters()}
+            tensors = ((name, tensor.to(source.dtype(name))) for name, tensor in tensors)
+            lm.save_model(tensors, sizes, part, raw_config, tokenizer_folder, weights_folder, write=rank == 0)
+        if rank == 0:
+            part.rename(final)
+    return adapter
+
+
+def merge(args, source, adapter, raw_config, tokenizer_folder, weights_folder):
+    """Writes merged/: the original weights with the adapter added in. One process, one tensor at a time."""
+    part = Path(args.out) / "merged.part"
+    part.mkdir()
+    names = [name for name in source.tensors if not (name == lm.HEAD and raw_config.get("tie_word_embeddings"))]
+    sizes = {name: math.prod(source.tensors[name][1]) * source.dtype(name).itemsize for name in names}
+    tensors = lm.merged_tensors(source, names, adapter, args.lora_alpha / args.lora_rank)
+    lm.save_model(tensors, sizes, part, raw_config, tokenizer_folder, weights_folder, write=True)
+    part.rename(Path(args.out) / "merged")
+
+
+# ---------------------------------------------------------------- the run
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    device, rank, world = init_processes(args.fsdp2)
+    agreed = functools.partial(together, rank, world)
+    say = functools.partial(print, flush=True) if rank == 0 else lambda *_, **__: None
+    progress = rank == 0 and sys.stderr.isatty()
+    torch.manual_seed(args.seed + rank)  # for dropout alone: weights and data order have generators of their own
+    if args.precision is None:
+        native = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+        args.precision = "mixed" if native else "fp32"
+
+    # ---- what the user gave: config, checkpoint, adapter, data. All of it is checked before anything is allocated
+    with agreed():
+        raw_config, tokenizer_folder, weights_folder, base = find_model(args.model, args.random_init)
+        config = lm.parse_config(raw_config, f"{args.model}: config.json")
+        if config.sliding_window and args.seq_len > config.sliding_window:
+            raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which is "
+                             "not implemented; up to that many tokens it changes nothing")
+        with torch.device("meta"):
+            model = lm.Transformer(config)
+        source = lm.Checkpoint(weights_folder) if weights_folder else lm.RandomWeights(model, args.seed, device)
+        lm.check_weights(model, source, args.model)
+        adapter = None
+        if args.adapter:
+            adapter, args.lora_rank, args.lora_alpha, args.lora_targets = lm.open_adapter(args.adapter)
+        tokenizer = data.Tokenizer(tokenizer_folder, args.chat_template)
+    loaders, counts = [], []
+    for what, held_out in ((args.data, False), (args.eval_data, True)):
+        documents = count = None
+        with agreed():
+            if what and rank == 0:
+                rows = itertools.chain(*(data.read_sources(file, tokenizer, held_out) for file in what))
+                documents, count = data.tokenize(
+                    rows, tokenizer, args.seq_len, args.train_on, config.vocab_size, progress
+                )
+        counts.append(share(count, rank, world))
+        documents = share_documents(documents, rank, world) if what else None
+        loaders.append(what and data.Loader(documents, args.seq_len, args.packing, args.batch_size, rank, world, args.seed))
+    loader, eval_loader = loaders
+    with agreed():
+        per_step = args.batch_size * args.grad_accum * world
+        if len(loader.rows) < per_step:
+            raise ValueError(f"a step takes {per_step} rows (--batch_size {args.batch_size} x --grad_accum {args.grad_accum} x "
+                             f"{world} ranks) and the data makes {len(loader.rows)} of --seq_len {args.seq_len}: lower one of "
+                             "the four or give more data")
+    if args.inspect:
+        for document in range(min(args.inspect, len(loader.documents.starts) - 1)):
+            say(f"--- example {document}\n{data.show(tokenizer, loader.documents, document)}")
+        return leave()
+    with agreed():
+        args.out = make_out(args.out) if rank == 0 else None
+    args.out = share(args.out, rank, world)
+
+    # ---- the model: vanilla on meta, each feature applied to it, and last the weights
+    with agreed():
+        if args.qlora:
+            nf4.quantize_linears_(model.model.layers)
+        if args.lora or args.qlora:
+            lm.add_lora_(model, args.lora_rank, args.lora_alpha, args.lora_dropout or 0.0, args.lora_targets)
+        if adapter:
+            lm.check_adapter(model, adapter, args.adapter)
+    set_precision_(model, args.precision)
+    model.lm_head.chunk = args.ce_chunk
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    # a gradient that is not reduced yet is a whole one, 4 bytes a parameter: nothing for adapters, 280 GB for a 70B model
+    defer_sync = not args.fsdp2 or n_trained * 4 <= 2**30
+    if rank == 0:
+        print_start(args, model, source, device, world, n_trained, defer_sync)
+    if args.activation_checkpointing:
+        checkpoint_activations_(model, preserve_rng=bool(args.lora_dropout))
+    if args.fsdp2:
+        shard_(model, device, args.precision, args.reshard_after_forward, args.shard_embeddings,
+               "params" in args.offload, args.chunked_ce)
+    model.to_empty(device="cpu" if "params" in args.offload else device)
+    model.tie_()
+    started = time.perf_counter()
+    with agreed():
+        lm.load_weights_(model, source, adapter, args.seed, device, progress)
+    if "activations" in args.offload and device.type == "cuda":
+        model.activation_hooks = OffloadActivations(device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer(trained, args.lr, args.weight_decay, args.fused_adamw)
+
+    # ---- last words before training
+    steps = args.steps or math.ceil(args.epochs * len(loader.rows) / per_step)
+    if rank == 0:
+        print(f"weights loaded in {time.perf_counter() - started:.1f} s")
+        print_data(args, args.data, loader, counts[0], tokenizer)
+        if eval_loader:
+            print_data(args, args.eval_data, eval_loader, counts[1], tokenizer)
+        print(f"{steps:,} steps of {per_step} rows; writing to {args.out}")
+        Path(args.out, "args.json").write_text(json.dumps({**vars(args), **versions(world)}, indent=2) + "\n")
+    sample = functools.partial(
+        print_sample, args, say, model=model, tokenizer=tokenizer, chat=counts[0]["conversations"], device=device
+    )
+    sample("before")
+
+    # ---- training
+    log = Log(args.out if rank == 0 else None, say, steps, len(loader.rows) / per_step, device)
+    bad = torch.zeros((), device="cpu" if "params" in args.offload else device)  # 1 once a gradient norm was inf or nan
+    for step in range(steps):
+        log.start_step()
+        batches, counted = loader.step(step, args.grad_accum)
+        n_targets = int(counted[0])
+        log.data_ready(counted)
+        loss_sum = torch.zeros((), device=device)
+        for i, batch in enumerate(batches):
+            if args.fsdp2:
+                model.set_requires_gradient_sync(i == len(batches) - 1 or not defer_sync)
+            b = batch.to(device)
+            loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
+            # the sum over every rank and micro-batch, divided by all their targets; * world undoes the mean over ranks
+            (loss * (world / n_targets)).backward()
+            loss_sum += loss.detach()
+        if world > 1 and not args.fsdp2:
+            average_gradients_(trained, world)
+        norm = clip_gradients_(trained, args.clip)
+        bad = torch.maximum(bad, (~norm.isfinite()).float())
+        lr = lr_at(step, steps, args.warmup, args.schedule, args.lr, args.min_lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+        logged = step == 0 or (step + 1) % args.log_every == 0 or step == steps - 1
+        if logged or not args.fused_adamw:
+            if world > 1:
+                dist.all_reduce(loss_sum)
+            loss, norm, broken = torch.stack([loss_sum / n_targets, norm.to(device), bad.to(device)]).tolist()  # host sync
+            if broken or not math.isfinite(loss):
+                say(f"step {step + 1}: loss {loss}, gradient norm {norm}")
+                say("train.py: error: the loss or a gradient is not finite at this step or one since the last log line. No "
+                    "weight was changed by it. Lower --lr, raise --warmup, look at the data of these steps")
+                leave()
+                raise SystemExit(3)
+        # between log lines nobody looks: the fused kernel reads `found_inf` on the device and leaves the weights alone
+        optimizer.found_inf = bad if args.fused_adamw else None
+        optimizer.step()
+        optimizer.zero_grad()
+        if logged:
+            flops = step_flops(config, *counted, n_adapter=n_trained if args.lora or args.qlora else None)
+            log.write(step, loss, lr, norm, flops / world)
+        if eval_loader and (step == steps - 1 or (args.eval_every and (step + 1) % args.eval_every == 0)):
+            log.write_eval(step, *evaluate(model, eval_loader, device, world))
+
+    # ---- the result
+    sample("after")
+    adapter = export(args, model, source, raw_config, tokenizer_folder, weights_folder, base, rank, agreed)
+    log.close()
+    leave()  # what rank 0 still has to do keeps nobody waiting in a collective
+    if args.merge and rank == 0:
+        merge(args, source, adapter, raw_config, tokenizer_folder, weights_folder)
+    say(f"done: {args.out}/final" + f" and {args.out}/merged" * args.merge)
+
+
+if __name__ == "__main__":
+    main()
