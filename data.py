@@ -1,18 +1,18 @@
 """From files to packed rows: reading, chat templates and loss masks, best-fit packing, the loader.
 
-A document is a run of n tokens with a flag per token, "train on predicting this one". It fills n - 1 positions of a row:
-position p holds token p and its target is token p + 1, so a target never crosses into the next document (torchtune
+A document is a run of n tokens with a flag per token, "train on predicting this one". It fills n - 1 positions of a
+row: position p holds token p and its target is token p + 1, so a target never crosses into the next document (torchtune
 trained on exactly that until #2613). Packing puts several documents into one row of `seq_len` positions, longest first,
-each into the fullest row that still has room (best-fit decreasing, arXiv:2404.10830). Positions restart in each document
-and `spans` keeps attention inside it; the padding behind the last document belongs to no span and has no target.
+each into the fullest row that still has room (best-fit decreasing, arXiv:2404.10830). Positions restart in each
+document and `spans` keeps attention inside it; the padding behind the last one is in no span and has no target.
 
-Masks come from character spans, never from searching for marker tokens: the text of a conversation is rendered once, the
-tokenizer returns the characters behind each token, and a token is trained on if it overlaps a span. The spans are the
-template's own {% generation %} blocks, or else the difference between the rendering before and after each assistant turn,
-used only where the one really is a prefix of the other (Qwen3's template rewrites earlier turns: trl #6361).
+Masks come from character spans, never from searching for marker tokens: a conversation is rendered once, the tokenizer
+returns the characters behind each token, and a token is trained on if it overlaps a span. The spans are the template's
+own {% generation %} blocks, or else what an assistant turn adds to the rendering, used only where the text before it
+really is a prefix of the text after it (Qwen3's template rewrites earlier turns: trl #6361).
 
-The order of the rows depends on --seed and the epoch alone. The global batch of a step is the same rows in the same order
-however it is split over ranks and micro-batches, and the loader's whole position is the number of steps taken.
+The order of the rows depends on --seed and the epoch alone. The global batch of a step is the same rows in the same
+order however it is split over ranks and micro-batches, and the loader's whole position is the number of steps taken.
 """
 
 import ast
@@ -123,7 +123,7 @@ class Tokenizer:
     def render(self, messages, generation_prompt=False):
         """Messages -> (text, [(start, stop) of each generation block]). ValueError where the template objects."""
         if OPEN[0] in json.dumps(messages, ensure_ascii=False):
-            raise ValueError(f"the private character {OPEN[0]!r} in a message marks spans here and cannot be trained on")
+            raise ValueError(f"the character {OPEN[0]!r} in a message marks spans here and cannot be trained on")
         pieces, size = [], 0
         try:
             for piece in self.template.generate(
@@ -240,7 +240,8 @@ def parse_row(line, where, tokenizer):
     keys = ("prompt", "completion") if "prompt" in row else ("text",)
     for key in keys:
         if not isinstance(row.get(key), str):
-            raise ValueError(f"{where}: expected 'messages', 'prompt' + 'completion' or 'text' as strings, got {list(row)}")
+            raise ValueError(f"{where}: expected 'messages', or 'prompt' + 'completion' or 'text' as strings, "
+                             f"got {list(row)}")
     text = "".join(row[key] for key in keys)
     return Source(text, None if keys == ("text",) else [(len(row["prompt"]), len(text))], where=where)
 

@@ -618,10 +618,10 @@ def load_weights_(model, source, adapter, seed, device, progress):
             out.copy_(random_rows(name, out.shape[1], start, stop, seed, "cpu", uniform=True).mul_(bound))
         else:
             out.copy_(source.rows(name, start, stop))
-        if name == "model.embed_tokens.weight" and params.get(HEAD) is None and HEAD in source.tensors:
-            if not torch.equal(source.rows(name, start, stop), source.rows(HEAD, start, stop)):
-                raise ValueError(f"config.json ties the head to the embedding, but the checkpoint's {HEAD} differs: "
-                                 "set tie_word_embeddings to false")
+        duplicate = name == "model.embed_tokens.weight" and HEAD not in params and HEAD in source.tensors
+        if duplicate and not torch.equal(source.rows(name, start, stop), source.rows(HEAD, start, stop)):
+            raise ValueError(f"config.json ties the head to the embedding, but the checkpoint's {HEAD} differs: "
+                             "set tie_word_embeddings to false")
 
 
 # ---------------------------------------------------------------- writing models and adapters
@@ -653,8 +653,8 @@ def merged_tensors(source, names, adapter, scale):
 
 
 def save_model(tensors, sizes, out, raw_config, tokenizer_folder, config_folder, write):
-    """Writes a Hugging Face folder from an iterator of (name, tensor): config and tokenizer files byte for byte, weights
-    in files of at most 5 GB, one file in memory at a time. Every rank iterates; only the one with `write` writes.
+    """Writes a Hugging Face folder from an iterator of (name, tensor): config and tokenizer files byte for byte,
+    weights in files of at most 5 GB, one file in memory at a time. Every rank iterates; only the one with `write` writes.
 
     sizes: {name: bytes} in the order of the iterator, so that the file names are known before the first is written.
     """
@@ -716,7 +716,8 @@ def open_adapter(folder):
               "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None}
     for key, value in wanted.items():
         if config.get(key, value) not in (value, None):
-            raise ValueError(f"{folder}/adapter_config.json: {key} = {config[key]!r} is not implemented, only {value!r}")
+            raise ValueError(f"{folder}/adapter_config.json: {key} = {config[key]!r} is not implemented, "
+                             f"only {value!r}")
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if type(rank) is not int or not 0 < rank <= 4096 or not isinstance(alpha, int | float):
         raise ValueError(f"{folder}/adapter_config.json: r = {rank!r}, lora_alpha = {alpha!r}: expected numbers")

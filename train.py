@@ -5,8 +5,8 @@
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chat.jsonl
     torchrun --nproc_per_node 8 train.py --fsdp2 --model /models/Llama-3.1-8B --data a.jsonl b.txt --lr 1e-5
 
-Below: the flags, the process group, what is done to the model, activation offload, the optimizer, what a run writes, and
-`main`, which is the whole training run from top to bottom. Every flag is one call in `main`.
+Below: the flags, the process group, what is done to the model, activation offload, the optimizer, what a run writes,
+and `main`, which is the whole training run from top to bottom. Every flag is one call in `main`.
 """
 
 import argparse
@@ -71,46 +71,46 @@ def parse_args(argv=None):
     yes_no, whole, positive_float = argparse.BooleanOptionalAction, positive(int), positive(float)
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", default="tiny", help="tiny (built in), a Hugging Face folder, a Hub id, or with --random_init a preset: "
+    add("--model", default="tiny", help="tiny (built in), a Hugging Face folder, a Hub id, or with --random_init one of "
         + ", ".join(lm.PRESETS) + " (default: tiny)")
     add("--random_init", action="store_true", help="shapes of --model, random weights (default: off)")
-    add("--precision", choices=("mixed", "bf16", "fp32"), help="mixed: trained weights, gradients and optimizer in float32,"
-        " products in bf16; bf16: all in bf16; fp32: all in float32 (default: mixed, fp32 where bf16 is not native)")
-    add("--adapter", metavar="DIR", help="start from this PEFT adapter; rank, alpha and targets are its own (default: none)")
+    add("--precision", choices=("mixed", "bf16", "fp32"), help="mixed: trained weights, gradients, optimizer in float32, "
+        "products in bf16; bf16: all in bf16; fp32: all in float32 (default: mixed; fp32 where bf16 is not native)")
+    add("--adapter", metavar="DIR", help="start from this PEFT adapter, with its rank, alpha, targets (default: none)")
 
     add = parser.add_argument_group("method (default: full fine-tuning)").add_argument
     add("--lora", action="store_true", help="train low-rank adapters, weights frozen in 16 bits (default: off)")
     add("--qlora", action="store_true", help="train low-rank adapters, weights frozen in NF4, 4.14 bits (default: off)")
     add("--lora_rank", type=whole, metavar="R", help="rank of the adapters (default: 16)")
     add("--lora_alpha", type=positive_float, help="adapters are scaled by alpha / rank (default: 32)")
-    add("--lora_dropout", type=not_negative, help="share of adapter inputs zeroed in training (default: 0)")
+    add("--lora_dropout", type=not_negative, help="share of an adapter's inputs zeroed in training (default: 0)")
     add("--lora_targets", nargs="+", choices=lm.LORA_TARGETS, metavar="LAYER",
         help=f"linear layers that get an adapter, of {', '.join(lm.LORA_TARGETS)} (default: all)")
 
     add = parser.add_argument_group("data").add_argument
-    add("--data", nargs="+", default=["stdlib:docs"], metavar="FILE", help=".txt, or .jsonl with `messages`, `prompt` +"
-        " `completion` or `text`; or stdlib:docs, stdlib:code (default: stdlib:docs)")
-    add("--eval_data", nargs="+", metavar="FILE", help="the same; stdlib:* gives the 5 %% that --data leaves out (default: none)")
+    add("--data", nargs="+", default=["stdlib:docs"], metavar="FILE", help=".txt, or .jsonl with `messages`, `prompt` + "
+        "`completion` or `text`; or the built-in stdlib:docs, stdlib:code (default: stdlib:docs)")
+    add("--eval_data", nargs="+", metavar="FILE", help="the same; stdlib:* is the 5 %% left out by --data (default: none)")
     add("--seq_len", type=whole, default=1024, help="tokens in a row (default: 1024)")
-    add("--packing", action=yes_no, default=True, help="several documents in a row, isolated from each other (default: on)")
+    add("--packing", action=yes_no, default=True, help="several documents in a row, kept apart (default: on)")
     add("--train_on", choices=("targets", "all"), default="targets",
         help="targets: assistant turns, completions, texts; all: every token (default: targets)")
-    add("--chat_template", metavar="FILE", help="jinja file in place of the model's own template (default: the model's)")
-    add("--inspect", type=whole, metavar="N", help="print N examples, supervised tokens in green, and exit (default: off)")
+    add("--chat_template", metavar="FILE", help="jinja file in place of the model's own (default: the model's)")
+    add("--inspect", type=whole, metavar="N", help="print N examples, trained tokens in green, and exit (default: off)")
 
     add = parser.add_argument_group("memory and speed").add_argument
-    add("--fsdp2", action="store_true", help="shard parameters, gradients and optimizer over the ranks (default: off, each"
-        " rank holds all of it and gradients are averaged)")
+    add("--fsdp2", action="store_true", help="shard parameters, gradients and optimizer over the ranks (default: off: "
+        "each rank holds all of it and gradients are averaged)")
     add("--reshard_after_forward", action=yes_no, default=True,
-        help="free a block's gathered weights after its forward and gather them again in the backward (default: on)")
-    add("--shard_embeddings", action=yes_no, default=True, help="embedding and head are FSDP units of their own, gathered"
-        " only while in use; a tied pair stays gathered (default: on)")
-    add("--offload", nargs="*", choices=("activations", "params"), help="activations: what each checkpointed block keeps"
-        " waits in host memory; params: weights, gradients and optimizer live there (default: none; bare: all that applies)")
+        help="free a block's gathered weights after its forward, gather them again in the backward (default: on)")
+    add("--shard_embeddings", action=yes_no, default=True, help="embedding and head are FSDP units of their own, gathered "
+        "only while in use; a tied pair stays gathered (default: on)")
+    add("--offload", nargs="*", choices=("activations", "params"), help="activations: what a checkpointed block keeps "
+        "waits in host memory; params: weights, gradients and optimizer live there (default: none; bare: all that applies)")
     add("--activation_checkpointing", action=yes_no, default=True,
         help="keep each block's input only and recompute the rest in the backward (default: on)")
-    add("--chunked_ce", action=yes_no, default=True, help="head and loss in chunks of tokens, gradient in the forward, no"
-        " [tokens, vocabulary] tensor (default: on)")
+    add("--chunked_ce", action=yes_no, default=True, help="head and loss in chunks of tokens, gradient in the forward, "
+        "no [tokens, vocabulary] tensor (default: on)")
     add("--ce_chunk", type=whole, metavar="TOKENS", help="tokens in a chunk of the loss (default: 1024)")
     add("--fused_adamw", action=yes_no, default=True, help="AdamW as one kernel, on GPU and CPU (default: on)")
 
@@ -118,12 +118,12 @@ def parse_args(argv=None):
     add("--batch_size", type=whole, default=1, help="rows per rank and micro-batch (default: 1)")
     add("--grad_accum", type=whole, default=1, help="micro-batches per step (default: 1)")
     add("--steps", type=whole, help="optimizer steps (default: from --epochs)")
-    add("--epochs", type=positive_float, default=1.0, help="passes over the data, where --steps is not given (default: 1)")
+    add("--epochs", type=positive_float, default=1.0, help="passes over the data, unless --steps is given (default: 1)")
     add("--lr", type=not_negative, help="peak learning rate (default: 2e-4 with adapters, 2e-5 without)")
     add("--min_lr", type=not_negative, default=0.0, help="learning rate at the end of cosine and linear (default: 0)")
-    add("--warmup", type=not_negative, default=0.03, help="steps of linear warmup, or below 1 the share of all steps"
-        " (default: 0.03)")
-    add("--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="after the warmup (default: cosine)")
+    add("--warmup", type=not_negative, default=0.03,
+        help="steps of linear warmup; below 1 it is a share of all steps (default: 0.03)")
+    add("--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="after warmup (default: cosine)")
     add("--weight_decay", type=not_negative, default=0.01, help="on matrices, not on norms and biases (default: 0.01)")
     add("--clip", type=not_negative, default=1.0, help="largest global gradient norm, 0 for none (default: 1)")
     add("--seed", type=int, default=0, help="of data order, adapters, random weights and dropout (default: 0)")
@@ -133,8 +133,8 @@ def parse_args(argv=None):
     add("--log_every", type=whole, default=10, metavar="STEPS", help="steps between log lines (default: 10)")
     add("--eval_every", type=whole, metavar="STEPS", help="steps between evaluations (default: at the end only)")
     add("--merge", action="store_true", help="also write the 16-bit model with the adapter merged in (default: off)")
-    add("--sample", metavar="TEXT", help="continue or answer this before and after training; '' for none"
-        " (default: a question of the built-in data, none for files)")
+    add("--sample", metavar="TEXT", help="continue or answer this before and after training, '' for nothing "
+        "(default: a question for the built-in data, nothing for files)")
 
     args = parser.parse_args(argv)
     adapters = args.lora or args.qlora
@@ -158,8 +158,8 @@ def parse_args(argv=None):
     if "params" in (args.offload or ()) and not args.fsdp2:
         parser.error("--offload params is FSDP2's CPU offload: add --fsdp2")
     if args.offload is not None and not args.activation_checkpointing and args.offload != ["params"]:
-        parser.error("--offload activations needs --activation_checkpointing: a block's input crosses the bus in time, all "
-                     "that a block computes does not (about 170 GB/s for an 8B model on an H100)")
+        parser.error("--offload activations needs --activation_checkpointing: a block's input crosses the bus in time, "
+                     "all that a block computes does not (about 170 GB/s for an 8B model on an H100)")
     if args.ce_chunk and not args.chunked_ce:
         parser.error("--ce_chunk and --no-chunked_ce: leave one out")
     if args.eval_every and not args.eval_data:
@@ -189,7 +189,8 @@ def init_processes(distributed):
     device = torch.device("cpu")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            raise SystemExit(f"train.py: error: --nproc_per_node {local_world}, but {torch.cuda.device_count()} GPUs here")
+            n = torch.cuda.device_count()
+            raise SystemExit(f"train.py: error: --nproc_per_node {local_world} needs as many GPUs, this machine has {n}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     # gloo beside NCCL: what lives on the CPU (offloaded parameters, tokens, error flags) has collectives too
@@ -266,8 +267,8 @@ def find_model(name, random_init):
     folder, base = (TINY, str(TINY)) if name == "tiny" else (Path(name), name)
     if not folder.is_dir():
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
-            raise ValueError(f"--model {name}: no such folder; expected tiny, a folder, a Hub id such as Qwen/Qwen3-4B, or "
-                             f"with --random_init one of {', '.join(lm.PRESETS)}")
+            raise ValueError(f"--model {name}: no such folder; expected tiny, a folder, a Hub id such as Qwen/Qwen3-4B, "
+                             f"or with --random_init one of {', '.join(lm.PRESETS)}")
         from huggingface_hub import snapshot_download
 
         patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * (not random_init)
@@ -280,8 +281,8 @@ def find_model(name, random_init):
 def set_precision_(model, precision):
     """Stores trained parameters in float32 or bf16, frozen ones in bf16, and sets what products compute in.
 
-    float32 masters under bf16 products are what DeepSpeed does and plain FSDP does not: at small learning rates an update
-    below 1/256 of a bf16 weight is lost (accelerate #2624). NF4's bytes stay as they are.
+    float32 masters under bf16 products are what DeepSpeed does and plain FSDP does not: at small learning rates an
+    update below 1/256 of a bf16 weight is lost (accelerate #2624). NF4's bytes stay as they are.
     """
     trained = torch.bfloat16 if precision == "bf16" else torch.float32
     frozen = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -301,7 +302,7 @@ def checkpoint_activations_(model, preserve_rng):
 
 
 def shard_(model, device, precision, reshard, shard_embeddings, offload_params, chunked_ce):
-    """FSDP2 (arXiv:2304.11277, per-parameter sharding on dim 0): a block is gathered just before it runs and freed after.
+    """FSDP2 (arXiv:2304.11277, each parameter sharded on dim 0): a block is gathered before it runs and freed after.
 
     One all-gather unit per block, one for the embedding and one for the head; what is left (the last norm) belongs to
     the root, which stays gathered from forward to backward.
@@ -588,70 +589,44 @@ def memory_gib(device):
     return peaks
 
 
-def features(args, model, device, world, defer_sync):
-    """Yields (feature, on or off or what, why), a line each for the start of the run."""
-    cuda, adapters, tied = device.type == "cuda", args.lora or args.qlora, model.config.tie_word_embeddings
+def print_start(args, model, source, device, world, n_trained, defer_sync):
+    """What is trained on what, then a line per feature: on or off, and why."""
+    cuda, tied, adapters = device.type == "cuda", model.config.tie_word_embeddings, args.lora or args.qlora
     trained = "bf16" if args.precision == "bf16" else "float32"
     frozen = "float32" if args.precision == "fp32" else "bf16"
-    yield "precision", args.precision, (
-        f"trained weights and optimizer {trained}, frozen weights {'NF4, others ' * args.qlora}{frozen}, products {frozen}, "
-        f"gradients reduced in {trained}, saved in the checkpoint's dtype (adapters: {trained})"
-    )
-    targets = "every linear of the blocks" if len(args.lora_targets or ()) == len(lm.LORA_TARGETS) else args.lora_targets
-    yield "lora", adapters, (
-        f"rank {args.lora_rank}, alpha {args.lora_alpha:g}, dropout {args.lora_dropout:g}, on {targets}"
-        if adapters else "every weight trains"
-    )
-    yield "qlora", args.qlora, "linears of the blocks frozen in NF4, 4.14 bits a weight" if args.qlora else "nothing in NF4"
-    yield "fsdp2", args.fsdp2, (
-        f"{model.config.num_hidden_layers} blocks sharded over {world} rank{'s' * (world > 1)}" if args.fsdp2
-        else "every rank holds the whole model" + ", gradients are averaged" * (world > 1)
-    )
-    if args.fsdp2:
-        yield "reshard_after_forward", args.reshard_after_forward, (
-            "a block's gathered weights are freed after its forward, but for the last" if args.reshard_after_forward
-            else "gathered weights wait for the backward"
-        )
-        yield "shard_embeddings", args.shard_embeddings and not tied, (
-            "head and embedding are one tensor, which stays gathered during a step" if tied
-            else "embedding and head are gathered only while in use" if args.shard_embeddings
-            else "embedding and head stay gathered during a step"
-        )
-        yield "gradient sync", "last" if defer_sync else "each", (
-            "on the last micro-batch of a step only" if defer_sync
-            else "on each micro-batch: holding back whole gradients takes more than 1 GiB a rank"
-        )
-    idle = "no accelerator here, so this moves nothing: the device's memory is host memory"
-    asked = "activations" in args.offload
-    yield "offload activations", asked and cuda, (
-        idle if asked and not cuda else "inputs of all blocks but the last wait in pinned host memory" if asked
-        else "saved activations stay on the device"
-    )
-    asked = "params" in args.offload
-    yield "offload params", asked, (
-        "CPUOffloadPolicy is on; " + idle if asked and not cuda
-        else "weights, gradients and AdamW on the CPU" if asked else "weights, gradients and optimizer stay on the device"
-    )
-    yield "activation_checkpointing", args.activation_checkpointing, (
-        "blocks are recomputed in the backward" if args.activation_checkpointing else "blocks keep what the backward needs"
-    )
-    yield "chunked_ce", args.chunked_ce, (
-        f"loss of {args.ce_chunk} tokens at a time, gradient in the forward" if args.chunked_ce
-        else "all logits of a micro-batch at once"
-    )
-    where = "GPU" if cuda and "params" not in args.offload else f"CPU, {torch.get_num_threads()} threads a rank"
-    yield "fused_adamw", args.fused_adamw, f"on the {where}" if args.fused_adamw else f"many small operations on the {where}"
-    yield "packing", args.packing, (
-        f"documents best-fit into rows of {args.seq_len} tokens, isolated" if args.packing else "a document a row, padded"
-    )
-
-
-def print_start(args, model, source, device, world, n_trained, defer_sync):
+    idle = "" if cuda else ": nothing to move, the only device is the CPU"
+    asked = {what: what in args.offload for what in ("activations", "params")}
+    where = "GPU" if cuda and not asked["params"] else f"CPU, {torch.get_num_threads()} threads a rank"
+    rows = [  # feature, on, why if on, why if off
+        ("lora", adapters, f"rank {args.lora_rank}, alpha {args.lora_alpha}, dropout {args.lora_dropout or 0}, on "
+         + ", ".join(args.lora_targets or ()), "every weight trains"),
+        ("qlora", args.qlora, "linear layers of the blocks frozen in NF4, 4.14 bits a weight", "nothing in NF4"),
+        ("fsdp2", args.fsdp2, f"{model.config.num_hidden_layers} blocks sharded over {world} rank(s)",
+         "each rank holds the whole model" + ", gradients are averaged" * (world > 1)),
+        ("reshard_after_forward", args.fsdp2 and args.reshard_after_forward,
+         "gathered blocks but the last are freed until the backward", "nothing is freed between forward and backward"),
+        ("shard_embeddings", args.fsdp2 and args.shard_embeddings and not tied, "gathered only while in use",
+         "they are one tied tensor, gathered for the whole step" if tied else "in memory for the whole step"),
+        ("late gradient sync", defer_sync, "gradients of all micro-batches of a step are reduced at once",
+         "after each micro-batch: unreduced gradients would take more than 1 GiB a rank"),
+        ("offload activations", asked["activations"] and cuda, "inputs of all blocks but the last wait in pinned memory",
+         "kept on the device" + idle * asked["activations"]),
+        ("offload params", asked["params"], "weights, gradients and AdamW live on the CPU" + idle, "kept on the device"),
+        ("activation_checkpointing", args.activation_checkpointing, "blocks are recomputed in the backward",
+         "blocks keep all that their backward needs"),
+        ("chunked_ce", args.chunked_ce, f"loss of {args.ce_chunk} tokens at a time, its gradient in the forward",
+         "all logits of a micro-batch at once"),
+        ("fused_adamw", args.fused_adamw, f"on the {where}", f"many small operations on the {where}"),
+        ("packing", args.packing, f"documents best-fit into rows of {args.seq_len} tokens", "a document a row, padded"),
+    ]
     n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
-    print(f"{args.model}: {model.config.model_type}, {n_total:,} parameters, {n_trained:,} trained; {world} x {device_name(device)}")
-    for feature, state, why in features(args, model, device, world, defer_sync):
-        state = {True: "on", False: "off"}.get(state, state)
-        print(f"  {feature:<26}{state:<7}{why}")
+    print(f"{args.model} ({model.config.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
+          f"{world} x {device_name(device)}")
+    print(f"  {'precision':<26}{args.precision:<7}trained weights and optimizer {trained}; frozen weights "
+          f"{'NF4 and ' * args.qlora}{frozen}; products {frozen}; gradients reduced in {trained}; saved as "
+          + (f"{trained} adapters" if adapters else "the checkpoint was"))
+    for feature, on, why, why_not in rows:
+        print(f"  {feature:<26}{'on' if on else 'off':<7}{why if on else why_not}")
 
 
 def print_data(args, what, loader, count, tokenizer):
@@ -662,7 +637,8 @@ def print_data(args, what, loader, count, tokenizer):
         f"{' '.join(what)}: {count['rows']:,} {kind}, {n_tokens:,} tokens, {n_targets / n_tokens:.1%} trained on, "
         f"{rows:,} rows of at most {loader.seq_len}" + f", {n_tokens / positions:.1%} full" * loader.packing
     )
-    for key, why in (("too_long", f"longer than --seq_len {args.seq_len}"), ("untrained", "without a token to train on")):
+    reasons = {"too_long": f"longer than --seq_len {args.seq_len}", "untrained": "without a token to train on"}
+    for key, why in reasons.items():
         if count[key]:
             print(f"  left out: {count[key]:,} of {count['rows']:,}, {why}")
 
@@ -729,8 +705,8 @@ def main(argv=None):
         raw_config, tokenizer_folder, weights_folder, base = find_model(args.model, args.random_init)
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
         if config.sliding_window and args.seq_len > config.sliding_window:
-            raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which is "
-                             "not implemented; up to that many tokens it changes nothing")
+            raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which "
+                             "is not implemented; up to that many tokens it changes nothing")
         with torch.device("meta"):
             model = lm.Transformer(config)
         source = lm.Checkpoint(weights_folder) if weights_folder else lm.RandomWeights(model, args.seed, device)
@@ -750,14 +726,15 @@ def main(argv=None):
                 )
         counts.append(share(count, rank, world))
         documents = share_documents(documents, rank, world) if what else None
-        loaders.append(what and data.Loader(documents, args.seq_len, args.packing, args.batch_size, rank, world, args.seed))
+        shape = args.seq_len, args.packing, args.batch_size
+        loaders.append(data.Loader(documents, *shape, rank, world, args.seed) if what else None)
     loader, eval_loader = loaders
     with agreed():
         per_step = args.batch_size * args.grad_accum * world
         if len(loader.rows) < per_step:
-            raise ValueError(f"a step takes {per_step} rows (--batch_size {args.batch_size} x --grad_accum {args.grad_accum} x "
-                             f"{world} ranks) and the data makes {len(loader.rows)} of --seq_len {args.seq_len}: lower one of "
-                             "the four or give more data")
+            raise ValueError(f"a step takes {per_step} rows (--batch_size {args.batch_size} x --grad_accum "
+                             f"{args.grad_accum} x {world} ranks) and the data makes {len(loader.rows)} of --seq_len "
+                             f"{args.seq_len}: lower one of the four or give more data")
     if args.inspect:
         for document in range(min(args.inspect, len(loader.documents.starts) - 1)):
             say(f"--- example {document}\n{data.show(tokenizer, loader.documents, document)}")
@@ -777,7 +754,7 @@ def main(argv=None):
     set_precision_(model, args.precision)
     model.lm_head.chunk = args.ce_chunk
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    # a gradient that is not reduced yet is a whole one, 4 bytes a parameter: nothing for adapters, 280 GB for a 70B model
+    # a gradient that is not reduced yet is a whole one, 4 bytes a parameter: little for adapters, 280 GB for a 70B
     defer_sync = not args.fsdp2 or n_trained * 4 <= 2**30
     if rank == 0:
         print_start(args, model, source, device, world, n_trained, defer_sync)
@@ -839,10 +816,11 @@ def main(argv=None):
         if logged or not args.fused_adamw:
             if world > 1:
                 dist.all_reduce(loss_sum)
-            loss, norm, broken = torch.stack([loss_sum / n_targets, norm.to(device), bad.to(device)]).tolist()  # host sync
+            # the only host sync of the step
+            loss, norm, broken = torch.stack([loss_sum / n_targets, norm.to(device), bad.to(device)]).tolist()
             if broken or not math.isfinite(loss):
                 say(f"step {step + 1}: loss {loss}, gradient norm {norm}")
-                say("train.py: error: the loss or a gradient is not finite at this step or one since the last log line. No "
+                say("train.py: error: the loss or a gradient is not finite, at this step or since the last log line. No "
                     "weight was changed by it. Lower --lr, raise --warmup, look at the data of these steps")
                 leave()
                 raise SystemExit(3)
