@@ -58,10 +58,14 @@ class GenerationTag(Extension):
     def parse(self, parser):
         line = next(parser.stream).lineno
         body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+        nodes = jinja2.nodes
+        marks = [nodes.Output([nodes.TemplateData(mark)]).set_lineno(line) for mark in (OPEN, CLOSE)]
+        return [marks[0], nodes.Scope(body).set_lineno(line), marks[1]]  # no call block: that would hold all of the body
 
-    def mark(self, caller):
-        return OPEN + caller() + CLOSE
+
+def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """transformers' filter: jinja's own escapes HTML and sorts the keys."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def compile_template(source):
@@ -75,7 +79,7 @@ def compile_template(source):
 
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = TODAY.strftime
-    env.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    env.filters["tojson"] = tojson
     return env.from_string(source)
 
 
@@ -89,7 +93,10 @@ class Tokenizer:
         folder = Path(folder)
         if not (folder / "tokenizer.json").exists():
             raise ValueError(f"{folder}: no tokenizer.json: save the tokenizer with a fast tokenizer of transformers")
-        self.core = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            self.core = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from error
         self.core.no_truncation()
         self.core.no_padding()
         config = {}
@@ -108,7 +115,7 @@ class Tokenizer:
         if (folder / "chat_template.jinja").exists():
             template, self.template_from = (folder / "chat_template.jinja").read_text("utf-8"), "chat_template.jinja"
         if template_file:
-            template, self.template_from = Path(template_file).read_text("utf-8"), str(template_file)
+            template, self.template_from = read_text(Path(template_file)), str(template_file)
         if not template:
             # the tokenizer's own post-processor tells whether its texts start with BOS
             bos = self.core.decode(self.core.encode("").ids[:1], skip_special_tokens=False)
@@ -116,8 +123,8 @@ class Tokenizer:
             template, self.template_from = CHATML, "ChatML (the model has no template)"
         try:
             self.template = compile_template(template)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat template ({self.template_from}): {error}") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat template ({self.template_from}), line {error.lineno}: {error.message}") from error
         self.template_variables = {key: value for key, value in special.items() if value is not None}
 
     def render(self, messages, generation_prompt=False):
@@ -132,9 +139,9 @@ class Tokenizer:
                 pieces.append(piece)
                 size += len(piece)
                 if size > MAX_RENDERED:
-                    raise ValueError(f"the template wrote more than {MAX_RENDERED} characters for one conversation")
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"chat template ({self.template_from}): {error}") from error
+                    raise jinja2.TemplateError(f"wrote more than {MAX_RENDERED} characters for one conversation")
+        except Exception as error:  # foreign code, it can raise anything: 1 // 0, range(10**9), 'x' * 10**18
+            raise ValueError(f"chat template ({self.template_from}): {str(error) or type(error).__name__}") from error
         text, spans = "", []
         for part in "".join(pieces).split(OPEN):
             said, closed, rest = part.partition(CLOSE)
@@ -149,7 +156,7 @@ class Tokenizer:
         both are true prefixes of the whole text. ValueError where no turn does.
         """
         text, spans = self.render(messages)
-        if spans:
+        if spans or all(message["role"] != "assistant" for message in messages):
             return text, spans
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -201,12 +208,19 @@ def read_sources(spec, tokenizer, held_out=False):
     if not path.is_file():
         raise ValueError(f"{spec}: no such file; expected a .txt or .jsonl file, stdlib:docs or stdlib:code")
     if path.suffix == ".txt":
-        yield Source(read_text(path), where=spec)
+        text = read_text(path)
+        if not text:
+            raise ValueError(f"{spec}: nothing to train on, the file is empty")
+        yield Source(text, where=spec)
     elif path.suffix == ".jsonl":
-        with open(path, encoding="utf-8") as file:
+        n_rows = 0
+        with open(path, "rb") as file:  # json.loads decodes, so that a byte that is not UTF-8 has a line number too
             for number, line in enumerate(file, 1):
                 if line.strip():
+                    n_rows += 1
                     yield parse_row(line, f"{spec}:{number}", tokenizer)
+        if not n_rows:
+            raise ValueError(f"{spec}: nothing to train on, the file has no rows")
     else:
         raise ValueError(f"{spec}: expected .txt or .jsonl; from datasets: load_dataset(...).to_json('data.jsonl')")
 
@@ -222,8 +236,8 @@ def parse_row(line, where, tokenizer):
     """One JSON line with `messages`, `prompt` + `completion`, or `text` -> Source."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not valid JSON in UTF-8: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
     if "messages" in row:
@@ -234,15 +248,21 @@ def parse_row(line, where, tokenizer):
         if unknown := {m["role"] for m in messages} - {"system", "user", "assistant", "tool"}:
             raise ValueError(f"{where}: unknown role {sorted(unknown)}; expected system, user, assistant or tool")
         try:
-            return Source(*tokenizer.conversation(messages), special=False, where=where)
+            source = Source(*tokenizer.conversation(messages), special=False, where=where)
+            source.text.encode()  # JSON can spell half a surrogate pair, which no tokenizer takes
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+        return source
     keys = ("prompt", "completion") if "prompt" in row else ("text",)
     for key in keys:
         if not isinstance(row.get(key), str):
             raise ValueError(f"{where}: expected 'messages', or 'prompt' + 'completion' or 'text' as strings, "
                              f"got {list(row)}")
     text = "".join(row[key] for key in keys)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: {error}") from error
     return Source(text, None if keys == ("text",) else [(len(row["prompt"]), len(text))], where=where)
 
 
@@ -311,6 +331,8 @@ def tokenize(sources, tokenizer, seq_len, train_on, vocab_size, progress):
                     mask[: len(first)] = False
                     for start, stop in source.spans:
                         mask[: len(first)] |= (first < stop) & (last > start)
+                    if special and len(ids) and ids[-1] == tokenizer.eos:
+                        mask[-1] = True  # also where the tokenizer's own post-processor wrote it, behind all characters
                 longest = max(longest, len(ids) - 1)
                 if len(ids) and ids.max() >= vocab_size:
                     raise ValueError(f"token id {ids.max()} is beyond the model's {vocab_size} embeddings: "

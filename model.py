@@ -90,7 +90,7 @@ def preset_config(name):
         "head_dim": K, "hidden_act": "silu", "rms_norm_eps": 1e-6 if family.startswith("qwen") else 1e-5,
         "rope_theta": theta, "rope_scaling": scaling, "tie_word_embeddings": tied,
         "rope_parameters": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},
-        "max_position_embeddings": positions, "torch_dtype": "bfloat16", "dtype": "bfloat16",
+        "max_position_embeddings": positions, "sliding_window": None, "torch_dtype": "bfloat16", "dtype": "bfloat16",
     }
 
 
@@ -168,12 +168,20 @@ def parse_config(raw, where="config.json"):
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"  # transformers 5 renamed it; `dtype` wins
     if dtype not in ("float32", "float16", "bfloat16"):
         refuse("dtype" if raw.get("dtype") else "torch_dtype", "expected float32, float16 or bfloat16")
+    window = raw.get("sliding_window", 4096) if family == "mistral" else None  # transformers' default is 4096
+    if window is not None and (type(window) is not int or window < 1):
+        refuse("sliding_window", "expected a positive integer or null")
+    if raw.get("tie_word_embeddings") not in (None, True, False):
+        refuse("tie_word_embeddings", "expected true or false")
+    std = raw.get("initializer_range", 0.02)
+    if not isinstance(std, int | float) or not 0 <= std < math.inf:
+        refuse("initializer_range", "expected a number")
     theta, scaling = parse_rope(raw, family, ints, refuse)
     return Config(
         model_type=family, **ints, rms_norm_eps=float(eps), rope_theta=theta, rope_scaling=scaling,
-        sliding_window=raw.get("sliding_window") if family == "mistral" else None,
+        sliding_window=window,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        initializer_range=float(raw.get("initializer_range", 0.02)), dtype=getattr(torch, dtype),
+        initializer_range=float(std), dtype=getattr(torch, dtype),
     )
 
 
@@ -188,11 +196,15 @@ def parse_rope(raw, family, ints, refuse):
     if scaling["rope_type"] not in needs:
         refuse(key, f"rope_type {scaling['rope_type']!r} is not one of {', '.join(needs)}")
     for part in needs[scaling["rope_type"]]:
-        if not isinstance(rope.get(part), int | float) or rope[part] <= 0:
+        if not isinstance(rope.get(part), int | float) or not 0 < rope[part] < math.inf:
             refuse(key, f"{scaling['rope_type']} needs a positive number for {part!r}")
         scaling[part] = float(rope[part])
     if scaling["rope_type"] == "llama3":
         original = rope.get("original_max_position_embeddings") or ints["max_position_embeddings"]
+        if type(original) is not int or original < 1:
+            refuse(key, "llama3 needs a positive integer for 'original_max_position_embeddings'")
+        if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+            refuse(key, "llama3 needs high_freq_factor above low_freq_factor")
         scaling["original_max_position_embeddings"] = original
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
@@ -201,7 +213,7 @@ def parse_rope(raw, family, ints, refuse):
         if family in ("qwen2", "qwen3") or scaling["rope_type"] == "llama3" or ints["vocab_size"] >= 100_000:
             refuse("rope_theta", "missing, and this family has no safe default: copy it from the model's page")
         theta = 10000.0
-    if not isinstance(theta, int | float) or theta <= 0:
+    if not isinstance(theta, int | float) or not 0 < theta < math.inf:
         refuse("rope_theta", "expected a positive number")
     return float(theta), scaling
 
@@ -256,10 +268,14 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     if all(stop - start == length for start, stop in spans) and length * len(spans) == B * T:
         q, k, v = (t.view(len(spans), length, -1, K).transpose(1, 2) for t in (q, k, v))
         return sdpa(q, k, v).transpose(1, 2).reshape(B, T, H * K)  # equal documents: one call
+    # oneDNN compiles its bf16 kernels for each length and keeps them, 1 GB after 500 lengths. Up to 31 tokens more bound
+    # that; they are later ones, which causal attention hides from the document, and their outputs are cut off.
+    step = 32 if q.device.type == "cpu" else 1
     pieces, at = [], 0
     for start, stop in spans:
+        end = min(start - (start - stop) // step * step, B * T)
         pieces.append(q.new_zeros(start - at, H, K))
-        pieces.append(sdpa(*(t[start:stop].transpose(0, 1)[None] for t in (q, k, v)))[0].transpose(0, 1))
+        pieces.append(sdpa(*(t[start:end].transpose(0, 1)[None] for t in (q, k, v)))[0].transpose(0, 1)[: stop - start])
         at = stop
     pieces.append(q.new_zeros(B * T - at, H, K))
     return torch.cat(pieces).view(B, T, H * K)
@@ -408,10 +424,12 @@ class Transformer(nn.Module):
             keep_S = (targets_BT.flatten() != IGNORE).nonzero().flatten()
         rope = rope_table(positions_BT, self.config)
         x = self.model.embed_tokens(tokens_BT).to(self.compute_dtype)
+        *blocks, last = self.model.layers
         with self.activation_hooks or contextlib.nullcontext():
-            for block in self.model.layers:
-                # rope and spans travel as tuples: checkpointing (and the offload under it) keeps top-level tensors only
+            for block in blocks:
+                # rope is a tuple: of a block's arguments, checkpointing (and the offload under it) saves bare tensors only
                 x = block(x, rope, spans)
+        x = last(x, rope, spans)  # the backward wants its input at once: not worth a trip to the host
         return self.lm_head(self.model.norm(x), targets_BT, keep_S)
 
 
@@ -606,7 +624,10 @@ def load_weights_(model, source, adapter, seed, device, progress):
             continue
         if name.endswith("weight_codes"):
             rows = source.rows(name.removesuffix("_codes"), start, stop).to(device)
-            codes, scales = nf4.quantize(rows)
+            try:
+                codes, scales = nf4.quantize(rows)
+            except ValueError as error:
+                raise ValueError(f"{name.removesuffix('_codes')}: {error}") from error
             out.copy_(codes)
             local(params[name.removesuffix("codes") + "scales"])[0].copy_(scales)
         elif adapter is not None and ".lora_" in name:
@@ -654,9 +675,10 @@ def merged_tensors(source, names, adapter, scale):
 
 def save_model(tensors, sizes, out, raw_config, tokenizer_folder, config_folder, write):
     """Writes a Hugging Face folder from an iterator of (name, tensor): config and tokenizer files byte for byte,
-    weights in files of at most 5 GB, one file in memory at a time. Every rank iterates; only the one with `write` writes.
+    weights in files of at most 5 GB, one of them in memory at a time.
 
-    sizes: {name: bytes} in the order of the iterator, so that the file names are known before the first is written.
+    Every rank iterates, since the iterator may gather shards, and only the one with `write` writes; an error there is
+    raised when all have iterated. sizes: {name: bytes} in the iterator's order, so that file names are known at once.
     """
     shards, room = [[]], SHARD_BYTES
     for name, size in sizes.items():
@@ -668,18 +690,22 @@ def save_model(tensors, sizes, out, raw_config, tokenizer_folder, config_folder,
     files = ["model.safetensors"]
     if len(shards) > 1:
         files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    if write:
-        need_space(out, sum(sizes.values()))
-    tensors = iter(tensors)
+    error, tensors = None, iter(tensors)
     for file, names in zip(files, shards):
         shard = {}
-        for expected in names:
-            name, tensor = next(tensors)
-            assert name == expected, f"{name} came, {expected} was planned"
-            if write:
+        for name in names:
+            came, tensor = next(tensors)
+            assert came == name, f"{came} came, {name} was planned"
+            if write and not error:
                 shard[name] = tensor.contiguous()
-        if write:
-            save_file(shard, out / file, metadata={"format": "pt"})
+        if write and not error:
+            try:
+                need_space(out, sum(sizes[name] for name in names))
+                save_file(shard, out / file, metadata={"format": "pt"})
+            except (OSError, ValueError, SafetensorError) as caught:
+                error = caught
+    if error:
+        raise ValueError(f"{out}: not written: {error}")
     if not write:
         return
     if len(shards) > 1:
@@ -719,7 +745,7 @@ def open_adapter(folder):
             raise ValueError(f"{folder}/adapter_config.json: {key} = {config[key]!r} is not implemented, "
                              f"only {value!r}")
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
-    if type(rank) is not int or not 0 < rank <= 4096 or not isinstance(alpha, int | float):
+    if type(rank) is not int or not 0 < rank <= 4096 or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ValueError(f"{folder}/adapter_config.json: r = {rank!r}, lora_alpha = {alpha!r}: expected numbers")
     if not isinstance(targets, list) or not set(targets) <= set(LORA_TARGETS):
         raise ValueError(f"{folder}/adapter_config.json: target_modules = {targets!r}: expected some of {LORA_TARGETS}")

@@ -48,9 +48,7 @@ CODEBOOK = (
 
 
 def scale_bytes(d):
-    """Bytes of scales in a row of `d` weights. Raises ValueError where blocks of 64 do not fit."""
-    if d % BLOCK:
-        raise ValueError(f"NF4 needs in_features in multiples of {BLOCK}, got {d}: leave this layer out of --qlora")
+    """Bytes of scales in a row of `d` weights."""
     return d // BLOCK + ENDS
 
 
@@ -141,10 +139,15 @@ class NF4Linear(nn.Module):
 
 
 def quantize_linears_(module):
-    """Replaces every linear layer below `module` (on meta: the weights come later) by an NF4Linear."""
-    for parent in module.modules():
-        for name, child in parent.named_children():
+    """Replaces every linear layer below `module` (on meta: the weights come later) by an NF4Linear.
+
+    Raises ValueError for a layer whose rows do not divide into blocks; no Llama or Qwen has one.
+    """
+    for name, parent in list(module.named_modules()):
+        for child_name, child in parent.named_children():
             if isinstance(child, nn.Linear):
+                if child.in_features % BLOCK:
+                    raise ValueError(f"--qlora: NF4 has blocks of {BLOCK} weights, and {name}.{child_name} has rows of "
+                                     f"{child.in_features}: use --lora for this model")
                 device = child.weight.device
-                nf4 = NF4Linear(child.in_features, child.out_features, child.bias is not None, device)
-                setattr(parent, name, nf4)
+                setattr(parent, child_name, NF4Linear(child.in_features, child.out_features, child.bias is not None, device))

@@ -53,6 +53,7 @@ def positive(kind):
             raise argparse.ArgumentTypeError(f"{text}: expected a positive number")
         return value
 
+    parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
     return parse
 
 
@@ -162,6 +163,8 @@ def parse_args(argv=None):
                      "all that a block computes does not (about 170 GB/s for an 8B model on an H100)")
     if args.ce_chunk and not args.chunked_ce:
         parser.error("--ce_chunk and --no-chunked_ce: leave one out")
+    if not 0 <= args.seed < 1 << 63:
+        parser.error("--seed must be zero or a positive number")
     if args.eval_every and not args.eval_data:
         parser.error("--eval_every needs --eval_data")
 
@@ -200,7 +203,10 @@ def init_processes(distributed):
     elif distributed:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     # torchrun sets OMP_NUM_THREADS=1, which would leave the CPU's products and the offloaded AdamW on one core a rank
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // local_world))
+    if local_rank:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # the first process of a node shows them for all
     return device, *((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1))
 
 
@@ -260,7 +266,7 @@ def share_documents(documents, rank, world):
 def find_model(name, random_init):
     """--model -> (raw config, folder of the tokenizer, folder of the weights or None for random ones, base name).
 
-    A Hub id is downloaded by the first process of each node; the others find it in the cache afterwards.
+    A Hub id is downloaded once per node: huggingface_hub locks each file, and who waited finds it in the cache.
     """
     if name in lm.PRESETS:
         return lm.preset_config(name), TINY, None, name
@@ -272,7 +278,10 @@ def find_model(name, random_init):
         from huggingface_hub import snapshot_download
 
         patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * (not random_init)
-        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=patterns))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--model {name}: no such folder, and not fetched from the Hub: {error}") from error
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: no config.json: expected a model folder as transformers saves it")
     return lm.read_json(folder / "config.json"), folder, None if random_init else folder, base
@@ -499,12 +508,11 @@ def step_flops(c, n_targets, n_tokens, n_squares, n_adapter):
 # ---------------------------------------------------------------- what a run writes
 
 
-def make_out(out):
-    """Creates the folder of the run. ValueError where one already lies there."""
+def free_out(out):
+    """The folder of the run, not made yet. ValueError where one already lies there."""
     out = Path(out or Path("out") / datetime.now().strftime("%Y%m%d-%H%M%S"))
     if (out / "args.json").exists() or (out / "final").exists():
         raise ValueError(f"--out {out}: holds a run already, which is never overwritten: give another folder")
-    out.mkdir(parents=True, exist_ok=True)
     return str(out)
 
 
@@ -625,6 +633,9 @@ def print_start(args, model, source, device, world, n_trained, defer_sync):
     print(f"  {'precision':<26}{args.precision:<7}trained weights and optimizer {trained}; frozen weights "
           f"{'NF4 and ' * args.qlora}{frozen}; products {frozen}; gradients reduced in {trained}; saved as "
           + (f"{trained} adapters" if adapters else "the checkpoint was"))
+    if args.seq_len > model.config.max_position_embeddings:
+        print(f"  note: --seq_len {args.seq_len} is beyond the {model.config.max_position_embeddings} positions that "
+              "config.json names; the model has not seen such positions")
     for feature, on, why, why_not in rows:
         print(f"  {feature:<26}{'on' if on else 'off':<7}{why if on else why_not}")
 
@@ -650,7 +661,7 @@ def print_sample(args, say, when, model, tokenizer, chat, device):
         prompt = tokenizer.prompt(args.sample, chat)
         tokens = lm.generate(model, prompt, 64, tokenizer.stop, device)
         model.train()
-        said = tokenizer.core.decode(tokens)
+        said = tokenizer.core.decode(tokens).strip() or "(nothing)"
         say(f"--- sample {when} training\n{args.sample}\n\033[32m{said}\033[0m\n---")
 
 
@@ -740,7 +751,7 @@ def main(argv=None):
             say(f"--- example {document}\n{data.show(tokenizer, loader.documents, document)}")
         return leave()
     with agreed():
-        args.out = make_out(args.out) if rank == 0 else None
+        args.out = free_out(args.out) if rank == 0 else None
     args.out = share(args.out, rank, world)
 
     # ---- the model: vanilla on meta, each feature applied to it, and last the weights
@@ -775,13 +786,16 @@ def main(argv=None):
 
     # ---- last words before training
     steps = args.steps or math.ceil(args.epochs * len(loader.rows) / per_step)
+    with agreed():
+        if rank == 0:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+            Path(args.out, "args.json").write_text(json.dumps({**vars(args), **versions(world)}, indent=2) + "\n")
     if rank == 0:
         print(f"weights loaded in {time.perf_counter() - started:.1f} s")
         print_data(args, args.data, loader, counts[0], tokenizer)
         if eval_loader:
             print_data(args, args.eval_data, eval_loader, counts[1], tokenizer)
         print(f"{steps:,} steps of {per_step} rows; writing to {args.out}")
-        Path(args.out, "args.json").write_text(json.dumps({**vars(args), **versions(world)}, indent=2) + "\n")
     sample = functools.partial(
         print_sample, args, say, model=model, tokenizer=tokenizer, chat=counts[0]["conversations"], device=device
     )

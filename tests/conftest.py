@@ -37,28 +37,24 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def start_rank(rank, world, port, argv, log):
+def start_rank(rank, world, port, function, args, log):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
         os.environ[name] = str(value)
-    import train
-
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         try:
-            train.main(argv)
+            function(*args)
         except SystemExit as stop:
             print(stop, flush=True)
             os._exit(stop.code if isinstance(stop.code, int) else 1)
 
 
-def run_ranks(world, argv, out, timeout=120):
-    """Runs train.main(argv + --out) on `world` ranks -> (rows of metrics.jsonl, output of rank 0, exit codes)."""
+def start_ranks(world, function, args, logs, timeout=120):
+    """Runs function(*args) on `world` ranks at once -> their exit codes. TimeoutError if one hangs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    argv = [str(arg) for arg in argv] + ["--out", str(out)]
-    logs = [out.parent / f"{out.name}-rank{rank}.log" for rank in range(world)]
-    ranks = [processes.Process(target=start_rank, args=(r, world, port, argv, logs[r])) for r in range(world)]
+    ranks = [processes.Process(target=start_rank, args=(r, world, port, function, args, logs[r])) for r in range(world)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -66,18 +62,51 @@ def run_ranks(world, argv, out, timeout=120):
         if process.is_alive():
             for hung in ranks:
                 hung.kill()
-            raise TimeoutError(f"{argv} on {world} ranks: hung. Rank 0 said:\n{logs[0].read_text()}")
-    text = logs[0].read_text()
+            raise TimeoutError(f"{function} {args} on {world} ranks hung. Rank 0 said:\n{logs[0].read_text()}")
+    return [process.exitcode for process in ranks]
+
+
+def train_main(argv):
+    import train
+
+    train.main(argv)
+
+
+def run_ranks(world, argv, out):
+    """Runs train.main(argv + --out) on `world` ranks -> (rows of metrics.jsonl, what all ranks said, exit codes)."""
+    argv = [str(arg) for arg in argv] + ["--out", str(out)]
+    logs = [out.parent / f"{out.name}-rank{rank}.log" for rank in range(world)]
+    codes = start_ranks(world, train_main, (argv,), logs)
     metrics = out / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    return rows, text, [process.exitcode for process in ranks]
+    return rows, "".join(log.read_text() for log in logs), codes
+
+
+def on_ranks(world, function, folder, *args):
+    """Runs function(folder, *args) inside a process group of `world` ranks; what it asserts must hold on each."""
+    logs = [folder / f"{function.__name__}-rank{rank}.log" for rank in range(world)]
+    codes = start_ranks(world, in_group, (function, folder, *args), logs)
+    assert codes == [0] * world, "".join(log.read_text() for log in logs)
+
+
+def in_group(function, *args):
+    import train
+
+    train.init_processes(distributed=True)
+    function(*args)
+    train.leave()
 
 
 def losses(world, argv, out):
     """Losses of every step of a run that must succeed."""
+    return curve(world, argv, out)[0]
+
+
+def curve(world, argv, out):
+    """(losses, gradient norms) of every step of a run that must succeed."""
     rows, text, codes = run_ranks(world, [*argv, "--log_every", 1], out)
     assert codes == [0] * world, text
-    return [row["loss"] for row in rows if "loss" in row]
+    return [[row[key] for row in rows if "loss" in row] for key in ("loss", "grad_norm")]
 
 
 # Sizes that do not divide: 3 and 4 ranks hold unequal shards of the 16 key rows, of 4,096 / 3 words, of 5 adapter rows.

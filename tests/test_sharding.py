@@ -1,9 +1,18 @@
 """Ranks, FSDP2 and its flags change nothing but where things are: same losses, same bytes, same exports."""
 
+import filecmp
+import itertools
+import json
+
 import pytest
 import torch
-from conftest import losses
-from safetensors.torch import load_file
+import torch.distributed as dist
+from conftest import SHAPE, curve, losses, on_ranks, run_ranks, start_ranks
+from safetensors.torch import load_file, save_file
+
+import model as lm
+import nf4
+import train
 
 METHODS = {"full": ["--lr", "3e-3"], "lora": ["--lora", "--lora_rank", 5, "--lr", "1e-2"],
            "qlora": ["--qlora", "--lora_rank", 5, "--lr", "1e-2"]}
@@ -17,26 +26,292 @@ def job(folder, chats):
     return ["--model", folder, "--random_init", "--data", chats, "--seq_len", 96, "--steps", 3, "--precision", "fp32"]
 
 
+def exported(out):
+    return load_file(next((out / "final").glob("*.safetensors")))
+
+
 @pytest.fixture(scope="module")
 def plain(job, tmp_path_factory):
-    """One rank, no sharding, for each method: (losses, exported tensors)."""
+    """One rank, no sharding, for each method: (losses, gradient norms, exported tensors)."""
     results = {}
     for name, flags in METHODS.items():
         out = tmp_path_factory.mktemp("plain") / name
-        results[name] = losses(1, [*job, *flags, *SPLITS[1]], out), load_file(next((out / "final").glob("*.safetensors")))
+        results[name] = *curve(1, [*job, *flags, *SPLITS[1]], out), exported(out)
     return results
 
 
-@pytest.mark.parametrize("offload", [[], ["--offload"]], ids=["", "offload"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("method", METHODS)
-def test_ranks_do_not_change_the_losses(job, plain, tmp_path, method, world, offload):
-    expected, exported = plain[method]
-    out = tmp_path / "run"
-    got = losses(world, [*job, *METHODS[method], *SPLITS[world], "--fsdp2", *offload], out)
-    assert got == pytest.approx(expected, abs=1e-5)  # float32: only the order of sums differs, about 1e-6 at a loss of 8
-    final = load_file(next((out / "final").glob("*.safetensors")))
-    assert final.keys() == exported.keys()
+@pytest.mark.parametrize("method, world, flags", [
+    *itertools.product(METHODS, [1, 2, 3, 4], [["--fsdp2"]]),
+    *itertools.product(METHODS, [3], [["--fsdp2", "--offload"]]),
+    ("full", 2, []), ("qlora", 3, []),  # every rank holds the whole model
+], ids=str)
+def test_ranks_do_not_change_losses_norms_and_weights(job, plain, tmp_path, method, world, flags):
+    expected, expected_norms, tensors = plain[method]
+    got, norms = curve(world, [*job, *METHODS[method], *SPLITS[world], *flags], tmp_path / "run")
+    # float32: only the order of sums differs, about 1e-6 at a loss of 8
+    assert got == pytest.approx(expected, abs=1e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    final = exported(tmp_path / "run")
+    assert final.keys() == tensors.keys()
     for name, tensor in final.items():
         # Adam divides a gradient by its own size, so rounding in a tiny gradient moves a weight by a part of lr = 1e-2
-        torch.testing.assert_close(tensor, exported[name], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(tensor, tensors[name], atol=1e-3, rtol=1e-3)
+
+
+# An orthogonal array: any two of the seven flags meet in all four combinations within eight runs.
+FLAGS = [["--no-activation_checkpointing"], ["--no-chunked_ce"], ["--no-fused_adamw"], ["--no-reshard_after_forward"],
+         ["--no-shard_embeddings"], ["--offload", "params"], ["--tied"]]
+COMBINATIONS = [[bool((row & (column + 1)).bit_count() % 2) for column in range(7)] for row in range(8)]
+
+
+@pytest.fixture(scope="module")
+def tied_folder(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tied")
+    for file in folder.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    (path / "config.json").write_text(json.dumps(SHAPE | {"tie_word_embeddings": True}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain_tied(job, tied_folder, tmp_path_factory):
+    job = ["--model", tied_folder, *job[2:]]
+    return {name: losses(1, [*job, *flags, *SPLITS[1]], tmp_path_factory.mktemp("plain") / name)
+            for name, flags in METHODS.items() if name != "lora"}
+
+
+@pytest.mark.parametrize("method", ["full", "qlora"])
+@pytest.mark.parametrize("chosen", COMBINATIONS, ids=lambda chosen: "".join(str(int(on)) for on in chosen))
+def test_flags_in_pairs_do_not_change_the_losses(job, plain, plain_tied, tied_folder, tmp_path, method, chosen):
+    flags = [word for flag, on in zip(FLAGS, chosen) if on for word in flag if word != "--tied"]
+    expected = plain_tied[method] if chosen[-1] else plain[method][0]
+    job = ["--model", tied_folder, *job[2:]] if chosen[-1] else job
+    got = losses(2, [*job, *METHODS[method], *SPLITS[2], "--fsdp2", *flags], tmp_path / "run")
+    assert got == pytest.approx(expected, abs=1e-5)  # as above
+
+
+@pytest.mark.parametrize("flag, value, exact", [
+    ("--no-activation_checkpointing", None, True), ("--ce_chunk", 7, False), ("--no-chunked_ce", None, False),
+    ("--no-fused_adamw", None, False),
+])
+def test_a_flag_alone_does_not_change_the_losses_of_one_rank(job, plain, tmp_path, flag, value, exact):
+    flags = [flag] if value is None else [flag, value]
+    got = losses(1, [*job, *METHODS["full"], *SPLITS[1], *flags], tmp_path / "run")
+    # recomputing repeats the same operations; the others add up in another order
+    assert got == plain["full"][0] if exact else got == pytest.approx(plain["full"][0], abs=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("precision", ["mixed", "bf16"])
+def test_bf16_follows_float32(job, plain, tmp_path, method, precision):
+    argv = [*job, "--precision", precision, *METHODS[method]]
+    sharded = losses(2, [*argv, *SPLITS[2], "--fsdp2"], tmp_path / "sharded")
+    single = losses(1, [*argv, *SPLITS[1]], tmp_path / "single")
+    # losses near 8 of logits rounded to 8 bits of mantissa; the gradient norm carries about 1 % of noise
+    assert sharded == pytest.approx(plain[method][0], rel=0.03)
+    assert sharded == pytest.approx(single, rel=0.03)
+
+
+def test_exports_of_the_same_adapter_are_the_same_bytes(job, tmp_path):
+    losses(1, [*job, *METHODS["qlora"], *SPLITS[1]], tmp_path / "first")
+    job = [arg for arg in job if arg != "--random_init"]
+    save_random_base(job[1], tmp_path / "base")
+    argv = ["--model", tmp_path / "base", *job[2:], "--qlora", "--adapter", tmp_path / "first/final", "--lr", 0]
+    for world in (1, 3, 4):
+        losses(world, [*argv, *SPLITS[world], *["--fsdp2"] * (world > 1)], tmp_path / f"again{world}")
+        again = tmp_path / f"again{world}/final/adapter_model.safetensors"
+        assert filecmp.cmp(again, tmp_path / "first/final/adapter_model.safetensors", shallow=False)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_a_model_that_did_not_train_comes_out_as_it_went_in(job, tmp_path, world):
+    save_random_base(job[1], tmp_path / "base")
+    argv = ["--model", tmp_path / "base", *[arg for arg in job[2:] if arg != "--random_init"], "--lr", 0]
+    losses(world, [*argv, *SPLITS[world], *["--fsdp2"] * (world > 1)], tmp_path / "run")
+    before, after = load_file(tmp_path / "base/model.safetensors"), exported(tmp_path / "run")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert filecmp.cmp(tmp_path / "base/config.json", tmp_path / "run/final/config.json", shallow=False)
+    assert filecmp.cmp(tmp_path / "base/tokenizer.json", tmp_path / "run/final/tokenizer.json", shallow=False)
+
+
+def save_random_base(folder, out):
+    """A checkpoint with the weights that --random_init gives, in bf16, so that all dtypes are passed through."""
+    out.mkdir()
+    for file in folder.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    model = vanilla()
+    source = lm.RandomWeights(model, 0, torch.device("cpu"))
+    tensors = {name: source.rows(name, 0, shape[0]).bfloat16() for name, (_, shape, _) in source.tensors.items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+
+
+# ---------------------------------------------------------------- inside a process group
+
+
+def vanilla(**changes):
+    with torch.device("meta"):
+        return lm.Transformer(lm.parse_config(SHAPE | changes))
+
+
+def sharded(qlora, precision="mixed", offload=False):
+    model = vanilla()
+    source = lm.RandomWeights(model, 0, torch.device("cpu"))
+    if qlora:
+        nf4.quantize_linears_(model.model.layers)
+        lm.add_lora_(model, 5, 10, 0.0, lm.LORA_TARGETS)
+    train.set_precision_(model, precision)
+    train.shard_(model, torch.device("cpu"), precision, True, True, offload, True)
+    model.to_empty(device="cpu").tie_()
+    lm.load_weights_(model, source, None, 0, torch.device("cpu"), progress=False)
+    return model, source
+
+
+def check_nf4_bytes(folder):
+    model, source = sharded(qlora=True)
+    for name, param in model.named_parameters():
+        if name.endswith("weight_codes"):
+            stem = name.removesuffix("_codes")
+            codes, scales = nf4.quantize(source.rows(stem, 0, param.shape[0]))
+            assert torch.equal(param.full_tensor(), codes)
+            assert torch.equal(dict(model.named_parameters())[stem + "_scales"].full_tensor(), scales)
+            rows = -(-param.shape[0] // dist.get_world_size())
+            assert param.to_local().shape[0] <= rows, "a rank holds more than its share"
+
+
+def check_dequantized_after_all_gather(folder):
+    model, source = sharded(qlora=True)
+    seen = []
+
+    def compare(name, layer):
+        whole = source.rows(f"{name}.weight", 0, layer.out_features)
+        expected = nf4.dequantize(*nf4.quantize(whole), torch.bfloat16)
+        seen.append(torch.equal(nf4.dequantize(layer.weight_codes, layer.weight_scales, torch.bfloat16), expected))
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, nf4.NF4Linear):
+            layer.register_forward_pre_hook(lambda layer, _, name=name: compare(name, layer))
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    assert len(seen) == 3 * 7 and all(seen)
+
+
+def check_every_ranks_slice_is_saved(folder):
+    model, _ = sharded(qlora=False, precision="fp32")
+    for number, param in enumerate(model.parameters()):
+        mine, start = lm.local(param)  # every row carries its own number, so one rank's rows alone cannot pass
+        rows = torch.arange(start, start + len(mine), dtype=torch.float32) + number / 64
+        mine.copy_(rows.view(-1, *[1] * (mine.dim() - 1)).expand_as(mine))
+    tensors, names = lm.full_tensors(model, trainable_only=False), dict(model.named_parameters())
+    lm.save_model(tensors, {name: p.numel() * 4 for name, p in names.items()}, folder, SHAPE, folder, None,
+                  write=dist.get_rank() == 0)
+    dist.barrier()
+    saved = load_file(folder / "model.safetensors")
+    assert saved.keys() == names.keys()
+    for number, name in enumerate(names):
+        expected = torch.arange(len(saved[name]), dtype=torch.float32) + number / 64
+        assert torch.equal(saved[name].reshape(len(expected), -1).amin(1), expected), name
+        assert torch.equal(saved[name].reshape(len(expected), -1).amax(1), expected), name
+
+
+def check_update_is_skipped_when_a_gradient_is_infinite(folder):
+    model, _ = sharded(qlora=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = train.make_optimizer(trained, 1e-2, 0.01, fused=True)
+    before = [p.to_local().clone() for p in trained]
+    for p in trained:
+        p.grad = torch.zeros_like(p)
+    if dist.get_rank() == 0:  # one rank, one element
+        trained[0].grad.to_local()[0, 0] = float("inf")
+    norm = train.clip_gradients_(trained, 1.0)
+    assert not norm.isfinite()  # on every rank
+    optimizer.found_inf = (~norm.isfinite()).float()
+    optimizer.step()
+    assert all(torch.equal(a, p.to_local()) for a, p in zip(before, trained))
+    optimizer.found_inf = torch.zeros(())
+    for p in trained:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(not torch.equal(a, p.to_local()) for a, p in zip(before, trained) if p.to_local().numel())
+
+
+def check_norm_is_global(folder):
+    model, _ = sharded(qlora=False, precision="fp32")
+    trained = list(model.parameters())
+    for p in trained:
+        p.grad = torch.full_like(p, 0.5)
+    expected = 0.5 * sum(p.numel() for p in trained) ** 0.5
+    assert abs(train.clip_gradients_(trained, 0).item() / expected - 1) < 1e-6  # float32
+    train.clip_gradients_(trained, 1.0)
+    assert abs(train.clip_gradients_(trained, 0).item() - 1) < 1e-5
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_nf4_bytes_do_not_depend_on_the_world_size(tmp_path, world):
+    on_ranks(world, check_nf4_bytes, tmp_path)
+
+
+def test_nf4_weights_are_bit_equal_after_the_all_gather(tmp_path):
+    on_ranks(3, check_dequantized_after_all_gather, tmp_path)
+
+
+def test_an_export_holds_the_rows_of_every_rank(tmp_path):
+    on_ranks(3, check_every_ranks_slice_is_saved, tmp_path)
+
+
+def test_an_infinite_gradient_on_one_rank_changes_no_weight_on_any(tmp_path):
+    on_ranks(3, check_update_is_skipped_when_a_gradient_is_infinite, tmp_path)
+
+
+def test_gradient_norm_is_that_of_all_ranks(tmp_path):
+    on_ranks(3, check_norm_is_global, tmp_path)
+
+
+def count_reduce_scatters(argv, counts):
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as comm:
+        train.main(argv)
+    (n,) = (n for op, n in comm.get_comm_counts().items() if "reduce_scatter" in str(op))
+    counts.write_text(str(n))
+
+
+def test_gradients_are_reduced_once_a_step(job, tmp_path):
+    argv = [str(arg) for arg in [*job, *METHODS["full"], *SPLITS[2], "--fsdp2", "--out", tmp_path / "run"]]
+    codes = start_ranks(2, count_reduce_scatters, (argv, tmp_path / "n"), [tmp_path / "rank0.log", tmp_path / "rank1.log"])
+    assert codes == [0, 0], (tmp_path / "rank0.log").read_text()
+    units = SHAPE["num_hidden_layers"] + 3  # blocks, embedding, head, and the last norm
+    assert int((tmp_path / "n").read_text()) == 3 * units  # three steps of three micro-batches each
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_a_failed_write_reaches_every_rank(job, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/final.part").mkdir()  # in the way of the export
+    _, text, codes = run_ranks(2, [*job, *METHODS["full"], *SPLITS[2], "--fsdp2"], tmp_path / "run")
+    assert codes == [1, 1] and text.count("train.py: error:") == 1 and "final.part" in text
+
+
+def test_an_error_on_rank_0_ends_every_rank(job, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"text": \n')
+    argv = ["--model", job[1], "--random_init", "--data", bad, "--fsdp2"]
+    _, text, codes = run_ranks(3, argv, tmp_path / "run")
+    assert codes == [1, 1, 1]
+    assert text.count("bad.jsonl:2: not valid JSON") == 1  # said once, not by every rank
+
+
+def test_more_ranks_than_rows_is_refused(job, tmp_path):
+    argv = [*job, "--seq_len", 4000, "--fsdp2"]
+    _, text, codes = run_ranks(4, argv, tmp_path / "run")
+    assert codes == [1] * 4 and "a step takes 4 rows" in text and "the data makes 1" in text
+
+
+def test_a_diverging_run_stops_and_says_so(job, tmp_path):
+    argv = [*job, "--lr", "1e30", "--warmup", 0, "--steps", 9, "--fsdp2", "--log_every", 5]
+    rows, text, codes = run_ranks(2, argv, tmp_path / "run")
+    assert codes == [3, 3]
+    assert "not finite" in text and "Lower --lr" in text
+    assert [row["step"] for row in rows] == [1]
+    assert not (tmp_path / "run/final").exists()

@@ -1,0 +1,286 @@
+"""Shows that what oomph writes is what transformers and PEFT read, and that its NF4 is bitsandbytes' NF4.
+
+    python tests/check_peers.py                         # a few minutes on two cores, no GPU, no network
+
+Run by hand, never by pytest: it needs transformers, peft and bitsandbytes, which the project itself does not. Seen with
+transformers 5.23, peft 0.21.2, bitsandbytes 0.50.2. One line per check with its figure; exit status 1 where one fails.
+
+train.py runs a few steps on the built-in model and on random ones that transformers wrote (llama3.1 in several files,
+qwen2 tied, qwen3 in float32), in full, with --lora and with --qlora, at a learning rate so high that the result is
+another model. Every folder is then read by both sides in float32 and must give the same logits. Merged models differ
+from base + adapter by the rounding of each weight to bf16 and nothing else: they are held against PEFT's own merge,
+rounded the same way.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import bitsandbytes
+import peft
+import tokenizers
+import torch
+import transformers
+from bitsandbytes import functional as bnb
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import data
+import model as lm
+import nf4
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "tests" / "tiny"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SAME = 1e-4  # logits of both sides, same files, float32: sums in another order differ by a few 1e-6
+OTHER = 0.1  # logits of two models that are not the same
+TEXT = "def naïve(x):\n    return [x]  # ☃ <|im_end|>\n"
+failed = []
+
+
+def check(what, passed, figure):
+    print(f"{'ok    ' if passed else 'FAILED'} {what}: {figure}", flush=True)
+    if not passed:
+        failed.append(what)
+
+
+def same(what, a, b):
+    difference = (a - b).abs().max().item()
+    check(what, difference <= SAME, f"max abs difference {difference:.1e}")
+
+
+def differs(what, a, b):
+    difference = (a - b).abs().max().item()
+    check(what, difference >= OTHER, f"max abs difference {difference:.2f}, as it should")
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+def write_chats(path):
+    rng, words = random.Random(0), "list map set walk the of file path join a name where how why open close".split()
+    with open(path, "w") as file:
+        for _ in range(40):
+            turns = [{"role": role, "content": " ".join(rng.choices(words, k=rng.randint(3, 20)))}
+                     for role in ("user", "assistant") * rng.randint(1, 2)]
+            file.write(json.dumps({"messages": turns}) + "\n")
+
+
+def write_random_models(folder):
+    """Random checkpoints, written by transformers, with the built-in model's tokenizer -> {name: path}."""
+    shape = dict(vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=256)
+    llama3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                  original_max_position_embeddings=32)  # so short that 96 positions reach every branch of the formula
+    theta = dict(rope_type="default", rope_theta=1e6)
+    cases = {
+        "llama3.1": (transformers.LlamaConfig(**shape, rope_parameters=llama3), torch.bfloat16, "400KB"),
+        "qwen2-tied": (transformers.Qwen2Config(**shape, tie_word_embeddings=True, rope_parameters=theta),
+                       torch.bfloat16, "5GB"),
+        "qwen3": (transformers.Qwen3Config(**shape, head_dim=32, rope_parameters=theta), torch.float32, "5GB"),
+    }
+    for number, (name, (config, dtype, file_size)) in enumerate(cases.items()):
+        torch.manual_seed(number)
+        model = AutoModelForCausalLM.from_config(config)
+        for key, p in model.named_parameters():  # random norms and biases too: ones and zeros would hide a mistake
+            torch.nn.init.normal_(p, 1.0 if key.endswith("norm.weight") else 0.0, 0.2 if p.dim() < 2 else 0.08)
+        model.to(dtype).save_pretrained(folder / name, max_shard_size=file_size)
+        for file in TOKENIZER_FILES:
+            shutil.copyfile(TINY / file, folder / name / file)
+    return {name: folder / name for name in cases}
+
+
+def train(what, model, out, *flags, ranks=1):
+    """Runs train.py, once. What it wrote is looked at even where it ended badly."""
+    launch = [sys.executable]
+    if ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [
+        *launch, ROOT / "train.py", "--model", model, "--data", out.parent / "chats.jsonl", "--seq_len", "128",
+        "--precision", "fp32", "--lr", "1e-2", "--steps", "4", "--warmup", "0", "--schedule", "constant", "--out", out,
+        *flags,
+    ]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    check(f"{what}, train.py", done.returncode == 0, f"exit status {done.returncode}")
+    if done.returncode:
+        print(f"{' '.join(map(str, command))}\n{done.stdout[-3000:]}{done.stderr[-3000:]}", flush=True)
+
+
+# ---------------------------------------------------------------- what both sides read
+
+
+def fill(model, source, adapter=None):
+    model.to_empty(device="cpu")
+    model.tie_()
+    lm.load_weights_(model, source, adapter, 0, torch.device("cpu"), False)
+    return model
+
+
+def ours(folder, adapter_folder=None):
+    """oomph's model of a folder in float32, with an adapter where one is given."""
+    with torch.device("meta"):
+        model = lm.Transformer(lm.parse_config(lm.read_json(folder / "config.json")))
+    source, adapter = lm.Checkpoint(folder), None
+    lm.check_weights(model, source, folder)
+    if adapter_folder:
+        adapter, rank, alpha, targets = lm.open_adapter(adapter_folder)
+        lm.add_lora_(model, rank, alpha, 0.0, targets)
+        lm.check_adapter(model, adapter, adapter_folder)
+    return fill(model, source, adapter).eval()
+
+
+def theirs(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def round_to_file(model, folder):
+    """The model with every weight rounded to the dtype that it has in a checkpoint, in float32 again."""
+    source = lm.Checkpoint(folder)
+    for name, p in model.named_parameters():
+        p.data = p.data.to(source.dtype(name)).float()
+    return model
+
+
+def check_model(name, base, runs, tokens):
+    start = theirs(base)(tokens).logits
+    same(f"{name}: the model before training", ours(base)(tokens), start)
+
+    for run in (run for run in ("full", "full, 2 ranks --fsdp2") if run in runs):
+        logits = theirs(runs[run] / "final")(tokens).logits
+        same(f"{name}: {run}, final/ in transformers", ours(runs[run] / "final")(tokens), logits)
+        differs(f"{name}: {run}, trained against untrained", logits, start)
+        check_tokenizer(f"{name}: {run}, final/", runs[run] / "final")
+
+    for run in ("lora", "qlora, 2 ranks --fsdp2"):
+        final, merged = runs[run] / "final", runs[run] / "merged"
+        model = peft.PeftModel.from_pretrained(theirs(base), final).eval()
+        logits = model(tokens).logits
+        same(f"{name}: {run}, final/ in PEFT on the unquantized base", ours(base, final)(tokens), logits)
+        with model.disable_adapter():
+            differs(f"{name}: {run}, PEFT with the adapter and without", logits, model(tokens).logits)
+        merged_logits = theirs(merged)(tokens).logits
+        same(f"{name}: {run}, merged/ in transformers", ours(merged)(tokens), merged_logits)
+        unloaded = round_to_file(model.merge_and_unload(), merged)
+        same(f"{name}: {run}, merged/ against PEFT's merge, rounded alike", merged_logits, unloaded(tokens).logits)
+        ratio = ((merged_logits - logits).std() / (start - logits).std()).item()
+        check(f"{name}: {run}, merged/ against base + adapter", ratio < 0.02,
+              f"rounded weights move the logits {ratio:.2%} as far as the adapter does")
+        check_tokenizer(f"{name}: {run}, merged/", merged)
+
+
+# ---------------------------------------------------------------- tokenizer and chat template
+
+
+def check_tokenizer(what, folder):
+    expected = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
+    # AutoTokenizer puts Qwen2's own byte-level pipeline around any vocabulary that lies beside a qwen2 config.json, the
+    # built-in model's too, which has another one; the class below reads tokenizer.json as it is
+    qwen2 = lm.read_json(folder / "config.json")["model_type"] == "qwen2"
+    kind = transformers.PreTrainedTokenizerFast if qwen2 else AutoTokenizer
+    encoded = kind.from_pretrained(folder)(TEXT)["input_ids"]
+    check(f"{what} {kind.__name__}", encoded == expected, f"{len(expected)} ids, {len(set(expected))} distinct")
+
+
+def check_chats(path):
+    """The text of every chat, and the tokens in it that are trained on, against apply_chat_template."""
+    mine, auto = data.Tokenizer(TINY), AutoTokenizer.from_pretrained(TINY)
+    chats = [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
+    chats.append([{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": " ☃\n\nnaïve? "},
+                  {"role": "assistant", "content": "\n  yes, \u00e9\u0301 "}, {"role": "user", "content": "<|im_end|>"},
+                  {"role": "assistant", "content": ""}])
+    unlike, n_tokens, n_targets = [0, 0, 0], 0, 0
+    for chat in chats:
+        unlike[0] += mine.render(chat)[0] != auto.apply_chat_template(chat, tokenize=False)
+        unlike[0] += mine.render(chat[:1], True)[0] != auto.apply_chat_template(
+            chat[:1], tokenize=False, add_generation_prompt=True)
+        text, spans = mine.conversation(chat)
+        source = data.Source(text, spans, special=False)
+        documents, _ = data.tokenize([source], mine, 1 << 20, "targets", 1 << 20, False)
+        expected = auto.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
+        unlike[1] += documents.tokens.tolist() != expected["input_ids"]
+        unlike[2] += documents.supervised.tolist() != [bool(flag) for flag in expected["assistant_masks"]]
+        n_tokens, n_targets = n_tokens + len(documents.tokens), n_targets + int(documents.supervised.sum())
+    for what, count in zip(("rendered text", "token ids", "assistant mask"), unlike):
+        check(f"chat template: {what}", not count, f"{count} of {len(chats)} chats differ from transformers")
+    check("chat template: trained on", 0 < n_targets < n_tokens, f"{n_targets} of {n_tokens} tokens")
+
+
+# ---------------------------------------------------------------- NF4
+
+
+def check_nf4():
+    torch.manual_seed(0)
+    N, D = 1024, 4096
+    for dtype in (torch.float32, torch.bfloat16):
+        w_ND = (torch.randn(N, D) * 0.02).to(dtype)
+        codes_ND2, _ = nf4.quantize(w_ND)
+        expected, _ = bnb.quantize_4bit(w_ND, blocksize=nf4.BLOCK, quant_type="nf4")
+        different = (codes_ND2.flatten() != expected.flatten()).sum().item()
+        check(f"NF4 codes of {dtype} weights", not different, f"{different} of {codes_ND2.numel():,} bytes differ")
+
+    outliers = torch.randn(N, D) * 0.02
+    outliers[:, ::512] *= 30
+    blocks = torch.randn(N, D // nf4.BLOCK, 1).exp() * torch.randn(N, D // nf4.BLOCK, nf4.BLOCK) * 0.02
+    cases = {"N(0, 0.02)": torch.randn(N, D) * 0.02, "outlier columns, x30 every 512": outliers,
+             "log-normal blocks, sigma 1": blocks.view(N, D)}
+    rows = []
+    for name, w_ND in cases.items():
+        codes_ND2, scales_NS = nf4.quantize(w_ND)
+        bits = (codes_ND2.numel() + scales_NS.numel()) * 8 / w_ND.numel()
+        sides = [nf4.dequantize(codes_ND2, scales_NS, torch.float32)]
+        for double in (True, False):
+            packed, state = bnb.quantize_4bit(w_ND, blocksize=nf4.BLOCK, compress_statistics=double, quant_type="nf4")
+            sides.append(bnb.dequantize_4bit(packed, state))
+        small = w_ND.view(-1, nf4.BLOCK).abs().amax(-1)
+        small = small <= small.median()  # large blocks hide what happens to the small ones
+        errors = []
+        for side in sides:
+            squares, error = (t.view(-1, nf4.BLOCK).square().sum(-1) for t in (w_ND, side - w_ND))
+            for some in (slice(None), small):
+                errors.append((error[some].sum() / squares[some].sum()).sqrt().item())
+        rows.append(f"| {name} | " + " | ".join(f"{e:.5f}" for e in errors) + " |")
+        check(f"NF4 error on {name}", errors[0] <= errors[2] * 1.001 and errors[1] <= errors[3] * 1.001,
+              f"{errors[0]:.5f}, bitsandbytes {errors[2]:.5f}; smaller half of the blocks {errors[1]:.5f} and "
+              f"{errors[3]:.5f}")
+    double, single = 4 + 8 / nf4.BLOCK + 32 / nf4.BLOCK / 256, 4 + 32 / nf4.BLOCK  # bits a weight of bitsandbytes
+    columns = f"oomph, {bits:.3f} bits", f"bitsandbytes, double, {double:.3f} bits", f"bitsandbytes, {single:.3f} bits"
+    print(f"\nRelative RMS error of [{N}, {D}] weights after the round trip, and that of the half of the blocks with "
+          "the smaller absmax:\n\n| weights | " + " | ".join(f"{c} | its small blocks" for c in columns) + " |\n"
+          + "|---" * 7 + "|\n" + "\n".join(rows) + "\n")
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def main():
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}, "
+          f"bitsandbytes {bitsandbytes.__version__}", flush=True)
+    transformers.utils.logging.disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)  # what peers do to each other
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        folder = Path(folder)
+        write_chats(folder / "chats.jsonl")
+        check_chats(folder / "chats.jsonl")
+        check_nf4()
+        tokens = torch.randint(0, 4096, (2, 96), generator=torch.Generator().manual_seed(1))
+        for name, base in {"tiny": TINY, **write_random_models(folder)}.items():
+            runs = {"full": ((), 1), "full, 2 ranks --fsdp2": (("--fsdp2",), 2), "lora": (("--lora", "--merge"), 1),
+                    "qlora, 2 ranks --fsdp2": (("--qlora", "--merge", "--fsdp2"), 2)}
+            for number, (run, (flags, ranks)) in enumerate(runs.items()):
+                out = runs[run] = folder / f"{name}-{number}"
+                train(f"{name}: {run}", base, out, *flags, ranks=ranks)
+            check_model(name, base, runs, tokens)
+    print(f"{len(failed)} failed" + "".join(f"\n  {what}" for what in failed))
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""train.py as people start it: whole runs, what they print and what they write."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import HERE, losses, run_ranks
+from safetensors.torch import load_file
+
+import model as lm
+import train
+
+
+def shell(*argv, **environment):
+    command = [sys.executable, *map(str, argv)]
+    env = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, env=env, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory):
+    """The README's main command, cut to four steps."""
+    out = tmp_path_factory.mktemp("main") / "run"
+    done = shell("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 4, "train.py", "--fsdp2", "--qlora",
+                 "--offload", "--seq_len", 256, "--steps", 4, "--merge", "--eval_data", "stdlib:docs", "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out, done
+
+
+def test_main_job_writes_what_it_promises(main_job):
+    out, _ = main_job
+    assert {path.name for path in out.iterdir()} == {"args.json", "metrics.jsonl", "final", "merged"}
+    assert {path.name for path in (out / "final").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (out / "merged").iterdir()} == {path.name for path in (HERE / "tiny").iterdir()}
+    args = json.loads((out / "args.json").read_text())
+    assert args["world"] == 4 and args["torch"] == torch.__version__ and args["qlora"] is True and args["lora_rank"] == 16
+
+
+def test_main_job_logs_every_figure(main_job):
+    rows = [json.loads(line) for line in (main_job[0] / "metrics.jsonl").read_text().splitlines()]
+    keys = {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "mem_gib", "mem_reserved_gib",
+            "step_s", "data_s"}
+    assert [set(row) for row in rows] == [keys, keys, {"step", "eval_loss", "eval_tokens"}]
+    assert [row["step"] for row in rows] == [1, 4, 4]
+    assert all(math.isfinite(row["loss"]) and row["tokens_per_s"] > 0 for row in rows[:2])
+
+
+def test_main_job_says_what_is_on_and_why(main_job):
+    said = main_job[1].stdout
+    for feature in ("precision", "lora", "qlora", "fsdp2", "reshard_after_forward", "shard_embeddings", "offload activations",
+                    "offload params", "activation_checkpointing", "chunked_ce", "fused_adamw", "packing"):
+        assert f"\n  {feature} " in said
+    if not torch.cuda.is_available():
+        assert "nothing to move" in said
+    assert "sample before training" in said and "sample after training" in said and " left\n" in said
+
+
+def test_merged_model_is_base_plus_adapter(main_job):
+    out, _ = main_job
+    base, merged = load_file(HERE / "tiny/model.safetensors"), load_file(out / "merged/model.safetensors")
+    adapter = load_file(out / "final/adapter_model.safetensors")
+    assert base.keys() == merged.keys()
+    for name, w in base.items():
+        stem = lm.PEFT_PREFIX + name.removesuffix("weight")
+        if stem + "lora_A.weight" in adapter:
+            w = w.float() + 2.0 * adapter[stem + "lora_B.weight"] @ adapter[stem + "lora_A.weight"]
+            assert not torch.equal(w.to(base[name].dtype), base[name])
+        assert torch.equal(merged[name], w.to(base[name].dtype)), name
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(main_job):
+    before = (main_job[0] / "args.json").read_bytes()
+    done = shell("train.py", "--steps", 1, "--out", main_job[0])
+    assert done.returncode != 0 and "holds a run already" in done.stderr and "Traceback" not in done.stderr
+    assert (main_job[0] / "args.json").read_bytes() == before
+
+
+def test_plain_python_trains_and_names_a_fresh_folder(tmp_path):
+    shutil.copytree(HERE.parent, tmp_path / "oomph", ignore=shutil.ignore_patterns(".*", "out", "goldens", "__pycache__"))
+    command = [sys.executable, "train.py", "--seq_len", "256", "--steps", "3", "--sample", ""]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "oomph", timeout=240)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "oomph/out").iterdir()
+    final = {path.name for path in (run / "final").iterdir()}
+    assert final == {path.name for path in (HERE / "tiny").iterdir()}
+    assert "sample" not in done.stdout
+
+
+def test_the_tiny_model_knows_python(folder, tmp_path):
+    rows, text, codes = run_ranks(1, ["--data", "stdlib:code", "--eval_data", "stdlib:code", "--seq_len", 256, "--steps", 1,
+                                      "--lr", 0, "--sample", ""], tmp_path / "run")
+    assert codes == [0], text
+    assert rows[-1]["eval_loss"] < 4  # nats a token on modules kept from training; 8.3 is knowing nothing
+
+
+def test_it_learns(chats, tmp_path):
+    got = losses(1, ["--data", chats, "--qlora", "--seq_len", 128, "--batch_size", 4, "--steps", 12, "--lr", "1e-2",
+                     "--warmup", 1], tmp_path / "run")
+    assert got[-1] < 0.8 * got[0]
+
+
+def test_evaluation_is_the_training_loss(folder, chats, tmp_path):
+    argv = ["--model", folder, "--random_init", "--data", chats, "--eval_data", chats, "--seq_len", 96, "--precision", "fp32",
+            "--lr", 0, "--eval_every", 1, "--steps", 1]
+    results = []
+    for world in (1, 3):  # unequal numbers of rows on three ranks
+        rows, text, codes = run_ranks(world, [*argv, "--fsdp2"], tmp_path / f"run{world}")
+        assert codes == [0] * world, text
+        results.append([row for row in rows if "eval_loss" in row])
+    # all rows as one step of training
+    n_rows = int(text.split(" rows of at most")[0].split()[-1])
+    one_step = losses(1, [*argv[:-1], 1, "--batch_size", n_rows], tmp_path / "one")
+    assert results[0][0]["eval_loss"] == pytest.approx(one_step[0], rel=1e-6)  # float32 sums in another order
+    assert results[1][0]["eval_loss"] == pytest.approx(one_step[0], rel=1e-6)
+    assert results[0][0]["eval_tokens"] == results[1][0]["eval_tokens"]
+
+
+def test_unpacked_rows_train_to_the_same_loss_as_packed_ones(folder, chats, tmp_path):
+    argv = ["--model", folder, "--random_init", "--data", chats, "--seq_len", 96, "--precision", "fp32", "--steps", 1]
+    results = []
+    for flags in (["--packing"], ["--no-packing"]):  # all documents as one step, in either layout
+        out = tmp_path / flags[0]
+        _, text, _ = run_ranks(1, [*argv, *flags, "--lr", 0], tmp_path / f"count{flags[0]}")
+        n_rows = int(text.split(" rows of at most")[0].split()[-1])
+        results.append(losses(1, [*argv, *flags, "--batch_size", n_rows], out)[0])
+    assert results[0] == pytest.approx(results[1], rel=1e-6)  # float32 sums in another order
+
+
+def test_dropout_trains_and_evaluation_is_without_it(folder, chats, tmp_path):
+    argv = ["--model", folder, "--random_init", "--data", chats, "--eval_data", chats, "--seq_len", 96, "--precision", "fp32",
+            "--lora", "--steps", 4, "--lr", "1e-2", "--eval_every", 1]
+    dropped = losses(2, [*argv, "--fsdp2", "--lora_dropout", 0.5], tmp_path / "a")
+    again = losses(2, [*argv, "--fsdp2", "--lora_dropout", 0.5, "--no-activation_checkpointing"], tmp_path / "b")
+    plain = losses(2, [*argv, "--fsdp2"], tmp_path / "c")
+    assert dropped == pytest.approx(again, abs=1e-6)  # the recomputation draws the same mask
+    assert dropped[0] == plain[0] and dropped[2:] != plain[2:]  # B starts at zero, so the first loss has no adapter in it
+
+
+def test_train_on_all_counts_every_token(folder, chats, tmp_path):
+    argv = ["--model", folder, "--random_init", "--data", chats, "--seq_len", 96, "--steps", 1, "--log_every", 1]
+    some, _, _ = run_ranks(1, argv, tmp_path / "a")
+    every, text, _ = run_ranks(1, [*argv, "--train_on", "all"], tmp_path / "b")
+    assert every[0]["tokens"] > some[0]["tokens"] and "100.0% trained on" in text
+
+
+def test_inspect_prints_examples_and_trains_nothing(folder, chats, tmp_path):
+    _, text, codes = run_ranks(2, ["--model", folder, "--random_init", "--data", chats, "--inspect", 2], tmp_path / "run")
+    assert codes == [0, 0] and text.count("--- example") == 2 and "\033[32m" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_id_is_found_in_the_cache(tmp_path, chats):
+    snapshot = tmp_path / "hub/models--someone--tiny/snapshots/abc"
+    shutil.copytree(HERE / "tiny", snapshot)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs/main").write_text("abc")
+    done = shell("train.py", "--model", "someone/tiny", "--data", chats, "--seq_len", 128, "--lora", "--steps", 1, "--out",
+                 tmp_path / "run", HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/final/adapter_config.json").read_text())["base_model_name_or_path"] == "someone/tiny"
+
+
+def test_large_models_are_written_in_files_with_an_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(lm, "SHARD_BYTES", 1000)
+    tensors = {f"t{i}": torch.full((60 + i,), float(i)) for i in range(9)}
+    lm.save_model(iter(tensors.items()), {name: t.nbytes for name, t in tensors.items()}, tmp_path, {"a": 1}, HERE / "tiny",
+                  None, write=True)
+    source = lm.Checkpoint(tmp_path)
+    assert source.tensors.keys() == tensors.keys() and len({file for file, *_ in source.tensors.values()}) > 2
+    assert all(torch.equal(source.rows(name, 0, len(t)), t) for name, t in tensors.items())
+
+
+def test_a_full_disk_is_noticed_before_writing(tmp_path):
+    with pytest.raises(ValueError, match="GiB free on this disk"):
+        lm.need_space(tmp_path, 1 << 60)
+
+
+@pytest.mark.parametrize("schedule, middle, end", [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)])
+def test_learning_rate_schedules(schedule, middle, end):
+    lrs = [train.lr_at(step, 110, 10, schedule, 1.0, 0.1) for step in range(111)]
+    assert lrs[0] == pytest.approx(1 / 11) and lrs[9] == pytest.approx(10 / 11) and lrs[10] == 1.0
+    assert lrs[60] == pytest.approx(middle) and lrs[110] == pytest.approx(end)
+
+
+def test_decay_spares_norms_and_biases():
+    matrix, norm = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    groups = train.make_optimizer([matrix, norm], 1e-3, 0.1, fused=True).param_groups
+    assert [(group["weight_decay"], group["params"]) for group in groups] == [(0.1, [matrix]), (0.0, [norm])]
+
+
+def test_flops_of_a_step_are_six_per_weight_and_token():
+    c = lm.parse_config(lm.preset_config("llama-3.1-8b"))
+    full = train.step_flops(c, 4096, 4096, 4096**2, None) / 4096
+    lora = train.step_flops(c, 4096, 4096, 4096**2, 41_943_040) / 4096
+    assert full == pytest.approx(48.8e9, rel=0.01)  # 6 * 7.5e9 + attention, counted by hand
+    assert lora == pytest.approx(34.0e9, rel=0.01)
+
