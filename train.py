@@ -120,7 +120,8 @@ def parse_args(argv=None):
     add("--grad_accum", type=whole, default=1, help="micro-batches per step (default: 1)")
     add("--steps", type=whole, help="optimizer steps (default: from --epochs)")
     add("--epochs", type=positive_float, default=1.0, help="passes over the data, unless --steps is given (default: 1)")
-    add("--lr", type=not_negative, help="peak learning rate (default: 2e-4 with adapters, 2e-5 without)")
+    add("--lr", type=not_negative, help="peak learning rate (default: 2e-4 with adapters, 2e-5 without, at a hidden size "
+        "of 4096, in inverse proportion at others)")
     add("--min_lr", type=not_negative, default=0.0, help="learning rate at the end of cosine and linear (default: 0)")
     add("--warmup", type=not_negative, default=0.03,
         help="steps of linear warmup; below 1 it is a share of all steps (default: 0.03)")
@@ -172,7 +173,6 @@ def parse_args(argv=None):
         args.offload = args.offload or ["activations", "params"][: 1 + args.fsdp2]
     args.offload = args.offload or []
     args.ce_chunk = (args.ce_chunk or 1024) if args.chunked_ce else 0
-    args.lr = (2e-4 if adapters else 2e-5) if args.lr is None else args.lr
     if adapters:
         args.lora_rank, args.lora_alpha = args.lora_rank or 16, args.lora_alpha or 32
         args.lora_dropout, args.lora_targets = args.lora_dropout or 0.0, args.lora_targets or list(lm.LORA_TARGETS)
@@ -661,7 +661,7 @@ def print_sample(args, say, when, model, tokenizer, chat, device):
         prompt = tokenizer.prompt(args.sample, chat)
         tokens = lm.generate(model, prompt, 64, tokenizer.stop, device)
         model.train()
-        said = tokenizer.core.decode(tokens).strip() or "(nothing)"
+        said = "\n".join(tokenizer.core.decode(tokens).strip().splitlines()[:8]) or "(nothing)"
         say(f"--- sample {when} training\n{args.sample}\n\033[32m{said}\033[0m\n---")
 
 
@@ -718,6 +718,8 @@ def main(argv=None):
         if config.sliding_window and args.seq_len > config.sliding_window:
             raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which "
                              "is not implemented; up to that many tokens it changes nothing")
+        if args.lr is None:  # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
+            args.lr = (2e-4 if args.lora or args.qlora else 2e-5) * 4096 / config.hidden_size
         with torch.device("meta"):
             model = lm.Transformer(config)
         source = lm.Checkpoint(weights_folder) if weights_folder else lm.RandomWeights(model, args.seed, device)
@@ -795,7 +797,7 @@ def main(argv=None):
         print_data(args, args.data, loader, counts[0], tokenizer)
         if eval_loader:
             print_data(args, args.eval_data, eval_loader, counts[1], tokenizer)
-        print(f"{steps:,} steps of {per_step} rows; writing to {args.out}")
+        print(f"{steps:,} steps of {per_step} rows, learning rate {args.lr:.2g}; writing to {args.out}")
     sample = functools.partial(
         print_sample, args, say, model=model, tokenizer=tokenizer, chat=counts[0]["conversations"], device=device
     )
