@@ -7,7 +7,7 @@ reading and writing checkpoints needs no mapping table. The families differ in f
 The loss is part of the model: logits are the largest tensor of a fine-tune (8,192 tokens x 128,256 words x 4 bytes =
 3.9 GiB, and autograd would keep two of them), so `LMHead.forward` returns the summed loss and never the logits.
 `ChunkedCrossEntropy` computes the gradient in the forward, chunk by chunk: 4*V*D FLOP a token against 6*V*D for
-recomputing, C*V*8 bytes alive, and tokens that carry no target never reach the head (Liger, arXiv:2410.10989; Cut
+recomputing, C*V*6 bytes alive, and tokens that carry no target never reach the head (Liger, arXiv:2410.10989; Cut
 Cross-Entropy, arXiv:2411.09009). Given up: a second derivative.
 
 Packed rows hold several documents. `spans` lists their (start, stop) in the flattened [B*T] tokens, on the host, and
@@ -21,6 +21,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 import re
 import shutil
 import zlib
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
@@ -333,7 +335,7 @@ class Block(nn.Module):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S, float32, gradients computed in the forward.
 
-    Alive at once: one chunk of logits (C*V*6 bytes in bf16, 4 in float32) and, if the head trains, its float32
+    Alive at once: one chunk of logits (C*V*6 bytes in bf16, C*V*4 in float32) and, if the head trains, its float32
     gradient (V*D*4 bytes: adding 16-bit chunks up in 16 bits would lose the small ones). S = 0 is a zero with zero
     gradients, so a rank without a supervised token still takes part in every collective of the backward.
     """
@@ -360,6 +362,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 torch.mm(grad_logits_CV, w_VD, out=grad_h[start : start + chunk])
             if grad_w is not None:
                 grad_w += grad_logits_CV.T @ h_CD
+            del grad_logits_CV  # or it would stay alive beside the next chunk's logits
         ctx.grads = grad_h, None if grad_w is None else grad_w.to(w_VD.dtype)
         return loss_sum
 
@@ -652,8 +655,17 @@ COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "
           "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
 
 
+def reshard_(model):
+    """Frees what FSDP2 keeps gathered for a backward that will not come: after an evaluation, a sample. Until then the
+    modules hold the gathered copies, in the products' dtype, and not the parameters that train."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def full_tensors(model, trainable_only):
     """Yields (name, full tensor on the CPU). A collective for every sharded parameter: all ranks must iterate."""
+    reshard_(model)
     for name, param in model.named_parameters():
         if param.requires_grad or not trainable_only:
             yield name, (param.full_tensor() if isinstance(param, DTensor) else param).detach().cpu()
@@ -671,6 +683,12 @@ def merged_tensors(source, names, adapter, scale):
             delta = adapter[stem + "lora_B.weight"].float() @ adapter[stem + "lora_A.weight"].float()
             w = w.float().add_(delta, alpha=scale)
         yield name, w.to(source.dtype(name))
+
+
+def write_safetensors(tensors, path):
+    save_file(tensors, path, metadata={"format": "pt"})  # older transformers refuse a file without the format
+    os.umask(mask := os.umask(0))
+    path.chmod(0o666 & ~mask)  # safetensors writes files that only their owner can read
 
 
 def save_model(tensors, sizes, out, raw_config, tokenizer_folder, config_folder, write):
@@ -701,7 +719,7 @@ def save_model(tensors, sizes, out, raw_config, tokenizer_folder, config_folder,
         if write and not error:
             try:
                 need_space(out, sum(sizes[name] for name in names))
-                save_file(shard, out / file, metadata={"format": "pt"})
+                write_safetensors(shard, out / file)
             except (OSError, ValueError, SafetensorError) as caught:
                 error = caught
     if error:
@@ -725,7 +743,7 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
     """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them. tensors: {name: tensor}."""
     need_space(out, sum(t.nbytes for t in tensors.values()))
     named = {PEFT_PREFIX + name: t.contiguous() for name, t in tensors.items()}
-    save_file(named, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_safetensors(named, out / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": alpha,
         "lora_dropout": dropout, "bias": "none", "target_modules": list(targets), "fan_in_fan_out": False,

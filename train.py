@@ -482,6 +482,7 @@ def evaluate(model, loader, device, world):
             loss_sum += model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
             n += len(b.keep_S)
     model.train()
+    lm.reshard_(model)
     sums = torch.tensor([loss_sum, n], dtype=torch.float64)
     if world > 1:
         dist.all_reduce(sums)
@@ -661,6 +662,7 @@ def print_sample(args, say, when, model, tokenizer, chat, device):
         prompt = tokenizer.prompt(args.sample, chat)
         tokens = lm.generate(model, prompt, 64, tokenizer.stop, device)
         model.train()
+        lm.reshard_(model)
         said = "\n".join(tokenizer.core.decode(tokens).strip().splitlines()[:8]) or "(nothing)"
         say(f"--- sample {when} training\n{args.sample}\n\033[32m{said}\033[0m\n---")
 
@@ -862,3 +864,8 @@ def main(argv=None):
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # FSDP2's mesh keeps gloo's threads beyond destroy_process_group(); one of them freeing a tensor while the interpreter
+    # shuts down aborts a finished run, seen once in 130 (pytorch #179291)
+    os._exit(0)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE))
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["train"])
+processes.set_forkserver_preload(["train", "torch._dynamo"])  # the latter is half a second of every rank otherwise
 
 
 def pytest_configure(config):

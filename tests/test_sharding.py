@@ -114,10 +114,10 @@ def test_bf16_follows_float32(job, plain, tmp_path, method, precision):
 
 def test_exports_of_the_same_adapter_are_the_same_bytes(job, tmp_path):
     losses(1, [*job, *METHODS["qlora"], *SPLITS[1]], tmp_path / "first")
-    job = [arg for arg in job if arg != "--random_init"]
     save_random_base(job[1], tmp_path / "base")
-    argv = ["--model", tmp_path / "base", *job[2:], "--qlora", "--adapter", tmp_path / "first/final", "--lr", 0]
-    for world in (1, 3, 4):
+    argv = ["--model", tmp_path / "base", *[arg for arg in job[2:] if arg != "--random_init"], "--precision", "mixed",
+            "--qlora", "--adapter", tmp_path / "first/final", "--lr", 0, "--eval_data", job[4], "--steps", 1]
+    for world in (1, 4):  # after an evaluation, which leaves FSDP2's last block gathered in bf16
         losses(world, [*argv, *SPLITS[world], *["--fsdp2"] * (world > 1)], tmp_path / f"again{world}")
         again = tmp_path / f"again{world}/final/adapter_model.safetensors"
         assert filecmp.cmp(again, tmp_path / "first/final/adapter_model.safetensors", shallow=False)
@@ -242,7 +242,8 @@ def check_norm_is_global(folder):
     expected = 0.5 * sum(p.numel() for p in trained) ** 0.5
     assert abs(train.clip_gradients_(trained, 0).item() / expected - 1) < 1e-6  # float32
     train.clip_gradients_(trained, 1.0)
-    assert abs(train.clip_gradients_(trained, 0).item() - 1) < 1e-5
+    clipped = train.clip_gradients_(trained, 0).item()
+    assert abs(clipped - 1) < 1e-4, clipped  # 700,000 squares summed in float32
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
@@ -267,12 +268,12 @@ def test_gradient_norm_is_that_of_all_ranks(tmp_path):
 
 
 def count_reduce_scatters(argv, counts):
-    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as units
 
-    with CommDebugMode() as comm:
-        train.main(argv)
-    (n,) = (n for op, n in comm.get_comm_counts().items() if "reduce_scatter" in str(op))
-    counts.write_text(str(n))
+    calls, reduce = [], units.foreach_reduce
+    units.foreach_reduce = lambda *args, **kwargs: calls.append(1) or reduce(*args, **kwargs)
+    train.main(argv)
+    counts.write_text(str(len(calls)))
 
 
 def test_gradients_are_reduced_once_a_step(job, tmp_path):
@@ -305,7 +306,7 @@ def test_an_error_on_rank_0_ends_every_rank(job, tmp_path):
 def test_more_ranks_than_rows_is_refused(job, tmp_path):
     argv = [*job, "--seq_len", 4000, "--fsdp2"]
     _, text, codes = run_ranks(4, argv, tmp_path / "run")
-    assert codes == [1] * 4 and "a step takes 4 rows" in text and "the data makes 1" in text
+    assert codes == [1] * 4 and "a step takes 4 rows" in text and "the data makes 2" in text
 
 
 def test_a_diverging_run_stops_and_says_so(job, tmp_path):
