@@ -23,6 +23,7 @@ import resource
 import subprocess
 import sys
 import time
+import weakref
 from datetime import datetime
 from pathlib import Path
 
@@ -310,12 +311,39 @@ def checkpoint_activations_(model, preserve_rng):
         )
 
 
+def shard_bytes_on_old_torch_():
+    """Lets fully_shard of torch 2.11 take frozen integer parameters, as 2.12 does by itself: it asks every new
+    parameter for a gradient, which integers refuse, and MixedPrecisionPolicy would cast them to bf16."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12) or hasattr(_fsdp_param, "bytes_fixed"):
+        return
+    cls, Parameter = _fsdp_param.FSDPParam, nn.Parameter
+    old_init, old_dtypes = cls._init_sharded_param, cls.init_dtype_attrs
+
+    def init_sharded_param(self, *args):
+        nn.Parameter = lambda data, requires_grad=True: Parameter(data, requires_grad and data.is_floating_point())
+        try:
+            old_init(self, *args)
+        finally:
+            nn.Parameter = Parameter
+
+    def init_dtype_attrs(self, policy):
+        old_dtypes(self, policy)
+        if not self.orig_dtype.is_floating_point:
+            self.param_dtype = None
+
+    cls._init_sharded_param, cls.init_dtype_attrs = init_sharded_param, init_dtype_attrs
+    _fsdp_param.bytes_fixed = True
+
+
 def shard_(model, device, precision, reshard, shard_embeddings, offload_params, chunked_ce):
     """FSDP2 (arXiv:2304.11277, each parameter sharded on dim 0): a block is gathered before it runs and freed after.
 
     One all-gather unit per block, one for the embedding and one for the head; what is left (the last norm) belongs to
     the root, which stays gathered from forward to backward.
     """
+    shard_bytes_on_old_torch_()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype,
@@ -337,7 +365,7 @@ def shard_(model, device, precision, reshard, shard_embeddings, offload_params, 
 
 
 class Parked:
-    """A saved tensor's way through host memory; its buffer goes back to the pool when autograd drops it."""
+    """A saved tensor while it waits in host memory."""
 
     def __init__(self, tensor, host, pool):
         self.shape, self.dtype, self.host, self.pool, self.back = tensor.shape, tensor.dtype, host, pool, None
@@ -345,8 +373,12 @@ class Parked:
     def view(self):
         return self.host[: self.shape.numel() * self.dtype.itemsize].view(self.dtype).view(self.shape)
 
-    def __del__(self):
-        self.pool.append(self.host)
+    def give_back(self):
+        if self.host is not None:
+            self.pool.append(self.host)
+            self.host = None
+
+    __del__ = give_back  # of a forward that has no backward
 
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
@@ -370,12 +402,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.pool = []  # pinned buffers not in use
         self.leaving = collections.deque()  # (tensor, event of its copy)
-        self.parked = []  # packed, not yet unpacked: the backward asks for the newest first
+        self.parked = []  # weak references in the order of packing: the backward asks for the newest first
         self.bytes_out = 0
-
-    def __enter__(self):
-        self.parked.clear()  # what a forward without a backward left behind
-        return super().__enter__()
 
     def buffer(self, n_bytes):
         for i, host in enumerate(self.pool):
@@ -408,7 +436,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         parked = Parked(tensor, self.buffer(tensor.nbytes), self.pool)
         self.leaving.append((tensor, self.copy_aside(parked.view(), tensor)))
         self.let_go(keep=1)  # one copy behind the compute; more would only keep more on the device
-        self.parked.append(parked)
+        self.parked.append(weakref.ref(parked))
         self.bytes_out += tensor.nbytes
         return parked
 
@@ -420,15 +448,17 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     def unpack(self, parked):
         if isinstance(parked, torch.Tensor):
             return parked
+        if parked.host is None:
+            raise RuntimeError("--offload activations: a second backward asks for what the first one has used up")
         self.let_go(keep=0)
         self.bring_back(parked)
         (tensor, event), parked.back = parked.back, None
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
-        if parked in self.parked:
-            self.parked.remove(parked)
+        parked.give_back()  # its next user writes on the same side stream, behind the copy that read it
+        self.parked = [other for other in self.parked if other() is not None and other().host is not None]
         if self.parked:  # the next one starts its way back while this block computes
-            self.bring_back(self.parked[-1])
+            self.bring_back(self.parked[-1]())
         return tensor
 
 
@@ -631,9 +661,9 @@ def print_start(args, model, source, device, world, n_trained, defer_sync):
     n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
     print(f"{args.model} ({model.config.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
           f"{world} x {device_name(device)}")
-    print(f"  {'precision':<26}{args.precision:<7}trained weights and optimizer {trained}; frozen weights "
-          f"{'NF4 and ' * args.qlora}{frozen}; products {frozen}; gradients reduced in {trained}; saved as "
-          + (f"{trained} adapters" if adapters else "the checkpoint was"))
+    kept = f"{'NF4 and ' * args.qlora}{frozen}" if adapters else "nothing"
+    print(f"  {'precision':<26}{args.precision:<7}trained {trained}, frozen {kept}, products {frozen}, gradients reduced in "
+          f"{trained}, saved " + (trained if adapters else "as the checkpoint was"))
     if args.seq_len > model.config.max_position_embeddings:
         print(f"  note: --seq_len {args.seq_len} is beyond the {model.config.max_position_embeddings} positions that "
               "config.json names; the model has not seen such positions")
