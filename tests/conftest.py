@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items):
 
 
 def start_rank(rank, world, port, function, args, log):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")  # gloo, on any machine
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
         os.environ[name] = str(value)
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):

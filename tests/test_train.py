@@ -19,8 +19,9 @@ import train
 
 
 def shell(*argv, **environment):
+    """A command on the CPU; CUDA_VISIBLE_DEVICES="0" puts it on the first GPU."""
     command = [sys.executable, *map(str, argv)]
-    env = os.environ | environment
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
     return subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, env=env, timeout=240)
 
 
@@ -88,7 +89,8 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(main_job):
 def test_plain_python_trains_and_names_a_fresh_folder(tmp_path):
     shutil.copytree(HERE.parent, tmp_path / "oomph", ignore=shutil.ignore_patterns(".*", "out", "goldens", "__pycache__"))
     command = [sys.executable, "train.py", "--seq_len", "256", "--steps", "3", "--sample", ""]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "oomph", timeout=240)
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "oomph", env=env, timeout=240)
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "oomph/out").iterdir()
     final = {path.name for path in (run / "final").iterdir()}
@@ -212,3 +214,39 @@ def test_flops_of_a_step_are_six_per_weight_and_token():
     assert full == pytest.approx(48.8e9, rel=0.01)  # 6 * 7.5e9 + attention, counted by hand
     assert lora == pytest.approx(34.0e9, rel=0.01)
 
+
+
+# ---------------------------------------------------------------- on a GPU
+
+GPU_FLAGS = [[], ["--fsdp2"], ["--fsdp2", "--offload"], ["--fsdp2", "--offload", "params"], ["--offload"],
+             ["--no-activation_checkpointing"], ["--no-chunked_ce"], ["--no-packing"]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [[], ["--lora"], ["--qlora"]], ids=str)
+@pytest.mark.parametrize("flags", GPU_FLAGS, ids=str)
+def test_a_gpu_trains_to_the_losses_of_the_cpu(chats, tmp_path, method, flags):
+    argv = ["--data", chats, "--seq_len", 128, "--batch_size", 2, "--grad_accum", 2, "--steps", 5, "--precision", "fp32",
+            *method, *flags]
+    expected = losses(1, argv, tmp_path / "cpu")
+    done = shell("train.py", *argv, "--log_every", 1, "--out", tmp_path / "gpu", CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "gpu/metrics.jsonl").read_text().splitlines()]
+    # float32 on both, sums in another order; five steps of Adam carry the rounding on
+    assert [row["loss"] for row in rows] == pytest.approx(expected, abs=1e-3)
+    assert rows[-1]["mem_reserved_gib"] > 0
+
+
+@pytest.mark.gpu
+def test_gpu_memory_falls_with_every_rung(chats, tmp_path):
+    shape = ["--model", "qwen2.5-0.5b", "--random_init", "--data", chats, "--train_on", "all", "--seq_len", 4096, "--steps", 2,
+             "--log_every", 1]
+    ladder = [["--no-activation_checkpointing", "--no-chunked_ce"], ["--no-activation_checkpointing"], [], ["--lora"],
+              ["--qlora"], ["--qlora", "--fsdp2", "--offload"]]
+    peaks = []
+    for number, flags in enumerate(ladder):
+        out = tmp_path / str(number)
+        done = shell("train.py", *shape, *flags, "--out", out, CUDA_VISIBLE_DEVICES="0")
+        assert done.returncode == 0, done.stderr
+        peaks.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["mem_gib"])
+    assert peaks == sorted(peaks, reverse=True), peaks
