@@ -184,15 +184,16 @@ def test_a_view_cached_by_checkpointing_is_not_overwritten(device):
 def test_a_tensor_is_not_freed_while_its_copy_is_under_way():
     hooks = train.OffloadActivations(torch.device("cuda"), min_bytes=1)
     for value in range(1, 6):
-        x = torch.full((1 << 22,), float(value), device="cuda", requires_grad=True)
+        leaf = torch.full((1 << 22,), float(value), device="cuda", requires_grad=True)
         with hooks:
             with torch.cuda.stream(hooks.stream):
                 torch.cuda._sleep(50_000_000)  # the copy is late
-            y = x.detach().requires_grad_() ** 2
-            del x
+            between = leaf * 1.0
+            y = between**2  # saves `between`, which nothing else holds from here on
+            del between
             junk = [torch.full((1 << 22,), -1.0, device="cuda") for _ in range(3)]  # would land in freed memory
-        grad = torch.autograd.grad(y.sum(), y.grad_fn.next_functions[0][0].variable)[0]
-        assert (grad == 2 * value).all()
+        y.sum().backward()
+        assert (leaf.grad == 2 * value).all()
         del junk
 
 
