@@ -3,6 +3,7 @@
 import filecmp
 import itertools
 import json
+import os
 
 import pytest
 import torch
@@ -195,6 +196,37 @@ def check_dequantized_after_all_gather(folder):
     assert len(seen) == 3 * 7 and all(seen)
 
 
+def check_a_rank_reads_its_own_rows_only(folder):
+    read, rows = [], lm.RandomWeights.rows
+    lm.RandomWeights.rows = lambda *args: read.append((args[1], args[3] - args[2])) or rows(*args)  # self, name, start, stop
+    model, _ = sharded(qlora=True)
+    lm.RandomWeights.rows = rows
+    mine = {name.removesuffix("_codes"): len(lm.local(p)[0]) for name, p in model.named_parameters() if "lora" not in name}
+    assert sorted(read) == sorted((name, rows) for name, rows in mine.items() if rows and not name.endswith("_scales"))
+
+
+def status(key):
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))  # noqa: SIM115
+    return int(lines[key].split()[0]) / 1024
+
+
+def check_host_memory_stays_flat(folder):
+    model = vanilla(**BIG)
+    source = lm.Checkpoint(folder)
+    train.set_precision_(model, "bf16")
+    train.shard_(model, torch.device("cpu"), "bf16", True, True, False, True)
+    model.to_empty(device="cpu").tie_()
+    for param in model.parameters():
+        lm.local(param)[0].zero_()  # so that its pages count before, not while loading
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the kernel's high-water mark starts anew
+    before = status("VmRSS")
+    lm.load_weights_(model, source, None, 0, torch.device("cpu"), progress=False)
+    above, kept = status("VmHWM") - before, sum(lm.local(p)[0].nbytes for p in model.parameters()) / 2**20
+    # the rows of one tensor as a copy and as mapped pages, 2 x 8 MiB, and what the file's headers take
+    assert kept > 100 and above < 32, f"{above:.0f} MiB above the {kept:.0f} MiB of parameters"
+
+
 def check_every_ranks_slice_is_saved(folder):
     model, _ = sharded(qlora=False, precision="fp32")
     for number, param in enumerate(model.parameters()):
@@ -253,6 +285,20 @@ def test_nf4_bytes_do_not_depend_on_the_world_size(tmp_path, world):
 
 def test_nf4_weights_are_bit_equal_after_the_all_gather(tmp_path):
     on_ranks(3, check_dequantized_after_all_gather, tmp_path)
+
+
+def test_a_rank_reads_its_own_rows_only(tmp_path):
+    on_ranks(3, check_a_rank_reads_its_own_rows_only, tmp_path)
+
+
+BIG = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 5}
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's high-water mark of memory")
+def test_host_memory_stays_flat_while_loading(tmp_path):
+    tensors = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in vanilla(**BIG).named_parameters()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    on_ranks(2, check_host_memory_stays_flat, tmp_path)
 
 
 def test_an_export_holds_the_rows_of_every_rank(tmp_path):
