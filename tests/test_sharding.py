@@ -212,19 +212,19 @@ def status(key):
 
 def check_host_memory_stays_flat(folder):
     model = vanilla(**BIG)
-    source = lm.Checkpoint(folder)
     train.set_precision_(model, "bf16")
     train.shard_(model, torch.device("cpu"), "bf16", True, True, False, True)
     model.to_empty(device="cpu").tie_()
-    for param in model.parameters():
-        lm.local(param)[0].zero_()  # so that its pages count before, not while loading
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the kernel's high-water mark starts anew
-    before = status("VmRSS")
-    lm.load_weights_(model, source, None, 0, torch.device("cpu"), progress=False)
+    for measured in (False, True):  # the first time touches the pages of the parameters and of all code on the way
+        source = lm.Checkpoint(folder)
+        before = status("VmRSS")
+        if measured:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # the kernel's high-water mark starts anew
+        lm.load_weights_(model, source, None, 0, torch.device("cpu"), progress=False)
     above, kept = status("VmHWM") - before, sum(lm.local(p)[0].nbytes for p in model.parameters()) / 2**20
-    # the rows of one tensor as a copy and as mapped pages, 2 x 8 MiB, and what the file's headers take
-    assert kept > 100 and above < 32, f"{above:.0f} MiB above the {kept:.0f} MiB of parameters"
+    # the rows of one tensor, 8 MiB, as a copy and as mapped pages, and some noise; a file that stays mapped adds 129
+    assert kept > 100 and above < 64, f"{above:.0f} MiB above the {kept:.0f} MiB of parameters"
 
 
 def check_every_ranks_slice_is_saved(folder):
