@@ -478,8 +478,10 @@ def lr_at(step, steps, warmup, schedule, lr, min_lr):
     if step < warmup:
         return lr * (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, steps - warmup)
-    left = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]
-    return min_lr + (lr - min_lr) * left if schedule != "constant" else lr
+    if schedule == "constant":
+        return lr
+    left = 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return min_lr + (lr - min_lr) * left
 
 
 def average_gradients_(params, world):
@@ -520,7 +522,7 @@ def evaluate(model, loader, device, world):
 
 
 # bf16 matrix products, dense, FLOP/s, by a part of the device's name
-PEAKS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
          "L40S": 362e12, "A6000": 155e12, "A10G": 70e12}
 
 
@@ -599,10 +601,10 @@ class Log:
         self.first, self.last = self.first or loss, loss
         self.mark, self.n_tokens, self.n_steps, self.data_s = now, 0, 0, 0.0
 
-    def write_eval(self, step, loss, n):
+    def write_eval(self, step, loss, n, seconds):
         self.append({"step": step + 1, "eval_loss": loss, "eval_tokens": n})
         self.say(f"step {step + 1}  eval loss {loss:.4f} over {n:,} tokens")
-        self.mark = time.perf_counter()
+        self.mark += seconds  # the steps since the last line took the rest
 
     def append(self, row):
         if self.path:
@@ -793,7 +795,7 @@ def main(argv=None):
         if args.qlora:
             nf4.quantize_linears_(model.model.layers)
         if args.lora or args.qlora:
-            lm.add_lora_(model, args.lora_rank, args.lora_alpha, args.lora_dropout or 0.0, args.lora_targets)
+            lm.add_lora_(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets)
         if adapter:
             lm.check_adapter(model, adapter, args.adapter)
     set_precision_(model, args.precision)
@@ -880,7 +882,9 @@ def main(argv=None):
             flops = step_flops(config, *counted, n_adapter=n_trained if args.lora or args.qlora else None)
             log.write(step, loss, lr, norm, flops / world)
         if eval_loader and (step == steps - 1 or (args.eval_every and (step + 1) % args.eval_every == 0)):
-            log.write_eval(step, *evaluate(model, eval_loader, device, world))
+            started = time.perf_counter()
+            loss, n = evaluate(model, eval_loader, device, world)
+            log.write_eval(step, loss, n, time.perf_counter() - started)
 
     # ---- the result
     sample("after")

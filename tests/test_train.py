@@ -207,6 +207,20 @@ def test_decay_spares_norms_and_biases():
     assert [(group["weight_decay"], group["params"]) for group in groups] == [(0.1, [matrix]), (0.0, [norm])]
 
 
+def test_an_evaluation_between_log_lines_does_not_count_as_training(tmp_path, monkeypatch):
+    clock = iter([0.0, 1.0, 1.0, 2.0, 2.0, 30.0])  # begin; two steps' data; the log line
+    monkeypatch.setattr(train.time, "perf_counter", lambda: next(clock))
+    log = train.Log(tmp_path, print, 2, 1, torch.device("cpu"))
+    for step in range(2):
+        log.start_step()
+        log.data_ready([10, 100])
+        if step == 0:
+            log.write_eval(step, 1.0, 5, seconds=20.0)
+    log.write(1, 1.0, 1e-3, 1.0, 1.0)
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["step_s"] == 5.0 and row["tokens_per_s"] == 20.0  # 200 tokens in 30 - 20 seconds
+
+
 def test_flops_of_a_step_are_six_per_weight_and_token():
     c = lm.parse_config(lm.preset_config("llama-3.1-8b"))
     full = train.step_flops(c, 4096, 4096, 4096**2, None) / 4096
