@@ -114,6 +114,8 @@ def parse_args(argv=None):
     add("--chunked_ce", action=yes_no, default=True, help="head and loss in chunks of tokens, gradient in the forward, "
         "no [tokens, vocabulary] tensor (default: on)")
     add("--ce_chunk", type=whole, metavar="TOKENS", help="tokens in a chunk of the loss (default: 1024)")
+    add("--tiled_mlp", type=whole, metavar="TOKENS", help="the MLP in tiles of so many tokens, forward and backward; 4096 "
+        "keeps products large (default: off: the whole row at once)")
     add("--fused_adamw", action=yes_no, default=True, help="AdamW as one kernel, on GPU and CPU (default: on)")
 
     add = parser.add_argument_group("schedule").add_argument
@@ -305,9 +307,20 @@ def set_precision_(model, precision):
 def checkpoint_activations_(model, preserve_rng):
     """Keeps each block's input and recomputes the rest in the backward: 2*D bytes a token and layer in bf16, not about
     34*D, for at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back for the same mask."""
+
+
+    @contextlib.contextmanager
+    def recomputing(block):
+        block.recomputing = True
+        try:
+            yield
+        finally:
+            block.recomputing = False
+
     for block in model.model.layers:
         block.forward = functools.partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=preserve_rng
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=preserve_rng,
+            context_fn=lambda block=block: (contextlib.nullcontext(), recomputing(block)),
         )
 
 
@@ -657,6 +670,7 @@ def print_start(args, model, source, device, world, n_trained, defer_sync):
          "blocks keep all that their backward needs"),
         ("chunked_ce", args.chunked_ce, f"loss of {args.ce_chunk} tokens at a time, its gradient in the forward",
          "all logits of a micro-batch at once"),
+        ("tiled_mlp", args.tiled_mlp, f"{args.tiled_mlp} tokens at a time, forward and backward", "the whole row at once"),
         ("fused_adamw", args.fused_adamw, f"on the {where}", f"many small operations on the {where}"),
         ("packing", args.packing, f"documents best-fit into rows of {args.seq_len} tokens", "a document a row, padded"),
     ]
@@ -805,6 +819,8 @@ def main(argv=None):
     defer_sync = not args.fsdp2 or n_trained * 4 <= 2**30
     if rank == 0:
         print_start(args, model, source, device, world, n_trained, defer_sync)
+    if args.tiled_mlp:
+        lm.tile_feed_forward_(model, args.tiled_mlp)
     if args.activation_checkpointing:
         checkpoint_activations_(model, preserve_rng=bool(args.lora_dropout))
     if args.fsdp2:

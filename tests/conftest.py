@@ -140,3 +140,22 @@ def chats(tmp_path_factory):
                         for role in ("user", "assistant") * rng.randint(1, 2)]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
+
+
+def count_flops(function):
+    """FLOP of the matrix products and attention that function() runs, by torch's own formulas."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    class Count(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if function.overloadpacket in flop_registry:
+                Count.total += flop_registry[function.overloadpacket](*args, **(kwargs or {}), out_val=out)
+            return out
+
+    with Count():
+        function()
+    return Count.total
