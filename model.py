@@ -366,8 +366,10 @@ class TiledFeedForward(torch.autograd.Function):
                 x.requires_grad_()
                 grad_tile, *grads = torch.autograd.grad(function(x), (x, *weights), grad)
             grad_x.copy_(grad_tile)
-            grads = grads if len(x) == len(x_ND) else [g.float() for g in grads]
-            sums = [s.add_(g) for s, g in zip(sums, grads)] if sums else grads
+            if sums is None:
+                sums = grads if len(x) == len(x_ND) else [g.float() for g in grads]
+            else:
+                sums = [s.add_(g) for s, g in zip(sums, grads)]
         generator.set_rng_state(now)
         return grad_x_ND, None, None, None, *(s.to(w.dtype) for s, w in zip(sums, weights))
 
