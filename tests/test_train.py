@@ -58,7 +58,8 @@ def test_main_job_logs_every_figure(main_job):
 def test_main_job_says_what_is_on_and_why(main_job):
     said = main_job[1].stdout
     for feature in ("precision", "lora", "qlora", "fsdp2", "reshard_after_forward", "shard_embeddings", "offload activations",
-                    "offload params", "activation_checkpointing", "chunked_ce", "fused_adamw", "packing"):
+                    "offload params", "activation_checkpointing", "chunked_ce", "adamw8bit", "stochastic_rounding",
+                    "optim_in_backward", "fused_adamw", "packing"):
         assert f"\n  {feature} " in said
     if not torch.cuda.is_available():
         assert "nothing to move" in said
