@@ -506,9 +506,16 @@ BLOCK = 256  # neighbours in a row that share a scale
 FLOATS = (1024 + torch.arange(256, dtype=torch.int32) << 20).view(torch.float32)  # 2, 2.25, ... 1.875 * 2**32
 # a hair below the largest code, so that rounding cannot carry the largest magnitude of a block beyond it
 M_TOP, V_TOP = (FLOATS[127].item() - 2) * (1 - 2**-21), FLOATS[255].item() * (1 - 2**-21)
-# m: a sign and 127 magnitudes down to 2e-6, closing in on zero evenly. v: 256 levels down to 2.5e-10, 1.6e-5 in its root,
-# and no zero: what is smaller is rounded up, because a v of 0 under an m that is not 0 would divide by eps.
-M_LEVELS, V_LEVELS = torch.cat([FLOATS[:128] - 2, 2 - FLOATS[:128]]) / M_TOP, FLOATS / V_TOP
+
+
+@functools.cache
+def code_levels(device):
+    """What the 256 codes of m and of v stand for, relative to the largest magnitude of their block. Steps of v: 6 to 12 %.
+
+    m: a sign and 127 magnitudes down to 2e-6, closing in on zero evenly. v: down to 2.5e-10, 1.6e-5 in its root, without
+    a zero: what is smaller is rounded up, because a v of 0 under an m that is not 0 would divide by eps.
+    """
+    return (torch.cat([FLOATS[:128] - 2, 2 - FLOATS[:128]]) / M_TOP).to(device), (FLOATS / V_TOP).to(device)
 
 
 def mix(x):
@@ -527,9 +534,9 @@ def dither_words(step, number, start, stop, D, device):
     there is no generator to save. torch.rand takes ten times as long on one CPU core, and uses no other.
     """
     key = mix(mix(step) + number)
-    salts_31 = torch.tensor([[mix(key + salt) & 0xFFFFFFFF] for salt in (1, 2, 3)], device=device)
-    rows_3N, cols_D = mix(salts_31 + torch.arange(start, stop, device=device)), mix(key + torch.arange(D, device=device))
-    return (rows_3N | 1).to(torch.int32), (cols_D | 1).to(torch.int32)
+    rows_N, cols_D = torch.arange(start, stop, device=device), torch.arange(D, device=device)
+    rows_3N = torch.stack([mix(mix(key + salt) + rows_N) for salt in (1, 2, 3)])
+    return (rows_3N | 1).to(torch.int32), (mix(key + cols_D) | 1).to(torch.int32)
 
 
 def drop_bits(x, dither, n):
@@ -616,8 +623,8 @@ class CompactAdamW(torch.optim.Optimizer):
         scales = [rows_of(state[f"{moment}_scales"]) if m.dtype is torch.uint8 else None for moment in MOMENTS]
         step, (N, D) = int(state["step"]), w.shape
         rows_3N, cols_D = dither_words(step, self.numbers[p], start, start + N, D, w.device)
-        levels = M_LEVELS.to(w.device), V_LEVELS.to(w.device)
-        skip = torch.tensor(False, device=w.device) if self.found_inf is None else self.found_inf > 0
+        levels = code_levels(w.device)
+        skip = (torch.zeros((), device=w.device) if self.found_inf is None else self.found_inf) > 0
         # float32 temporaries of 16 MiB each on a GPU; of 4 MiB on a CPU, where larger ones are new pages
         n, full = max(1, (1 << (20 if w.device.type == "cpu" else 22)) // D), D // BLOCK * BLOCK
         for i, (first, last) in itertools.product(range(0, N, n), ((0, full), (full, D))):

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 import model as lm
 import train
 
-NO, YES = torch.tensor(False), torch.tensor(True)
+NO = torch.tensor(False)
+M_LEVELS, V_LEVELS = train.code_levels(torch.device("cpu"))
 
 
 def dither(step, shape, number=0, salt=0):
@@ -27,7 +28,7 @@ def rounded_moment(x_ND, signed, step):
     """x after it was stored in codes and read back; every row is one block."""
     codes, scales = torch.zeros(x_ND.shape, dtype=torch.uint8), torch.zeros(len(x_ND), 1)
     train.write_moment_(codes, scales, x_ND, signed, dither(step, x_ND.shape), NO)
-    return train.read_moment(codes, scales, train.M_LEVELS if signed else train.V_LEVELS)
+    return train.read_moment(codes, scales, M_LEVELS if signed else V_LEVELS)
 
 
 def log_uniform(shape, decades):
@@ -79,8 +80,8 @@ def test_v_is_stored_within_an_eighth_over_nine_decades():
 def test_v_below_the_range_is_rounded_up_and_never_zero():
     v = torch.full((1, 256), 1e-20)
     v[0, 0] = 1.0
-    assert (rounded_moment(v, False, 1)[0, 1:] == train.V_LEVELS[0]).all()
-    assert 2.4e-10 < train.V_LEVELS[0] < 2.6e-10
+    assert (rounded_moment(v, False, 1)[0, 1:] == V_LEVELS[0]).all()
+    assert 2.4e-10 < V_LEVELS[0] < 2.6e-10
 
 
 @pytest.mark.parametrize("decades", [3, 8])
@@ -132,7 +133,7 @@ def pair(shape, dtype=torch.float32, lr=1e-3, **kinds):
 def moment(optimizer, p, name):
     """A stored moment [N, D] in float32."""
     state = optimizer.state[p]
-    levels = train.M_LEVELS if name == "exp_avg" else train.V_LEVELS
+    levels = M_LEVELS if name == "exp_avg" else V_LEVELS
     scales = state[f"{name}_scales"].repeat_interleave(train.BLOCK, 1)[:, : p.shape[1]]
     return levels[state[name].int()] * scales
 
