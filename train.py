@@ -533,7 +533,7 @@ def dither_words(step, number, start, stop, D, device):
     elements or steps, for one multiplication. They depend on place and step alone: no world size changes them, and
     there is no generator to save. torch.rand takes ten times as long on one CPU core, and uses no other.
     """
-    key = mix(mix(step) + number)
+    key = mix(mix(step) + number)  # plain ints: nothing is copied to the device
     rows_N, cols_D = torch.arange(start, stop, device=device), torch.arange(D, device=device)
     rows_3N = torch.stack([mix(mix(key + salt) + rows_N) for salt in (1, 2, 3)])
     return (rows_3N | 1).to(torch.int32), (mix(key + cols_D) | 1).to(torch.int32)
@@ -712,7 +712,7 @@ class StepInBackward:
             torch.cuda.current_stream().synchronize()
         if self.world > 1 and not self.sharded:
             average_gradients_([p], self.world)
-        norm = torch.linalg.vector_norm(lm.local(p.grad)[0], dtype=torch.float32)
+        norm = torch.linalg.vector_norm(lm.local(p.grad)[0]).float()  # dtype=float32 would copy a bf16 gradient on a CPU
         self.norm_squared += norm.square()
         torch.maximum(self.bad, (~norm.isfinite()).float(), out=self.bad)
         if self.fused:
@@ -885,8 +885,8 @@ def print_start(args, model, source, device, world, n_trained, defer_sync):
          "all logits of a micro-batch at once"),
         ("adamw8bit", args.optim == "adamw8bit", "moments of matrices in 8 bits, one scale for 256",
          "moments in " + trained),
-        ("stochastic_rounding", args.stochastic_rounding, "bf16 weights and 16-bit moments are right in the mean",
-         "to the nearest"),
+        ("stochastic_rounding", args.stochastic_rounding, "updates of bf16 weights are right in the mean",
+         f"trained {trained} is rounded to the nearest"),
         ("optim_in_backward", args.optim_in_backward, "weights are updated as gradients arrive, which are not clipped",
          f"after the backward, gradients clipped to a norm of {args.clip:g}" if args.clip else "after the backward"),
         ("fused_adamw", fused, f"on the {where}", f"many small operations on the {where}"),
@@ -1111,8 +1111,8 @@ def main(argv=None):
             loss, norm, broken = torch.stack([loss_sum / n_targets, norm.to(device), bad.to(device)]).tolist()
             if broken or not math.isfinite(loss):
                 say(f"step {step + 1}: loss {loss}, gradient norm {norm}")
-                kept = ("Weights whose gradients came before it in that step were updated, none by it"
-                        if in_backward else "No weight was changed by it")
+                kept = ("Weights whose gradients came before it in that step" + ", and other ranks' shards," * args.fsdp2
+                        + " were updated, none by it") if in_backward else "No weight was changed by it"
                 say("train.py: error: the loss or a gradient is not finite, at this step or since the last log line. "
                     f"{kept}. Lower --lr, raise --warmup, look at the data of these steps")
                 leave()

@@ -449,3 +449,22 @@ def test_adamw8bit_learns_what_adamw_learns(tmp_path):
     means = [sum(curve[-100:]) / 100 for curve in curves]
     assert means[0] < 0.9 * curves[0][0]
     assert means[1] == pytest.approx(means[0], rel=0.005)  # the bound promised for it
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_the_step_waits_for_nothing_on_a_gpu(kinds):
+    params = [nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16)) for shape in ((8, 300), (300,))]
+    optimizer = train.make_optimizer(params, 1e-3, 0.1, fused=True, **kinds)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.found_inf = torch.zeros((), device="cuda")
+    optimizer.step()  # copies the code levels to the device, once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

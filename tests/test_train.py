@@ -234,7 +234,9 @@ def test_flops_of_a_step_are_six_per_weight_and_token():
 # ---------------------------------------------------------------- on a GPU
 
 GPU_FLAGS = [[], ["--fsdp2"], ["--fsdp2", "--offload"], ["--fsdp2", "--offload", "params"], ["--offload"],
-             ["--no-activation_checkpointing"], ["--no-chunked_ce"], ["--no-packing"]]
+             ["--no-activation_checkpointing"], ["--no-chunked_ce"], ["--no-packing"], ["--optim", "adamw8bit"],
+             ["--grad_accum", "1", "--optim_in_backward"], ["--grad_accum", "1", "--optim_in_backward", "--fsdp2"],
+             ["--grad_accum", "1", "--optim_in_backward", "--fsdp2", "--offload", "params"]]
 
 
 @pytest.mark.gpu
