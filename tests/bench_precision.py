@@ -65,7 +65,7 @@ def draw(curves, steps, caption):
         loss = low + i * every
         parts.append(f'<path d="M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}" stroke="#848d97" stroke-opacity=".3"/>'
                      f'<text x="{LEFT - 6}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:.1f}</text>')
-    for step in range(0, steps + 1, max(1, steps // 6)):
+    for step in range(0, steps + 1, max(1, steps // 4)):
         parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>'
                  f'<text transform="translate(13 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">loss, mean of {SMOOTH} '
@@ -74,7 +74,7 @@ def draw(curves, steps, caption):
         colour = RUNS[name][1]
         points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in curve[::2])
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{WIDTH - RIGHT - 6}" y="{TOP + 18 + 17 * i}" text-anchor="end" font-size="13" '
+        parts.append(f'<text x="{WIDTH - RIGHT - 6}" y="{HEIGHT * 0.4 + 18 * i:.0f}" text-anchor="end" font-size="13" '
                      f'fill="{colour}">{name}, {curve[-1][1]:.2f}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
