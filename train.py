@@ -531,7 +531,7 @@ def dither_words(step, number, start, stop, D, device):
 
     The low bits of rows[i] * cols[j] are the random bits of element (i, j): uniform, and independent between any two
     elements or steps, for one multiplication. They depend on place and step alone: no world size changes them, and
-    there is no generator to save. torch.rand takes ten times as long on one CPU core, and uses no other.
+    there is no generator to save. torch.rand takes six times as long or more on one CPU core, and uses no other.
     """
     key = mix(mix(step) + number)  # plain ints: nothing is copied to the device
     rows_N, cols_D = torch.arange(start, stop, device=device), torch.arange(D, device=device)
