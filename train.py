@@ -116,6 +116,12 @@ def parse_args(argv=None):
     add("--ce_chunk", type=whole, metavar="TOKENS", help="tokens in a chunk of the loss (default: 1024)")
     add("--tiled_mlp", type=whole, metavar="TOKENS", help="the MLP in tiles of so many tokens, forward and backward; 4096 "
         "keeps products large (default: off: the whole row at once)")
+    add("--optim", choices=("adamw", "adamw8bit"), default="adamw", help="adamw8bit: moments of matrices in 8 bits, 2 bytes "
+        "of state a parameter in place of 8, or 4 under --precision bf16 (default: adamw)")
+    add("--stochastic_rounding", action="store_true", help="round bf16 weights and moments up or down at random, right in "
+        "the mean, so that updates below their resolution count; needs --precision bf16 (default: off)")
+    add("--optim_in_backward", action="store_true", help="update each weight in the backward as soon as its gradient is "
+        "complete and free the gradient; without clipping (default: off)")
     add("--fused_adamw", action=yes_no, default=True, help="AdamW as one kernel, on GPU and CPU (default: on)")
 
     add = parser.add_argument_group("schedule").add_argument
@@ -130,7 +136,7 @@ def parse_args(argv=None):
         help="steps of linear warmup; below 1 it is a share of all steps (default: 0.03)")
     add("--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="after warmup (default: cosine)")
     add("--weight_decay", type=not_negative, default=0.01, help="on matrices, not on norms and biases (default: 0.01)")
-    add("--clip", type=not_negative, default=1.0, help="largest global gradient norm, 0 for none (default: 1)")
+    add("--clip", type=not_negative, help="largest global gradient norm, 0 for none (default: 1; 0 with --optim_in_backward)")
     add("--seed", type=int, default=0, help="of data order, adapters, random weights and dropout (default: 0)")
 
     add = parser.add_argument_group("run").add_argument
@@ -167,6 +173,15 @@ def parse_args(argv=None):
                      "all that a block computes does not (about 170 GB/s for an 8B model on an H100)")
     if args.ce_chunk and not args.chunked_ce:
         parser.error("--ce_chunk and --no-chunked_ce: leave one out")
+    if args.stochastic_rounding and args.precision != "bf16":
+        parser.error("--stochastic_rounding is for weights kept in bf16: add --precision bf16")
+    for flag, chosen in (("--optim adamw8bit", args.optim == "adamw8bit"), ("--stochastic_rounding", args.stochastic_rounding)):
+        if chosen and not args.fused_adamw:
+            parser.error(f"--no-fused_adamw and {flag}: that has a kernel of its own, leave out --no-fused_adamw")
+    if args.optim_in_backward and args.grad_accum > 1:
+        parser.error("--optim_in_backward needs --grad_accum 1: gradients are freed as they arrive")
+    if args.optim_in_backward and args.clip:
+        parser.error("--optim_in_backward and --clip: the norm of all gradients is known when they are gone, leave out --clip")
     if not 0 <= args.seed < 1 << 63:
         parser.error("--seed must be zero or a positive number")
     if args.eval_every and not args.eval_data:
@@ -175,6 +190,7 @@ def parse_args(argv=None):
     if args.offload is not None:
         args.offload = args.offload or ["activations", "params"][: 1 + args.fsdp2]
     args.offload = args.offload or []
+    args.clip = (0.0 if args.optim_in_backward else 1.0) if args.clip is None else args.clip
     args.ce_chunk = (args.ce_chunk or 1024) if args.chunked_ce else 0
     if adapters:
         args.lora_rank, args.lora_alpha = args.lora_rank or 16, args.lora_alpha or 32
@@ -478,11 +494,182 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 # ---------------------------------------------------------------- optimizer, learning rate, evaluation
 
 
-def make_optimizer(params, lr, weight_decay, fused):
-    """AdamW, decay on matrices only: pulling norms and biases towards zero regularises nothing."""
+def make_optimizer(params, lr, weight_decay, fused, eight_bit=False, stochastic_rounding=False):
+    """AdamW, decay on matrices only: pulling norms and biases towards zero regularises nothing.
+
+    All state is allocated here: the first step is then at the peak of memory, and none after it can run out.
+    """
     groups = [{"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
               {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, fused=fused)
+    groups = [group for group in groups if group["params"]]
+    if eight_bit or stochastic_rounding:
+        return CompactAdamW(groups, lr, eight_bit, stochastic_rounding)
+    optimizer = torch.optim.AdamW(groups, lr=lr, fused=fused)
+    for p in params:  # as torch would at the first step
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device if fused else "cpu"),
+                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
+
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # torch's defaults
+MOMENTS = "exp_avg", "exp_avg_sq"  # torch's names
+BLOCK = 256  # neighbours in a row that share a scale
+# The codes of a moment are small floats with 3 bits of mantissa, relative to the largest magnitude of the block: the bits
+# 20 to 27 of a float32 from 2 up. A shift encodes them, and between two codes the value is linear, which dithering needs.
+FLOATS = (1024 + torch.arange(256, dtype=torch.int32) << 20).view(torch.float32)  # 2, 2.25, ... 1.875 * 2**32
+# a hair below the largest code, so that rounding cannot carry the largest magnitude of a block beyond it
+M_TOP, V_TOP = (FLOATS[127].item() - 2) * (1 - 2**-21), FLOATS[255].item() * (1 - 2**-21)
+
+
+@functools.cache
+def code_levels(device):
+    """What the 256 codes of m and of v stand for, relative to the largest magnitude of their block. Steps of v: 6 to 12 %.
+
+    m: a sign and 127 magnitudes down to 2e-6, closing in on zero evenly. v: down to 2.5e-10, 1.6e-5 in its root, without
+    a zero: what is smaller is rounded up, because a v of 0 under an m that is not 0 would divide by eps.
+    """
+    return (torch.cat([FLOATS[:128] - 2, 2 - FLOATS[:128]]) / M_TOP).to(device), (FLOATS / V_TOP).to(device)
+
+
+def mix(x):
+    """Index -> 32 well mixed bits (MurmurHash3's finalizer). For an int or an int64 tensor."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = x & 0xFFFFFFFF
+        x = (x ^ x >> shift) * factor
+    return x
+
+
+def dither_words(step, number, start, stop, D, device):
+    """Odd int32 factors for rows start..stop of the number-th parameter: rows_3N (for m, v, the weight) and cols_D.
+
+    The low bits of rows[i] * cols[j] are the random bits of element (i, j): uniform, and independent between any two
+    elements or steps, for one multiplication. They depend on place and step alone: no world size changes them, and
+    there is no generator to save. torch.rand takes six times as long or more on one CPU core, and uses no other.
+    """
+    key = mix(mix(step) + number)  # plain ints: nothing is copied to the device
+    rows_N, cols_D = torch.arange(start, stop, device=device), torch.arange(D, device=device)
+    rows_3N = torch.stack([mix(mix(key + salt) + rows_N) for salt in (1, 2, 3)])
+    return (rows_3N | 1).to(torch.int32), (mix(key + cols_D) | 1).to(torch.int32)
+
+
+def drop_bits(x, dither, n):
+    """Bits of the float32 x above the lowest n, rounded up with the probability that makes the mean right."""
+    return (dither & (1 << n) - 1).add_(x.view(torch.int32)).bitwise_right_shift_(n)
+
+
+def round_to(dtype, x, dither):
+    """float32 -> bf16 with x as its mean over all dithers (arXiv:2010.06192); float32 stays as it is."""
+    return x if dtype is torch.float32 else drop_bits(x, dither, 16).bitwise_left_shift_(16).view(torch.float32).to(dtype)
+
+
+def read_moment(stored, scales, levels):
+    """-> float32, which may be `stored` itself."""
+    if stored.dtype is not torch.uint8:
+        return stored.float()
+    return levels.index_select(0, stored.reshape(-1).int()).view(stored.shape).mul_(scales)
+
+
+def write_moment_(stored, scales, x, signed, dither, skip):
+    if stored.dtype is not torch.uint8:
+        torch.where(skip, stored, round_to(stored.dtype, x, dither), out=stored)
+        return
+    y = x.abs() if signed else x
+    largest = y.amax(-1, keepdim=True)
+    up = (M_TOP if signed else V_TOP) / largest.clamp_min(1e-28)  # below it all is nothing beside eps
+    y = (y * up).add_(2) if signed else (y * up).clamp_min_(2)
+    codes = drop_bits(y, dither, 20)
+    if signed:
+        codes = codes.bitwise_and_(127).bitwise_or_((x.view(torch.int32) >> 24).bitwise_and_(128))
+    stored += (codes.to(torch.uint8) - stored) * ~skip  # modulo 256; torch.where is ten times slower on a CPU's bytes
+    torch.where(skip, scales, largest, out=scales)
+
+
+def adamw_(w, grad, m, v, m_scales, v_scales, levels, rows, cols, skip, lr, weight_decay, step, stochastic_rounding):
+    """Step 1, 2, ... of AdamW on w, m and v in place, computed in float32. Where the bool `skip` is true nothing changes.
+
+    Blocks are [n, b, 256] of n rows, scales [n, b, 1], rows [3, n, 1, 1] and cols [b, 256] of dither_words. v decays by
+    0.1 % a step, far below a step of its code (or of bf16): rounded to the nearest it would stand still. So rounding
+    is random and right in the mean, of v and not of its root, because it is v that is averaged over the steps.
+    """
+    grad = grad.float()
+    new_m = torch.lerp(read_moment(m, m_scales, levels[0]), grad, 1 - BETA1)
+    new_v = (read_moment(v, v_scales, levels[1]) * BETA2).addcmul_(grad, grad, value=1 - BETA2)
+    write_moment_(m, m_scales, new_m, True, rows[0] * cols, skip)
+    write_moment_(v, v_scales, new_v, False, rows[1] * cols, skip)
+    size = new_v.sqrt_().mul_((1 - BETA2**step) ** -0.5).add_(EPS)
+    new_w = (w.float() * (1 - lr * weight_decay)).addcdiv_(new_m, size, value=-lr / (1 - BETA1**step))
+    new_w = round_to(w.dtype, new_w, rows[2] * cols) if stochastic_rounding else new_w.to(w.dtype)
+    torch.where(skip, w, new_w, out=w)
+
+
+class CompactAdamW(torch.optim.Optimizer):
+    """AdamW of --optim adamw8bit (blocks as in arXiv:2110.02861): 2 + 8/256 bytes of state a parameter, not 8; and of
+    --stochastic_rounding: the moments too are rounded at random, 0.999 of a bf16 number is that number again.
+
+    Blocks lie within a row: a rank works on its own rows, and their bytes do not depend on the world size. State has
+    the parameter's shape and sharding, the scales of [N, D] are [N, D/256]. Norms and biases keep float32 moments.
+    """
+
+    def __init__(self, groups, lr, eight_bit, stochastic_rounding):
+        super().__init__(groups, {"lr": lr})
+        self.stochastic_rounding, self.found_inf, self.numbers = stochastic_rounding, None, {}
+        for p in itertools.chain(*(group["params"] for group in self.param_groups)):
+            self.numbers[p] = len(self.numbers)
+            dtype = torch.float32 if p.dim() < 2 else torch.uint8 if eight_bit else p.dtype
+            self.state[p] = {"step": torch.zeros(())}  # on the CPU: reading it waits for nothing
+            for moment in MOMENTS:
+                self.state[p][moment] = torch.zeros_like(p, dtype=dtype)
+                if dtype is torch.uint8:
+                    self.state[p][f"{moment}_scales"] = scales_like(p, -(-p.shape[1] // BLOCK))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.step_one_(p, group["lr"], group["weight_decay"])
+
+    def step_one_(self, p, lr, weight_decay):
+        state, (_, start) = self.state[p], lm.local(p)
+        state["step"] += 1
+        w, grad, m, v = (rows_of(x) for x in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+        scales = [rows_of(state[f"{moment}_scales"]) if m.dtype is torch.uint8 else None for moment in MOMENTS]
+        step, (N, D) = int(state["step"]), w.shape
+        rows_3N, cols_D = dither_words(step, self.numbers[p], start, start + N, D, w.device)
+        levels = code_levels(w.device)
+        skip = (torch.zeros((), device=w.device) if self.found_inf is None else self.found_inf) > 0
+        # float32 temporaries of 16 MiB each on a GPU; of 4 MiB on a CPU, where larger ones are new pages
+        n, full = max(1, (1 << (20 if w.device.type == "cpu" else 22)) // D), D // BLOCK * BLOCK
+        for i, (first, last) in itertools.product(range(0, N, n), ((0, full), (full, D))):
+            if first < last:  # whole blocks, then the shorter one at the end of a row
+                split = functools.partial(torch.unflatten, dim=-1, sizes=(-1, min(BLOCK, last - first)))
+                adamw_(*(split(x[i : i + n, first:last]) for x in (w, grad, m, v)),
+                       *(x if x is None else x[i : i + n, first // BLOCK : -(-last // BLOCK), None] for x in scales),
+                       levels, rows_3N[:, i : i + n, None, None], split(cols_D[first:last]), skip, lr, weight_decay, step,
+                       self.stochastic_rounding)
+
+    def load_state_dict(self, state_dict):
+        """In place: torch's own would cast codes and scales to the dtype of the parameter."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+            for p, number in zip(group["params"], saved["params"], strict=True):
+                for name, tensor in self.state[p].items():
+                    tensor.copy_(state_dict["state"][number][name])
+
+
+def rows_of(x):
+    """This rank's rows of a parameter or its state as a plain matrix."""
+    x, _ = lm.local(x)
+    return x if x.dim() > 1 else x[:, None]
+
+
+def scales_like(p, n_blocks):
+    """Float32 zeros [N, n_blocks] with the sharding of p [N, D]."""
+    zeros = torch.zeros(len(lm.local(p)[0]), n_blocks, device=p.device)
+    if not isinstance(p, DTensor):
+        return zeros
+    return DTensor.from_local(zeros, p.device_mesh, p.placements, run_check=False, shape=(p.shape[0], n_blocks),
+                              stride=(n_blocks, 1))
 
 
 def lr_at(step, steps, warmup, schedule, lr, min_lr):
@@ -515,6 +702,44 @@ def clip_gradients_(params, clip):
     if clip:
         nn.utils.clip_grads_with_norm_(params, clip, norm)
     return norm
+
+
+class StepInBackward:
+    """--optim_in_backward: each parameter is updated as soon as its gradient is complete, and the gradient freed
+    (LOMO, arXiv:2306.09782). No more gradients are alive than those of one FSDP unit, or one without FSDP2.
+
+    autograd calls the hooks, or FSDP2 after its reduce-scatter, on the stream of that; every rank in the same order. A
+    gradient that is not finite stops this rank's updates from there on; `bad` is that flag.
+    """
+
+    def __init__(self, optimizer, params, fused, bad, world, sharded, device):
+        self.optimizer, self.fused, self.bad, self.world, self.sharded = optimizer, fused, bad, world, sharded
+        self.offloaded = device.type != bad.device.type
+        self.norm_squared = torch.zeros_like(bad)
+        for p in params:
+            p.register_post_accumulate_grad_hook(self.update)
+
+    @torch.no_grad()
+    def update(self, p):
+        if self.offloaded:  # torch 2.11 calls while the gradient is still on its way to the CPU, later ones do not
+            torch.cuda.current_stream().synchronize()
+        if self.world > 1 and not self.sharded:
+            average_gradients_([p], self.world)
+        norm = torch.linalg.vector_norm(lm.local(p.grad)[0]).float()  # dtype=float32 would copy a bf16 gradient on a CPU
+        self.norm_squared += norm.square()
+        torch.maximum(self.bad, (~norm.isfinite()).float(), out=self.bad)
+        if self.fused:
+            self.optimizer.found_inf = self.bad
+        if self.fused or not self.bad:  # only the fused kernel (and ours) reads the flag on the device
+            self.optimizer.step()  # for p alone: no other gradient is alive
+        p.grad = None
+
+    def norm(self):
+        """The gradient norm of the step; where gradients are shards it and `bad` are made those of all ranks."""
+        if self.sharded:
+            for x, op in ((self.norm_squared, dist.ReduceOp.SUM), (self.bad, dist.ReduceOp.MAX)):
+                dist.all_reduce(x, op)
+        return self.norm_squared.sqrt()
 
 
 def evaluate(model, loader, device, world):
@@ -650,6 +875,7 @@ def print_start(args, model, source, device, world, n_trained, defer_sync):
     frozen = "float32" if args.precision == "fp32" else "bf16"
     idle = "" if cuda else ": nothing to move, the only device is the CPU"
     asked = {what: what in args.offload for what in ("activations", "params")}
+    fused = args.fused_adamw and args.optim == "adamw" and not args.stochastic_rounding
     where = "GPU" if cuda and not asked["params"] else f"CPU, {torch.get_num_threads()} threads a rank"
     rows = [  # feature, on, why if on, why if off
         ("lora", adapters, f"rank {args.lora_rank}, alpha {args.lora_alpha}, dropout {args.lora_dropout or 0}, on "
@@ -671,7 +897,13 @@ def print_start(args, model, source, device, world, n_trained, defer_sync):
         ("chunked_ce", args.chunked_ce, f"loss of {args.ce_chunk} tokens at a time, its gradient in the forward",
          "all logits of a micro-batch at once"),
         ("tiled_mlp", args.tiled_mlp, f"{args.tiled_mlp} tokens at a time, forward and backward", "the whole row at once"),
-        ("fused_adamw", args.fused_adamw, f"on the {where}", f"many small operations on the {where}"),
+        ("adamw8bit", args.optim == "adamw8bit", "moments of matrices in 8 bits, one scale for 256",
+         "moments in " + trained),
+        ("stochastic_rounding", args.stochastic_rounding, "updates of bf16 weights are right in the mean",
+         f"trained {trained} is rounded to the nearest"),
+        ("optim_in_backward", args.optim_in_backward, "weights are updated as gradients arrive, which are not clipped",
+         f"after the backward, gradients clipped to a norm of {args.clip:g}" if args.clip else "after the backward"),
+        ("fused_adamw", fused, f"on the {where}", f"many small operations on the {where}"),
         ("packing", args.packing, f"documents best-fit into rows of {args.seq_len} tokens", "a document a row, padded"),
     ]
     n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
@@ -834,7 +1066,12 @@ def main(argv=None):
     if "activations" in args.offload and device.type == "cuda":
         model.activation_hooks = OffloadActivations(device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(trained, args.lr, args.weight_decay, args.fused_adamw)
+    optimizer = make_optimizer(trained, args.lr, args.weight_decay, args.fused_adamw, args.optim == "adamw8bit",
+                               args.stochastic_rounding)
+    bad = torch.zeros((), device=trained[0].device)  # 1 once a gradient was inf or nan
+    in_backward = None
+    if args.optim_in_backward:
+        in_backward = StepInBackward(optimizer, trained, args.fused_adamw, bad, world, args.fsdp2, device)
 
     # ---- last words before training
     steps = args.steps or math.ceil(args.epochs * len(loader.rows) / per_step)
@@ -855,13 +1092,18 @@ def main(argv=None):
 
     # ---- training
     log = Log(args.out if rank == 0 else None, say, steps, len(loader.rows) / per_step, device)
-    bad = torch.zeros((), device="cpu" if "params" in args.offload else device)  # 1 once a gradient norm was inf or nan
     for step in range(steps):
         log.start_step()
         batches, counted = loader.step(step, args.grad_accum)
         n_targets = int(counted[0])
         log.data_ready(counted)
         loss_sum = torch.zeros((), device=device)
+        logged = step == 0 or (step + 1) % args.log_every == 0 or step == steps - 1
+        lr = lr_at(step, steps, args.warmup, args.schedule, args.lr, args.min_lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if in_backward:
+            in_backward.norm_squared.zero_()
         for i, batch in enumerate(batches):
             if args.fsdp2:
                 model.set_requires_gradient_sync(i == len(batches) - 1 or not defer_sync)
@@ -870,30 +1112,32 @@ def main(argv=None):
             # the sum over every rank and micro-batch, divided by all their targets; * world undoes the mean over ranks
             (loss * (world / n_targets)).backward()
             loss_sum += loss.detach()
-        if world > 1 and not args.fsdp2:
-            average_gradients_(trained, world)
-        norm = clip_gradients_(trained, args.clip)
-        bad = torch.maximum(bad, (~norm.isfinite()).float())
-        lr = lr_at(step, steps, args.warmup, args.schedule, args.lr, args.min_lr)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        if not in_backward:
+            if world > 1 and not args.fsdp2:
+                average_gradients_(trained, world)
+            norm = clip_gradients_(trained, args.clip)
+            torch.maximum(bad, (~norm.isfinite()).float(), out=bad)
 
-        logged = step == 0 or (step + 1) % args.log_every == 0 or step == steps - 1
         if logged or not args.fused_adamw:
             if world > 1:
                 dist.all_reduce(loss_sum)
+            if in_backward:
+                norm = in_backward.norm()
             # the only host sync of the step
             loss, norm, broken = torch.stack([loss_sum / n_targets, norm.to(device), bad.to(device)]).tolist()
             if broken or not math.isfinite(loss):
                 say(f"step {step + 1}: loss {loss}, gradient norm {norm}")
-                say("train.py: error: the loss or a gradient is not finite, at this step or since the last log line. No "
-                    "weight was changed by it. Lower --lr, raise --warmup, look at the data of these steps")
+                kept = ("Weights whose gradients came before it in that step" + ", and other ranks' shards," * args.fsdp2
+                        + " were updated, none by it") if in_backward else "No weight was changed by it"
+                say("train.py: error: the loss or a gradient is not finite, at this step or since the last log line. "
+                    f"{kept}. Lower --lr, raise --warmup, look at the data of these steps")
                 leave()
                 raise SystemExit(3)
-        # between log lines nobody looks: the fused kernel reads `found_inf` on the device and leaves the weights alone
-        optimizer.found_inf = bad if args.fused_adamw else None
-        optimizer.step()
-        optimizer.zero_grad()
+        if not in_backward:
+            # between log lines nobody looks: the kernel reads `found_inf` on the device and leaves the weights alone
+            optimizer.found_inf = bad if args.fused_adamw else None
+            optimizer.step()
+            optimizer.zero_grad()
         if logged:
             flops = step_flops(config, *counted, n_adapter=n_trained if args.lora or args.qlora else None)
             log.write(step, loss, lr, norm, flops / world)

@@ -120,6 +120,13 @@ FLAGS = {
     "--offload activations --no-activation_checkpointing": ["needs --activation_checkpointing"],
     "--fsdp2 --offload activations params --no-activation_checkpointing": ["needs --activation_checkpointing"],
     "--ce_chunk 8 --no-chunked_ce": ["--ce_chunk and --no-chunked_ce", "leave one out"],
+    "--stochastic_rounding": ["--stochastic_rounding", "add --precision bf16"],
+    "--stochastic_rounding --precision mixed": ["--stochastic_rounding", "add --precision bf16"],
+    "--optim adamw8bit --no-fused_adamw": ["--no-fused_adamw and --optim adamw8bit", "leave out --no-fused_adamw"],
+    "--stochastic_rounding --precision bf16 --no-fused_adamw": ["--no-fused_adamw and --stochastic_rounding", "leave out"],
+    "--optim_in_backward --grad_accum 2": ["--optim_in_backward needs --grad_accum 1: gradients are freed as they arrive"],
+    "--optim_in_backward --clip 1": ["--optim_in_backward and --clip", "leave out --clip"],
+    "--optim sgd": ["--optim", "sgd", "adamw8bit"],
     "--eval_every 5": ["--eval_every needs --eval_data"],
     "--precision fp16": ["--precision", "fp16", "bf16"],
     "--schedule step": ["--schedule", "step", "cosine"],
@@ -140,6 +147,12 @@ def test_bad_flags_end_with_the_flag_to_change(flags, capsys):
         train.parse_args(flags.split())
     assert stop.value.code == 2
     assert_says(capsys.readouterr().err.split("error:")[-1], *FLAGS[flags])
+
+
+@pytest.mark.parametrize("flags, clip", [("", 1.0), ("--clip 0.5", 0.5), ("--optim_in_backward", 0.0),
+                                         ("--optim_in_backward --clip 0", 0.0)])
+def test_gradients_are_clipped_to_one_unless_the_step_is_in_the_backward(flags, clip):
+    assert train.parse_args(flags.split()).clip == clip
 
 
 # ---------------------------------------------------------------- the model folder and its config

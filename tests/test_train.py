@@ -58,7 +58,8 @@ def test_main_job_logs_every_figure(main_job):
 def test_main_job_says_what_is_on_and_why(main_job):
     said = main_job[1].stdout
     for feature in ("precision", "lora", "qlora", "fsdp2", "reshard_after_forward", "shard_embeddings", "offload activations",
-                    "offload params", "activation_checkpointing", "chunked_ce", "fused_adamw", "packing"):
+                    "offload params", "activation_checkpointing", "chunked_ce", "adamw8bit", "stochastic_rounding",
+                    "optim_in_backward", "fused_adamw", "packing"):
         assert f"\n  {feature} " in said
     if not torch.cuda.is_available():
         assert "nothing to move" in said
@@ -233,7 +234,9 @@ def test_flops_of_a_step_are_six_per_weight_and_token():
 # ---------------------------------------------------------------- on a GPU
 
 GPU_FLAGS = [[], ["--fsdp2"], ["--fsdp2", "--offload"], ["--fsdp2", "--offload", "params"], ["--offload"],
-             ["--no-activation_checkpointing"], ["--no-chunked_ce"], ["--no-packing"]]
+             ["--no-activation_checkpointing"], ["--no-chunked_ce"], ["--no-packing"], ["--optim", "adamw8bit"],
+             ["--grad_accum", "1", "--optim_in_backward"], ["--grad_accum", "1", "--optim_in_backward", "--fsdp2"],
+             ["--grad_accum", "1", "--optim_in_backward", "--fsdp2", "--offload", "params"]]
 
 
 @pytest.mark.gpu
