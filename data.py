@@ -413,6 +413,7 @@ class Loader:
         per_document = np.add.reduceat(documents.supervised & ~first, documents.starts[:-1], dtype=np.int64)
         per_document = np.stack([per_document, lengths, lengths**2], 1)
         self.per_row = np.stack([per_document[row].sum(0) for row in self.rows])  # targets, tokens, squared lengths
+        self.longest = seq_len if packing else int(self.per_row[:, 1].max())  # tokens of the longest row as it is run
         self.orders = {}
 
     def row(self, index):
@@ -421,6 +422,10 @@ class Loader:
         if epoch not in self.orders:
             rng = np.random.default_rng([self.seed, epoch])
             order = rng.permutation(len(self.rows)) if self.shuffle else np.arange(len(self.rows))
+            if self.shuffle and epoch == 0:  # the largest row runs first: memory runs out at step 0 or not at all
+                targets, tokens, _ = self.per_row.T
+                first = np.flatnonzero(order == np.lexsort([targets, tokens * (not self.packing)])[-1])[0]
+                order[[0, first]] = order[[first, 0]]
             self.orders = {epoch: order, **{e: o for e, o in self.orders.items() if e == epoch - 1}}
         return int(self.orders[epoch][place])
 

@@ -143,6 +143,14 @@ def parse_args(argv=None):
     add("--out", metavar="DIR", help="folder of the run, must not hold one already (default: out/<date-time>)")
     add("--log_every", type=whole, default=10, metavar="STEPS", help="steps between log lines (default: 10)")
     add("--eval_every", type=whole, metavar="STEPS", help="steps between evaluations (default: at the end only)")
+    add("--dry_run", action="store_true", help="print the memory plan of --world GPUs and exit; needs no GPU, no weights, no "
+        "data (default: off)")
+    add("--world", type=whole, metavar="N", help="ranks of --dry_run (default: 1)")
+    add("--gpu_gib", type=positive_float, metavar="GIB", help="memory of a GPU for the plan; a run is held to it "
+        "(default: the card's)")
+    add("--profile", action="store_true", help="trace.json.gz of the third step, for Perfetto (default: off)")
+    add("--memory_snapshot", action="store_true", help="memory.pickle of the GPU's allocations up to the third step, for "
+        "pytorch.org/memory_viz (default: off)")
     add("--merge", action="store_true", help="also write the 16-bit model with the adapter merged in (default: off)")
     add("--sample", metavar="TEXT", help="continue or answer this before and after training, '' for nothing "
         "(default: a question for the built-in data, nothing for files)")
@@ -161,7 +169,9 @@ def parse_args(argv=None):
         parser.error("--adapter and --random_init: an adapter fits the weights it was trained on, leave one out")
     if args.lora_dropout is not None and args.lora_dropout >= 1:
         parser.error("--lora_dropout is a share, below 1")
-    if args.model in lm.PRESETS and not args.random_init:
+    if args.world and not args.dry_run:
+        parser.error("--world is for --dry_run: a run has the ranks that torchrun --nproc_per_node starts")
+    if args.model in lm.PRESETS and not args.random_init and not args.dry_run:
         parser.error(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
                      f"--model {lm.PRESETS[args.model][0]}")
     if not args.fsdp2 and not (args.reshard_after_forward and args.shard_embeddings):
@@ -366,7 +376,7 @@ def shard_bytes_on_old_torch_():
     _fsdp_param.bytes_fixed = True
 
 
-def shard_(model, device, precision, reshard, shard_embeddings, offload_params, chunked_ce):
+def shard_(model, device, precision, reshard, shard_embeddings, offload_params, pin, chunked_ce):
     """FSDP2 (arXiv:2304.11277, each parameter sharded on dim 0): a block is gathered before it runs and freed after.
 
     One all-gather unit per block, one for the embedding and one for the head; what is left (the last norm) belongs to
@@ -379,7 +389,7 @@ def shard_(model, device, precision, reshard, shard_embeddings, offload_params, 
         reduce_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
         cast_forward_inputs=False,  # or RoPE's float32 angles would arrive in bf16
     )
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_params else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=pin) if offload_params else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     *blocks, last = model.model.layers
     for block in blocks:
@@ -425,9 +435,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     Parameters stay where they are. On a CPU nothing would be won; there the same bookkeeping runs with plain copies.
     """
 
-    def __init__(self, device, min_bytes=1 << 16):
+    def __init__(self, device, pin=True, min_bytes=1 << 16):
         super().__init__(self.pack, self.unpack)
-        self.device, self.min_bytes = device, min_bytes
+        self.device, self.pin, self.min_bytes = device, pin and device.type == "cuda", min_bytes
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.pool = []  # pinned buffers not in use
         self.leaving = collections.deque()  # (tensor, event of its copy)
@@ -440,7 +450,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
                 return self.pool.pop(i)
         if self.pool:  # all too small: replace one, so that rows of growing length do not add up
             self.pool.pop()
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.stream is not None)
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.pin)
 
     def copy_aside(self, target, source):
         """target <- source on the side stream after all compute issued so far; the event of its end (None on a CPU)."""
@@ -776,6 +786,349 @@ def step_flops(c, n_targets, n_tokens, n_squares, n_adapter):
     return attention + (6 * products if n_adapter is None else 4 * products + 6 * n_adapter * n_tokens)
 
 
+# ---------------------------------------------------------------- the memory plan
+
+KINDS = ("weights", "NF4 codes and scales", "adapters", "optimizer", "gradients", "saved activations", "block workspace",
+         "logits chunk", "unsharded units")
+
+
+def plan(args, c, world, tokens, cuda):
+    """Where a step's memory goes, counted before anything is allocated -> ({moment: {kind: bytes}}, {kind: host bytes}).
+
+    Bytes are those of rank 0, which holds the largest shards; moments are those at which a step can reach its peak.
+    Counted is every tensor that autograd, FSDP2 and the code of this project hold, for micro-batches of `tokens`
+    tokens, all supervised, a document a row. Not counted: CUDA's context, NCCL's buffers, the allocator's fragmentation.
+    tests/test_plan.py holds the sums to what torch's allocator counts.
+    """
+    D, F, V, L, N = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers, tokens
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    full = not (args.lora or args.qlora)
+    mixed = args.precision == "mixed"
+    size = 4 if args.precision == "fp32" else 2  # bytes of a number in products; next: in what trains, and on the wire
+    kept = reduced = 2 if args.precision == "bf16" else 4
+    shards = world if args.fsdp2 else 1
+
+    # ---- parameters, as lists of (rows, width)
+    mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+    linears = {"q_proj": (q, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, q), **mlp}
+    vectors = [(D, 1), (D, 1)]
+    vectors += [(q, 1), (kv, 1), (kv, 1)] * (c.model_type == "qwen2") + [(c.head_dim, 1)] * 2 * (c.model_type == "qwen3")
+    targets = [] if full else args.lora_targets
+    lora = {name: [(args.lora_rank, linears[name][1]), (linears[name][0], args.lora_rank)] for name in targets}
+    trained = [*linears.values(), *vectors] if full else list(itertools.chain(*lora.values()))
+    trained_mlp = list(mlp.values()) if full else [shape for name in mlp if name in lora for shape in lora[name]]
+    frozen = [] if full else vectors + list(linears.values()) * (not args.qlora)
+    codes = [(rows, width // 2 + nf4.scale_bytes(width)) for rows, width in linears.values()] * args.qlora
+    ends = [(V, D)] * (1 if c.tie_word_embeddings else 2)
+
+    def share(shapes):  # numbers on rank 0: FSDP2 cuts the rows of each tensor like torch.chunk
+        return sum(-(-rows // shards) * width for rows, width in shapes)
+
+    def whole(shapes):  # numbers in the gathered tensors, padding included
+        return shards * share(shapes)
+
+    def pinned(n_bytes):  # torch's allocator of pinned memory rounds up to a power of two
+        return 1 << (n_bytes - 1).bit_length() if cuda else n_bytes
+
+    def state(shapes):  # bytes of AdamW's two moments
+        if args.optim == "adamw":
+            return 2 * kept * share(shapes)
+        return sum(-(-rows // shards) * (2 * width + 8 * -(-width // BLOCK) if width > 1 else 8) for rows, width in shapes)
+
+    outside = [*ends, (D, 1)]
+    n_trained = L * share(trained) + full * share(outside)
+    n_frozen = 0 if full else L * share(frozen) + share(outside)
+    always = {"weights": n_frozen * size + full * n_trained * kept, "NF4 codes and scales": L * share(codes),
+              "adapters": (not full) * n_trained * kept, "optimizer": L * state(trained) + full * state(outside)}
+    host = {}
+    if "params" in args.offload:
+        host = {**always, "gradients": n_trained * kept}
+        always = {}
+    largest = max(share([shape]) for shape in [*trained, *ends * full])
+    in_step = 0 if args.fused_adamw else 3 * kept * largest
+    if args.optim == "adamw8bit" or args.stochastic_rounding:
+        in_step = 28 * min(1 << (22 if cuda else 20), largest)  # float32 temporaries of a chunk
+    in_step = 0 if "params" in args.offload else in_step
+
+    # ---- gathered units. Without FSDP2 there are none, but float32 weights are cast in each product, and autograd keeps
+    # the copies for the backward
+    unit = whole(frozen) * size + whole(codes) + whole(trained) * size if args.fsdp2 else mixed * share(trained) * size
+    end = size * whole(ends[:1]) if args.fsdp2 else mixed * full * size * share(ends[:1])
+    apart = args.fsdp2 and args.shard_embeddings and not c.tie_word_embeddings
+    root = size * whole(ends) if args.fsdp2 and not apart else 0
+    fetched = unit if args.fsdp2 and world > 1 else 0  # the all-gather's own buffer, of this unit or the next
+    held = L if not (args.reshard_after_forward and (args.fsdp2 or args.activation_checkpointing)) else 1
+
+    # ---- activations, bytes a token: what a block saves, and what its backward adds
+    normed = 0 if cuda else 4 * full + 4 * (size == 2)  # torch's RMSNorm on a CPU is made of parts that save float32 copies
+    dropped = (size + (1 if cuda else size)) * bool(args.lora_dropout)  # the input that was kept, and the mask
+    inputs = {name: linears[name][1] * dropped for name in targets}
+    attention = size * (2 * q + 2 * kv + D + len(targets) * (args.lora_rank or 0)) + normed * D + 4 * c.num_attention_heads
+    attention += sum(n for name, n in inputs.items() if name not in mlp)
+    if c.model_type == "qwen3":
+        attention += (size + normed) * (q + kv)
+    feed = size * (D + 4 * F) + normed * D + sum(n for name, n in inputs.items() if name in mlp)
+    middle = 0 if normed and size == 2 else size * D  # the residual between the two; a float32 copy stands for it there
+    # the kernel: float32 sums of dq, and dk, dv for each query head
+    kernel = 4 * q + 2 * size * q * (q > kv) if cuda else 0
+    # one dequantized weight, and the int32 and float32 numbers of a chunk of it
+    weight = (F * D * size + 6 * min(nf4.CHUNK, F * D)) if args.qlora else 0
+    in_attention = attention + size * (D + q) + size * (q + 2 * kv) + kernel
+    in_mlp = N * (attention + middle + feed) + max(N * size * (D + 2 * F), N * size * (D + F) + weight)
+    saved, tile = N * (attention + 2 * middle + feed), min(args.tiled_mlp or N, N)
+    tile_sums = 0
+    if args.tiled_mlp:
+        in_tile = tile * (feed + size * 2 * D) + max(tile * size * 2 * F, tile * size * F + weight)
+        in_mlp = N * (attention + size * 3 * D) + in_tile
+        saved = N * (attention + middle + size * D)
+        tile_sums = whole(trained_mlp) * (size + 4 * (tile < N))
+    checkpoint = N * size * D
+    offloaded = "activations" in args.offload  # then two inputs are on the device: the one in use, and one on its way
+    if args.activation_checkpointing:
+        saved = checkpoint
+    if offloaded:
+        host["activations"] = (L - 1) * pinned(checkpoint)
+
+    def activations(n):  # of the first n blocks, while the n-th is the one in work
+        return min(n, 2) * saved if offloaded else n * saved
+
+    # ---- gradients
+    deferred = args.fsdp2 and args.grad_accum > 1 and n_trained * 4 <= 2**30
+    on_device = 0 if "params" in args.offload else kept
+
+    def gradients(n):  # of n parameters of this rank, kept until the step
+        if args.grad_accum > 1:  # those of earlier micro-batches
+            return (reduced * shards if deferred else on_device) * n_trained
+        return 0 if args.optim_in_backward else on_device * n
+
+    n_head = share([*ends[:1], (D, 1)]) * full
+    in_flight = reduced * (shards + 1) if args.fsdp2 else 0  # reduce-scatter: its input, and its output
+    before = 0 if apart or not args.fsdp2 else size * whole(ends[:1]) * full  # a tied pair waits for the whole backward
+
+    def backward(i):
+        """Block i: the largest of its MLP, its attention, and the reduce-scatter of its gradients."""
+        reducing = reduced * whole(trained if i < L - 1 else ends[:1] * full * apart) * args.fsdp2
+        done = gradients(n_head + (L - 1 - i) * share(trained)) + before
+        waiting = activations(i + 1) - (0 if args.activation_checkpointing else saved - checkpoint)
+        units = held * unit + root + (fetched if i else 0)
+        of_mlp = size * whole(trained_mlp) if args.fsdp2 else kept * share(trained_mlp)
+        of_block = size * whole(trained) if args.fsdp2 else kept * share(trained)
+        choices = [
+            {"gradients": done + reducing + tile_sums, "saved activations": waiting, "block workspace": in_mlp,
+             "unsharded units": units},
+            {"gradients": done + reducing + of_mlp, "saved activations": waiting, "block workspace": N * in_attention,
+             "unsharded units": units},
+            {"gradients": done + of_block + in_flight * share(trained), "saved activations": waiting,
+             "block workspace": 2 * checkpoint + in_step * args.optim_in_backward, "unsharded units": units - unit},
+        ]
+        return max(choices, key=lambda choice: sum(choice.values()))
+
+    # ---- head and loss: the forward, which computes the gradients chunk by chunk, and the backward
+    chunk = min(args.ce_chunk or N, N)
+    logits = chunk * V * (4 + size % 4)
+    head_grads = whole(ends[:1]) * full
+    if args.chunked_ce:
+        in_head = max(logits, chunk * V * size + head_grads * size, head_grads * size)
+        loss = 2 * checkpoint + 4 * head_grads
+        logits = in_head
+    else:
+        logits, loss = 12 * N * V, (full - 1) * checkpoint
+    head = {"gradients": gradients(0), "saved activations": activations(L) + (2 + normed / size) * checkpoint + loss,
+            "logits chunk": logits,
+            "unsharded units": held * unit + root + end * (2 if fetched and apart and args.chunked_ce else 1)}
+    turning = {"gradients": gradients(0) + head_grads * size + in_flight * share(ends[:1]) * full,
+               "saved activations": activations(L) + (4 + normed / size) * checkpoint,
+               "unsharded units": held * unit + root}
+    rest = n_trained - full * share(ends[:1])
+    last = {"gradients": gradients(rest) + before + (size * shards if args.fsdp2 else kept) * share(ends[:1]) * full
+            + in_flight * share(ends[:1]) * full, "saved activations": 2 * checkpoint, "unsharded units": root}
+    moments = {"head and loss": max(head, turning, key=lambda kinds: sum(kinds.values()))}
+    block = max(range(L), key=lambda i: sum(backward(i).values()))
+    moments[f"backward, block {block}"] = backward(block)
+    if full:
+        moments["embedding's gradient"] = last
+    if not args.optim_in_backward:
+        moments["step"] = {"gradients": on_device * n_trained, "block workspace": in_step}
+    tables = N * (4 * c.head_dim + 32)  # RoPE's cos and sin; the micro-batch's integers
+    for kinds in moments.values():
+        kinds |= always
+        kinds["saved activations"] = kinds.get("saved activations", 0) + tables
+    return moments, host
+
+
+def peak_of(moments):
+    """(name of the largest moment, its bytes)."""
+    name = max(moments, key=lambda moment: sum(moments[moment].values()))
+    return name, sum(moments[name].values())
+
+
+def cheaper(args, world, tokens):
+    """[(flags, {name: value of them})]: what may lower the peak and is not in use, cheapest in time first."""
+    full = not (args.lora or args.qlora)
+    choices = [
+        ("--chunked_ce", not args.chunked_ce, {"chunked_ce": True, "ce_chunk": 1024}),
+        ("--reshard_after_forward", args.fsdp2 and not args.reshard_after_forward, {"reshard_after_forward": True}),
+        ("--shard_embeddings", args.fsdp2 and not args.shard_embeddings, {"shard_embeddings": True}),
+        ("--fsdp2", world > 1 and not args.fsdp2, {"fsdp2": True}),
+        ("--optim_in_backward", args.grad_accum == 1 and not args.clip and not args.optim_in_backward,
+         {"optim_in_backward": True}),
+        ("--optim adamw8bit", full and args.optim == "adamw", {"optim": "adamw8bit"}),
+        ("--activation_checkpointing", not args.activation_checkpointing, {"activation_checkpointing": True}),
+        ("--offload activations", args.activation_checkpointing and "activations" not in args.offload,
+         {"offload": [*args.offload, "activations"]}),
+        ("--tiled_mlp 4096", tokens > 4096 and not args.tiled_mlp, {"tiled_mlp": 4096}),
+        ("--ce_chunk 256", args.chunked_ce and args.ce_chunk > 256, {"ce_chunk": 256}),
+        (f"--batch_size 1 --grad_accum {args.batch_size * args.grad_accum}", args.batch_size > 1 and not
+         args.optim_in_backward, {"batch_size": 1, "grad_accum": args.batch_size * args.grad_accum}),
+        ("--optim_in_backward --clip 0", args.grad_accum == 1 and args.clip and full, {"optim_in_backward": True, "clip": 0}),
+        ("--precision bf16 --stochastic_rounding", args.precision != "bf16" and full,
+         {"precision": "bf16", "stochastic_rounding": True}),
+        ("--offload params", args.fsdp2 and "params" not in args.offload, {"offload": [*args.offload, "params"]}),
+        ("--qlora", not args.qlora, {"lora": False, "qlora": True, "lora_rank": args.lora_rank or 16,
+                                     "lora_targets": args.lora_targets or list(lm.LORA_TARGETS)}),
+    ]
+    return [(flags, changes) for flags, possible, changes in choices if possible]
+
+
+def peak_with(args, c, world, tokens, cuda, *changes):
+    """Bytes of the peak with other values of some flags."""
+    changed = argparse.Namespace(**functools.reduce(dict.__or__, changes, vars(args)))
+    return peak_of(plan(changed, c, world, tokens // args.batch_size * changed.batch_size, cuda)[0])[1]
+
+
+def savings(args, c, world, tokens, cuda):
+    """{flags: GiB that they save by themselves}, cheapest in time first."""
+    now = peak_with(args, c, world, tokens, cuda)
+    saved = {flags: now - peak_with(args, c, world, tokens, cuda, changes) for flags, changes in cheaper(args, world, tokens)}
+    return {flags: n / 2**30 for flags, n in saved.items() if n > 0.005 * now}
+
+
+def way_to_fit(args, c, world, tokens, cuda, room):
+    """Flags that bring the peak below `room` bytes, cheapest first -> (flags, peak); all that help where none does."""
+    peak = functools.partial(peak_with, args, c, world, tokens, cuda)
+    added, now = {}, peak()
+    for flags, changes in cheaper(args, world, tokens):
+        with_it = peak(*added.values(), changes)
+        if now > room and with_it < 0.99 * now:
+            added[flags], now = changes, with_it
+    for flags in list(added):  # what a later flag has made needless
+        rest = [changes for other, changes in added.items() if other != flags]
+        if peak(*rest) <= room:
+            del added[flags]
+    return list(added), peak(*added.values())
+
+
+OVERHEAD = 2**30  # assumed for CUDA's context, NCCL and fragmentation; not measured
+
+
+def print_plan(args, c, world, tokens, cuda, room, place):
+    """The plan as a table, whether it fits into `room` bytes of `place` (None: not known), and what would make it fit."""
+    moments, host = plan(args, c, world, tokens, cuda)
+    name, peak = peak_of(moments)
+    rows = f"{args.batch_size} x {tokens // args.batch_size}"
+    print(f"memory plan, GiB of rank 0 of {world}, micro-batches of {rows} tokens; * is the peak")
+    print(f"  {'':<22}" + "".join(f"{moment + '*' * (moment == name):>22}" for moment in moments))
+    table = {kind: [kinds.get(kind, 0) for kinds in moments.values()] for kind in KINDS}
+    table["all"] = [sum(kinds.values()) for kinds in moments.values()]
+    for kind, values in table.items():
+        if any(values):
+            print(f"  {kind:<22}" + "".join(f"{value / 2**30:>22.2f}" for value in values))
+    if host:
+        parts = ", ".join(f"{kind} {n / 2**30:.2f}" for kind, n in host.items() if n)
+        print(f"  host memory of a rank: {sum(host.values()) / 2**30:.2f} GiB ({parts}) beside the process itself")
+    if room is None:
+        return
+    need = peak + OVERHEAD * cuda
+    says = f"  {need / 2**30:.2f} GiB" + " with 1 GiB for CUDA and NCCL" * cuda + f", {place} has {room / 2**30:.2f}: "
+    if need <= room:
+        print(says + "fits")
+        return
+    added, least = way_to_fit(args, c, world, tokens, cuda, room - OVERHEAD * cuda)
+    fits = least + OVERHEAD * cuda <= room
+    print(says + "does not fit; " + (f"add {' '.join(added)}: {(least + OVERHEAD * cuda) / 2**30:.2f} GiB" if fits else
+          f"with {' '.join(added) or 'every flag'} still {(least + OVERHEAD * cuda) / 2**30:.2f} GiB: more ranks, a shorter "
+          "--seq_len or a smaller model"))
+
+
+def dry_run(args):
+    """Prints the plan of --world ranks with GPUs: no weights, no data, no GPU."""
+    args.precision = args.precision or "mixed"
+    try:
+        raw_config, *_ = find_model(args.model, random_init=True)
+        config = lm.parse_config(raw_config, f"{args.model}: config.json")
+        if args.adapter:
+            _, args.lora_rank, _, args.lora_targets = lm.open_adapter(args.adapter)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"train.py: error: {error}") from error
+    room = args.gpu_gib and args.gpu_gib * 2**30
+    print_plan(args, config, args.world or 1, args.batch_size * args.seq_len, True, room, "--gpu_gib")
+
+
+def room_for(device, gpu_gib):
+    """Bytes that the plan has to fit into; with --gpu_gib the process is held to them. On a CPU free memory, or None."""
+    if device.type != "cuda":
+        return memory_available() if gpu_gib is None else gpu_gib * 2**30
+    total = torch.cuda.get_device_properties(device).total_memory
+    if gpu_gib is None:
+        return total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_gib * 2**30 / total), device)
+    return min(total, gpu_gib * 2**30)
+
+
+def memory_available():
+    """Bytes of host memory that are free, or None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+
+
+# ---------------------------------------------------------------- out of memory
+
+OUT_OF_MEMORY = 4  # exit code
+
+
+def is_out_of_memory(error):
+    texts = "DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
+
+
+def report_out_of_memory(args, at, error):
+    """Says what was going on, what was planned, and which flags would save how much; the same in oom.json."""
+    gib, device = 2**30, at["device"]
+    report = {"phase": at["phase"], "step": at["step"], "rank": at["rank"], "tokens_of_micro_batch": at["tokens"],
+              "error": str(error).splitlines()[0][:500]}
+    if device.type == "cuda":
+        report["allocated_gib"] = torch.cuda.memory_allocated(device) / gib
+        report["reserved_gib"] = torch.cuda.memory_reserved(device) / gib
+        report["peak_allocated_gib"] = torch.cuda.max_memory_allocated(device) / gib
+    else:
+        report["peak_resident_gib"], _ = memory_gib(device)
+    if at["config"]:
+        given = args, at["config"], at["world"], at["tokens"], device.type == "cuda"
+        moments, host = plan(*given)
+        report["planned_gib"] = {m: {kind: n / gib for kind, n in kinds.items()} for m, kinds in moments.items()}
+        report["planned_host_gib"] = {kind: n / gib for kind, n in host.items()}
+        report["would_save_gib"] = savings(*given)
+    lines = [f"rank {at['rank']} ran out of memory: {at['phase']}, step {at['step']}, micro-batch of {at['tokens']} tokens",
+             f"  {report['error']}"]
+    lines += [f"  {key}: {report[key]:.2f}" for key in report if key.endswith("_gib") and isinstance(report[key], float)]
+    if at["config"]:
+        name, peak = peak_of(moments)
+        kinds = ", ".join(f"{kind} {n / gib:.2f}" for kind, n in moments[name].items() if n > 0.005 * peak)
+        lines.append(f"  planned peak {peak / gib:.2f} GiB at {name}: {kinds}")
+        lines += ["  not in use yet, GiB that each would save by itself, cheapest in time first:"] * bool(
+            report["would_save_gib"])
+        lines += [f"    {flags}: {saved:.2f}" for flags, saved in report["would_save_gib"].items()]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    if args.out:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        Path(args.out, "oom.json").write_text(json.dumps(report, indent=2) + "\n")
+        if device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(Path(args.out, "memory.pickle")))
+
+
 # ---------------------------------------------------------------- what a run writes
 
 
@@ -807,6 +1160,7 @@ class Log:
         self.n_trained_on = self.n_tokens = self.n_steps = self.data_s = 0
         self.begin = self.mark = time.perf_counter()
         self.first = self.last = None
+        self.peak_gib = 0.0
 
     def start_step(self):
         self.now = time.perf_counter()
@@ -822,6 +1176,7 @@ class Log:
         now = time.perf_counter()
         step_s = (now - self.mark) / self.n_steps
         mem_gib, reserved_gib = memory_gib(self.device)
+        self.peak_gib = max(self.peak_gib, mem_gib)
         row = {
             "step": step + 1, "epoch": (step + 1) / self.steps_per_epoch, "loss": loss, "lr": lr, "grad_norm": norm,
             "tokens": self.n_trained_on, "tokens_per_s": self.n_tokens / (now - self.mark),
@@ -849,7 +1204,11 @@ class Log:
             with open(self.path, "a") as file:
                 file.write(json.dumps(row) + "\n")
 
-    def close(self):
+    def close(self, planned_gib):
+        gpu = self.device.type == "cuda"
+        self.say(f"peak memory {self.peak_gib:.2f} GiB " + ("allocated" if gpu else "resident") + f", planned {planned_gib:.2f}"
+                 + (f" ({planned_gib / self.peak_gib - 1:+.1%})" if gpu else
+                    ": the plan counts tensors, the rest is the interpreter, torch, data and kernels' scratch"))
         seconds = time.perf_counter() - self.begin
         change = self.last / self.first - 1
         self.say(f"{self.steps} steps in {seconds:.0f} s: loss {self.first:.4f} -> {self.last:.4f} ({change:+.1%})")
@@ -868,12 +1227,13 @@ def memory_gib(device):
     return peaks
 
 
-def print_start(args, model, source, device, world, n_trained, defer_sync):
+def print_start(args, model, source, device, world, n_trained, defer_sync, pin):
     """What is trained on what, then a line per feature: on or off, and why."""
     cuda, tied, adapters = device.type == "cuda", model.config.tie_word_embeddings, args.lora or args.qlora
     trained = "bf16" if args.precision == "bf16" else "float32"
     frozen = "float32" if args.precision == "fp32" else "bf16"
     idle = "" if cuda else ": nothing to move, the only device is the CPU"
+    host = "pinned host memory" if pin else "host memory" + ", not pinned: it would take more than 80 %" * cuda
     asked = {what: what in args.offload for what in ("activations", "params")}
     fused = args.fused_adamw and args.optim == "adamw" and not args.stochastic_rounding
     where = "GPU" if cuda and not asked["params"] else f"CPU, {torch.get_num_threads()} threads a rank"
@@ -889,9 +1249,9 @@ def print_start(args, model, source, device, world, n_trained, defer_sync):
          "they are one tied tensor, gathered for the whole step" if tied else "in memory for the whole step"),
         ("late gradient sync", defer_sync, "gradients of all micro-batches of a step are reduced at once",
          "after each micro-batch: unreduced gradients would take more than 1 GiB a rank"),
-        ("offload activations", asked["activations"] and cuda, "inputs of all blocks but the last wait in pinned memory",
+        ("offload activations", asked["activations"] and cuda, f"inputs of all blocks but the last wait in {host}",
          "kept on the device" + idle * asked["activations"]),
-        ("offload params", asked["params"], "weights, gradients and AdamW live on the CPU" + idle, "kept on the device"),
+        ("offload params", asked["params"], f"weights, gradients and AdamW live in {host}" + idle, "kept on the device"),
         ("activation_checkpointing", args.activation_checkpointing, "blocks are recomputed in the backward",
          "blocks keep all that their backward needs"),
         ("chunked_ce", args.chunked_ce, f"loss of {args.ce_chunk} tokens at a time, its gradient in the forward",
@@ -904,6 +1264,9 @@ def print_start(args, model, source, device, world, n_trained, defer_sync):
         ("optim_in_backward", args.optim_in_backward, "weights are updated as gradients arrive, which are not clipped",
          f"after the backward, gradients clipped to a norm of {args.clip:g}" if args.clip else "after the backward"),
         ("fused_adamw", fused, f"on the {where}", f"many small operations on the {where}"),
+        ("profile", args.profile, "trace.json.gz of the third step", "no trace"),
+        ("memory_snapshot", args.memory_snapshot and cuda, "memory.pickle after the third step",
+         "no snapshot" + ": there is one of a GPU only" * args.memory_snapshot),
         ("packing", args.packing, f"documents best-fit into rows of {args.seq_len} tokens", "a document a row, padded"),
     ]
     n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
@@ -982,7 +1345,21 @@ def merge(args, source, adapter, raw_config, tokenizer_folder, weights_folder):
 
 def main(argv=None):
     args = parse_args(argv)
+    if args.dry_run:
+        return dry_run(args)
     device, rank, world = init_processes(args.fsdp2)
+    at = {"phase": "start", "step": 0, "device": device, "rank": rank, "world": world, "tokens": 0, "config": None}
+    try:
+        run(args, at, device, rank, world)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        report_out_of_memory(args, at, error)
+        os._exit(OUT_OF_MEMORY)  # at once: the other ranks wait in a collective until torchrun ends them
+
+
+def run(args, at, device, rank, world):
+    """A training run from top to bottom. `at` says to an out-of-memory report how far it has come."""
     agreed = functools.partial(together, rank, world)
     say = functools.partial(print, flush=True) if rank == 0 else lambda *_, **__: None
     progress = rank == 0 and sys.stderr.isatty()
@@ -1049,22 +1426,32 @@ def main(argv=None):
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # a gradient that is not reduced yet is a whole one, 4 bytes a parameter: little for adapters, 280 GB for a 70B
     defer_sync = not args.fsdp2 or n_trained * 4 <= 2**30
+    at.update(config=config, tokens=args.batch_size * loader.longest, phase="loading weights")
+    cuda, card = device.type == "cuda", room_for(device, args.gpu_gib)
+    planned = args if cuda else argparse.Namespace(  # on a CPU there is nothing to move activations from
+        **{**vars(args), "offload": [what for what in args.offload if what != "activations"]})
+    moments, host = plan(planned, config, world, at["tokens"], cuda)
+    # pinned memory cannot be swapped or reclaimed: where it would take nearly all, slower copies are the better choice
+    pin = cuda and sum(host.values()) * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < 0.8 * (memory_available() or math.inf)
     if rank == 0:
-        print_start(args, model, source, device, world, n_trained, defer_sync)
+        print_start(args, model, source, device, world, n_trained, defer_sync, pin)
+        print_plan(planned, config, world, at["tokens"], cuda, card, "the card" if cuda else "this machine's free memory")
+    if args.memory_snapshot and cuda:
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     if args.tiled_mlp:
         lm.tile_feed_forward_(model, args.tiled_mlp)
     if args.activation_checkpointing:
         checkpoint_activations_(model, preserve_rng=bool(args.lora_dropout))
     if args.fsdp2:
         shard_(model, device, args.precision, args.reshard_after_forward, args.shard_embeddings,
-               "params" in args.offload, args.chunked_ce)
+               "params" in args.offload, pin, args.chunked_ce)
     model.to_empty(device="cpu" if "params" in args.offload else device)
     model.tie_()
     started = time.perf_counter()
     with agreed():
         lm.load_weights_(model, source, adapter, args.seed, device, progress)
     if "activations" in args.offload and device.type == "cuda":
-        model.activation_hooks = OffloadActivations(device)
+        model.activation_hooks = OffloadActivations(device, pin)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(trained, args.lr, args.weight_decay, args.fused_adamw, args.optim == "adamw8bit",
                                args.stochastic_rounding)
@@ -1088,12 +1475,18 @@ def main(argv=None):
     sample = functools.partial(
         print_sample, args, say, model=model, tokenizer=tokenizer, chat=counts[0]["conversations"], device=device
     )
+    at["phase"] = "sample"
     sample("before")
 
     # ---- training
+    traced = min(2, steps - 1)  # the third step: everything is allocated and warm
+    profiler = torch.profiler.profile() if args.profile and rank == 0 else None
     log = Log(args.out if rank == 0 else None, say, steps, len(loader.rows) / per_step, device)
     for step in range(steps):
         log.start_step()
+        at.update(step=step + 1, phase="data")
+        if profiler and step == traced:
+            profiler.start()
         batches, counted = loader.step(step, args.grad_accum)
         n_targets = int(counted[0])
         log.data_ready(counted)
@@ -1108,7 +1501,9 @@ def main(argv=None):
             if args.fsdp2:
                 model.set_requires_gradient_sync(i == len(batches) - 1 or not defer_sync)
             b = batch.to(device)
+            at.update(phase="forward", tokens=b.tokens.numel())
             loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
+            at["phase"] = "backward"
             # the sum over every rank and micro-batch, divided by all their targets; * world undoes the mean over ranks
             (loss * (world / n_targets)).backward()
             loss_sum += loss.detach()
@@ -1133,23 +1528,31 @@ def main(argv=None):
                     f"{kept}. Lower --lr, raise --warmup, look at the data of these steps")
                 leave()
                 raise SystemExit(3)
+        at["phase"] = "optimizer step"
         if not in_backward:
             # between log lines nobody looks: the kernel reads `found_inf` on the device and leaves the weights alone
             optimizer.found_inf = bad if args.fused_adamw else None
             optimizer.step()
             optimizer.zero_grad()
+        if step == traced:
+            if profiler:
+                profiler.stop()
+                profiler.export_chrome_trace(str(Path(args.out, "trace.json.gz")))
+            if args.memory_snapshot and cuda and rank == 0:
+                torch.cuda.memory._dump_snapshot(str(Path(args.out, "memory.pickle")))
         if logged:
             flops = step_flops(config, *counted, n_adapter=n_trained if args.lora or args.qlora else None)
             log.write(step, loss, lr, norm, flops / world)
         if eval_loader and (step == steps - 1 or (args.eval_every and (step + 1) % args.eval_every == 0)):
-            started = time.perf_counter()
+            started, at["phase"] = time.perf_counter(), "evaluation"
             loss, n = evaluate(model, eval_loader, device, world)
             log.write_eval(step, loss, n, time.perf_counter() - started)
 
     # ---- the result
+    at["phase"] = "sample and export"
     sample("after")
     adapter = export(args, model, source, raw_config, tokenizer_folder, weights_folder, base, rank, agreed)
-    log.close()
+    log.close(peak_of(moments)[1] / 2**30)
     leave()  # what rank 0 still has to do keeps nobody waiting in a collective
     if args.merge and rank == 0:
         merge(args, source, adapter, raw_config, tokenizer_folder, weights_folder)
