@@ -861,24 +861,30 @@ def plan(args, c, world, tokens, cuda):
 
     # ---- activations, bytes a token: what a block saves, and what its backward adds
     normed = 0 if cuda else 4 * full + 4 * (size == 2)  # torch's RMSNorm on a CPU is made of parts that save float32 copies
-    dropped = (size + (1 if cuda else size)) * bool(args.lora_dropout)  # the input that was kept, and the mask
-    inputs = {name: linears[name][1] * dropped for name in targets}
-    attention = size * (2 * q + 2 * kv + D + len(targets) * (args.lora_rank or 0)) + normed * D + 4 * c.num_attention_heads
-    attention += sum(n for name, n in inputs.items() if name not in mlp)
+    mask = 1 if cuda else size  # of dropout, which keeps a copy of the input for each adapter
+
+    def inputs(*names):  # of products whose weights train, kept for the gradients of those
+        used = [linears[name][1] for name in names if full or name in targets]
+        return sum(used) * (size + mask) if args.lora_dropout else size * max(used, default=0)
+
+    attention = size * (2 * q + 2 * kv + len(targets) * (args.lora_rank or 0)) + normed * D + 4 * c.num_attention_heads
+    attention += inputs("q_proj", "k_proj", "v_proj") + (inputs("o_proj") if args.lora_dropout else 0)
     if c.model_type == "qwen3":
         attention += (size + normed) * (q + kv)
-    feed = size * (D + 4 * F) + normed * D + sum(n for name, n in inputs.items() if name in mlp)
+    feed = size * 3 * F + normed * D + inputs("gate_proj", "up_proj")
+    down = inputs("down_proj")
+    in_feed = max(3 * size * F, down + 2 * size * F)  # gradients beside them, once the input of down_proj is gone and before
     middle = 0 if normed and size == 2 else size * D  # the residual between the two; a float32 copy stands for it there
     # the kernel: float32 sums of dq, and dk, dv for each query head
     kernel = 4 * q + 2 * size * q * (q > kv) if cuda else 0
     # one dequantized weight, and the int32 and float32 numbers of a chunk of it
     weight = (F * D * size + 6 * min(nf4.CHUNK, F * D)) if args.qlora else 0
     in_attention = attention + size * (D + q) + size * (q + 2 * kv) + kernel
-    in_mlp = N * (attention + middle + feed) + max(N * size * (D + 2 * F), N * size * (D + F) + weight)
-    saved, tile = N * (attention + 2 * middle + feed), min(args.tiled_mlp or N, N)
+    in_mlp = N * (attention + middle + feed + size * D) + max(N * in_feed, N * (down + size * F) + weight)
+    saved, tile = N * (attention + 2 * middle + feed + down), min(args.tiled_mlp or N, N)
     tile_sums = 0
     if args.tiled_mlp:
-        in_tile = tile * (feed + size * 2 * D) + max(tile * size * 2 * F, tile * size * F + weight)
+        in_tile = tile * (feed + size * 2 * D) + max(tile * in_feed, tile * (down + size * F) + weight)
         in_mlp = N * (attention + size * 3 * D) + in_tile
         saved = N * (attention + middle + size * D)
         tile_sums = whole(trained_mlp) * (size + 4 * (tile < N))
@@ -1025,17 +1031,18 @@ def print_plan(args, c, world, tokens, cuda, room, place):
     """The plan as a table, whether it fits into `room` bytes of `place` (None: not known), and what would make it fit."""
     moments, host = plan(args, c, world, tokens, cuda)
     name, peak = peak_of(moments)
+    unit, unit_name = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
     rows = f"{args.batch_size} x {tokens // args.batch_size}"
-    print(f"memory plan, GiB of rank 0 of {world}, micro-batches of {rows} tokens; * is the peak")
+    print(f"memory plan, {unit_name} of rank 0 of {world}, micro-batches of {rows} tokens; * is the peak")
     print(f"  {'':<22}" + "".join(f"{moment + '*' * (moment == name):>22}" for moment in moments))
     table = {kind: [kinds.get(kind, 0) for kinds in moments.values()] for kind in KINDS}
     table["all"] = [sum(kinds.values()) for kinds in moments.values()]
     for kind, values in table.items():
         if any(values):
-            print(f"  {kind:<22}" + "".join(f"{value / 2**30:>22.2f}" for value in values))
+            print(f"  {kind:<22}" + "".join(f"{value / unit:>22.2f}" for value in values))
     if host:
-        parts = ", ".join(f"{kind} {n / 2**30:.2f}" for kind, n in host.items() if n)
-        print(f"  host memory of a rank: {sum(host.values()) / 2**30:.2f} GiB ({parts}) beside the process itself")
+        parts = ", ".join(f"{kind} {n / unit:.2f}" for kind, n in host.items() if n)
+        print(f"  host memory of a rank: {sum(host.values()) / unit:.2f} {unit_name} ({parts}) beside the process itself")
     if room is None:
         return
     need = peak + OVERHEAD * cuda
