@@ -2,6 +2,15 @@
 
     python tests/bench_memory.py ce        # head and loss, 8,192 tokens x 128,256 words; 12 GiB, less with --tokens
     python tests/bench_memory.py load      # host memory of 4 ranks that load a checkpoint of 0.5 and 0.9 GB; 3 GiB
+    python tests/bench_memory.py ladder    # Llama-3.2-3B, one technique after the other, beside torchtune's figures
+    python tests/bench_memory.py fsdp      # Llama-3.1-8B as rank 0 of 2, 4, 8, one FSDP2 technique after the other
+    python tests/bench_memory.py targets   # what this project set out to fit: 8B at up to 342,000 tokens, 32B, 70B
+
+The last three print train.py's memory plan, in seconds and on any machine. With a GPU they also run each case there,
+random weights, for as many steps as it takes to see the peak: ladder wants a card of 80 GB, fsdp one of 80 GB for 4
+and 8 ranks, targets one of 80 GB and 60 GB of free host memory. Rows that do not fit are planned only, and say so;
+--rows picks some. A rank of several runs alone, under torch's fake process group: its shards and buffers are those of
+a real rank, what it gathers are copies of its own shard, and communication costs nothing, so tok/s is an upper bound.
 
 Every case runs in processes of its own. On a CPU (Linux) a peak is the kernel's high-water mark of resident memory,
 VmHWM, reset just before the part that is measured; on a GPU it is torch.cuda.max_memory_allocated. The anonymous share
@@ -14,6 +23,8 @@ import dataclasses
 import json
 import math
 import multiprocessing
+import os
+import statistics
 import sys
 import tempfile
 import threading
@@ -21,7 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def table(title, columns, rows):
@@ -235,6 +246,191 @@ def load(args):
         "peak above, with mapped files"), rows)
 
 
+# ---------------------------------------------------------------- ladder, fsdp, targets: the plan, and a run beside it
+
+
+@dataclasses.dataclass
+class Case:
+    name: str
+    flags: str  # of train.py, beside those that all cases of a table have
+    theirs: str  # GiB
+    world: int = 1
+    steps: int = 4  # at least 2, the first is not counted
+
+
+def planned(flags, world):
+    """Of rank 0 on a GPU -> (bytes at the peak, bytes of host memory, the same where it is not pinned)."""
+    import model as lm
+    import train
+
+    args = train.parse_args([*flags, "--dry_run"])
+    args.precision = args.precision or "mixed"
+    config = lm.parse_config(train.find_model(args.model, random_init=True)[0])
+    given = args, config, world, args.batch_size * args.seq_len
+    moments, host = train.plan(*given, cuda=True)
+    _, unpinned = train.plan(*given, cuda=False)  # a run takes that where pinned memory would be too much
+    return train.peak_of(moments)[1], sum(host.values()), sum(unpinned.values())
+
+
+def card(_):
+    """(name, bytes) of the first GPU. A case of its own: CUDA's context would stay in this process."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return properties.name, properties.total_memory
+
+
+class Stop(Exception):
+    """Ends a run before it writes the model; says why if it did not get that far."""
+
+
+def train_case(case):
+    """train.py as rank 0 of `world` -> (peak GiB, tok/s of this rank, None) or (None, None, what went wrong)."""
+    flags, world, steps = case
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import train
+
+    def own_chunk(scatter):
+        # older fake groups leave the output as it was: uninitialized gradients, which may be nan and would end the run
+        def reduce_scatter(output, input, *args, **kwargs):
+            output.copy_(input.chunk(world)[0])
+            return scatter(output, input, *args, **kwargs)
+
+        return reduce_scatter
+
+    def init_processes(distributed):
+        device, *_ = real_init(distributed and world == 1)
+        if world > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        return device, 0, world
+
+    def export(*_):
+        raise Stop
+
+    def report_out_of_memory(args, at, error):
+        raise Stop(f"out of memory: {at['phase']}, step {at['step']}")
+
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+        if world > 1 and hasattr(dist, name):
+            setattr(dist, name, own_chunk(getattr(dist, name)))
+    real_init, train.init_processes = train.init_processes, init_processes
+    train.export, train.report_out_of_memory = export, report_out_of_memory
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(key, None)
+    args = train.parse_args(flags)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        # a token a word, and one more at the end that is only a target: every row is one document and full
+        Path(folder, "data.txt").write_text(" the" * (args.batch_size * world * args.seq_len))
+        try:
+            train.main([*flags, "--data", f"{folder}/data.txt", "--out", f"{folder}/out", "--steps", str(steps),
+                        "--log_every", "1", "--sample", ""])
+        except Stop as stop:
+            if str(stop):
+                return None, None, str(stop)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        with open(Path(folder, "out", "metrics.jsonl")) as file:
+            rows = [json.loads(line) for line in file][1:]  # the first peak is that of making random weights
+    speed = statistics.median(row["tokens_per_s"] for row in rows) / world  # logged of all ranks
+    return max(row["mem_gib"] for row in rows), speed, None
+
+
+def show(title, theirs, shared, cases, args):
+    """A row per case: what is planned, what others publish or was aimed at, and with a GPU what a run takes."""
+    import torch
+
+    import train
+
+    name, room = None, None
+    if torch.cuda.is_available():
+        ((name, room),) = run_cases(card, [None])
+    rows = []
+    for number, case in enumerate(cases, 1):
+        if args.rows and number not in args.rows:
+            continue
+        flags = [*shared.split(), *case.flags.split()]
+        if args.model:
+            flags += ["--model", args.model, "--seq_len", str(args.seq_len)]
+        peak, host, least_host = planned(flags, case.world)
+        gib, speed, why = None, None, None
+        if room and peak + train.OVERHEAD > room:
+            why = "plan exceeds the card"
+        elif (room or args.model) and least_host > 0.9 * (train.memory_available() or math.inf):
+            why = "plan exceeds free host memory"
+        elif room or args.model:
+            print(f"{case.name}: {' '.join(flags)}, rank 0 of {case.world}", file=sys.stderr, flush=True)
+            try:
+                ((gib, speed, why),) = run_cases(train_case, [(flags, case.world, case.steps)])
+            except SystemExit as failed:  # the other rows are worth having
+                why = str(failed)
+        rows.append((number, case.name, f"`{case.flags}`" if case.flags else "(defaults)", case.world, f"{peak / GIB:.2f}",
+                     f"{host / GIB:.1f}", case.theirs, f"{gib:.2f}" if gib else why or "-",
+                     f"{speed:,.0f}" if speed else "-"))
+    where = f"planned, and measured on {name}" if name else "planned; no GPU here"
+    if args.model:
+        where += f"; only to see it run: {args.model}, {args.seq_len} tokens" + ", resident memory" * (not name)
+    table(f"{title}; {where}\n\nAll with `{shared}`", (
+        "row", "case", "flags", "ranks", "planned GiB", "planned host GiB", theirs, "measured GiB",
+        "tok/s of a rank" + ", at most (communication is free)" * any(case.world > 1 for case in cases)), rows)
+
+
+def ladder(args):
+    """Llama-3.2-3B, 2 rows of 4,096 tokens, in the order of torchtune's README; each row adds to the one before, LoRA and
+    QLoRA leave out the two optimizer options. Everything is bf16, as in torchtune's recipe; its figures are peak active
+    GiB on an A100, from the third on with compile."""
+    off = "--no-activation_checkpointing --no-chunked_ce"
+    offload = "--offload activations"
+    lora = "--lora_rank 64 --lora_alpha 128"  # as in torchtune's 3B configs
+    cases = [
+        Case("full fine-tuning, rows full", off, "60.0 (25.5 padded)"),
+        Case("+ chunked cross-entropy", "--no-activation_checkpointing", "42.9 (51.0 before it, with compile)"),
+        Case("+ activation checkpointing", "", "24.9"),
+        Case("+ optimizer in the backward", "--optim_in_backward", "23.1"),
+        Case("+ activation offload", f"--optim_in_backward {offload}", "21.8"),
+        Case("+ 8-bit AdamW", f"--optim_in_backward {offload} --optim adamw8bit", "17.6"),
+        Case("LoRA", f"{offload} --lora {lora}", "8.5"),
+        Case("QLoRA", f"{offload} --qlora {lora}", "4.6"),
+    ]
+    show("torchtune's ladder, Llama-3.2-3B, 2 x 4,096 tokens, bf16; its rung \"+ compile\", before the chunked "
+         "cross-entropy, is left out: there is no --compile", "torchtune GiB",
+         "--model llama-3.2-3b --random_init --precision bf16 --batch_size 2 --seq_len 4096", cases, args)
+
+
+def fsdp(args):
+    """Llama-3.1-8B, full fine-tuning on one row of 1,024 tokens a rank, beside the figures of an accelerate issue in the
+    same order. It is not known here of how many ranks those are: they stand at each number."""
+    rungs = [
+        ("FSDP2", "--no-shard_embeddings --no-activation_checkpointing --no-chunked_ce", "23.07"),
+        ("+ activation checkpointing", "--no-shard_embeddings --no-chunked_ce", "19.68"),
+        ("+ CPU offload", "--no-shard_embeddings --no-chunked_ce --offload params", "13.67"),
+        ("+ sharded embedding and head", "--no-chunked_ce --offload params", "10.88"),
+        ("+ chunked cross-entropy", "--offload params", "9.93"),
+    ]
+    cases = [Case(name, flags, theirs, world) for world in args.ranks for name, flags, theirs in rungs]
+    show(f"FSDP2's ladder, Llama-3.1-8B, full fine-tuning, {args.precision}, 1 x 1,024 tokens", "accelerate GiB",
+         f"--model llama-3.1-8b --random_init --fsdp2 --precision {args.precision} --seq_len 1024", cases, args)
+
+
+def targets(args):
+    """What is to fit: Llama-3.1-8B with QLoRA up to 342,000 tokens, Qwen2.5-32B with every weight trained at 20,480
+    tokens on 4 cards, Llama-2-70B with QLoRA on 2."""
+    long = "--model llama-3.1-8b --qlora --lora_rank 16 --offload activations --tiled_mlp 4096 --seq_len"
+    qwen = "--model qwen2.5-32b --fsdp2 --precision bf16 --optim adamw8bit --tiled_mlp 4096 --seq_len 20480"
+    cases = [
+        Case("8B, QLoRA, 4,096 tokens", f"{long} 4096", "7.2"),
+        Case("8B, QLoRA, 32,768 tokens", f"{long} 32768", "10.1"),
+        Case("8B, QLoRA, 131,072 tokens", f"{long} 131072", "20.1", steps=2),
+        Case("8B, QLoRA, 342,000 tokens", f"{long} 342000", "80", steps=2),  # minutes a step: attention is quadratic
+        Case("32B, full, 20,480 tokens", f"{qwen} --offload activations", "65", 4),
+        Case("32B, full, 20,480 tokens, all on the host", f"{qwen} --offload", "14", 4),
+        Case("70B, QLoRA, 2,048 tokens", "--model llama-2-70b --fsdp2 --qlora --offload --seq_len 2048", "15", 2),
+    ]
+    show("Targets", "target GiB", "--random_init", cases, args)
+
+
 # ---------------------------------------------------------------- command line
 
 
@@ -254,6 +450,16 @@ def main():
     command.add_argument("--ranks", type=int, default=4, help="(default: 4)")
     command.add_argument("--layers", type=int, nargs="+", default=[12, 24],
                          help="of the checkpoints, 32 MiB each beside 125 MiB (default: 12 24)")
+    for run in (ladder, fsdp, targets):
+        command = commands.add_parser(run.__name__, help=run.__doc__)
+        command.set_defaults(run=run)
+        command.add_argument("--rows", type=int, nargs="+", metavar="N", help="these rows of the table (default: all)")
+        # another model and length, which also run without a GPU: does the measuring work?
+        command.add_argument("--model", help=argparse.SUPPRESS)
+        command.add_argument("--seq_len", type=int, default=64, help=argparse.SUPPRESS)
+        if run is fsdp:
+            command.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="(default: 2 4 8)")
+            command.add_argument("--precision", choices=("mixed", "bf16"), default="mixed", help="(default: mixed)")
     args = parser.parse_args()
     args.run(args)
 
