@@ -6,11 +6,11 @@
     python tests/bench_memory.py fsdp      # Llama-3.1-8B as rank 0 of 2, 4, 8, one FSDP2 technique after the other
     python tests/bench_memory.py targets   # what this project set out to fit: 8B at up to 342,000 tokens, 32B, 70B
 
-The last three print train.py's memory plan, in seconds and on any machine. With a GPU they also run each case there,
-random weights, for as many steps as it takes to see the peak: ladder wants a card of 80 GB, fsdp one of 80 GB for 4
-and 8 ranks, targets one of 80 GB and 60 GB of free host memory. Rows that do not fit are planned only, and say so;
---rows picks some. A rank of several runs alone, under torch's fake process group: its shards and buffers are those of
-a real rank, what it gathers are copies of its own shard, and communication costs nothing, so tok/s is an upper bound.
+The last three print train.py's memory plan, in seconds and on any machine. With a GPU they also run each case on it, with
+random weights, for the peak of the steps after the first: that needs a card of 80 GB and, where much is offloaded, 62 GiB
+of host memory, 90 at 342,000 tokens. A row that does not fit is planned only and says so; --rows picks some. A rank of
+several runs alone, under torch's fake process group: its shards and buffers are those of a real rank, what it gathers are
+copies of its own shard, and communication costs nothing, so tok/s is an upper bound.
 
 Every case runs in processes of its own. On a CPU (Linux) a peak is the kernel's high-water mark of resident memory,
 VmHWM, reset just before the part that is measured; on a GPU it is torch.cuda.max_memory_allocated. The anonymous share
