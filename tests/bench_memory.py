@@ -380,7 +380,7 @@ def show(title, theirs, shared, cases, args):
 def ladder(args):
     """Llama-3.2-3B, 2 rows of 4,096 tokens, in the order of torchtune's README; each row adds to the one before, LoRA and
     QLoRA leave out the two optimizer options. Everything is bf16, as in torchtune's recipe; its figures are peak active
-    GiB on an A100, from the third on with compile."""
+    GiB on an A100, all but the first with compile."""
     off = "--no-activation_checkpointing --no-chunked_ce"
     offload = "--offload activations"
     lora = "--lora_rank 64 --lora_alpha 128"  # as in torchtune's 3B configs
