@@ -58,11 +58,21 @@ def count(argv, world, result):
     import model as lm
     import train
 
+    def alone(output=None, input=None, output_tensor=None, input_tensor=None, **_):
+        output, given = (output_tensor, input_tensor) if output is None else (output, input)
+        if output.numel() > given.numel():
+            output.view(world, -1)[1:] = given.view(1, -1)  # the first row is where `given` lies
+        else:
+            output.copy_(given.view(world, -1)[0])
+
     def init_processes(distributed):
         if world > 1 or distributed:
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+            # the fake ones leave what they should write uninitialised: every rank holds what rank 0 holds
+            for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
+                setattr(dist, name, alone)
         return torch.device("cpu"), 0, world
 
     seen, load, parse = {}, lm.load_weights_, train.parse_args
