@@ -968,30 +968,35 @@ def peak_of(moments):
     return name, sum(moments[name].values())
 
 
-def cheaper(args, world, tokens):
-    """[(flags, {name: value of them})]: what may lower the peak and is not in use, cheapest in time first."""
-    full = not (args.lora or args.qlora)
+def cheaper(args, world, tokens, cuda):
+    """[(flags, {name: value of them})]: what may lower the peak and is not in use, cheapest in time first. Added to the
+    command line, each is accepted; offloading is no choice on a CPU, whose memory is the host's."""
+    full, fused = not (args.lora or args.qlora), "" if args.fused_adamw else "--fused_adamw "
+    both = "--offload activations params"  # the last --offload on a command line is the one that counts
     choices = [
+        ("--fused_adamw", not args.fused_adamw, {"fused_adamw": True}),
         ("--chunked_ce", not args.chunked_ce, {"chunked_ce": True, "ce_chunk": 1024}),
         ("--reshard_after_forward", args.fsdp2 and not args.reshard_after_forward, {"reshard_after_forward": True}),
         ("--shard_embeddings", args.fsdp2 and not args.shard_embeddings, {"shard_embeddings": True}),
         ("--fsdp2", world > 1 and not args.fsdp2, {"fsdp2": True}),
         ("--optim_in_backward", args.grad_accum == 1 and not args.clip and not args.optim_in_backward,
          {"optim_in_backward": True}),
-        ("--optim adamw8bit", full and args.optim == "adamw", {"optim": "adamw8bit"}),
+        (fused + "--optim adamw8bit", full and args.optim == "adamw", {"optim": "adamw8bit", "fused_adamw": True}),
         ("--activation_checkpointing", not args.activation_checkpointing, {"activation_checkpointing": True}),
-        ("--offload activations", args.activation_checkpointing and "activations" not in args.offload,
-         {"offload": [*args.offload, "activations"]}),
+        (both if args.offload else "--offload activations", cuda and args.activation_checkpointing and "activations" not in
+         args.offload, {"offload": ["activations", *args.offload]}),
         ("--tiled_mlp 4096", tokens > 4096 and not args.tiled_mlp, {"tiled_mlp": 4096}),
         ("--ce_chunk 256", args.chunked_ce and args.ce_chunk > 256, {"ce_chunk": 256}),
         (f"--batch_size 1 --grad_accum {args.batch_size * args.grad_accum}", args.batch_size > 1 and not
          args.optim_in_backward, {"batch_size": 1, "grad_accum": args.batch_size * args.grad_accum}),
         ("--optim_in_backward --clip 0", args.grad_accum == 1 and args.clip and full, {"optim_in_backward": True, "clip": 0}),
-        ("--precision bf16 --stochastic_rounding", args.precision != "bf16" and full,
-         {"precision": "bf16", "stochastic_rounding": True}),
-        ("--offload params", args.fsdp2 and "params" not in args.offload, {"offload": [*args.offload, "params"]}),
-        ("--qlora", not args.qlora, {"lora": False, "qlora": True, "lora_rank": args.lora_rank or 16,
-                                     "lora_targets": args.lora_targets or list(lm.LORA_TARGETS)}),
+        (fused + "--precision bf16 --stochastic_rounding", args.precision != "bf16" and full,
+         {"precision": "bf16", "stochastic_rounding": True, "fused_adamw": True}),
+        ("--fsdp2 " * (not args.fsdp2) + (both if args.offload else "--offload params"), cuda and "params" not in args.offload,
+         {"fsdp2": True, "offload": [*args.offload, "params"]}),
+        ("--qlora" + " in place of --lora" * args.lora, not args.qlora, {
+            "lora": False, "qlora": True, "lora_rank": args.lora_rank or 16,
+            "lora_targets": args.lora_targets or list(lm.LORA_TARGETS)}),
     ]
     return [(flags, changes) for flags, possible, changes in choices if possible]
 
@@ -1005,23 +1010,42 @@ def peak_with(args, c, world, tokens, cuda, *changes):
 def savings(args, c, world, tokens, cuda):
     """{flags: GiB that they save by themselves}, cheapest in time first."""
     now = peak_with(args, c, world, tokens, cuda)
-    saved = {flags: now - peak_with(args, c, world, tokens, cuda, changes) for flags, changes in cheaper(args, world, tokens)}
+    offers = cheaper(args, world, tokens, cuda)
+    saved = {flags: now - peak_with(args, c, world, tokens, cuda, changes) for flags, changes in offers}
     return {flags: n / 2**30 for flags, n in saved.items() if n > 0.005 * now}
 
 
 def way_to_fit(args, c, world, tokens, cuda, room):
-    """Flags that bring the peak below `room` bytes, cheapest first -> (flags, peak); all that help where none does."""
-    peak = functools.partial(peak_with, args, c, world, tokens, cuda)
-    added, now = {}, peak()
-    for flags, changes in cheaper(args, world, tokens):
-        with_it = peak(*added.values(), changes)
-        if now > room and with_it < 0.99 * now:
-            added[flags], now = changes, with_it
-    for flags in list(added):  # what a later flag has made needless
-        rest = [changes for other, changes in added.items() if other != flags]
-        if peak(*rest) <= room:
-            del added[flags]
-    return list(added), peak(*added.values())
+    """Flags that bring the peak below `room` bytes, cheapest first, or where that cannot be, all that help
+    -> (flags, peak, bytes of host memory)."""
+
+    def offers(changed):
+        return dict(cheaper(changed, world, tokens // args.batch_size * changed.batch_size, cuda))
+
+    def adopt(added):  # one by one: what is possible depends on those before; None where one is not
+        changed = args
+        for flags in added:
+            if flags not in offers(changed):
+                return None
+            changed = argparse.Namespace(**vars(changed) | offers(changed)[flags])
+        return changed
+
+    def peak(changed):
+        return peak_with(args, c, world, tokens, cuda, vars(changed))
+
+    added, now, tried = [], peak(args), set()
+    while now > room and (rest := [flags for flags in offers(adopt(added)) if flags not in tried]):
+        tried.add(rest[0])
+        if (least := peak(adopt([*added, rest[0]]))) < 0.99 * now:
+            added, now, tried = [*added, rest[0]], least, set()  # what did not help before may help now
+    for flags in reversed(added[:]):  # what a later flag has made needless
+        fewer = [other for other in added if other != flags]
+        changed = adopt(fewer)
+        if changed and peak(changed) <= room:
+            added, now = fewer, peak(changed)
+    changed = adopt(added)
+    host = sum(plan(changed, c, world, tokens // args.batch_size * changed.batch_size, cuda)[1].values())
+    return [flags for flags in added if not any(other.startswith(flags + " ") for other in added)], now, host
 
 
 OVERHEAD = 2**30  # assumed for CUDA's context, NCCL and fragmentation; not measured
@@ -1050,9 +1074,10 @@ def print_plan(args, c, world, tokens, cuda, room, place):
     if need <= room:
         print(says + "fits")
         return
-    added, least = way_to_fit(args, c, world, tokens, cuda, room - OVERHEAD * cuda)
+    added, least, held = way_to_fit(args, c, world, tokens, cuda, room - OVERHEAD * cuda)
     fits = least + OVERHEAD * cuda <= room
-    print(says + "does not fit; " + (f"add {' '.join(added)}: {(least + OVERHEAD * cuda) / 2**30:.2f} GiB" if fits else
+    print(says + "does not fit; " + (f"add {' '.join(added)}: {(least + OVERHEAD * cuda) / 2**30:.2f} GiB"
+          + f", and {held / 2**30:.2f} of a rank's host memory" * bool(held) if fits else
           f"with {' '.join(added) or 'every flag'} still {(least + OVERHEAD * cuda) / 2**30:.2f} GiB: more ranks, a shorter "
           "--seq_len or a smaller model"))
 
@@ -1097,7 +1122,7 @@ OUT_OF_MEMORY = 4  # exit code
 
 
 def is_out_of_memory(error):
-    texts = "DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+    texts = "DefaultCPUAllocator", "bad_alloc", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
@@ -1113,7 +1138,7 @@ def report_out_of_memory(args, at, error):
     else:
         report["peak_resident_gib"], _ = memory_gib(device)
     if at["config"]:
-        given = args, at["config"], at["world"], at["tokens"], device.type == "cuda"
+        given = at["args"], at["config"], at["world"], at["tokens"], device.type == "cuda"
         moments, host = plan(*given)
         report["planned_gib"] = {m: {kind: n / gib for kind, n in kinds.items()} for m, kinds in moments.items()}
         report["planned_host_gib"] = {kind: n / gib for kind, n in host.items()}
@@ -1130,10 +1155,13 @@ def report_out_of_memory(args, at, error):
         lines += [f"    {flags}: {saved:.2f}" for flags, saved in report["would_save_gib"].items()]
     print("\n".join(lines), file=sys.stderr, flush=True)
     if args.out:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        Path(args.out, "oom.json").write_text(json.dumps(report, indent=2) + "\n")
+        out, part = Path(args.out), Path(args.out, f"oom.part{at['rank']}")  # ranks may run out at once: the last one wins
+        out.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(report, indent=2) + "\n")
+        part.replace(out / "oom.json")
         if device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(Path(args.out, "memory.pickle")))
+            torch.cuda.memory._dump_snapshot(str(part))
+            part.replace(out / "memory.pickle")
 
 
 # ---------------------------------------------------------------- what a run writes
@@ -1355,13 +1383,15 @@ def main(argv=None):
     if args.dry_run:
         return dry_run(args)
     device, rank, world = init_processes(args.fsdp2)
-    at = {"phase": "start", "step": 0, "device": device, "rank": rank, "world": world, "tokens": 0, "config": None}
+    at = {"phase": "start", "step": 0, "device": device, "rank": rank, "world": world, "tokens": 0, "config": None,
+          "args": args}
     try:
         run(args, at, device, rank, world)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         report_out_of_memory(args, at, error)
+        sys.stdout.flush()
         os._exit(OUT_OF_MEMORY)  # at once: the other ranks wait in a collective until torchrun ends them
 
 
@@ -1437,12 +1467,14 @@ def run(args, at, device, rank, world):
     cuda, card = device.type == "cuda", room_for(device, args.gpu_gib)
     planned = args if cuda else argparse.Namespace(  # on a CPU there is nothing to move activations from
         **{**vars(args), "offload": [what for what in args.offload if what != "activations"]})
+    at["args"] = planned
     moments, host = plan(planned, config, world, at["tokens"], cuda)
     # pinned memory cannot be swapped or reclaimed: where it would take nearly all, slower copies are the better choice
     pin = cuda and sum(host.values()) * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < 0.8 * (memory_available() or math.inf)
     if rank == 0:
         print_start(args, model, source, device, world, n_trained, defer_sync, pin)
-        print_plan(planned, config, world, at["tokens"], cuda, card, "the card" if cuda else "this machine's free memory")
+        print_plan(planned, config, world, at["tokens"], cuda, card,
+                   "--gpu_gib" if args.gpu_gib else "the card" if cuda else "this machine's free memory")
     if args.memory_snapshot and cuda:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     if args.tiled_mlp:
@@ -1460,6 +1492,7 @@ def run(args, at, device, rank, world):
     if "activations" in args.offload and device.type == "cuda":
         model.activation_hooks = OffloadActivations(device, pin)
     trained = [p for p in model.parameters() if p.requires_grad]
+    at["phase"] = "optimizer allocation"
     optimizer = make_optimizer(trained, args.lr, args.weight_decay, args.fused_adamw, args.optim == "adamw8bit",
                                args.stochastic_rounding)
     bad = torch.zeros((), device=trained[0].device)  # 1 once a gradient was inf or nan
