@@ -398,16 +398,17 @@ def tile_feed_forward_(model, tile):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S, float32, gradients computed in the forward.
 
-    Alive at once: one chunk of logits (C*V*6 bytes in bf16, C*V*4 in float32) and, if the head trains, its float32
-    gradient (V*D*4 bytes: adding 16-bit chunks up in 16 bits would lose the small ones). S = 0 is a zero with zero
-    gradients, so a rank without a supervised token still takes part in every collective of the backward.
+    Alive at once: one chunk of logits (C*V*6 bytes in bf16, C*V*4 in float32) and, if the head trains, the gradient of it;
+    that of several chunks is added up in float32 (V*D*4 bytes): sums of 16-bit chunks in 16 bits would lose the small
+    ones. S = 0 is a zero with zero gradients, so a rank without a supervised token still takes part in every collective
+    of the backward.
     """
 
     @staticmethod
     def forward(ctx, h_SD, w_VD, targets_S, chunk, with_grad):
         loss_sum = torch.zeros((), dtype=torch.float32, device=h_SD.device)
         grad_h = torch.empty_like(h_SD) if with_grad and ctx.needs_input_grad[0] else None
-        grad_w = torch.zeros_like(w_VD, dtype=torch.float32) if with_grad and ctx.needs_input_grad[1] else None
+        trained, grad_w = with_grad and ctx.needs_input_grad[1], None
         for start in range(0, len(h_SD), chunk):
             h_CD, targets_C1 = h_SD[start : start + chunk], targets_S[start : start + chunk, None]
             logits_CV = (h_CD @ w_VD.T).float()
@@ -415,7 +416,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             target_logit_C1 = logits_CV.gather(-1, targets_C1)
             total_C1 = logits_CV.exp_().sum(-1, keepdim=True)
             loss_sum += (total_C1.log() - target_logit_C1).sum()
-            if grad_h is None and grad_w is None:
+            if grad_h is None and not trained:
                 continue
             logits_CV /= total_C1  # softmax, in place
             logits_CV.scatter_add_(-1, targets_C1, torch.full_like(total_C1, -1.0))
@@ -423,10 +424,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             del logits_CV
             if grad_h is not None:
                 torch.mm(grad_logits_CV, w_VD, out=grad_h[start : start + chunk])
-            if grad_w is not None:
-                grad_w += grad_logits_CV.T @ h_CD
+            if trained:
+                product = grad_logits_CV.T @ h_CD
+                if len(h_SD) > chunk:  # several terms: added up in float32
+                    grad_w = product.float() if grad_w is None else grad_w.add_(product)
+                else:
+                    grad_w = product
+                del product
             del grad_logits_CV  # or it would stay alive beside the next chunk's logits
-        ctx.grads = grad_h, None if grad_w is None else grad_w.to(w_VD.dtype)
+        if trained:
+            grad_w = torch.zeros_like(w_VD) if grad_w is None else grad_w.to(w_VD.dtype)
+        ctx.grads = grad_h, grad_w
         return loss_sum
 
     @staticmethod

@@ -934,9 +934,8 @@ def plan(args, c, world, tokens, cuda):
     logits = chunk * V * (4 + size % 4)
     head_grads = whole(ends[:1]) * full
     if args.chunked_ce:
-        in_head = max(logits, chunk * V * size + head_grads * size, head_grads * size)
-        loss = 2 * checkpoint + 4 * head_grads
-        logits = in_head
+        sums = 4 * head_grads if chunk < N else 0  # the gradients of several chunks are added up in float32
+        logits, loss = sums + max(logits, chunk * V * size + head_grads * size), 2 * checkpoint
     else:
         logits, loss = 12 * N * V, (full - 1) * checkpoint
     head = {"gradients": gradients(0), "saved activations": activations(L) + (2 + normed / size) * checkpoint + loss,

@@ -60,7 +60,7 @@ def test_ranks_do_not_change_losses_norms_and_weights(job, plain, tmp_path, meth
 
 
 # An orthogonal array: any two of the seven flags meet in all four combinations within eight runs.
-FLAGS = [["--no-activation_checkpointing"], ["--no-chunked_ce"], ["--no-fused_adamw"], ["--no-reshard_after_forward"],
+FLAGS = [["--no-activation_checkpointing"], ["--no-chunked_ce"], ["--tiled_mlp", 20], ["--no-reshard_after_forward"],
          ["--no-shard_embeddings"], ["--offload", "params"], ["--tied"]]
 COMBINATIONS = [[bool((row & (column + 1)).bit_count() % 2) for column in range(7)] for row in range(8)]
 
@@ -93,7 +93,7 @@ def test_flags_in_pairs_do_not_change_the_losses(job, plain, plain_tied, tied_fo
 
 @pytest.mark.parametrize("flag, value, exact", [
     ("--no-activation_checkpointing", None, True), ("--ce_chunk", 7, False), ("--no-chunked_ce", None, False),
-    ("--no-fused_adamw", None, False),
+    ("--no-fused_adamw", None, False), ("--tiled_mlp", 20, False),
 ])
 def test_a_flag_alone_does_not_change_the_losses_of_one_rank(job, plain, tmp_path, flag, value, exact):
     flags = [flag] if value is None else [flag, value]
