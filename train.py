@@ -1044,7 +1044,7 @@ def way_to_fit(args, c, world, tokens, cuda, room):
             added, now = fewer, peak(changed)
     changed = adopt(added)
     host = sum(plan(changed, c, world, tokens // args.batch_size * changed.batch_size, cuda)[1].values())
-    return [flags for flags in added if not any(other.startswith(flags + " ") for other in added)], now, host
+    return [flags for flags in added if not any(flags + " " in other for other in added)], now, host
 
 
 OVERHEAD = 2**30  # assumed for CUDA's context, NCCL and fragmentation; not measured

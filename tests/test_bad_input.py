@@ -138,6 +138,12 @@ FLAGS = {
     "--lr nan": ["--lr", "nan", "zero or a positive"],
     "--clip -1": ["--clip", "-1", "zero or a positive"],
     "--seed -1": ["--seed", "positive"],
+    "--world 4": ["--world is for --dry_run", "torchrun --nproc_per_node"],
+    "--dry_run --world 0": ["--world", "0", "positive"],
+    "--gpu_gib 0": ["--gpu_gib", "0", "positive"],
+    "--gpu_gib -8": ["--gpu_gib", "-8", "positive"],
+    "--gpu_gib inf": ["--gpu_gib", "inf", "positive"],
+    "--dry_run --gpu_gib 24GB": ["--gpu_gib", "24GB", "float"],
 }
 
 
@@ -592,6 +598,23 @@ def test_conversation_without_an_answer_among_others_is_left_out(refused_data):
 def test_step_of_more_rows_than_the_data_has_is_refused(refused):
     message = refused("tiny", "--batch_size", 3, "--grad_accum", 5)
     assert_says(message, "15 rows", "--batch_size 3", "--grad_accum 5", "makes 1 ", "lower one")
+
+
+# ---------------------------------------------------------------- --dry_run
+
+
+def test_dry_run_of_an_unknown_model_is_refused(refused, tmp_path):
+    message = refused(tmp_path / "nowhere", "--dry_run")
+    assert_says(message, "train.py: error: ", tmp_path / "nowhere", "no such folder", "Hub id", "qwen3-0.6b")
+
+
+def test_dry_run_of_a_config_that_is_not_implemented_is_refused(refused, shapes):
+    edit_json(shapes / "config.json", model_type="gpt2")
+    assert_says(refused(shapes, "--dry_run"), "train.py: error: ", shapes, "gpt2", "qwen3")
+
+
+def test_dry_run_of_a_missing_adapter_is_refused(refused, tmp_path):
+    assert_says(refused("tiny", "--dry_run", "--lora", "--adapter", tmp_path / "nowhere"), tmp_path / "nowhere")
 
 
 # ---------------------------------------------------------------- the run's folder

@@ -500,6 +500,58 @@ def test_order_is_equal_for_equal_seeds(documents):
     assert first_rows(documents, seed=3, epoch=2) == first_rows(documents, seed=3, epoch=2)
 
 
+def largest_row(loader):
+    """The row that takes the most memory: as packed rows are equally long, the one with the most targets."""
+    lengths = [sum(loader.documents.starts[d + 1] - loader.documents.starts[d] for d in row) for row in loader.rows]
+    n_targets = loader.per_row[:, 0].tolist()
+    keys = n_targets if loader.packing else list(zip(lengths, n_targets, strict=True))
+    return {row for row, key in enumerate(keys) if key == max(keys)}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_largest_row_runs_first(documents, packing, seed):
+    loader = data.Loader(documents, 32, packing, 1, 0, 1, seed)
+    assert loader.row(0) in largest_row(loader)
+
+
+@pytest.mark.parametrize("split", [(1, 1, 4), (4, 1, 1), (2, 3, 2), (1, 4, 1)])
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_largest_row_is_in_the_first_micro_batch_of_rank_0(documents, packing, split):
+    batch_size, grad_accum, world = split
+    loader = data.Loader(documents, 32, packing, batch_size, 0, world, seed=5)
+    first = loader.step(0, grad_accum)[0][0]
+    largest = largest_row(loader)
+    assert rows_of(first)[0] in [rows_of(loader.batch([row]))[0] for row in largest]
+    # no micro-batch of the run has longer rows, and rows behind it are at most as long
+    assert first.tokens.shape[1] == loader.longest
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_largest_row_trades_places_and_all_others_keep_theirs(documents, packing):
+    for seed in range(8):
+        loader = data.Loader(documents, 32, packing, 1, 0, 1, seed)
+        n = len(loader.rows)
+        shuffled = np.random.default_rng([seed, 0]).permutation(n).tolist()
+        order = [loader.row(i) for i in range(n)]
+        moved = [i for i in range(n) if order[i] != shuffled[i]]
+        assert moved in ([], [0, shuffled.index(order[0])]) and sorted(order) == list(range(n))
+
+
+def test_only_the_first_epoch_starts_with_the_largest_row(documents):
+    for epoch in (1, 2):
+        for seed in range(8):
+            order = first_rows(documents, seed, epoch)
+            assert order == np.random.default_rng([seed, epoch]).permutation(len(order)).tolist()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_evaluation_keeps_the_order_of_the_data(documents, packing):
+    loader = data.Loader(documents, 32, packing, 1, 0, 1, seed=3)
+    seen = [rows_of(batch)[0] for batch in loader.once()]
+    assert seen == [rows_of(loader.batch([row]))[0] for row in range(len(loader.rows))]
+
+
 def test_without_shuffle_rows_come_in_their_order(documents):
     loader = data.Loader(documents, 32, True, 1, 0, 1, seed=0, shuffle=False)
     assert [loader.row(i) for i in range(len(loader.rows))] == list(range(len(loader.rows)))
