@@ -2,6 +2,7 @@
 
     python tests/bench_memory.py ce        # head and loss, 8,192 tokens x 128,256 words; 12 GiB, less with --tokens
     python tests/bench_memory.py load      # host memory of 4 ranks that load a checkpoint of 0.5 and 0.9 GB; 3 GiB
+    python tests/bench_memory.py flags     # every memory flag without and with, planned and counted, on a small model
     python tests/bench_memory.py ladder    # Llama-3.2-3B, one technique after the other, beside torchtune's figures
     python tests/bench_memory.py fsdp      # Llama-3.1-8B as rank 0 of 2, 4, 8, one FSDP2 technique after the other
     python tests/bench_memory.py targets   # what this project set out to fit: 8B at up to 342,000 tokens, 32B, 70B
@@ -431,6 +432,46 @@ def targets(args):
     show("Targets", "target GiB", "--random_init", cases, args)
 
 
+# ---------------------------------------------------------------- flags: each one without and with
+
+PAIRS = [  # flag, ranks and flags without it, ranks and flags with it
+    ("--chunked_ce", (1, "--lora --tiled_mlp 256 --no-chunked_ce"), (1, "--lora --tiled_mlp 256")),
+    ("--activation_checkpointing", (1, "--no-activation_checkpointing"), (1, "")),
+    ("--offload activations", (1, "--lora"), (1, "--lora --offload activations")),
+    ("--tiled_mlp 256", (1, "--lora --offload activations"), (1, "--lora --offload activations --tiled_mlp 256")),
+    ("--lora", (1, ""), (1, "--lora")),
+    ("--qlora", (1, "--lora"), (1, "--qlora")),
+    ("--optim adamw8bit", (1, ""), (1, "--optim adamw8bit")),
+    ("--optim_in_backward", (1, ""), (1, "--optim_in_backward")),
+    ("--precision bf16", (1, "--precision mixed"), (1, "--precision bf16")),
+    ("--fsdp2, 4 ranks", (4, ""), (4, "--fsdp2")),
+    ("--reshard_after_forward", (4, "--fsdp2 --no-reshard_after_forward"), (4, "--fsdp2")),
+    ("--shard_embeddings", (4, "--fsdp2 --no-shard_embeddings"), (4, "--fsdp2")),
+]
+
+
+def flags(args):
+    """Every memory flag without and with: the plan, and what torch's allocator counts as rank 0 of a fake process group."""
+    from test_plan import run_counted, write_models
+
+    rows, known = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        models = write_models(Path(folder))
+        for flag, *pair in PAIRS:
+            for world, given in pair:
+                if (world, given) not in known:
+                    out = Path(folder, f"run{len(known)}")
+                    out.mkdir()
+                    known[world, given] = run_counted(models, out, "wide", args.tokens, world, given)
+            (before, before_planned), (after, after_planned) = (
+                (known[case]["counted"], known[case]["planned"]) for case in pair)
+            sides = f"{before / MIB:,.1f} ({before_planned / MIB:,.1f})", f"{after / MIB:,.1f} ({after_planned / MIB:,.1f})"
+            rows.append((f"`{flag}`", f"`{pair[0][1] or '(defaults)'}`", *sides, f"{1 - after / before:.0%}"))
+    table(f"Peak MiB of rank 0, counted (planned); 8 layers, D=512, F=1024, V=4096, 1 x {args.tokens:,} tokens, float32 unless "
+          "said; host memory of --offload not counted",
+          ("flag", "beside", "without", "with", "saves"), rows)
+
+
 # ---------------------------------------------------------------- command line
 
 
@@ -450,6 +491,9 @@ def main():
     command.add_argument("--ranks", type=int, default=4, help="(default: 4)")
     command.add_argument("--layers", type=int, nargs="+", default=[12, 24],
                          help="of the checkpoints, 32 MiB each beside 125 MiB (default: 12 24)")
+    command = commands.add_parser("flags", help=flags.__doc__)
+    command.set_defaults(run=flags)
+    command.add_argument("--tokens", type=int, default=2048, help="in a row (default: 2048)")
     for run in (ladder, fsdp, targets):
         command = commands.add_parser(run.__name__, help=run.__doc__)
         command.set_defaults(run=run)

@@ -107,7 +107,7 @@ def count(argv, world, result):
         here = {name: sum(kinds.values()) + sum(host.values()) for name, kinds in moments.items()}
         here["head and loss"] -= host.get("gradients", 0)  # there are none on the host yet
         figures = {"planned": max(here.values()), "counted": max(event[1] for event in events) - (total - size)}
-        Path(result).write_text(json.dumps(figures | {"moments": here}))
+        Path(result).write_text(json.dumps(figures | {"moments": here, "host": sum(host.values())}))
         os._exit(0)
 
     train.init_processes, train.parse_args, train.export, lm.load_weights_ = init_processes, parse_args, stop, load_weights_
@@ -116,10 +116,9 @@ def count(argv, world, result):
     train.main(argv)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def write_models(root):
     """{name: folder} of the models, and a text that fills every row."""
-    root, paths = tmp_path_factory.mktemp("plan"), {}
+    paths = {}
     for name, changes in MODELS.items():
         paths[name] = root / name
         paths[name].mkdir()
@@ -132,14 +131,24 @@ def folders(tmp_path_factory):
     return paths
 
 
-@pytest.mark.parametrize("model, tokens, world, flags", CASES)
-def test_the_plan_is_what_the_allocator_counts(folders, tmp_path, model, tokens, world, flags):
+def run_counted(folders, out, model, tokens, world, flags):
+    """A run of two steps -> {"planned", "counted", "host": bytes, "moments": {name: bytes}}."""
     argv = ["--model", folders[model], "--random_init", "--data", folders["text"], "--seq_len", tokens, "--steps", 2,
-            "--precision", "fp32", "--sample", "", "--out", tmp_path / "out", *flags.split()]
-    log, result = tmp_path / "log", tmp_path / "result"
+            "--precision", "fp32", "--sample", "", "--out", out / "out", *flags.split()]
+    log, result = out / "log", out / "result"
     codes = start_ranks(1, count, ([str(arg) for arg in argv], world, str(result)), [log])
     assert codes == [0], log.read_text()
-    figures = json.loads(result.read_text())
-    # what is not modelled: scratch of a kernel, a [T] tensor here and there, the order in which autograd frees
+    return json.loads(result.read_text())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("plan"))
+
+
+@pytest.mark.parametrize("model, tokens, world, flags", CASES)
+def test_the_plan_is_what_the_allocator_counts(folders, tmp_path, model, tokens, world, flags):
+    figures = run_counted(folders, tmp_path, model, tokens, world, flags)
     print({name: f"{n / 2**20:.1f}" for name, n in figures["moments"].items()}, f"counted {figures['counted'] / 2**20:.1f}")
+    # what is not modelled: scratch of a kernel, a [T] tensor here and there, the order in which autograd frees
     assert figures["planned"] == pytest.approx(figures["counted"], rel=0.05)
