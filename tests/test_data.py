@@ -515,6 +515,17 @@ def test_the_largest_row_runs_first(documents, packing, seed):
     assert loader.row(0) in largest_row(loader)
 
 
+@pytest.mark.parametrize("packing, expected", [(True, [10, 9]), (False, [30])])
+def test_a_full_row_is_the_largest_only_where_rows_are_not_padded_alike(packing, expected):
+    supervised = np.ones(31 + 11 + 10, bool)
+    supervised[5:31] = False  # 30 positions with 4 targets; 10 + 9 positions, all targets
+    documents = make_documents([31, 11, 10], supervised)
+    for seed in range(4):
+        loader = data.Loader(documents, 30, packing, 1, 0, 1, seed)
+        spans = loader.step(0, 1)[0][0].spans
+        assert [stop - start for start, stop in spans] == expected
+
+
 @pytest.mark.parametrize("split", [(1, 1, 4), (4, 1, 1), (2, 3, 2), (1, 4, 1)])
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_largest_row_is_in_the_first_micro_batch_of_rank_0(documents, packing, split):

@@ -92,7 +92,22 @@ def test_the_report_names_the_phase_and_the_exit_code_is_4(folder, chats, tmp_pa
     assert [path.name for path in out.glob("oom*")] == ["oom.json"]
     if phase != "start":  # there nothing is known yet to plan with
         assert report["tokens_of_micro_batch"] == 96 and report["planned_gib"] and report["would_save_gib"]
-        assert "memory plan" in said  # printed at the start; leaving at once must not lose what waits in the buffer
+
+
+def test_the_report_does_not_lose_what_was_printed_before(folder, chats, tmp_path):
+    code = (f"import sys; sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE)!r}]; import test_oom; "
+            "test_oom.fail_at('forward', sys.argv[1:])")
+    command = [sys.executable, "-c", code, *small_run(folder, chats, tmp_path / "out")]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == train.OUT_OF_MEMORY and "memory plan" in done.stdout and "writing to" in done.stdout
+
+
+def test_the_report_of_a_cpu_run_plans_no_offload(folder, chats, tmp_path):
+    argv = small_run(folder, chats, tmp_path / "out", "--offload", "activations")
+    code, said = start_failing(fail_at, "forward", argv, folder=tmp_path)
+    assert code == train.OUT_OF_MEMORY, said
+    assert json.loads((tmp_path / "out/oom.json").read_text())["planned_host_gib"] == {}
 
 
 def limited(gib, moment, argv):
