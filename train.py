@@ -5,8 +5,8 @@
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chat.jsonl
     torchrun --nproc_per_node 8 train.py --fsdp2 --model /models/Llama-3.1-8B --data a.jsonl b.txt --lr 1e-5
 
-Below: the flags, the process group, what is done to the model, activation offload, the optimizer, what a run writes,
-and `main`, which is the whole training run from top to bottom. Every flag is one call in `main`.
+Below: the flags, the process group, what is done to the model, activation offload, the optimizers, the memory plan, what
+a run writes, and `run`, which is a whole training run from top to bottom. Every flag is one call in `run`.
 """
 
 import argparse
@@ -330,23 +330,26 @@ def set_precision_(model, precision):
     model.compute_dtype = frozen
 
 
+class Recomputing:
+    """Context in which a block knows that its forward runs for the second time."""
+
+    def __init__(self, block):
+        self.block = block
+
+    def __enter__(self):
+        self.block.recomputing = True
+
+    def __exit__(self, *_):
+        self.block.recomputing = False
+
+
 def checkpoint_activations_(model, preserve_rng):
     """Keeps each block's input and recomputes the rest in the backward: 2*D bytes a token and layer in bf16, not about
     34*D, for at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back for the same mask."""
-
-
-    @contextlib.contextmanager
-    def recomputing(block):
-        block.recomputing = True
-        try:
-            yield
-        finally:
-            block.recomputing = False
-
     for block in model.model.layers:
         block.forward = functools.partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=preserve_rng,
-            context_fn=lambda block=block: (contextlib.nullcontext(), recomputing(block)),
+            context_fn=lambda block=block: (contextlib.nullcontext(), Recomputing(block)),
         )
 
 
@@ -376,7 +379,7 @@ def shard_bytes_on_old_torch_():
     _fsdp_param.bytes_fixed = True
 
 
-def shard_(model, device, precision, reshard, shard_embeddings, offload_params, pin, chunked_ce):
+def shard_(model, device, precision, reshard, shard_embeddings, offload_params, chunked_ce, pin=False):
     """FSDP2 (arXiv:2304.11277, each parameter sharded on dim 0): a block is gathered before it runs and freed after.
 
     One all-gather unit per block, one for the embedding and one for the head; what is left (the last norm) belongs to
@@ -1482,7 +1485,7 @@ def run(args, at, device, rank, world):
         checkpoint_activations_(model, preserve_rng=bool(args.lora_dropout))
     if args.fsdp2:
         shard_(model, device, args.precision, args.reshard_after_forward, args.shard_embeddings,
-               "params" in args.offload, pin, args.chunked_ce)
+               "params" in args.offload, args.chunked_ce, pin)
     model.to_empty(device="cpu" if "params" in args.offload else device)
     model.tie_()
     started = time.perf_counter()
