@@ -1053,8 +1053,11 @@ def way_to_fit(args, c, world, tokens, cuda, room):
 OVERHEAD = 2**30  # assumed for CUDA's context, NCCL and fragmentation; not measured
 
 
-def print_plan(args, c, world, tokens, cuda, room, place):
-    """The plan as a table, whether it fits into `room` bytes of `place` (None: not known), and what would make it fit."""
+def print_plan(args, c, world, tokens, cuda, room, place, host_room=None):
+    """The plan as a table, whether it fits into `room` bytes of `place` (None: not known), and what would make it fit.
+
+    host_room: bytes of host memory that a rank may take, None where it is not known.
+    """
     moments, host = plan(args, c, world, tokens, cuda)
     name, peak = peak_of(moments)
     unit, unit_name = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
@@ -1068,7 +1071,9 @@ def print_plan(args, c, world, tokens, cuda, room, place):
             print(f"  {kind:<22}" + "".join(f"{value / unit:>22.2f}" for value in values))
     if host:
         parts = ", ".join(f"{kind} {n / unit:.2f}" for kind, n in host.items() if n)
-        print(f"  host memory of a rank: {sum(host.values()) / unit:.2f} {unit_name} ({parts}) beside the process itself")
+        wanted = sum(host.values())
+        print(f"  host memory of a rank: {wanted / unit:.2f} {unit_name} ({parts}) beside the process itself" + (
+            "" if host_room is None or wanted <= host_room else f": does not fit, {host_room / unit:.2f} of it are free"))
     if room is None:
         return
     need = peak + OVERHEAD * cuda
@@ -1101,7 +1106,7 @@ def dry_run(args):
 def room_for(device, gpu_gib):
     """Bytes that the plan has to fit into; with --gpu_gib the process is held to them. On a CPU free memory, or None."""
     if device.type != "cuda":
-        return memory_available() if gpu_gib is None else gpu_gib * 2**30
+        return host_share() if gpu_gib is None else gpu_gib * 2**30
     total = torch.cuda.get_device_properties(device).total_memory
     if gpu_gib is None:
         return total
@@ -1109,11 +1114,12 @@ def room_for(device, gpu_gib):
     return min(total, gpu_gib * 2**30)
 
 
-def memory_available():
-    """Bytes of host memory that are free, or None where the system does not say."""
+def host_share():
+    """Bytes of free host memory for each rank of this machine, or None where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     except (OSError, StopIteration):
         return None
 
@@ -1472,11 +1478,12 @@ def run(args, at, device, rank, world):
     at["args"] = planned
     moments, host = plan(planned, config, world, at["tokens"], cuda)
     # pinned memory cannot be swapped or reclaimed: where it would take nearly all, slower copies are the better choice
-    pin = cuda and sum(host.values()) * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < 0.8 * (memory_available() or math.inf)
+    pin = cuda and sum(host.values()) < 0.8 * (host_share() or math.inf)
     if rank == 0:
         print_start(args, model, source, device, world, n_trained, defer_sync, pin)
         print_plan(planned, config, world, at["tokens"], cuda, card,
-                   "--gpu_gib" if args.gpu_gib else "the card" if cuda else "this machine's free memory")
+                   "--gpu_gib" if args.gpu_gib else "the card" if cuda else "a rank's share of free memory",
+                   host_share() if cuda else None)
     if args.memory_snapshot and cuda:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     if args.tiled_mlp:

@@ -359,7 +359,7 @@ def show(title, theirs, shared, cases, args):
         gib, speed, why = None, None, None
         if room and peak + train.OVERHEAD > room:
             why = "plan exceeds the card"
-        elif (room or args.model) and least_host > 0.9 * (train.memory_available() or math.inf):
+        elif (room or args.model) and least_host > 0.9 * (train.host_share() or math.inf):
             why = "plan exceeds free host memory"
         elif room or args.model:
             print(f"{case.name}: {' '.join(flags)}, rank 0 of {case.world}", file=sys.stderr, flush=True)

@@ -132,8 +132,8 @@ def write_models(root):
 
 
 def run_counted(folders, out, model, tokens, world, flags):
-    """A run of two steps -> {"planned", "counted", "host": bytes, "moments": {name: bytes}}."""
-    argv = ["--model", folders[model], "--random_init", "--data", folders["text"], "--seq_len", tokens, "--steps", 2,
+    """A run of one step, at whose start all state exists -> {"planned", "counted", "host": bytes, "moments": {name: bytes}}."""
+    argv = ["--model", folders[model], "--random_init", "--data", folders["text"], "--seq_len", tokens, "--steps", 1,
             "--precision", "fp32", "--sample", "", "--out", out / "out", *flags.split()]
     log, result = out / "log", out / "result"
     codes = start_ranks(1, count, ([str(arg) for arg in argv], world, str(result)), [log])
