@@ -289,22 +289,14 @@ def train_case(case):
     """train.py as rank 0 of `world` -> (peak GiB, tok/s of this rank, None) or (None, None, what went wrong)."""
     flags, world, steps = case
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from conftest import start_fake_group
 
     import train
-
-    def own_chunk(scatter):
-        # older fake groups leave the output as it was: uninitialized gradients, which may be nan and would end the run
-        def reduce_scatter(output, input, *args, **kwargs):
-            output.copy_(input.chunk(world)[0])
-            return scatter(output, input, *args, **kwargs)
-
-        return reduce_scatter
 
     def init_processes(distributed):
         device, *_ = real_init(distributed and world == 1)
         if world > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+            start_fake_group(world)
         return device, 0, world
 
     def export(*_):
@@ -313,9 +305,6 @@ def train_case(case):
     def report_out_of_memory(args, at, error):
         raise Stop(f"out of memory: {at['phase']}, step {at['step']}")
 
-    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-        if world > 1 and hasattr(dist, name):
-            setattr(dist, name, own_chunk(getattr(dist, name)))
     real_init, train.init_processes = train.init_processes, init_processes
     train.export, train.report_out_of_memory = export, report_out_of_memory
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import HERE, SHAPE, start_ranks
+from conftest import HERE, SHAPE, start_fake_group, start_ranks
 
 MODELS = {
     "gqa": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 768,
@@ -52,27 +52,14 @@ def count(argv, world, result):
     """Runs train.main as rank 0 of `world`, up to the export, and writes planned and counted bytes."""
     import numpy as np
     import torch
-    import torch.distributed as dist
     from torch.profiler import profile
 
     import model as lm
     import train
 
-    def alone(output=None, input=None, output_tensor=None, input_tensor=None, **_):
-        output, given = (output_tensor, input_tensor) if output is None else (output, input)
-        if output.numel() > given.numel():
-            output.view(world, -1)[1:] = given.view(1, -1)  # the first row is where `given` lies
-        else:
-            output.copy_(given.view(world, -1)[0])
-
     def init_processes(distributed):
         if world > 1 or distributed:
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
-            dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-            # the fake ones leave what they should write uninitialised: every rank holds what rank 0 holds
-            for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
-                setattr(dist, name, alone)
+            start_fake_group(world)
         return torch.device("cpu"), 0, world
 
     seen, load, parse = {}, lm.load_weights_, train.parse_args
