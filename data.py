@@ -17,6 +17,7 @@ order however it is split over ranks and micro-batches, and the loader's whole p
 
 import ast
 import bisect
+import functools
 import inspect
 import itertools
 import json
@@ -307,6 +308,10 @@ class Documents:
     tokens: np.ndarray
     supervised: np.ndarray
     starts: np.ndarray
+
+    def crc(self):
+        """A checksum of what is trained on."""
+        return functools.reduce(lambda crc, array: zlib.crc32(array, crc), (self.tokens, self.supervised, self.starts), 0)
 
 
 def tokenize(sources, tokenizer, seq_len, train_on, vocab_size, progress):

@@ -31,7 +31,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -667,11 +666,33 @@ def read_json(path):
     """A JSON object from a file. ValueError names the file and the place."""
     try:
         value = json.loads(Path(path).read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits, endless brackets
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object")
     return value
+
+
+def mix(x):
+    """Index -> 32 well mixed bits (MurmurHash3's finalizer). For an int or an int64 tensor."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = x & 0xFFFFFFFF
+        x = (x ^ x >> shift) * factor
+    return x
+
+
+def fingerprint(name, rows, start):
+    """A sum modulo 2**64 over the bits of each number times an odd factor of its place: it changes with any number that
+    changes, and the ranks' sums over their rows add up to the same, however the rows are cut. Not for security."""
+    width = math.prod(rows.shape[1:])
+    words_NW = rows.reshape(len(rows), width).view(torch.int16 if rows.itemsize == 2 else torch.int32)
+    cols_W, total = mix(torch.arange(width, device=rows.device)) | 1, torch.zeros((), dtype=torch.int64, device=rows.device)
+    n = max(1, (1 << 20) // width)  # rows at a time: 16 MiB of int64
+    for at in range(0, len(rows), n):
+        sums_N = words_NW[at : at + n].long().mul_(cols_W).sum(1)
+        places_N = torch.arange(start + at, start + at + len(sums_N), device=rows.device)
+        total += (sums_N * (mix(places_N + zlib.crc32(name.encode())) | 1)).sum()
+    return int(total)
 
 
 def local(param):
@@ -684,20 +705,24 @@ def local(param):
 
 
 @torch.no_grad()
-def load_weights_(model, source, adapter, seed, device, progress):
+def load_weights_(model, source, adapter, seed, device, progress, frozen_only=False):
     """Fills the parameters of a sharded, quantized, adapted model. A rank reads the rows it keeps and no others.
 
-    source: Checkpoint or RandomWeights; adapter: Checkpoint of a PEFT adapter, or None for a fresh one. Peak: one
-    tensor's local rows above the model, in the checkpoint's dtype (and in float32 on `device` while quantizing).
+    source: Checkpoint or RandomWeights; adapter: Checkpoint of a PEFT adapter, or None for a fresh one; frozen_only:
+    leave out what trains, which comes from a checkpoint of the run. Peak: one tensor's local rows above the model, in
+    the checkpoint's dtype (and in float32 on `device` while quantizing). -> the fingerprint of the frozen rows.
     """
-    params = dict(model.named_parameters())
+    params, total = dict(model.named_parameters()), 0
     for name in tqdm(params, "loading weights", unit="tensor", disable=not progress, leave=False):
         out, start = local(params[name])
         stop = start + out.shape[0]
         if start == stop or name.endswith("weight_scales"):  # an empty shard, or written along with the codes
             continue
+        if frozen_only and params[name].requires_grad:
+            continue
         if name.endswith("weight_codes"):
             rows = source.rows(name.removesuffix("_codes"), start, stop).to(device)
+            total += fingerprint(name, rows, start)
             try:
                 codes, scales = nf4.quantize(rows)
             except ValueError as error:
@@ -712,11 +737,14 @@ def load_weights_(model, source, adapter, seed, device, progress):
             bound = out.shape[1] ** -0.5
             out.copy_(random_rows(name, out.shape[1], start, stop, seed, "cpu", uniform=True).mul_(bound))
         else:
-            out.copy_(source.rows(name, start, stop))
+            rows = source.rows(name, start, stop)
+            total += 0 if params[name].requires_grad else fingerprint(name, rows, start)
+            out.copy_(rows)
         duplicate = name == "model.embed_tokens.weight" and HEAD not in params and HEAD in source.tensors
         if duplicate and not torch.equal(source.rows(name, start, stop), source.rows(HEAD, start, stop)):
             raise ValueError(f"config.json ties the head to the embedding, but the checkpoint's {HEAD} differs: "
                              "set tie_word_embeddings to false")
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)  # an int64 again, so that ranks can add theirs
 
 
 # ---------------------------------------------------------------- writing models and adapters
@@ -756,19 +784,47 @@ def merged_tensors(source, names, adapter, scale):
         yield name, w.to(source.dtype(name))
 
 
-def write_safetensors(tensors, path):
-    save_file(tensors, path, metadata={"format": "pt"})  # older transformers refuse a file without the format
-    os.umask(mask := os.umask(0))
-    path.chmod(0o666 & ~mask)  # safetensors writes files that only their owner can read
+DTYPE_NAMES = {dtype: name for name, dtype in Checkpoint.DTYPES.items()} | {torch.uint8: "U8"}
 
 
-def save_model(tensors, sizes, out, raw_config, tokenizer_folder, config_folder, write):
+class SafetensorsFile:
+    """Writes a safetensors file tensor by tensor, in any order: the header, which comes first, is known from `layout`,
+    {name: (shape, dtype)}. safetensors' own writer wants all tensors of a file in memory, and copies them there."""
+
+    def __init__(self, path, layout, **metadata):
+        header, self.at, end = {"__metadata__": {"format": "pt", **metadata}}, {}, 0  # older transformers ask for "format"
+        for name, (shape, dtype) in sorted(layout.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
+            start, end = end, end + math.prod(shape) * dtype.itemsize  # wide numbers first: all of them are aligned
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            self.at[name] = start
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self.file = open(path, "wb")  # noqa: SIM115
+        self.head = len(text).to_bytes(8, "little") + text
+        self.file.write(self.head)
+
+    def write(self, name, tensor):
+        """-> the bytes, as numpy."""
+        self.file.seek(len(self.head) + self.at.pop(name))
+        written = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        self.file.write(written)
+        return written
+
+    def close(self):
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        assert not self.at, f"{self.file.name}: never written: {list(self.at)}"
+
+
+def save_model(tensors, layout, out, raw_config, tokenizer_folder, config_folder, write):
     """Writes a Hugging Face folder from an iterator of (name, tensor): config and tokenizer files byte for byte,
-    weights in files of at most 5 GB, one of them in memory at a time.
+    weights in files of at most 5 GB, one tensor in memory at a time.
 
     Every rank iterates, since the iterator may gather shards, and only the one with `write` writes; an error there is
-    raised when all have iterated. sizes: {name: bytes} in the iterator's order, so that file names are known at once.
+    raised when all have iterated. layout: {name: (shape, dtype)} in the iterator's order.
     """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.items()}
     shards, room = [[]], SHARD_BYTES
     for name, size in sizes.items():
         if size > room and shards[-1]:
@@ -779,26 +835,29 @@ def save_model(tensors, sizes, out, raw_config, tokenizer_folder, config_folder,
     files = ["model.safetensors"]
     if len(shards) > 1:
         files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    error, tensors = None, iter(tensors)
-    for file, names in zip(files, shards):
-        shard = {}
+    error = file = None
+    tensors = iter(tensors)
+    for path, names in zip(files, shards, strict=True):
         for name in names:
             came, tensor = next(tensors)
             assert came == name, f"{came} came, {name} was planned"
-            if write and not error:
-                shard[name] = tensor.contiguous()
-        if write and not error:
+            if not write or error:
+                continue
             try:
-                need_space(out, sum(sizes[name] for name in names))
-                write_safetensors(shard, out / file)
-            except (OSError, ValueError, SafetensorError) as caught:
+                if name == names[0]:
+                    need_space(out, sum(sizes.values()) if path == files[0] else 0)
+                    file = SafetensorsFile(out / path, {other: layout[other] for other in names})
+                file.write(name, tensor)
+                if name == names[-1]:
+                    file.close()
+            except (OSError, ValueError) as caught:
                 error = caught
     if error:
         raise ValueError(f"{out}: not written: {error}")
     if not write:
         return
     if len(shards) > 1:
-        weight_map = {name: file for file, names in zip(files, shards) for name in names}
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     if config_folder is not None:
@@ -813,8 +872,11 @@ def save_model(tensors, sizes, out, raw_config, tokenizer_folder, config_folder,
 def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
     """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them. tensors: {name: tensor}."""
     need_space(out, sum(t.nbytes for t in tensors.values()))
-    named = {PEFT_PREFIX + name: t.contiguous() for name, t in tensors.items()}
-    write_safetensors(named, out / "adapter_model.safetensors")
+    layout = {PEFT_PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    file = SafetensorsFile(out / "adapter_model.safetensors", layout)
+    for name, tensor in tensors.items():
+        file.write(PEFT_PREFIX + name, tensor)
+    file.close()
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": alpha,
         "lora_dropout": dropout, "bias": "none", "target_modules": list(targets), "fan_in_fan_out": False,
@@ -854,4 +916,4 @@ def need_space(folder, n_bytes):
     """ValueError when the disk below `folder` has less than `n_bytes` (and a little) left."""
     free = shutil.disk_usage(folder).free
     if free < n_bytes * 1.01 + (1 << 20):
-        raise ValueError(f"{folder}: {n_bytes / 2**30:.2f} GiB to write, {free / 2**30:.2f} GiB free on this disk")
+        raise ValueError(f"{folder}: {n_bytes / 2**30:.3g} GiB to write, {free / 2**30:.3g} GiB free on this disk")

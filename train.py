@@ -19,21 +19,32 @@ import json
 import math
 import os
 import platform
+import re
 import resource
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+import uuid
+import warnings
 import weakref
-from datetime import datetime
+import zlib
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import safetensors
 import tokenizers
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -61,6 +72,13 @@ def positive(kind):
 def not_negative(text):
     value = float(text)
     if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected zero or a positive number")
+    return value
+
+
+def not_negative_int(text):
+    value = int(text)
+    if value < 0:
         raise argparse.ArgumentTypeError(f"{text}: expected zero or a positive number")
     return value
 
@@ -140,7 +158,17 @@ def parse_args(argv=None):
     add("--seed", type=int, default=0, help="of data order, adapters, random weights and dropout (default: 0)")
 
     add = parser.add_argument_group("run").add_argument
-    add("--out", metavar="DIR", help="folder of the run, must not hold one already (default: out/<date-time>)")
+    add("--out", metavar="DIR", help="folder of the run; one that holds a run needs --resume (default: out/<date-time>)")
+    add("--save_every", type=not_negative_int, default=500, metavar="STEPS", help="steps between checkpoints, and one at the "
+        "end; 0: only when told to stop by SIGTERM or SIGUSR1 (default: 500)")
+    add("--keep", type=whole, default=2, metavar="N", help="newest checkpoints that stay (default: 2)")
+    add("--resume", nargs="?", const="auto", metavar="DIR", help="continue from the newest complete checkpoint of --out, or "
+        "without --out of the newest run under out/, or start there if there is none; or from a checkpoint or a run DIR "
+        "(default: a new run)")
+    add("--async_save", action="store_true", help="copy a checkpoint to host memory and write it in the background "
+        "(default: off)")
+    add("--timeout", type=positive_float, default=1800.0, metavar="SECONDS", help="when no rank has moved for so long, name "
+        "the late one and end the run (default: 1800)")
     add("--log_every", type=whole, default=10, metavar="STEPS", help="steps between log lines (default: 10)")
     add("--eval_every", type=whole, metavar="STEPS", help="steps between evaluations (default: at the end only)")
     add("--dry_run", action="store_true", help="print the memory plan of --world GPUs and exit; needs no GPU, no weights, no "
@@ -192,6 +220,8 @@ def parse_args(argv=None):
         parser.error("--optim_in_backward needs --grad_accum 1: gradients are freed as they arrive")
     if args.optim_in_backward and args.clip:
         parser.error("--optim_in_backward and --clip: the norm of all gradients is known when they are gone, leave out --clip")
+    if args.async_save and not args.save_every:
+        parser.error("--async_save and --save_every 0: there is nothing to write, leave one out")
     if not 0 <= args.seed < 1 << 63:
         parser.error("--seed must be zero or a positive number")
     if args.eval_every and not args.eval_data:
@@ -213,8 +243,11 @@ def parse_args(argv=None):
 # ---------------------------------------------------------------- processes
 
 
-def init_processes(distributed):
-    """-> (device, rank, world). Under torchrun from its environment; `distributed` alone makes a world of one."""
+def init_processes(distributed, timeout=1800.0):
+    """-> (device, rank, world, store). Under torchrun from its environment; `distributed` alone makes a world of one.
+
+    store: the key-value store that the ranks met at, None in a world of one. timeout: seconds, of a collective.
+    """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
     local_rank, local_world = (int(os.environ.get(key, default)) for key, default in
                                (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
@@ -227,8 +260,12 @@ def init_processes(distributed):
         torch.cuda.set_device(device)
     # gloo beside NCCL: what lives on the CPU (offloaded parameters, tokens, error flags) has collectives too
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = None
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        wait = timedelta(seconds=timeout + 60)  # the watch is there to speak first
+        store, rank, world = next(rendezvous("env://", timeout=wait))
+        store = dist.PrefixStore(name_of_start(store, rank, world, timeout), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
     elif distributed:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     # torchrun sets OMP_NUM_THREADS=1, which would leave the CPU's products and the offloaded AdamW on one core a rank
@@ -236,18 +273,54 @@ def init_processes(distributed):
     torch.set_num_threads(max(1, cores // local_world))
     if local_rank:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # the first process of a node shows them for all
-    return device, *((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1))
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return device, rank, world, store if world > 1 else None
+
+
+def name_of_start(store, rank, world, timeout):
+    """A name that the processes of this start have in common and those of no earlier one.
+
+    torchrun keeps its store when it starts the ranks again, and gloo and NCCL then find the addresses of dead processes
+    in it: on torch 2.11 and 2.13 most restarts hang or fail (pytorch #135712). Each agent counts restarts for itself, so
+    the count is no name. Here rank 0 answers the processes that live, each by a word of its own.
+    """
+    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    if rank:
+        store.set(f"hello {rank}", word)
+        name = store.get(f"welcome {word}").decode()
+        store.set(f"joined {name} {rank}", "")
+        return name
+    missing = set(range(1, world))
+    while missing:
+        for other in list(missing):
+            if store.check([f"hello {other}"]):
+                store.set("welcome " + store.get(f"hello {other}").decode(), word)
+            if store.check([f"joined {word} {other}"]):
+                missing.remove(other)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"ranks that have not come within {timeout:g} s (--timeout): {sorted(missing)}")
+        time.sleep(0.002)
+    return word
 
 
 @contextlib.contextmanager
-def together(rank, world):
+def together(rank, world, store):
     """An input error (ValueError, OSError) inside the block on any rank ends all of them, with one message. Without
-    this, the ranks that saw no error would wait in their next collective until its timeout."""
+    this, the ranks that saw no error would wait in their next collective until its timeout.
+
+    Who is done first waits at the store, not in a collective: one rank's slow work (tokenizing a large file, a slow
+    disk) runs into no timeout of the others.
+    """
     error = None
     try:
         yield
     except (ValueError, OSError) as caught:
         error = caught
+    if store is not None:
+        meeting, pause = (store.add("arrivals", 1) - 1) // world + 1, 0.0005
+        while store.add("arrivals", 0) < meeting * world:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
     first = torch.tensor(rank if error else world)
     if world > 1:
         dist.all_reduce(first, dist.ReduceOp.MIN)
@@ -544,14 +617,6 @@ def code_levels(device):
     return (torch.cat([FLOATS[:128] - 2, 2 - FLOATS[:128]]) / M_TOP).to(device), (FLOATS / V_TOP).to(device)
 
 
-def mix(x):
-    """Index -> 32 well mixed bits (MurmurHash3's finalizer). For an int or an int64 tensor."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        x = x & 0xFFFFFFFF
-        x = (x ^ x >> shift) * factor
-    return x
-
-
 def dither_words(step, number, start, stop, D, device):
     """Odd int32 factors for rows start..stop of the number-th parameter: rows_3N (for m, v, the weight) and cols_D.
 
@@ -559,10 +624,10 @@ def dither_words(step, number, start, stop, D, device):
     elements or steps, for one multiplication. They depend on place and step alone: no world size changes them, and
     there is no generator to save. torch.rand takes six times as long or more on one CPU core, and uses no other.
     """
-    key = mix(mix(step) + number)  # plain ints: nothing is copied to the device
+    key = lm.mix(lm.mix(step) + number)  # plain ints: nothing is copied to the device
     rows_N, cols_D = torch.arange(start, stop, device=device), torch.arange(D, device=device)
-    rows_3N = torch.stack([mix(mix(key + salt) + rows_N) for salt in (1, 2, 3)])
-    return (rows_3N | 1).to(torch.int32), (mix(key + cols_D) | 1).to(torch.int32)
+    rows_3N = torch.stack([lm.mix(lm.mix(key + salt) + rows_N) for salt in (1, 2, 3)])
+    return (rows_3N | 1).to(torch.int32), (lm.mix(key + cols_D) | 1).to(torch.int32)
 
 
 def drop_bits(x, dither, n):
@@ -755,17 +820,22 @@ class StepInBackward:
         return self.norm_squared.sqrt()
 
 
-def evaluate(model, loader, device, world):
-    """-> (mean loss per supervised token, number of those), over all rows once, through the loss path of training."""
+def evaluate(model, loader, device, world, interrupted=lambda: False):
+    """-> (mean loss per supervised token, number of those), over all rows once, through the loss path of training; None
+    once interrupted(), asked by all ranks before each batch, is true."""
     model.eval()
     loss_sum, n = torch.zeros((), dtype=torch.float64, device=device), 0
     with torch.no_grad():
         for batch in loader.once():
+            if stopped := interrupted():
+                break
             b = batch.to(device)
             loss_sum += model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
             n += len(b.keep_S)
     model.train()
     lm.reshard_(model)
+    if stopped:
+        return None
     sums = torch.tensor([loss_sum, n], dtype=torch.float64)
     if world > 1:
         dist.all_reduce(sums)
@@ -847,6 +917,8 @@ def plan(args, c, world, tokens, cuda):
     if "params" in args.offload:
         host = {**always, "gradients": n_trained * kept}
         always = {}
+    if args.async_save:
+        host["copy of a checkpoint"] = n_trained * kept + L * state(trained) + full * state(outside)
     largest = max(share([shape]) for shape in [*trained, *ends * full])
     in_step = 0 if args.fused_adamw else 3 * kept * largest
     if args.optim == "adamw8bit" or args.stochastic_rounding:
@@ -1172,15 +1244,532 @@ def report_out_of_memory(args, at, error):
             part.replace(out / "memory.pickle")
 
 
-# ---------------------------------------------------------------- what a run writes
+# ---------------------------------------------------------------- checkpoints
+
+STATE = "trainer_state.json"  # the last file of a checkpoint; a folder that lacks it is none
+FORMAT = 1
+REMOVE = "remove this checkpoint to continue from an older one"
+
+
+def training_tensors(model, optimizer):
+    """{name: tensor or DTensor} of all that training changes, as it lies in memory: trained weights and their optimizer
+    state. Frozen weights are not in it: their fingerprint is in trainer_state.json."""
+    lm.reshard_(model)
+    tensors = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            tensors[f"model.{name}"] = p.detach()
+            tensors |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[p].items()}
+    return tensors
+
+
+def random_state(rank, device):
+    """{name: bytes} of this rank's generators."""
+    state = {f"random.{rank}.cpu": torch.get_rng_state()}
+    return state | ({f"random.{rank}.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def checkpoints(out):
+    """[(step, folder)] of the complete checkpoints below a run's folder, oldest first."""
+    named = [(re.fullmatch(r"checkpoint-(\d{1,12})", path.name, re.ASCII), path) for path in Path(out).glob("checkpoint-*")]
+    return sorted((int(match[1]), path) for match, path in named if match and (path / STATE).is_file())
+
+
+def sync(path):
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """Plans from the live tensors, of which it needs shapes and places only, and writes copies of them."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.copies = copies
+
+    def lookup_object(self, index):
+        return self.copies[index.fqn]
+
+
+class ShardWriter(HuggingFaceStorageWriter):
+    """The same file, a rank's shards in safetensors with their offsets, tensor by tensor: torch's own makes the whole
+    file in host memory first, twice, and holds Python's lock meanwhile. `files` is {name: [size, checksum]}."""
+
+    files = {}
+
+    def write_data(self, plan, planner):
+        items = {item.index.fqn: item for item in plan.items}
+        if items:
+            path = Path(self.path, f"shard-{plan.storage_data['shard_index']:05}-model-00001-of-00001.safetensors")
+            layout = {name: (tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype)
+                      for name, item in items.items()}
+            places = {name: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for name, item in items.items()}
+            file = lm.SafetensorsFile(path, layout, DCP_SHARDING_INFO=json.dumps(places), DCP_VERSION="1.0")
+            crc = zlib.crc32(file.head)
+            with contextlib.closing(file.file):  # also where the disk is full: its space is free again
+                for name in list(file.at):  # in the order of the file
+                    crc = zlib.crc32(file.write(name, planner.resolve_data(items[name]).detach().cpu()), crc)
+                file.close()
+            self.files = {path.name: [path.stat().st_size, crc]}
+        done = torch.futures.Future()
+        done.set_result([])
+        return done
+
+
+class Saver:
+    """Writes checkpoint-<step>/ with torch.distributed.checkpoint: each rank its shards, as safetensors.
+
+    Written beside its place, synced, and committed by one rename; only then older ones go. A disk that fails or is full
+    costs this save and nothing else: the folder is removed, the reason said, and training goes on. In the background
+    (--async_save) the same runs in a thread on a copy in host memory, with collectives of its own, one at a time.
+    """
+
+    def __init__(self, out, keep, background, rank, world, log, newest):
+        self.out, self.keep, self.background, self.rank, self.world, self.log = Path(out), keep, background, rank, world, log
+        self.group = None
+        self.step = newest  # of the last save, complete or under way
+        self.copies, self.thread, self.error, self.seconds, self.gib = {}, None, None, 0.0, 0.0
+
+    def meet(self):
+        """The process group of the ranks' writers, None in a world of one: gloo, apart from training's collectives, and a
+        slow disk runs into no timeout of it."""
+        if self.world > 1 and self.group is None:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+        return self.group
+
+    def save(self, step, tensors, state):
+        """All ranks, after step `step`. tensors: as training_tensors() and random_state() give them; state: JSON."""
+        self.finish()
+        if step == self.step:
+            return
+        self.step, self.stall, started = step, 0.0, time.perf_counter()
+        self.meet()
+        if not self.background:
+            self.attempt(step, tensors, state)
+        else:
+            for name, tensor in tensors.items():
+                tensor = lm.local(tensor)[0] if isinstance(tensor, DTensor) else tensor
+                if name not in self.copies:
+                    self.copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                self.copies[name].copy_(tensor, non_blocking=True)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.thread = threading.Thread(target=self.attempt, args=(step, tensors, state), daemon=True)
+            self.thread.start()
+        self.stand_still(started)
+        if not self.background:
+            self.report()
+
+    def stand_still(self, started):
+        self.stall += time.perf_counter() - started
+        self.log.mark += time.perf_counter() - started  # no part of a step's time
+
+    def finish(self, wait=True):
+        """Ends a save in the background, or with wait=False only if it is done."""
+        if self.thread is not None and (wait or not self.thread.is_alive()):
+            started = time.perf_counter()
+            self.thread.join()
+            self.stand_still(started)
+            self.thread = None
+            self.report()
+
+    def report(self):
+        """What became of the last save; all but a failing disk is raised."""
+        error, self.error = self.error, None
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        self.log.write_save(self.step, self.gib, self.seconds, self.stall, error)
+        self.step = None if error else self.step
+
+    def attempt(self, step, tensors, state):
+        started = time.perf_counter()
+        part = self.out / f"checkpoint-{step}.part"
+        try:
+            self.write(part, tensors, state)
+        except BaseException as error:  # of DCP too; raised by report(), in the thread of the training loop
+            if isinstance(error, OSError) and self.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+            self.error = error
+        self.seconds = time.perf_counter() - started
+
+    def write(self, part, tensors, state):
+        n_bytes = sum(lm.local(t)[0].nbytes if isinstance(t, DTensor) else t.nbytes * (self.rank == 0)
+                      for t in tensors.values())
+        sizes = self.gather(n_bytes)
+        self.gib = sum(sizes) / 2**30
+        self.agree(lambda: self.prepare(part, sum(sizes)) if self.rank == 0 else None)
+        files = self.gather(self.agree(lambda: self.store(part, tensors)))
+        files = {name: entry for theirs in files for name, entry in theirs.items()}
+        self.agree(lambda: self.commit(part, state | {"files": files}) if self.rank == 0 else None)
+
+    def gather(self, value):
+        values = [value] * self.world
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, work):
+        """work() on each rank -> its result; OSError on all of them where one has failed."""
+        result = error = None
+        try:
+            result = work()
+        except (OSError, ValueError) as caught:
+            error = str(caught)
+        for rank, reason in enumerate(self.gather(error)):
+            if reason:
+                raise OSError(f"rank {rank}: {reason}" if self.world > 1 else reason)
+        return result
+
+    def prepare(self, part, n_bytes):
+        for left in self.out.glob("checkpoint-*.part"):  # of a save that was cut off
+            shutil.rmtree(left, ignore_errors=left != part)  # another one that stays is no reason not to save
+        lm.need_space(self.out, n_bytes)
+        part.mkdir()
+
+    def store(self, part, tensors):
+        writer = ShardWriter(str(part), save_distributed=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of "assuming the intent is to save in a single process"
+                dcp.save(tensors, storage_writer=writer, planner=StagedPlanner(self.copies) if self.background else None,
+                         process_group=self.group, no_dist=self.group is None)
+        except CheckpointException as failed:
+            # the same on every rank: each raises its own, so that agree() names it
+            if not all(isinstance(cause, OSError) for cause, _ in failed.failures.values()):
+                raise RuntimeError(str(failed)) from failed
+            if self.rank in failed.failures:
+                raise failed.failures[self.rank][0] from failed
+        return writer.files
+
+    def commit(self, part, state):
+        target = part.with_suffix("")
+        (part / STATE).write_text(json.dumps(state, indent=2) + "\n")
+        sync(part / STATE)
+        sync(part)
+        part.rename(target)
+        try:
+            sync(self.out)
+        except OSError:
+            target.rename(part)  # not for sure on the disk, so said not to be written, and removed
+            raise
+        for _, old in checkpoints(self.out)[: -self.keep]:
+            gone = old.with_name(old.name + ".part")  # in one step: half a checkpoint must not look like a whole one
+            with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
+                old.rename(gone)
+                shutil.rmtree(gone)
+
+
+def crc_of(path):
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 24):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def find_run(out, resume, launcher):
+    """--out, --resume and the torchrun that has started this run again, if any -> (folder of the run, checkpoint to
+    continue from or None). ValueError where a run would be overwritten, or there is nothing to continue."""
+    fresh = Path("out") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    if resume not in (None, "auto"):
+        folder = Path(resume)
+        if not (folder / STATE).is_file():
+            if not (found := checkpoints(folder)):
+                raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
+            folder = found[-1][1]
+        run = folder.absolute().parent
+        if out is not None and Path(out).absolute() != run:
+            return free_out(out), str(folder)
+        newer = [path.name for step, path in checkpoints(run) if step > checkpoint_step(folder)]
+        if newer:
+            raise ValueError(f"--resume {resume}: {run} holds {newer[-1]}, which is newer: give another --out to branch off "
+                             "here, or remove the newer ones")
+        return str(folder.parent), str(folder)
+    runs = [path.parent for path in (Path("out").glob("*/args.json") if out is None else Path(out).glob("args.json"))]
+    if resume is None:  # torchrun has started this again after a failure: its own run goes on
+        runs = [run for run in runs if launcher and lm.read_json(run / "args.json").get("torchrun") == launcher]
+        if not runs:
+            return free_out(out or fresh), None
+    if out is None:
+        out = max(runs, key=lambda run: (run / "args.json").stat().st_mtime, default=fresh)
+    found = checkpoints(out)
+    if not found and (Path(out) / "final").exists():
+        raise ValueError(f"--out {out}: holds a finished run and no checkpoint to continue from: give another folder")
+    return str(out), str(found[-1][1]) if found else None
+
+
+def checkpoint_step(folder):
+    match = re.fullmatch(r"checkpoint-(\d{1,12})", Path(folder).name, re.ASCII)
+    return int(match[1]) if match else math.inf
 
 
 def free_out(out):
-    """The folder of the run, not made yet. ValueError where one already lies there."""
-    out = Path(out or Path("out") / datetime.now().strftime("%Y%m%d-%H%M%S"))
-    if (out / "args.json").exists() or (out / "final").exists():
-        raise ValueError(f"--out {out}: holds a run already, which is never overwritten: give another folder")
+    """The folder of a new run, not made yet. ValueError where one already lies there."""
+    out = Path(out)
+    if (out / "args.json").exists() or (out / "final").exists() or checkpoints(out):
+        raise ValueError(f"--out {out}: holds a run already, which is never overwritten: --resume continues it, or give "
+                         "another folder")
     return str(out)
+
+
+def read_state(folder, rank, world):
+    """trainer_state.json of a checkpoint, once its files are what it says: regular, of the size and with the checksum of
+    the save, and no other beside them. Each rank reads its part of them. ValueError names what is wrong."""
+    folder = Path(folder)
+    try:
+        state = lm.read_json(folder / STATE)
+    except ValueError as error:
+        raise ValueError(f"{error}; {REMOVE}") from error
+    kinds = {"format": int, "step": int, "world": int, "tokens": int, "first_loss": float, "settings": dict, "files": dict}
+    wrong = [key for key, kind in kinds.items() if type(state.get(key)) is not kind]
+    best = state.get("best_eval", {})
+    if best is not None and (type(best) is not dict or [type(best.get(key)) for key in ("step", "eval_loss")] != [int, float]):
+        wrong.append("best_eval")
+    if wrong or state["format"] != FORMAT or not 0 < state["step"] < 1 << 40 or not 0 < state["world"] <= 1 << 20:
+        raise ValueError(f"{folder / STATE}: not written by this version: {', '.join(wrong) or 'format, step or world'}; "
+                         + REMOVE)
+    files = state["files"]
+    for name, entry in files.items():
+        if not re.fullmatch(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", name, re.ASCII) or type(entry) is not list \
+                or [type(number) for number in entry] != [int, int]:
+            raise ValueError(f"{folder / STATE}: files: {name!r}: {entry!r}: expected a file name, its size and checksum; "
+                             + REMOVE)
+    found = {path.name: path for path in folder.iterdir()}
+    if unlike := found.keys() ^ {*files, STATE}:
+        raise ValueError(f"{folder}: missing or not written by the save: {lm.listing(unlike)}; {REMOVE}")
+    for path in found.values():
+        if path.is_symlink() or not path.is_file():
+            raise ValueError(f"{path}: expected a plain file; {REMOVE}")
+    for name, (size, crc) in list(files.items())[rank::world]:
+        if found[name].stat().st_size != size or crc_of(found[name]) != crc:
+            raise ValueError(f"{found[name]}: damaged since it was written; {REMOVE}")
+    return state
+
+
+def check_settings(folder, saved, settings):
+    """ValueError by name where a setting that changes the mathematics is not the one of the checkpoint."""
+    unlike = [f"{name} was {saved.get(name)}, is {value}" for name, value in settings.items() if saved.get(name) != value]
+    if unlike:
+        raise ValueError(f"--resume {folder}: " + "; ".join(unlike) + ": give what the checkpoint was made with, or start a "
+                         "new run with another --out")
+
+
+def check_tensors(folder, state, tensors, generators):
+    """Compares the headers of a checkpoint's files with `tensors`. ValueError names what is missing, not expected, of
+    another shape or dtype, or not covered exactly once by the shards. -> those of this rank's `generators` in it."""
+    wanted = {name: (lm.DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in (tensors | generators).items()}
+    rows = {name: [] for name in wanted}
+    for file in state["files"]:
+        try:
+            with safetensors.safe_open(Path(folder, file), framework="pt") as reader:
+                places = json.loads(reader.metadata()["DCP_SHARDING_INFO"])
+                parts = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
+                kept = {name: (part.get_dtype(), list(part.get_shape()), places[name]["saved_offsets"])
+                        for name, part in parts.items()}
+        except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{folder}: {file}: not as it was saved: {error!r}; {REMOVE}") from error
+        for name, (dtype, shape, offsets) in kept.items():
+            if name.startswith("random.") and name not in wanted:  # of another rank
+                continue
+            expected = wanted.get(name, ("", []))
+            if (dtype, shape[1:], len(shape)) != (expected[0], expected[1][1:], len(expected[1])) or type(offsets) is not list \
+                    or [type(number) for number in offsets] != [int] * len(shape) or any(offsets[1:]):
+                raise ValueError(f"{folder}: {file}: {name}: {dtype} {shape} at {offsets}, this run has "
+                                 f"{' '.join(map(str, wanted.get(name, ['no such tensor'])))}; {REMOVE}")
+            rows[name].append((offsets[0], offsets[0] + shape[0]) if shape else (0, 1))
+    found = {name: generators[name] for name in generators if rows[name]}
+    for name in tensors | found:
+        pieces = sorted(rows[name])
+        if [0, *(stop for _, stop in pieces)] != [*(start for start, _ in pieces), *(wanted[name][1] or [1])[:1]]:
+            raise ValueError(f"{folder}: {name}: rows {pieces} do not make {wanted[name][1]}; {REMOVE}")
+    return found
+
+
+def restore(folder, tensors, group):
+    """Reads a checkpoint into `tensors` in place."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), process_group=group, no_dist=group is None)
+    except CheckpointException as failed:
+        cause = next(iter(failed.failures.values()))[0]
+        raise ValueError(f"{folder}: not read: {cause!r}; {REMOVE}") from failed
+
+
+def rewind(path, step):
+    """Takes the rows after `step` out of metrics.jsonl: they are about to be made again. -> the rows that stay."""
+    rows = []
+    if path.exists():
+        for line in path.read_text("utf-8", "replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a process that was killed
+                rows.append(json.loads(line))
+        rows = [row for row in rows if isinstance(row, dict) and row.get("step", math.inf) <= step]
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def write_whole(path, text):
+    """Never half a file, wherever the process ends."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+# ---------------------------------------------------------------- signals and hangs
+
+
+class StopSignal:
+    """SIGTERM (a job's end, torchrun's own shutdown) or SIGUSR1 (SLURM's --signal) on any rank, seen by all at one step."""
+
+    def __init__(self, world):
+        self.world, self.number = world, 0
+        for number in STOP_SIGNALS:
+            signal.signal(number, self.note)
+
+    def note(self, number, _):
+        self.number = number
+
+    def asked(self):
+        """The signal's number, or 0. Collective: an all-reduce of one number on the CPU."""
+        number = torch.tensor(self.number)
+        if self.world > 1:
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+        return int(number)
+
+
+STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1
+HUNG = 5  # exit code
+
+
+def move(at, phase, **fields):
+    """Notes what this rank does now. All ranks make the same moves in the same order: who has made fewer is late."""
+    at.update(fields, phase=phase, moves=at["moves"] + 1, when=time.time())
+
+
+def ticking(at, items):
+    """The same items; each one shows that this rank is alive."""
+    for item in items:
+        at["when"] = time.time()
+        yield item
+
+
+def watch(at, store, timeout):
+    """Thread of each rank. When no rank has moved for `timeout` seconds it says where each one is and which are late,
+    and ends the run: a collective that hangs says nothing (torchtitan #3065). A slow rank that moves is left alone."""
+    rank, world, beat = at["rank"], at["world"], min(5.0, timeout / 10)
+    try:
+        while not at.get("over"):
+            time.sleep(beat)
+            where, waits = place_of_main_thread()
+            store.set(f"rank {rank}", json.dumps({**{key: at[key] for key in ("moves", "phase", "step", "when")},
+                                                  "where": where, "waits": waits, "heard": time.time()}))
+            if time.time() - at["when"] < timeout:
+                continue
+            known = [store.check([f"rank {other}"]) and json.loads(store.get(f"rank {other}")) for other in range(world)]
+            now = time.time()
+            if any(one and now - one["when"] < timeout for one in known):
+                continue
+            lost = [r for r, one in enumerate(known) if not one or now - one["heard"] > 4 * beat]
+            heard = [r for r in range(world) if r not in lost]
+            if rank == heard[0]:
+                fewest = min(known[r]["moves"] for r in heard)
+                late = lost or [r for r in heard if known[r]["moves"] == fewest]
+                late = lost or [r for r in late if not known[r]["waits"]] or late
+                print(f"train.py: error: no rank has moved for {timeout:g} s (--timeout). Late: rank "
+                      + ", ".join(map(str, late)), file=sys.stderr)
+                for r, one in enumerate(known):
+                    print(f"  rank {r}: " + (f"step {one['step']}, {one['phase']}, for {now - one['when']:.0f} s, at "
+                          f"{one['where']}" if one else "never heard of") + " (the process itself stands still)"
+                          * (r in lost), file=sys.stderr, flush=True)
+            else:
+                time.sleep(2 * beat)  # the first one speaks
+            os._exit(HUNG)
+    except RuntimeError:  # the store is gone with its rank: the collectives report that, unless this rank is in none
+        while not at.get("over"):
+            if time.time() - at["when"] > timeout:
+                os._exit(HUNG)
+            time.sleep(beat)
+
+
+def tick_and_call(at, function, *args):
+    at["when"] = time.time()
+    return function(*args)
+
+
+def place_of_main_thread():
+    """("file:line function" of this project's innermost frame and of the innermost of all, whether that waits for ranks)."""
+    frame, here, ours, waits = sys._current_frames()[threading.main_thread().ident], None, None, False
+    while frame is not None:
+        code = frame.f_code
+        place = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
+        here = here or place
+        if Path(code.co_filename).parent == Path(__file__).parent:
+            ours = ours or place
+        waits = waits or "torch/distributed" in code.co_filename or code.co_name == "together"
+        frame = frame.f_back
+    return (here if ours in (None, here) else f"{ours}, in {here}"), waits
+
+
+def first_not_finite(model, batches, scale, device):
+    """Runs the micro-batches of a step again -> where this rank first meets a number that is not finite, or None."""
+    found = []
+
+    def check(what, tensor):
+        # detached: autograd would save what isfinite() computes, and checkpointing count it
+        if not found and isinstance(tensor, torch.Tensor) and not tensor.detach().isfinite().all():
+            found.append(what)
+
+    def after(name, module, args, out):
+        check(f"the output of {name}", out)
+        if isinstance(out, torch.Tensor) and out.requires_grad:
+            out.register_hook(functools.partial(check, f"the gradient of the output of {name}"))
+
+    handles = [module.register_forward_hook(functools.partial(after, name or "the model"))
+               for name, module in model.named_modules()]
+    for batch in batches:
+        b = batch.to(device)
+        (model(b.tokens, b.targets, b.positions, b.spans, b.keep_S) * scale).backward()
+    for handle in handles:
+        handle.remove()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            check(f"the gradient of {name}", lm.local(p.grad)[0])
+    return found[0] if found else None
+
+
+def refuse_not_finite(args, model, loader, fine, start, step, device, rank, world, say):
+    """Ends a run whose loss or gradient is inf or nan: which step, rank and module, found by running that step again. No
+    weight has changed since."""
+    if args.optim_in_backward and args.fsdp2 and world > 1:
+        dist.all_reduce(fine, dist.ReduceOp.MIN)
+    broken = min(start + int(fine), step)
+    batches, counted = loader.step(broken, args.grad_accum)
+    if args.fsdp2:
+        model.set_requires_gradient_sync(True)
+    found = first_not_finite(model, batches, world / int(counted[0]), device)
+    places = [found]
+    if world > 1:
+        places = [None] * world
+        dist.all_gather_object(places, found)
+    met = {f"rank {r}: {place}" for r, place in enumerate(places) if place}
+    met = sorted(place for place in met if " output of " in place) or sorted(met)  # a reduced gradient reaches every rank
+    kept = ("Weights whose gradients came before it in that step" + ", and other ranks' shards," * args.fsdp2
+            + " were updated, none by it") if args.optim_in_backward else "No weight was changed by it"
+    say(f"train.py: error: the loss or a gradient is not finite at step {broken + 1}, first in "
+        f"{'; '.join(met) or 'a place that a second run of the step did not show'}. {kept}; checkpoints are as they were. "
+        "Lower --lr, raise --warmup, look at the data of this step")
+    leave()
+    raise SystemExit(NOT_FINITE)
+
+
+NOT_FINITE = 3  # exit code
+
+
+# ---------------------------------------------------------------- what a run writes
 
 
 def versions(world):
@@ -1190,19 +1779,27 @@ def versions(world):
     except OSError:  # no git on this machine
         commit = None
     modules = {m.__name__: m.__version__ for m in (torch, safetensors, tokenizers)}
-    return {"python": platform.python_version(), **modules, "world": world, "git_commit": commit}
+    return {"python": platform.python_version(), **modules, "world": world, "git_commit": commit, "torchrun": launcher()}
+
+
+def launcher():
+    """The torchrun process that has started this one, the same when it starts it again after a failure; None without."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    return run and f"{platform.node()} {os.getppid()} {run}"
 
 
 class Log:
     """metrics.jsonl and the same on the console; times and tokens are means over the steps since the last line."""
 
-    def __init__(self, out, say, steps, steps_per_epoch, device):
+    def __init__(self, out, say, steps, steps_per_epoch, device, start=0, n_trained_on=0, first=None, best=None):
         self.path, self.say, self.steps = out and Path(out) / "metrics.jsonl", say, steps
         self.steps_per_epoch, self.device = steps_per_epoch, device
         self.peak = next((peak for name, peak in PEAKS.items() if name in device_name(device)), None)
-        self.n_trained_on = self.n_tokens = self.n_steps = self.data_s = 0
+        self.n_tokens = self.n_steps = self.data_s = 0
         self.begin = self.mark = time.perf_counter()
-        self.first = self.last = None
+        # of a run that goes on: steps and trained tokens behind it, its first loss, its best evaluation
+        self.start, self.n_trained_on, self.first, self.best = start, n_trained_on, first, best
+        self.last = None
         self.peak_gib = 0.0
 
     def start_step(self):
@@ -1227,34 +1824,52 @@ class Log:
             "mem_reserved_gib": reserved_gib, "step_s": step_s, "data_s": self.data_s / self.n_steps,
         }
         self.append(row)
-        left = int((self.steps - step - 1) * (now - self.begin) / (step + 1))
+        left = int((self.steps - step - 1) * (now - self.begin) / (step + 1 - self.start))
         self.say(
             f"step {step + 1:>{len(str(self.steps))}}/{self.steps}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:<6.3g}  "
             f"{row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
             + f"mfu {row['mfu'] or 0:.1%}  " * bool(self.peak)
             + f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
         )
-        self.first, self.last = self.first or loss, loss
+        self.first, self.last = loss if self.first is None else self.first, loss
         self.mark, self.n_tokens, self.n_steps, self.data_s = now, 0, 0, 0.0
 
     def write_eval(self, step, loss, n, seconds):
-        self.append({"step": step + 1, "eval_loss": loss, "eval_tokens": n})
-        self.say(f"step {step + 1}  eval loss {loss:.4f} over {n:,} tokens")
+        row = {"step": step + 1, "eval_loss": loss, "eval_tokens": n}
+        self.append(row)
+        if self.best is None or loss < self.best["eval_loss"]:
+            self.best = row
+        self.say(f"step {step + 1}  eval loss {loss:.4f} over {n:,} tokens, best {self.best['eval_loss']:.4f} at step "
+                 f"{self.best['step']}")
         self.mark += seconds  # the steps since the last line took the rest
 
+    def write_save(self, step, gib, seconds, stall, error):
+        """step: 1, 2, ...; stall: seconds that the loop stood still; error: None, or why nothing was saved."""
+        if error:
+            self.say(f"checkpoint-{step} was not written: {error}. Older ones are untouched, training goes on")
+            return
+        self.append({"step": step, "checkpoint_gib": gib, "checkpoint_s": seconds, "checkpoint_stall_s": stall})
+        self.say(f"checkpoint-{step}: {gib:.3f} GiB written in {seconds:.2f} s, the loop stood still for {stall:.2f} s")
+
     def append(self, row):
-        if self.path:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
+        try:
+            if self.path:
+                with open(self.path, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+        except OSError as error:  # a full disk ends no training
+            self.say(f"{self.path}: not written: {error}")
 
     def close(self, planned_gib):
         gpu = self.device.type == "cuda"
+        self.peak_gib = self.peak_gib or memory_gib(self.device)[0]
         self.say(f"peak memory {self.peak_gib:.2f} GiB " + ("allocated" if gpu else "resident") + f", planned {planned_gib:.2f}"
                  + (f" ({planned_gib / self.peak_gib - 1:+.1%})" if gpu else
                     ": the plan counts tensors, the rest is the interpreter, torch, data and kernels' scratch"))
-        seconds = time.perf_counter() - self.begin
-        change = self.last / self.first - 1
-        self.say(f"{self.steps} steps in {seconds:.0f} s: loss {self.first:.4f} -> {self.last:.4f} ({change:+.1%})")
+        if self.last is not None:  # not one step was left to a run that goes on
+            seconds = time.perf_counter() - self.begin
+            change = self.last / self.first - 1 if self.first else math.nan
+            self.say(f"{self.steps - self.start} steps in {seconds:.0f} s: loss {self.first:.4f} -> {self.last:.4f} "
+                     f"({change:+.1%})")
 
 
 def device_name(device):
@@ -1307,6 +1922,9 @@ def print_start(args, model, source, device, world, n_trained, defer_sync, pin):
         ("optim_in_backward", args.optim_in_backward, "weights are updated as gradients arrive, which are not clipped",
          f"after the backward, gradients clipped to a norm of {args.clip:g}" if args.clip else "after the backward"),
         ("fused_adamw", fused, f"on the {where}", f"many small operations on the {where}"),
+        ("checkpoints", args.save_every, f"every {args.save_every} steps and at the end, the newest {args.keep} stay, "
+         + ("written in the background from a copy in host memory" if args.async_save else "training waits for the disk"),
+         "only when SIGTERM or SIGUSR1 ends the run"),
         ("profile", args.profile, "trace.json.gz of the third step", "no trace"),
         ("memory_snapshot", args.memory_snapshot and cuda, "memory.pickle after the third step",
          "no snapshot" + ": there is one of a GPU only" * args.memory_snapshot),
@@ -1351,36 +1969,54 @@ def print_sample(args, say, when, model, tokenizer, chat, device):
         say(f"--- sample {when} training\n{args.sample}\n\033[32m{said}\033[0m\n---")
 
 
-def export(args, model, source, raw_config, tokenizer_folder, weights_folder, base, rank, agreed):
-    """Writes final/: the PEFT adapter, or the whole model. Collective. -> the adapter's tensors, or None."""
-    final, part = Path(args.out) / "final", Path(args.out) / "final.part"  # renamed when complete
+def export(args, at, model, source, raw_config, tokenizer_folder, weights_folder, base, rank, agreed):
+    """Writes final/: the PEFT adapter, or the whole model, tensor by tensor. Collective. -> on rank 0 the adapter's
+    tensors, or None."""
+    part = Path(args.out) / "final.part"  # renamed when complete
     adapters = args.lora or args.qlora
     with agreed():
         if rank == 0:
-            part.mkdir()
-    tensors = lm.full_tensors(model, trainable_only=adapters)
-    adapter = dict(tensors) if adapters else None
+            clear(part)
+    tensors = ticking(at, lm.full_tensors(model, trainable_only=adapters))
+    adapter = {name: tensor for name, tensor in tensors if rank == 0} if adapters else None
     with agreed():
         if adapters and rank == 0:
             lm.save_adapter(adapter, part, base, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets)
         if not adapters:
-            sizes = {name: p.numel() * source.dtype(name).itemsize for name, p in model.named_parameters()}
+            layout = {name: (tuple(p.shape), source.dtype(name)) for name, p in model.named_parameters()}
             tensors = ((name, tensor.to(source.dtype(name))) for name, tensor in tensors)
-            lm.save_model(tensors, sizes, part, raw_config, tokenizer_folder, weights_folder, write=rank == 0)
+            lm.save_model(tensors, layout, part, raw_config, tokenizer_folder, weights_folder, write=rank == 0)
         if rank == 0:
-            part.rename(final)
+            put_in_place(part)
     return adapter
 
 
 def merge(args, source, adapter, raw_config, tokenizer_folder, weights_folder):
     """Writes merged/: the original weights with the adapter added in. One process, one tensor at a time."""
     part = Path(args.out) / "merged.part"
-    part.mkdir()
+    clear(part)
     names = [name for name in source.tensors if not (name == lm.HEAD and raw_config.get("tie_word_embeddings"))]
-    sizes = {name: math.prod(source.tensors[name][1]) * source.dtype(name).itemsize for name in names}
+    layout = {name: (tuple(source.tensors[name][1]), source.dtype(name)) for name in names}
     tensors = lm.merged_tensors(source, names, adapter, args.lora_alpha / args.lora_rank)
-    lm.save_model(tensors, sizes, part, raw_config, tokenizer_folder, weights_folder, write=True)
-    part.rename(Path(args.out) / "merged")
+    lm.save_model(tensors, layout, part, raw_config, tokenizer_folder, weights_folder, write=True)
+    put_in_place(part)
+
+
+def clear(part):
+    shutil.rmtree(part, ignore_errors=True)  # what a killed process has left
+    part.mkdir()
+
+
+def put_in_place(part):
+    """final.part/ -> final/. The result of an earlier part of the run, if there is one, stays until this one is whole."""
+    target, old = part.with_suffix(""), part.with_suffix(".old.part")
+    sync(part)
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    part.rename(target)
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- the run
@@ -1390,22 +2026,28 @@ def main(argv=None):
     args = parse_args(argv)
     if args.dry_run:
         return dry_run(args)
-    device, rank, world = init_processes(args.fsdp2)
+    device, rank, world, store = init_processes(args.fsdp2, args.timeout)
     at = {"phase": "start", "step": 0, "device": device, "rank": rank, "world": world, "tokens": 0, "config": None,
-          "args": args}
+          "args": args, "moves": 0, "when": time.time()}
+    if store is not None:
+        threading.Thread(target=watch, args=(at, store.clone(), args.timeout), daemon=True).start()
     try:
-        run(args, at, device, rank, world)
+        run(args, at, device, rank, world, store)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         report_out_of_memory(args, at, error)
         sys.stdout.flush()
         os._exit(OUT_OF_MEMORY)  # at once: the other ranks wait in a collective until torchrun ends them
+    finally:
+        at["over"] = True
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
 
 
-def run(args, at, device, rank, world):
-    """A training run from top to bottom. `at` says to an out-of-memory report how far it has come."""
-    agreed = functools.partial(together, rank, world)
+def run(args, at, device, rank, world, store):
+    """A training run from top to bottom. `at` says to the reports of a hang or of memory running out how far it is."""
+    agreed = functools.partial(together, rank, world, store)
     say = functools.partial(print, flush=True) if rank == 0 else lambda *_, **__: None
     progress = rank == 0 and sys.stderr.isatty()
     torch.manual_seed(args.seed + rank)  # for dropout alone: weights and data order have generators of their own
@@ -1437,7 +2079,7 @@ def run(args, at, device, rank, world):
             if what and rank == 0:
                 rows = itertools.chain(*(data.read_sources(file, tokenizer, held_out) for file in what))
                 documents, count = data.tokenize(
-                    rows, tokenizer, args.seq_len, args.train_on, config.vocab_size, progress
+                    ticking(at, rows), tokenizer, args.seq_len, args.train_on, config.vocab_size, progress
                 )
         counts.append(share(count, rank, world))
         documents = share_documents(documents, rank, world) if what else None
@@ -1454,9 +2096,26 @@ def run(args, at, device, rank, world):
         for document in range(min(args.inspect, len(loader.documents.starts) - 1)):
             say(f"--- example {document}\n{data.show(tokenizer, loader.documents, document)}")
         return leave()
+
+    # ---- a new run, or one that goes on: only with what does not change its mathematics
+    settings = {
+        **{f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()},
+        "--random_init": args.random_init, "method": "--qlora" if args.qlora else "--lora" if args.lora else "full fine-tuning",
+        "rows a step (--batch_size x --grad_accum x ranks)": per_step, "the tokens and masks of --data": loader.documents.crc(),
+        **{f"--{name}": getattr(args, name) for name in (
+            "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "seq_len", "packing", "train_on", "seed", "precision",
+            "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule", "weight_decay", "clip")},
+    }
+    settings, state, found = json.loads(json.dumps(settings, default=str)), None, None
     with agreed():
-        args.out = free_out(args.out) if rank == 0 else None
-    args.out = share(args.out, rank, world)
+        if rank == 0:
+            found = find_run(args.out, args.resume, launcher())
+    args.out, folder = share(found, rank, world)
+    with agreed():
+        if folder:
+            state = read_state(folder, rank, world)
+            check_settings(folder, state["settings"], settings)
+    start = state["step"] if state else 0
 
     # ---- the model: vanilla on meta, each feature applied to it, and last the weights
     with agreed():
@@ -1471,7 +2130,7 @@ def run(args, at, device, rank, world):
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # a gradient that is not reduced yet is a whole one, 4 bytes a parameter: little for adapters, 280 GB for a 70B
     defer_sync = not args.fsdp2 or n_trained * 4 <= 2**30
-    at.update(config=config, tokens=args.batch_size * loader.longest, phase="loading weights")
+    move(at, "loading weights", config=config, tokens=args.batch_size * loader.longest)
     cuda, card = device.type == "cuda", room_for(device, args.gpu_gib)
     planned = args if cuda else argparse.Namespace(  # on a CPU there is nothing to move activations from
         **{**vars(args), "offload": [what for what in args.offload if what != "activations"]})
@@ -1496,12 +2155,18 @@ def run(args, at, device, rank, world):
     model.to_empty(device="cpu" if "params" in args.offload else device)
     model.tie_()
     started = time.perf_counter()
+    source.rows = functools.partial(tick_and_call, at, source.rows)
     with agreed():
-        lm.load_weights_(model, source, adapter, args.seed, device, progress)
+        frozen = torch.tensor(lm.load_weights_(model, source, adapter, args.seed, device, progress, frozen_only=bool(state)))
+        if args.fsdp2 and world > 1:
+            dist.all_reduce(frozen)
+        settings["the frozen weights (checksum)"] = int(frozen)
+        if state:
+            check_settings(folder, state["settings"], settings)
     if "activations" in args.offload and device.type == "cuda":
         model.activation_hooks = OffloadActivations(device, pin)
     trained = [p for p in model.parameters() if p.requires_grad]
-    at["phase"] = "optimizer allocation"
+    move(at, "optimizer allocation")
     optimizer = make_optimizer(trained, args.lr, args.weight_decay, args.fused_adamw, args.optim == "adamw8bit",
                                args.stochastic_rounding)
     bad = torch.zeros((), device=trained[0].device)  # 1 once a gradient was inf or nan
@@ -1511,36 +2176,103 @@ def run(args, at, device, rank, world):
 
     # ---- last words before training
     steps = args.steps or math.ceil(args.epochs * len(loader.rows) / per_step)
+    evaluations = None
     with agreed():
+        if start > steps:
+            raise ValueError(f"--resume {folder}: step {start}, and this run ends at step {steps}: raise --steps or --epochs")
         if rank == 0:
             Path(args.out).mkdir(parents=True, exist_ok=True)
-            Path(args.out, "args.json").write_text(json.dumps({**vars(args), **versions(world)}, indent=2) + "\n")
+            write_whole(Path(args.out, "args.json"), json.dumps({**vars(args), **versions(world)}, indent=2) + "\n")
+            evaluations = [row for row in rewind(Path(args.out, "metrics.jsonl"), start) if "eval_loss" in row]
+    evaluations = share(evaluations, rank, world)
+    best = min(evaluations, key=lambda row: row["eval_loss"], default=state and state["best_eval"])
     if rank == 0:
         print(f"weights loaded in {time.perf_counter() - started:.1f} s")
         print_data(args, args.data, loader, counts[0], tokenizer)
         if eval_loader:
             print_data(args, args.eval_data, eval_loader, counts[1], tokenizer)
         print(f"{steps:,} steps of {per_step} rows, learning rate {args.lr:.2g}; writing to {args.out}")
+        if args.resume and not state:
+            print("no checkpoint to continue from: starting at step 1")
+        if state:
+            print(f"continuing from {folder}: {start:,} steps, {state['tokens']:,} tokens done by {state['world']} rank(s)")
     sample = functools.partial(
         print_sample, args, say, model=model, tokenizer=tokenizer, chat=counts[0]["conversations"], device=device
     )
-    at["phase"] = "sample"
-    sample("before")
+    move(at, "sample")
+    if not state:
+        sample("before")
 
     # ---- training
-    traced = min(2, steps - 1)  # the third step: everything is allocated and warm
+    traced = min(start + 2, steps - 1)  # the third step: everything is allocated and warm
     profiler = torch.profiler.profile() if args.profile and rank == 0 else None
-    log = Log(args.out if rank == 0 else None, say, steps, len(loader.rows) / per_step, device)
-    for step in range(steps):
+    log = Log(args.out if rank == 0 else None, say, steps, len(loader.rows) / per_step, device, start,
+              state["tokens"] if state else 0, state and state["first_loss"], best)
+    saver = Saver(args.out, args.keep, args.async_save, rank, world, log, start or None)
+    if state:
+        move(at, "loading the checkpoint")
+        started, tensors = time.perf_counter(), training_tensors(model, optimizer)
+        torch.manual_seed(args.seed + rank + 1_000_003 * start)  # for ranks that the checkpoint has no generators of
+        with agreed():
+            generators = check_tensors(folder, state, tensors, random_state(rank, device))
+        generators = generators if state["world"] == world else {}
+        with agreed():
+            restore(folder, tensors | generators, saver.meet())
+        with agreed():
+            for name, generator in generators.items():
+                try:
+                    if name.endswith("cuda"):
+                        torch.cuda.set_rng_state(generator, device)
+                    else:
+                        torch.set_rng_state(generator)
+                except RuntimeError as error:
+                    raise ValueError(f"{folder}: {name}: no state of a generator: {error}; {REMOVE}") from error
+        say(f"checkpoint loaded in {time.perf_counter() - started:.1f} s")
+    fine = torch.zeros_like(bad)  # steps of this process before a gradient was inf or nan
+    stop = StopSignal(world)
+
+    def save(step):
+        move(at, "checkpoint")
+        saver.save(step, training_tensors(model, optimizer) | random_state(rank, device), {
+            "format": FORMAT, "step": step, "epoch": step * per_step / len(loader.rows), "rows": step * per_step,
+            "steps": steps, "tokens": log.n_trained_on, "first_loss": log.first, "best_eval": log.best, "world": world,
+            "settings": settings, **versions(world),
+        })
+
+    def evaluate_now(step):
+        """-> whether a signal has cut it short."""
+        move(at, "evaluation")
+        started = time.perf_counter()
+        if (result := evaluate(model, eval_loader, device, world, lambda: move(at, "evaluation") or stop.asked())) is None:
+            return True
+        log.write_eval(step - 1, *result, time.perf_counter() - started)
+        return False
+
+    def end_early(step, number):
+        save(step)
+        saver.finish()
+        saved = saver.step == step
+        say(f"stopped by {signal.Signals(number).name} after step {step} of {steps}: "
+            + (f"{args.out}/checkpoint-{step} is saved, --resume goes on from it" if saved else "NOT saved, see above"))
+        leave()
+        # torchrun relays its own signal; an exit code would make it start the run again
+        raise SystemExit(1 if not saved else 0 if launcher() else 128 + number)
+
+    def evaluation_due(step):
+        return eval_loader and args.eval_every and step % args.eval_every == 0 and 0 < step < steps
+
+    if evaluation_due(start) and all(row["step"] != start for row in evaluations) and evaluate_now(start):  # was cut short
+        end_early(start, stop.asked())
+    for step in range(start, steps):
         log.start_step()
-        at.update(step=step + 1, phase="data")
+        move(at, "data", step=step + 1)
         if profiler and step == traced:
             profiler.start()
         batches, counted = loader.step(step, args.grad_accum)
         n_targets = int(counted[0])
         log.data_ready(counted)
         loss_sum = torch.zeros((), device=device)
-        logged = step == 0 or (step + 1) % args.log_every == 0 or step == steps - 1
+        logged = step == start or (step + 1) % args.log_every == 0 or step == steps - 1
         lr = lr_at(step, steps, args.warmup, args.schedule, args.lr, args.min_lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -1550,9 +2282,9 @@ def run(args, at, device, rank, world):
             if args.fsdp2:
                 model.set_requires_gradient_sync(i == len(batches) - 1 or not defer_sync)
             b = batch.to(device)
-            at.update(phase="forward", tokens=b.tokens.numel())
+            move(at, "forward", tokens=b.tokens.numel())
             loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
-            at["phase"] = "backward"
+            move(at, "backward")
             # the sum over every rank and micro-batch, divided by all their targets; * world undoes the mean over ranks
             (loss * (world / n_targets)).backward()
             loss_sum += loss.detach()
@@ -1562,7 +2294,11 @@ def run(args, at, device, rank, world):
             norm = clip_gradients_(trained, args.clip)
             torch.maximum(bad, (~norm.isfinite()).float(), out=bad)
 
-        if logged or not args.fused_adamw:
+        fine += 1 - bad
+        stopped = stop.asked()
+        saving = stopped or (args.save_every and ((step + 1) % args.save_every == 0 or step == steps - 1))
+        logged = logged or bool(stopped)
+        if logged or saving or not args.fused_adamw:
             if world > 1:
                 dist.all_reduce(loss_sum)
             if in_backward:
@@ -1570,14 +2306,10 @@ def run(args, at, device, rank, world):
             # the only host sync of the step
             loss, norm, broken = torch.stack([loss_sum / n_targets, norm.to(device), bad.to(device)]).tolist()
             if broken or not math.isfinite(loss):
+                saver.finish()
                 say(f"step {step + 1}: loss {loss}, gradient norm {norm}")
-                kept = ("Weights whose gradients came before it in that step" + ", and other ranks' shards," * args.fsdp2
-                        + " were updated, none by it") if in_backward else "No weight was changed by it"
-                say("train.py: error: the loss or a gradient is not finite, at this step or since the last log line. "
-                    f"{kept}. Lower --lr, raise --warmup, look at the data of these steps")
-                leave()
-                raise SystemExit(3)
-        at["phase"] = "optimizer step"
+                refuse_not_finite(args, model, loader, fine, start, step, device, rank, world, say)
+        move(at, "optimizer step")
         if not in_backward:
             # between log lines nobody looks: the kernel reads `found_inf` on the device and leaves the weights alone
             optimizer.found_inf = bad if args.fused_adamw else None
@@ -1592,16 +2324,24 @@ def run(args, at, device, rank, world):
         if logged:
             flops = step_flops(config, *counted, n_adapter=n_trained if args.lora or args.qlora else None)
             log.write(step, loss, lr, norm, flops / world)
-        if eval_loader and (step == steps - 1 or (args.eval_every and (step + 1) % args.eval_every == 0)):
-            started, at["phase"] = time.perf_counter(), "evaluation"
-            loss, n = evaluate(model, eval_loader, device, world)
-            log.write_eval(step, loss, n, time.perf_counter() - started)
+        saver.finish(wait=False)
+        if stopped:
+            end_early(step + 1, stopped)
+        if saving:
+            save(step + 1)
+        if evaluation_due(step + 1) and evaluate_now(step + 1):
+            end_early(step + 1, stop.asked())
 
-    # ---- the result
-    at["phase"] = "sample and export"
+    # ---- the result, before an evaluation or a sample could fail
+    saver.finish()
+    move(at, "export")
+    adapter = export(args, at, model, source, raw_config, tokenizer_folder, weights_folder, base, rank, agreed)
+    if eval_loader and all(row["step"] != steps for row in evaluations) and evaluate_now(steps):
+        end_early(steps, stop.asked())
+    move(at, "sample")
     sample("after")
-    adapter = export(args, model, source, raw_config, tokenizer_folder, weights_folder, base, rank, agreed)
     log.close(peak_of(moments)[1] / 2**30)
+    at["over"] = True
     leave()  # what rank 0 still has to do keeps nobody waiting in a collective
     if args.merge and rank == 0:
         merge(args, source, adapter, raw_config, tokenizer_folder, weights_folder)

@@ -73,8 +73,10 @@ def train_main(argv):
 
 
 def run_ranks(world, argv, out):
-    """Runs train.main(argv + --out) on `world` ranks -> (rows of metrics.jsonl, what all ranks said, exit codes)."""
+    """Runs train.main(argv + --out) on `world` ranks -> (rows of metrics.jsonl, what all ranks said, exit codes). Without
+    checkpoints unless argv asks for them."""
     argv = [str(arg) for arg in argv] + ["--out", str(out)]
+    argv += ["--save_every", "0"] * ("--save_every" not in argv)
     logs = [out.parent / f"{out.name}-rank{rank}.log" for rank in range(world)]
     codes = start_ranks(world, train_main, (argv,), logs)
     metrics = out / "metrics.jsonl"

@@ -54,14 +54,14 @@ def fail_at(phase, argv):
         "optimizer allocation": (train, "make_optimizer", raise_oom), "sample": (lm, "generate", raise_oom),
         "data": (data.Loader, "step", spend), "forward": (lm.Transformer, "forward", raise_oom),
         "backward": (torch.Tensor, "backward", raise_oom), "optimizer step": (torch.optim.AdamW, "step", raise_oom),
-        "evaluation": (train, "evaluate", raise_oom), "sample and export": (train, "export", raise_oom),
+        "evaluation": (train, "evaluate", raise_oom), "export": (train, "export", raise_oom),
     }[phase]
     setattr(owner, name, error)
     train.main(argv)
 
 
 PHASES = {"start": 0, "loading weights": 0, "optimizer allocation": 0, "sample": 0, "data": 1, "forward": 1, "backward": 1,
-          "optimizer step": 1, "evaluation": 1, "sample and export": 1}  # and the step it is in
+          "optimizer step": 1, "evaluation": 1, "export": 1}  # and the step it is in
 
 
 def start_failing(function, *args, folder):

@@ -57,10 +57,10 @@ def count(argv, world, result):
     import model as lm
     import train
 
-    def init_processes(distributed):
+    def init_processes(distributed, timeout):
         if world > 1 or distributed:
             start_fake_group(world)
-        return torch.device("cpu"), 0, world
+        return torch.device("cpu"), 0, world, None
 
     seen, load, parse = {}, lm.load_weights_, train.parse_args
 
@@ -69,12 +69,13 @@ def count(argv, world, result):
         seen["offload"] = list(args.offload)
         return args
 
-    def load_weights_(model, *rest):
-        load(model, *rest)
+    def load_weights_(model, *rest, frozen_only):
+        fingerprint = load(model, *rest)
         seen["config"] = model.config
         if "activations" in seen["offload"]:  # a CPU run would not; here numpy's memory stands for the host's
             train.OffloadActivations.buffer = lambda self, n: torch.from_numpy(np.empty(n, np.uint8))
             model.activation_hooks = train.OffloadActivations(torch.device("cpu"))
+        return fingerprint
 
     def stop(*_):
         profiler.stop()
@@ -121,7 +122,7 @@ def write_models(root):
 def run_counted(folders, out, model, tokens, world, flags):
     """A run of one step, at whose start all state exists -> {"planned", "counted", "host": bytes, "moments": {name: bytes}}."""
     argv = ["--model", folders[model], "--random_init", "--data", folders["text"], "--seq_len", tokens, "--steps", 1,
-            "--precision", "fp32", "--sample", "", "--out", out / "out", *flags.split()]
+            "--precision", "fp32", "--sample", "", "--save_every", 0, "--out", out / "out", *flags.split()]
     log, result = out / "log", out / "result"
     codes = start_ranks(1, count, ([str(arg) for arg in argv], world, str(result)), [log])
     assert codes == [0], log.read_text()

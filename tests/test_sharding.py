@@ -234,7 +234,7 @@ def check_every_ranks_slice_is_saved(folder):
         rows = torch.arange(start, start + len(mine), dtype=torch.float32) + number / 64
         mine.copy_(rows.view(-1, *[1] * (mine.dim() - 1)).expand_as(mine))
     tensors, names = lm.full_tensors(model, trainable_only=False), dict(model.named_parameters())
-    lm.save_model(tensors, {name: p.numel() * 4 for name, p in names.items()}, folder, SHAPE, folder, None,
+    lm.save_model(tensors, {name: (tuple(p.shape), torch.float32) for name, p in names.items()}, folder, SHAPE, folder, None,
                   write=dist.get_rank() == 0)
     dist.barrier()
     saved = load_file(folder / "model.safetensors")
@@ -335,7 +335,7 @@ def test_gradients_are_reduced_once_a_step(job, tmp_path):
 
 def test_a_failed_write_reaches_every_rank(job, tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/final.part").mkdir()  # in the way of the export
+    (tmp_path / "run/final.part").write_text("")  # in the way of the export
     _, text, codes = run_ranks(2, [*job, *METHODS["full"], *SPLITS[2], "--fsdp2"], tmp_path / "run")
     assert codes == [1, 1] and text.count("train.py: error:") == 1 and "final.part" in text
 

@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 from conftest import HERE, losses, run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import data
 import model as lm
@@ -37,7 +38,7 @@ def main_job(chats, tmp_path_factory):
 
 def test_main_job_writes_what_it_promises(main_job):
     out, _ = main_job
-    assert {path.name for path in out.iterdir()} == {"args.json", "metrics.jsonl", "final", "merged"}
+    assert {path.name for path in out.iterdir()} == {"args.json", "metrics.jsonl", "checkpoint-4", "final", "merged"}
     assert {path.name for path in (out / "final").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert {path.name for path in (out / "merged").iterdir()} == {path.name for path in (HERE / "tiny").iterdir()}
     args = json.loads((out / "args.json").read_text())
@@ -50,8 +51,9 @@ def test_main_job_logs_every_figure(main_job):
     rows = [json.loads(line) for line in (main_job[0] / "metrics.jsonl").read_text().splitlines()]
     keys = {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "mem_gib", "mem_reserved_gib",
             "step_s", "data_s"}
-    assert [set(row) for row in rows] == [keys, keys, {"step", "eval_loss", "eval_tokens"}]
-    assert [row["step"] for row in rows] == [1, 4, 4]
+    saved = {"step", "checkpoint_gib", "checkpoint_s", "checkpoint_stall_s"}
+    assert [set(row) for row in rows] == [keys, keys, saved, {"step", "eval_loss", "eval_tokens"}]
+    assert [row["step"] for row in rows] == [1, 4, 4, 4]
     assert all(math.isfinite(row["loss"]) and row["tokens_per_s"] > 0 for row in rows[:2])
 
 
@@ -183,11 +185,37 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path, chats):
 def test_large_models_are_written_in_files_with_an_index(tmp_path, monkeypatch):
     monkeypatch.setattr(lm, "SHARD_BYTES", 1000)
     tensors = {f"t{i}": torch.full((60 + i,), float(i)) for i in range(9)}
-    lm.save_model(iter(tensors.items()), {name: t.nbytes for name, t in tensors.items()}, tmp_path, {"a": 1}, HERE / "tiny",
-                  None, write=True)
+    layout = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    lm.save_model(iter(tensors.items()), layout, tmp_path, {"a": 1}, HERE / "tiny", None, write=True)
     source = lm.Checkpoint(tmp_path)
     assert source.tensors.keys() == tensors.keys() and len({file for file, *_ in source.tensors.values()}) > 2
     assert all(torch.equal(source.rows(name, 0, len(t)), t) for name, t in tensors.items())
+
+
+def test_a_model_is_written_tensor_by_tensor(tmp_path):
+    alive = []
+
+    def tensors():
+        for i in range(9):
+            assert sum(ref() is not None for ref in alive) <= 1  # the one that was just written
+            tensor = torch.full((100, 10), float(i))
+            alive.append(weakref.ref(tensor))
+            yield f"t{i}", tensor
+
+    layout = {f"t{i}": ((100, 10), torch.float32) for i in range(9)}
+    lm.save_model(tensors(), layout, tmp_path, {}, HERE / "tiny", None, write=True)
+    assert {name: t[0, 0].item() for name, t in load_file(tmp_path / "model.safetensors").items()} == {
+        f"t{i}": i for i in range(9)}
+
+
+def test_files_are_those_of_safetensors_byte_for_byte(tmp_path):
+    tensors = {"b": torch.randn(3, 5).bfloat16(), "a": torch.randn(7), "é": torch.randn(2, 2).half(), "c": torch.randn(0, 4)}
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    file = lm.SafetensorsFile(tmp_path / "ours", {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()})
+    for name in reversed(tensors):  # in any order
+        file.write(name, tensors[name])
+    file.close()
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_a_full_disk_is_noticed_before_writing(tmp_path):
