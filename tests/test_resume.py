@@ -1,0 +1,295 @@
+"""Resume is exact: k steps, a new process, the rest: bit for bit the uninterrupted run; on another world within rounding."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import HERE, run_ranks, start_ranks, train_main
+from safetensors.torch import load_file, safe_open
+
+import model as lm
+import train
+
+STEPS, EDGE = 5, 3  # six rows, two a step: the first epoch ends with step 3, the run in the middle of the second
+
+
+@pytest.fixture(scope="module")
+def job(folder, chats, tmp_path_factory):
+    data = tmp_path_factory.mktemp("six") / "chats.jsonl"
+    data.write_text("".join(chats.read_text().splitlines(keepends=True)[:6]))
+    return ["--model", folder, "--random_init", "--data", data, "--seq_len", 128, "--no-packing", "--precision", "fp32", "--lr",
+            "3e-3", "--warmup", 1, "--steps", STEPS, "--log_every", 1, "--save_every", 1, "--keep", 9]
+
+
+def run(world, argv, out):
+    rows, text, codes = run_ranks(world, argv, out)
+    assert codes == [0] * world, text
+    return rows, text
+
+
+def state_of(checkpoint):
+    """{(tensor, first row): rows} of a checkpoint's shards."""
+    state = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as reader:
+            places = json.loads(reader.metadata()["DCP_SHARDING_INFO"])
+        state |= {(name, *places[name]["saved_offsets"]): tensor for name, tensor in load_file(file).items()}
+    return state
+
+
+def curve(rows):
+    return [[row[key] for key in ("step", "epoch", "loss", "grad_norm", "lr", "tokens")] for row in rows if "loss" in row]
+
+
+def assert_same_end(one, other):
+    assert (one / "final").exists()
+    for file in (one / "final").glob("*.safetensors"):
+        assert file.read_bytes() == (other / "final" / file.name).read_bytes()
+    ours, theirs = state_of(one / f"checkpoint-{STEPS}"), state_of(other / f"checkpoint-{STEPS}")
+    assert ours.keys() == theirs.keys() and any(name.startswith("optimizer.") for name, *_ in ours)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("world, split", [
+    (1, "--grad_accum 2"), (1, "--batch_size 2 --lora --lora_dropout 0.1 --optim adamw8bit --async_save"),
+    (1, "--grad_accum 2 --qlora --lora_dropout 0.1 --fsdp2"), (1, "--batch_size 2 --precision bf16 --stochastic_rounding"),
+    (1, "--batch_size 2 --optim_in_backward --async_save"),
+    (2, "--fsdp2 --optim adamw8bit --async_save"), (2, "--lora --lora_dropout 0.1"), (2, "--fsdp2 --qlora --offload"),
+])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(job, tmp_path, world, split):
+    argv = [*job, *split.split()]
+    rows, _ = run(world, argv, tmp_path / "whole")
+    for at in (EDGE - 1, EDGE):  # in the middle of an epoch, and at the edge of two
+        again, text = run(world, [*argv, "--resume", tmp_path / f"whole/checkpoint-{at}"], tmp_path / f"from{at}")
+        assert f"continuing from {tmp_path}/whole/checkpoint-{at}: {at} steps" in text
+        assert curve(again) == curve(rows)[at:]
+        assert_same_end(tmp_path / "whole", tmp_path / f"from{at}")
+
+
+@pytest.mark.parametrize("before, after, flags", [
+    (2, 1, "--qlora"), (1, 2, "--optim adamw8bit"), (2, 3, ""), (4, 2, "--lora"), (2, 2, "--lora --no-fsdp2"),
+])
+def test_another_world_goes_on_with_the_same_losses(job, chats, tmp_path, before, after, flags):
+    # 12 rows a step in any split. Float32 sums in another order: 1e-4 relative after Adam has divided by small numbers
+    sharded = [*job, "--data", chats, "--steps", 4, "--save_every", 2, "--fsdp2", *flags.replace("--no-fsdp2", "").split()]
+    rows, _ = run(before, [*sharded, "--grad_accum", 12 // before], tmp_path / "whole")
+    argv = [*sharded, "--grad_accum", 12 // after, "--resume", tmp_path / "whole/checkpoint-2"]
+    argv = [flag for flag in argv if flag != "--fsdp2" or "--no-fsdp2" not in flags]  # sharded before, whole on each rank after
+    again, _ = run(after, argv, tmp_path / "again")
+    one, other = (torch.tensor(curve(r)[-2:], dtype=torch.float64) for r in (rows, again))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=0)
+
+
+def test_the_same_command_goes_on_by_itself(job, tmp_path):
+    argv = [*job, "--save_every", 2, "--keep", 1, "--lora", "--eval_data", job[4], "--eval_every", 2]
+    whole, _ = run(1, argv, tmp_path / "whole")
+    assert [path.name for path in (tmp_path / "whole").glob("checkpoint-*")] == [f"checkpoint-{STEPS}"]
+    # as if the process had been killed in step 5, in the middle of writing a row, and in the middle of a save
+    out = tmp_path / "killed"
+    run(1, [*argv, "--resume", "--steps", 4, "--schedule", "constant"], out)  # nothing there yet: from the start
+    shutil.rmtree(out / "final")
+    _, text, codes = run_ranks(1, [*argv, "--resume"], out)
+    assert codes == [1] and "--schedule was constant, is cosine" in text
+    (out / "checkpoint-9.part").mkdir()
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "loss": 9.9}\n{"step": 5, "lo')
+    rows, text = run(1, [*argv, "--resume", "--schedule", "constant"], out)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5] and 9.9 not in [row.get("loss") for row in rows]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 5] and text.count("eval loss") == 1
+    assert sorted(path.name for path in out.iterdir()) == ["args.json", f"checkpoint-{STEPS}", "final", "metrics.jsonl"]
+    # once more, with nothing left to do, and then with more steps
+    again, text = run(1, [*argv, "--resume", "--schedule", "constant"], out)
+    assert again == rows and "done: " in text
+    rows, _ = run(1, [*argv, "--resume", "--schedule", "constant", "--steps", STEPS + 2], out)
+    assert [row["step"] for row in rows if "loss" in row] == [*range(1, STEPS + 3)]
+    assert whole[0]["loss"] == rows[0]["loss"]
+
+
+def test_the_newest_checkpoints_stay_and_numbers_are_no_strings(tmp_path):
+    for step in (9, 10, 100):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / train.STATE).write_text("{}")
+    for other in ("checkpoint-200", "checkpoint-300.part", "checkpoint-1e3", "checkpoint-"):
+        (tmp_path / other).mkdir()  # the first lacks its last file
+    (tmp_path / "checkpoint-300.part" / train.STATE).write_text("{}")
+    assert [step for step, _ in train.checkpoints(tmp_path)] == [9, 10, 100]
+
+
+SETTINGS = {
+    "--lr 1e-4": "--lr was 0.003, is 0.0001", "--seed 1": "--seed was 0, is 1", "--seq_len 64": "--seq_len was 128, is 64",
+    "--lora_rank 4": "--lora_rank was 16, is 4", "--weight_decay 0": "--weight_decay was", "--clip 2": "--clip was 1.0, is 2",
+    "--grad_accum 3": "rows a step (--batch_size x --grad_accum x ranks) was 2, is 3", "--train_on all": "masks of --data was",
+    "--data {chats}": "masks of --data was", "--optim adamw8bit": "--optim was adamw, is adamw8bit",
+    "--precision mixed": "--precision was fp32, is mixed", "--packing": "--packing was False, is True",
+    "--schedule linear": "--schedule was cosine, is linear", "--min_lr 1": "--min_lr was 0.0", "--warmup 0": "--warmup was 1",
+    "--qlora": "method was --lora, is --qlora", "--lora_targets q_proj": "--lora_targets was ['q_proj', 'k_proj',",
+    "--lora_dropout 0.5": "--lora_dropout was 0.0, is 0.5", "--lora_alpha 8": "--lora_alpha was 32, is 8",
+    "--steps 1": "step 2, and this run ends at step 1",
+}
+
+
+@pytest.fixture(scope="module")
+def lora_run(job, tmp_path_factory):
+    """A run of two steps, and what main() says in this process to its flags and others."""
+    out = tmp_path_factory.mktemp("lora") / "run"
+    argv = [*job, "--steps", 2, "--save_every", 2, "--grad_accum", 2, "--lora", "--sample", ""]
+    run(1, argv, out)
+    return out, [str(arg) for arg in argv]
+
+
+@pytest.mark.parametrize("flags, says", SETTINGS.items())
+def test_what_would_change_the_mathematics_is_refused_by_name(lora_run, chats, flags, says):
+    out, argv = lora_run
+    flags = flags.format(chats=chats)
+    argv = [arg for arg in argv if arg != "--lora"] if flags == "--qlora" else argv
+    with pytest.raises(SystemExit) as stop:
+        train.main([*argv, "--resume", "--out", str(out), *flags.split()])
+    assert says in str(stop.value) and f"--resume {out}/checkpoint-2" in str(stop.value)
+    assert (out / "final").exists() and (out / "checkpoint-2" / train.STATE).exists()
+
+
+def test_what_does_not_change_the_mathematics_is_accepted(lora_run, tmp_path):
+    out, argv = lora_run
+    flags = ["--steps", 3, "--save_every", 9, "--keep", 1, "--no-activation_checkpointing", "--ce_chunk", 64,
+             "--no-fused_adamw", "--log_every", 5, "--batch_size", 2, "--grad_accum", 1, "--tiled_mlp", 64, "--fsdp2",
+             "--resume", out]
+    rows, _ = run(1, [*argv, *flags], tmp_path / "branch")
+    assert rows[0]["step"] == 3
+
+
+def test_another_base_model_is_refused(folder, job, tmp_path):
+    base = tmp_path / "base"
+    run(1, [*job, "--steps", 1, "--save_every", 0], tmp_path / "make")
+    shutil.copytree(tmp_path / "make/final", base)
+    argv = [*job[3:], "--model", base, "--qlora", "--grad_accum", 2]
+    run(1, [*argv, "--steps", 2], tmp_path / "run")
+    moved = tmp_path / "moved"
+    base.rename(moved)  # another name for the same weights is no other model
+    argv[argv.index(base)] = moved
+    run(1, [*argv, "--steps", 3, "--resume"], tmp_path / "run")
+    weights = bytearray((moved / "model.safetensors").read_bytes())
+    weights[-3] ^= 1  # one bit of one number
+    (moved / "model.safetensors").write_bytes(weights)
+    _, text, codes = run_ranks(1, [*argv, "--resume"], tmp_path / "run")
+    assert codes == [1] and "the frozen weights (checksum) was" in text and "give what the checkpoint was made with" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_fingerprint_does_not_depend_on_the_cut_and_sees_any_change(dtype):
+    w = torch.randn(37, 53).to(dtype)
+    whole = lm.fingerprint("w", w, 0)
+    for cuts in ([0, 37], [0, 1, 37], [0, 10, 20, 37]):
+        parts = sum(lm.fingerprint("w", w[a:b], a) for a, b in zip(cuts, cuts[1:]))
+        assert (parts - whole) % (1 << 64) == 0
+    others = [lm.fingerprint("v", w, 0), lm.fingerprint("w", w.flip(0), 0), lm.fingerprint("w", w.flip(1), 0)]
+    assert len({whole, *others}) == 4
+    w[36, 52] = -w[36, 52]
+    assert (lm.fingerprint("w", w, 0) - whole) % (1 << 64)
+
+
+def test_where_there_is_nothing_to_resume(job, tmp_path):
+    _, text, codes = run_ranks(1, [*job, "--resume", tmp_path / "nowhere"], tmp_path / "a")
+    assert codes == [1] and "no complete checkpoint" in text and str(tmp_path / "nowhere") in text
+    run(1, [*job, "--steps", 2, "--grad_accum", 2], tmp_path / "run")
+    _, text, codes = run_ranks(1, [*job, "--grad_accum", 2, "--resume", tmp_path / "run/checkpoint-1"], tmp_path / "run")
+    assert codes == [1] and "holds checkpoint-2, which is newer" in text
+    _, text, codes = run_ranks(1, [*job, "--grad_accum", 2], tmp_path / "run")
+    assert codes == [1] and "--resume continues it" in text
+    run(1, [*job, "--steps", 1, "--save_every", 0], tmp_path / "unsaved")
+    _, text, codes = run_ranks(1, [*job, "--resume"], tmp_path / "unsaved")
+    assert codes == [1] and "holds a finished run and no checkpoint" in text
+
+
+def test_resume_without_out_takes_the_newest_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train.find_run(None, "auto", None)[1] is None  # none at all: a new one
+    for age, name in enumerate(("20260101-000000", "20250101-000000")):
+        (tmp_path / "out" / name / "checkpoint-3").mkdir(parents=True)
+        (tmp_path / "out" / name / "checkpoint-3" / train.STATE).write_text("{}")
+        (tmp_path / "out" / name / "args.json").write_text(json.dumps({"torchrun": name}))
+        os.utime(tmp_path / "out" / name / "args.json", (age, age))
+    assert train.find_run(None, "auto", None) == ("out/20250101-000000", "out/20250101-000000/checkpoint-3")
+    # started again by torchrun: its own run, without --resume and without --out
+    assert train.find_run(None, None, "20260101-000000") == ("out/20260101-000000", "out/20260101-000000/checkpoint-3")
+    assert train.find_run(None, None, "another")[1] is None
+
+
+def torchrun(argv, n, *flags):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n), *flags,
+               HERE.parent / "train.py", *argv]
+    return subprocess.Popen([str(arg) for arg in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_torchrun_restarts_a_killed_rank_from_the_last_checkpoint(job, tmp_path):
+    argv = [*job, "--fsdp2", "--lora", "--sample", ""]
+    run(2, argv, tmp_path / "whole")
+    process = torchrun([*argv, "--out", tmp_path / "run"], 2, "--max-restarts", "1")
+    while not list((tmp_path / "run").glob("checkpoint-[23]")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and re.search(r"continuing from \S+/checkpoint-[2345]", text), text
+    assert_same_end(tmp_path / "whole", tmp_path / "run")
+
+
+# ---------------------------------------------------------------- numbers that are not finite
+
+
+class InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.inf
+
+
+def break_at(step, rank, what, argv):
+    """train.main(argv) in which one rank's second MLP meets a number that is not finite, from a step on."""
+    read, forward, state = train.data.Loader.step, lm.MLP.forward, {"calls": 0}
+
+    def read_step(loader, n, grad_accum):
+        state["broken"] = loader.rank == rank and n == step - 1
+        return read(loader, n, grad_accum)
+
+    def forward_mlp(mlp, x):
+        if state.get("broken") and mlp is state["mlps"][1]:
+            return forward(mlp, x * torch.nan) if what == "forward" else InfiniteGradient.apply(forward(mlp, x))
+        return forward(mlp, x)
+
+    build = lm.Transformer.__init__
+
+    def init(model, c):
+        build(model, c)
+        state["mlps"] = [block.mlp for block in model.model.layers]
+
+    train.data.Loader.step, lm.MLP.forward, lm.Transformer.__init__ = read_step, forward_mlp, init
+    train_main(argv)
+
+
+@pytest.mark.parametrize("what, flags, place", [
+    ("forward", "--fsdp2 --lora", "rank 1: the output of model.layers.1.mlp.gate_proj.lora_A"),
+    ("forward", "--no-activation_checkpointing", "rank 1: the output of model.layers.1.mlp.gate_proj"),
+    ("backward", "--fsdp2 --qlora --no-chunked_ce", "rank 1: the gradient of the output of model.layers.1.mlp.down_proj"),
+    ("backward", "--optim_in_backward", "rank 1: the gradient of the output of model.layers.1.mlp.down_proj"),
+])
+def test_a_number_that_is_not_finite_is_traced_to_step_rank_and_module(job, tmp_path, what, flags, place):
+    argv = [*job, "--save_every", 2, "--log_every", 4, *flags.split(), "--sample", "", "--out", tmp_path / "run"]
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+    codes = start_ranks(2, break_at, (3, 1, what, [str(arg) for arg in argv]), logs)
+    text = "".join(log.read_text() for log in logs)
+    assert codes == [train.NOT_FINITE] * 2, text
+    assert f"not finite at step 3, first in {place}" in text and text.count("not finite") == 1
+    # found at step 4, the next one that is logged and saved: what is saved is that of step 2
+    assert [step for step, _ in train.checkpoints(tmp_path / "run")] == [2] and not (tmp_path / "run/final").exists()
