@@ -1,7 +1,7 @@
 """Measures what the trainer's memory promises cost on this machine, as small markdown tables. Run by hand:
 
     python tests/bench_memory.py ce        # head and loss, 8,192 tokens x 128,256 words; 12 GiB, less with --tokens
-    python tests/bench_memory.py load      # host memory of 4 ranks that load a checkpoint of 0.5 and 0.9 GB; 3 GiB
+    python tests/bench_memory.py load      # host memory of 4 ranks that load and write a model of 0.5 and 0.9 GB; 3 GiB
     python tests/bench_memory.py flags     # every memory flag without and with, planned and counted, on a small model
     python tests/bench_memory.py ladder    # Llama-3.2-3B, one technique after the other, beside torchtune's figures
     python tests/bench_memory.py fsdp      # Llama-3.1-8B as rank 0 of 2, 4, 8, one FSDP2 technique after the other
@@ -223,14 +223,28 @@ def load_rank(rank, folder, store, world, lora, qlora):
         with watch_peak() as peak:
             lm.load_weights_(model, source, None, 0, device, False)
         dist.barrier()
+        out = folder / f"out-{Path(store).name}"
+        out.mkdir(exist_ok=True)
+        with watch_peak() as writing:
+            tensors = lm.full_tensors(model, trainable_only=lora or qlora)
+            if lora or qlora:
+                adapter, names = dict(tensors), list(source.tensors)
+                tensors = lm.merged_tensors(source, names, adapter, 2.0) if rank == 0 else ()
+            else:
+                names = [name for name, _ in model.named_parameters()]
+            if rank == 0 or not (lora or qlora):
+                layout = {name: (source.tensors[name][1], source.dtype(name)) for name in names}
+                lm.save_model(tensors, layout, out, {}, folder, None, write=rank == 0)
+        dist.barrier()
         rows = [-(-shape[0] // world) * math.prod(shape[1:]) * 2 for _, shape, _ in source.tensors.values()]
-        return [sum(p.nbytes for p in mine) / MIB, max(rows) / MIB, peak.anonymous / MIB, peak.total / MIB]
+        return [sum(p.nbytes for p in mine) / MIB, max(rows) / MIB, peak.anonymous / MIB, peak.total / MIB,
+                max(math.prod(shape) for _, shape, _ in source.tensors.values()) * 2 / MIB, writing.anonymous / MIB]
     finally:
         dist.destroy_process_group()
 
 
 def load(args):
-    """Host memory of ranks that load a checkpoint together, above the parameters they keep."""
+    """Host memory of ranks that load a checkpoint together and write it again, above the parameters they keep."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for layers in args.layers:
@@ -244,7 +258,7 @@ def load(args):
                     rows.append((f"{n_bytes / MIB:,.0f}", method, rank, *(f"{figure:,.1f}" for figure in figures)))
     table(f"Loading on {args.ranks} ranks with --fsdp2, MiB", (
         "checkpoint", "weights", "rank", "parameters kept", "largest tensor's rows of a rank", "peak above, anonymous",
-        "peak above, with mapped files"), rows)
+        "peak above, with mapped files", "largest tensor", "peak above of writing final/ or merged/, anonymous"), rows)
 
 
 # ---------------------------------------------------------------- ladder, fsdp, targets: the plan, and a run beside it
@@ -293,11 +307,11 @@ def train_case(case):
 
     import train
 
-    def init_processes(distributed):
+    def init_processes(distributed, timeout):
         device, *_ = real_init(distributed and world == 1)
         if world > 1:
             start_fake_group(world)
-        return device, 0, world
+        return device, 0, world, None
 
     def export(*_):
         raise Stop
@@ -315,7 +329,7 @@ def train_case(case):
         Path(folder, "data.txt").write_text(" the" * (args.batch_size * world * args.seq_len))
         try:
             train.main([*flags, "--data", f"{folder}/data.txt", "--out", f"{folder}/out", "--steps", str(steps),
-                        "--log_every", "1", "--sample", ""])
+                        "--log_every", "1", "--sample", "", "--save_every", "0"])
         except Stop as stop:
             if str(stop):
                 return None, None, str(stop)
