@@ -2072,6 +2072,8 @@ def run(args, at, device, rank, world, store):
         if args.adapter:
             adapter, args.lora_rank, args.lora_alpha, args.lora_targets = lm.open_adapter(args.adapter)
         tokenizer = data.Tokenizer(tokenizer_folder, args.chat_template)
+        found = find_run(args.out, args.resume, launcher()) if rank == 0 and not args.inspect else None
+    args.out, folder = share(found, rank, world) or (None, None)
     loaders, counts = [], []
     for what, held_out in ((args.data, False), (args.eval_data, True)):
         documents = count = None
@@ -2106,11 +2108,7 @@ def run(args, at, device, rank, world, store):
             "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "seq_len", "packing", "train_on", "seed", "precision",
             "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule", "weight_decay", "clip")},
     }
-    settings, state, found = json.loads(json.dumps(settings, default=str)), None, None
-    with agreed():
-        if rank == 0:
-            found = find_run(args.out, args.resume, launcher())
-    args.out, folder = share(found, rank, world)
+    settings, state = json.loads(json.dumps(settings, default=str)), None
     with agreed():
         if folder:
             state = read_state(folder, rank, world)
