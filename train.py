@@ -2028,7 +2028,7 @@ def main(argv=None):
         return dry_run(args)
     device, rank, world, store = init_processes(args.fsdp2, args.timeout)
     at = {"phase": "start", "step": 0, "device": device, "rank": rank, "world": world, "tokens": 0, "config": None,
-          "args": args, "moves": 0, "when": time.time()}
+          "args": args, "moves": 0, "when": math.inf}  # a download may take as long as it takes
     if store is not None:
         threading.Thread(target=watch, args=(at, store.clone(), args.timeout), daemon=True).start()
     try:
@@ -2074,6 +2074,7 @@ def run(args, at, device, rank, world, store):
         tokenizer = data.Tokenizer(tokenizer_folder, args.chat_template)
         found = find_run(args.out, args.resume, launcher()) if rank == 0 and not args.inspect else None
     args.out, folder = share(found, rank, world) or (None, None)
+    move(at, "reading data")
     loaders, counts = [], []
     for what, held_out in ((args.data, False), (args.eval_data, True)):
         documents = count = None

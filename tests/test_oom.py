@@ -50,7 +50,7 @@ def spend(*_, **__):
 def fail_at(phase, argv):
     """train.main(argv) that runs out of memory in a phase."""
     owner, name, error = {
-        "start": (data, "tokenize", spend), "loading weights": (lm, "load_weights_", raise_oom),
+        "reading data": (data, "tokenize", spend), "loading weights": (lm, "load_weights_", raise_oom),
         "optimizer allocation": (train, "make_optimizer", raise_oom), "sample": (lm, "generate", raise_oom),
         "data": (data.Loader, "step", spend), "forward": (lm.Transformer, "forward", raise_oom),
         "backward": (torch.Tensor, "backward", raise_oom), "optimizer step": (torch.optim.AdamW, "step", raise_oom),
@@ -60,8 +60,8 @@ def fail_at(phase, argv):
     train.main(argv)
 
 
-PHASES = {"start": 0, "loading weights": 0, "optimizer allocation": 0, "sample": 0, "data": 1, "forward": 1, "backward": 1,
-          "optimizer step": 1, "evaluation": 1, "export": 1}  # and the step it is in
+PHASES = {"reading data": 0, "loading weights": 0, "optimizer allocation": 0, "sample": 0, "data": 1, "forward": 1,
+          "backward": 1, "optimizer step": 1, "evaluation": 1, "export": 1}  # and the step it is in
 
 
 def start_failing(function, *args, folder):
@@ -88,9 +88,9 @@ def test_the_report_names_the_phase_and_the_exit_code_is_4(folder, chats, tmp_pa
     assert f"rank 0 ran out of memory: {phase}, step {PHASES[phase]}, micro-batch of " in said
     report = json.loads((out / "oom.json").read_text())
     assert (report["phase"], report["step"], report["rank"]) == (phase, PHASES[phase], 0)
-    assert report["error"] == ("std::bad_alloc" if phase in ("start", "data") else SAYS_CUDA)
+    assert report["error"] == ("std::bad_alloc" if phase in ("reading data", "data") else SAYS_CUDA)
     assert [path.name for path in out.glob("oom*")] == ["oom.json"]
-    if phase != "start":  # there nothing is known yet to plan with
+    if phase != "reading data":  # there nothing is known yet to plan with
         assert report["tokens_of_micro_batch"] == 96 and report["planned_gib"] and report["would_save_gib"]
 
 
