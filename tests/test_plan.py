@@ -140,3 +140,23 @@ def test_the_plan_is_what_the_allocator_counts(folders, tmp_path, model, tokens,
     print({name: f"{n / 2**20:.1f}" for name, n in figures["moments"].items()}, f"counted {figures['counted'] / 2**20:.1f}")
     # what is not modelled: scratch of a kernel, a [T] tensor here and there, the order in which autograd frees
     assert figures["planned"] == pytest.approx(figures["counted"], rel=0.05)
+
+
+@pytest.mark.parametrize("flags", ["", "--qlora --precision mixed", "--optim adamw8bit", "--precision bf16"])
+def test_the_copy_of_async_save_is_the_training_state(folders, flags):
+
+    import model as lm
+    import nf4
+    import train
+
+    args = train.parse_args(["--precision", "fp32", "--async_save", *flags.split()])
+    config = lm.parse_config(lm.read_json(folders["tied"] / "config.json"))
+    model = lm.Transformer(config)
+    if args.qlora:
+        nf4.quantize_linears_(model.model.layers)
+        lm.add_lora_(model, args.lora_rank, args.lora_alpha, 0.0, args.lora_targets)
+    train.set_precision_(model, args.precision)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = train.make_optimizer(trained, 1e-3, 0.0, True, args.optim == "adamw8bit")
+    counted = sum(t.nbytes for t in train.training_tensors(model, optimizer).values() if t.dim())
+    assert train.plan(args, config, 1, 64, cuda=True)[1] == {"copy of a checkpoint": counted}
