@@ -293,3 +293,26 @@ def test_a_number_that_is_not_finite_is_traced_to_step_rank_and_module(job, tmp_
     assert f"not finite at step 3, first in {place}" in text and text.count("not finite") == 1
     # found at step 4, the next one that is logged and saved: what is saved is that of step 2
     assert [step for step, _ in train.checkpoints(tmp_path / "run")] == [2] and not (tmp_path / "run/final").exists()
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [
+    "--lora --lora_dropout 0.1", "--fsdp2 --qlora --offload --async_save", "--fsdp2 --async_save", "--optim adamw8bit --async_save",
+    "--precision bf16 --stochastic_rounding --fsdp2",
+])
+def test_a_resumed_run_on_a_gpu_goes_on_with_the_same_losses(job, tmp_path, flags):
+    argv = [*job, "--precision", "mixed", "--grad_accum", 2, *flags.split(), "--sample", ""]
+    rows = []
+    for out, more in (("whole", []), ("again", ["--resume", tmp_path / "whole" / f"checkpoint-{EDGE}"])):
+        command = [sys.executable, HERE.parent / "train.py", *argv, "--out", tmp_path / out, *more]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True,
+                              env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"})
+        assert done.returncode == 0, done.stderr
+        rows.append(curve(json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()))
+    whole, again = rows
+    assert again[0][2] == whole[EDGE][2]  # the first loss is a forward of the very same weights and dropout
+    # after it flash attention's backward adds up dq in any order
+    torch.testing.assert_close(torch.tensor(again), torch.tensor(whole[EDGE:]), rtol=2e-2, atol=0)
