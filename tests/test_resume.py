@@ -300,8 +300,8 @@ def test_a_number_that_is_not_finite_is_traced_to_step_rank_and_module(job, tmp_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [
-    "--lora --lora_dropout 0.1", "--fsdp2 --qlora --offload --async_save", "--fsdp2 --async_save", "--optim adamw8bit --async_save",
-    "--precision bf16 --stochastic_rounding --fsdp2",
+    "--lora --lora_dropout 0.1", "--fsdp2 --qlora --offload --async_save", "--fsdp2 --async_save",
+    "--optim adamw8bit --async_save", "--precision bf16 --stochastic_rounding --fsdp2",
 ])
 def test_a_resumed_run_on_a_gpu_goes_on_with_the_same_losses(job, tmp_path, flags):
     argv = [*job, "--precision", "mixed", "--grad_accum", 2, *flags.split(), "--sample", ""]
