@@ -687,7 +687,7 @@ def fingerprint(name, rows, start):
     width = math.prod(rows.shape[1:])
     words_NW = rows.reshape(len(rows), width).view(torch.int16 if rows.itemsize == 2 else torch.int32)
     cols_W, total = mix(torch.arange(width, device=rows.device)) | 1, torch.zeros((), dtype=torch.int64, device=rows.device)
-    n = max(1, (1 << 20) // width)  # rows at a time: 16 MiB of int64
+    n = max(1, (1 << 20) // width)  # rows at a time: 8 MiB of int64
     for at in range(0, len(rows), n):
         sums_N = words_NW[at : at + n].long().mul_(cols_W).sum(1)
         places_N = torch.arange(start + at, start + at + len(sums_N), device=rows.device)

@@ -168,7 +168,7 @@ def parse_args(argv=None):
     add("--async_save", action="store_true", help="copy a checkpoint to host memory and write it in the background "
         "(default: off)")
     add("--timeout", type=positive_float, default=1800.0, metavar="SECONDS", help="when no rank has moved for so long, name "
-        "the late one and end the run (default: 1800)")
+        "the late one and end the run; several ranks only (default: 1800)")
     add("--log_every", type=whole, default=10, metavar="STEPS", help="steps between log lines (default: 10)")
     add("--eval_every", type=whole, metavar="STEPS", help="steps between evaluations (default: at the end only)")
     add("--dry_run", action="store_true", help="print the memory plan of --world GPUs and exit; needs no GPU, no weights, no "
@@ -903,10 +903,14 @@ def plan(args, c, world, tokens, cuda):
     def pinned(n_bytes):  # torch's allocator of pinned memory rounds up to a power of two
         return 1 << (n_bytes - 1).bit_length() if cuda else n_bytes
 
-    def state(shapes):  # bytes of AdamW's two moments
+    def state_parts(shape):  # bytes of AdamW's tensors: two moments, and the scales of two
+        n_rows, width = -(-shape[0] // shards), shape[1]
         if args.optim == "adamw":
-            return 2 * kept * share(shapes)
-        return sum(-(-rows // shards) * (2 * width + 8 * -(-width // BLOCK) if width > 1 else 8) for rows, width in shapes)
+            return [kept * n_rows * width] * 2
+        return [n_rows * width] * 2 + [4 * n_rows * -(-width // BLOCK)] * 2 if width > 1 else [4 * n_rows] * 2
+
+    def state(shapes):
+        return sum(sum(state_parts(shape)) for shape in shapes)
 
     outside = [*ends, (D, 1)]
     n_trained = L * share(trained) + full * share(outside)
@@ -918,7 +922,9 @@ def plan(args, c, world, tokens, cuda):
         host = {**always, "gradients": n_trained * kept}
         always = {}
     if args.async_save:
-        host["copy of a checkpoint"] = n_trained * kept + L * state(trained) + full * state(outside)
+        held = pinned if "params" not in args.offload else int
+        host["copy of a checkpoint"] = sum(n * held(part) for shapes, n in ((trained, L), (outside, full)) for shape in shapes
+                                           for part in (kept * share([shape]), *state_parts(shape)))
     largest = max(share([shape]) for shape in [*trained, *ends * full])
     in_step = 0 if args.fused_adamw else 3 * kept * largest
     if args.optim == "adamw8bit" or args.stochastic_rounding:
@@ -1148,7 +1154,7 @@ def print_plan(args, c, world, tokens, cuda, room, place, host_room=None):
             "" if host_room is None or wanted <= host_room else f": does not fit, {host_room / unit:.2f} of it are free"))
     if room is None:
         return
-    need = peak + OVERHEAD * cuda
+    need = peak + (OVERHEAD if cuda else sum(host.values()))  # a CPU's memory is the host's
     says = f"  {need / 2**30:.2f} GiB" + " with 1 GiB for CUDA and NCCL" * cuda + f", {place} has {room / 2**30:.2f}: "
     if need <= room:
         print(says + "fits")
@@ -1271,8 +1277,8 @@ def random_state(rank, device):
 
 def checkpoints(out):
     """[(step, folder)] of the complete checkpoints below a run's folder, oldest first."""
-    named = [(re.fullmatch(r"checkpoint-(\d{1,12})", path.name, re.ASCII), path) for path in Path(out).glob("checkpoint-*")]
-    return sorted((int(match[1]), path) for match, path in named if match and (path / STATE).is_file())
+    found = [path for path in Path(out).glob("checkpoint-*") if checkpoint_step(path) >= 0 and (path / STATE).is_file()]
+    return sorted((checkpoint_step(path), path) for path in found)
 
 
 def sync(path):
@@ -1299,7 +1305,9 @@ class ShardWriter(HuggingFaceStorageWriter):
     """The same file, a rank's shards in safetensors with their offsets, tensor by tensor: torch's own makes the whole
     file in host memory first, twice, and holds Python's lock meanwhile. `files` is {name: [size, checksum]}."""
 
-    files = {}
+    def __init__(self, path, at):
+        super().__init__(path, save_distributed=True)
+        self.at, self.files = at, {}
 
     def write_data(self, plan, planner):
         items = {item.index.fqn: item for item in plan.items}
@@ -1311,7 +1319,7 @@ class ShardWriter(HuggingFaceStorageWriter):
             file = lm.SafetensorsFile(path, layout, DCP_SHARDING_INFO=json.dumps(places), DCP_VERSION="1.0")
             crc = zlib.crc32(file.head)
             with contextlib.closing(file.file):  # also where the disk is full: its space is free again
-                for name in list(file.at):  # in the order of the file
+                for name in ticking(self.at, list(file.at)):  # in the order of the file
                     crc = zlib.crc32(file.write(name, planner.resolve_data(items[name]).detach().cpu()), crc)
                 file.close()
             self.files = {path.name: [path.stat().st_size, crc]}
@@ -1328,7 +1336,8 @@ class Saver:
     (--async_save) the same runs in a thread on a copy in host memory, with collectives of its own, one at a time.
     """
 
-    def __init__(self, out, keep, background, rank, world, log, newest):
+    def __init__(self, out, keep, background, rank, world, log, newest, pin, at):
+        self.pin, self.at = pin, at
         self.out, self.keep, self.background, self.rank, self.world, self.log = Path(out), keep, background, rank, world, log
         self.group = None
         self.step = newest  # of the last save, complete or under way
@@ -1352,9 +1361,9 @@ class Saver:
             self.attempt(step, tensors, state)
         else:
             for name, tensor in tensors.items():
-                tensor = lm.local(tensor)[0] if isinstance(tensor, DTensor) else tensor
+                tensor = lm.local(tensor)[0]
                 if name not in self.copies:
-                    self.copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                    self.copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=self.pin and tensor.is_cuda)
                 self.copies[name].copy_(tensor, non_blocking=True)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -1431,7 +1440,7 @@ class Saver:
         part.mkdir()
 
     def store(self, part, tensors):
-        writer = ShardWriter(str(part), save_distributed=True)
+        writer = ShardWriter(str(part), self.at)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of "assuming the intent is to save in a single process"
@@ -1476,35 +1485,51 @@ def find_run(out, resume, launcher):
     continue from or None). ValueError where a run would be overwritten, or there is nothing to continue."""
     fresh = Path("out") / datetime.now().strftime("%Y%m%d-%H%M%S")
     if resume not in (None, "auto"):
-        folder = Path(resume)
+        folder = Path(resume).resolve()
+        again = [run for run in ([folder, folder.parent] if out is None else [Path(out)]) if started_by(launcher, run)]
+        if again and (found := checkpoints(again[0])):  # what it has written before the failure counts
+            return str(again[0]), str(found[-1][1])
         if not (folder / STATE).is_file():
             if not (found := checkpoints(folder)):
                 raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
             folder = found[-1][1]
-        run = folder.absolute().parent
-        if out is not None and Path(out).absolute() != run:
-            return free_out(out), str(folder)
+        run = folder.parent
+        if out is not None and Path(out).resolve() != run:
+            return str(out) if again else free_out(out), str(folder)
         newer = [path.name for step, path in checkpoints(run) if step > checkpoint_step(folder)]
         if newer:
             raise ValueError(f"--resume {resume}: {run} holds {newer[-1]}, which is newer: give another --out to branch off "
                              "here, or remove the newer ones")
-        return str(folder.parent), str(folder)
+        return str(run), str(folder)
     runs = [path.parent for path in (Path("out").glob("*/args.json") if out is None else Path(out).glob("args.json"))]
     if resume is None:  # torchrun has started this again after a failure: its own run goes on
-        runs = [run for run in runs if launcher and lm.read_json(run / "args.json").get("torchrun") == launcher]
+        runs = [run for run in runs if started_by(launcher, run)]
         if not runs:
             return free_out(out or fresh), None
     if out is None:
         out = max(runs, key=lambda run: (run / "args.json").stat().st_mtime, default=fresh)
     found = checkpoints(out)
+    origin = lm.read_json(Path(out, "args.json")).get("resume") if Path(out, "args.json").exists() and not found else None
+    if origin not in (None, "auto"):
+        raise ValueError(f"--out {out}: was to continue {origin} and has no checkpoint of its own yet: remove it and give "
+                         f"--resume {origin} again")
     if not found and (Path(out) / "final").exists():
         raise ValueError(f"--out {out}: holds a finished run and no checkpoint to continue from: give another folder")
     return str(out), str(found[-1][1]) if found else None
 
 
+def started_by(launcher, run):
+    """Whether this torchrun has started that run. Another run's damaged args.json is no reason not to start."""
+    try:
+        return launcher is not None and lm.read_json(run / "args.json").get("torchrun") == launcher
+    except (OSError, ValueError):
+        return False
+
+
 def checkpoint_step(folder):
-    match = re.fullmatch(r"checkpoint-(\d{1,12})", Path(folder).name, re.ASCII)
-    return int(match[1]) if match else math.inf
+    """The number in the name checkpoint-<step>, -1 for any other name."""
+    match = re.fullmatch(r"checkpoint-(\d{1,12})", folder.name, re.ASCII)
+    return int(match[1]) if match else -1
 
 
 def free_out(out):
@@ -1623,7 +1648,7 @@ def write_whole(path, text):
 
 
 class StopSignal:
-    """SIGTERM (a job's end, torchrun's own shutdown) or SIGUSR1 (SLURM's --signal) on any rank, seen by all at one step."""
+    """SIGTERM (a job's end, torchrun's own shutdown) or SIGUSR1 (from a script) on any rank, seen by all at one step."""
 
     def __init__(self, world):
         self.world, self.number = world, 0
@@ -1647,7 +1672,7 @@ HUNG = 5  # exit code
 
 def move(at, phase, **fields):
     """Notes what this rank does now. All ranks make the same moves in the same order: who has made fewer is late."""
-    at.update(fields, phase=phase, moves=at["moves"] + 1, when=time.time())
+    at.update({"phase": phase, "moves": at["moves"] + 1, "when": time.time(), **fields})
 
 
 def ticking(at, items):
@@ -1730,6 +1755,7 @@ def first_not_finite(model, batches, scale, device):
 
     handles = [module.register_forward_hook(functools.partial(after, name or "the model"))
                for name, module in model.named_modules()]
+    model.zero_grad()  # clipping to a norm of nan has made all of them nan
     for batch in batches:
         b = batch.to(device)
         (model(b.tokens, b.targets, b.positions, b.spans, b.keep_S) * scale).backward()
@@ -1784,8 +1810,9 @@ def versions(world):
 
 def launcher():
     """The torchrun process that has started this one, the same when it starts it again after a failure; None without."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID")
-    return run and f"{platform.node()} {os.getppid()} {run}"
+    run, parent = os.environ.get("TORCHELASTIC_RUN_ID"), Path(f"/proc/{os.getppid()}/stat")
+    born = parent.read_text().rpartition(")")[2].split()[19] if parent.exists() else ""  # in a container it is often process 1
+    return run and f"{platform.node()} {os.getppid()} {born} {run}"
 
 
 class Log:
@@ -1835,11 +1862,12 @@ class Log:
         self.mark, self.n_tokens, self.n_steps, self.data_s = now, 0, 0, 0.0
 
     def write_eval(self, step, loss, n, seconds):
-        row = {"step": step + 1, "eval_loss": loss, "eval_tokens": n}
+        """step: 1, 2, ..., as in write_save()."""
+        row = {"step": step, "eval_loss": loss, "eval_tokens": n}
         self.append(row)
         if self.best is None or loss < self.best["eval_loss"]:
             self.best = row
-        self.say(f"step {step + 1}  eval loss {loss:.4f} over {n:,} tokens, best {self.best['eval_loss']:.4f} at step "
+        self.say(f"step {step}  eval loss {loss:.4f} over {n:,} tokens, best {self.best['eval_loss']:.4f} at step "
                  f"{self.best['step']}")
         self.mark += seconds  # the steps since the last line took the rest
 
@@ -2106,10 +2134,12 @@ def run(args, at, device, rank, world, store):
         "--random_init": args.random_init, "method": "--qlora" if args.qlora else "--lora" if args.lora else "full fine-tuning",
         "rows a step (--batch_size x --grad_accum x ranks)": per_step, "the tokens and masks of --data": loader.documents.crc(),
         **{f"--{name}": getattr(args, name) for name in (
-            "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "seq_len", "packing", "train_on", "seed", "precision",
+            "lora_rank", "lora_alpha", "lora_dropout", "seq_len", "packing", "train_on", "seed", "precision",
             "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule", "weight_decay", "clip")},
     }
+    settings["--lora_targets"] = sorted(args.lora_targets or ())
     settings, state = json.loads(json.dumps(settings, default=str)), None
+    move(at, "reading the checkpoint", when=math.inf)  # however long a slow disk takes
     with agreed():
         if folder:
             state = read_state(folder, rank, world)
@@ -2175,16 +2205,20 @@ def run(args, at, device, rank, world, store):
 
     # ---- last words before training
     steps = args.steps or math.ceil(args.epochs * len(loader.rows) / per_step)
-    evaluations = None
+    evaluations = generators = None
     with agreed():
         if start > steps:
             raise ValueError(f"--resume {folder}: step {start}, and this run ends at step {steps}: raise --steps or --epochs")
+        if state:
+            generators = check_tensors(folder, state, training_tensors(model, optimizer), random_state(rank, device))
+    with agreed():
         if rank == 0:
             Path(args.out).mkdir(parents=True, exist_ok=True)
             write_whole(Path(args.out, "args.json"), json.dumps({**vars(args), **versions(world)}, indent=2) + "\n")
             evaluations = [row for row in rewind(Path(args.out, "metrics.jsonl"), start) if "eval_loss" in row]
     evaluations = share(evaluations, rank, world)
-    best = min(evaluations, key=lambda row: row["eval_loss"], default=state and state["best_eval"])
+    known = [state["best_eval"]] if state and state["best_eval"] else []  # of the run that this one branches off, too
+    best = min([*known, *evaluations], key=lambda row: row["eval_loss"], default=None)
     if rank == 0:
         print(f"weights loaded in {time.perf_counter() - started:.1f} s")
         print_data(args, args.data, loader, counts[0], tokenizer)
@@ -2207,16 +2241,15 @@ def run(args, at, device, rank, world, store):
     profiler = torch.profiler.profile() if args.profile and rank == 0 else None
     log = Log(args.out if rank == 0 else None, say, steps, len(loader.rows) / per_step, device, start,
               state["tokens"] if state else 0, state and state["first_loss"], best)
-    saver = Saver(args.out, args.keep, args.async_save, rank, world, log, start or None)
+    own = folder and Path(folder).resolve().parent == Path(args.out).resolve()  # else --out branches off another run
+    saver = Saver(args.out, args.keep, args.async_save, rank, world, log, start if own else None, pin, at)
     if state:
-        move(at, "loading the checkpoint")
-        started, tensors = time.perf_counter(), training_tensors(model, optimizer)
+        move(at, "loading the checkpoint", when=math.inf)
+        started = time.perf_counter()
         torch.manual_seed(args.seed + rank + 1_000_003 * start)  # for ranks that the checkpoint has no generators of
-        with agreed():
-            generators = check_tensors(folder, state, tensors, random_state(rank, device))
         generators = generators if state["world"] == world else {}
         with agreed():
-            restore(folder, tensors | generators, saver.meet())
+            restore(folder, training_tensors(model, optimizer) | generators, saver.meet())
         with agreed():
             for name, generator in generators.items():
                 try:
@@ -2227,6 +2260,7 @@ def run(args, at, device, rank, world, store):
                 except RuntimeError as error:
                     raise ValueError(f"{folder}: {name}: no state of a generator: {error}; {REMOVE}") from error
         say(f"checkpoint loaded in {time.perf_counter() - started:.1f} s")
+        log.begin = log.mark = time.perf_counter()  # no part of a step's time
     fine = torch.zeros_like(bad)  # steps of this process before a gradient was inf or nan
     stop = StopSignal(world)
 
@@ -2244,7 +2278,7 @@ def run(args, at, device, rank, world, store):
         started = time.perf_counter()
         if (result := evaluate(model, eval_loader, device, world, lambda: move(at, "evaluation") or stop.asked())) is None:
             return True
-        log.write_eval(step - 1, *result, time.perf_counter() - started)
+        log.write_eval(step, *result, time.perf_counter() - started)
         return False
 
     def end_early(step, number):
@@ -2342,15 +2376,23 @@ def run(args, at, device, rank, world, store):
     log.close(peak_of(moments)[1] / 2**30)
     at["over"] = True
     leave()  # what rank 0 still has to do keeps nobody waiting in a collective
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # nobody asks any more
     if args.merge and rank == 0:
         merge(args, source, adapter, raw_config, tokenizer_folder, weights_folder)
     say(f"done: {args.out}/final" + f" and {args.out}/merged" * args.merge)
 
 
 if __name__ == "__main__":
-    main()
+    code = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # FSDP2's mesh keeps gloo's threads beyond destroy_process_group(); one of them freeing a tensor while the interpreter
     # shuts down aborts a finished run, seen once in 130 (pytorch #179291)
-    os._exit(0)
+    os._exit(code)

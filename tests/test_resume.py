@@ -129,7 +129,7 @@ SETTINGS = {
     "--data {chats}": "masks of --data was", "--optim adamw8bit": "--optim was adamw, is adamw8bit",
     "--precision mixed": "--precision was fp32, is mixed", "--packing": "--packing was False, is True",
     "--schedule linear": "--schedule was cosine, is linear", "--min_lr 1": "--min_lr was 0.0", "--warmup 0": "--warmup was 1",
-    "--qlora": "method was --lora, is --qlora", "--lora_targets q_proj": "--lora_targets was ['q_proj', 'k_proj',",
+    "--qlora": "method was --lora, is --qlora", "--lora_targets q_proj": "--lora_targets was ['down_proj', 'gate_proj',",
     "--lora_dropout 0.5": "--lora_dropout was 0.0, is 0.5", "--lora_alpha 8": "--lora_alpha was 32, is 8",
     "--steps 1": "step 2, and this run ends at step 1",
 }
@@ -221,6 +221,64 @@ def test_resume_without_out_takes_the_newest_run(tmp_path, monkeypatch):
     assert train.find_run(None, None, "another")[1] is None
 
 
+def make_run(folder, *steps, **args):
+    for step in steps:
+        (folder / f"checkpoint-{step}").mkdir(parents=True)
+        (folder / f"checkpoint-{step}" / train.STATE).write_text("{}")
+    folder.mkdir(exist_ok=True)
+    (folder / "args.json").write_text(json.dumps(args))
+
+
+def test_resume_finds_the_folder_of_the_run(tmp_path, monkeypatch):
+    make_run(tmp_path / "run", 2, 4)
+    monkeypatch.chdir(tmp_path / "run/checkpoint-4")
+    for way in (".", "../checkpoint-4", str(tmp_path / "run"), ".."):  # its parent, and not itself, is where the run goes on
+        assert train.find_run(None, way, None) == (str(tmp_path / "run"), str(tmp_path / "run/checkpoint-4"))
+    shutil.copytree(tmp_path / "run/checkpoint-2", tmp_path / "run/best")
+    with pytest.raises(ValueError, match="holds checkpoint-4, which is newer"):
+        train.find_run(None, str(tmp_path / "run/best"), None)
+
+
+def test_torchrun_restarts_a_branch_from_its_own_checkpoint(tmp_path):
+    make_run(tmp_path / "run", 2, 4)
+    make_run(tmp_path / "branch", 3, torchrun="me")
+    branch = str(tmp_path / "branch"), str(tmp_path / "run/checkpoint-2")
+    assert train.find_run(*branch, "me") == (branch[0], f"{branch[0]}/checkpoint-3")
+    with pytest.raises(ValueError, match="holds a run already"):
+        train.find_run(*branch, "another")
+    make_run(tmp_path / "early", torchrun="me", resume=branch[1])  # killed before its first save
+    assert train.find_run(str(tmp_path / "early"), branch[1], "me") == (str(tmp_path / "early"), branch[1])
+    with pytest.raises(ValueError, match="has no checkpoint of its own yet"):
+        train.find_run(str(tmp_path / "early"), "auto", "another")
+    (tmp_path / "out/other").mkdir(parents=True)
+    (tmp_path / "out/other/args.json").write_text("{")  # damaged: no reason not to start
+    assert not train.started_by("me", tmp_path / "out/other")
+
+
+def signal_in_evaluation(argv):
+    evaluate = train.evaluate
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*args)
+
+    train.evaluate = interrupted
+    train_main(argv)
+
+
+def test_a_branch_that_is_stopped_at_once_has_a_checkpoint_of_its_own(job, tmp_path):
+    argv = [*job, "--grad_accum", 2, "--lora", "--eval_data", job[4], "--eval_every", 1, "--sample", ""]
+    rows, _ = run(1, argv, tmp_path / "run")
+    branch = [str(arg) for arg in [*argv, "--resume", tmp_path / "run/checkpoint-2", "--out", tmp_path / "branch"]]
+    log = tmp_path / "rank.log"
+    assert start_ranks(1, signal_in_evaluation, (branch,), [log]) == [128 + signal.SIGTERM], log.read_text()
+    assert f"stopped by SIGTERM after step 2 of {STEPS}: {tmp_path}/branch/checkpoint-2 is saved" in log.read_text()
+    again, _ = run(1, [*argv, "--resume"], tmp_path / "branch")
+    assert curve(again) == curve(rows)[2:]
+    assert [row["step"] for row in again if "eval_loss" in row] == [2, 3, 4, 5]
+    assert_same_end(tmp_path / "run", tmp_path / "branch")
+
+
 def torchrun(argv, n, *flags):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n), *flags,
                HERE.parent / "train.py", *argv]
@@ -255,6 +313,16 @@ class InfiniteGradient(torch.autograd.Function):
         return grad * torch.inf
 
 
+class NotANumber(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.full_like(grad, torch.nan)
+
+
 def break_at(step, rank, what, argv):
     """train.main(argv) in which one rank's second MLP meets a number that is not finite, from a step on."""
     read, forward, state = train.data.Loader.step, lm.MLP.forward, {"calls": 0}
@@ -264,6 +332,9 @@ def break_at(step, rank, what, argv):
         return read(loader, n, grad_accum)
 
     def forward_mlp(mlp, x):
+        if state.get("broken") and mlp is state["mlps"][1] and what == "weight":
+            weight = mlp.up_proj.weight
+            return forward(mlp, x) + (NotANumber.apply(weight).sum() * 0).to(x.dtype)
         if state.get("broken") and mlp is state["mlps"][1]:
             return forward(mlp, x * torch.nan) if what == "forward" else InfiniteGradient.apply(forward(mlp, x))
         return forward(mlp, x)
@@ -282,6 +353,7 @@ def break_at(step, rank, what, argv):
     ("forward", "--fsdp2 --lora", "rank 1: the output of model.layers.1.mlp.gate_proj.lora_A"),
     ("forward", "--no-activation_checkpointing", "rank 1: the output of model.layers.1.mlp.gate_proj"),
     ("backward", "--fsdp2 --qlora --no-chunked_ce", "rank 1: the gradient of the output of model.layers.1.mlp.down_proj"),
+    ("weight", "--no-activation_checkpointing", "rank 1: the gradient of model.layers.1.mlp.up_proj.weight"),
     ("backward", "--optim_in_backward", "rank 1: the gradient of the output of model.layers.1.mlp.down_proj"),
 ])
 def test_a_number_that_is_not_finite_is_traced_to_step_rank_and_module(job, tmp_path, what, flags, place):
