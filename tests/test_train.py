@@ -150,7 +150,7 @@ def test_unpacked_rows_train_to_the_same_loss_as_packed_ones(folder, chats, tmp_
 
 def test_dropout_trains_and_evaluation_is_without_it(folder, chats, tmp_path):
     argv = ["--model", folder, "--random_init", "--data", chats, "--eval_data", chats, "--seq_len", 96, "--precision", "fp32",
-            "--lora", "--steps", 4, "--lr", "1e-2", "--eval_every", 1]
+            "--lora", "--steps", 4, "--lr", "1e-2", "--eval_every", 2]
     dropped = losses(2, [*argv, "--fsdp2", "--lora_dropout", 0.5], tmp_path / "a")
     again = losses(2, [*argv, "--fsdp2", "--lora_dropout", 0.5, "--no-activation_checkpointing"], tmp_path / "b")
     plain = losses(2, [*argv, "--fsdp2"], tmp_path / "c")
