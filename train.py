@@ -1989,7 +1989,7 @@ def print_sample(args, say, when, model, tokenizer, chat, device):
     if args.sample:
         model.eval()
         prompt = tokenizer.prompt(args.sample, chat)
-        tokens = lm.generate(model, prompt, 64, tokenizer.stop, device)
+        tokens = lm.generate(model, prompt, 32, tokenizer.stop, device)
         model.train()
         lm.reshard_(model)
         said = "\n".join(tokenizer.core.decode(tokens).strip().splitlines()[:8]) or "(nothing)"
