@@ -58,29 +58,23 @@ SAMPLES = {"stdlib:docs": "What does `shutil.copytree(src, dst)` do?", "stdlib:c
 # ---------------------------------------------------------------- flags
 
 
-def positive(kind):
+def bounded(kind, holds, expected):
     def parse(text):
         value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text}: expected a positive number")
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
         return value
 
     parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
     return parse
 
 
-def not_negative(text):
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: expected zero or a positive number")
-    return value
+def positive(kind):
+    return bounded(kind, lambda value: 0 < value < math.inf, "a positive number")
 
 
-def not_negative_int(text):
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected zero or a positive number")
-    return value
+def not_negative(kind):
+    return bounded(kind, lambda value: 0 <= value < math.inf, "zero or a positive number")
 
 
 def parse_args(argv=None):
@@ -88,7 +82,8 @@ def parse_args(argv=None):
         prog="train.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
         epilog="The four launch commands are in the first lines of train.py; README.md explains the flags by task.",
     )
-    yes_no, whole, positive_float = argparse.BooleanOptionalAction, positive(int), positive(float)
+    yes_no, whole = argparse.BooleanOptionalAction, positive(int)
+    positive_float, amount = positive(float), not_negative(float)
 
     add = parser.add_argument_group("model").add_argument
     add("--model", default="tiny", help="tiny (built in), a Hugging Face folder, a Hub id, or with --random_init one of "
@@ -103,7 +98,7 @@ def parse_args(argv=None):
     add("--qlora", action="store_true", help="train low-rank adapters, weights frozen in NF4, 4.14 bits (default: off)")
     add("--lora_rank", type=whole, metavar="R", help="rank of the adapters (default: 16)")
     add("--lora_alpha", type=positive_float, help="adapters are scaled by alpha / rank (default: 32)")
-    add("--lora_dropout", type=not_negative, help="share of an adapter's inputs zeroed in training (default: 0)")
+    add("--lora_dropout", type=amount, help="share of an adapter's inputs zeroed in training (default: 0)")
     add("--lora_targets", nargs="+", choices=lm.LORA_TARGETS, metavar="LAYER",
         help=f"linear layers that get an adapter, of {', '.join(lm.LORA_TARGETS)} (default: all)")
 
@@ -147,19 +142,19 @@ def parse_args(argv=None):
     add("--grad_accum", type=whole, default=1, help="micro-batches per step (default: 1)")
     add("--steps", type=whole, help="optimizer steps (default: from --epochs)")
     add("--epochs", type=positive_float, default=1.0, help="passes over the data, unless --steps is given (default: 1)")
-    add("--lr", type=not_negative, help="peak learning rate (default: 2e-4 with adapters, 2e-5 without, at a hidden size "
+    add("--lr", type=amount, help="peak learning rate (default: 2e-4 with adapters, 2e-5 without, at a hidden size "
         "of 4096, in inverse proportion at others)")
-    add("--min_lr", type=not_negative, default=0.0, help="learning rate at the end of cosine and linear (default: 0)")
-    add("--warmup", type=not_negative, default=0.03,
+    add("--min_lr", type=amount, default=0.0, help="learning rate at the end of cosine and linear (default: 0)")
+    add("--warmup", type=amount, default=0.03,
         help="steps of linear warmup; below 1 it is a share of all steps (default: 0.03)")
     add("--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="after warmup (default: cosine)")
-    add("--weight_decay", type=not_negative, default=0.01, help="on matrices, not on norms and biases (default: 0.01)")
-    add("--clip", type=not_negative, help="largest global gradient norm, 0 for none (default: 1; 0 with --optim_in_backward)")
+    add("--weight_decay", type=amount, default=0.01, help="on matrices, not on norms and biases (default: 0.01)")
+    add("--clip", type=amount, help="largest global gradient norm, 0 for none (default: 1; 0 with --optim_in_backward)")
     add("--seed", type=int, default=0, help="of data order, adapters, random weights and dropout (default: 0)")
 
     add = parser.add_argument_group("run").add_argument
     add("--out", metavar="DIR", help="folder of the run; one that holds a run needs --resume (default: out/<date-time>)")
-    add("--save_every", type=not_negative_int, default=500, metavar="STEPS", help="steps between checkpoints, and one at the "
+    add("--save_every", type=not_negative(int), default=500, metavar="STEPS", help="steps between checkpoints, and one at the "
         "end; 0: only when told to stop by SIGTERM or SIGUSR1 (default: 500)")
     add("--keep", type=whole, default=2, metavar="N", help="newest checkpoints that stay (default: 2)")
     add("--resume", nargs="?", const="auto", metavar="DIR", help="continue from the newest complete checkpoint of --out, or "
@@ -1268,7 +1263,7 @@ def training_tensors(model, optimizer):
     return tensors
 
 
-def random_state(rank, device):
+def generator_states(rank, device):
     """{name: bytes} of this rank's generators."""
     state = {f"random.{rank}.cpu": torch.get_rng_state()}
     return state | ({f"random.{rank}.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
@@ -1350,7 +1345,7 @@ class Saver:
         return self.group
 
     def save(self, step, tensors, state):
-        """All ranks, after step `step`. tensors: as training_tensors() and random_state() give them; state: JSON."""
+        """All ranks, after step `step`. tensors: as training_tensors() and generator_states() give them; state: JSON."""
         self.finish()
         if step == self.step:
             return
@@ -2209,7 +2204,7 @@ def run(args, at, device, rank, world, store):
         if start > steps:
             raise ValueError(f"--resume {folder}: step {start}, and this run ends at step {steps}: raise --steps or --epochs")
         if state:
-            generators = check_tensors(folder, state, training_tensors(model, optimizer), random_state(rank, device))
+            generators = check_tensors(folder, state, training_tensors(model, optimizer), generator_states(rank, device))
     with agreed():
         if rank == 0:
             Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -2265,7 +2260,7 @@ def run(args, at, device, rank, world, store):
 
     def save(step):
         move(at, "checkpoint")
-        saver.save(step, training_tensors(model, optimizer) | random_state(rank, device), {
+        saver.save(step, training_tensors(model, optimizer) | generator_states(rank, device), {
             "format": FORMAT, "step": step, "epoch": step * per_step / len(loader.rows), "rows": step * per_step,
             "steps": steps, "tokens": log.n_trained_on, "first_loss": log.first, "best_eval": log.best, "world": world,
             "settings": settings, **versions(world),

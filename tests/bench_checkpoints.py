@@ -390,7 +390,7 @@ def state_rank(folder):
         started = time.perf_counter()
         state = train.read_state(saved, rank, world)
         spent["read_state"] = time.perf_counter() - started
-        generators = train.check_tensors(saved, state, tensors, train.random_state(rank, device))
+        generators = train.check_tensors(saved, state, tensors, train.generator_states(rank, device))
         spent["check_tensors"] = time.perf_counter() - started - spent["read_state"]
         train.restore(saved, tensors | generators, saver.meet())
         spent["restore"] = time.perf_counter() - started - spent["read_state"] - spent["check_tensors"]
@@ -398,7 +398,7 @@ def state_rank(folder):
     for step in range(1, ROUNDS + 2):  # the first round warms up
         about = {"format": train.FORMAT, "step": step, "epoch": 1.0, "rows": step, "steps": step, "tokens": 1,
                  "first_loss": 1.0, "best_eval": None, "world": world, "settings": {}}
-        took("save", lambda: saver.save(step, tensors | train.random_state(rank, device), about))  # noqa: B023
+        took("save", lambda: saver.save(step, tensors | train.generator_states(rank, device), about))  # noqa: B023
         for name in ("prepare", "store", "fsync", "crc32", "commit"):
             seconds[f"save: {name}"].append(spent[name])
         saved, gathered = folder / f"checkpoint-{step}", {}

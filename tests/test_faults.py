@@ -100,7 +100,7 @@ def saved(undisturbed, tmp_path):
 
 
 def check(folder, wanted):
-    train.check_tensors(folder, train.read_state(folder, 0, 1), wanted, train.random_state(0, torch.device("cpu")))
+    train.check_tensors(folder, train.read_state(folder, 0, 1), wanted, train.generator_states(0, torch.device("cpu")))
 
 
 def shard(folder, rank=0):

@@ -144,7 +144,6 @@ def test_the_plan_is_what_the_allocator_counts(folders, tmp_path, model, tokens,
 
 @pytest.mark.parametrize("flags", ["", "--qlora --precision mixed", "--optim adamw8bit", "--precision bf16"])
 def test_the_copy_of_async_save_is_the_training_state(folders, flags):
-
     import model as lm
     import nf4
     import train

@@ -303,24 +303,15 @@ def test_torchrun_restarts_a_killed_rank_from_the_last_checkpoint(job, tmp_path)
 # ---------------------------------------------------------------- numbers that are not finite
 
 
-class InfiniteGradient(torch.autograd.Function):
+class BadGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, factor):
+        ctx.factor = factor
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * torch.inf
-
-
-class NotANumber(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight):
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch.full_like(grad, torch.nan)
+        return grad * ctx.factor, None
 
 
 def break_at(step, rank, what, argv):
@@ -334,9 +325,9 @@ def break_at(step, rank, what, argv):
     def forward_mlp(mlp, x):
         if state.get("broken") and mlp is state["mlps"][1] and what == "weight":
             weight = mlp.up_proj.weight
-            return forward(mlp, x) + (NotANumber.apply(weight).sum() * 0).to(x.dtype)
+            return forward(mlp, x) + (BadGradient.apply(weight, torch.nan).sum() * 0).to(x.dtype)
         if state.get("broken") and mlp is state["mlps"][1]:
-            return forward(mlp, x * torch.nan) if what == "forward" else InfiniteGradient.apply(forward(mlp, x))
+            return forward(mlp, x * torch.nan) if what == "forward" else BadGradient.apply(forward(mlp, x), torch.inf)
         return forward(mlp, x)
 
     build = lm.Transformer.__init__
