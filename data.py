@@ -23,6 +23,7 @@ import itertools
 import json
 import sysconfig
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +36,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tqdm import tqdm
 
-from model import IGNORE, read_json
+from model import IGNORE, Packed, pack_spans, read_json
 
 # ---------------------------------------------------------------- chat templates
 
@@ -386,19 +387,28 @@ def pack(lengths, seq_len):
 @dataclass
 class Batch:
     """A micro-batch of one rank. tokens, targets (IGNORE where untrained), positions: [B, T] int64. keep_S: flat
-    indices of the targets. spans: (start, stop) of each document in the flattened tokens, on the host."""
+    indices of the targets. spans: (start, stop) of each document in the flattened tokens, on the host, or model.Packed."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
     keep_S: torch.Tensor
-    spans: list
+    spans: list | Packed
+
+    def each(self, move):
+        spans = self.spans._replace(bounds=move(self.spans.bounds)) if isinstance(self.spans, Packed) else self.spans
+        return Batch(*(move(getattr(self, field.name)) for field in fields(self)[:4]), spans)
+
+    def pin(self):
+        """For a GPU: in pinned memory, from where a copy runs beside everything else; documents of unequal length packed."""
+        lengths = {stop - start for start, stop in self.spans}
+        if lengths and (len(lengths) > 1 or lengths.pop() * len(self.spans) < self.tokens.numel()):
+            self.spans = pack_spans(self.spans, self.tokens.numel())
+        return self.each(torch.Tensor.pin_memory)
 
     def to(self, device):
-        if device.type != "cuda":
-            return self
-        tensors = [getattr(self, field.name).pin_memory() for field in fields(self)[:4]]
-        return Batch(*(t.to(device, non_blocking=True) for t in tensors), self.spans)
+        """On a GPU by copies that nobody waits for, so from pinned memory."""
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True)) if device.type == "cuda" else self
 
 
 class Loader:
@@ -440,6 +450,19 @@ class Loader:
         rows = [self.row(i) for i in range(step * n, step * n + n)]
         mine = [rows[at : at + self.batch_size] for at in range(0, n, self.batch_size)][self.rank :: self.world]
         return [self.batch(m) for m in mine], self.per_row[rows].sum(0).tolist()
+
+    def ahead(self, start, stop, grad_accum, pin):
+        """Yields step(start), ... step(stop - 1). A thread makes the next one while the caller works on this one."""
+        def make(step):
+            batches, counted = self.step(step, grad_accum)
+            return [batch.pin() if pin else batch for batch in batches], counted
+
+        with ThreadPoolExecutor(1) as thread:
+            coming = thread.submit(make, start)
+            for step in range(start, stop):
+                batches = coming.result()
+                coming = thread.submit(make, step + 1) if step + 1 < stop else None
+                yield batches
 
     def once(self):
         """Yields batches that cover every row once over all ranks, equally many on each; the last may be empty."""

@@ -11,7 +11,8 @@ recomputing, C*V*6 bytes alive, and tokens that carry no target never reach the 
 Cross-Entropy, arXiv:2411.09009). Given up: a second derivative.
 
 Packed rows hold several documents. `spans` lists their (start, stop) in the flattened [B*T] tokens, on the host, and
-attention runs inside each span: no mask tensor, no T*T bytes, no way to see a neighbour.
+attention runs inside each span: no mask tensor, no T*T bytes, no way to see a neighbour. On a GPU that is one kernel for
+all documents, on a CPU a call for each.
 
 Shapes: B rows, T tokens per row, D model, F mlp, H query heads, G kv heads, K head size, V vocabulary, R LoRA rank,
 N tokens of a micro-batch or rows of a matrix, S supervised tokens, C tokens in a loss chunk. x is the residual stream.
@@ -19,6 +20,8 @@ N tokens of a micro-batch or rows of a matrix, S supervised tokens, C tokens in 
 
 import contextlib
 import functools
+import inspect
+import itertools
 import json
 import math
 import os
@@ -27,6 +30,7 @@ import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +38,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
 
 import nf4
@@ -260,10 +265,36 @@ def rotate(q_BTHK, rope):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(q_BTHK.dtype)
 
 
+class Packed(NamedTuple):
+    """What attention on a GPU needs to know of packed rows, built once a batch on the host."""
+
+    spans: list  # (start, stop) of the documents in the flattened tokens
+    bounds: torch.Tensor  # int32 on the device: where they start and end, with the padding between as documents of its own
+    longest: int  # of those; an int, so that no kernel launch waits for the device
+
+
+# torch 2.11 shares key heads between query heads unasked, later ones want to be asked
+GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def pack_spans(spans, n_tokens):
+    """-> Packed, its bounds on the CPU."""
+    bounds = torch.tensor(sorted({0, n_tokens, *itertools.chain(*spans)}), dtype=torch.int32)
+    return Packed(spans, bounds, int(bounds.diff().max()))
+
+
 def attend(q_BTHK, k_BTGK, v_BTGK, spans):
-    """Causal attention inside each (start, stop) of the flattened B*T tokens; zeros outside (padding)."""
+    """Causal attention inside each (start, stop) of the flattened B*T tokens; outside (padding) any finite numbers.
+
+    Packed spans run as one FlashAttention over all documents, where the dtype allows it.
+    """
     B, T, H, K = q_BTHK.shape
     q, k, v = (t.reshape(B * T, -1, K) for t in (q_BTHK, k_BTGK, v_BTGK))
+    if isinstance(spans, Packed):
+        if q.dtype is not torch.float32:
+            lengths = spans.bounds, spans.bounds, spans.longest, spans.longest
+            return varlen_attn(q, k, v, *lengths, window_size=(-1, 0), **GQA).view(B, T, H * K)
+        spans = spans.spans
     sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=k.shape[1] != H)
     length = spans[0][1] - spans[0][0] if spans else 0
     if all(stop - start == length for start, stop in spans) and length * len(spans) == B * T:
@@ -295,13 +326,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if qk_norm else nn.Identity()
 
-    def forward(self, x, rope, spans):
+    def heads(self, x, rope):
+        """-> q_BTHK, k_BTGK, v_BTGK."""
         B, T, _ = x.shape
         # norm before rotation: torchtune shipped Qwen3 the other way round (torchtune #2822)
         q_BTHK = rotate(self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)), rope)
         k_BTGK = rotate(self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)), rope)
-        v_BTGK = self.v_proj(x).view(B, T, -1, self.head_dim)
-        return self.o_proj(attend(q_BTHK, k_BTGK, v_BTGK, spans))
+        return q_BTHK, k_BTGK, self.v_proj(x).view(B, T, -1, self.head_dim)
 
 
 class MLP(nn.Module):
@@ -311,25 +342,37 @@ class MLP(nn.Module):
         self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
 
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def hidden(self, x):
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
 class Block(nn.Module):
+    """Three methods between attention and the last product are what --compile compiles: no list of documents reaches
+    them, so packed rows compile once; and the last product stays out, so that a recomputation can end before it."""
+
     def __init__(self, c):
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c)
-
         self.recomputing = False  # set by activation checkpointing while it runs the forward again
 
     def forward(self, x, rope, spans):
-        return self.feed_forward(x + self.self_attn(self.input_layernorm(x), rope, spans))
+        out = attend(*self.heads(x, rope), spans)
+        return self.feed_forward(self.add_attention(x, out))
+
+    def heads(self, x, rope):
+        return self.self_attn.heads(self.input_layernorm(x), rope)
+
+    def add_attention(self, x, out):
+        return x + self.self_attn.o_proj(out)
+
+    def hidden(self, x):
+        return self.mlp.hidden(self.post_attention_layernorm(x))
 
     def feed_forward(self, x):
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp.down_proj(self.hidden(x))
 
 
 class TiledFeedForward(torch.autograd.Function):
@@ -394,6 +437,32 @@ def tile_feed_forward_(model, tile):
 # ---------------------------------------------------------------- loss
 
 
+def softmax_gradient(logits_CV, targets_C1, with_grad):
+    """-> (summed cross-entropy, its gradient softmax - one-hot in the dtype of the logits, or None). Works in place on one
+    float32 copy."""
+    dtype, logits_CV = logits_CV.dtype, logits_CV.float()
+    logits_CV -= logits_CV.amax(-1, keepdim=True)
+    target_logit_C1 = logits_CV.gather(-1, targets_C1)
+    total_C1 = logits_CV.exp_().sum(-1, keepdim=True)
+    loss = (total_C1.log() - target_logit_C1).sum()
+    if not with_grad:
+        return loss, None
+    logits_CV /= total_C1  # softmax, in place
+    logits_CV.scatter_add_(-1, targets_C1, torch.full_like(total_C1, -1.0))
+    return loss, logits_CV.to(dtype)
+
+
+def softmax_gradient_fused(logits_CV, targets_C1, with_grad):
+    """The same for torch.compile: two passes over the logits, and no copy in float32."""
+    shifted_CV = logits_CV.float() - logits_CV.amax(-1, keepdim=True).float()
+    total_C1 = shifted_CV.exp().sum(-1, keepdim=True)
+    loss = (total_C1.log() - shifted_CV.gather(-1, targets_C1)).sum()
+    if not with_grad:
+        return loss, None
+    one_hot_CV = torch.arange(logits_CV.shape[-1], device=logits_CV.device) == targets_C1
+    return loss, (shifted_CV.exp() / total_C1 - one_hot_CV.float()).to(logits_CV.dtype)
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S, float32, gradients computed in the forward.
 
@@ -404,23 +473,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h_SD, w_VD, targets_S, chunk, with_grad):
+    def forward(ctx, h_SD, w_VD, targets_S, chunk, with_grad, softmax_gradient=softmax_gradient):
         loss_sum = torch.zeros((), dtype=torch.float32, device=h_SD.device)
         grad_h = torch.empty_like(h_SD) if with_grad and ctx.needs_input_grad[0] else None
         trained, grad_w = with_grad and ctx.needs_input_grad[1], None
         for start in range(0, len(h_SD), chunk):
             h_CD, targets_C1 = h_SD[start : start + chunk], targets_S[start : start + chunk, None]
-            logits_CV = (h_CD @ w_VD.T).float()
-            logits_CV -= logits_CV.amax(-1, keepdim=True)
-            target_logit_C1 = logits_CV.gather(-1, targets_C1)
-            total_C1 = logits_CV.exp_().sum(-1, keepdim=True)
-            loss_sum += (total_C1.log() - target_logit_C1).sum()
-            if grad_h is None and not trained:
+            loss, grad_logits_CV = softmax_gradient(h_CD @ w_VD.T, targets_C1, grad_h is not None or trained)
+            loss_sum += loss
+            if grad_logits_CV is None:
                 continue
-            logits_CV /= total_C1  # softmax, in place
-            logits_CV.scatter_add_(-1, targets_C1, torch.full_like(total_C1, -1.0))
-            grad_logits_CV = logits_CV.to(h_SD.dtype)
-            del logits_CV
             if grad_h is not None:
                 torch.mm(grad_logits_CV, w_VD, out=grad_h[start : start + chunk])
             if trained:
@@ -442,7 +504,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("chunked cross-entropy: backward ran twice, its gradients were used up by the first")
         (grad_h, grad_w), ctx.grads = ctx.grads, None  # scaled in place: a copy of grad_w would cost V*D
         grads = [None if g is None else g.mul_(grad_loss.to(g.dtype)) for g in (grad_h, grad_w)]
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 class LMHead(nn.Module):
@@ -452,6 +514,7 @@ class LMHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         self.chunk = 1024  # tokens; 0 computes all logits at once and leaves the gradient to autograd
+        self.softmax_gradient = softmax_gradient
 
     def forward(self, x, targets_BT=None, keep_S=None):
         """Summed loss over the supervised tokens `keep_S` (flat indices into B*T); without targets float32 logits."""
@@ -461,7 +524,8 @@ class LMHead(nn.Module):
         # The indices come from the host with the batch: nonzero() on the device would wait for it.
         h_SD, targets_S = x.flatten(0, 1)[keep_S], targets_BT.flatten()[keep_S]
         if self.chunk:
-            return ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled())
+            return ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(),
+                                             self.softmax_gradient)
         return F.cross_entropy(F.linear(h_SD, w_VD).float(), targets_S, reduction="sum")
 
 
@@ -527,18 +591,27 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
 
 
-def lora_forward(linear, base_forward, scale, dropout, x):
-    # LoRA's product first, the frozen base last: the base saves nothing that its backward lacks, so checkpointing's
-    # early stop ends the recomputation of a block before down_proj, a fifth of the block's FLOP.
-    delta = linear.lora_B(linear.lora_A(F.dropout(x, dropout, linear.training))) * scale
-    return delta + base_forward(x)
+class LoRA:
+    """A linear layer's other half: y = W x + (alpha / rank) B A x (arXiv:2106.09685), with PEFT's names below the layer."""
+
+    def forward(self, x):
+        # LoRA's product first, the frozen base last: the base saves nothing that its backward lacks, so checkpointing's
+        # early stop ends the recomputation of a block before down_proj, a fifth of the block's FLOP.
+        delta = self.lora_B(self.lora_A(F.dropout(x, self.lora_dropout, self.training))) * self.lora_scale
+        return delta + super().forward(x)
+
+
+class LoRALinear(LoRA, Linear):
+    pass
+
+
+class LoRANF4Linear(LoRA, nf4.NF4Linear):
+    pass
 
 
 def add_lora_(model, rank, alpha, dropout, targets):
-    """y = W x + (alpha / rank) B A x on the linear layers of the blocks named in `targets` (arXiv:2106.09685).
-
-    Adds `lora_A.weight` [R, in] and `lora_B.weight` [out, R] below each layer (PEFT's names) and freezes all else.
-    """
+    """Gives the linear layers of the blocks named in `targets` adapters, `lora_A.weight` [R, in] and `lora_B.weight`
+    [out, R], and freezes all else. The layers change class: torch.compile, which looks at types, compiles one block."""
     model.requires_grad_(False)
     for name, linear in list(model.model.layers.named_modules()):
         if not isinstance(linear, nn.Linear | nf4.NF4Linear) or name.rsplit(".")[-1] not in targets:
@@ -546,7 +619,8 @@ def add_lora_(model, rank, alpha, dropout, targets):
         with torch.device(next(linear.parameters()).device):
             linear.lora_A = Linear(linear.in_features, rank, bias=False)
             linear.lora_B = Linear(rank, linear.out_features, bias=False)
-        linear.forward = functools.partial(lora_forward, linear, linear.forward, alpha / rank, dropout)
+        linear.lora_scale, linear.lora_dropout = alpha / rank, dropout
+        linear.__class__ = LoRANF4Linear if isinstance(linear, nf4.NF4Linear) else LoRALinear
 
 
 # ---------------------------------------------------------------- reading weights

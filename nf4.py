@@ -18,12 +18,13 @@ Why uint8 parameters and no tensor subclass: MixedPrecisionPolicy casts every fl
 would arrive in bf16 after the all-gather (accelerate #3983, bitsandbytes #1945). uint8 is gathered as it is: 4.14 bits
 a weight on the wire. The two float32 of a row travel as eight bytes.
 
-What is given up: the weight is dequantized once in the forward, once more when a checkpointed block is recomputed,
-and once in the backward; nothing in 16 bits outlives the matrix product it was made for.
+What is given up: the weight is dequantized once in the forward and once for the backward, which takes over what a
+checkpointed block's recomputation has dequantized; nothing else in 16 bits outlives the product it was made for.
 
 Shapes: N out features, D in features. codes_ND2 is [N, D/2], scales_NS is [N, D/64 + 8].
 """
 
+import functools
 import math
 
 import torch
@@ -116,7 +117,77 @@ def dequantize(codes_ND2, scales_NS, dtype):
     return w_ND
 
 
+def dequantize_pairs(codes_M32, scales_M1):
+    """Blocks of 64 weights for torch.compile: [M, 32] int32, each the two bf16 of a byte. A gather has no vector
+    instruction worth its name; 15 selects have, and a byte in and four out keep loads and stores contiguous."""
+    codes_M32 = codes_M32.int()
+
+    def choose(bits, levels):
+        half = len(levels) // 2
+        low, high = levels if half == 1 else (choose(bits[1:], levels[:half]), choose(bits[1:], levels[half:]))
+        return torch.where(bits[0], high, low)
+
+    def bf16_bits(shift):  # in the upper half of an int32, rounded to the nearest even
+        levels = choose([codes_M32 & (bit << shift) != 0 for bit in (8, 4, 2, 1)], CODEBOOK)
+        bits = (levels * scales_M1).view(torch.int32)
+        return bits + 0x7FFF + (bits >> 16 & 1)
+
+    return bf16_bits(4) >> 16 & 0xFFFF | bf16_bits(0) & -0x10000
+
+
+@functools.cache
+def compiled(function):
+    return torch.compile(function, fullgraph=True, dynamic=True)  # one graph for all shapes
+
+
+def dequantize_compiled(codes_ND2, scales_NS):
+    """dequantize() in bf16 by torch.compile."""
+    scales = compiled(block_scales)(scales_NS.detach()).view(-1, 1)  # a Parameter would be compiled for its shape alone
+    pairs = compiled(dequantize_pairs)(codes_ND2.detach().view(-1, BLOCK // 2), scales)
+    return pairs.view(torch.bfloat16).view(len(codes_ND2), -1)
+
+
 # ---------------------------------------------------------------- the layer
+
+kept = {}  # address of codes -> weight, from a block's recomputation to its backward; filled while `keeping` is true
+keeping = False
+
+
+def keep_weights(on):
+    """Activation checkpointing calls this around the recomputation of a block: the weights it dequantizes are used again
+    by the backward that follows, and only then freed. Costs 2 bytes a weight of one block (8B: 0.3 GiB)."""
+    global keeping
+    keeping = on
+    if on:
+        kept.clear()  # what the backward of the block before had no use for
+
+
+def matmul(x, codes_ND2, scales_NS, fast, keep):
+    w_ND = weight(codes_ND2, scales_NS, x.dtype, fast)
+    if keep and keeping:
+        kept[codes_ND2.data_ptr()] = w_ND
+    return F.linear(x, w_ND)
+
+
+def matmul_grad(grad, codes_ND2, scales_NS, fast):
+    w_ND = kept.pop(codes_ND2.data_ptr(), None)
+    return grad @ (weight(codes_ND2, scales_NS, grad.dtype, fast) if w_ND is None else w_ND)
+
+
+def weight(codes_ND2, scales_NS, dtype, fast):
+    if fast and dtype is torch.bfloat16:
+        return dequantize_compiled(codes_ND2, scales_NS)
+    return dequantize(codes_ND2, scales_NS, dtype)
+
+
+# The same two as operators that torch.compile does not look into. It would move the dequantization of the backward into
+# the forward, where it depends on nothing else, and keep all weights in 16 bits in between.
+matmul_op = torch.library.custom_op("oomph::nf4_matmul", matmul, mutates_args=(),
+                                    schema="(Tensor x, Tensor codes, Tensor scales, bool fast, bool keep) -> Tensor")
+grad_op = torch.library.custom_op("oomph::nf4_matmul_grad", matmul_grad, mutates_args=(),
+                                  schema="(Tensor grad, Tensor codes, Tensor scales, bool fast) -> Tensor")
+matmul_op.register_fake(lambda x, codes, *_: x.new_empty(*x.shape[:-1], codes.shape[0]))
+grad_op.register_fake(lambda grad, codes, *_: grad.new_empty(*grad.shape[:-1], codes.shape[1] * 2))
 
 
 class NF4Matmul(torch.autograd.Function):
@@ -128,13 +199,16 @@ class NF4Matmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, codes_ND2, scales_NS):
-        ctx.nf4 = codes_ND2, scales_NS
-        return F.linear(x, dequantize(codes_ND2, scales_NS, x.dtype))
+    def forward(ctx, x, codes_ND2, scales_NS, fast):
+        ctx.nf4 = codes_ND2, scales_NS, fast
+        function = matmul_op if fast else matmul
+        return function(x, codes_ND2, scales_NS, fast, ctx.needs_input_grad[0])
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ dequantize(*ctx.nf4, grad.dtype), None, None
+        codes_ND2, scales_NS, fast = ctx.nf4
+        function = grad_op if fast else matmul_grad
+        return function(grad, codes_ND2, scales_NS, fast), None, None, None
 
 
 class NF4Linear(nn.Module):
@@ -148,9 +222,10 @@ class NF4Linear(nn.Module):
         self.weight_codes = nn.Parameter(codes, requires_grad=False)
         self.weight_scales = nn.Parameter(scales, requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, device=device), requires_grad=False) if bias else None
+        self.fast = False  # dequantize by torch.compile
 
     def forward(self, x):
-        y = NF4Matmul.apply(x, self.weight_codes, self.weight_scales)
+        y = NF4Matmul.apply(x, self.weight_codes, self.weight_scales, self.fast)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 

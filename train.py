@@ -12,6 +12,7 @@ a run writes, and `run`, which is a whole training run from top to bottom. Every
 import argparse
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -23,6 +24,7 @@ import re
 import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -46,6 +48,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import data
@@ -136,6 +139,8 @@ def parse_args(argv=None):
     add("--optim_in_backward", action="store_true", help="update each weight in the backward as soon as its gradient is "
         "complete and free the gradient; without clipping (default: off)")
     add("--fused_adamw", action=yes_no, default=True, help="AdamW as one kernel, on GPU and CPU (default: on)")
+    add("--compile", action="store_true", help="torch.compile on the blocks, the loss and NF4, for half a minute at the first "
+        "step (default: off)")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--batch_size", type=whole, default=1, help="rows per rank and micro-batch (default: 1)")
@@ -397,6 +402,91 @@ def set_precision_(model, precision):
     model.compute_dtype = frozen
 
 
+def compile_(model, fixed_length):
+    """torch.compile on three regions of every block, on the softmax-gradient of the loss and on NF4's dequantization.
+
+    Regions and not the model: blocks are alike, so one is compiled for all, in seconds (of the first step), and between the
+    regions stays what a graph would break at or depend on: attention over a list of documents, checkpointing, FSDP2's
+    hooks, offload. In evaluation and samples, where shapes change, the same functions run uncompiled.
+    """
+    def compiled(function, use, dynamic):
+        fast = torch.compile(function, fullgraph=True, dynamic=dynamic)  # fullgraph: a graph break is an error
+        return lambda *args: (fast if use(*args) else function)(*args)
+
+    for block in model.model.layers:
+        for name in ("heads", "add_attention", "hidden"):
+            region = compiled(getattr(block, name), lambda *_: model.training, not fixed_length)
+            setattr(block, name, region)
+    for module in model.modules():
+        if isinstance(module, nf4.NF4Linear):
+            module.fast = True
+    fused = torch.compile(lm.softmax_gradient_fused, fullgraph=True, dynamic=True)  # the last chunk has any length
+    model.lm_head.softmax_gradient = lambda logits_CV, *rest: (
+        fused if model.training and len(logits_CV) > 1 else lm.softmax_gradient)(logits_CV, *rest)
+
+
+def keep_freed_memory():
+    """Tells glibc to keep what is freed. It maps every tensor of 32 MiB and more anew, in pages of 4 KiB that come zeroed and
+    after a fault each: a quarter of a step on a CPU. The peak of memory stays what it was."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large block
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
+
+
+def choose_attention_(c, n_tokens, dtype, device, rank, world):
+    """Times FlashAttention and cuDNN's on a row of one document, forward and backward, and turns the slower one off ->
+    what to say of it. On Hopper cuDNN is ahead at long rows; packed rows have a kernel for documents, FlashAttention's."""
+    if device.type != "cuda":
+        return "a call for each document, by FlashAttention for CPUs"
+    if dtype is torch.float32:
+        return "a call for each document, in float32 by the memory-efficient kernel"
+    milliseconds, n_tokens = {}, min(n_tokens, 16384)
+    shapes = (c.num_attention_heads, *[c.num_key_value_heads] * 2)
+    q, k, v = (torch.randn(1, n, n_tokens, c.head_dim, device=device, dtype=dtype, requires_grad=True) for n in shapes)
+    for name, backend in (("FlashAttention", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
+        try:
+            with sdpa_kernel(backend):
+                for event in events:  # the first round is warm-up
+                    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=len(set(shapes)) > 1)
+                    out.backward(out)
+                    event.record()
+        except RuntimeError:  # this card, dtype or head size has no such kernel
+            milliseconds[name] = math.inf
+            continue
+        events[-1].synchronize()
+        milliseconds[name] = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    milliseconds = share(milliseconds, rank, world)  # all ranks compute with the same kernel
+    fastest = min(milliseconds, key=milliseconds.get)
+    torch.backends.cuda.enable_flash_sdp(fastest == "FlashAttention")
+    torch.backends.cuda.enable_cudnn_sdp(fastest == "cuDNN")
+    times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in milliseconds.items())
+    return f"packed rows by FlashAttention over documents, others by {fastest} ({times} for {n_tokens:,} tokens)"
+
+
+def check_compiler(device):
+    """ValueError where torch.compile would fail in the first step, minutes later."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+        if device.type == "cuda":
+            import triton  # noqa: F401
+    except exc.InvalidCxxCompiler as error:
+        raise ValueError("--compile needs a C++ compiler: install g++, or name one in the environment variable CXX") from error
+    except ImportError as error:
+        raise ValueError("--compile needs triton on a GPU, which comes with torch from PyPI: pip install triton") from error
+
+
+def compiled_so_far():
+    """(graphs, seconds) that torch.compile has made and taken in this process."""
+    from torch._dynamo.utils import compilation_time_metrics, counters
+
+    kinds = "_compile.compile_inner", "backward._backward_impl"  # the second is compiled when it is first called
+    return counters["stats"]["unique_graphs"], sum(sum(compilation_time_metrics.get(kind, ())) for kind in kinds)
+
+
 class Recomputing:
     """Context in which a block knows that its forward runs for the second time."""
 
@@ -405,9 +495,11 @@ class Recomputing:
 
     def __enter__(self):
         self.block.recomputing = True
+        nf4.keep_weights(True)
 
     def __exit__(self, *_):
         self.block.recomputing = False
+        nf4.keep_weights(False)
 
 
 def checkpoint_activations_(model, preserve_rng):
@@ -574,7 +666,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 # ---------------------------------------------------------------- optimizer, learning rate, evaluation
 
 
-def make_optimizer(params, lr, weight_decay, fused, eight_bit=False, stochastic_rounding=False):
+def make_optimizer(params, lr, weight_decay, fused, eight_bit=False, stochastic_rounding=False, compiled=False):
     """AdamW, decay on matrices only: pulling norms and biases towards zero regularises nothing.
 
     All state is allocated here: the first step is then at the peak of memory, and none after it can run out.
@@ -583,7 +675,7 @@ def make_optimizer(params, lr, weight_decay, fused, eight_bit=False, stochastic_
               {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if eight_bit or stochastic_rounding:
-        return CompactAdamW(groups, lr, eight_bit, stochastic_rounding)
+        return CompactAdamW(groups, lr, eight_bit, stochastic_rounding, compiled)
     optimizer = torch.optim.AdamW(groups, lr=lr, fused=fused)
     for p in params:  # as torch would at the first step
         optimizer.state[p] = {"step": torch.zeros((), device=p.device if fused else "cpu"),
@@ -643,7 +735,7 @@ def read_moment(stored, scales, levels):
 
 def write_moment_(stored, scales, x, signed, dither, skip):
     if stored.dtype is not torch.uint8:
-        torch.where(skip, stored, round_to(stored.dtype, x, dither), out=stored)
+        stored.copy_(torch.where(skip, stored, round_to(stored.dtype, x, dither)))
         return
     y = x.abs() if signed else x
     largest = y.amax(-1, keepdim=True)
@@ -653,11 +745,12 @@ def write_moment_(stored, scales, x, signed, dither, skip):
     if signed:
         codes = codes.bitwise_and_(127).bitwise_or_((x.view(torch.int32) >> 24).bitwise_and_(128))
     stored += (codes.to(torch.uint8) - stored) * ~skip  # modulo 256; torch.where is ten times slower on a CPU's bytes
-    torch.where(skip, scales, largest, out=scales)
+    scales.copy_(torch.where(skip, scales, largest))
 
 
-def adamw_(w, grad, m, v, m_scales, v_scales, levels, rows, cols, skip, lr, weight_decay, step, stochastic_rounding):
-    """Step 1, 2, ... of AdamW on w, m and v in place, computed in float32. Where the bool `skip` is true nothing changes.
+def adamw_(w, grad, m, v, m_scales, v_scales, levels, rows, cols, skip, keep, lr, v_unbias, stochastic_rounding):
+    """A step of AdamW on w, m and v in place, computed in float32. Where the bool `skip` is true nothing changes. keep is
+    1 - lr * decay, lr the rate over the bias of m, v_unbias the root of that of v.
 
     Blocks are [n, b, 256] of n rows, scales [n, b, 1], rows [3, n, 1, 1] and cols [b, 256] of dither_words. v decays by
     0.1 % a step, far below a step of its code (or of bf16): rounded to the nearest it would stand still. So rounding
@@ -668,10 +761,10 @@ def adamw_(w, grad, m, v, m_scales, v_scales, levels, rows, cols, skip, lr, weig
     new_v = (read_moment(v, v_scales, levels[1]) * BETA2).addcmul_(grad, grad, value=1 - BETA2)
     write_moment_(m, m_scales, new_m, True, rows[0] * cols, skip)
     write_moment_(v, v_scales, new_v, False, rows[1] * cols, skip)
-    size = new_v.sqrt_().mul_((1 - BETA2**step) ** -0.5).add_(EPS)
-    new_w = (w.float() * (1 - lr * weight_decay)).addcdiv_(new_m, size, value=-lr / (1 - BETA1**step))
+    size = new_v.sqrt_().div_(v_unbias).add_(EPS)
+    new_w = (w.float() * keep).sub_(new_m.mul_(lr).div_(size))
     new_w = round_to(w.dtype, new_w, rows[2] * cols) if stochastic_rounding else new_w.to(w.dtype)
-    torch.where(skip, w, new_w, out=w)
+    w.copy_(torch.where(skip, w, new_w))
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -682,8 +775,10 @@ class CompactAdamW(torch.optim.Optimizer):
     the parameter's shape and sharding, the scales of [N, D] are [N, D/256]. Norms and biases keep float32 moments.
     """
 
-    def __init__(self, groups, lr, eight_bit, stochastic_rounding):
+    def __init__(self, groups, lr, eight_bit, stochastic_rounding, compiled):
         super().__init__(groups, {"lr": lr})
+        # a graph each for whole blocks, for the shorter ones, for vectors
+        self.adamw_ = torch.compile(adamw_, dynamic=True) if compiled else adamw_
         self.stochastic_rounding, self.found_inf, self.numbers = stochastic_rounding, None, {}
         for p in itertools.chain(*(group["params"] for group in self.param_groups)):
             self.numbers[p] = len(self.numbers)
@@ -709,16 +804,18 @@ class CompactAdamW(torch.optim.Optimizer):
         step, (N, D) = int(state["step"]), w.shape
         rows_3N, cols_D = dither_words(step, self.numbers[p], start, start + N, D, w.device)
         levels = code_levels(w.device)
+        # tensors, because torch.compile would take a number for a constant
+        numbers = torch.tensor([1 - lr * weight_decay, lr / (1 - BETA1**step), (1 - BETA2**step) ** 0.5], dtype=torch.float64)
         skip = (torch.zeros((), device=w.device) if self.found_inf is None else self.found_inf) > 0
         # float32 temporaries of 16 MiB each on a GPU; of 4 MiB on a CPU, where larger ones are new pages
         n, full = max(1, (1 << (20 if w.device.type == "cpu" else 22)) // D), D // BLOCK * BLOCK
         for i, (first, last) in itertools.product(range(0, N, n), ((0, full), (full, D))):
             if first < last:  # whole blocks, then the shorter one at the end of a row
                 split = functools.partial(torch.unflatten, dim=-1, sizes=(-1, min(BLOCK, last - first)))
-                adamw_(*(split(x[i : i + n, first:last]) for x in (w, grad, m, v)),
-                       *(x if x is None else x[i : i + n, first // BLOCK : -(-last // BLOCK), None] for x in scales),
-                       levels, rows_3N[:, i : i + n, None, None], split(cols_D[first:last]), skip, lr, weight_decay, step,
-                       self.stochastic_rounding)
+                self.adamw_(*(split(x[i : i + n, first:last]) for x in (w, grad, m, v)),
+                            *(x if x is None else x[i : i + n, first // BLOCK : -(-last // BLOCK), None] for x in scales),
+                            levels, rows_3N[:, i : i + n, None, None], split(cols_D[first:last]), skip, *numbers.unbind(),
+                            self.stochastic_rounding)
 
     def load_state_dict(self, state_dict):
         """In place: torch's own would cast codes and scales to the dtype of the parameter."""
@@ -823,7 +920,7 @@ def evaluate(model, loader, device, world, interrupted=lambda: False):
         for batch in loader.once():
             if stopped := interrupted():
                 break
-            b = batch.to(device)
+            b = (batch.pin() if device.type == "cuda" else batch).to(device)
             loss_sum += model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
             n += len(b.keep_S)
     model.train()
@@ -836,9 +933,9 @@ def evaluate(model, loader, device, world, interrupted=lambda: False):
     return (sums[0] / sums[1]).item(), int(sums[1])
 
 
-# bf16 matrix products, dense, FLOP/s, by a part of the device's name
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-         "L40S": 362e12, "A6000": 155e12, "A10G": 70e12}
+# bf16 matrix products, dense, FLOP/s, by a part of the device's name; the first that fits
+PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12,
+         "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "L40S": 362e12, "A6000": 155e12, "A10G": 70e12}
 
 
 def step_flops(c, n_targets, n_tokens, n_squares, n_adapter):
@@ -954,13 +1051,18 @@ def plan(args, c, world, tokens, cuda):
     kernel = 4 * q + 2 * size * q * (q > kv) if cuda else 0
     # one dequantized weight, and the int32 and float32 numbers of a chunk of it
     weight = (F * D * size + 6 * min(nf4.CHUNK, F * D)) if args.qlora else 0
-    in_attention = attention + size * (D + q) + size * (q + 2 * kv) + kernel
+    # what the block's recomputation has dequantized waits for the backward; tiles of the MLP do their own
+    recomputed = size * args.qlora * args.activation_checkpointing
+    reused_attention = recomputed * (2 * q + 2 * kv) * D
+    reused_mlp = recomputed * 2 * F * D * (not args.tiled_mlp)
+    in_attention = N * (attention + size * (D + q) + size * (q + 2 * kv) + kernel) + reused_attention
     in_mlp = N * (attention + middle + feed + size * D) + max(N * in_feed, N * (down + size * F) + weight)
+    in_mlp += reused_attention + reused_mlp
     saved, tile = N * (attention + 2 * middle + feed + down), min(args.tiled_mlp or N, N)
     tile_sums = 0
     if args.tiled_mlp:
         in_tile = tile * (feed + size * 2 * D) + max(tile * in_feed, tile * (down + size * F) + weight)
-        in_mlp = N * (attention + size * 3 * D) + in_tile
+        in_mlp = N * (attention + size * 3 * D) + reused_attention + in_tile
         saved = N * (attention + middle + size * D)
         tile_sums = whole(trained_mlp) * (size + 4 * (tile < N))
     checkpoint = N * size * D
@@ -997,7 +1099,7 @@ def plan(args, c, world, tokens, cuda):
         choices = [
             {"gradients": done + reducing + tile_sums, "saved activations": waiting, "block workspace": in_mlp,
              "unsharded units": units},
-            {"gradients": done + reducing + of_mlp, "saved activations": waiting, "block workspace": N * in_attention,
+            {"gradients": done + reducing + of_mlp, "saved activations": waiting, "block workspace": in_attention,
              "unsharded units": units},
             {"gradients": done + of_block + in_flight * share(trained), "saved activations": waiting,
              "block workspace": 2 * checkpoint + in_step * args.optim_in_backward, "unsharded units": units - unit},
@@ -1638,6 +1740,33 @@ def write_whole(path, text):
     part.replace(path)
 
 
+KERNELS = (  # what a kernel or operator is, by a part of its name; the first that fits
+    ("attention", ("flash", "fmha", "scaled_dot_product", "cudnn_generated", "varlen")),
+    ("communication", ("nccl", "c10d", "gloo", "all_gather", "reduce_scatter", "all_reduce", "record_param_comms")),
+    ("optimizer", ("adam", "multi_tensor", "foreach")),
+    ("matrix products", ("gemm", "cutlass", "nvjet", "xmma", "aten::mm", "aten::addmm", "aten::bmm", "mkldnn")),
+    ("compiled kernels", ("triton_", "CompiledFxGraph")),
+    ("copies and casts", ("memcpy", "memset", "copy")),
+    ("other kernels", ("aten::", "kernel")),
+)
+
+
+def where_time_went(events, wall_s, cuda):
+    """Shares of a traced step as a line. events: the profiler's key_averages(); of a GPU its kernels count, of a CPU the
+    operators, whose own time excludes what they call."""
+    spent = collections.Counter()
+    for event in events:
+        on_device = event.device_type != torch.autograd.DeviceType.CPU
+        if on_device == cuda:
+            kind = next((kind for kind, parts in KERNELS if any(part.lower() in event.key.lower() for part in parts)), "Python")
+            spent[kind] += event.self_device_time_total if cuda else event.self_cpu_time_total
+    whole = max(sum(spent.values()), wall_s * 1e6 * cuda)
+    if cuda:
+        spent.pop("Python", 0)  # ranges, not kernels
+        spent["the GPU idle"] = whole - sum(spent.values())
+    return ", ".join(f"{kind} {n / whole:.0%}" for kind, n in spent.most_common() if n > 0.004 * whole)
+
+
 # ---------------------------------------------------------------- signals and hangs
 
 
@@ -1667,6 +1796,10 @@ HUNG = 5  # exit code
 def move(at, phase, **fields):
     """Notes what this rank does now. All ranks make the same moves in the same order: who has made fewer is late."""
     at.update({"phase": phase, "moves": at["moves"] + 1, "when": time.time(), **fields})
+    if at.get("traced"):  # in a trace the phases are ranges
+        at["traced"].__exit__(None, None, None)
+        at["traced"] = torch.profiler.record_function(phase)
+        at["traced"].__enter__()
 
 
 def ticking(at, items):
@@ -1750,9 +1883,10 @@ def first_not_finite(model, batches, scale, device):
     handles = [module.register_forward_hook(functools.partial(after, name or "the model"))
                for name, module in model.named_modules()]
     model.zero_grad()  # clipping to a norm of nan has made all of them nan
-    for batch in batches:
-        b = batch.to(device)
-        (model(b.tokens, b.targets, b.positions, b.spans, b.keep_S) * scale).backward()
+    with torch.compiler.set_stance("force_eager"):  # a compiled block calls no hooks
+        for batch in batches:
+            b = (batch.pin() if device.type == "cuda" else batch).to(device)
+            (model(b.tokens, b.targets, b.positions, b.spans, b.keep_S) * scale).backward()
     for handle in handles:
         handle.remove()
     for name, p in model.named_parameters():
@@ -1816,7 +1950,7 @@ class Log:
         self.path, self.say, self.steps = out and Path(out) / "metrics.jsonl", say, steps
         self.steps_per_epoch, self.device = steps_per_epoch, device
         self.peak = next((peak for name, peak in PEAKS.items() if name in device_name(device)), None)
-        self.n_tokens = self.n_steps = self.data_s = 0
+        self.n_tokens = self.n_steps = self.data_s = self.flops = 0
         self.begin = self.mark = time.perf_counter()
         # of a run that goes on: steps and trained tokens behind it, its first loss, its best evaluation
         self.start, self.n_trained_on, self.first, self.best = start, n_trained_on, first, best
@@ -1826,14 +1960,15 @@ class Log:
     def start_step(self):
         self.now = time.perf_counter()
 
-    def data_ready(self, counted):
+    def data_ready(self, counted, flops):
+        """counted: targets, tokens, ... of the step over all ranks. flops: of one rank."""
         self.data_s += time.perf_counter() - self.now
+        self.flops += flops
         self.n_trained_on += int(counted[0])
         self.n_tokens += int(counted[1])
         self.n_steps += 1
 
-    def write(self, step, loss, lr, norm, flops):
-        """flops: of one rank and step."""
+    def write(self, step, loss, lr, norm):
         now = time.perf_counter()
         step_s = (now - self.mark) / self.n_steps
         mem_gib, reserved_gib = memory_gib(self.device)
@@ -1841,7 +1976,7 @@ class Log:
         row = {
             "step": step + 1, "epoch": (step + 1) / self.steps_per_epoch, "loss": loss, "lr": lr, "grad_norm": norm,
             "tokens": self.n_trained_on, "tokens_per_s": self.n_tokens / (now - self.mark),
-            "mfu": flops / step_s / self.peak if self.peak else None, "mem_gib": mem_gib,
+            "mfu": self.flops / (now - self.mark) / self.peak if self.peak else None, "mem_gib": mem_gib,
             "mem_reserved_gib": reserved_gib, "step_s": step_s, "data_s": self.data_s / self.n_steps,
         }
         self.append(row)
@@ -1853,7 +1988,7 @@ class Log:
             + f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
         )
         self.first, self.last = loss if self.first is None else self.first, loss
-        self.mark, self.n_tokens, self.n_steps, self.data_s = now, 0, 0, 0.0
+        self.mark, self.n_tokens, self.n_steps, self.data_s, self.flops = now, 0, 0, 0.0, 0
 
     def write_eval(self, step, loss, n, seconds):
         """step: 1, 2, ..., as in write_save()."""
@@ -1907,7 +2042,7 @@ def memory_gib(device):
     return peaks
 
 
-def print_start(args, model, source, device, world, n_trained, defer_sync, pin):
+def print_start(args, model, source, device, world, n_trained, defer_sync, pin, attention):
     """What is trained on what, then a line per feature: on or off, and why."""
     cuda, tied, adapters = device.type == "cuda", model.config.tie_word_embeddings, args.lora or args.qlora
     trained = "bf16" if args.precision == "bf16" else "float32"
@@ -1944,6 +2079,10 @@ def print_start(args, model, source, device, world, n_trained, defer_sync, pin):
         ("optim_in_backward", args.optim_in_backward, "weights are updated as gradients arrive, which are not clipped",
          f"after the backward, gradients clipped to a norm of {args.clip:g}" if args.clip else "after the backward"),
         ("fused_adamw", fused, f"on the {where}", f"many small operations on the {where}"),
+        ("compile", args.compile, "three regions of a block, the loss, NF4's dequantization"
+         + (" and AdamW" if args.optim == "adamw8bit" or args.stochastic_rounding else "") + ", in the first step",
+         "one kernel after the other"),
+        ("attention", True, attention, ""),
         ("checkpoints", args.save_every, f"every {args.save_every} steps and at the end, the newest {args.keep} stay, "
          + ("written in the background from a copy in host memory" if args.async_save else "training waits for the disk"),
          "only when SIGTERM or SIGUSR1 ends the run"),
@@ -2094,6 +2233,8 @@ def run(args, at, device, rank, world, store):
         if args.adapter:
             adapter, args.lora_rank, args.lora_alpha, args.lora_targets = lm.open_adapter(args.adapter)
         tokenizer = data.Tokenizer(tokenizer_folder, args.chat_template)
+        if args.compile:
+            check_compiler(device)
         found = find_run(args.out, args.resume, launcher()) if rank == 0 and not args.inspect else None
     args.out, folder = share(found, rank, world) or (None, None)
     move(at, "reading data")
@@ -2161,13 +2302,16 @@ def run(args, at, device, rank, world, store):
     moments, host = plan(planned, config, world, at["tokens"], cuda)
     # pinned memory cannot be swapped or reclaimed: where it would take nearly all, slower copies are the better choice
     pin = cuda and sum(host.values()) < 0.8 * (host_share() or math.inf)
+    attention = choose_attention_(config, args.seq_len, model.compute_dtype, device, rank, world)
     if rank == 0:
-        print_start(args, model, source, device, world, n_trained, defer_sync, pin)
+        print_start(args, model, source, device, world, n_trained, defer_sync, pin, attention)
         print_plan(planned, config, world, at["tokens"], cuda, card,
                    "--gpu_gib" if args.gpu_gib else "the card" if cuda else "a rank's share of free memory",
                    host_share() if cuda else None)
     if args.memory_snapshot and cuda:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    if args.compile:
+        compile_(model, fixed_length=args.packing)
     if args.tiled_mlp:
         lm.tile_feed_forward_(model, args.tiled_mlp)
     if args.activation_checkpointing:
@@ -2191,7 +2335,7 @@ def run(args, at, device, rank, world, store):
     trained = [p for p in model.parameters() if p.requires_grad]
     move(at, "optimizer allocation")
     optimizer = make_optimizer(trained, args.lr, args.weight_decay, args.fused_adamw, args.optim == "adamw8bit",
-                               args.stochastic_rounding)
+                               args.stochastic_rounding, args.compile)
     bad = torch.zeros((), device=trained[0].device)  # 1 once a gradient was inf or nan
     in_backward = None
     if args.optim_in_backward:
@@ -2255,6 +2399,7 @@ def run(args, at, device, rank, world, store):
                     raise ValueError(f"{folder}: {name}: no state of a generator: {error}; {REMOVE}") from error
         say(f"checkpoint loaded in {time.perf_counter() - started:.1f} s")
         log.begin = log.mark = time.perf_counter()  # no part of a step's time
+    compiled = 0, 0.0  # graphs, seconds
     fine = torch.zeros_like(bad)  # steps of this process before a gradient was inf or nan
     stop = StopSignal(world)
 
@@ -2290,14 +2435,20 @@ def run(args, at, device, rank, world, store):
 
     if evaluation_due(start) and all(row["step"] != start for row in evaluations) and evaluate_now(start):  # was cut short
         end_early(start, stop.asked())
+    if not cuda and not args.fsdp2:  # whose gathered units would leave holes between the shards
+        keep_freed_memory()
+    rows = loader.ahead(start, steps, args.grad_accum, pin=cuda)
     for step in range(start, steps):
         log.start_step()
         move(at, "data", step=step + 1)
         if profiler and step == traced:
+            traced_s = time.perf_counter()
             profiler.start()
-        batches, counted = loader.step(step, args.grad_accum)
+            at["traced"] = torch.profiler.record_function("data")
+            at["traced"].__enter__()
+        batches, counted = next(rows)
         n_targets = int(counted[0])
-        log.data_ready(counted)
+        log.data_ready(counted, step_flops(config, *counted, n_trained if args.lora or args.qlora else None) / world)
         loss_sum = torch.zeros((), device=device)
         logged = step == start or (step + 1) % args.log_every == 0 or step == steps - 1
         lr = lr_at(step, steps, args.warmup, args.schedule, args.lr, args.min_lr)
@@ -2344,13 +2495,21 @@ def run(args, at, device, rank, world, store):
             optimizer.zero_grad()
         if step == traced:
             if profiler:
+                at.pop("traced").__exit__(None, None, None)
+                if cuda:
+                    torch.cuda.synchronize()
                 profiler.stop()
+                traced_s = time.perf_counter() - traced_s
                 profiler.export_chrome_trace(str(Path(args.out, "trace.json.gz")))
+                say(f"where step {step + 1} went, {traced_s * 1e3:,.0f} ms under the profiler: "
+                    + where_time_went(profiler.key_averages(), traced_s, cuda))
             if args.memory_snapshot and cuda and rank == 0:
                 torch.cuda.memory._dump_snapshot(str(Path(args.out, "memory.pickle")))
         if logged:
-            flops = step_flops(config, *counted, n_adapter=n_trained if args.lora or args.qlora else None)
-            log.write(step, loss, lr, norm, flops / world)
+            log.write(step, loss, lr, norm)
+        if args.compile and (now := compiled_so_far())[0] > compiled[0]:
+            say(f"compiled in step {step + 1}: {now[0] - compiled[0]} graphs, {now[1] - compiled[1]:.1f} s")
+            compiled = now
         saver.finish(wait=False)
         if stopped:
             end_early(step + 1, stopped)

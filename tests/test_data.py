@@ -754,3 +754,46 @@ def test_shuffled_rows_of_a_text_stay_documents_of_one_text(tiny, tmp_path):
     pieces = {tuple(piece[:-1].tolist()) for piece in np.split(documents.tokens, documents.starts[1:-1])}
     batch = loader.batch(range(len(loader.rows)))
     assert {tuple(batch.tokens.flatten()[a:b].tolist()) for a, b in batch.spans} == pieces
+
+
+# ---------------------------------------------------------------- ahead of the device
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_thread_makes_the_same_steps_ahead(documents, packing):
+    loader, other = (data.Loader(documents, 32, packing, 2, 0, 1, seed=3) for _ in range(2))
+    n = len(loader.rows)  # several epochs
+    for step, (batches, counted) in zip(range(4, 4 + n), loader.ahead(4, 4 + n, 2, pin=False), strict=True):
+        expected, expected_counted = other.step(step, 2)
+        assert counted == expected_counted and [b.spans for b in batches] == [b.spans for b in expected]
+        for batch, expectation in zip(batches, expected, strict=True):
+            assert torch.equal(batch.tokens, expectation.tokens) and torch.equal(batch.keep_S, expectation.keep_S)
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_at_its_step(documents):
+    loader = data.Loader(documents, 32, True, 1, 0, 1, seed=3)
+    step = loader.step
+    loader.step = lambda n, grad_accum: step(n, grad_accum) if n < 2 else 1 // 0
+    rows = loader.ahead(0, 5, 1, pin=False)
+    assert next(rows) and next(rows)
+    with pytest.raises(ZeroDivisionError):
+        next(rows)
+
+
+def test_packed_rows_carry_the_bounds_of_documents_and_padding(documents, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    batch = data.Loader(documents, 32, True, 2, 0, 1, seed=3).step(0, 1)[0][0]
+    spans = list(batch.spans)
+    packed = batch.pin().spans
+    bounds = packed.bounds.tolist()
+    assert packed.spans == spans and packed.bounds.dtype is torch.int32
+    assert bounds[0] == 0 and bounds[-1] == 64 and bounds == sorted(set(bounds))
+    assert {edge for span in spans for edge in span} <= set(bounds)
+    assert packed.longest == max(b - a for a, b in itertools.pairwise(bounds))
+
+
+def test_whole_rows_are_not_packed(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    documents = make_documents([17, 17, 17], np.ones(51, bool))
+    batch = data.Loader(documents, 16, True, 3, 0, 1, seed=0).step(0, 1)[0][0].pin()
+    assert batch.spans == [(0, 16), (16, 32), (32, 48)]  # one call of the dense kernel

@@ -230,3 +230,33 @@ def test_checkpointing_does_not_recompute_the_frozen_down_projection(monkeypatch
     model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
     down = (c.hidden_size, c.intermediate_size // 2)
     assert calls.count(down) == 2  # forward and backward, not the recomputation between them
+
+
+# ---------------------------------------------------------------- packed attention
+
+
+def test_float32_takes_packed_spans_document_by_document():
+    q, k = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16)
+    spans = [(0, 7), (7, 20), (24, 48)]
+    packed = lm.pack_spans(spans, 48)
+    assert packed.bounds.tolist() == [0, 7, 20, 24, 48] and packed.longest == 24
+    assert torch.equal(lm.attend(q, k, k, packed), lm.attend(q, k, k, spans))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_query, n_key", [(4, 4), (8, 2)])
+def test_flash_attention_over_documents_is_a_call_for_each(n_query, n_key):
+    spans = [(0, 100), (100, 517), (517, 1000), (1024, 2048)]  # 24 tokens of padding
+    inside = torch.ones(2048, dtype=torch.bool, device="cuda")
+    inside[1000:1024] = False
+    results = []
+    for how in (spans, lm.pack_spans(spans, 2048)):
+        if isinstance(how, lm.Packed):
+            how = how._replace(bounds=how.bounds.cuda())
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 1024, n, 64, device="cuda").bfloat16().requires_grad_() for n in (n_query, n_key, n_key))
+        out = lm.attend(q, k, v, how)
+        out.view(2048, -1)[inside].float().square().sum().backward()
+        results.append([out.view(2048, -1)[inside], *(t.grad.view(2048, -1)[inside] for t in (q, k, v))])
+    for packed, single in zip(*results, strict=True):  # bf16 has 8 bits; sums of up to 1,024 terms in another order
+        torch.testing.assert_close(packed, single, rtol=0.02, atol=0.02 * single.abs().max().item())

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HERE
+from conftest import HERE, SHAPE
 from safetensors.torch import load_file
 
+import model as lm
 import nf4
+import train
 
 
 def weights(kind, rows=256, width=4096):
@@ -128,3 +130,53 @@ def test_nothing_in_16_bits_is_kept_for_the_backward():
 def test_config_of_the_tiny_model_fits_nf4():
     config = json.loads((HERE / "tiny" / "config.json").read_text())
     assert config["hidden_size"] % 64 == 0 and config["intermediate_size"] % 64 == 0
+
+
+# ---------------------------------------------------------------- --compile, and weights used twice
+
+
+def test_selects_and_the_gather_give_the_same_weights():
+    codes, scales = nf4.quantize(torch.randn(64, 256) * torch.logspace(-3, 3, 64)[:, None])
+    packed = nf4.dequantize_pairs(codes.view(-1, 32), nf4.block_scales(scales).view(-1, 1))
+    assert torch.equal(packed.view(torch.bfloat16).view(64, 256), nf4.dequantize(codes, scales, torch.bfloat16))
+
+
+def test_every_pair_of_levels_is_rounded_to_the_nearest_even_bf16():
+    codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
+    scales = torch.tensor([1.0, 0.3, 7e-5, 1.5, 2.0**-126, 0.0, 123.456, 3e38]).view(-1, 1)
+    packed = nf4.dequantize_pairs(codes, scales).view(torch.bfloat16).view(8, 32, 2)
+    levels = torch.tensor(nf4.CODEBOOK)
+    expected = torch.stack([levels[codes.long() >> 4], levels[codes.long() & 15]], -1) * scales[..., None]
+    assert torch.equal(packed, expected.bfloat16())
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_recomputed_block_dequantizes_each_weight_once_for_its_backward(monkeypatch, fast):
+    config = lm.parse_config(SHAPE)
+    with torch.device("meta"):
+        model = lm.Transformer(config)
+    source = lm.RandomWeights(model, 0, torch.device("cpu"))
+    nf4.quantize_linears_(model.model.layers)
+    lm.add_lora_(model, 4, 8, 0.0, lm.LORA_TARGETS)
+    model.to_empty(device="cpu").tie_()
+    lm.load_weights_(model, source, None, 0, torch.device("cpu"), progress=False)
+    for module in model.modules():
+        if isinstance(module, nf4.NF4Linear):
+            module.fast = fast  # float32: the operators, with the plain dequantization in them
+    tokens = torch.arange(64)[None]
+
+    def gradients():
+        model.zero_grad()
+        model(tokens, tokens.roll(-1)).backward()
+        return [p.grad.clone() for p in model.parameters() if p.requires_grad]
+
+    expected = gradients()
+    train.checkpoint_activations_(model, preserve_rng=False)
+    dequantize, shapes = nf4.dequantize, []
+    monkeypatch.setattr(nf4, "dequantize", lambda codes, *rest: (shapes.append(codes.shape), dequantize(codes, *rest))[1])
+    for got, expectation in zip(gradients(), expected, strict=True):
+        assert torch.equal(got, expectation)
+    # of 7 layers: all in the forward; all but down_proj, which ends the block, in the recomputation; down_proj in the backward
+    assert len(shapes) == 3 * (7 + 6 + 1)
+    # nothing waits but what the first block's backward had no use for, its input needing no gradient
+    assert len(nf4.kept) == 0

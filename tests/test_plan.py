@@ -26,6 +26,7 @@ CASES = [  # model, tokens in a row, ranks, flags
     ("mha", 2048, 1, "--lora --tiled_mlp 256"),
     ("gqa", 1024, 1, "--qlora --precision mixed"),
     ("qwen3", 2048, 1, "--lora --precision bf16"),
+    ("wide", 64, 1, "--qlora --ce_chunk 16"),
     ("gqa", 1024, 1, "--no-activation_checkpointing --precision mixed"),
     ("gqa", 1024, 1, "--no-chunked_ce"),
     ("gqa", 1024, 1, "--lora --ce_chunk 128 --batch_size 2"),
