@@ -395,20 +395,20 @@ class Batch:
     keep_S: torch.Tensor
     spans: list | Packed
 
-    def each(self, move):
-        spans = self.spans._replace(bounds=move(self.spans.bounds)) if isinstance(self.spans, Packed) else self.spans
+    def each(self, move, spans):
+        if isinstance(spans, Packed):
+            spans = spans._replace(bounds=move(spans.bounds))
         return Batch(*(move(getattr(self, field.name)) for field in fields(self)[:4]), spans)
 
     def pin(self):
-        """For a GPU: in pinned memory, from where a copy runs beside everything else; documents of unequal length packed."""
-        lengths = {stop - start for start, stop in self.spans}
-        if lengths and (len(lengths) > 1 or lengths.pop() * len(self.spans) < self.tokens.numel()):
-            self.spans = pack_spans(self.spans, self.tokens.numel())
-        return self.each(torch.Tensor.pin_memory)
+        """For a GPU: in pinned memory, from where a copy runs beside everything else; unequal documents packed."""
+        lengths, n_tokens = {stop - start for start, stop in self.spans}, self.tokens.numel()
+        whole = len(lengths) == 1 and lengths.pop() * len(self.spans) == n_tokens
+        return self.each(torch.Tensor.pin_memory, self.spans if whole else pack_spans(self.spans, n_tokens))
 
     def to(self, device):
-        """On a GPU by copies that nobody waits for, so from pinned memory."""
-        return self.each(lambda tensor: tensor.to(device, non_blocking=True)) if device.type == "cuda" else self
+        """On a GPU by copies that nobody waits for, so after pin()."""
+        return self if device.type != "cuda" else self.each(lambda tensor: tensor.to(device, non_blocking=True), self.spans)
 
 
 class Loader:

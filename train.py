@@ -209,6 +209,9 @@ def parse_args(argv=None):
     if args.offload is not None and not args.activation_checkpointing and args.offload != ["params"]:
         parser.error("--offload activations needs --activation_checkpointing: a block's input crosses the bus in time, "
                      "all that a block computes does not (about 170 GB/s for an 8B model on an H100)")
+    if args.compile and args.tiled_mlp and args.lora_dropout:
+        parser.error("--compile, --tiled_mlp and --lora_dropout: a tile is compiled once with gradients and once without, and "
+                     "nothing says that both draw the same dropout mask: leave one of the three out")
     if args.ce_chunk and not args.chunked_ce:
         parser.error("--ce_chunk and --no-chunked_ce: leave one out")
     if args.stochastic_rounding and args.precision != "bf16":

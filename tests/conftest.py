@@ -10,8 +10,10 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import socket
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -105,8 +107,15 @@ def losses(world, argv, out):
 
 
 def curve(world, argv, out):
-    """(losses, gradient norms) of every step of a run that must succeed."""
+    """(losses, gradient norms) of every step of a run that must succeed.
+
+    A rank that the allocator or a thread of gloo's aborts gets one more try, with a warning: met once in continuous
+    integration, never in 480 runs since (LOG.md, 2026-11-21). What a run itself does wrong ends with another code.
+    """
     rows, text, codes = run_ranks(world, [*argv, "--log_every", 1], out)
+    if {-signal.SIGABRT, -signal.SIGSEGV} & set(codes):
+        warnings.warn(f"ranks ended with {codes}, once more:\n{text}", stacklevel=2)
+        rows, text, codes = run_ranks(world, [*argv, "--log_every", 1], out.with_name(f"{out.name}-again"))
     assert codes == [0] * world, text
     return [[row[key] for row in rows if "loss" in row] for key in ("loss", "grad_norm")]
 

@@ -119,6 +119,7 @@ FLAGS = {
     "--offload --no-activation_checkpointing": ["--offload activations needs --activation_checkpointing"],
     "--offload activations --no-activation_checkpointing": ["needs --activation_checkpointing"],
     "--fsdp2 --offload activations params --no-activation_checkpointing": ["needs --activation_checkpointing"],
+    "--compile --tiled_mlp 64 --lora --lora_dropout 0.1": ["--compile, --tiled_mlp and --lora_dropout", "leave one of"],
     "--ce_chunk 8 --no-chunked_ce": ["--ce_chunk and --no-chunked_ce", "leave one out"],
     "--stochastic_rounding": ["--stochastic_rounding", "add --precision bf16"],
     "--stochastic_rounding --precision mixed": ["--stochastic_rounding", "add --precision bf16"],

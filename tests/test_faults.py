@@ -536,14 +536,15 @@ def test_a_rank_that_dies_in_a_save_ends_the_run_and_costs_that_save_only(job, u
 
 
 def late(argv, others_die):
-    def step(self, number, grad_accum, original=data.Loader.step):
-        if number == 3 and self.rank == 1:
-            time.sleep(30)
-        if number == 3 and others_die:
-            die("data")
-        return original(self, number, grad_accum)
+    def ahead(self, *args, original=data.Loader.ahead, **kwargs):
+        for number, rows in enumerate(original(self, *args, **kwargs)):
+            if number == 3 and self.rank == 1:
+                time.sleep(30)
+            if number == 3 and others_die:
+                die("data")
+            yield rows
 
-    data.Loader.step = step
+    data.Loader.ahead = ahead
     train.main(argv)
 
 
@@ -553,7 +554,7 @@ def test_a_hang_ends_every_rank_and_names_the_late_one_once(job, tmp_path):
     assert codes == [train.HUNG] * 2 and train.HUNG == 5, said
     said = "".join(said)
     assert said.count("no rank has moved for 2 s (--timeout). Late: rank 1\n") == 1 == said.count("Late: ")
-    place = r"train\.py:\d+ run, in test_faults\.py:\d+ step"
+    place = r"train\.py:\d+ run, in test_faults\.py:\d+ ahead"
     assert len(re.findall(rf"^  rank 1: step 4, data, for \d+ s, at {place}$", said, re.M)) == 1, said
     assert len(re.findall(r"^  rank 0: step 4, \w+", said, re.M)) == 1, said
     assert [step for step, _ in train.checkpoints(out)] == [2]
@@ -592,10 +593,11 @@ def signalled(argv, number, moment):
         if int(os.environ["RANK"]) == 1:
             os.kill(os.getpid(), number)
 
-    def step(self, step, grad_accum, original=data.Loader.step):
-        if moment == "data" and step == 6:
-            send()
-        return original(self, step, grad_accum)
+    def ahead(self, *args, original=data.Loader.ahead, **kwargs):
+        for step, rows in enumerate(original(self, *args, **kwargs)):
+            if moment == "data" and step == 6:
+                send()
+            yield rows
 
     def once(self, original=data.Loader.once):
         for batch in original(self):
@@ -608,7 +610,7 @@ def signalled(argv, number, moment):
             send()
         original(self)
 
-    data.Loader.step, data.Loader.once, lm.SafetensorsFile.close = step, once, close
+    data.Loader.ahead, data.Loader.once, lm.SafetensorsFile.close = ahead, once, close
     train.main(argv)
 
 

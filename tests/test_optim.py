@@ -445,9 +445,9 @@ def test_a_run_that_diverges_in_the_backward_stops_and_says_what_changed(job, tm
 def test_adamw8bit_learns_what_adamw_learns(folder, tmp_path):
     # from random weights, where moments matter most: the loss falls by half
     argv = ["--model", folder, "--random_init", "--data", "stdlib:docs", "--train_on", "all", "--seq_len", 128, "--precision",
-            "fp32", "--steps", 120, "--lr", "4e-3", "--no-activation_checkpointing"]
+            "fp32", "--steps", 100, "--lr", "4e-3", "--no-activation_checkpointing"]
     curves = [losses(1, [*argv, "--optim", optim], tmp_path / optim) for optim in ("adamw", "adamw8bit")]
-    means = [sum(curve[-60:]) / 60 for curve in curves]
+    means = [sum(curve[-50:]) / 50 for curve in curves]
     assert means[0] < 0.5 * curves[0][0]
     assert means[1] == pytest.approx(means[0], rel=0.005)  # the bound promised for it
 

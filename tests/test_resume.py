@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from conftest import HERE, run_ranks, start_ranks, train_main
 from safetensors.torch import load_file, safe_open
 
+import data
 import model as lm
 import train
 
@@ -316,27 +318,36 @@ class BadGradient(torch.autograd.Function):
 
 def break_at(step, rank, what, argv):
     """train.main(argv) in which one rank's second MLP meets a number that is not finite, from a step on."""
-    read, forward, state = train.data.Loader.step, lm.MLP.forward, {"calls": 0}
+    make, read, forward, state = data.Loader.ahead, data.Loader.step, lm.Block.feed_forward, {}
+
+    def ahead(loader, start, *args, **kwargs):
+        for n, rows in enumerate(make(loader, start, *args, **kwargs), start):
+            state["broken"] = loader.rank == rank and n == step - 1
+            yield rows
 
     def read_step(loader, n, grad_accum):
-        state["broken"] = loader.rank == rank and n == step - 1
+        if threading.current_thread() is threading.main_thread():  # the second run of a step
+            state["broken"] = loader.rank == rank and n == step - 1
         return read(loader, n, grad_accum)
 
-    def forward_mlp(mlp, x):
-        if state.get("broken") and mlp is state["mlps"][1] and what == "weight":
-            weight = mlp.up_proj.weight
-            return forward(mlp, x) + (BadGradient.apply(weight, torch.nan).sum() * 0).to(x.dtype)
-        if state.get("broken") and mlp is state["mlps"][1]:
-            return forward(mlp, x * torch.nan) if what == "forward" else BadGradient.apply(forward(mlp, x), torch.inf)
-        return forward(mlp, x)
+    def feed_forward(block, x):
+        if not state.get("broken") or block is not state["blocks"][1]:
+            return forward(block, x)
+        mlp, normed = block.mlp, block.post_attention_layernorm(x)
+        if what == "forward":
+            return x + mlp.down_proj(mlp.hidden(normed * torch.nan))
+        y = mlp.down_proj(mlp.hidden(normed))
+        if what == "weight":
+            return x + y + (BadGradient.apply(mlp.up_proj.weight, torch.nan).sum() * 0).to(x.dtype)
+        return x + BadGradient.apply(y, torch.inf)
 
     build = lm.Transformer.__init__
 
     def init(model, c):
         build(model, c)
-        state["mlps"] = [block.mlp for block in model.model.layers]
+        state["blocks"] = list(model.model.layers)
 
-    train.data.Loader.step, lm.MLP.forward, lm.Transformer.__init__ = read_step, forward_mlp, init
+    data.Loader.ahead, data.Loader.step, lm.Block.feed_forward, lm.Transformer.__init__ = ahead, read_step, feed_forward, init
     train_main(argv)
 
 

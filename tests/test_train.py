@@ -242,10 +242,10 @@ def test_an_evaluation_between_log_lines_does_not_count_as_training(tmp_path, mo
     log = train.Log(tmp_path, print, 2, 1, torch.device("cpu"))
     for step in range(2):
         log.start_step()
-        log.data_ready([10, 100])
+        log.data_ready([10, 100], 0)
         if step == 0:
             log.write_eval(step + 1, 1.0, 5, seconds=20.0)
-    log.write(1, 1.0, 1e-3, 1.0, 1.0)
+    log.write(1, 1.0, 1e-3, 1.0)
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["step_s"] == 5.0 and row["tokens_per_s"] == 20.0  # 200 tokens in 30 - 20 seconds
 
