@@ -399,7 +399,7 @@ def ladder(args):
         Case("QLoRA", f"{offload} --qlora {lora}", "4.6"),
     ]
     show("torchtune's ladder, Llama-3.2-3B, 2 x 4,096 tokens, bf16; its rung \"+ compile\", before the chunked "
-         "cross-entropy, is left out: there is no --compile", "torchtune GiB",
+         "cross-entropy, is left out: the plan is of eager steps", "torchtune GiB",
          "--model llama-3.2-3b --random_init --precision bf16 --batch_size 2 --seq_len 4096", cases, args)
 
 
