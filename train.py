@@ -412,20 +412,21 @@ def compile_(model, fixed_length):
     regions stays what a graph would break at or depend on: attention over a list of documents, checkpointing, FSDP2's
     hooks, offload. In evaluation and samples, where shapes change, the same functions run uncompiled.
     """
-    def compiled(function, use, dynamic):
-        fast = torch.compile(function, fullgraph=True, dynamic=dynamic)  # fullgraph: a graph break is an error
-        return lambda *args: (fast if use(*args) else function)(*args)
+    compiled = functools.partial(torch.compile, fullgraph=True)  # fullgraph: a graph break is an error
+
+    def in_training(fast, plain):
+        return lambda *args: (fast if model.training else plain)(*args)
 
     for block in model.model.layers:
         for name in ("heads", "add_attention", "hidden"):
-            region = compiled(getattr(block, name), lambda *_: model.training, not fixed_length)
-            setattr(block, name, region)
+            region = getattr(block, name)
+            setattr(block, name, in_training(compiled(region, dynamic=not fixed_length), region))
     for module in model.modules():
         if isinstance(module, nf4.NF4Linear):
             module.fast = True
-    fused = torch.compile(lm.softmax_gradient_fused, fullgraph=True, dynamic=True)  # the last chunk has any length
-    model.lm_head.softmax_gradient = lambda logits_CV, *rest: (
-        fused if model.training and len(logits_CV) > 1 else lm.softmax_gradient)(logits_CV, *rest)
+    fused = compiled(lm.softmax_gradient_fused, dynamic=True)  # the last chunk has any length; of one it would compile anew
+    model.lm_head.softmax_gradient = in_training(
+        lambda logits_CV, *rest: (fused if len(logits_CV) > 1 else lm.softmax_gradient)(logits_CV, *rest), lm.softmax_gradient)
 
 
 def keep_freed_memory():
