@@ -407,8 +407,11 @@ class Batch:
         return self.each(torch.Tensor.pin_memory, self.spans if whole else pack_spans(self.spans, n_tokens))
 
     def to(self, device):
-        """On a GPU by copies that nobody waits for, so after pin()."""
-        return self if device.type != "cuda" else self.each(lambda tensor: tensor.to(device, non_blocking=True), self.spans)
+        """On a GPU by copies that nobody waits for, out of pinned memory."""
+        if device.type != "cuda":
+            return self
+        pinned = self if self.tokens.is_pinned() else self.pin()
+        return pinned.each(lambda tensor: tensor.to(device, non_blocking=True), pinned.spans)
 
 
 class Loader:

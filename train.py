@@ -924,7 +924,7 @@ def evaluate(model, loader, device, world, interrupted=lambda: False):
         for batch in loader.once():
             if stopped := interrupted():
                 break
-            b = (batch.pin() if device.type == "cuda" else batch).to(device)
+            b = batch.to(device)
             loss_sum += model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
             n += len(b.keep_S)
     model.train()
@@ -1889,7 +1889,7 @@ def first_not_finite(model, batches, scale, device):
     model.zero_grad()  # clipping to a norm of nan has made all of them nan
     with torch.compiler.set_stance("force_eager"):  # a compiled block calls no hooks
         for batch in batches:
-            b = (batch.pin() if device.type == "cuda" else batch).to(device)
+            b = batch.to(device)
             (model(b.tokens, b.targets, b.positions, b.spans, b.keep_S) * scale).backward()
     for handle in handles:
         handle.remove()
