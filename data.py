@@ -1,4 +1,4 @@
-"""From files to packed rows: reading, chat templates and loss masks, best-fit packing, the loader.
+"""From files to packed rows: reading, chat templates and loss masks, tokenizing once, best-fit packing, the loader.
 
 A document is a run of n tokens with a flag per token, "train on predicting this one". It fills n - 1 positions of a
 row: position p holds token p and its target is token p + 1, so a target never crosses into the next document (torchtune
@@ -9,7 +9,13 @@ document and `spans` keeps attention inside it; the padding behind the last one 
 Masks come from character spans, never from searching for marker tokens: a conversation is rendered once, the tokenizer
 returns the characters behind each token, and a token is trained on if it overlaps a span. The spans are the template's
 own {% generation %} blocks, or else what an assistant turn adds to the rendering, used only where the text before it
-really is a prefix of the text after it (Qwen3's template rewrites earlier turns: trl #6361).
+really is a prefix of the text after it (Qwen3's template rewrites earlier turns: trl #6361). Special tokens come from
+the template alone: what a message spells like one stays text.
+
+Each file is tokenized once per machine, by as many processes as there are cores, into a folder of flat arrays that all
+ranks map into memory: 5 bytes a token on disk, next to nothing in RAM (torchtune #1097: 900 GB for a 3 GB file). Its
+name is a hash of everything the arrays depend on, this file's source included. --seq_len, --train_on, --overflow and
+weights are applied to the arrays when they are opened, so changing them tokenizes nothing again.
 
 The order of the rows depends on --seed and the epoch alone. The global batch of a step is the same rows in the same
 order however it is split over ranks and micro-batches, and the loader's whole position is the number of steps taken.
@@ -17,13 +23,30 @@ order however it is split over ranks and micro-batches, and the loader's whole p
 
 import ast
 import bisect
+import codecs
+import contextlib
+import fcntl
 import functools
+import gzip
+import hashlib
+import heapq
 import inspect
 import itertools
 import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import shutil
+import signal
 import sysconfig
+import tempfile
+import threading
+import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -38,6 +61,14 @@ from tqdm import tqdm
 
 from model import IGNORE, Packed, pack_spans, read_json
 
+
+class BadRow(ValueError):
+    """A row that cannot be trained on. args: what is wrong in a word or two, the message."""
+
+    def __str__(self):
+        return self.args[1]
+
+
 # ---------------------------------------------------------------- chat templates
 
 CHATML = """\
@@ -47,7 +78,10 @@ CHATML = """\
 
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-OPEN, CLOSE = "\ue000<generation>", "\ue000</generation>"  # mark the tag's span in the rendered text; private use area
+RESERVED = range(0x10E000, 0x10FFFE)  # private characters at the end of Unicode that mark things in rendered texts
+OPEN, CLOSE = map(chr, RESERVED[:2])  # where a {% generation %} block begins and ends
+MARKS = re.compile(f"[{chr(RESERVED[0])}-{chr(RESERVED[-1])}]")
+OUTSIDE_ASCII = re.compile(f"[^\\x00-\\x7e{MARKS.pattern[1:]}")
 MAX_RENDERED = 50_000_000  # characters of one conversation
 TODAY = datetime(2024, 7, 26)  # what templates see as today's date: the text must not depend on the day of training
 
@@ -65,13 +99,45 @@ class GenerationTag(Extension):
         return [marks[0], nodes.Scope(body).set_lineno(line), marks[1]]  # no call block: that would hold all of the body
 
 
+class TemplateNamespace(jinja2.utils.Namespace):
+    """jinja's namespace() without names that reach into Python."""
+
+    def __init__(self, /, *args, **kwargs):
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            TemplateNamespace.check(name)  # an attribute of self would be one of the template's
+        super().__init__(attributes)
+
+    def __setitem__(self, name, value):
+        TemplateNamespace.check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def check(name):
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r}: must not begin with an underscore")
+
+
+class TemplateDict:
+    """dict() for templates, and nothing else of Python's class."""
+
+    def __call__(self, *args, **kwargs):
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args, **kwargs):
+        return dict.fromkeys(*args, **kwargs)
+
+
 def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     """transformers' filter: jinja's own escapes HTML and sorts the keys."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return OUTSIDE_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
 def compile_template(source):
     """A chat template in the sandbox that transformers uses: no attribute access to internals, nothing mutable."""
+    if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
+        raise ValueError(f"jinja2 {jinja2.__version__}: templates can leave its sandbox: pip install -U 'jinja2>=3.1.6'")
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
@@ -79,10 +145,34 @@ def compile_template(source):
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
-    env.globals["raise_exception"] = raise_exception
-    env.globals["strftime_now"] = TODAY.strftime
+    env.globals |= {"raise_exception": raise_exception, "strftime_now": TODAY.strftime, "dict": TemplateDict(),
+                    "namespace": TemplateNamespace}
     env.filters["tojson"] = tojson
     return env.from_string(source)
+
+
+def any_of(words):
+    """A pattern that matches the longest of these words."""
+    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
+
+
+def map_strings(function, value):
+    """The same lists and dicts with function(s) for every string s that is not a key."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, list):
+        return [map_strings(function, item) for item in value]
+    return {key: map_strings(function, item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@dataclass
+class Source:
+    """One document as text: spans of characters to train on (None: all), and how to tokenize it."""
+
+    text: str
+    spans: list | None = None
+    chat: bool = False  # a template wrote its special tokens; else the tokenizer adds BOS and EOS
+    renamed: str | None = None  # where a message spells a special token: text for Tokenizer.plain
 
 
 class Tokenizer:
@@ -92,6 +182,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder, template_file=None):
+        self.made_of = folder, template_file
         folder = Path(folder)
         if not (folder / "tokenizer.json").exists():
             raise ValueError(f"{folder}: no tokenizer.json: save the tokenizer with a fast tokenizer of transformers")
@@ -105,45 +196,87 @@ class Tokenizer:
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             if (folder / file).exists():
                 config |= read_json(folder / file)
-        special = {key: value.get("content") if isinstance(value, dict) else value
-                   for key, value in config.items() if key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        self.eos = self.core.token_to_id(special.get("eos_token") or "")
-        end_of_turn = "<|im_end|>" if self.core.token_to_id("<|im_end|>") is not None else special.get("eos_token")
+        named = {key: value.get("content") if isinstance(value, dict) else value
+                 for key, value in config.items() if re.fullmatch("(bos|eos|unk|sep|pad|cls|mask)_token", key)}
+        self.eos = self.core.token_to_id(named.get("eos_token") or "")
+        end_of_turn = "<|im_end|>" if self.core.token_to_id("<|im_end|>") is not None else named.get("eos_token")
         self.stop = {self.eos, self.core.token_to_id(end_of_turn or "")} - {None}
+        encoded = self.core.encode("a")  # what the post-processor writes around a text
+        added = np.array(encoded.special_tokens_mask, bool)
+        first, last = (added.argmin(), len(added) - added[::-1].argmin()) if not added.all() else (len(added), len(added))
+        self.before, self.after = encoded.ids[:first], encoded.ids[last:]
+        if self.eos is not None and self.after[-1:] != [self.eos]:
+            self.after.append(self.eos)
+
+        tokens = self.core.get_added_tokens_decoder()
+        self.added = tuple(token.content for token in tokens.values())
+        special = [token.content for token in tokens.values() if token.special]
+        # a name of the same length for each special token: spans of characters stay what they are
+        self.names = {token: chr(RESERVED[2 + i]) * len(token) for i, token in enumerate(special)}
+        self.tokens = {name: token for token, name in self.names.items()}
+        self.spelled, self.either = any_of(self.names), any_of(self.names | self.tokens)
 
         template, self.template_from = config.get("chat_template"), "tokenizer_config.json"
-        if isinstance(template, list):  # several named ones
-            template = next((t["template"] for t in template if t.get("name") == "default"), None)
+        if isinstance(template, list):
+            template = {one.get("name"): one.get("template") for one in template}
         if (folder / "chat_template.jinja").exists():
-            template, self.template_from = (folder / "chat_template.jinja").read_text("utf-8"), "chat_template.jinja"
+            template, self.template_from = read_text(folder / "chat_template.jinja"), "chat_template.jinja"
         if template_file:
             template, self.template_from = read_text(Path(template_file)), str(template_file)
+        named_templates = template if isinstance(template, dict) else {"default": template}
+        for file in () if template_file else sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            named_templates.setdefault(file.stem, read_text(file))
+        template, with_tools = named_templates.get("default"), named_templates.get("tool_use")
+        self.has_template = bool(template)
         if not template:
-            # the tokenizer's own post-processor tells whether its texts start with BOS
-            bos = self.core.decode(self.core.encode("").ids[:1], skip_special_tokens=False)
-            special |= {"bos": bos, "end_of_turn": end_of_turn}
-            template, self.template_from = CHATML, "ChatML (the model has no template)"
+            bos = self.core.decode(self.before, skip_special_tokens=False)
+            named |= {"bos": bos, "end_of_turn": end_of_turn or ""}
+            template, with_tools, self.template_from = CHATML, None, "ChatML (the model has no template)"
         try:
             self.template = compile_template(template)
+            self.template_with_tools = compile_template(with_tools) if with_tools else self.template
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template ({self.template_from}), line {error.lineno}: {error.message}") from error
-        self.template_variables = {key: value for key, value in special.items() if value is not None}
+        self.variables = {key: value for key, value in named.items() if value is not None}
+        self.fingerprint = hashlib.sha256(json.dumps([
+            (folder / "tokenizer.json").read_text("utf-8"), self.variables, template, with_tools
+        ]).encode()).hexdigest()
 
-    def render(self, messages, generation_prompt=False):
+    def render(self, messages, tools=None, generation_prompt=False):
         """Messages -> (text, [(start, stop) of each generation block]). ValueError where the template objects."""
-        if OPEN[0] in json.dumps(messages, ensure_ascii=False):
-            raise ValueError(f"the character {OPEN[0]!r} in a message marks spans here and cannot be trained on")
-        pieces, size = [], 0
+        text, spans = self.run_template(*self.rename([messages, tools]), generation_prompt)
+        return self.restore(text), spans
+
+    def rename(self, value):
+        """Messages and tools with other names for the special tokens that they spell."""
+        def rename(text):
+            if MARKS.search(text):
+                raise BadRow("characters", f"the characters U+{RESERVED[0]:X} to U+{RESERVED[-1]:X} in a message mark "
+                             "spans here and cannot be trained on")
+            return self.spelled.sub(lambda match: self.names[match[0]], text)
+
+        return map_strings(rename, value)
+
+    def restore(self, text):
+        """A rendered text with the renamed special tokens as they were spelled."""
+        text = any_of(self.tokens).sub(lambda match: self.tokens[match[0]], text) if MARKS.search(text) else text
+        if MARKS.search(text):
+            raise BadRow("special tokens", f"chat template ({self.template_from}): takes a special token apart that a message "
+                         "spells")
+        return text
+
+    def run_template(self, messages, tools, generation_prompt=False):
+        """render() of messages whose special tokens are renamed."""
+        template, pieces, size = self.template_with_tools if tools else self.template, [], 0
         try:
-            for piece in self.template.generate(
-                messages=messages, add_generation_prompt=generation_prompt, tools=None, **self.template_variables
-            ):
+            for piece in template.generate(messages=messages, add_generation_prompt=generation_prompt, tools=tools,
+                                           documents=None, **self.variables):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MAX_RENDERED:
                     raise jinja2.TemplateError(f"wrote more than {MAX_RENDERED} characters for one conversation")
         except Exception as error:  # foreign code, it can raise anything: 1 // 0, range(10**9), 'x' * 10**18
-            raise ValueError(f"chat template ({self.template_from}): {str(error) or type(error).__name__}") from error
+            raise BadRow("template", f"chat template ({self.template_from}): {str(error) or type(error).__name__}") from error
         text, spans = "", []
         for part in "".join(pieces).split(OPEN):
             said, closed, rest = part.partition(CLOSE)
@@ -151,123 +284,458 @@ class Tokenizer:
             text += said + rest
         return text, spans
 
-    def conversation(self, messages):
-        """Messages -> (text, spans of what the assistant says, its end of turn included).
+    def render_calls(self, messages, tools):
+        """-> (messages, text, spans) with the arguments of tool calls in the form that the template wants, a string of
+        JSON or an object. The other one it would escape a second time, or write as Python does."""
+        calls = arguments_of(messages)
+        for attempt in (messages, with_other_arguments(messages)) if calls else (messages,):
+            try:
+                text, spans = self.run_template(attempt, tools)
+            except BadRow:
+                if not calls or attempt is not messages:
+                    raise
+                continue
+            if not any(is_garbled(arguments, text) for arguments in arguments_of(attempt)):
+                return attempt, text, spans
+        raise BadRow("tool calls", f"chat template ({self.template_from}): writes the arguments of a tool call neither from "
+                     "an object nor from a string of JSON")
+
+    def conversation(self, messages, tools=None, trained=None):
+        """Messages -> (Source, counts). Trained on is what the assistant says, its end of turn included.
 
         A template without generation blocks is rendered up to each assistant turn and past it; a turn counts only if
-        both are true prefixes of the whole text. ValueError where no turn does.
+        both are true prefixes of the whole text. trained: a flag per message, False for turns that are context alone.
+        BadRow where no turn can be told from the text around it.
         """
-        text, spans = self.render(messages)
-        if spans or all(message["role"] != "assistant" for message in messages):
-            return text, spans
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+        given, tools = self.rename([messages, tools])
+        messages, text, spans = self.render_calls(given, tools)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [i for i in turns if trained is None or trained[i]]
+        if spans and wanted != turns:
+            if len(spans) != len(turns):
+                raise BadRow("template", f"chat template ({self.template_from}): {len(spans)} generation blocks for "
+                             f"{len(turns)} assistant turns: cannot tell which of them are trained on")
+            spans = [span for i, span in zip(turns, spans) if i in wanted]
+        elif not spans:
+            spans = list(self.spans_by_prefix(messages, tools, text, wanted))
+            if wanted and not spans:
+                raise BadRow("template", f"chat template ({self.template_from}): no assistant turn can be told from the text "
+                             "around it; put {% generation %} ... {% endgeneration %} around what the assistant says "
+                             "(--chat_template)")
+        source = self.source(text, spans)
+        count = Counter(
+            conversations=1, turns=len(wanted), untold=max(0, len(wanted) - len(spans)), spelled=source.renamed is not None,
+            unended=sum(not text[start:stop].rstrip().endswith(self.added) for start, stop in spans),
+            converted=messages is not given,
+        )
+        return source, count
+
+    def source(self, text, spans):
+        """What run_template() has written, as a Source."""
+        if not MARKS.search(text):
+            return Source(text, spans, True)
+        other = self.names | self.tokens
+        return Source(self.restore(text), spans, True, self.either.sub(lambda match: other[match[0]], text))
+
+    def spans_by_prefix(self, messages, tools, text, turns):
+        for i in turns:
+            try:
+                before, after = self.run_template(messages[:i], tools, True)[0], self.run_template(messages[: i + 1], tools)[0]
+            except BadRow:  # a template may want a question first
                 continue
-            before, after = self.render(messages[:i], generation_prompt=True)[0], self.render(messages[: i + 1])[0]
             if after.startswith(before) and text.startswith(after):
                 # a newline after the end-of-turn token is the template's, the model never says it
                 stripped = after.rstrip()
-                ended = stripped.endswith(tuple(t.content for t in self.core.get_added_tokens_decoder().values()))
-                spans.append((len(before), len(stripped if ended else after)))
-        if not spans:
-            raise ValueError(
-                f"chat template ({self.template_from}): no assistant turn can be told from the text around it; "
-                "put {% generation %} ... {% endgeneration %} around what the assistant says (--chat_template)"
-            )
-        return text, spans
+                yield len(before), len(stripped if stripped.endswith(self.added) else after)
 
+    @functools.cached_property
+    def plain(self):
+        """The tokenizer with other names for its special tokens: what spells one of them is text to it."""
+        layout = json.loads(self.core.to_str())
+        for token in layout["added_tokens"]:
+            token["content"] = self.names.get(token["content"], token["content"])
+        model = layout["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {self.names.get(piece, piece): number for piece, number in model["vocab"].items()}
+        else:
+            model["vocab"] = [[self.names.get(piece, piece), score] for piece, score in model["vocab"]]
+        if model.get("unk_token"):
+            model["unk_token"] = self.names.get(model["unk_token"], model["unk_token"])
+        plain = tokenizers.Tokenizer.from_str(json.dumps(layout))
+        wrong = [token for token, name in self.names.items() if plain.token_to_id(name) != self.core.token_to_id(token)]
+        if wrong:
+            raise BadRow("special tokens", f"a message spells a special token; this tokenizer cannot take {wrong[:3]} as text")
+        return plain
+
+    def encode(self, sources):
+        """Sources -> an iterator of (ids [n] int32, supervised [n] bool)."""
+        encodings = {}
+        for spans, encode in ((True, self.core.encode_batch), (False, self.core.encode_batch_fast)):  # fast: no offsets
+            chosen = [i for i, source in enumerate(sources) if (source.spans is not None) == spans
+                      and source.renamed is None and (spans or len(source.text) <= PIECE)]
+            encodings |= zip(chosen, encode([sources[i].text for i in chosen], add_special_tokens=False))
+        for i, source in enumerate(sources):
+            if source.renamed is not None:
+                encodings[i] = self.plain.encode(source.renamed, add_special_tokens=False)
+            if i in encodings:
+                ids = np.array(encodings[i].ids, np.int32)
+            else:
+                text = (source.text[start : start + PIECE] for start in range(0, len(source.text), PIECE))
+                ids = np.concatenate([self.encode_piece(piece) for piece in self.cut(text)])
+            mask = np.ones(len(ids), bool) if source.spans is None else tokens_in(encodings.pop(i), source.spans)
+            if not source.chat:
+                before, after = self.missing_ends(ids, ids)
+                ids = np.concatenate([before, ids, after])
+                mask = np.concatenate([np.zeros(len(before), bool), mask, np.ones(len(after), bool)])
+            yield ids, mask
+
+    def missing_ends(self, first, last):
+        """What the tokenizer writes before and behind a text, BOS and EOS, and these first and last ids of it lack."""
+        before = [] if self.before == first[: len(self.before)].tolist() else self.before
+        after = [] if self.after == last[max(0, len(last) - len(self.after)) :].tolist() else self.after
+        return np.array(before, np.int32), np.array(after, np.int32)
+
+    def encode_piece(self, text):
+        return np.array(self.core.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
+
+    def cut(self, blocks):
+        """Blocks of a long text -> pieces of it, 0.5 to 1 million characters, that have the whole text's tokens: cut behind
+        a newline where what stands around it has the same tokens together and apart. Some tokenizers have no such places
+        (Llama 2's writes a blank before every text): all in one piece."""
+        def same(left, right):
+            return self.encode_piece(left + right).tolist() == [*self.encode_piece(left), *self.encode_piece(right)]
+
+        if not same("a b\n", "c d"):
+            yield "".join(blocks)
+            return
+        def place(text):
+            stop = len(text) - AROUND
+            while at := text.rfind("\n", PIECE // 2, stop) + 1:
+                if not text[at].isspace() and same(text[at - AROUND : at], text[at : at + AROUND]):
+                    return at
+                stop = at - 1
+
+        text = ""
+        for block in blocks:
+            text += block
+            while len(text) > PIECE and (at := place(text)):
+                yield text[:at]
+                text = text[at:]
+        if text:
+            yield text
 
     def prompt(self, text, chat):
         """Token ids that ask for a continuation of a text, or for an answer to a user's message."""
-        if chat:
-            text = self.render([{"role": "user", "content": text}], generation_prompt=True)[0]
-        return self.core.encode(text, add_special_tokens=not chat).ids
+        if not chat:
+            return self.before + self.core.encode(text, add_special_tokens=False).ids
+        text, _ = self.run_template(self.rename([{"role": "user", "content": text}]), None, generation_prompt=True)
+        return next(self.encode([self.source(text, [])]))[0].tolist()
 
 
-# ---------------------------------------------------------------- reading
+def tokens_in(encoded, spans):
+    """[n] bool: the tokens that overlap a span of characters."""
+    mask = np.zeros(len(encoded), bool)
+    for start, stop in spans:
+        # a character may belong to no token (a blank that the offsets leave out) and to several (the bytes of an emoji)
+        first = next((t for at in range(start, stop) if (t := encoded.char_to_token(at)) is not None), None)
+        if first is not None:
+            last = next(t for at in range(stop - 1, start - 1, -1) if (t := encoded.char_to_token(at)) is not None)
+            while last + 1 < len(encoded) and encoded.token_to_chars(last + 1)[0] < stop:
+                last += 1
+            mask[first : last + 1] = True
+    return mask
 
 
-@dataclass
-class Source:
-    """One document as text: spans of characters to train on (None: all), and how to tokenize it."""
+# ---------------------------------------------------------------- rows
 
-    text: str
-    spans: list | None = None
-    special: bool = True  # let the tokenizer add BOS and end with EOS; a template writes its own
-    where: str = ""  # file:line
+FORMATS = {  # name: the keys that a row of it has
+    "messages": ("messages",),
+    "ShareGPT": ("conversations",),
+    "prompt and completion": ("prompt", "completion"),
+    "Alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates and data call it
 
 
-def read_sources(spec, tokenizer, held_out=False):
-    """Yields Sources from a .txt or .jsonl file or a built-in set. ValueError names file and line."""
-    if spec in ("stdlib:code", "stdlib:docs"):
-        for name, text in stdlib_modules():
-            rows = [Source(text)] if spec == "stdlib:code" else stdlib_questions(name, text, tokenizer)
-            for i, row in enumerate(rows):  # one in twenty is kept from training for --eval_data
-                if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:
-                    yield row
-        return
-    path = Path(spec)
+def recognise(row):
+    """The format of a row, by its keys. BadRow if it has none."""
+    found = next((name for name, keys in FORMATS.items() if all(key in row for key in keys)), None)
+    if found is None:
+        known = ", ".join(" + ".join(f"'{key}'" for key in keys) for keys in FORMATS.values())
+        raise BadRow("format", f"expected one of {known}, got {list(row)[:9]}")
+    return found
+
+
+def parse_json(raw):
+    """Bytes -> a JSON object, or BadRow."""
+    try:
+        row = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRow("JSON", f"not valid JSON in UTF-8: {error}") from error
+    if not isinstance(row, dict):
+        raise BadRow("JSON", f"expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def parse_row(raw, kind, tokenizer):
+    """Bytes of a row of the format `kind` -> (Source, counts), or BadRow."""
+    row, keys = parse_json(raw), " and ".join(map(repr, FORMATS[kind]))
+    if not all(key in row for key in FORMATS[kind]):
+        raise BadRow("format", f"expected {keys} as in the file's first row, got {list(row)[:9]}")
+    parts = [row[key] for key in FORMATS[kind]]
+    try:
+        if kind == "text" or (kind == "prompt and completion" and not isinstance(parts[0], list)):
+            if not all(isinstance(part, str) for part in parts):
+                raise BadRow("format", f"{keys}: expected strings" + " or lists of messages" * len(parts[1:])
+                             + f", got {' and '.join(type(part).__name__ for part in parts)}")
+            text = "".join(parts)
+            source, count = Source(text, [(len(parts[0]), len(text))] if parts[1:] else None), Counter()
+        else:
+            source, count = tokenizer.conversation(*READERS[kind](row))
+        source.text.encode()  # JSON can spell half a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:
+        raise BadRow("characters", str(error)) from error
+    return source, count
+
+
+def messages_of(row):
+    messages = check_messages(row["messages"], "messages")
+    return messages, tools_of(row), [message.get("weight") != 0 for message in messages]  # OpenAI's: 0 is context alone
+
+
+def sharegpt_of(row):
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise BadRow("format", "'conversations' must be a list of objects with 'from' and 'value'")
+    messages = [turn if "role" in turn else sharegpt_message(turn) for turn in turns]
+    if isinstance(row.get("system"), str) and row["system"]:
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return check_messages(messages, "conversations"), tools_of(row)
+
+
+def sharegpt_message(turn):
+    said_by, value = turn.get("from"), turn.get("value")
+    if said_by != "function_call":
+        return {"role": SHAREGPT_ROLES.get(said_by, said_by), "content": value}
+    try:
+        calls = json.loads(value)
+    except (TypeError, ValueError) as error:
+        raise BadRow("tool calls", f"'function_call' must hold JSON: {error}") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def alpaca_of(row):
+    for key in ("instruction", "input", "output", "system"):
+        if not isinstance(row.get(key) or "", str):
+            raise BadRow("format", f"{key!r} must be a string, got {type(row[key]).__name__}")
+    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for turn in row.get("history") or []:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise BadRow("format", "'history' must be a list of pairs, question and answer")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    question = f"{row['instruction']}\n{row['input']}" if row.get("input") else row["instruction"]
+    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+    return check_messages(messages, "history"), None
+
+
+def completion_of(row):
+    prompt, completion = (check_messages(row[key], key) for key in ("prompt", "completion"))
+    return prompt + completion, tools_of(row), [False] * len(prompt) + [True] * len(completion)
+
+
+READERS = {"messages": messages_of, "ShareGPT": sharegpt_of, "Alpaca": alpaca_of, "prompt and completion": completion_of}
+
+
+def check_messages(messages, key):
+    """Messages as templates take them, as transformers hands them over: without None, reasoning under all its names, lists
+    of text parts joined. BadRow where there is no such list, a role is unknown, or content is not text."""
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise BadRow("format", f"{key!r} must be a list of objects with strings for 'role' and 'content'")
+    checked = []
+    for message in messages:
+        message = {name: value for name, value in message.items() if value is not None}
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise BadRow("roles", f"unknown role {role!r}; expected {', '.join(ROLES)}")
+        if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+            message["content"] = content = "".join(part["text"] for part in content)
+        calls = message.get("tool_calls", [])
+        fine = isinstance(calls, list) and all(isinstance(c, dict) and isinstance(c.get("function", c), dict) for c in calls)
+        if not fine:
+            raise BadRow("tool calls", "'tool_calls' must be a list of objects with a 'function'")
+        if not isinstance(content, str) and (content is not None or not calls):
+            raise BadRow("content", f"'content' of a message of {role!r} must be text, got "
+                         + (f"{sorted({str(p.get('type')) for p in content if isinstance(p, dict)})} parts"
+                            if isinstance(content, list) else type(content).__name__))
+        reasoning = next((message[name] for name in REASONING if name in message), None)
+        if reasoning is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        checked.append(message)
+    return checked
+
+
+def tools_of(row):
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except ValueError as error:
+            raise BadRow("tools", f"'tools' is not valid JSON: {error}") from error
+    if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
+        raise BadRow("tools", "'tools' must be a list of JSON schemas")
+    return tools or None
+
+
+def arguments_of(messages):
+    calls = (call.get("function", call) for message in messages for call in message.get("tool_calls", ()))
+    return [call["arguments"] for call in calls if "arguments" in call]
+
+
+def with_other_arguments(messages):
+    """Messages with the arguments of tool calls as objects where they are strings of JSON, and the other way round."""
+    def other(arguments):
+        if not isinstance(arguments, str):
+            return json.dumps(arguments, ensure_ascii=False)
+        with contextlib.suppress(ValueError):
+            return json.loads(arguments)
+        return arguments
+
+    def change(call):
+        inner = call.get("function", call)
+        inner = {**inner, "arguments": other(inner["arguments"])} if "arguments" in inner else inner
+        return {**call, "function": inner} if "function" in call else inner
+
+    return [{**message, "tool_calls": [change(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
+            for message in messages]
+
+
+def is_garbled(arguments, text):
+    """Whether a template has escaped a string of JSON once more, or written an object in Python's spelling."""
+    if isinstance(arguments, str):
+        return arguments.lstrip()[:1] == "{" and any(json.dumps(arguments, ensure_ascii=a) in text for a in (True, False))
+    return str(arguments) != json.dumps(arguments, ensure_ascii=False) and str(arguments) in text
+
+
+# ---------------------------------------------------------------- files
+
+PIECE, AROUND = 1_000_000, 200  # characters of a long text that are tokenized at once; those compared where it is cut
+MAX_ROW = 2**26  # bytes
+MAX_BAD = 0.01  # share of a file's rows
+CONVERT = "python -c \"import pandas; pandas.read_{}({!r}).to_json({!r}, orient='records', lines=True)\""
+READABLE = "a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code"
+
+
+def split_weight(spec):
+    """"a.jsonl:2" -> ("a.jsonl", 2.0)."""
+    name, colon, weight = spec.rpartition(":")
+    if not colon or Path(spec).exists() or not re.fullmatch(r"[\d.eE+-]+", weight):
+        return spec, 1.0
+    try:
+        weight = float(weight)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight < 1e6:
+        raise ValueError(f"{spec}: how often a file is used must be a positive number")
+    return name, weight
+
+
+def check_file(name):
+    """Path of a data file. ValueError where it is missing, or of a format that is not read."""
+    path = Path(name)
     if not path.is_file():
-        raise ValueError(f"{spec}: no such file; expected a .txt or .jsonl file, stdlib:docs or stdlib:code")
-    if path.suffix == ".txt":
-        text = read_text(path)
-        if not text:
-            raise ValueError(f"{spec}: nothing to train on, the file is empty")
-        yield Source(text, where=spec)
-    elif path.suffix == ".jsonl":
-        n_rows = 0
-        with open(path, "rb") as file:  # json.loads decodes, so that a byte that is not UTF-8 has a line number too
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    n_rows += 1
-                    yield parse_row(line, f"{spec}:{number}", tokenizer)
-        if not n_rows:
-            raise ValueError(f"{spec}: nothing to train on, the file has no rows")
-    else:
-        raise ValueError(f"{spec}: expected .txt or .jsonl; from datasets: load_dataset(...).to_json('data.jsonl')")
+        raise ValueError(f"{name}: no such file; expected {READABLE}")
+    kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+    if kind not in ("jsonl", "json", "txt"):
+        reader = {"tsv": "table", "arrow": "feather", "xlsx": "excel"}.get(kind, kind)
+        known = kind in ("parquet", "csv", "tsv", "arrow", "feather", "xlsx")
+        hint = "; convert it with: " + CONVERT.format(reader, name, f"{name.removesuffix('.gz').rpartition('.')[0]}.jsonl")
+        raise ValueError(f"{name}: expected {READABLE}" + hint * known)
+    return path, kind
 
 
 def read_text(path):
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text: {error}") from error
 
 
-def parse_row(line, where, tokenizer):
-    """One JSON line with `messages`, `prompt` + `completion`, or `text` -> Source."""
+def read_blocks(path):
+    """Yields the bytes of a file, a .gz unpacked, a megabyte at a time and without a byte order mark."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not valid JSON in UTF-8: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    if "messages" in row:
-        messages = row["messages"]
-        fine = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
-        if not fine or not all(isinstance(m.get("content"), str) and isinstance(m.get("role"), str) for m in messages):
-            raise ValueError(f"{where}: 'messages' must be a list of objects with strings for 'role' and 'content'")
-        if unknown := {m["role"] for m in messages} - {"system", "user", "assistant", "tool"}:
-            raise ValueError(f"{where}: unknown role {sorted(unknown)}; expected system, user, assistant or tool")
-        try:
-            source = Source(*tokenizer.conversation(messages), special=False, where=where)
-            source.text.encode()  # JSON can spell half a surrogate pair, which no tokenizer takes
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        return source
-    keys = ("prompt", "completion") if "prompt" in row else ("text",)
-    for key in keys:
-        if not isinstance(row.get(key), str):
-            raise ValueError(f"{where}: expected 'messages', or 'prompt' + 'completion' or 'text' as strings, "
-                             f"got {list(row)}")
-    text = "".join(row[key] for key in keys)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: {error}") from error
-    return Source(text, None if keys == ("text",) else [(len(row["prompt"]), len(text))], where=where)
+        with gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
+            block = file.read(2**20).removeprefix(codecs.BOM_UTF8)
+            while block:
+                yield block
+                block = file.read(2**20)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file: {error}") from error
 
 
+def read_characters(path):
+    """The same as text."""
+    decoder, n_bytes = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        for block in itertools.chain(read_blocks(path), [None]):
+            yield decoder.decode(block or b"", final=block is None)
+            n_bytes += len(block or b"")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {n_bytes + error.start}") from error
+
+
+def read_rows(path):
+    """Yields (line, bytes) of each row: of each line that is not blank, or of each element of a JSON array."""
+    blocks = read_blocks(path)
+    first = next(blocks, b"")
+    if first.lstrip()[:1] == b"[":
+        yield from read_array(path)
+        return
+    line, rest = 1, b""
+    for block in itertools.chain([first], blocks):
+        *rows, rest = (rest + block).split(b"\n")
+        yield from ((number, raw) for number, raw in enumerate(rows, line) if raw.strip())
+        line += len(rows)
+        if len(rest) > MAX_ROW:
+            raise ValueError(f"{path}:{line}: a line of more than {MAX_ROW >> 20} MiB")
+    if rest.strip():
+        yield line, rest
+
+
+def read_array(path):
+    """read_rows() of a file that is one JSON array, without ever holding all of it."""
+    scan, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
+    blocks = read_characters(path)
+    text, at, line = next(blocks), 0, 1
+    at = text.index("[") + 1
+    line += text.count("\n", 0, at)
+    while True:
+        start = between.match(text, at).end()
+        line += text.count("\n", at, start)
+        stop, error = None, "no ']' at the end"
+        if text[start : start + 1] == "]":
+            return
+        if start < len(text):
+            try:
+                stop = scan(text, start)[1]
+            except (json.JSONDecodeError, RecursionError) as caught:  # or it goes on in the next block
+                error = caught
+        if stop is None:
+            text, at = text[start:], 0
+            more = "".join(itertools.islice(blocks, 1 + (len(text) >> 20)))  # as much again: rows may be long
+            if not more or len(text) > MAX_ROW:
+                raise ValueError(f"{path}:{line}: the array is not valid JSON{', or a row is too long' * bool(more)}: {error}")
+            text += more
+        else:
+            yield line, text[start:stop].encode(errors="surrogatepass")
+            line += text.count("\n", start, stop)
+            at = stop
+
+
+BUILT_IN = "stdlib:code", "stdlib:docs"
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "pydoc_data"}
 
 
@@ -282,7 +750,17 @@ def stdlib_modules():
                 continue
 
 
-def stdlib_questions(name, text, tokenizer):
+def stdlib_rows(spec, held_out):
+    """Yields (number, JSON) of the rows of a built-in set. One in twenty is kept from training for --eval_data."""
+    number = 0
+    for name, text in stdlib_modules():
+        for i, row in enumerate([{"text": text}] if spec == "stdlib:code" else stdlib_questions(name, text)):
+            if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:
+                number += 1
+                yield number, json.dumps(row).encode()
+
+
+def stdlib_questions(name, text):
     """Yields a conversation per documented public function: its signature asked, its docstring's summary answered."""
     module = name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     scopes = [(module, ast.parse(text))]
@@ -295,93 +773,381 @@ def stdlib_questions(name, text, tokenizer):
             elif doc := ast.get_docstring(node):
                 question = f"What does `{prefix}.{node.name}({ast.unparse(node.args)})` do?"
                 answer = inspect.cleandoc(doc).split("\n\n")[0]
-                messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-                yield Source(*tokenizer.conversation(messages), special=False)
+                yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 # ---------------------------------------------------------------- tokenizing
 
+ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64}  # the last two per document
+WORTH = 2**24  # bytes of a file for which one more process, three seconds of start, pays
+
+
+def cached(spec, held_out, tokenizer, cache, tick, progress):
+    """Folder of a file's documents in the cache, made there if it is missing or damaged. Two processes that want the same
+    wait for each other where the file system has locks, and else both make it."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    if spec in BUILT_IN:
+        for name, text in stdlib_modules():
+            digest.update(f"{name}\0{text}\0".encode())
+    else:
+        with open(check_file(spec)[0], "rb") as file:
+            while block := file.read(2**22):
+                digest.update(block)
+                tick()
+    kind = spec if spec in BUILT_IN else check_file(spec)[1]
+    digest.update(json.dumps([kind, held_out, tokenizer.fingerprint, tokenizers.__version__, jinja2.__version__]).encode())
+    name = digest.hexdigest()[:32]
+    folder = Path(cache, name)
+    if is_whole(folder, tick):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        locked = lock_file(lock, tick)
+        if is_whole(folder, tick):  # another process has made it meanwhile
+            return folder
+        for left in folder.parent.glob(f"{name}.*.part") if locked else ():  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        part = Path(tempfile.mkdtemp(".part", f"{name}.", folder.parent))
+        try:
+            report = tokenize(spec, held_out, tokenizer, part, tick, progress)
+            (part / "report.json").write_text(json.dumps(report))
+            part.chmod(0o755)
+            shutil.rmtree(folder, ignore_errors=True)
+            part.rename(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def lock_file(file, tick):
+    """Waits until no other process holds the lock. -> False where the file system knows no locks."""
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            tick()
+            time.sleep(0.1)
+        except OSError:
+            return False
+
+
+def is_whole(folder, tick):
+    """Whether a folder of the cache holds what its report says, to the byte."""
+    try:
+        report = json.loads((folder / "report.json").read_bytes())
+        for name in ARRAYS:
+            crc = 0
+            with open(folder / name, "rb") as file:
+                while block := file.read(2**22):
+                    crc = zlib.crc32(block, crc)
+                    tick()
+            if crc != report["crc"][name]:
+                return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def tokenize(spec, held_out, tokenizer, folder, tick, progress):
+    """Writes a file's documents into a folder, an array a file -> the report: counts, and bad rows by what is wrong.
+
+    tick() is called all the time. ValueError where the file cannot be read. Memory stays flat: some megabytes for each
+    process.
+    """
+    path, kind = (None, None) if spec in BUILT_IN else check_file(spec)
+    n_bytes = path.stat().st_size if path else 0
+    report, bad, crc = Counter(), {}, dict.fromkeys(ARRAYS, 0)
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}
+        bar = stack.enter_context(tqdm(desc=f"tokenizing {spec}", unit="B", unit_scale=True, disable=not progress, leave=False))
+        run = stack.enter_context(workers(n_bytes, tokenizer))
+
+        def write(**arrays):
+            for name, array in arrays.items():
+                array = np.ascontiguousarray(array, ARRAYS[name])
+                files[name].write(array)
+                crc[name] = zlib.crc32(array, crc[name])
+                report[name] += array.size
+                if name == "tokens":
+                    report["largest_id"] = max(report["largest_id"], int(array.max(initial=0)))
+
+        def step(size):
+            bar.update(size)
+            tick()
+
+        if kind == "txt":
+            form, last = "text", np.zeros(0, np.int32)
+            for size, ids in run(encode_text, tokenizer.cut(read_characters(path))):
+                before, _ = tokenizer.missing_ends(ids, ids)
+                ids = ids if report["tokens"] else np.concatenate([before, ids])
+                write(tokens=ids, supervised=np.ones(len(ids), bool))
+                last = np.concatenate([last, ids])[-9:]
+                step(size)
+            if not report["tokens"]:
+                raise ValueError(f"{spec}: nothing to train on, the file is empty")
+            _, after = tokenizer.missing_ends(last, last)
+            write(tokens=after, supervised=np.ones(len(after), bool))
+            write(lengths=[report["tokens"]], lines=[1])
+            report["rows"] = 1
+        else:
+            batches = batched(read_rows(path) if path else stdlib_rows(spec, held_out))
+            first = next(batches, None)
+            if first is None:
+                raise ValueError(f"{spec}: nothing to train on, the file has no rows")
+            form = form_of(first, spec)
+            for size, arrays, count, wrong in run(functools.partial(encode_rows, form), itertools.chain([first], batches)):
+                write(**arrays)
+                report.update(count)
+                for what, line, message in wrong:
+                    bad.setdefault(what, [0, []])[0] += 1
+                    bad[what][1] += [(line, message)] * (len(bad[what][1]) < 3)
+                step(size)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    return {"format": form, **report, "bad": bad, "crc": crc}
+
+
+def batched(rows):
+    """(line, bytes) of rows -> lists of about a megabyte."""
+    batch, size = [], 0
+    for line, raw in rows:
+        batch.append((line, raw))
+        size += len(raw)
+        if size >= 2**20:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def form_of(rows, spec):
+    """The format of a file, by the first of its rows that has one. ValueError if none has."""
+    first = None
+    for line, raw in rows:
+        try:
+            return recognise(parse_json(raw))
+        except BadRow as error:
+            first = first or f"{spec}:{line}: {error}"
+    raise ValueError(first)
+
+
+def encode_rows(form, tokenizer, rows):
+    """(line, bytes) of rows -> (bytes, arrays of ARRAYS, counts, bad rows as (what is wrong, line, message))."""
+    sources, lines, count, bad = [], [], Counter(rows=len(rows)), []
+    for line, raw in rows:
+        try:
+            source, counted = parse_row(raw, form, tokenizer)
+            if source.renamed is not None and tokenizer.plain is None:  # BadRow where there can be none
+                continue
+        except BadRow as error:
+            bad.append((error.args[0], line, str(error)))
+            continue
+        sources.append(source)
+        lines.append(line)
+        count.update(counted)
+    encoded = list(tokenizer.encode(sources))
+    arrays = {"tokens": np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in encoded)]),
+              "supervised": np.concatenate([np.zeros(0, bool), *(mask for _, mask in encoded)]),
+              "lengths": [len(ids) for ids, _ in encoded], "lines": lines}
+    return sum(len(raw) for _, raw in rows), arrays, count, bad
+
+
+def encode_text(tokenizer, text):
+    return len(text), tokenizer.encode_piece(text)
+
+
+@contextlib.contextmanager
+def workers(n_bytes, tokenizer):
+    """-> run(function, tasks), which yields function(tokenizer, task) of each in order, on all cores where that pays.
+
+    The processes come from a fork server: they share none of this one's threads, sockets or GPU.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    n = min(cores, 16, n_bytes // WORTH)
+    if n < 2:
+        yield lambda function, tasks: (function(tokenizer, task) for task in tasks)
+        return
+
+    def run(function, tasks):
+        waiting = deque()
+        for task in tasks:
+            waiting.append(pool.submit(in_worker, function, task))
+            if len(waiting) > 2 * n:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    with ProcessPoolExecutor(n, multiprocessing.get_context("forkserver"), start_worker, tokenizer.made_of) as pool:
+        try:
+            yield run
+        except BrokenProcessPool as error:
+            raise OSError(f"a process that tokenizes was killed, perhaps for its memory: {error}") from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+worker = {}  # the tokenizer of such a process
+
+
+def start_worker(*made_of):
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with, args=(multiprocessing.parent_process().sentinel,), daemon=True).start()
+    worker["tokenizer"] = Tokenizer(*made_of)
+
+
+def end_with(sentinel):
+    multiprocessing.connection.wait([sentinel])  # else a killed parent would leave its workers waiting for ever
+    os._exit(1)
+
+
+def in_worker(function, task):
+    return function(worker["tokenizer"], task)
+
+
+# ---------------------------------------------------------------- documents
+
 
 @dataclass
 class Documents:
-    """All documents end to end. tokens [n] int32, supervised [n] bool, starts [documents + 1] int64, numpy."""
+    """What is trained on, as pieces of tokenized files. tokens and supervised: an array per file, mapped into memory
+    (supervised None: every token). file, start, stop, n_targets, line: [n] int64, of each piece; a piece's first token is
+    nobody's target. checksum: of the files' contents."""
 
-    tokens: np.ndarray
-    supervised: np.ndarray
-    starts: np.ndarray
+    tokens: list
+    supervised: list
+    file: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    n_targets: np.ndarray
+    line: np.ndarray
+    checksum: int = 0
 
     def crc(self):
         """A checksum of what is trained on."""
-        return functools.reduce(lambda crc, array: zlib.crc32(array, crc), (self.tokens, self.supervised, self.starts), 0)
+        arrays = self.file, self.start, self.stop, self.n_targets
+        return functools.reduce(lambda crc, array: zlib.crc32(array, crc), arrays, self.checksum)
+
+    def piece(self, number):
+        """(tokens [n] int32, supervised [n] bool) of a piece."""
+        file, start, stop = int(self.file[number]), int(self.start[number]), int(self.stop[number])
+        supervised = self.supervised[file]
+        return self.tokens[file][start:stop], np.ones(stop - start, bool) if supervised is None else supervised[start:stop]
 
 
-def tokenize(sources, tokenizer, seq_len, train_on, vocab_size, progress):
-    """Sources -> (Documents, {what: count}). Texts are cut into pieces of seq_len positions; longer conversations and
-    those without a token to train on are left out and counted. ValueError where nothing is left."""
-    tokens, supervised, count = [], [], dict.fromkeys(("rows", "conversations", "too_long", "untrained"), 0)
-    longest = 0
-    bar = tqdm(desc="tokenizing", unit=" documents", disable=not progress, leave=False)
-    sources = iter(sources)
-    while batch := list(itertools.islice(sources, 512)):
-        for special, group in itertools.groupby(batch, lambda source: source.special):
-            group = list(group)
-            encodings = tokenizer.core.encode_batch([source.text for source in group], add_special_tokens=special)
-            for source, encoded in zip(group, encodings, strict=True):
-                count["rows"] += 1
-                count["conversations"] += not special
-                ids, mask = np.array(encoded.ids, np.int32), np.ones(len(encoded.ids), bool)
-                if special and tokenizer.eos is not None and (not len(ids) or ids[-1] != tokenizer.eos):
-                    ids, mask = np.append(ids, np.int32(tokenizer.eos)), np.append(mask, True)
-                if source.spans is not None and train_on == "targets":
-                    first, last = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
-                    mask[: len(first)] = False
-                    for start, stop in source.spans:
-                        mask[: len(first)] |= (first < stop) & (last > start)
-                    if special and len(ids) and ids[-1] == tokenizer.eos:
-                        mask[-1] = True  # also where the tokenizer's own post-processor wrote it, behind all characters
-                longest = max(longest, len(ids) - 1)
-                if len(ids) and ids.max() >= vocab_size:
-                    raise ValueError(f"token id {ids.max()} is beyond the model's {vocab_size} embeddings: "
-                                     "this tokenizer belongs to another model")
-                if source.spans is not None and len(ids) - 1 > seq_len:
-                    count["too_long"] += 1
-                    continue
-                for start in range(0, max(len(ids) - 1, 1), seq_len):
-                    piece = slice(start, start + seq_len + 1)
-                    if mask[piece][1:].any():
-                        tokens.append(ids[piece])
-                        supervised.append(mask[piece])
-                    elif not start:
-                        count["untrained"] += 1
-        bar.update(len(batch))
-    bar.close()
-    if not tokens:
+def open_documents(folders, specs, seq_len, train_on="targets", overflow=None, seed=0, vocab_size=1 << 31, min_supervised=0.0):
+    """Folders of the cache -> (Documents, a dict of counts for each file).
+
+    overflow: what becomes of documents of more than seq_len positions; None splits texts and drops the others. A weight
+    in specs ("a.jsonl:2.5") takes all documents twice and half of them, chosen by seed, once more. ValueError where a
+    file has too many bad rows or too few supervised tokens, or the tokenizer is another model's.
+    """
+    parts, counts, documents = [], [], Documents([], [], *[None] * 5)
+    for number, (folder, spec) in enumerate(zip(folders, specs, strict=True)):
+        report = json.loads((Path(folder) / "report.json").read_bytes())
+        name, weight = split_weight(spec)
+        check_report(report, name, vocab_size)
+        arrays = {key: np.memmap(Path(folder, key), kind, "r").view(np.ndarray) if report[key] else np.zeros(0, kind)
+                  for key, kind in ARRAYS.items()}
+        documents.tokens.append(arrays["tokens"])
+        documents.supervised.append(arrays["supervised"] if train_on == "targets" else None)
+        documents.checksum = zlib.crc32(json.dumps(report["crc"]).encode(), documents.checksum)
+
+        ends = np.cumsum(arrays["lengths"])
+        begins = ends - arrays["lengths"]
+        positions = np.maximum(arrays["lengths"] - 1, 0)
+        long = positions > seq_len
+        policy = overflow or ("split" if report["format"] == "text" else "drop")
+        n_pieces = np.maximum(-(-positions // seq_len), 1) if policy == "split" else 1 - (long & (policy == "drop"))
+        of = np.repeat(np.arange(len(ends)), n_pieces)  # the document of each piece
+        nth = np.arange(len(of)) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)
+        start = begins[of] + nth * seq_len
+        stop = np.minimum(start + seq_len + 1, ends[of])
+        n_targets = count_targets(documents.supervised[-1], start, stop)
+        kept = np.flatnonzero(n_targets)
+        n_tokens, n_trained = int((stop - start - 1)[kept].sum()), int(n_targets.sum())
+        untrained = int((np.bincount(of, n_targets, len(ends)) == 0)[n_pieces > 0].sum())
+        counts.append({**report, "name": name, "weight": weight, "policy": policy, "long": int(long.sum()), "longest":
+                       int(positions.max(initial=0)), "untrained": untrained, "n_tokens": n_tokens, "n_trained": n_trained,
+                       "kept": len(np.unique(of[kept]))})
+        if n_trained < min_supervised * n_tokens:
+            raise ValueError(f"{name}: only {n_trained:,} of {n_tokens:,} tokens ({n_trained / n_tokens:.2%}) are trained on; "
+                             "look at them with --inspect 3, and if that is right, lower --min_supervised")
+        part = round(len(kept) * (weight % 1))
+        some = np.sort(np.random.default_rng([seed, number]).permutation(len(kept))[:part])
+        chosen = np.concatenate([*[kept] * int(weight), kept[some]])
+        parts.append([np.full(len(chosen), number), *(a[chosen] for a in (start, stop, n_targets, arrays["lines"][of]))])
+    if not sum(len(part[0]) for part in parts):
+        total = {key: sum(count.get(key, 0) for count in counts) for key in ("rows", "long", "untrained")}
         raise ValueError(
-            f"nothing to train on: {count['rows']} rows read, {count['too_long']} longer than --seq_len {seq_len} (the "
-            f"longest has {longest} tokens), {count['untrained']} without a supervised token"
+            f"nothing to train on: {total['rows']} rows read, {total['long']} longer than --seq_len {seq_len} (the longest has "
+            f"{max(count['longest'] for count in counts)} tokens), {total['untrained']} without a supervised token"
         )
-    starts = np.cumsum([0] + [len(t) for t in tokens])
-    documents = Documents(np.concatenate(tokens), np.concatenate(supervised), starts)
-    return documents, count
+    columns = (np.concatenate(column).astype(np.int64) for column in zip(*parts))
+    documents.file, documents.start, documents.stop, documents.n_targets, documents.line = columns
+    return documents, counts
+
+
+def check_report(report, name, vocab_size):
+    """ValueError for a file with too many bad rows, or with tokens of another model."""
+    n_bad, n = sum(n for n, _ in report["bad"].values()), report["rows"]
+    if n_bad > MAX_BAD * n:
+        raise ValueError("\n".join([f"{name}: {n_bad:,} of {n:,} rows cannot be trained on, the other {n - n_bad:,} can (up to "
+                                    f"{MAX_BAD:.0%} would be left out):", *bad_rows(report, name)]))
+    if report["largest_id"] >= vocab_size:
+        raise ValueError(f"{name}: token id {report['largest_id']} is beyond the model's {vocab_size} embeddings: this "
+                         "tokenizer belongs to another model")
+
+
+def bad_rows(report, name):
+    """Lines that say what is wrong with the bad rows of a file, the first three of each kind."""
+    for what, (n, examples) in report["bad"].items():
+        yield from (f"  {name}:{line}: {message}" for line, message in examples)
+        if n > len(examples):
+            yield f"  and {n - len(examples):,} more ({what})"
+
+
+def count_targets(supervised, start, stop):
+    """[n] int64: the supervised tokens of each piece but its first. In blocks: a cumulative sum of all would be 8 bytes a
+    token."""
+    if supervised is None:
+        return np.maximum(stop - start - 1, 0)
+    counted, i = np.zeros(len(start), np.int64), 0
+    while i < len(start):
+        j = max(i + 1, int(np.searchsorted(start, start[i] + 2**22)))
+        base, end = int(start[i]), int(stop[i:j].max())
+        sums = np.concatenate([[0], np.cumsum(supervised[base:end], dtype=np.int64)])
+        counted[i:j] = sums[stop[i:j] - base] - sums[np.minimum(start[i:j] + 1, stop[i:j]) - base]
+        i = j
+    return counted
 
 
 # ---------------------------------------------------------------- packing and loading
 
 
 def pack(lengths, seq_len):
-    """Best-fit decreasing: lengths of documents -> rows, each a list of document numbers that fit into seq_len."""
-    rows, room = [], []  # room: sorted (positions left, row)
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[document])
-        at = bisect.bisect_left(room, (length, -1))
-        if at == len(room):
-            left, row = seq_len, len(rows)
-            rows.append([])
+    """Best-fit decreasing: lengths of documents -> rows, each an array of document numbers that fit into seq_len."""
+    order = np.argsort(-lengths, kind="stable")
+    row_of, n_rows = np.empty(len(order), np.int64), 0
+    rooms, rows_with = [], {}  # positions left, sorted; those rows, the first one first
+    for at, length in enumerate(lengths[order].tolist()):
+        place = bisect.bisect_left(rooms, length)
+        if place == len(rooms):
+            row, left = n_rows, seq_len - length
+            n_rows += 1
         else:
-            left, row = room.pop(at)
-        rows[row].append(document)
-        bisect.insort(room, (left - length, row))
-    return rows
+            room = rooms[place]
+            row, left = heapq.heappop(rows_with[room]), room - length
+            if not rows_with[room]:
+                del rooms[place]
+        if not rows_with.setdefault(left, []):
+            bisect.insort(rooms, left)
+        heapq.heappush(rows_with[left], row)
+        row_of[at] = row
+    by_row = np.argsort(row_of, kind="stable")
+    return np.split(order[by_row], np.flatnonzero(np.diff(row_of[by_row])) + 1)
 
 
 @dataclass
@@ -424,13 +1190,11 @@ class Loader:
     def __init__(self, documents, seq_len, packing, batch_size, rank, world, seed, shuffle=True):
         self.documents, self.seq_len, self.packing = documents, seq_len, packing
         self.batch_size, self.rank, self.world, self.seed, self.shuffle = batch_size, rank, world, seed, shuffle
-        lengths = np.diff(documents.starts) - 1
-        self.rows = pack(lengths, seq_len) if packing else [[i] for i in range(len(lengths))]
-        first = np.zeros(len(documents.tokens), bool)
-        first[documents.starts[:-1]] = True  # a document's first token is nobody's target
-        per_document = np.add.reduceat(documents.supervised & ~first, documents.starts[:-1], dtype=np.int64)
-        per_document = np.stack([per_document, lengths, lengths**2], 1)
-        self.per_row = np.stack([per_document[row].sum(0) for row in self.rows])  # targets, tokens, squared lengths
+        lengths = documents.stop - documents.start - 1
+        self.rows = pack(lengths, seq_len) if packing else np.arange(len(lengths))[:, None]
+        starts = np.cumsum([0, *map(len, self.rows)])[:-1]
+        per_document = np.stack([documents.n_targets, lengths, lengths**2], 1)[np.concatenate(self.rows)]
+        self.per_row = np.add.reduceat(per_document, starts)  # targets, tokens, squared lengths
         self.longest = seq_len if packing else int(self.per_row[:, 1].max())  # tokens of the longest row as it is run
         self.orders = {}
 
@@ -482,21 +1246,24 @@ class Loader:
         for b, row in enumerate(rows):
             at = b * T
             for document in self.rows[row]:
-                start, stop = self.documents.starts[document : document + 2]
-                span = slice(at, at + int(stop - start) - 1)
-                tokens[span] = self.documents.tokens[start : stop - 1]
+                ids, supervised = self.documents.piece(document)
+                span = slice(at, at + len(ids) - 1)
+                tokens[span] = ids[:-1]
                 positions[span] = np.arange(span.stop - at)
-                chosen = self.documents.supervised[start + 1 : stop]
-                targets[span] = np.where(chosen, self.documents.tokens[start + 1 : stop], IGNORE)
+                targets[span] = np.where(supervised[1:], ids[1:], IGNORE)
                 spans.append((span.start, span.stop))
                 at = span.stop
         grids = [torch.from_numpy(a.reshape(B, T)) for a in (tokens, targets, positions)]
         return Batch(*grids, torch.from_numpy((targets != IGNORE).nonzero()[0]), spans)
 
 
-def show(tokenizer, documents, number):
-    """A document as text, the tokens that are trained on in green."""
-    start, stop = documents.starts[number : number + 2].tolist()
-    runs = itertools.groupby(range(start, stop), lambda i: bool(documents.supervised[i]) and i > start)
-    texts = ((said, tokenizer.core.decode(documents.tokens[list(run)].tolist(), False)) for said, run in runs)
-    return "".join(f"\033[32m{text}\033[0m" if said else text for said, text in texts)
+GREEN, NO_COLOUR = "\033[32m", "\033[0m"
+
+
+def show(tokenizer, documents, number, colour=True):
+    """A document as text, the tokens that are trained on in green, or between ⟦ and ⟧."""
+    ids, supervised = documents.piece(number)
+    open_, close = (GREEN, NO_COLOUR) if colour else "⟦⟧"
+    runs = itertools.groupby(range(len(ids)), lambda i: bool(supervised[i]) and i > 0)
+    texts = ((said, tokenizer.core.decode(ids[list(run)].tolist(), False)) for said, run in runs)
+    return "".join(f"{open_}{text}{close}" if said else text for said, text in texts)

@@ -106,14 +106,20 @@ def parse_args(argv=None):
         help=f"linear layers that get an adapter, of {', '.join(lm.LORA_TARGETS)} (default: all)")
 
     add = parser.add_argument_group("data").add_argument
-    add("--data", nargs="+", default=["stdlib:docs"], metavar="FILE", help=".txt, or .jsonl with `messages`, `prompt` + "
-        "`completion` or `text`; or the built-in stdlib:docs, stdlib:code (default: stdlib:docs)")
-    add("--eval_data", nargs="+", metavar="FILE", help="the same; stdlib:* is the 5 %% left out by --data (default: none)")
+    add("--data", nargs="+", default=["stdlib:docs"], metavar="FILE[:W]", help=".jsonl, .json or .txt, also .gz, of messages, "
+        "ShareGPT, prompt + completion, Alpaca or text; or the built-in stdlib:docs, stdlib:code. :W takes a file W times "
+        "an epoch (default: stdlib:docs)")
+    add("--eval_data", nargs="+", metavar="FILE[:W]", help="the same; stdlib:* is the 5 %% left out by --data (default: none)")
     add("--seq_len", type=whole, default=1024, help="tokens in a row (default: 1024)")
+    add("--overflow", choices=("split", "drop", "truncate"), help="what becomes of documents of more than --seq_len tokens "
+        "(default: texts are split, conversations and completions dropped)")
     add("--packing", action=yes_no, default=True, help="several documents in a row, kept apart (default: on)")
     add("--train_on", choices=("targets", "all"), default="targets",
         help="targets: assistant turns, completions, texts; all: every token (default: targets)")
     add("--chat_template", metavar="FILE", help="jinja file in place of the model's own (default: the model's)")
+    add("--min_supervised", type=amount, default=0.01, metavar="SHARE", help="refuse a file with a smaller share of tokens "
+        "that are trained on (default: 0.01)")
+    add("--data_cache", metavar="DIR", help="where tokenized files are kept (default: $XDG_CACHE_HOME/oomph or ~/.cache/oomph)")
     add("--inspect", type=whole, metavar="N", help="print N examples, trained tokens in green, and exit (default: off)")
 
     add = parser.add_argument_group("memory and speed").add_argument
@@ -348,20 +354,6 @@ def share(value, rank, world):
     text = torch.empty(int(size), dtype=torch.uint8) if text is None else text
     dist.broadcast(text, 0)
     return json.loads(bytes(text.numpy()))
-
-
-def share_documents(documents, rank, world):
-    """Rank 0's Documents on every rank, so that a text is tokenized once."""
-    if world == 1:
-        return documents
-    arrays = []
-    for field in dataclasses.fields(data.Documents):
-        array = getattr(documents, field.name) if rank == 0 else None
-        kind, size = share([str(array.dtype), len(array)] if rank == 0 else None, rank, world)
-        tensor = torch.from_numpy(array) if rank == 0 else torch.empty(size, dtype=getattr(torch, kind))
-        dist.broadcast(tensor, 0)
-        arrays.append(tensor.numpy())
-    return data.Documents(*arrays)
 
 
 # ---------------------------------------------------------------- the model: found, sharded, checkpointed
@@ -2108,18 +2100,46 @@ def print_start(args, model, source, device, world, n_trained, defer_sync, pin, 
         print(f"  {feature:<26}{'on' if on else 'off':<7}{why if on else why_not}")
 
 
-def print_data(args, what, loader, count, tokenizer):
-    rows, positions = len(loader.rows), loader.seq_len * len(loader.rows)
+def print_data(args, what, loader, counts, tokenizer):
+    """What was read, what was left out and why, and what looks wrong."""
+    for count in counts:
+        n = collections.Counter(count)  # a count that never came up is 0
+        by = f" by {tokenizer.template_from}" if n["conversations"] else ""
+        often = f", taken {count['weight']:g} times an epoch" * (count["weight"] != 1)
+        print(f"{count['name']}: {n['rows']:,} rows ({count['format']}{by}), {n['n_tokens']:,} tokens, "
+              f"{n['n_trained'] / max(n['n_tokens'], 1):.1%} trained on{often}")
+        done = {"drop": "left out", "split": "split", "truncate": "cut off there"}[count["policy"]]
+        notes = {
+            f"longer than --seq_len {args.seq_len} (up to {n['longest']:,} tokens): {done}": (n["long"], n["rows"], "rows"),
+            "without a token to train on: left out": (n["untrained"], n["rows"], "rows"),
+            "that cannot be trained on: left out": (sum(m for m, _ in count["bad"].values()), n["rows"], "rows"),
+            "not trained on: the template changes the text before them": (n["untold"], n["turns"], "assistant turns"),
+            "without a special token at their end: where to stop is not learned": (n["unended"], n["turns"], "assistant turns"),
+            "spell a special token, which stays text": (n["spelled"], n["conversations"], "conversations"),
+            "with arguments of tool calls as the template wants them, strings for objects or objects for strings":
+                (n["converted"], n["conversations"], "conversations"),
+        }
+        for note, (some, of, things) in notes.items():
+            if some:
+                print(f"  {some:,} of {of:,} {things} {note}")
+        for line in data.bad_rows(count, count["name"]):
+            print(line)
     n_targets, n_tokens, _ = loader.per_row.sum(0).tolist()
-    kind = f"conversations by {tokenizer.template_from}" if count["conversations"] else "texts"
-    print(
-        f"{' '.join(what)}: {count['rows']:,} {kind}, {n_tokens:,} tokens, {n_targets / n_tokens:.1%} trained on, "
-        f"{rows:,} rows of at most {loader.seq_len}" + f", {n_tokens / positions:.1%} full" * loader.packing
-    )
-    reasons = {"too_long": f"longer than --seq_len {args.seq_len}", "untrained": "without a token to train on"}
-    for key, why in reasons.items():
-        if count[key]:
-            print(f"  left out: {count[key]:,} of {count['rows']:,}, {why}")
+    rows, positions = len(loader.rows), loader.seq_len * len(loader.rows)
+    print(f"{' '.join(what)}: {n_tokens:,} tokens an epoch, {n_targets / n_tokens:.1%} trained on, {rows:,} rows of at most "
+          f"{loader.seq_len}" + f", {n_tokens / positions:.1%} full" * loader.packing)
+
+
+def print_examples(args, documents, tokenizer):
+    """The first document, shortened, or the first --inspect N of them. What is trained on is green, or between ⟦ and ⟧."""
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for number in range(min(args.inspect or 1, len(documents.start))):
+        text = data.show(tokenizer, documents, number, colour)
+        if not args.inspect and len(text) > 2000:
+            text = f"{text[:1000]}{data.NO_COLOUR * colour}\n[...]\n{text[-1000:]}"
+        name, _ = data.split_weight(args.data[documents.file[number]])
+        print(f"--- example {number + 1}, {name}:{documents.line[number]}; what is trained on is "
+              + ("green" if colour else "between ⟦ and ⟧") + f"\n{text}\n---")
 
 
 def print_sample(args, say, when, model, tokenizer, chat, device):
@@ -2189,6 +2209,7 @@ def put_in_place(part):
 
 def main(argv=None):
     args = parse_args(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")  # texts of the data, on whatever terminal
     if args.dry_run:
         return dry_run(args)
     device, rank, world, store = init_processes(args.fsdp2, args.timeout)
@@ -2242,19 +2263,29 @@ def run(args, at, device, rank, world, store):
         found = find_run(args.out, args.resume, launcher()) if rank == 0 and not args.inspect else None
     args.out, folder = share(found, rank, world) or (None, None)
     move(at, "reading data")
-    loaders, counts = [], []
-    for what, held_out in ((args.data, False), (args.eval_data, True)):
-        documents = count = None
-        with agreed():
-            if what and rank == 0:
-                rows = itertools.chain(*(data.read_sources(file, tokenizer, held_out) for file in what))
-                documents, count = data.tokenize(
-                    ticking(at, rows), tokenizer, args.seq_len, args.train_on, config.vocab_size, progress
-                )
-        counts.append(share(count, rank, world))
-        documents = share_documents(documents, rank, world) if what else None
-        shape = args.seq_len, args.packing, args.batch_size
-        loaders.append(data.Loader(documents, *shape, rank, world, args.seed) if what else None)
+    names, loaders, counts = [], [], []
+    specs = [(data.split_weight(spec)[0], held_out) for what, held_out in ((args.data, False), (args.eval_data, True))
+             for spec in what or ()]
+    alive = functools.partial(tick_and_call, at, int)
+    cache = Path(args.data_cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "oomph")).expanduser()
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # each file is tokenized once per machine, or once per shared cache
+    with agreed():
+        started = time.perf_counter()
+        names = [data.cached(*spec, tokenizer, cache, alive, progress).name for spec in specs if first]
+        seconds = time.perf_counter() - started
+    shared = share(names, rank, world)
+    with agreed():
+        if first and names != shared:
+            raise ValueError(f"--data, --eval_data: {platform.node()} has other files than the machine of rank 0, or another "
+                             "version of Python, of a package or of data.py")
+        folders = iter([cache / name for name in shared])
+        for what in (args.data, args.eval_data):
+            documents, count = data.open_documents(
+                list(itertools.islice(folders, len(what))), what, args.seq_len, args.train_on, args.overflow, args.seed,
+                config.vocab_size, args.min_supervised) if what else (None, None)
+            counts.append(count)
+            shape = args.seq_len, args.packing, args.batch_size
+            loaders.append(data.Loader(documents, *shape, rank, world, args.seed) if what else None)
     loader, eval_loader = loaders
     with agreed():
         per_step = args.batch_size * args.grad_accum * world
@@ -2262,9 +2293,13 @@ def run(args, at, device, rank, world, store):
             raise ValueError(f"a step takes {per_step} rows (--batch_size {args.batch_size} x --grad_accum "
                              f"{args.grad_accum} x {world} ranks) and the data makes {len(loader.rows)} of --seq_len "
                              f"{args.seq_len}: lower one of the four or give more data")
+    if rank == 0:
+        for what, one, count in zip((args.data, args.eval_data), loaders, counts):
+            if what:
+                print_data(args, what, one, count, tokenizer)
+        print(f"data read in {seconds:.1f} s; tokenized files are kept in {cache}")
+        print_examples(args, loader.documents, tokenizer)
     if args.inspect:
-        for document in range(min(args.inspect, len(loader.documents.starts) - 1)):
-            say(f"--- example {document}\n{data.show(tokenizer, loader.documents, document)}")
         return leave()
 
     # ---- a new run, or one that goes on: only with what does not change its mathematics
@@ -2363,16 +2398,14 @@ def run(args, at, device, rank, world, store):
     best = min([*known, *evaluations], key=lambda row: row["eval_loss"], default=None)
     if rank == 0:
         print(f"weights loaded in {time.perf_counter() - started:.1f} s")
-        print_data(args, args.data, loader, counts[0], tokenizer)
-        if eval_loader:
-            print_data(args, args.eval_data, eval_loader, counts[1], tokenizer)
         print(f"{steps:,} steps of {per_step} rows, learning rate {args.lr:.2g}; writing to {args.out}")
         if args.resume and not state:
             print("no checkpoint to continue from: starting at step 1")
         if state:
             print(f"continuing from {folder}: {start:,} steps, {state['tokens']:,} tokens done by {state['world']} rank(s)")
     sample = functools.partial(
-        print_sample, args, say, model=model, tokenizer=tokenizer, chat=counts[0]["conversations"], device=device
+        print_sample, args, say, model=model, tokenizer=tokenizer, chat=any(count.get("conversations") for count in counts[0]),
+        device=device
     )
     move(at, "sample")
     if not state:

@@ -243,14 +243,15 @@ def oomph(spec, turns, steps, compiled=False):
     sys.path.insert(0, str(TESTS.parent))
     import data
     import train
+    from conftest import documents_of
 
     turns.imported()
     adapters = spec["method"] != "full"
     turns.how += ["documents packed, attention to one at a time"] * spec["shape"]["chat"]
     turns.note_dtype("float32" if adapters else "bfloat16")
-    documents = data.Documents(steps.tokens, steps.supervised, steps.starts)
-    counts = {"rows": len(steps.starts) - 1, "conversations": 0, "too_long": 0, "untrained": 0}
-    data.tokenize = lambda *_: (documents, counts)  # in place of reading --data; the loader packs and orders as ever
+    documents = documents_of(steps.tokens, steps.supervised, steps.starts)
+    data.cached = lambda *_: Path()  # in place of reading --data; the loader packs and orders as ever
+    data.open_documents = lambda *_: (documents, [])
     start_step, write, memory_gib = train.Log.start_step, train.Log.write, train.memory_gib
 
     def start_in_turn(log):
@@ -584,6 +585,7 @@ def write_documents(folder, shape, n_rows):
     """Random tokens: one document a row, or uneven ones with a part at their start that is not trained on. The rows and
     their order are those of oomph's own loader. -> the loader and its rows' numbers."""
     import data
+    from conftest import documents_of
 
     rng = np.random.default_rng(0)
     tokens, supervised, lengths, loader = [], [], [], None
@@ -594,11 +596,11 @@ def write_documents(folder, shape, n_rows):
             supervised.append(np.arange(n + 1) >= (rng.uniform(0.2, 0.7) * n if shape.chat else 0))
             supervised[-1][-1] = False  # the one token more, see Steps
             lengths.append(n + 1)
-        documents = data.Documents(np.concatenate(tokens), np.concatenate(supervised), np.cumsum([0, *lengths]))
-        loader = data.Loader(documents, shape.T, True, shape.B, 0, 1, seed=0)
+        arrays = np.concatenate(tokens), np.concatenate(supervised), np.cumsum([0, *lengths])
+        loader = data.Loader(documents_of(*arrays), shape.T, True, shape.B, 0, 1, seed=0)
     order = [loader.row(i) for i in range(n_rows)]
-    np.savez(folder / "documents.npz", **dataclasses.asdict(documents))
-    (folder / "rows.json").write_text(json.dumps([loader.rows[row] for row in order]))
+    np.savez(folder / "documents.npz", **dict(zip(("tokens", "supervised", "starts"), arrays)))
+    (folder / "rows.json").write_text(json.dumps([loader.rows[row].tolist() for row in order]))
     return loader, order
 
 

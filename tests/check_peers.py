@@ -194,20 +194,18 @@ def check_chats(path):
     mine, auto = data.Tokenizer(TINY), AutoTokenizer.from_pretrained(TINY)
     chats = [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
     chats.append([{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": " ☃\n\nnaïve? "},
-                  {"role": "assistant", "content": "\n  yes, \u00e9\u0301 "}, {"role": "user", "content": "<|im_end|>"},
+                  {"role": "assistant", "content": "\n  yes, \u00e9\u0301 "}, {"role": "user", "content": "?"},
                   {"role": "assistant", "content": ""}])
     unlike, n_tokens, n_targets = [0, 0, 0], 0, 0
     for chat in chats:
         unlike[0] += mine.render(chat)[0] != auto.apply_chat_template(chat, tokenize=False)
-        unlike[0] += mine.render(chat[:1], True)[0] != auto.apply_chat_template(
+        unlike[0] += mine.render(chat[:1], generation_prompt=True)[0] != auto.apply_chat_template(
             chat[:1], tokenize=False, add_generation_prompt=True)
-        text, spans = mine.conversation(chat)
-        source = data.Source(text, spans, special=False)
-        documents, _ = data.tokenize([source], mine, 1 << 20, "targets", 1 << 20, False)
+        ids, mask = next(mine.encode([mine.conversation(chat)[0]]))
         expected = auto.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
-        unlike[1] += documents.tokens.tolist() != expected["input_ids"]
-        unlike[2] += documents.supervised.tolist() != [bool(flag) for flag in expected["assistant_masks"]]
-        n_tokens, n_targets = n_tokens + len(documents.tokens), n_targets + int(documents.supervised.sum())
+        unlike[1] += ids.tolist() != expected["input_ids"]
+        unlike[2] += mask.tolist() != [bool(flag) for flag in expected["assistant_masks"]]
+        n_tokens, n_targets = n_tokens + len(ids), n_targets + int(mask.sum())
     for what, count in zip(("rendered text", "token ids", "assistant mask"), unlike):
         check(f"chat template: {what}", not count, f"{count} of {len(chats)} chats differ from transformers")
     check("chat template: trained on", 0 < n_targets < n_tokens, f"{n_targets} of {n_tokens} tokens")

@@ -4,6 +4,7 @@ Ranks are processes of a fork server that has imported train.py once: four of th
 They run train.main() on gloo, exactly as torchrun would start it.
 """
 
+import atexit
 import contextlib
 import json
 import multiprocessing
@@ -13,12 +14,16 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+if "oomph-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):  # of tokenized files; ranks, which import this too, inherit it
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="oomph-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE))
 
@@ -151,6 +156,33 @@ def chats(tmp_path_factory):
                         for role in ("user", "assistant") * rng.randint(1, 2)]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
+
+
+def documents_of(tokens, supervised, starts):
+    """data.Documents of one file: tokens [n], supervised [n] bool, documents from one of starts [documents + 1] to the next."""
+    import numpy as np
+
+    import data
+
+    starts = np.asarray(starts, np.int64)
+    n_targets = data.count_targets(supervised, starts[:-1], starts[1:])
+    zeros = np.zeros(len(n_targets), np.int64)
+    return data.Documents([tokens], [supervised], zeros, starts[:-1], starts[1:], n_targets, zeros)
+
+
+def read_data(path, tokenizer, seq_len=1000, **options):
+    """A data file -> (Documents, counts), by way of a cache of its own."""
+    import data
+
+    with tempfile.TemporaryDirectory() as cache:
+        folder = data.cached(str(path), False, tokenizer, cache, lambda: None, False)
+        documents, (count,) = data.open_documents([folder], [str(path)], seq_len, **options)
+        return documents, count
+
+
+def pieces(documents):
+    """[(token ids, supervised)] of each document."""
+    return [tuple(array.tolist() for array in documents.piece(i)) for i in range(len(documents.start))]
 
 
 def start_fake_group(world):

@@ -524,23 +524,17 @@ ROWS = {
     "[1, 2]": ["JSON object", "list"],
     '"text"': ["JSON object", "str"],
     "null": ["JSON object", "NoneType"],
-    '{"instruction": "a", "output": "b"}': ["instruction", "output", "'messages'", "'prompt' + 'completion'", "'text'"],
-    "{}": ["'messages'", "'text'"],
-    '{"text": 5}': ["'text'", "string"],
-    '{"text": null}': ["'text'", "string"],
-    '{"prompt": "a"}': ["'completion'", "string"],
-    '{"prompt": "a", "completion": ["b"]}': ["'completion'", "string"],
+    '{"question": "a", "answer": "b"}': ["question", "answer", "'messages'", "first row"],
     '{"messages": []}': ["'messages'", "list"],
     '{"messages": "hello"}': ["'messages'", "list"],
     '{"messages": ["hello"]}': ["'messages'", "objects"],
-    '{"messages": [{"from": "human", "value": "a"}]}': ["'messages'", "'role'", "'content'"],
-    '{"messages": [{"role": "user", "content": null}]}': ["'messages'", "'content'"],
-    '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}': ["'messages'", "'content'"],
+    '{"messages": [{"from": "human", "value": "a"}]}': ["role", "None"],
+    '{"messages": [{"role": "user", "content": null}]}': ["'content'", "'user'"],
+    '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': ["'content'", "image_url"],
     '{"messages": [{"role": "gpt", "content": "a"}]}': ["gpt", "assistant"],
-    '{"messages": [{"role": "user", "content": "\\ue000"}]}': ["ue000"],
-    '{"text": "\\ud800"}': ["surrogate"],
+    '{"messages": [{"role": "user", "content": "\\udbfb\\udc00"}]}': ["U+10E000"],
     '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "a"}]}': ["surrogate"],
-    '{"text": "a", "id": ' + "1" * 5000 + "}": ["JSON"],
+    '{"messages": [], "id": ' + "1" * 5000 + "}": ["JSON"],
     "[" * 100_000: ["JSON"],
 }
 
@@ -566,9 +560,27 @@ def test_empty_evaluation_file_is_refused_by_name(refused_data, tmp_path, chat):
     assert_says(message, tmp_path / "empty.jsonl", "nothing")
 
 
-@pytest.mark.parametrize("name", ["data.parquet", "data.json", "data.csv", "data"])
-def test_file_of_unknown_suffix_is_refused(refused_data, tmp_path, name):
-    assert_says(refused_data(name, GOOD), tmp_path / name, ".txt or .jsonl", "to_json")
+@pytest.mark.parametrize("name", ["data.parquet", "data.csv", "data.xml", "data"])
+def test_file_of_another_format_is_refused(refused_data, tmp_path, name):
+    message = refused_data(name, GOOD)
+    assert_says(message, tmp_path / name, "expected a .jsonl, .json or .txt file")
+    assert ("to_json" in message) == (name in ("data.parquet", "data.csv"))
+
+
+def test_rows_of_no_known_format_are_refused_by_their_keys(refused_data, tmp_path):
+    message = refused_data("dpo.jsonl", '{"chosen": "a", "rejected": "b"}\n')
+    assert_says(message, f"{tmp_path / 'dpo.jsonl'}:1", "chosen", "'messages'", "'prompt' + 'completion'", "'text'")
+
+
+def test_data_of_which_hardly_anything_is_trained_on_is_refused(refused_data, tmp_path):
+    long = {"messages": [{"role": "user", "content": "What? " * 200}, CHAT["messages"][1]]}
+    message = refused_data("few.jsonl", (json.dumps(long) + "\n") * 2, "--seq_len", 1024)
+    assert_says(message, tmp_path / "few.jsonl", "only ", "--inspect", "--min_supervised")
+
+
+def test_cache_that_cannot_be_written_is_refused(refused, tmp_path, chat):
+    (tmp_path / "file").write_text("mine")
+    assert_says(refused("tiny", "--data_cache", tmp_path / "file"), tmp_path / "file")
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "stdlib:nothing"])

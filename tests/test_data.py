@@ -4,6 +4,7 @@ documents in one row do not see each other."""
 import itertools
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 import data
 import model as lm
+from conftest import documents_of, pieces, read_data
 
 HERE = Path(__file__).parent
 VOCAB = 4096  # of tests/tiny
@@ -76,60 +78,41 @@ def jsonl(path, *rows):
     return str(path)
 
 
-def tokenize(tokenizer, *rows, seq_len=1000, train_on="targets", vocab=VOCAB + 8):
+def tokenize(tokenizer, *rows, seq_len=1000, **options):
     """Rows of a .jsonl file -> (Documents, counts)."""
-    sources = [data.parse_row(json.dumps(row), "rows.jsonl:1", tokenizer) for row in rows]
-    return data.tokenize(sources, tokenizer, seq_len, train_on, vocab, progress=False)
+    with tempfile.TemporaryDirectory() as folder:
+        return read_data(jsonl(Path(folder, "rows.jsonl"), *rows), tokenizer, seq_len, **options)
+
+
+def token_ids(documents):
+    return [token for ids, _ in pieces(documents) for token in ids]
 
 
 def trained_texts(tokenizer, row, **options):
     """What a row trains on, as text: one string for each run of supervised tokens."""
-    documents, _ = tokenize(tokenizer, row, **options)
-    runs = itertools.groupby(zip(documents.tokens.tolist(), documents.supervised.tolist()), lambda pair: pair[1])
+    ((ids, supervised),) = pieces(tokenize(tokenizer, row, **options)[0])
+    runs = itertools.groupby(zip(ids, supervised), lambda pair: pair[1])
     return [tokenizer.core.decode([token for token, _ in run], skip_special_tokens=False) for said, run in runs if said]
 
 
 # ---------------------------------------------------------------- reading
 
 
-def test_txt_file_is_one_document(tiny, tmp_path):
+def test_a_txt_file_is_one_document(tiny, tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo ☃\n", encoding="utf-8")
-    sources = list(data.read_sources(str(tmp_path / "a.txt"), tiny))
-    assert [(s.text, s.spans) for s in sources] == [("one\n\ntwo ☃\n", None)]
-
-
-def test_jsonl_texts_are_trained_on_whole(tiny, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two", "id": 7})
-    assert [(s.text, s.spans) for s in data.read_sources(path, tiny)] == [("one", None), ("two", None)]
-
-
-def test_jsonl_prompts_are_joined_to_their_completions(tiny, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", {"prompt": "2 + 2 =", "completion": " 4"})
-    assert [(s.text, s.spans) for s in data.read_sources(path, tiny)] == [("2 + 2 = 4", [(7, 9)])]
-
-
-def test_jsonl_messages_are_rendered_by_the_template(tiny, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", {"messages": TURNS[:3]})
-    (source,) = data.read_sources(path, tiny)
-    assert source.text == (
-        "<|im_start|>system\nAnswer in one line.<|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
-        "<|im_start|>assistant\nIt is 4.<|im_end|>\n"
-    )
-
-
-def test_blank_lines_of_a_jsonl_file_are_skipped(tiny, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n  \n{"text": "two"}')
-    assert [s.where.rsplit(":")[-1] for s in data.read_sources(str(tmp_path / "a.jsonl"), tiny)] == ["1", "4"]
+    (piece,) = pieces(read_data(tmp_path / "a.txt", tiny)[0])
+    ids = [*tiny.core.encode("one\n\ntwo ☃\n").ids, tiny.eos]
+    assert piece == (ids, [True] * len(ids))
 
 
 @pytest.fixture(scope="module")
-def questions(tiny):
-    """(held-out texts, training texts, all texts) of stdlib:docs over the first 50 modules of the standard library."""
+def questions():
+    """(held-out rows, training rows, all rows) of stdlib:docs over the first 50 modules of the standard library."""
     modules = list(itertools.islice(data.stdlib_modules(), 50))
-    everything = [s.text for name, text in modules for s in data.stdlib_questions(name, text, tiny)]
+    everything = [json.dumps(row).encode() for name, text in modules for row in data.stdlib_questions(name, text)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "stdlib_modules", lambda: modules)
-        splits = [[s.text for s in data.read_sources("stdlib:docs", tiny, held_out)] for held_out in (True, False)]
+        splits = [[raw for _, raw in data.stdlib_rows("stdlib:docs", held_out)] for held_out in (True, False)]
     return *splits, everything
 
 
@@ -164,14 +147,15 @@ def test_a_model_without_template_gets_chatml_and_the_same_mask(tmp_path):
 
 
 def test_default_template_renders_what_the_tiny_models_own_does(tiny, tmp_path):
-    assert data.Tokenizer(model_folder(tmp_path)).render(TURNS, True) == tiny.render(TURNS, True)
+    plain = data.Tokenizer(model_folder(tmp_path))
+    assert plain.render(TURNS, generation_prompt=True) == tiny.render(TURNS, generation_prompt=True)
 
 
 def test_default_template_writes_the_tokenizers_bos_once(tmp_path):
     bos = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", VOCAB)])
     tokenizer = data.Tokenizer(model_folder(tmp_path, post_processor=bos, extra_tokens=["<s>"]))
-    documents, _ = tokenize(tokenizer, {"messages": TURNS})
-    assert documents.tokens.tolist().count(VOCAB) == 1 and documents.tokens[0] == VOCAB
+    ids = token_ids(tokenize(tokenizer, {"messages": TURNS})[0])
+    assert ids.count(VOCAB) == 1 and ids[0] == VOCAB
 
 
 def test_chatml_without_generation_tags_marks_the_same_tokens(with_template):
@@ -185,8 +169,8 @@ def test_llama2_like_template_marks_the_answers_to_the_token(with_template):
 
 def test_newline_behind_the_end_of_turn_is_not_trained_on(with_template):
     tokenizer = with_template(CHATML)
-    text, spans = tokenizer.conversation(TURNS)
-    assert [text[stop] for _, stop in spans] == ["\n", "\n"]
+    source, _ = tokenizer.conversation(TURNS)
+    assert [source.text[stop] for _, stop in source.spans] == ["\n", "\n"]
 
 
 def test_answer_that_quotes_the_chat_markup_of_its_prompt_is_marked_where_it_stands(tiny):
@@ -199,8 +183,8 @@ def test_conversation_that_ends_with_a_question_trains_on_the_earlier_answer(wit
 
 
 def test_train_on_all_ignores_the_chat_mask(tiny):
-    documents, _ = tokenize(tiny, {"messages": TURNS}, train_on="all")
-    assert documents.supervised.all()
+    ((ids, supervised),) = pieces(tokenize(tiny, {"messages": TURNS}, train_on="all")[0])
+    assert supervised == [True] * len(ids)
 
 
 THINKING = [
@@ -309,7 +293,7 @@ def test_block_whitespace_is_trimmed_as_in_transformers(with_template):
 
 
 def test_message_with_the_span_marker_in_it_is_refused(tiny):
-    with pytest.raises(ValueError, match="marks spans"):
+    with pytest.raises(ValueError, match="mark spans"):
         tiny.render([{"role": "user", "content": data.CLOSE + data.OPEN}])
 
 
@@ -335,8 +319,7 @@ def test_bos_of_the_tokenizer_is_not_part_of_a_completion(tmp_path):
 
 
 def test_end_of_text_is_appended_to_a_text_once(tiny):
-    documents, _ = tokenize(tiny, {"text": "one two"}, {"text": "one two" + EOT})
-    assert (documents.tokens == tiny.eos).sum() == 2
+    assert token_ids(tokenize(tiny, {"text": "one two"}, {"text": "one two" + EOT})[0]).count(tiny.eos) == 2
 
 
 def test_end_of_text_that_the_tokenizer_appends_is_trained_on_and_not_doubled(tmp_path):
@@ -346,8 +329,7 @@ def test_end_of_text_that_the_tokenizer_appends_is_trained_on_and_not_doubled(tm
 
 
 def test_conversations_get_no_end_of_text_beside_the_templates_own(tiny):
-    documents, _ = tokenize(tiny, {"messages": TURNS})
-    assert (documents.tokens == tiny.eos).sum() == len(TURNS)
+    assert token_ids(tokenize(tiny, {"messages": TURNS})[0]).count(tiny.eos) == len(TURNS)
 
 
 # ---------------------------------------------------------------- tokenizing
@@ -358,25 +340,25 @@ def test_long_text_is_split_with_every_target_once_and_in_order(tiny, shorter):
     ids = [*tiny.core.encode("one two three four " * 10).ids, tiny.eos]
     seq_len = 1 if shorter == "one position" else len(ids) - 1 - shorter  # around the number of targets, and far off
     documents, _ = tokenize(tiny, {"text": "one two three four " * 10}, seq_len=seq_len)
-    pieces = np.split(documents.tokens, documents.starts[1:-1])
-    assert max(len(piece) for piece in pieces) - 1 <= seq_len
-    assert [token for piece in pieces for token in piece[1:].tolist()] == ids[1:]
+    split = [ids for ids, _ in pieces(documents)]
+    assert max(len(piece) for piece in split) - 1 <= seq_len
+    assert [token for piece in split for token in piece[1:]] == ids[1:]
 
 
 def test_conversation_longer_than_a_row_is_left_out_and_counted(tiny):
     short, long = {"messages": TURNS[:3]}, {"messages": TURNS}
-    documents, count = tokenize(tiny, short, long, short, seq_len=len(tokenize(tiny, short)[0].tokens))
-    assert (len(documents.starts) - 1, count["too_long"], count["rows"]) == (2, 1, 3)
+    documents, count = tokenize(tiny, short, long, short, seq_len=len(token_ids(tokenize(tiny, short)[0])))
+    assert (len(documents.start), count["long"], count["rows"]) == (2, 1, 3)
 
 
 def test_conversation_that_fills_a_row_exactly_is_kept(tiny):
-    n = len(tokenize(tiny, {"messages": TURNS})[0].tokens)
-    assert tokenize(tiny, {"messages": TURNS}, seq_len=n - 1)[1]["too_long"] == 0
+    n = len(token_ids(tokenize(tiny, {"messages": TURNS})[0]))
+    assert tokenize(tiny, {"messages": TURNS}, seq_len=n - 1)[1]["long"] == 0
 
 
 def test_row_without_a_target_is_left_out_and_counted(tiny):
     documents, count = tokenize(tiny, {"text": ""}, {"text": "one"})
-    assert (len(documents.starts) - 1, count["untrained"]) == (1, 1)
+    assert (len(documents.start), count["untrained"]) == (1, 1)
 
 
 def test_no_supervised_token_at_all_is_refused(tiny):
@@ -385,14 +367,14 @@ def test_no_supervised_token_at_all_is_refused(tiny):
 
 
 def test_train_on_all_supervises_everything_but_first_tokens(tiny):
-    documents, _ = tokenize(tiny, {"messages": TURNS}, {"prompt": "a b", "completion": " c"}, train_on="all")
+    documents, _ = tokenize(tiny, {"messages": TURNS}, {"messages": TURNS[1:3]}, train_on="all")
     loader = data.Loader(documents, 1000, True, 1, 0, 1, seed=0)
-    assert loader.per_row[:, 0].sum() == len(documents.tokens) - 2
+    assert loader.per_row[:, 0].sum() == len(token_ids(documents)) - 2
 
 
 def test_token_id_beyond_the_embedding_is_refused(tiny):
     with pytest.raises(ValueError, match="belongs to another model"):
-        tokenize(tiny, {"text": "def f(x):"}, vocab=256)
+        tokenize(tiny, {"text": "def f(x):"}, vocab_size=256)
 
 
 # ---------------------------------------------------------------- packing
@@ -441,7 +423,7 @@ def make_documents(lengths, supervised=None):
     """Documents of the given numbers of tokens; the tokens are 0, 1, 2, ... so that each is known by its value."""
     starts = np.cumsum([0, *lengths])
     tokens = np.arange(starts[-1], dtype=np.int32)
-    return data.Documents(tokens, np.ones(len(tokens), bool) if supervised is None else supervised, starts)
+    return documents_of(tokens, np.ones(len(tokens), bool) if supervised is None else supervised, starts)
 
 
 @pytest.fixture(scope="module")
@@ -502,7 +484,7 @@ def test_order_is_equal_for_equal_seeds(documents):
 
 def largest_row(loader):
     """The row that takes the most memory: as packed rows are equally long, the one with the most targets."""
-    lengths = [sum(loader.documents.starts[d + 1] - loader.documents.starts[d] for d in row) for row in loader.rows]
+    lengths = [sum(loader.documents.stop[d] - loader.documents.start[d] for d in row) for row in loader.rows]
     n_targets = loader.per_row[:, 0].tolist()
     keys = n_targets if loader.packing else list(zip(lengths, n_targets, strict=True))
     return {row for row, key in enumerate(keys) if key == max(keys)}
@@ -660,13 +642,13 @@ LENGTHS = {"unequal": [9, 6, 12], "equal": [9, 9, 9]}  # the two branches of att
 def packed_row(lengths, seed, change=None):
     """One row of documents with random tokens; those of document `change` drawn anew."""
     rng, other = np.random.default_rng(seed), np.random.default_rng(seed + 1)
-    pieces = [rng.integers(0, 64, size=n) for n in lengths]
+    drawn = [rng.integers(0, 64, size=n) for n in lengths]
     if change is not None:
-        pieces[change] = (pieces[change] + other.integers(1, 64, size=lengths[change])) % 64  # every token is another
+        drawn[change] = (drawn[change] + other.integers(1, 64, size=lengths[change])) % 64  # every token is another
     documents = make_documents(lengths)
-    documents.tokens[:] = np.concatenate(pieces)
+    documents.tokens[0][:] = np.concatenate(drawn)
     seq_len = sum(lengths) - len(lengths)
-    return data.Loader(documents, seq_len, True, 1, 0, 1, seed=0).batch([0]), pieces
+    return data.Loader(documents, seq_len, True, 1, 0, 1, seed=0).batch([0]), drawn
 
 
 @torch.no_grad()
@@ -698,11 +680,11 @@ def test_rows_of_a_batch_do_not_attend_to_each_other(transformer):
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @torch.no_grad()
 def test_packed_document_has_the_loss_it_has_alone(transformer, lengths):
-    batch, pieces = packed_row(lengths, seed=0)
+    batch, drawn = packed_row(lengths, seed=0)
     losses = torch.nn.functional.cross_entropy(logits_of(transformer, batch), batch.targets.flatten(), reduction="none")
     packed = sorted(float(losses[a:b].sum()) for a, b in batch.spans)
     alone = []
-    for piece in pieces:
+    for piece in drawn:
         tokens = torch.from_numpy(piece)[None]
         alone.append(float(transformer(tokens[:, :-1], tokens[:, 1:])))
     # float32: matrix products of another height are summed in another order, about 1e-6 of a loss of 50
@@ -711,9 +693,9 @@ def test_packed_document_has_the_loss_it_has_alone(transformer, lengths):
 
 @torch.no_grad()
 def test_packed_loss_is_the_sum_of_the_losses_alone(transformer):
-    batch, pieces = packed_row(LENGTHS["unequal"], seed=0)
+    batch, drawn = packed_row(LENGTHS["unequal"], seed=0)
     packed = transformer(batch.tokens, batch.targets, batch.positions, batch.spans, batch.keep_S)
-    alone = sum(transformer(t[:, :-1], t[:, 1:]) for t in (torch.from_numpy(piece)[None] for piece in pieces))
+    alone = sum(transformer(t[:, :-1], t[:, 1:]) for t in (torch.from_numpy(piece)[None] for piece in drawn))
     assert float(packed) == pytest.approx(float(alone), rel=1e-5)  # float32, sums in another order
 
 
@@ -749,11 +731,11 @@ def test_inspected_example_shows_what_is_trained_on_in_green(tiny):
 
 def test_shuffled_rows_of_a_text_stay_documents_of_one_text(tiny, tmp_path):
     shutil.copy(HERE / "make_tiny.py", tmp_path / "a.txt")
-    documents, _ = data.tokenize(data.read_sources(str(tmp_path / "a.txt"), tiny), tiny, 64, "targets", VOCAB, False)
+    documents, _ = read_data(tmp_path / "a.txt", tiny, 64)
     loader = data.Loader(documents, 64, True, 1, 0, 1, seed=0)
-    pieces = {tuple(piece[:-1].tolist()) for piece in np.split(documents.tokens, documents.starts[1:-1])}
     batch = loader.batch(range(len(loader.rows)))
-    assert {tuple(batch.tokens.flatten()[a:b].tolist()) for a, b in batch.spans} == pieces
+    expected = {tuple(ids[:-1]) for ids, _ in pieces(documents)}
+    assert {tuple(batch.tokens.flatten()[a:b].tolist()) for a, b in batch.spans} == expected
 
 
 # ---------------------------------------------------------------- ahead of the device

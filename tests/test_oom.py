@@ -50,7 +50,7 @@ def spend(*_, **__):
 def fail_at(phase, argv):
     """train.main(argv) that runs out of memory in a phase."""
     owner, name, error = {
-        "reading data": (data, "tokenize", spend), "loading weights": (lm, "load_weights_", raise_oom),
+        "reading data": (data, "cached", spend), "loading weights": (lm, "load_weights_", raise_oom),
         "optimizer allocation": (train, "make_optimizer", raise_oom), "sample": (lm, "generate", raise_oom),
         "data": (data.Loader, "step", spend), "forward": (lm.Transformer, "forward", raise_oom),
         "backward": (torch.Tensor, "backward", raise_oom), "optimizer step": (torch.optim.AdamW, "step", raise_oom),

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import HERE, losses, run_ranks
+from conftest import HERE, losses, read_data, run_ranks
 from safetensors.torch import load_file, save_file
 
 import data
@@ -101,14 +101,15 @@ def test_plain_python_trains_and_names_a_fresh_folder(tmp_path):
     assert "sample" not in done.stdout
 
 
-def test_the_tiny_model_knows_python():
+def test_the_tiny_model_knows_python(tmp_path):
     with torch.device("meta"):
         model = lm.Transformer(lm.parse_config(lm.read_json(HERE / "tiny/config.json")))
     model.to_empty(device="cpu").tie_()
     lm.load_weights_(model, lm.Checkpoint(HERE / "tiny"), None, 0, torch.device("cpu"), progress=False)
     tokenizer = data.Tokenizer(HERE / "tiny")
-    held_out = itertools.islice(data.read_sources("stdlib:code", tokenizer, held_out=True), 4)
-    documents, _ = data.tokenize(held_out, tokenizer, 256, "targets", 4096, progress=False)
+    rows = [raw for _, raw in itertools.islice(data.stdlib_rows("stdlib:code", held_out=True), 4)]
+    (tmp_path / "held_out.jsonl").write_bytes(b"\n".join(rows))
+    documents, _ = read_data(tmp_path / "held_out.jsonl", tokenizer, seq_len=256)
     loader = data.Loader(documents, 256, True, 8, 0, 1, 0)
     loader.rows = loader.rows[:24]
     loss, _ = train.evaluate(model, loader, torch.device("cpu"), 1)
@@ -167,7 +168,7 @@ def test_train_on_all_counts_every_token(folder, chats, tmp_path):
 
 def test_inspect_prints_examples_and_trains_nothing(folder, chats, tmp_path):
     _, text, codes = run_ranks(2, ["--model", folder, "--random_init", "--data", chats, "--inspect", 2], tmp_path / "run")
-    assert codes == [0, 0] and text.count("--- example") == 2 and "\033[32m" in text
+    assert codes == [0, 0] and text.count("--- example") == 2 and "⟦" in text
     assert not (tmp_path / "run").exists()
 
 
