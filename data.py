@@ -157,12 +157,14 @@ def any_of(words):
 
 
 def map_strings(function, value):
-    """The same lists and dicts with function(s) for every string s that is not a key."""
+    """The same lists and dicts with function(s) for every string s, keys too."""
     if isinstance(value, str):
         return function(value)
     if isinstance(value, list):
         return [map_strings(function, item) for item in value]
-    return {key: map_strings(function, item) for key, item in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {function(key): map_strings(function, item) for key, item in value.items()}
+    return value
 
 
 @dataclass
@@ -192,6 +194,9 @@ class Tokenizer:
             raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from error
         self.core.no_truncation()
         self.core.no_padding()
+        if (processor := self.core.post_processor) is not None:  # some leave blanks out of the offsets, and so of the masks
+            processor.__setstate__(re.sub(rb'("trim_offsets": *)true', rb"\1false", bytes(processor.__getstate__())))
+            self.core.post_processor = processor
         config = {}
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             if (folder / file).exists():
@@ -227,7 +232,6 @@ class Tokenizer:
         for file in () if template_file else sorted((folder / "additional_chat_templates").glob("*.jinja")):
             named_templates.setdefault(file.stem, read_text(file))
         template, with_tools = named_templates.get("default"), named_templates.get("tool_use")
-        self.has_template = bool(template)
         if not template:
             bos = self.core.decode(self.before, skip_special_tokens=False)
             named |= {"bos": bos, "end_of_turn": end_of_turn or ""}
@@ -285,32 +289,34 @@ class Tokenizer:
         return text, spans
 
     def render_calls(self, messages, tools):
-        """-> (messages, text, spans) with the arguments of tool calls in the form that the template wants, a string of
-        JSON or an object. The other one it would escape a second time, or write as Python does."""
-        calls = arguments_of(messages)
-        for attempt in (messages, with_other_arguments(messages)) if calls else (messages,):
+        """-> (messages, text, spans) with the arguments of tool calls in the form that the template wants, objects or
+        strings of JSON. The other one it would escape a second time, or write as Python does."""
+        attempts, refused = [messages], None
+        if any(True for _ in arguments_of(messages)):
+            attempts += [with_arguments(messages, as_text) for as_text in (False, True)]
+        for attempt in attempts:
             try:
                 text, spans = self.run_template(attempt, tools)
-            except BadRow:
-                if not calls or attempt is not messages:
-                    raise
+            except BadRow as error:
+                refused = refused or error
                 continue
-            if not any(is_garbled(arguments, text) for arguments in arguments_of(attempt)):
+            if not is_garbled(attempt, text):
                 return attempt, text, spans
-        raise BadRow("tool calls", f"chat template ({self.template_from}): writes the arguments of a tool call neither from "
-                     "an object nor from a string of JSON")
+        raise refused or BadRow("tool calls", f"chat template ({self.template_from}): writes the arguments of tool calls "
+                                "neither from objects nor from strings of JSON")
 
     def conversation(self, messages, tools=None, trained=None):
         """Messages -> (Source, counts). Trained on is what the assistant says, its end of turn included.
 
         A template without generation blocks is rendered up to each assistant turn and past it; a turn counts only if
-        both are true prefixes of the whole text. trained: a flag per message, False for turns that are context alone.
+        both are true prefixes of the whole text. trained: a flag per message, False for turns that are context alone, as
+        are those of weight 0.
         BadRow where no turn can be told from the text around it.
         """
         given, tools = self.rename([messages, tools])
         messages, text, spans = self.render_calls(given, tools)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = [i for i in turns if trained is None or trained[i]]
+        wanted = [i for i in turns if (trained is None or trained[i]) and messages[i].get("weight") != 0]  # as OpenAI has it
         if spans and wanted != turns:
             if len(spans) != len(turns):
                 raise BadRow("template", f"chat template ({self.template_from}): {len(spans)} generation blocks for "
@@ -361,7 +367,10 @@ class Tokenizer:
             model["vocab"] = [[self.names.get(piece, piece), score] for piece, score in model["vocab"]]
         if model.get("unk_token"):
             model["unk_token"] = self.names.get(model["unk_token"], model["unk_token"])
-        plain = tokenizers.Tokenizer.from_str(json.dumps(layout))
+        try:
+            plain = tokenizers.Tokenizer.from_str(json.dumps(layout))
+        except Exception as error:  # the library raises nothing narrower
+            raise BadRow("special tokens", f"a message spells a special token; this tokenizer cannot: {error}") from error
         wrong = [token for token, name in self.names.items() if plain.token_to_id(name) != self.core.token_to_id(token)]
         if wrong:
             raise BadRow("special tokens", f"a message spells a special token; this tokenizer cannot take {wrong[:3]} as text")
@@ -405,9 +414,6 @@ class Tokenizer:
         def same(left, right):
             return self.encode_piece(left + right).tolist() == [*self.encode_piece(left), *self.encode_piece(right)]
 
-        if not same("a b\n", "c d"):
-            yield "".join(blocks)
-            return
         def place(text):
             stop = len(text) - AROUND
             while at := text.rfind("\n", PIECE // 2, stop) + 1:
@@ -415,10 +421,10 @@ class Tokenizer:
                     return at
                 stop = at - 1
 
-        text = ""
+        text, has_places = "", same("a b\n", "c d")
         for block in blocks:
             text += block
-            while len(text) > PIECE and (at := place(text)):
+            while has_places and len(text) > PIECE and (at := place(text)):
                 yield text[:at]
                 text = text[at:]
         if text:
@@ -498,12 +504,13 @@ def parse_row(raw, kind, tokenizer):
         source.text.encode()  # JSON can spell half a surrogate pair, which no tokenizer takes
     except UnicodeEncodeError as error:
         raise BadRow("characters", str(error)) from error
+    except RecursionError as error:
+        raise BadRow("JSON", f"too many brackets in each other: {error}") from error
     return source, count
 
 
 def messages_of(row):
-    messages = check_messages(row["messages"], "messages")
-    return messages, tools_of(row), [message.get("weight") != 0 for message in messages]  # OpenAI's: 0 is context alone
+    return check_messages(row["messages"], "messages"), tools_of(row)
 
 
 def sharegpt_of(row):
@@ -511,7 +518,7 @@ def sharegpt_of(row):
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise BadRow("format", "'conversations' must be a list of objects with 'from' and 'value'")
     messages = [turn if "role" in turn else sharegpt_message(turn) for turn in turns]
-    if isinstance(row.get("system"), str) and row["system"]:
+    if isinstance(row.get("system"), str) and row["system"] and not (messages and messages[0].get("role") == "system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
     return check_messages(messages, "conversations"), tools_of(row)
 
@@ -519,10 +526,10 @@ def sharegpt_of(row):
 def sharegpt_message(turn):
     said_by, value = turn.get("from"), turn.get("value")
     if said_by != "function_call":
-        return {"role": SHAREGPT_ROLES.get(said_by, said_by), "content": value}
+        return {"role": SHAREGPT_ROLES.get(str(said_by), said_by), "content": value}
     try:
         calls = json.loads(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadRow("tool calls", f"'function_call' must hold JSON: {error}") from error
     calls = calls if isinstance(calls, list) else [calls]
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
@@ -533,9 +540,10 @@ def alpaca_of(row):
         if not isinstance(row.get(key) or "", str):
             raise BadRow("format", f"{key!r} must be a string, got {type(row[key]).__name__}")
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    for turn in row.get("history") or []:
-        if not isinstance(turn, list) or len(turn) != 2:
-            raise BadRow("format", "'history' must be a list of pairs, question and answer")
+    history = row.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise BadRow("format", "'history' must be a list of pairs, question and answer")
+    for turn in history:
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     question = f"{row['instruction']}\n{row['input']}" if row.get("input") else row["instruction"]
     messages += [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
@@ -583,7 +591,7 @@ def tools_of(row):
     if isinstance(tools, str):
         try:
             tools = json.loads(tools or "null")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRow("tools", f"'tools' is not valid JSON: {error}") from error
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("tools", "'tools' must be a list of JSON schemas")
@@ -592,16 +600,16 @@ def tools_of(row):
 
 def arguments_of(messages):
     calls = (call.get("function", call) for message in messages for call in message.get("tool_calls", ()))
-    return [call["arguments"] for call in calls if "arguments" in call]
+    return (call["arguments"] for call in calls if "arguments" in call)
 
 
-def with_other_arguments(messages):
-    """Messages with the arguments of tool calls as objects where they are strings of JSON, and the other way round."""
+def with_arguments(messages, as_text):
+    """Messages with the arguments of all tool calls as strings of JSON, or as the objects that such strings hold."""
     def other(arguments):
-        if not isinstance(arguments, str):
+        if as_text and isinstance(arguments, dict):
             return json.dumps(arguments, ensure_ascii=False)
         with contextlib.suppress(ValueError):
-            return json.loads(arguments)
+            return arguments if as_text or not isinstance(arguments, str) else json.loads(arguments)
         return arguments
 
     def change(call):
@@ -613,11 +621,17 @@ def with_other_arguments(messages):
             for message in messages]
 
 
-def is_garbled(arguments, text):
-    """Whether a template has escaped a string of JSON once more, or written an object in Python's spelling."""
-    if isinstance(arguments, str):
-        return arguments.lstrip()[:1] == "{" and any(json.dumps(arguments, ensure_ascii=a) in text for a in (True, False))
-    return str(arguments) != json.dumps(arguments, ensure_ascii=False) and str(arguments) in text
+def is_garbled(messages, text):
+    """Whether a template has escaped an argument that is a string of JSON, or written an object in Python's spelling: such a
+    thing stands in the text more often than in what the messages say themselves."""
+    said = [message["content"] for message in messages if isinstance(message.get("content"), str)]
+    for arguments in arguments_of(messages):
+        forms = {str(arguments)} - {json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, dict) else ()
+        if isinstance(arguments, str) and arguments.lstrip()[:1] == "{":
+            forms = {json.dumps(arguments, ensure_ascii=ascii_only) for ascii_only in (True, False)}
+        if any(text.count(form) > sum(content.count(form) for content in said) for form in forms):
+            return True
+    return False
 
 
 # ---------------------------------------------------------------- files
@@ -665,32 +679,33 @@ def read_text(path):
 
 
 def read_blocks(path):
-    """Yields the bytes of a file, a .gz unpacked, a megabyte at a time and without a byte order mark."""
+    """Yields the bytes of a file, a .gz unpacked, a megabyte at a time."""
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
-            block = file.read(2**20).removeprefix(codecs.BOM_UTF8)
-            while block:
+            while block := file.read(2**20):
                 yield block
-                block = file.read(2**20)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: not a whole gzip file: {error}") from error
 
 
 def read_characters(path):
-    """The same as text."""
-    decoder, n_bytes = codecs.getincrementaldecoder("utf-8")(), 0
-    try:
-        for block in itertools.chain(read_blocks(path), [None]):
-            yield decoder.decode(block or b"", final=block is None)
-            n_bytes += len(block or b"")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {n_bytes + error.start}") from error
+    """The same as text, without a byte order mark."""
+    decoder, n_bytes, first = codecs.getincrementaldecoder("utf-8")(), 0, True
+    for block in itertools.chain(read_blocks(path), [b""]):
+        held_back = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            at = n_bytes - held_back + error.start
+            raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {at}") from error
+        yield text.removeprefix("\ufeff") if first else text
+        n_bytes, first = n_bytes + len(block), False
 
 
 def read_rows(path):
     """Yields (line, bytes) of each row: of each line that is not blank, or of each element of a JSON array."""
     blocks = read_blocks(path)
-    first = next(blocks, b"")
+    first = next(blocks, b"").removeprefix(codecs.BOM_UTF8)
     if first.lstrip()[:1] == b"[":
         yield from read_array(path)
         return
@@ -707,32 +722,53 @@ def read_rows(path):
 
 def read_array(path):
     """read_rows() of a file that is one JSON array, without ever holding all of it."""
-    scan, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
-    blocks = read_characters(path)
-    text, at, line = next(blocks), 0, 1
-    at = text.index("[") + 1
-    line += text.count("\n", 0, at)
-    while True:
-        start = between.match(text, at).end()
-        line += text.count("\n", at, start)
-        stop, error = None, "no ']' at the end"
-        if text[start : start + 1] == "]":
-            return
-        if start < len(text):
+    scan, blank = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
+    blocks, text, at, line = read_characters(path), "", 0, 1
+
+    def next_character():
+        """Moves to what is not blank -> that character, or "" at the end of the file."""
+        nonlocal text, at, line
+        while True:
+            start, at = at, blank.match(text, at).end()
+            line += text.count("\n", start, at)
+            if at < len(text):
+                return text[at]
+            text, at = next(blocks, None), 0
+            if text is None:
+                text = ""
+                return ""
+
+    def wrong(reason):
+        reason = reason if at < len(text) else "no ']' at its end"
+        return ValueError(f"{path}:{line}: the array is not valid JSON: {reason}")
+
+    next_character()
+    at, rows = at + 1, 0
+    while (character := next_character()) != "]":
+        if rows and character != ",":
+            raise wrong("expected ',' or ']' behind an element")
+        at += rows > 0
+        next_character()
+        stop = None
+        while stop is None:
             try:
-                stop = scan(text, start)[1]
-            except (json.JSONDecodeError, RecursionError) as caught:  # or it goes on in the next block
+                stop, error = scan(text, at)[1], None
+            except (json.JSONDecodeError, RecursionError) as caught:
                 error = caught
-        if stop is None:
-            text, at = text[start:], 0
-            more = "".join(itertools.islice(blocks, 1 + (len(text) >> 20)))  # as much again: rows may be long
-            if not more or len(text) > MAX_ROW:
-                raise ValueError(f"{path}:{line}: the array is not valid JSON{', or a row is too long' * bool(more)}: {error}")
-            text += more
-        else:
-            yield line, text[start:stop].encode(errors="surrogatepass")
-            line += text.count("\n", start, stop)
-            at = stop
+            if error or (stop == len(text) and text[at] not in '{["'):  # it may go on in the next block, a number too
+                text, at = text[at:], 0
+                more = "".join(itertools.islice(blocks, 1 + (len(text) >> 20)))  # as much again: rows may be long
+                if not more and stop is None:
+                    raise wrong(error)
+                if len(text) > MAX_ROW:
+                    raise wrong(f"{error}, or an element of more than {MAX_ROW >> 20} MiB")
+                text, stop = text + more, None if more else len(text)
+        yield line, text[at:stop].encode(errors="surrogatepass")
+        line += text.count("\n", at, stop)
+        at, rows = stop, rows + 1
+    at += 1
+    if next_character():
+        raise wrong("something stands behind its end")
 
 
 BUILT_IN = "stdlib:code", "stdlib:docs"
@@ -810,10 +846,15 @@ def cached(spec, held_out, tokenizer, cache, tick, progress):
         part = Path(tempfile.mkdtemp(".part", f"{name}.", folder.parent))
         try:
             report = tokenize(spec, held_out, tokenizer, part, tick, progress)
-            (part / "report.json").write_text(json.dumps(report))
+            sealed = {"report": report, "crc": zlib.crc32(json.dumps(report).encode())}
+            (part / "report.json").write_text(json.dumps(sealed))
             part.chmod(0o755)
             shutil.rmtree(folder, ignore_errors=True)
-            part.rename(folder)
+            try:
+                part.rename(folder)
+            except OSError:
+                if not is_whole(folder, tick):  # else another process was faster, on a file system without locks
+                    raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return folder
@@ -832,10 +873,17 @@ def lock_file(file, tick):
             return False
 
 
+def read_report(folder):
+    sealed = json.loads((folder / "report.json").read_bytes())
+    if zlib.crc32(json.dumps(sealed["report"]).encode()) != sealed["crc"]:
+        raise ValueError(f"{folder / 'report.json'}: damaged")
+    return sealed["report"]
+
+
 def is_whole(folder, tick):
     """Whether a folder of the cache holds what its report says, to the byte."""
     try:
-        report = json.loads((folder / "report.json").read_bytes())
+        report = read_report(folder)
         for name in ARRAYS:
             crc = 0
             with open(folder / name, "rb") as file:
@@ -930,7 +978,7 @@ def form_of(rows, spec):
             return recognise(parse_json(raw))
         except BadRow as error:
             first = first or f"{spec}:{line}: {error}"
-    raise ValueError(first)
+    raise ValueError(f"{first}; expected a JSON object on each line, or one array of objects")
 
 
 def encode_rows(form, tokenizer, rows):
@@ -1046,7 +1094,7 @@ def open_documents(folders, specs, seq_len, train_on="targets", overflow=None, s
     """
     parts, counts, documents = [], [], Documents([], [], *[None] * 5)
     for number, (folder, spec) in enumerate(zip(folders, specs, strict=True)):
-        report = json.loads((Path(folder) / "report.json").read_bytes())
+        report = read_report(Path(folder))
         name, weight = split_weight(spec)
         check_report(report, name, vocab_size)
         arrays = {key: np.memmap(Path(folder, key), kind, "r").view(np.ndarray) if report[key] else np.zeros(0, kind)

@@ -2102,9 +2102,9 @@ def print_start(args, model, source, device, world, n_trained, defer_sync, pin, 
 
 def print_data(args, what, loader, counts, tokenizer):
     """What was read, what was left out and why, and what looks wrong."""
-    for count in counts:
+    for tokens, count in zip(loader.documents.tokens, counts):
         n = collections.Counter(count)  # a count that never came up is 0
-        by = f" by {tokenizer.template_from}" if n["conversations"] else ""
+        by = f" rendered by {tokenizer.template_from}" if n["conversations"] else ""
         often = f", taken {count['weight']:g} times an epoch" * (count["weight"] != 1)
         print(f"{count['name']}: {n['rows']:,} rows ({count['format']}{by}), {n['n_tokens']:,} tokens, "
               f"{n['n_trained'] / max(n['n_tokens'], 1):.1%} trained on{often}")
@@ -2112,22 +2112,26 @@ def print_data(args, what, loader, counts, tokenizer):
         notes = {
             f"longer than --seq_len {args.seq_len} (up to {n['longest']:,} tokens): {done}": (n["long"], n["rows"], "rows"),
             "without a token to train on: left out": (n["untrained"], n["rows"], "rows"),
-            "that cannot be trained on: left out": (sum(m for m, _ in count["bad"].values()), n["rows"], "rows"),
             "not trained on: the template changes the text before them": (n["untold"], n["turns"], "assistant turns"),
             "without a special token at their end: where to stop is not learned": (n["unended"], n["turns"], "assistant turns"),
             "spell a special token, which stays text": (n["spelled"], n["conversations"], "conversations"),
             "with arguments of tool calls as the template wants them, strings for objects or objects for strings":
                 (n["converted"], n["conversations"], "conversations"),
+            "that cannot be trained on: left out": (sum(m for m, _ in count["bad"].values()), n["rows"], "rows"),
         }
         for note, (some, of, things) in notes.items():
             if some:
                 print(f"  {some:,} of {of:,} {things} {note}")
         for line in data.bad_rows(count, count["name"]):
-            print(line)
+            print(f"  {line}")
+        before = tokenizer.before
+        if n["conversations"] and tokens[: len(before)].tolist() != before:
+            print(f"  the tokenizer begins texts with {tokenizer.core.id_to_token(before[0])}, this template does not")
     n_targets, n_tokens, _ = loader.per_row.sum(0).tolist()
     rows, positions = len(loader.rows), loader.seq_len * len(loader.rows)
-    print(f"{' '.join(what)}: {n_tokens:,} tokens an epoch, {n_targets / n_tokens:.1%} trained on, {rows:,} rows of at most "
-          f"{loader.seq_len}" + f", {n_tokens / positions:.1%} full" * loader.packing)
+    several = f"{' '.join(what)}: {n_tokens:,} tokens an epoch, {n_targets / n_tokens:.1%} trained on, " * (len(counts) > 1)
+    print(several + f"{'packed into' if loader.packing else 'one document each in'} {rows:,} rows of at most {loader.seq_len}"
+          + f", {n_tokens / positions:.1%} full" * loader.packing)
 
 
 def print_examples(args, documents, tokenizer):
