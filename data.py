@@ -78,7 +78,7 @@ CHATML = """\
 
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-RESERVED = range(0x10E000, 0x10FFFE)  # private characters at the end of Unicode that mark things in rendered texts
+RESERVED = range(0x104000, 0x10FFFE)  # private characters at the end of Unicode that mark things in rendered texts
 OPEN, CLOSE = map(chr, RESERVED[:2])  # where a {% generation %} block begins and ends
 MARKS = re.compile(f"[{chr(RESERVED[0])}-{chr(RESERVED[-1])}]")
 OUTSIDE_ASCII = re.compile(f"[^\\x00-\\x7e{MARKS.pattern[1:]}")
@@ -217,9 +217,11 @@ class Tokenizer:
         self.added = tuple(token.content for token in tokens.values())
         special = [token.content for token in tokens.values() if token.special]
         # a name of the same length for each special token: spans of characters stay what they are
-        self.names = {token: chr(RESERVED[2 + i]) * len(token) for i, token in enumerate(special)}
+        if len(special) > len(RESERVED) - 2:
+            raise ValueError(f"{folder / 'tokenizer.json'}: {len(special):,} special tokens, at most {len(RESERVED) - 2:,} are read")
+        self.names = {token: chr(character) * len(token) for token, character in zip(special, RESERVED[2:])}
         self.tokens = {name: token for token, name in self.names.items()}
-        self.spelled, self.either = any_of(self.names), any_of(self.names | self.tokens)
+        self.spelled, self.renamed = any_of(self.names), any_of(self.tokens)
 
         template, self.template_from = config.get("chat_template"), "tokenizer_config.json"
         if isinstance(template, list):
@@ -263,7 +265,7 @@ class Tokenizer:
 
     def restore(self, text):
         """A rendered text with the renamed special tokens as they were spelled."""
-        text = any_of(self.tokens).sub(lambda match: self.tokens[match[0]], text) if MARKS.search(text) else text
+        text = self.renamed.sub(lambda match: self.tokens[match[0]], text)
         if MARKS.search(text):
             raise BadRow("special tokens", f"chat template ({self.template_from}): takes a special token apart that a message "
                          "spells")
@@ -341,7 +343,7 @@ class Tokenizer:
         if not MARKS.search(text):
             return Source(text, spans, True)
         other = self.names | self.tokens
-        return Source(self.restore(text), spans, True, self.either.sub(lambda match: other[match[0]], text))
+        return Source(self.restore(text), spans, True, any_of(other).sub(lambda match: other[match[0]], text))
 
     def spans_by_prefix(self, messages, tools, text, turns):
         for i in turns:

@@ -532,7 +532,7 @@ ROWS = {
     '{"messages": [{"role": "user", "content": null}]}': ["'content'", "'user'"],
     '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': ["'content'", "image_url"],
     '{"messages": [{"role": "gpt", "content": "a"}]}': ["gpt", "assistant"],
-    '{"messages": [{"role": "user", "content": "\\udbfb\\udc00"}]}': ["U+10E000"],
+    '{"messages": [{"role": "user", "content": "\\udbd0\\udc00"}]}': ["U+104000"],
     '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "a"}]}': ["surrogate"],
     '{"messages": [], "id": ' + "1" * 5000 + "}": ["JSON"],
     "[" * 100_000: ["JSON"],

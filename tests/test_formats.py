@@ -345,8 +345,8 @@ BAD = {  # name: (format, the row, what is said of it)
     "half-a-surrogate-in-chat": ("messages", b'{"messages": [{"role": "user", "content": "\\ude00"}]}',
                                  "surrogates not allowed"),
     "half-a-surrogate-in-bytes": ("text", b'{"text": "a\xed\xa0\xbd"}', "surrogates not allowed"),
-    "reserved": ("messages", chat(message("user", data.OPEN)), r"U\+10E000 to U\+10FFFD in a message"),
-    "reserved-name": ("messages", chat(message("user", chr(data.RESERVED[2]) * 12)), r"U\+10E000 to U\+10FFFD"),
+    "reserved": ("messages", chat(message("user", data.OPEN)), r"U\+104000 to U\+10FFFD in a message"),
+    "reserved-name": ("messages", chat(message("user", chr(data.RESERVED[2]) * 12)), r"U\+104000 to U\+10FFFD"),
     "tool-calls-object": ("messages", chat(message("assistant", "", tool_calls={})), "'tool_calls' must be a list"),
     "tool-calls-strings": ("messages", chat(message("assistant", "", tool_calls=["f"])), "'tool_calls' must be a list"),
     "tool-calls-function": ("messages", chat(message("assistant", "", tool_calls=[{"function": "f"}])),
@@ -1113,7 +1113,7 @@ def test_special_token_in_a_tool_call_is_text(agent, tmp_path, cache, arguments,
 
 def test_reserved_character_in_a_key_is_refused_like_one_in_a_text(agent, tmp_path, cache):
     row = {**GOOD_CHAT, "tools": [{"name": "f", "parameters": {data.OPEN: {}}}]}
-    check_bad_row(agent, tmp_path, cache, "messages", row, r"U\+10E000 to U\+10FFFD")
+    check_bad_row(agent, tmp_path, cache, "messages", row, r"U\+104000 to U\+10FFFD")
 
 
 @pytest.mark.parametrize("row", [{"text": f"a{END}b {START}"}, {"prompt": f"a{START}", "completion": f"b{END}\nc"}])
