@@ -218,7 +218,7 @@ class Tokenizer:
         special = [token.content for token in tokens.values() if token.special]
         # a name of the same length for each special token: spans of characters stay what they are
         if len(special) > len(RESERVED) - 2:
-            raise ValueError(f"{folder / 'tokenizer.json'}: {len(special):,} special tokens, at most {len(RESERVED) - 2:,} are read")
+            raise ValueError(f"{folder / 'tokenizer.json'}: more than {len(RESERVED) - 2:,} special tokens")
         self.names = {token: chr(character) * len(token) for token, character in zip(special, RESERVED[2:])}
         self.tokens = {name: token for token, name in self.names.items()}
         self.spelled, self.renamed = any_of(self.names), any_of(self.tokens)
@@ -1105,39 +1105,45 @@ def open_documents(folders, specs, seq_len, train_on="targets", overflow=None, s
         documents.supervised.append(arrays["supervised"] if train_on == "targets" else None)
         documents.checksum = zlib.crc32(json.dumps(report["crc"]).encode(), documents.checksum)
 
-        ends = np.cumsum(arrays["lengths"])
-        begins = ends - arrays["lengths"]
-        positions = np.maximum(arrays["lengths"] - 1, 0)
-        long = positions > seq_len
         policy = overflow or ("split" if report["format"] == "text" else "drop")
-        n_pieces = np.maximum(-(-positions // seq_len), 1) if policy == "split" else 1 - (long & (policy == "drop"))
-        of = np.repeat(np.arange(len(ends)), n_pieces)  # the document of each piece
-        nth = np.arange(len(of)) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)
-        start = begins[of] + nth * seq_len
-        stop = np.minimum(start + seq_len + 1, ends[of])
+        document, start, stop = pieces_of(arrays["lengths"], seq_len, policy)
         n_targets = count_targets(documents.supervised[-1], start, stop)
+        longest, n_long = int(arrays["lengths"].max(initial=1)) - 1, int((arrays["lengths"] - 1 > seq_len).sum())
         kept = np.flatnonzero(n_targets)
         n_tokens, n_trained = int((stop - start - 1)[kept].sum()), int(n_targets.sum())
-        untrained = int((np.bincount(of, n_targets, len(ends)) == 0)[n_pieces > 0].sum())
-        counts.append({**report, "name": name, "weight": weight, "policy": policy, "long": int(long.sum()), "longest":
-                       int(positions.max(initial=0)), "untrained": untrained, "n_tokens": n_tokens, "n_trained": n_trained,
-                       "kept": len(np.unique(of[kept]))})
+        n_kept = len(np.unique(document[kept]))
+        n_untrained = len(np.unique(document)) - n_kept
+        counts.append({**report, "name": name, "weight": weight, "policy": policy, "long": n_long, "longest": longest,
+                       "untrained": n_untrained, "kept": n_kept, "n_tokens": n_tokens, "n_trained": n_trained})
+        if not n_trained:
+            raise ValueError(f"{name}: nothing to train on: {report['rows']} rows read, {n_long} longer than --seq_len "
+                             f"{seq_len} (the longest has {longest} tokens), {n_untrained} without a supervised token")
         if n_trained < min_supervised * n_tokens:
             raise ValueError(f"{name}: only {n_trained:,} of {n_tokens:,} tokens ({n_trained / n_tokens:.2%}) are trained on; "
                              "look at them with --inspect 3, and if that is right, lower --min_supervised")
-        part = round(len(kept) * (weight % 1))
-        some = np.sort(np.random.default_rng([seed, number]).permutation(len(kept))[:part])
-        chosen = np.concatenate([*[kept] * int(weight), kept[some]])
-        parts.append([np.full(len(chosen), number), *(a[chosen] for a in (start, stop, n_targets, arrays["lines"][of]))])
-    if not sum(len(part[0]) for part in parts):
-        total = {key: sum(count.get(key, 0) for count in counts) for key in ("rows", "long", "untrained")}
-        raise ValueError(
-            f"nothing to train on: {total['rows']} rows read, {total['long']} longer than --seq_len {seq_len} (the longest has "
-            f"{max(count['longest'] for count in counts)} tokens), {total['untrained']} without a supervised token"
-        )
-    columns = (np.concatenate(column).astype(np.int64) for column in zip(*parts))
+        n_some = max(round(len(kept) * (weight % 1)), weight < 1)
+        some = np.sort(np.random.default_rng([seed, number]).permutation(kept)[:n_some])
+        chosen = np.concatenate([*[kept] * int(weight), some])
+        columns = np.full(len(start), number), start, stop, n_targets, arrays["lines"][document]
+        parts.append([column[chosen] for column in columns])
+    columns = (np.concatenate(column) for column in zip(*parts))
     documents.file, documents.start, documents.stop, documents.n_targets, documents.line = columns
     return documents, counts
+
+
+def pieces_of(lengths, seq_len, policy):
+    """Numbers of tokens of documents -> for each piece that is used [n] its document, first token and the one behind its
+    last. A piece fills at most seq_len positions; the last token of one is the first of the next."""
+    ends, positions = np.cumsum(lengths), lengths - 1
+    n_pieces = np.ones(len(lengths), np.int64)
+    if policy == "split":
+        n_pieces = np.maximum(-(-positions // seq_len), 1)
+    elif policy == "drop":
+        n_pieces[positions > seq_len] = 0
+    document = np.repeat(np.arange(len(lengths)), n_pieces)
+    nth = np.arange(len(document)) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)
+    start = (ends - lengths)[document] + nth * seq_len
+    return document, start, np.minimum(start + seq_len + 1, ends[document])
 
 
 def check_report(report, name, vocab_size):
