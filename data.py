@@ -1034,8 +1034,6 @@ def workers(n_bytes, tokenizer):
             yield run
         except BrokenProcessPool as error:
             raise OSError(f"a process that tokenizes was killed, perhaps for its memory: {error}") from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 worker = {}  # the tokenizer of such a process

@@ -1,6 +1,6 @@
 """What it takes to read a large file of chats: MB/s of tokenizing and of packing, memory, and a start from a warm cache.
 
-    python tests/bench_data.py [--mb 1000] [--rounds 3]
+    python tests/bench_data.py [--mb 1000] [--rounds 3] [--cores 1 2]
 
 Writes conversations made of the standard library's source, four turns each, into a file of --mb (1e6 bytes), and reads it
 with the built-in model's tokenizer. Each measurement is a process of its own. Memory is the peak of the process's own pages
@@ -118,17 +118,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--mb", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
     multiprocessing.set_start_method("spawn")
-    n_cores = min(2, len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as folder:
         path, cache = Path(folder, "chats.jsonl"), Path(folder, "cache")
         rows = write_chats(path, args.mb * 1e6)
         mb = path.stat().st_size / 1e6
         print(f"{mb:,.0f} MB, {rows:,} conversations")
-        rounds = [[measure(cold, path, cache, cores) for cores in range(1, n_cores + 1)] for _ in range(args.rounds)]
-        for cores in range(1, n_cores + 1):
-            seconds, own, below = zip(*(one[cores - 1] for one in rounds))
+        rounds = [[measure(cold, path, cache, cores) for cores in args.cores] for _ in range(args.rounds)]
+        for cores, measured in zip(args.cores, zip(*rounds)):
+            seconds, own, below = zip(*measured)
             rates = ", ".join(f"{mb / s:.2f}" for s in seconds)
             print(f"tokenizing on {cores} core(s): {mb / statistics.median(seconds):.2f} MB/s (each: {rates}); "
                   f"{max(own):.0f} MiB above the imports" + f", its workers up to {max(below):.0f} MiB each" * (max(below) > 0))
