@@ -2134,9 +2134,13 @@ def print_data(args, what, loader, counts, tokenizer):
           + f", {n_tokens / positions:.1%} full" * loader.packing)
 
 
+def has_colours():
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
 def print_examples(args, documents, tokenizer):
     """The first document, shortened, or the first --inspect N of them. What is trained on is green, or between ⟦ and ⟧."""
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    colour = has_colours()
     for number in range(min(args.inspect or 1, len(documents.start))):
         text = data.show(tokenizer, documents, number, colour)
         if not args.inspect and len(text) > 2000:
@@ -2155,7 +2159,8 @@ def print_sample(args, say, when, model, tokenizer, chat, device):
         model.train()
         lm.reshard_(model)
         said = "\n".join(tokenizer.core.decode(tokens).strip().splitlines()[:8]) or "(nothing)"
-        say(f"--- sample {when} training\n{args.sample}\n\033[32m{said}\033[0m\n---")
+        said = f"{data.GREEN}{said}{data.NO_COLOUR}" if has_colours() else said
+        say(f"--- sample {when} training\n{args.sample}\n{said}\n---")
 
 
 def export(args, at, model, source, raw_config, tokenizer_folder, weights_folder, base, rank, agreed):
