@@ -979,8 +979,9 @@ def form_of(rows, spec):
         try:
             return recognise(parse_json(raw))
         except BadRow as error:
-            first = first or f"{spec}:{line}: {error}"
-    raise ValueError(f"{first}; expected a JSON object on each line, or one array of objects")
+            hint = "; expected a JSON object on each line, or one array of objects" * (error.args[0] == "JSON")
+            first = first or f"{spec}:{line}: {error}{hint}"
+    raise ValueError(first)
 
 
 def encode_rows(form, tokenizer, rows):

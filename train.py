@@ -2273,13 +2273,13 @@ def run(args, at, device, rank, world, store):
     args.out, folder = share(found, rank, world) or (None, None)
     move(at, "reading data")
     names, loaders, counts = [], [], []
-    specs = [(data.split_weight(spec)[0], held_out) for what, held_out in ((args.data, False), (args.eval_data, True))
-             for spec in what or ()]
     alive = functools.partial(tick_and_call, at, int)
     cache = Path(args.data_cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "oomph")).expanduser()
     first = os.environ.get("LOCAL_RANK", "0") == "0"  # each file is tokenized once per machine, or once per shared cache
     with agreed():
         started = time.perf_counter()
+        specs = [(data.split_weight(spec)[0], held_out) for what, held_out in ((args.data, False), (args.eval_data, True))
+                 for spec in what or ()]
         names = [data.cached(*spec, tokenizer, cache, alive, progress).name for spec in specs if first]
         seconds = time.perf_counter() - started
     shared = share(names, rank, world)

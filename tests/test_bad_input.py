@@ -572,6 +572,11 @@ def test_rows_of_no_known_format_are_refused_by_their_keys(refused_data, tmp_pat
     assert_says(message, f"{tmp_path / 'dpo.jsonl'}:1", "chosen", "'messages'", "'prompt' + 'completion'", "'text'")
 
 
+@pytest.mark.parametrize("weight", ["0", "-1", "1e9", "1e"])
+def test_weight_that_is_no_positive_number_is_refused(refused, chat, weight):
+    assert_says(refused("tiny", "--data", f"{chat}:{weight}"), f"{chat}:{weight}", "positive number")
+
+
 def test_data_of_which_hardly_anything_is_trained_on_is_refused(refused_data, tmp_path):
     long = {"messages": [{"role": "user", "content": "What? " * 200}, CHAT["messages"][1]]}
     message = refused_data("few.jsonl", (json.dumps(long) + "\n") * 2, "--seq_len", 1024)
