@@ -129,6 +129,8 @@ def parse_args(argv=None):
         help="free a block's gathered weights after its forward, gather them again in the backward (default: on)")
     add("--shard_embeddings", action=yes_no, default=True, help="embedding and head are FSDP units of their own, gathered "
         "only while in use; a tied pair stays gathered (default: on)")
+    add("--replicas", type=whole, default=1, metavar="N", help="copies of the sharded model, each over world / N "
+        "ranks that follow one another, as those of a node do; gradients are averaged between them (default: 1)")
     add("--offload", nargs="*", choices=("activations", "params"), help="activations: what a checkpointed block keeps "
         "waits in host memory; params: weights, gradients and optimizer live there (default: none; bare: all that applies)")
     add("--activation_checkpointing", action=yes_no, default=True,
@@ -212,6 +214,8 @@ def parse_args(argv=None):
         parser.error("--no-reshard_after_forward and --no-shard_embeddings change FSDP2: add --fsdp2")
     if "params" in (args.offload or ()) and not args.fsdp2:
         parser.error("--offload params is FSDP2's CPU offload: add --fsdp2")
+    if args.replicas > 1 and not args.fsdp2:
+        parser.error("--replicas are copies of a sharded model: add --fsdp2 (without it every rank holds a copy already)")
     if args.offload is not None and not args.activation_checkpointing and args.offload != ["params"]:
         parser.error("--offload activations needs --activation_checkpointing: a block's input crosses the bus in time, "
                      "all that a block computes does not (about 170 GB/s for an 8B model on an H100)")
@@ -534,14 +538,18 @@ def shard_bytes_on_old_torch_():
     _fsdp_param.bytes_fixed = True
 
 
-def shard_(model, device, precision, reshard, shard_embeddings, offload_params, chunked_ce, pin=False):
+def shard_(model, device, precision, reshard, shard_embeddings, offload_params, chunked_ce, pin=False, replicas=1):
     """FSDP2 (arXiv:2304.11277, each parameter sharded on dim 0): a block is gathered before it runs and freed after.
 
     One all-gather unit per block, one for the embedding and one for the head; what is left (the last norm) belongs to
-    the root, which stays gathered from forward to backward.
+    the root, which stays gathered from forward to backward. With replicas (hybrid sharding) weights are gathered inside a
+    replica only, and between replicas travel 2 * (N - 1) / N times the bytes of a gradient's shard.
     """
     shard_bytes_on_old_torch_()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    world = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (world,))
+    if replicas > 1:
+        mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype,
         reduce_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
@@ -849,6 +857,9 @@ def lr_at(step, steps, warmup, schedule, lr, min_lr):
     return min_lr + (lr - min_lr) * left
 
 
+LATE = 2**30  # bytes of whole gradients that may wait for the last micro-batch before they are reduced
+
+
 def average_gradients_(params, world):
     """The mean over ranks where every rank holds the whole model. All-reduces are queued, then waited for."""
     work = [dist.all_reduce(p.grad, async_op=True) for p in params]
@@ -877,8 +888,9 @@ class StepInBackward:
     gradient that is not finite stops this rank's updates from there on; `bad` is that flag.
     """
 
-    def __init__(self, optimizer, params, fused, bad, world, sharded, device):
+    def __init__(self, optimizer, params, fused, bad, world, sharded, device, replicas=1):
         self.optimizer, self.fused, self.bad, self.world, self.sharded = optimizer, fused, bad, world, sharded
+        self.replicas = replicas
         self.offloaded = device.type != bad.device.type
         self.norm_squared = torch.zeros_like(bad)
         for p in params:
@@ -904,6 +916,7 @@ class StepInBackward:
         if self.sharded:
             for x, op in ((self.norm_squared, dist.ReduceOp.SUM), (self.bad, dist.ReduceOp.MAX)):
                 dist.all_reduce(x, op)
+            self.norm_squared /= self.replicas  # each holds the same gradients
         return self.norm_squared.sqrt()
 
 
@@ -966,7 +979,7 @@ def plan(args, c, world, tokens, cuda):
     mixed = args.precision == "mixed"
     size = 4 if args.precision == "fp32" else 2  # bytes of a number in products; next: in what trains, and on the wire
     kept = reduced = 2 if args.precision == "bf16" else 4
-    shards = world if args.fsdp2 else 1
+    shards = world // args.replicas if args.fsdp2 else 1
 
     # ---- parameters, as lists of (rows, width)
     mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
@@ -1024,7 +1037,7 @@ def plan(args, c, world, tokens, cuda):
     end = size * whole(ends[:1]) if args.fsdp2 else mixed * full * size * share(ends[:1])
     apart = args.fsdp2 and args.shard_embeddings and not c.tie_word_embeddings
     root = size * whole(ends) if args.fsdp2 and not apart else 0
-    fetched = unit if args.fsdp2 and world > 1 else 0  # the all-gather's own buffer, of this unit or the next
+    fetched = unit if shards > 1 else 0  # the all-gather's own buffer, of this unit or the next
     held = L if not (args.reshard_after_forward and (args.fsdp2 or args.activation_checkpointing)) else 1
 
     # ---- activations, bytes a token: what a block saves, and what its backward adds
@@ -1072,7 +1085,7 @@ def plan(args, c, world, tokens, cuda):
         return min(n, 2) * saved if offloaded else n * saved
 
     # ---- gradients
-    deferred = args.fsdp2 and args.grad_accum > 1 and n_trained * 4 <= 2**30
+    deferred = args.fsdp2 and args.grad_accum > 1 and n_trained * shards * 4 <= LATE
     on_device = 0 if "params" in args.offload else kept
 
     def gradients(n):  # of n parameters of this rank, kept until the step
@@ -1151,6 +1164,7 @@ def cheaper(args, world, tokens, cuda):
         ("--reshard_after_forward", args.fsdp2 and not args.reshard_after_forward, {"reshard_after_forward": True}),
         ("--shard_embeddings", args.fsdp2 and not args.shard_embeddings, {"shard_embeddings": True}),
         ("--fsdp2", world > 1 and not args.fsdp2, {"fsdp2": True}),
+        ("--replicas 1", args.replicas > 1, {"replicas": 1}),
         ("--optim_in_backward", args.grad_accum == 1 and not args.clip and not args.optim_in_backward,
          {"optim_in_backward": True}),
         (fused + "--optim adamw8bit", full and args.optim == "adamw", {"optim": "adamw8bit", "fused_adamw": True}),
@@ -1259,6 +1273,11 @@ def print_plan(args, c, world, tokens, cuda, room, place, host_room=None):
           "--seq_len or a smaller model"))
 
 
+def check_replicas(replicas, world):
+    if world % replicas:
+        raise ValueError(f"--replicas {replicas}: {world} ranks cannot be dealt out to so many equal groups")
+
+
 def dry_run(args):
     """Prints the plan of --world ranks with GPUs: no weights, no data, no GPU."""
     args.precision = args.precision or "mixed"
@@ -1267,6 +1286,7 @@ def dry_run(args):
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
         if args.adapter:
             _, args.lora_rank, _, args.lora_targets = lm.open_adapter(args.adapter)
+        check_replicas(args.replicas, args.world or 1)
     except (ValueError, OSError) as error:
         raise SystemExit(f"train.py: error: {error}") from error
     room = args.gpu_gib and args.gpu_gib * 2**30
@@ -1498,8 +1518,11 @@ class Saver:
         self.seconds = time.perf_counter() - started
 
     def write(self, part, tensors, state):
-        n_bytes = sum(lm.local(t)[0].nbytes if isinstance(t, DTensor) else t.nbytes * (self.rank == 0)
-                      for t in tensors.values())
+        def counts(tensor):  # of several that hold the same, the first
+            mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+            return self.rank == 0 if mesh is None else mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+
+        n_bytes = sum(lm.local(tensor)[0].nbytes for tensor in tensors.values() if counts(tensor))
         sizes = self.gather(n_bytes)
         self.gib = sum(sizes) / 2**30
         self.agree(lambda: self.prepare(part, sum(sizes)) if self.rank == 0 else None)
@@ -1572,13 +1595,13 @@ def crc_of(path):
     return crc
 
 
-def find_run(out, resume, launcher):
+def find_run(out, resume, launchers):
     """--out, --resume and the torchrun that has started this run again, if any -> (folder of the run, checkpoint to
     continue from or None). ValueError where a run would be overwritten, or there is nothing to continue."""
     fresh = Path("out") / datetime.now().strftime("%Y%m%d-%H%M%S")
     if resume not in (None, "auto"):
         folder = Path(resume).resolve()
-        again = [run for run in ([folder, folder.parent] if out is None else [Path(out)]) if started_by(launcher, run)]
+        again = [run for run in ([folder, folder.parent] if out is None else [Path(out)]) if started_by(launchers, run)]
         if again and (found := checkpoints(again[0])):  # what it has written before the failure counts
             return str(again[0]), str(found[-1][1])
         if not (folder / STATE).is_file():
@@ -1595,7 +1618,7 @@ def find_run(out, resume, launcher):
         return str(run), str(folder)
     runs = [path.parent for path in (Path("out").glob("*/args.json") if out is None else Path(out).glob("args.json"))]
     if resume is None:  # torchrun has started this again after a failure: its own run goes on
-        runs = [run for run in runs if started_by(launcher, run)]
+        runs = [run for run in runs if started_by(launchers, run)]
         if not runs:
             return free_out(out or fresh), None
     if out is None:
@@ -1610,10 +1633,10 @@ def find_run(out, resume, launcher):
     return str(out), str(found[-1][1]) if found else None
 
 
-def started_by(launcher, run):
-    """Whether this torchrun has started that run. Another run's damaged args.json is no reason not to start."""
+def started_by(launchers, run):
+    """Whether one of these torchruns has started that run. Another run's damaged args.json is no reason not to start."""
     try:
-        return launcher is not None and lm.read_json(run / "args.json").get("torchrun") == launcher
+        return bool(set(launchers) & set(lm.read_json(run / "args.json").get("torchrun") or ()))
     except (OSError, ValueError):
         return False
 
@@ -1900,6 +1923,7 @@ def refuse_not_finite(args, model, loader, fine, start, step, device, rank, worl
     batches, counted = loader.step(broken, args.grad_accum)
     if args.fsdp2:
         model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(True)
     found = first_not_finite(model, batches, world / int(counted[0]), device)
     places = [found]
     if world > 1:
@@ -1929,11 +1953,19 @@ def versions(world):
     except OSError:  # no git on this machine
         commit = None
     modules = {m.__name__: m.__version__ for m in (torch, safetensors, tokenizers)}
-    return {"python": platform.python_version(), **modules, "world": world, "git_commit": commit, "torchrun": launcher()}
+    return {"python": platform.python_version(), **modules, "world": world, "git_commit": commit}
+
+
+def torchruns(world):
+    """The torchrun processes that have started these ranks, one a node, of which one at least is the same when ranks are
+    started again after a failure; none without torchrun."""
+    launchers = [launcher()] * world
+    if world > 1:
+        dist.all_gather_object(launchers, launcher())
+    return sorted({one for one in launchers if one})
 
 
 def launcher():
-    """The torchrun process that has started this one, the same when it starts it again after a failure; None without."""
     run, parent = os.environ.get("TORCHELASTIC_RUN_ID"), Path(f"/proc/{os.getppid()}/stat")
     born = parent.read_text().rpartition(")")[2].split()[19] if parent.exists() else ""  # in a container it is often process 1
     return run and f"{platform.node()} {os.getppid()} {born} {run}"
@@ -2052,7 +2084,8 @@ def print_start(args, model, source, device, world, n_trained, defer_sync, pin, 
         ("lora", adapters, f"rank {args.lora_rank}, alpha {args.lora_alpha}, dropout {args.lora_dropout or 0}, on "
          + ", ".join(args.lora_targets or ()), "every weight trains"),
         ("qlora", args.qlora, "linear layers of the blocks frozen in NF4, 4.14 bits a weight", "nothing in NF4"),
-        ("fsdp2", args.fsdp2, f"{model.config.num_hidden_layers} blocks sharded over {world} rank(s)",
+        ("fsdp2", args.fsdp2, f"{model.config.num_hidden_layers} blocks sharded over {world // args.replicas} rank(s)"
+         + f", {args.replicas} replicas of them" * (args.replicas > 1),
          "each rank holds the whole model" + ", gradients are averaged" * (world > 1)),
         ("reshard_after_forward", args.fsdp2 and args.reshard_after_forward,
          "gathered blocks but the last are freed until the backward", "nothing is freed between forward and backward"),
@@ -2245,6 +2278,7 @@ def run(args, at, device, rank, world, store):
     agreed = functools.partial(together, rank, world, store)
     say = functools.partial(print, flush=True) if rank == 0 else lambda *_, **__: None
     progress = rank == 0 and sys.stderr.isatty()
+    launchers = torchruns(world)
     torch.manual_seed(args.seed + rank)  # for dropout alone: weights and data order have generators of their own
     if args.precision is None:
         native = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
@@ -2252,6 +2286,7 @@ def run(args, at, device, rank, world, store):
 
     # ---- what the user gave: config, checkpoint, adapter, data. All of it is checked before anything is allocated
     with agreed():
+        check_replicas(args.replicas, world)
         raw_config, tokenizer_folder, weights_folder, base = find_model(args.model, args.random_init)
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
         if config.sliding_window and args.seq_len > config.sliding_window:
@@ -2269,7 +2304,7 @@ def run(args, at, device, rank, world, store):
         tokenizer = data.Tokenizer(tokenizer_folder, args.chat_template)
         if args.compile:
             check_compiler(device)
-        found = find_run(args.out, args.resume, launcher()) if rank == 0 and not args.inspect else None
+        found = find_run(args.out, args.resume, launchers) if rank == 0 and not args.inspect else None
     args.out, folder = share(found, rank, world) or (None, None)
     move(at, "reading data")
     names, loaders, counts = [], [], []
@@ -2341,7 +2376,7 @@ def run(args, at, device, rank, world, store):
     model.lm_head.chunk = args.ce_chunk
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # a gradient that is not reduced yet is a whole one, 4 bytes a parameter: little for adapters, 280 GB for a 70B
-    defer_sync = not args.fsdp2 or n_trained * 4 <= 2**30
+    defer_sync = not args.fsdp2 or n_trained * 4 <= LATE
     move(at, "loading weights", config=config, tokens=args.batch_size * loader.longest)
     cuda, card = device.type == "cuda", room_for(device, args.gpu_gib)
     planned = args if cuda else argparse.Namespace(  # on a CPU there is nothing to move activations from
@@ -2366,7 +2401,7 @@ def run(args, at, device, rank, world, store):
         checkpoint_activations_(model, preserve_rng=bool(args.lora_dropout))
     if args.fsdp2:
         shard_(model, device, args.precision, args.reshard_after_forward, args.shard_embeddings,
-               "params" in args.offload, args.chunked_ce, pin)
+               "params" in args.offload, args.chunked_ce, pin, args.replicas)
     model.to_empty(device="cpu" if "params" in args.offload else device)
     model.tie_()
     started = time.perf_counter()
@@ -2374,6 +2409,7 @@ def run(args, at, device, rank, world, store):
     with agreed():
         frozen = torch.tensor(lm.load_weights_(model, source, adapter, args.seed, device, progress, frozen_only=bool(state)))
         if args.fsdp2 and world > 1:
+            frozen *= rank < world // args.replicas  # the others hold the same rows again
             dist.all_reduce(frozen)
         settings["the frozen weights (checksum)"] = int(frozen)
         if state:
@@ -2387,7 +2423,7 @@ def run(args, at, device, rank, world, store):
     bad = torch.zeros((), device=trained[0].device)  # 1 once a gradient was inf or nan
     in_backward = None
     if args.optim_in_backward:
-        in_backward = StepInBackward(optimizer, trained, args.fused_adamw, bad, world, args.fsdp2, device)
+        in_backward = StepInBackward(optimizer, trained, args.fused_adamw, bad, world, args.fsdp2, device, args.replicas)
 
     # ---- last words before training
     steps = args.steps or math.ceil(args.epochs * len(loader.rows) / per_step)
@@ -2400,7 +2436,8 @@ def run(args, at, device, rank, world, store):
     with agreed():
         if rank == 0:
             Path(args.out).mkdir(parents=True, exist_ok=True)
-            write_whole(Path(args.out, "args.json"), json.dumps({**vars(args), **versions(world)}, indent=2) + "\n")
+            written = {**vars(args), **versions(world), "torchrun": launchers}
+            write_whole(Path(args.out, "args.json"), json.dumps(written, indent=2) + "\n")
             evaluations = [row for row in rewind(Path(args.out, "metrics.jsonl"), start) if "eval_loss" in row]
     evaluations = share(evaluations, rank, world)
     known = [state["best_eval"]] if state and state["best_eval"] else []  # of the run that this one branches off, too
@@ -2504,7 +2541,9 @@ def run(args, at, device, rank, world, store):
             in_backward.norm_squared.zero_()
         for i, batch in enumerate(batches):
             if args.fsdp2:
-                model.set_requires_gradient_sync(i == len(batches) - 1 or not defer_sync)
+                last = i == len(batches) - 1
+                model.set_requires_gradient_sync(last or not defer_sync)
+                model.set_requires_all_reduce(last)  # between replicas once a step, however often inside them
             b = batch.to(device)
             move(at, "forward", tokens=b.tokens.numel())
             loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)

@@ -194,9 +194,9 @@ def start_fake_group(world):
     def alone(output=None, input=None, output_tensor=None, input_tensor=None, **_):
         output, given = (output_tensor, input_tensor) if output is None else (output, input)
         if output.numel() > given.numel():
-            output.view(world, -1)[1:] = given.view(1, -1)  # the first row is where `given` lies
+            output.view(output.numel() // given.numel(), -1)[1:] = given.view(1, -1)  # the first row is where `given` lies
         else:
-            output.copy_(given.view(world, -1)[0])
+            output.copy_(given.view(-1, output.numel())[0])
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):

@@ -114,6 +114,7 @@ FLAGS = {
     "--no-reshard_after_forward": ["--no-reshard_after_forward", "add --fsdp2"],
     "--no-shard_embeddings": ["--no-shard_embeddings", "add --fsdp2"],
     "--offload params": ["--offload params", "add --fsdp2"],
+    "--replicas 2": ["--replicas", "add --fsdp2"],
     "--offload activations params": ["--offload params", "add --fsdp2"],
     "--offload disk": ["--offload", "disk", "activations"],
     "--offload --no-activation_checkpointing": ["--offload activations needs --activation_checkpointing"],
@@ -629,6 +630,11 @@ def test_dry_run_of_an_unknown_model_is_refused(refused, tmp_path):
 def test_dry_run_of_a_config_that_is_not_implemented_is_refused(refused, shapes):
     edit_json(shapes / "config.json", model_type="gpt2")
     assert_says(refused(shapes, "--dry_run"), "train.py: error: ", shapes, "gpt2", "qwen3")
+
+
+def test_replicas_that_the_ranks_do_not_make_are_refused(refused):
+    assert_says(refused("tiny", "--fsdp2", "--replicas", 2), "--replicas 2", "1 ranks")
+    assert_says(refused("tiny", "--fsdp2", "--replicas", 3, "--dry_run", "--world", 8), "--replicas 3", "8 ranks")
 
 
 def test_dry_run_of_a_missing_adapter_is_refused(refused, tmp_path):

@@ -357,7 +357,8 @@ def test_stepping_in_the_backward_changes_no_bit_on_one_rank(job, after_backward
 
 @pytest.mark.parametrize("method, flags", [
     *itertools.product(METHODS, [["--fsdp2"], []]), ("full", ["--fsdp2", "--offload", "params"]),
-    ("full", ["--fsdp2", "--optim", "adamw8bit"]), ("qlora", ["--fsdp2", "--offload", "--no-fused_adamw"]),
+    ("full", ["--fsdp2", "--optim", "adamw8bit"]), ("full", ["--fsdp2", "--replicas", 2]),
+    ("qlora", ["--fsdp2", "--offload", "--no-fused_adamw"]),
 ], ids=str)
 def test_stepping_in_the_backward_changes_no_loss_on_two_ranks(job, after_backward, tmp_path, method, flags):
     flags = [*METHODS[method], *flags]

@@ -77,11 +77,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(job, tmp_path, world
 
 @pytest.mark.parametrize("before, after, flags", [
     (2, 1, "--qlora"), (1, 2, "--optim adamw8bit"), (2, 3, ""), (4, 2, "--lora"), (2, 2, "--lora --no-fsdp2"),
+    (4, 3, "--optim adamw8bit"),
 ])
 def test_another_world_goes_on_with_the_same_losses(job, chats, tmp_path, before, after, flags):
     # 12 rows a step in any split. Float32 sums in another order: 1e-4 relative after Adam has divided by small numbers
     sharded = [*job, "--data", chats, "--steps", 4, "--save_every", 2, "--fsdp2", *flags.replace("--no-fsdp2", "").split()]
-    rows, _ = run(before, [*sharded, "--grad_accum", 12 // before], tmp_path / "whole")
+    replicas = ["--replicas", 2] * (before == 4)  # from one mesh to another, too
+    rows, _ = run(before, [*sharded, "--grad_accum", 12 // before, *replicas], tmp_path / "whole")
     argv = [*sharded, "--grad_accum", 12 // after, "--resume", tmp_path / "whole/checkpoint-2"]
     argv = [flag for flag in argv if flag != "--fsdp2" or "--no-fsdp2" not in flags]  # sharded before, whole on each rank after
     again, _ = run(after, argv, tmp_path / "again")
@@ -211,16 +213,16 @@ def test_where_there_is_nothing_to_resume(job, tmp_path):
 
 def test_resume_without_out_takes_the_newest_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert train.find_run(None, "auto", None)[1] is None  # none at all: a new one
+    assert train.find_run(None, "auto", [])[1] is None  # none at all: a new one
     for age, name in enumerate(("20260101-000000", "20250101-000000")):
         (tmp_path / "out" / name / "checkpoint-3").mkdir(parents=True)
         (tmp_path / "out" / name / "checkpoint-3" / train.STATE).write_text("{}")
-        (tmp_path / "out" / name / "args.json").write_text(json.dumps({"torchrun": name}))
+        (tmp_path / "out" / name / "args.json").write_text(json.dumps({"torchrun": [name]}))
         os.utime(tmp_path / "out" / name / "args.json", (age, age))
-    assert train.find_run(None, "auto", None) == ("out/20250101-000000", "out/20250101-000000/checkpoint-3")
+    assert train.find_run(None, "auto", []) == ("out/20250101-000000", "out/20250101-000000/checkpoint-3")
     # started again by torchrun: its own run, without --resume and without --out
-    assert train.find_run(None, None, "20260101-000000") == ("out/20260101-000000", "out/20260101-000000/checkpoint-3")
-    assert train.find_run(None, None, "another")[1] is None
+    assert train.find_run(None, None, ["20260101-000000"]) == ("out/20260101-000000", "out/20260101-000000/checkpoint-3")
+    assert train.find_run(None, None, ["another"])[1] is None
 
 
 def make_run(folder, *steps, **args):
@@ -235,26 +237,26 @@ def test_resume_finds_the_folder_of_the_run(tmp_path, monkeypatch):
     make_run(tmp_path / "run", 2, 4)
     monkeypatch.chdir(tmp_path / "run/checkpoint-4")
     for way in (".", "../checkpoint-4", str(tmp_path / "run"), ".."):  # its parent, and not itself, is where the run goes on
-        assert train.find_run(None, way, None) == (str(tmp_path / "run"), str(tmp_path / "run/checkpoint-4"))
+        assert train.find_run(None, way, []) == (str(tmp_path / "run"), str(tmp_path / "run/checkpoint-4"))
     shutil.copytree(tmp_path / "run/checkpoint-2", tmp_path / "run/best")
     with pytest.raises(ValueError, match="holds checkpoint-4, which is newer"):
-        train.find_run(None, str(tmp_path / "run/best"), None)
+        train.find_run(None, str(tmp_path / "run/best"), [])
 
 
 def test_torchrun_restarts_a_branch_from_its_own_checkpoint(tmp_path):
     make_run(tmp_path / "run", 2, 4)
-    make_run(tmp_path / "branch", 3, torchrun="me")
+    make_run(tmp_path / "branch", 3, torchrun=["me", "gone"])
     branch = str(tmp_path / "branch"), str(tmp_path / "run/checkpoint-2")
-    assert train.find_run(*branch, "me") == (branch[0], f"{branch[0]}/checkpoint-3")
+    assert train.find_run(*branch, ["me"]) == (branch[0], f"{branch[0]}/checkpoint-3")
     with pytest.raises(ValueError, match="holds a run already"):
-        train.find_run(*branch, "another")
-    make_run(tmp_path / "early", torchrun="me", resume=branch[1])  # killed before its first save
-    assert train.find_run(str(tmp_path / "early"), branch[1], "me") == (str(tmp_path / "early"), branch[1])
+        train.find_run(*branch, ["another"])
+    make_run(tmp_path / "early", torchrun=["me", "gone"], resume=branch[1])  # killed before its first save
+    assert train.find_run(str(tmp_path / "early"), branch[1], ["me", "new"]) == (str(tmp_path / "early"), branch[1])
     with pytest.raises(ValueError, match="has no checkpoint of its own yet"):
-        train.find_run(str(tmp_path / "early"), "auto", "another")
+        train.find_run(str(tmp_path / "early"), "auto", ["another"])
     (tmp_path / "out/other").mkdir(parents=True)
     (tmp_path / "out/other/args.json").write_text("{")  # damaged: no reason not to start
-    assert not train.started_by("me", tmp_path / "out/other")
+    assert not train.started_by(["me"], tmp_path / "out/other")
 
 
 def signal_in_evaluation(argv):

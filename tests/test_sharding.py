@@ -1,6 +1,7 @@
 """Ranks, FSDP2 and its flags change nothing but where things are: same losses, same bytes, same exports."""
 
 import filecmp
+import inspect
 import itertools
 import json
 import os
@@ -44,6 +45,8 @@ def plain(job, tmp_path_factory):
 @pytest.mark.parametrize("method, world, flags", [
     *itertools.product(METHODS, [1, 2, 3, 4], [["--fsdp2"]]),
     *itertools.product(METHODS, [3], [["--fsdp2", "--offload"]]),
+    *itertools.product(METHODS, [4], [["--fsdp2", "--replicas", 2]]), ("full", 4, ["--fsdp2", "--replicas", 4]),
+    ("qlora", 4, ["--fsdp2", "--replicas", 2, "--offload", "--no-reshard_after_forward"]),
     ("full", 2, []), ("qlora", 3, []),  # every rank holds the whole model
 ], ids=str)
 def test_ranks_do_not_change_losses_norms_and_weights(job, plain, tmp_path, method, world, flags):
@@ -155,33 +158,33 @@ def vanilla(**changes):
         return lm.Transformer(lm.parse_config(SHAPE | changes))
 
 
-def sharded(qlora, precision="mixed", offload=False):
+def sharded(qlora, precision="mixed", offload=False, replicas=1):
     model = vanilla()
     source = lm.RandomWeights(model, 0, torch.device("cpu"))
     if qlora:
         nf4.quantize_linears_(model.model.layers)
         lm.add_lora_(model, 5, 10, 0.0, lm.LORA_TARGETS)
     train.set_precision_(model, precision)
-    train.shard_(model, torch.device("cpu"), precision, True, True, offload, True)
+    train.shard_(model, torch.device("cpu"), precision, True, True, offload, True, replicas=replicas)
     model.to_empty(device="cpu").tie_()
     lm.load_weights_(model, source, None, 0, torch.device("cpu"), progress=False)
     return model, source
 
 
-def check_nf4_bytes(folder):
-    model, source = sharded(qlora=True)
+def check_nf4_bytes(folder, replicas=1):
+    model, source = sharded(qlora=True, replicas=replicas)
     for name, param in model.named_parameters():
         if name.endswith("weight_codes"):
             stem = name.removesuffix("_codes")
             codes, scales = nf4.quantize(source.rows(stem, 0, param.shape[0]))
             assert torch.equal(param.full_tensor(), codes)
             assert torch.equal(dict(model.named_parameters())[stem + "_scales"].full_tensor(), scales)
-            rows = -(-param.shape[0] // dist.get_world_size())
+            rows = -(-param.shape[0] // (dist.get_world_size() // replicas))
             assert param.to_local().shape[0] <= rows, "a rank holds more than its share"
 
 
-def check_dequantized_after_all_gather(folder):
-    model, source = sharded(qlora=True)
+def check_dequantized_after_all_gather(folder, replicas=1):
+    model, source = sharded(qlora=True, replicas=replicas)
     seen = []
 
     def compare(name, layer):
@@ -266,8 +269,8 @@ def check_update_is_skipped_when_a_gradient_is_infinite(folder):
     assert all(not torch.equal(a, p.to_local()) for a, p in zip(before, trained) if p.to_local().numel())
 
 
-def check_norm_is_global(folder):
-    model, _ = sharded(qlora=False, precision="fp32")
+def check_norm_is_global(folder, replicas=1):
+    model, _ = sharded(qlora=False, precision="fp32", replicas=replicas)
     trained = list(model.parameters())
     for p in trained:
         p.grad = torch.full_like(p, 0.5)
@@ -281,6 +284,11 @@ def check_norm_is_global(folder):
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_nf4_bytes_do_not_depend_on_the_world_size(tmp_path, world):
     on_ranks(world, check_nf4_bytes, tmp_path)
+
+
+@pytest.mark.parametrize("check", [check_nf4_bytes, check_dequantized_after_all_gather, check_norm_is_global])
+def test_replicas_hold_and_do_the_same(tmp_path, check):
+    on_ranks(4, check, tmp_path, 2)
 
 
 def test_nf4_weights_are_bit_equal_after_the_all_gather(tmp_path):
@@ -313,21 +321,35 @@ def test_gradient_norm_is_that_of_all_ranks(tmp_path):
     on_ranks(3, check_norm_is_global, tmp_path)
 
 
-def count_reduce_scatters(argv, counts):
+def count_reductions(argv, counts, late):
+    """Writes [elements of the gradients, whether replicas average them] of each reduce-scatter."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as units
 
-    calls, reduce = [], units.foreach_reduce
-    units.foreach_reduce = lambda *args, **kwargs: calls.append(1) or reduce(*args, **kwargs)
+    seen, reduce, signature = [], units.foreach_reduce, inspect.signature(units.foreach_reduce)
+
+    def counted(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        averaged = given["all_reduce_group"] is not None and given["all_reduce_grads"]
+        seen.append([sum(grad.numel() for grad in given["unsharded_grads"]), averaged])
+        return reduce(*args, **kwargs)
+
+    units.foreach_reduce, train.LATE = counted, late
     train.main(argv)
-    counts.write_text(str(len(calls)))
+    counts.write_text(json.dumps(seen))
 
 
-def test_gradients_are_reduced_once_a_step(job, tmp_path):
-    argv = [str(arg) for arg in [*job, *METHODS["full"], *SPLITS[2], "--fsdp2", "--out", tmp_path / "run"]]
-    codes = start_ranks(2, count_reduce_scatters, (argv, tmp_path / "n"), [tmp_path / "rank0.log", tmp_path / "rank1.log"])
-    assert codes == [0, 0], (tmp_path / "rank0.log").read_text()
-    units = SHAPE["num_hidden_layers"] + 3  # blocks, embedding, head, and the last norm
-    assert int((tmp_path / "n").read_text()) == 3 * units  # three steps of three micro-batches each
+@pytest.mark.parametrize("replicas, late, times", [(1, 1 << 30, 1), (1, 0, 3), (2, 1 << 30, 1), (2, 0, 3)])
+def test_gradients_are_reduced_once_a_step_or_between_replicas(job, tmp_path, replicas, late, times):
+    world = 2 * replicas
+    argv = [*job, *METHODS["full"], *SPLITS[world], "--fsdp2", "--replicas", replicas, "--out", tmp_path / "run"]
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(world)]
+    codes = start_ranks(world, count_reductions, ([str(arg) for arg in argv], tmp_path / "n", late), logs)
+    assert codes == [0] * world, logs[0].read_text()
+    seen = json.loads((tmp_path / "n").read_text())
+    units, n_params = SHAPE["num_hidden_layers"] + 3, sum(p.numel() for p in vanilla().parameters())
+    # blocks, embedding, head and the last norm; three steps of three micro-batches each
+    assert len(seen) == 3 * units * times and sum(n for n, _ in seen) == 3 * times * n_params
+    assert sum(n for n, averaged in seen if averaged) == (replicas > 1) * 3 * n_params
 
 
 # ---------------------------------------------------------------- faults
