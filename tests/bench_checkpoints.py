@@ -355,7 +355,7 @@ def state_rank(folder):
         clocked_(spent, train.Saver, name)
     clocked_(spent, zlib, "crc32")
     clocked_(spent, os, "fsync")
-    saver = train.Saver(folder, 1, False, rank, world, train.Log(None, lambda *_: None, 1, 1.0, device), None)
+    saver = train.Saver(folder, 1, False, rank, world, train.Log(None, lambda *_: None, 1, 1.0, device), None, False, {})
 
     def took(what, work):
         dist.barrier()
