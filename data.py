@@ -197,6 +197,11 @@ class Tokenizer:
         if (processor := self.core.post_processor) is not None:  # some leave blanks out of the offsets, and so of the masks
             processor.__setstate__(re.sub(rb'("trim_offsets": *)true', rb"\1false", bytes(processor.__getstate__())))
             self.core.post_processor = processor
+        # Llama 2's are looked for in the normalized text, behind a blank that is not there (transformers #23833)
+        added = self.core.get_added_tokens_decoder().values()
+        self.core.add_special_tokens([
+            tokenizers.AddedToken(token.content, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
+                                  normalized=False) for token in added if token.special and token.normalized])
         config = {}
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             if (folder / file).exists():
@@ -210,12 +215,16 @@ class Tokenizer:
         added = np.array(encoded.special_tokens_mask, bool)
         first, last = (added.argmin(), len(added) - added[::-1].argmin()) if not added.all() else (len(added), len(added))
         self.before, self.after = encoded.ids[:first], encoded.ids[last:]
+        bos = self.core.token_to_id(named.get("bos_token") or "")
+        if config.get("add_bos_token") and bos is not None and not self.before:  # transformers adds it, tokenizer.json does not
+            self.before = [bos]
         if self.eos is not None and self.after[-1:] != [self.eos]:
             self.after.append(self.eos)
 
         tokens = self.core.get_added_tokens_decoder()
         self.added = tuple(token.content for token in tokens.values())
         special = [token.content for token in tokens.values() if token.special]
+        self.special = np.array(sorted({*(number for number, token in tokens.items() if token.special), *self.stop}), np.int32)
         # a name of the same length for each special token: spans of characters stay what they are
         if len(special) > len(RESERVED) - 2:
             raise ValueError(f"{folder / 'tokenizer.json'}: more than {len(RESERVED) - 2:,} special tokens")
@@ -245,7 +254,7 @@ class Tokenizer:
             raise ValueError(f"chat template ({self.template_from}), line {error.lineno}: {error.message}") from error
         self.variables = {key: value for key, value in named.items() if value is not None}
         self.fingerprint = hashlib.sha256(json.dumps([
-            (folder / "tokenizer.json").read_text("utf-8"), self.variables, template, with_tools
+            (folder / "tokenizer.json").read_text("utf-8"), self.before, self.variables, template, with_tools
         ]).encode()).hexdigest()
 
     def render(self, messages, tools=None, generation_prompt=False):
@@ -296,6 +305,8 @@ class Tokenizer:
         attempts, refused = [messages], None
         if any(True for _ in arguments_of(messages)):
             attempts += [with_arguments(messages, as_text) for as_text in (False, True)]
+        if any("content" not in message for message in messages):  # some templates ask whether it is none
+            attempts += [[{"content": None, **message} for message in attempt] for attempt in attempts]
         for attempt in attempts:
             try:
                 text, spans = self.run_template(attempt, tools)
@@ -317,6 +328,9 @@ class Tokenizer:
         """
         given, tools = self.rename([messages, tools])
         messages, text, spans = self.render_calls(given, tools)
+        calls = [call.get("function", call) for message in messages for call in message.get("tool_calls", ())]
+        if any(str(call.get("name", "")) not in text and as_json(call.get("arguments")) not in text for call in calls):
+            raise BadRow("tool calls", f"chat template ({self.template_from}): leaves out the calls of tools")
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [i for i in turns if (trained is None or trained[i]) and messages[i].get("weight") != 0]  # as OpenAI has it
         if spans and wanted != turns:
@@ -331,10 +345,11 @@ class Tokenizer:
                              "around it; put {% generation %} ... {% endgeneration %} around what the assistant says "
                              "(--chat_template)")
         source = self.source(text, spans)
+        said = [str(tool.get("function", tool).get("name", "")) for tool in tools or ()]
+        said += [str(message["reasoning_content"]).strip() for message in messages if "reasoning_content" in message]
         count = Counter(
             conversations=1, turns=len(wanted), untold=max(0, len(wanted) - len(spans)), spelled=source.renamed is not None,
-            unended=sum(not text[start:stop].rstrip().endswith(self.added) for start, stop in spans),
-            converted=messages is not given,
+            unsaid=any(part not in text for part in said), converted=messages is not given,
         )
         return source, count
 
@@ -378,6 +393,13 @@ class Tokenizer:
             raise BadRow("special tokens", f"a message spells a special token; this tokenizer cannot take {wrong[:3]} as text")
         return plain
 
+    def check(self, source):
+        """BadRow where the template's special tokens do not all come out as such beside those that are text."""
+        if source.renamed is not None:
+            ids = self.plain.encode(source.renamed, add_special_tokens=False).ids
+            if np.isin(ids, self.special).sum() < len(self.renamed.findall(source.renamed)):
+                raise BadRow("special tokens", "a message spells a special token; this tokenizer then takes others for text")
+
     def encode(self, sources):
         """Sources -> an iterator of (ids [n] int32, supervised [n] bool)."""
         encodings = {}
@@ -393,9 +415,11 @@ class Tokenizer:
             else:
                 text = (source.text[start : start + PIECE] for start in range(0, len(source.text), PIECE))
                 ids = np.concatenate([self.encode_piece(piece) for piece in self.cut(text)])
-            mask = np.ones(len(ids), bool) if source.spans is None else tokens_in(encodings.pop(i), source.spans)
+            mask = np.ones(len(ids), bool) if source.spans is None else tokens_in(encodings.pop(i), source.spans, self.special)
             if not source.chat:
                 before, after = self.missing_ends(ids, ids)
+                if self.eos is not None and source.text.rstrip().endswith(self.core.id_to_token(self.eos)):
+                    after = after[:0]  # the text says itself where it ends
                 ids = np.concatenate([before, ids, after])
                 mask = np.concatenate([np.zeros(len(before), bool), mask, np.ones(len(after), bool)])
             yield ids, mask
@@ -412,7 +436,7 @@ class Tokenizer:
     def cut(self, blocks):
         """Blocks of a long text -> pieces of it, 0.5 to 1 million characters, that have the whole text's tokens: cut behind
         a newline where what stands around it has the same tokens together and apart. Some tokenizers have no such places
-        (Llama 2's writes a blank before every text): all in one piece."""
+        (Llama 2's writes a blank before every text): all in one piece, with about 100 bytes of memory a character."""
         def same(left, right):
             return self.encode_piece(left + right).tolist() == [*self.encode_piece(left), *self.encode_piece(right)]
 
@@ -440,8 +464,9 @@ class Tokenizer:
         return next(self.encode([self.source(text, [])]))[0].tolist()
 
 
-def tokens_in(encoded, spans):
-    """[n] bool: the tokens that overlap a span of characters."""
+def tokens_in(encoded, spans, special):
+    """[n] bool: the tokens that overlap a span of characters, but for a special one (ids) that begins before it: that has
+    swallowed blanks."""
     mask = np.zeros(len(encoded), bool)
     for start, stop in spans:
         # a character may belong to no token (a blank that the offsets leave out) and to several (the bytes of an emoji)
@@ -450,6 +475,7 @@ def tokens_in(encoded, spans):
             last = next(t for at in range(stop - 1, start - 1, -1) if (t := encoded.char_to_token(at)) is not None)
             while last + 1 < len(encoded) and encoded.token_to_chars(last + 1)[0] < stop:
                 last += 1
+            first += encoded.token_to_chars(first)[0] < start and encoded.ids[first] in special
             mask[first : last + 1] = True
     return mask
 
@@ -527,14 +553,15 @@ def sharegpt_of(row):
 
 def sharegpt_message(turn):
     said_by, value = turn.get("from"), turn.get("value")
+    rest = {key: turn[key] for key in turn if key not in ("from", "value")}
     if said_by != "function_call":
-        return {"role": SHAREGPT_ROLES.get(str(said_by), said_by), "content": value}
+        return {**rest, "role": SHAREGPT_ROLES.get(str(said_by), said_by), "content": value}
     try:
         calls = json.loads(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRow("tool calls", f"'function_call' must hold JSON: {error}") from error
     calls = calls if isinstance(calls, list) else [calls]
-    return {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return {**rest, "role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def alpaca_of(row):
@@ -569,6 +596,8 @@ def check_messages(messages, key):
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}
         role, content = message.get("role"), message.get("content")
+        if message.get("weight") not in (None, 0, 1):
+            raise BadRow("weight", f"'weight' must be 0 or 1, got {message['weight']!r}")
         if role not in ROLES:
             raise BadRow("roles", f"unknown role {role!r}; expected {', '.join(ROLES)}")
         if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
@@ -598,6 +627,10 @@ def tools_of(row):
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("tools", "'tools' must be a list of JSON schemas")
     return tools or None
+
+
+def as_json(value):
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def arguments_of(messages):
@@ -823,7 +856,11 @@ WORTH = 2**24  # bytes of a file for which one more process, three seconds of st
 def cached(spec, held_out, tokenizer, cache, tick, progress):
     """Folder of a file's documents in the cache, made there if it is missing or damaged. Two processes that want the same
     wait for each other where the file system has locks, and else both make it."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+    def state():  # of the file, which must not change between its hash and its tokens
+        found = None if spec in BUILT_IN else check_file(spec)[0].stat()
+        return found and (found.st_size, found.st_mtime_ns, found.st_ino)
+
+    before, digest = state(), hashlib.sha256(Path(__file__).read_bytes())
     if spec in BUILT_IN:
         for name, text in stdlib_modules():
             digest.update(f"{name}\0{text}\0".encode())
@@ -848,6 +885,8 @@ def cached(spec, held_out, tokenizer, cache, tick, progress):
         part = Path(tempfile.mkdtemp(".part", f"{name}.", folder.parent))
         try:
             report = tokenize(spec, held_out, tokenizer, part, tick, progress)
+            if state() != before:
+                raise ValueError(f"{spec}: has changed while it was read: start again when it is complete")
             sealed = {"report": report, "crc": zlib.crc32(json.dumps(report).encode())}
             (part / "report.json").write_text(json.dumps(sealed))
             part.chmod(0o755)
@@ -902,8 +941,8 @@ def is_whole(folder, tick):
 def tokenize(spec, held_out, tokenizer, folder, tick, progress):
     """Writes a file's documents into a folder, an array a file -> the report: counts, and bad rows by what is wrong.
 
-    tick() is called all the time. ValueError where the file cannot be read. Memory stays flat: some megabytes for each
-    process.
+    tick() is called all the time. ValueError where the file cannot be read. Memory stays flat, some megabytes for each
+    process, unless the tokenizer has to take a .txt in one piece (cut).
     """
     path, kind = (None, None) if spec in BUILT_IN else check_file(spec)
     n_bytes = path.stat().st_size if path else 0
@@ -990,8 +1029,7 @@ def encode_rows(form, tokenizer, rows):
     for line, raw in rows:
         try:
             source, counted = parse_row(raw, form, tokenizer)
-            if source.renamed is not None and tokenizer.plain is None:  # BadRow where there can be none
-                continue
+            tokenizer.check(source)
         except BadRow as error:
             bad.append((error.args[0], line, str(error)))
             continue
@@ -999,6 +1037,10 @@ def encode_rows(form, tokenizer, rows):
         lines.append(line)
         count.update(counted)
     encoded = list(tokenizer.encode(sources))
+    for source, (ids, mask) in zip(sources, encoded):
+        if source.chat:  # the last trained token of a turn, or the one before a newline, should be special
+            ends, special = np.flatnonzero(mask & ~np.append(mask[1:], False)), np.isin(ids, tokenizer.special)
+            count["unended"] += int((~(special[ends] | special[ends - 1])).sum())
     arrays = {"tokens": np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in encoded)]),
               "supervised": np.concatenate([np.zeros(0, bool), *(mask for _, mask in encoded)]),
               "lengths": [len(ids) for ids, _ in encoded], "lines": lines}

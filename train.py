@@ -2147,8 +2147,9 @@ def print_data(args, what, loader, counts, tokenizer):
             "without a token to train on: left out": (n["untrained"], n["rows"], "rows"),
             "not trained on: the template changes the text before them": (n["untold"], n["turns"], "assistant turns"),
             "without a special token at their end: where to stop is not learned": (n["unended"], n["turns"], "assistant turns"),
+            "with tools or thoughts that the template leaves out": (n["unsaid"], n["conversations"], "conversations"),
             "spell a special token, which stays text": (n["spelled"], n["conversations"], "conversations"),
-            "with arguments of tool calls as the template wants them, strings for objects or objects for strings":
+            "with tool calls as the template wants them, strings for objects, objects for strings or none for no content":
                 (n["converted"], n["conversations"], "conversations"),
             "that cannot be trained on: left out": (sum(m for m, _ in count["bad"].values()), n["rows"], "rows"),
         }

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -1294,3 +1295,79 @@ def test_random_conversations_of_a_byte_level_tokenizer_have_the_mask_made_by_ha
     arrays, expected = arrays_of(folder), [by_hand(messages, plain, len) for messages in chats]
     assert arrays["tokens"] == [token for ids, _ in expected for token in ids]
     assert arrays["supervised"] == [on for _, mask in expected for on in mask]
+
+
+# ---------------------------------------------------------------- met in real files and tokenizers
+
+
+def test_special_tokens_that_are_looked_for_in_normalized_text_are_found(tmp_path, cache):
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"<unk>": 0, "<s>": 1, "</s>": 2, **{c: i + 3 for i, c in enumerate(
+        "▁" + string.ascii_lowercase + "<>/|")}}, merges=[], unk_token="<unk>"))
+    core.normalizer = tokenizers.normalizers.Sequence([
+        tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
+    core.add_special_tokens([tokenizers.AddedToken(token, normalized=True) for token in ("<unk>", "<s>", "</s>")])
+    model = tmp_path / "model"  # as Llama 2's
+    model.mkdir()
+    core.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}))
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}")
+    tokenizer = data.Tokenizer(model)
+    for answer in ("yes", "see </s> there"):  # the latter is text to it
+        path = jsonl(tmp_path / "a.jsonl", chat(message("assistant", answer)))
+        ((ids, supervised),) = pieces(opened(path, tokenizer, cache)[0])
+        assert ids.count(2) == 1 and ids[-1] == 2 and supervised[-1]
+    ((ids, _),) = pieces(opened(jsonl(tmp_path / "b.jsonl", {"text": "a b"}), tokenizer, cache)[0])
+    assert ids[0] == 1 and ids[-1] == 2 and ids.count(1) == 1  # BOS by tokenizer_config.json alone
+
+
+def test_calls_that_a_template_leaves_out_are_refused(tmp_path, cache):
+    tokenizer = data.Tokenizer(model_folder(tmp_path, CHATML))
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]
+    row = chat(message("user", "q"), message("assistant", "", tool_calls=calls))
+    with pytest.raises(ValueError, match="leaves out the calls of tools"):
+        opened(jsonl(tmp_path / "a.jsonl", row), tokenizer, cache)
+
+
+def test_thoughts_that_a_template_leaves_out_are_counted(tmp_path, cache):
+    tokenizer = data.Tokenizer(model_folder(tmp_path, CHATML))
+    row = chat(message("user", "q"), message("assistant", "a", reasoning_content="because"))
+    assert opened(jsonl(tmp_path / "a.jsonl", row), tokenizer, cache)[1]["unsaid"] == 1
+
+
+def test_template_that_asks_for_none_gets_it(tmp_path, cache):
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n"
+                "{% if m['content'] is none %}{{ m.tool_calls[0].function.name }}{% else %}{{ '' + m['content'] }}{% endif %}"
+                "<|im_end|>{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    row = chat(message("user", "q"), {"role": "assistant", "content": None, "tool_calls": calls})
+    tokenizer = data.Tokenizer(model_folder(tmp_path, template))
+    assert trained_on(jsonl(tmp_path / "a.jsonl", row), tokenizer, cache) == [
+        f"{START}user\nq{END}{START}assistant\n⟦weather{END}⟧"]
+
+
+def test_sharegpt_turn_of_weight_0_is_context(tiny, tmp_path, cache):
+    row = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "wrong", "weight": 0},
+                             {"from": "human", "value": "q"}, {"from": "gpt", "value": "right"}]}
+    (text,) = trained_on(jsonl(tmp_path / "a.jsonl", row), tiny, cache)
+    assert f"⟦right{END}⟧" in text and text.count("⟦") == 1
+
+
+def test_file_that_changes_while_it_is_read_is_refused_and_not_cached(tiny, tmp_path, cache, monkeypatch):
+    path, tokenize = Path(jsonl(tmp_path / "a.jsonl", {"text": "one"})), data.tokenize
+
+    def grow(*args):
+        with open(path, "a") as file:
+            file.write('{"text": "two"}\n')
+        return tokenize(*args)
+
+    monkeypatch.setattr(data, "tokenize", grow)
+    with pytest.raises(ValueError, match="has changed while it was read"):
+        opened(path, tiny, cache)
+    assert not [entry for entry in Path(cache).iterdir() if entry.is_dir()]
+
+
+def test_text_that_ends_in_eos_and_a_newline_gets_no_other(tiny, tmp_path, cache):
+    ((ids, _),) = pieces(opened(jsonl(tmp_path / "a.jsonl", {"text": f"a{END}\n"}), tiny, cache)[0])
+    assert ids.count(1) == 1

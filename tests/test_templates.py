@@ -74,7 +74,13 @@ def test_tokens_and_mask_are_those_of_transformers(load, template):
     tokenizer, wrong = load(CHAT / f"{template}.jinja"), []
     for case in GOLDENS["cases"]:
         if case["template"] == template and "ids" in case:
-            ids, mask = encode_row(tokenizer, GOLDENS["conversations"][case["conversation"]])
+            row = GOLDENS["conversations"][case["conversation"]]
+            calls = any(message.get("tool_calls") for message in row["messages"])
+            if template == "chatml_generation" and calls and case["conversation"] != "think_and_call":  # it says clock
+                with pytest.raises(data.BadRow, match="leaves out the calls"):  # where transformers trains on an empty answer
+                    encode_row(tokenizer, row)
+                continue
+            ids, mask = encode_row(tokenizer, row)
             mask = [int(m) for m in mask]
             if list(ids) != case["ids"] or mask != case.get("mask", mask):
                 wrong.append(case["conversation"])
