@@ -856,20 +856,21 @@ WORTH = 2**24  # bytes of a file for which one more process, three seconds of st
 def cached(spec, held_out, tokenizer, cache, tick, progress):
     """Folder of a file's documents in the cache, made there if it is missing or damaged. Two processes that want the same
     wait for each other where the file system has locks, and else both make it."""
+    path, kind = (None, spec) if spec in BUILT_IN else check_file(spec)
+
     def state():  # of the file, which must not change between its hash and its tokens
-        found = None if spec in BUILT_IN else check_file(spec)[0].stat()
+        found = path and path.stat()
         return found and (found.st_size, found.st_mtime_ns, found.st_ino)
 
     before, digest = state(), hashlib.sha256(Path(__file__).read_bytes())
-    if spec in BUILT_IN:
+    if path is None:
         for name, text in stdlib_modules():
             digest.update(f"{name}\0{text}\0".encode())
     else:
-        with open(check_file(spec)[0], "rb") as file:
+        with open(path, "rb") as file:
             while block := file.read(2**22):
                 digest.update(block)
                 tick()
-    kind = spec if spec in BUILT_IN else check_file(spec)[1]
     digest.update(json.dumps([kind, held_out, tokenizer.fingerprint, tokenizers.__version__, jinja2.__version__]).encode())
     name = digest.hexdigest()[:32]
     folder = Path(cache, name)
@@ -924,18 +925,19 @@ def read_report(folder):
 def is_whole(folder, tick):
     """Whether a folder of the cache holds what its report says, to the byte."""
     try:
-        report = read_report(folder)
-        for name in ARRAYS:
-            crc = 0
-            with open(folder / name, "rb") as file:
-                while block := file.read(2**22):
-                    crc = zlib.crc32(block, crc)
-                    tick()
-            if crc != report["crc"][name]:
-                return False
+        crc = read_report(folder)["crc"]
+        return all(crc_of(folder / name, tick) == crc[name] for name in ARRAYS)
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return True
+
+
+def crc_of(path, tick=lambda: None):
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            crc = zlib.crc32(block, crc)
+            tick()
+    return crc
 
 
 def tokenize(spec, held_out, tokenizer, folder, tick, progress):
@@ -1051,14 +1053,18 @@ def encode_text(tokenizer, text):
     return len(text), tokenizer.encode_piece(text)
 
 
+def n_cores():
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 @contextlib.contextmanager
 def workers(n_bytes, tokenizer):
     """-> run(function, tasks), which yields function(tokenizer, task) of each in order, on all cores where that pays.
 
     The processes come from a fork server: they share none of this one's threads, sockets or GPU.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    n = min(cores, 16, n_bytes // WORTH)
+    n = min(n_cores(), 16, n_bytes // WORTH)
     if n < 2:
         yield lambda function, tasks: (function(tokenizer, task) for task in tasks)
         return

@@ -282,8 +282,7 @@ def init_processes(distributed, timeout=1800.0):
     elif distributed:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     # torchrun sets OMP_NUM_THREADS=1, which would leave the CPU's products and the offloaded AdamW on one core a rank
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // local_world))
+    torch.set_num_threads(max(1, data.n_cores() // local_world))
     if local_rank:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # the first process of a node shows them for all
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -547,8 +546,9 @@ def shard_(model, device, precision, reshard, shard_embeddings, offload_params, 
     """
     shard_bytes_on_old_torch_()
     world = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (world,))
-    if replicas > 1:
+    if replicas == 1:
+        mesh = init_device_mesh(device.type, (world,))
+    else:
         mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype,
@@ -1587,14 +1587,6 @@ class Saver:
                 shutil.rmtree(gone)
 
 
-def crc_of(path):
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 24):
-            crc = zlib.crc32(chunk, crc)
-    return crc
-
-
 def find_run(out, resume, launchers):
     """--out, --resume and the torchrun that has started this run again, if any -> (folder of the run, checkpoint to
     continue from or None). ValueError where a run would be overwritten, or there is nothing to continue."""
@@ -1685,7 +1677,7 @@ def read_state(folder, rank, world):
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"{path}: expected a plain file; {REMOVE}")
     for name, (size, crc) in list(files.items())[rank::world]:
-        if found[name].stat().st_size != size or crc_of(found[name]) != crc:
+        if found[name].stat().st_size != size or data.crc_of(found[name]) != crc:
             raise ValueError(f"{found[name]}: damaged since it was written; {REMOVE}")
     return state
 

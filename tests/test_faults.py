@@ -135,7 +135,7 @@ def rewrite(change, holding="random.1.cpu"):
 
 def put_right(path):
     """Writes a spoilt shard's size and checksum to trainer_state.json."""
-    edit(lambda state: state["files"].update({path.name: [path.stat().st_size, train.crc_of(path)]}))(path.parent)
+    edit(lambda state: state["files"].update({path.name: [path.stat().st_size, data.crc_of(path)]}))(path.parent)
 
 
 class Bomb:

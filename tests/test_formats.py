@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from conftest import pieces
 from test_data import CHATML, HERE, LLAMA2, VOCAB, jsonl, model_folder
 from tokenizers.processors import TemplateProcessing
 
@@ -49,10 +50,6 @@ def opened(path, tokenizer, cache, seq_len=4096, **options):
 
 def arrays_of(folder):
     return {name: np.fromfile(folder / name, kind).tolist() for name, kind in data.ARRAYS.items()}
-
-
-def pieces(documents):
-    return [tuple(array.tolist() for array in documents.piece(i)) for i in range(len(documents.start))]
 
 
 def marked(tokenizer, ids, supervised):
