@@ -1256,22 +1256,24 @@ def pack(lengths, seq_len):
 @dataclass
 class Batch:
     """A micro-batch of one rank. tokens, targets (IGNORE where untrained), positions: [B, T] int64. keep_S: flat
-    indices of the targets. spans: (start, stop) of each document in the flattened tokens, on the host, or model.Packed."""
+    indices of the targets. spans: (start, stop) of each document in the flattened tokens, on the host, or model.Packed.
+    With n_pieces above 1 the grids are [1, N / n_pieces], one of the pieces of all N tokens, and spans are of all."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
     keep_S: torch.Tensor
     spans: list | Packed
+    n_pieces: int = 1
 
     def each(self, move, spans):
         if isinstance(spans, Packed):
             spans = spans._replace(bounds=move(spans.bounds))
-        return Batch(*(move(getattr(self, field.name)) for field in fields(self)[:4]), spans)
+        return Batch(*(move(getattr(self, field.name)) for field in fields(self)[:4]), spans, self.n_pieces)
 
     def pin(self):
         """For a GPU: in pinned memory, from where a copy runs beside everything else; unequal documents packed."""
-        lengths, n_tokens = {stop - start for start, stop in self.spans}, self.tokens.numel()
+        lengths, n_tokens = {stop - start for start, stop in self.spans}, self.tokens.numel() * self.n_pieces
         whole = len(lengths) == 1 and lengths.pop() * len(self.spans) == n_tokens
         return self.each(torch.Tensor.pin_memory, self.spans if whole else pack_spans(self.spans, n_tokens))
 
@@ -1287,12 +1289,14 @@ class Loader:
     """Rows of documents in an order that depends on seed and epoch alone; `step(n)` can be asked for any n.
 
     batch_size is rows per rank and micro-batch. Row g of a step's global batch goes to micro-batch g // (B * world),
-    rank g // B % world.
+    rank g // B % world. With n_pieces above 1 a "rank" is a group of so many ranks that follow one another: each gets one
+    piece of the group's tokens.
     """
 
-    def __init__(self, documents, seq_len, packing, batch_size, rank, world, seed, shuffle=True):
+    def __init__(self, documents, seq_len, packing, batch_size, rank, world, seed, shuffle=True, n_pieces=1):
         self.documents, self.seq_len, self.packing = documents, seq_len, packing
-        self.batch_size, self.rank, self.world, self.seed, self.shuffle = batch_size, rank, world, seed, shuffle
+        self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
+        self.rank, self.world, self.piece, self.n_pieces = rank // n_pieces, world // n_pieces, rank % n_pieces, n_pieces
         lengths = documents.stop - documents.start - 1
         self.rows = pack(lengths, seq_len) if packing else np.arange(len(lengths))[:, None]
         starts = np.cumsum([0, *map(len, self.rows)])[:-1]
@@ -1344,8 +1348,9 @@ class Loader:
         """Row numbers -> Batch on the CPU. No rows make a row of one padding token."""
         T = self.seq_len if self.packing else max((int(self.per_row[row, 1]) for row in rows), default=1)
         B = max(len(rows), 1)
-        tokens, positions = np.zeros((2, B * T), np.int64)
-        targets, spans = np.full(B * T, IGNORE, np.int64), []
+        N = B * T + -B * T % self.n_pieces
+        tokens, positions = np.zeros((2, N), np.int64)
+        targets, spans = np.full(N, IGNORE, np.int64), []
         for b, row in enumerate(rows):
             at = b * T
             for document in self.rows[row]:
@@ -1356,8 +1361,11 @@ class Loader:
                 targets[span] = np.where(supervised[1:], ids[1:], IGNORE)
                 spans.append((span.start, span.stop))
                 at = span.stop
+        if self.n_pieces > 1:
+            B, T = 1, N // self.n_pieces
+            tokens, targets, positions = (a[self.piece * T : self.piece * T + T] for a in (tokens, targets, positions))
         grids = [torch.from_numpy(a.reshape(B, T)) for a in (tokens, targets, positions)]
-        return Batch(*grids, torch.from_numpy((targets != IGNORE).nonzero()[0]), spans)
+        return Batch(*grids, torch.from_numpy((targets != IGNORE).nonzero()[0]), spans, self.n_pieces)
 
 
 GREEN, NO_COLOUR = "\033[32m", "\033[0m"

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -283,11 +284,56 @@ def pack_spans(spans, n_tokens):
     return Packed(spans, bounds, int(bounds.diff().max()))
 
 
+class Split(NamedTuple):
+    """The documents of rows that the ranks of a group share, each an equal piece of the flattened tokens."""
+
+    spans: list | Packed  # of all the pieces, one after the other
+    group: dist.ProcessGroup
+
+
+class AllToAll(torch.autograd.Function):
+    """[S, ...] -> [S, ...] on the S ranks of a group: row i goes to rank i, and row i of the result came from there. Done
+    twice it changes nothing, so the gradient goes the same way."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, out = group, torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad.contiguous(), ctx.group), None
+
+
+def shared_kv_heads(c, n_ranks):
+    """Key heads of all ranks together, copies counted: the fewest that can be dealt out as evenly as the query heads."""
+    return math.lcm(c.num_key_value_heads, n_ranks)
+
+
+def attend_split(q_BTHK, k_BTGK, v_BTGK, split):
+    """attend() of rows whose tokens lie on several ranks (Ulysses, arXiv:2309.14509): one all-to-all turns a piece of the
+    tokens with all heads into all tokens with a share of the heads, one turns the result back. What a rank sends, two
+    bytes x tokens x (2*H + 2*G) * K / S, falls with the ranks as its products do; the pieces need no mask of their own.
+    """
+    (B, T, H, K), S = q_BTHK.shape, split.group.size()
+    copies = math.lcm(k_BTGK.shape[2], S) // k_BTGK.shape[2]  # of a key head that query heads of several ranks look at
+    if copies > 1:
+        k_BTGK, v_BTGK = (t.repeat_interleave(copies, 2) for t in (k_BTGK, v_BTGK))
+    parts = [t.reshape(B * T, S, -1, K).transpose(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK)]
+    qkv = AllToAll.apply(torch.cat(parts, 2), split.group).flatten(0, 1)
+    q, k, v = (t[None] for t in qkv.split([part.shape[2] for part in parts], 1))
+    out = AllToAll.apply(attend(q, k, v, split.spans).view(S, B * T, -1), split.group)
+    return out.transpose(0, 1).reshape(B, T, H * K)
+
+
 def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     """Causal attention inside each (start, stop) of the flattened B*T tokens; outside (padding) any finite numbers.
 
     Packed spans run as one FlashAttention over all documents, where the dtype allows it.
     """
+    if isinstance(spans, Split):
+        return attend_split(q_BTHK, k_BTGK, v_BTGK, spans)
     B, T, H, K = q_BTHK.shape
     q, k, v = (t.reshape(B * T, -1, K) for t in (q_BTHK, k_BTGK, v_BTGK))
     if isinstance(spans, Packed):
@@ -535,6 +581,7 @@ class Transformer(nn.Module):
         self.config = c
         self.compute_dtype = torch.float32
         self.activation_hooks = None  # a context manager around the blocks: train.py's activation offload
+        self.sequence_group = None  # the ranks that share the rows of a batch: --sequence_parallel
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(c.vocab_size, c.hidden_size),
             "layers": nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers)),
@@ -551,9 +598,13 @@ class Transformer(nn.Module):
     def forward(self, tokens_BT, targets_BT=None, positions_BT=None, spans=None, keep_S=None):
         """tokens [B, T] -> summed loss over the supervised tokens; without targets logits [B, T, V].
 
-        positions restart at 0 in every document; spans are the documents' (start, stop) in the flattened tokens.
+        positions restart at 0 in every document; spans are the documents' (start, stop) in the flattened tokens. With a
+        sequence_group these are this rank's piece of the tokens and the spans of the whole; without positions, tokens
+        are whole rows all the same.
         """
         B, T = tokens_BT.shape
+        if positions_BT is not None and self.sequence_group is not None:
+            spans = Split(spans, self.sequence_group)
         if positions_BT is None:
             positions_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
             spans = [(row * T, row * T + T) for row in range(B)]

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import uuid
 import warnings
 import weakref
@@ -131,6 +132,8 @@ def parse_args(argv=None):
         "only while in use; a tied pair stays gathered (default: on)")
     add("--replicas", type=whole, default=1, metavar="N", help="copies of the sharded model, each over world / N "
         "ranks that follow one another, as those of a node do; gradients are averaged between them (default: 1)")
+    add("--sequence_parallel", type=whole, default=1, metavar="N", help="each row is split over N ranks that follow one "
+        "another; --batch_size is then rows of these N together (default: 1)")
     add("--offload", nargs="*", choices=("activations", "params"), help="activations: what a checkpointed block keeps "
         "waits in host memory; params: weights, gradients and optimizer live there (default: none; bare: all that applies)")
     add("--activation_checkpointing", action=yes_no, default=True,
@@ -151,7 +154,8 @@ def parse_args(argv=None):
         "step (default: off)")
 
     add = parser.add_argument_group("schedule").add_argument
-    add("--batch_size", type=whole, default=1, help="rows per rank and micro-batch (default: 1)")
+    add("--batch_size", type=whole, default=1, help="rows per rank and micro-batch, or per group of --sequence_parallel "
+        "(default: 1)")
     add("--grad_accum", type=whole, default=1, help="micro-batches per step (default: 1)")
     add("--steps", type=whole, help="optimizer steps (default: from --epochs)")
     add("--epochs", type=positive_float, default=1.0, help="passes over the data, unless --steps is given (default: 1)")
@@ -433,7 +437,7 @@ def keep_freed_memory():
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
-def choose_attention_(c, n_tokens, dtype, device, rank, world):
+def choose_attention_(c, n_tokens, dtype, device, rank, world, n_ranks=1):
     """Times FlashAttention and cuDNN's on a row of one document, forward and backward, and turns the slower one off ->
     what to say of it. On Hopper cuDNN is ahead at long rows; packed rows have a kernel for documents, FlashAttention's."""
     if device.type != "cuda":
@@ -441,7 +445,7 @@ def choose_attention_(c, n_tokens, dtype, device, rank, world):
     if dtype is torch.float32:
         return "a call for each document, in float32 by the memory-efficient kernel"
     milliseconds, n_tokens = {}, min(n_tokens, 16384)
-    shapes = (c.num_attention_heads, *[c.num_key_value_heads] * 2)
+    shapes = (c.num_attention_heads // n_ranks, *[lm.shared_kv_heads(c, n_ranks) // n_ranks] * 2)
     q, k, v = (torch.randn(1, n, n_tokens, c.head_dim, device=device, dtype=dtype, requires_grad=True) for n in shapes)
     for name, backend in (("FlashAttention", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
@@ -980,6 +984,7 @@ def plan(args, c, world, tokens, cuda):
     size = 4 if args.precision == "fp32" else 2  # bytes of a number in products; next: in what trains, and on the wire
     kept = reduced = 2 if args.precision == "bf16" else 4
     shards = world // args.replicas if args.fsdp2 else 1
+    split = args.sequence_parallel > 1
 
     # ---- parameters, as lists of (rows, width)
     mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
@@ -1050,6 +1055,9 @@ def plan(args, c, world, tokens, cuda):
 
     attention = size * (2 * q + 2 * kv + len(targets) * (args.lora_rank or 0)) + normed * D + 4 * c.num_attention_heads
     attention += inputs("q_proj", "k_proj", "v_proj") + (inputs("o_proj") if args.lora_dropout else 0)
+    # between the all-to-alls: key heads with their copies, and what goes and comes beside what is kept
+    exchanged = split * size * (q + 2 * lm.shared_kv_heads(c, args.sequence_parallel) * c.head_dim)
+    attention += exchanged and exchanged - size * (q + 2 * kv) + inputs("o_proj") * (not args.lora_dropout)
     if c.model_type == "qwen3":
         attention += (size + normed) * (q + kv)
     feed = size * 3 * F + normed * D + inputs("gate_proj", "up_proj")
@@ -1064,7 +1072,7 @@ def plan(args, c, world, tokens, cuda):
     recomputed = size * args.qlora * args.activation_checkpointing
     reused_attention = recomputed * (2 * q + 2 * kv) * D
     reused_mlp = recomputed * 2 * F * D * (not args.tiled_mlp)
-    in_attention = N * (attention + size * (D + q) + size * (q + 2 * kv) + kernel) + reused_attention
+    in_attention = N * (attention + size * (D + q) + max(size * (q + 2 * kv), 2 * exchanged) + kernel) + reused_attention
     in_mlp = N * (attention + middle + feed + size * D) + max(N * in_feed, N * (down + size * F) + weight)
     in_mlp += reused_attention + reused_mlp
     saved, tile = N * (attention + 2 * middle + feed + down), min(args.tiled_mlp or N, N)
@@ -1147,13 +1155,19 @@ def plan(args, c, world, tokens, cuda):
     return moments, host
 
 
+def tokens_of(args, length, of=None):
+    """Tokens of a rank's micro-batch of rows of `length`; or `length` is that of the flags `of`, which args change."""
+    length = length if of is None else length * of.sequence_parallel // of.batch_size
+    return -(-args.batch_size * length // args.sequence_parallel)
+
+
 def peak_of(moments):
     """(name of the largest moment, its bytes)."""
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
     return name, sum(moments[name].values())
 
 
-def cheaper(args, world, tokens, cuda):
+def cheaper(args, c, world, tokens, cuda):
     """[(flags, {name: value of them})]: what may lower the peak and is not in use, cheapest in time first. Added to the
     command line, each is accepted; offloading is no choice on a CPU, whose memory is the host's."""
     full, fused = not (args.lora or args.qlora), "" if args.fused_adamw else "--fused_adamw "
@@ -1175,6 +1189,10 @@ def cheaper(args, world, tokens, cuda):
         ("--ce_chunk 256", args.chunked_ce and args.ce_chunk > 256, {"ce_chunk": 256}),
         (f"--batch_size 1 --grad_accum {args.batch_size * args.grad_accum}", args.batch_size > 1 and not
          args.optim_in_backward, {"batch_size": 1, "grad_accum": args.batch_size * args.grad_accum}),
+        *((f"--sequence_parallel {n} --grad_accum {n // args.sequence_parallel * args.grad_accum}",
+           n % args.sequence_parallel == 0 and not args.optim_in_backward and world % n == 0 == c.num_attention_heads % n,
+           {"sequence_parallel": n, "grad_accum": n // args.sequence_parallel * args.grad_accum})
+          for n in range(args.sequence_parallel + 1, min(world, 8) + 1)),  # inside a node
         ("--optim_in_backward --clip 0", args.grad_accum == 1 and args.clip and full, {"optim_in_backward": True, "clip": 0}),
         (fused + "--precision bf16 --stochastic_rounding", args.precision != "bf16" and full,
          {"precision": "bf16", "stochastic_rounding": True, "fused_adamw": True}),
@@ -1190,13 +1208,13 @@ def cheaper(args, world, tokens, cuda):
 def peak_with(args, c, world, tokens, cuda, *changes):
     """Bytes of the peak with other values of some flags."""
     changed = argparse.Namespace(**functools.reduce(dict.__or__, changes, vars(args)))
-    return peak_of(plan(changed, c, world, tokens // args.batch_size * changed.batch_size, cuda)[0])[1]
+    return peak_of(plan(changed, c, world, tokens_of(changed, tokens, args), cuda)[0])[1]
 
 
 def savings(args, c, world, tokens, cuda):
     """{flags: GiB that they save by themselves}, cheapest in time first."""
     now = peak_with(args, c, world, tokens, cuda)
-    offers = cheaper(args, world, tokens, cuda)
+    offers = cheaper(args, c, world, tokens, cuda)
     saved = {flags: now - peak_with(args, c, world, tokens, cuda, changes) for flags, changes in offers}
     return {flags: n / 2**30 for flags, n in saved.items() if n > 0.005 * now}
 
@@ -1206,7 +1224,7 @@ def way_to_fit(args, c, world, tokens, cuda, room):
     -> (flags, peak, bytes of host memory)."""
 
     def offers(changed):
-        return dict(cheaper(changed, world, tokens // args.batch_size * changed.batch_size, cuda))
+        return dict(cheaper(changed, c, world, tokens_of(changed, tokens, args), cuda))
 
     def adopt(added):  # one by one: what is possible depends on those before; None where one is not
         changed = args
@@ -1230,7 +1248,7 @@ def way_to_fit(args, c, world, tokens, cuda, room):
         if changed and peak(changed) <= room:
             added, now = fewer, peak(changed)
     changed = adopt(added)
-    host = sum(plan(changed, c, world, tokens // args.batch_size * changed.batch_size, cuda)[1].values())
+    host = sum(plan(changed, c, world, tokens_of(changed, tokens, args), cuda)[1].values())
     return [flags for flags in added if not any(flags + " " in other for other in added)], now, host
 
 
@@ -1273,9 +1291,17 @@ def print_plan(args, c, world, tokens, cuda, room, place, host_room=None):
           "--seq_len or a smaller model"))
 
 
-def check_replicas(replicas, world):
-    if world % replicas:
-        raise ValueError(f"--replicas {replicas}: {world} ranks cannot be dealt out to so many equal groups")
+def check_groups(args, c, world):
+    """ValueError where the ranks, or the heads of the model, cannot be dealt out evenly."""
+    if world % args.replicas:
+        raise ValueError(f"--replicas {args.replicas}: {world} ranks cannot be dealt out to so many equal groups")
+    n_ranks, heads = args.sequence_parallel, c.num_attention_heads
+    if world % n_ranks:
+        raise ValueError(f"--sequence_parallel {n_ranks}: {world} ranks cannot be dealt out to groups of so many")
+    if heads % n_ranks:
+        fit = [str(n) for n in range(1, world + 1) if world % n == 0 == heads % n]
+        raise ValueError(f"--sequence_parallel {n_ranks}: each rank of a group takes an equal share of the {heads} attention "
+                         f"heads; what divides them and the {world} ranks: {', '.join(fit)}")
 
 
 def dry_run(args):
@@ -1286,11 +1312,23 @@ def dry_run(args):
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
         if args.adapter:
             _, args.lora_rank, _, args.lora_targets = lm.open_adapter(args.adapter)
-        check_replicas(args.replicas, args.world or 1)
+        check_groups(args, config, args.world or 1)
     except (ValueError, OSError) as error:
         raise SystemExit(f"train.py: error: {error}") from error
-    room = args.gpu_gib and args.gpu_gib * 2**30
-    print_plan(args, config, args.world or 1, args.batch_size * args.seq_len, True, room, "--gpu_gib")
+    room, world = args.gpu_gib and args.gpu_gib * 2**30, args.world or 1
+    shards = world // args.replicas if args.fsdp2 else 1
+    whole, read, most = (n / 2**30 for n in weights_read(config, shards))
+    print(f"start-up: rank 0 reads {read:.2f} of the checkpoint's {whole:.2f} GiB, at most {most:.2f} of it in host memory "
+          "at a time" + f"; {world // shards} ranks read the same" * (world > shards))
+    print_plan(args, config, world, tokens_of(args, args.seq_len), True, room, "--gpu_gib")
+
+
+def weights_read(c, shards):
+    """Bytes of (the checkpoint, what rank 0 reads of it, its rows of the largest tensor)."""
+    with torch.device("meta"):
+        params = list(lm.Transformer(c).parameters())
+    rows = [-(-len(p) // shards) * p[0].numel() for p in params]
+    return tuple(n * c.dtype.itemsize for n in (sum(p.numel() for p in params), sum(rows), max(rows)))
 
 
 def room_for(device, gpu_gib):
@@ -2079,6 +2117,9 @@ def print_start(args, model, source, device, world, n_trained, defer_sync, pin, 
         ("fsdp2", args.fsdp2, f"{model.config.num_hidden_layers} blocks sharded over {world // args.replicas} rank(s)"
          + f", {args.replicas} replicas of them" * (args.replicas > 1),
          "each rank holds the whole model" + ", gradients are averaged" * (world > 1)),
+        ("sequence_parallel", args.sequence_parallel > 1, f"rows are split over {args.sequence_parallel} ranks, each of which "
+         f"attends with {model.config.num_attention_heads // args.sequence_parallel} of "
+         f"{model.config.num_attention_heads} heads", "each rank has rows of its own"),
         ("reshard_after_forward", args.fsdp2 and args.reshard_after_forward,
          "gathered blocks but the last are freed until the backward", "nothing is freed between forward and backward"),
         ("shard_embeddings", args.fsdp2 and args.shard_embeddings and not tied, "gathered only while in use",
@@ -2279,9 +2320,9 @@ def run(args, at, device, rank, world, store):
 
     # ---- what the user gave: config, checkpoint, adapter, data. All of it is checked before anything is allocated
     with agreed():
-        check_replicas(args.replicas, world)
         raw_config, tokenizer_folder, weights_folder, base = find_model(args.model, args.random_init)
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
+        check_groups(args, config, world)
         if config.sliding_window and args.seq_len > config.sliding_window:
             raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which "
                              "is not implemented; up to that many tokens it changes nothing")
@@ -2322,13 +2363,16 @@ def run(args, at, device, rank, world, store):
                 config.vocab_size, args.min_supervised) if what else (None, None)
             counts.append(count)
             shape = args.seq_len, args.packing, args.batch_size
-            loaders.append(data.Loader(documents, *shape, rank, world, args.seed) if what else None)
+            loaders.append(data.Loader(documents, *shape, rank, world, args.seed, n_pieces=args.sequence_parallel)
+                           if what else None)
     loader, eval_loader = loaders
     with agreed():
-        per_step = args.batch_size * args.grad_accum * world
+        groups = world // args.sequence_parallel
+        per_step = args.batch_size * args.grad_accum * groups
         if len(loader.rows) < per_step:
             raise ValueError(f"a step takes {per_step} rows (--batch_size {args.batch_size} x --grad_accum "
-                             f"{args.grad_accum} x {world} ranks) and the data makes {len(loader.rows)} of --seq_len "
+                             f"{args.grad_accum} x {groups} {'ranks' if groups == world else 'groups of ranks'}) and the "
+                             f"data makes {len(loader.rows)} of --seq_len "
                              f"{args.seq_len}: lower one of the four or give more data")
     if rank == 0:
         for what, one, count in zip((args.data, args.eval_data), loaders, counts):
@@ -2370,7 +2414,7 @@ def run(args, at, device, rank, world, store):
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # a gradient that is not reduced yet is a whole one, 4 bytes a parameter: little for adapters, 280 GB for a 70B
     defer_sync = not args.fsdp2 or n_trained * 4 <= LATE
-    move(at, "loading weights", config=config, tokens=args.batch_size * loader.longest)
+    move(at, "loading weights", config=config, tokens=tokens_of(args, loader.longest))
     cuda, card = device.type == "cuda", room_for(device, args.gpu_gib)
     planned = args if cuda else argparse.Namespace(  # on a CPU there is nothing to move activations from
         **{**vars(args), "offload": [what for what in args.offload if what != "activations"]})
@@ -2378,7 +2422,7 @@ def run(args, at, device, rank, world, store):
     moments, host = plan(planned, config, world, at["tokens"], cuda)
     # pinned memory cannot be swapped or reclaimed: where it would take nearly all, slower copies are the better choice
     pin = cuda and sum(host.values()) < 0.8 * (host_share() or math.inf)
-    attention = choose_attention_(config, args.seq_len, model.compute_dtype, device, rank, world)
+    attention = choose_attention_(config, args.seq_len, model.compute_dtype, device, rank, world, args.sequence_parallel)
     if rank == 0:
         print_start(args, model, source, device, world, n_trained, defer_sync, pin, attention)
         print_plan(planned, config, world, at["tokens"], cuda, card,
@@ -2392,6 +2436,8 @@ def run(args, at, device, rank, world, store):
         lm.tile_feed_forward_(model, args.tiled_mlp)
     if args.activation_checkpointing:
         checkpoint_activations_(model, preserve_rng=bool(args.lora_dropout))
+    if args.sequence_parallel > 1:
+        model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=timedelta(seconds=args.timeout + 60))
     if args.fsdp2:
         shard_(model, device, args.precision, args.reshard_after_forward, args.shard_embeddings,
                "params" in args.offload, args.chunked_ce, pin, args.replicas)
@@ -2622,6 +2668,9 @@ if __name__ == "__main__":
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # FSDP2's mesh keeps gloo's threads beyond destroy_process_group(); one of them freeing a tensor while the interpreter

@@ -281,7 +281,7 @@ def planned(flags, world):
     args = train.parse_args([*flags, "--dry_run"])
     args.precision = args.precision or "mixed"
     config = lm.parse_config(train.find_model(args.model, random_init=True)[0])
-    given = args, config, world, args.batch_size * args.seq_len
+    given = args, config, world, train.tokens_of(args, args.seq_len)
     moments, host = train.plan(*given, cuda=True)
     _, unpinned = train.plan(*given, cuda=False)  # a run takes that where pinned memory would be too much
     return train.peak_of(moments)[1], sum(host.values()), sum(unpinned.values())

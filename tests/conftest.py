@@ -6,6 +6,7 @@ They run train.main() on gloo, exactly as torchrun would start it.
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
@@ -45,6 +47,8 @@ def pytest_collection_modifyitems(items):
 
 
 def start_rank(rank, world, port, function, args, log):
+    trace = open(f"{log}.trace", "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR2, trace)  # where each thread stands, asked for when the rank hangs
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")  # gloo, on any machine
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
         os.environ[name] = str(value)
@@ -68,8 +72,14 @@ def start_ranks(world, function, args, logs, timeout=120):
         process.join(timeout)
         if process.is_alive():
             for hung in ranks:
+                if hung.is_alive():
+                    os.kill(hung.pid, signal.SIGUSR2)
+            time.sleep(1)
+            for hung in ranks:
                 hung.kill()
-            raise TimeoutError(f"{function} {args} on {world} ranks hung. Rank 0 said:\n{logs[0].read_text()}")
+            said = [f"rank {r}, exit code {ranks[r].exitcode}:\n{log.read_text()}\n{Path(f'{log}.trace').read_text()}"
+                    for r, log in enumerate(logs)]
+            raise TimeoutError(f"{function} {args} on {world} ranks hung\n" + "\n".join(said))
     return [process.exitcode for process in ranks]
 
 
@@ -201,6 +211,7 @@ def start_fake_group(world):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
         setattr(dist, name, alone)
+    dist.all_to_all_single = lambda output, given, **_: output.copy_(given[:1].expand_as(given))
 
 
 def count_flops(function):

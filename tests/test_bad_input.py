@@ -637,6 +637,14 @@ def test_replicas_that_the_ranks_do_not_make_are_refused(refused):
     assert_says(refused("tiny", "--fsdp2", "--replicas", 3, "--dry_run", "--world", 8), "--replicas 3", "8 ranks")
 
 
+def test_groups_of_ranks_that_cannot_share_the_rows_are_refused(refused):
+    assert_says(refused("tiny", "--sequence_parallel", 2), "--sequence_parallel 2", "1 ranks")
+    assert_says(refused("tiny", "--sequence_parallel", 4, "--dry_run", "--world", 6), "--sequence_parallel 4", "6 ranks")
+    # 14 query heads
+    assert_says(refused("qwen2.5-0.5b", "--sequence_parallel", 4, "--dry_run", "--world", 28),
+                "--sequence_parallel 4", "14 attention heads", "28 ranks: 1, 2, 7, 14")
+
+
 def test_dry_run_of_a_missing_adapter_is_refused(refused, tmp_path):
     assert_says(refused("tiny", "--dry_run", "--lora", "--adapter", tmp_path / "nowhere"), tmp_path / "nowhere")
 

@@ -72,9 +72,13 @@ def packed_batches(n=3, rows=2, length=64):
 
 def losses_and_gradients(model):
     results = []
-    for batch in packed_batches():
+    for tokens, targets, positions, spans, keep in packed_batches():
         torch.manual_seed(0)
-        loss = model(*batch)
+        if model.sequence_group:  # two ranks, two rows
+            row, n = slice(dist.get_rank(), dist.get_rank() + 1), tokens.shape[1]
+            tokens, targets, positions = tokens[row], targets[row], positions[row]
+            keep = keep[keep // n == row.start] % n
+        loss = model(tokens, targets, positions, spans, keep)
         loss.backward()
         grads = {name: lm.local(p.grad)[0].clone() for name, p in model.named_parameters() if p.grad is not None}
         results.append((loss.detach(), grads))
@@ -129,7 +133,10 @@ def check_compiled_shards(folder):
     lm.softmax_gradient_fused = lm.softmax_gradient
     nf4.dequantize_compiled = lambda *packed: nf4.dequantize(*packed, torch.bfloat16)
     how = {"checkpoint": True, "precision": "mixed", "sharded": True}
-    check_equal(losses_and_gradients(build("qlora", compile_=True, **how)), losses_and_gradients(build("qlora", **how)))
+    for group in (None, dist.group.WORLD):
+        compiled, eager = build("qlora", compile_=True, **how), build("qlora", **how)
+        compiled.sequence_group = eager.sequence_group = group
+        check_equal(losses_and_gradients(compiled), losses_and_gradients(eager))
     assert not torch._dynamo.utils.counters["graph_break"]
     assert dist.get_world_size() == 2
 

@@ -27,7 +27,7 @@ def peak(argv, world, tokens_per_row=1024, cuda=True):
     args = train.parse_args([*argv, "--dry_run"])
     args.precision = args.precision or "mixed"
     config = lm.parse_config(lm.preset_config(args.model))
-    return train.peak_of(train.plan(args, config, world, args.batch_size * tokens_per_row, cuda)[0])[1], args, config
+    return train.peak_of(train.plan(args, config, world, train.tokens_of(args, tokens_per_row), cuda)[0])[1], args, config
 
 
 def with_flags(argv, flags):
@@ -244,7 +244,7 @@ def test_a_flag_saves_the_difference_of_two_plans(model, flags):
 
 ORDER = [["fused_adamw"], ["chunked_ce", "ce_chunk"], ["reshard_after_forward"], ["shard_embeddings"], ["fsdp2"],
          ["optim_in_backward"], ["optim", "fused_adamw"], ["activation_checkpointing"], ["offload"], ["tiled_mlp"],
-         ["ce_chunk"], ["batch_size", "grad_accum"], ["optim_in_backward", "clip"],
+         ["ce_chunk"], ["batch_size", "grad_accum"], ["sequence_parallel", "grad_accum"], ["optim_in_backward", "clip"],
          ["precision", "stochastic_rounding", "fused_adamw"], ["fsdp2", "offload"],
          ["lora", "qlora", "lora_rank", "lora_targets"]]  # what each choice changes, cheapest in time first
 
@@ -253,9 +253,11 @@ ORDER = [["fused_adamw"], ["chunked_ce", "ce_chunk"], ["reshard_after_forward"],
 def test_what_can_save_is_listed_in_one_order_and_never_what_is_in_use(flags):
     argv = ["--model", "llama-3.1-8b", *flags.split()]
     _, args, config = peak(argv, IN_USE[flags], 8192)
-    offered = train.cheaper(args, IN_USE[flags], args.batch_size * 8192, True)
+    offered = train.cheaper(args, config, IN_USE[flags], args.batch_size * 8192, True)
     places = [ORDER.index(list(changes)) for _, changes in offered]
-    assert places == sorted(set(places))
+    assert places == sorted(places)
+    sizes = [changes["sequence_parallel"] for _, changes in offered if "sequence_parallel" in changes]
+    assert len(set(places)) == len(places) - len(sizes[1:]) and sizes == sorted(sizes)
     saved = train.savings(args, config, IN_USE[flags], args.batch_size * 8192, True)
     assert list(saved) == [added for added, _ in offered if added in saved]
     for added, changes in offered:
@@ -266,8 +268,8 @@ def test_what_can_save_is_listed_in_one_order_and_never_what_is_in_use(flags):
 
 
 def test_offloading_is_not_offered_where_the_only_memory_is_the_hosts():
-    _, args, _ = peak(["--model", "llama-3.1-8b", "--fsdp2"], 4)
-    assert not any("--offload" in added for added, _ in train.cheaper(args, 4, 1024, False))
+    _, args, config = peak(["--model", "llama-3.1-8b", "--fsdp2"], 4)
+    assert not any("--offload" in added for added, _ in train.cheaper(args, config, 4, 1024, False))
 
 
 # ---------------------------------------------------------------- --dry_run
@@ -285,7 +287,9 @@ def test_dry_run_prints_the_plan_of_every_preset(capsys, preset, world):
     argv = ["--model", preset, "--qlora", "--offload", "--fsdp2", "--world", world]
     said = dry_run(capsys, argv)
     assert f"rank 0 of {world}, micro-batches of 1 x 1024 tokens" in said
-    lines = said.splitlines()
+    start, *lines = said.splitlines()
+    whole, read, most = (float(start.split()[place]) for place in (8, 4, 12))
+    assert whole / world - 0.01 <= read <= whole / world * 1.01 + 0.01 and most < whole / world
     moments = re.split(r"\s{2,}", lines[1].strip())
     assert len(moments) >= 3 and sum(moment.endswith("*") for moment in moments) == 1
     assert {"block workspace", "logits chunk", "all"} <= {re.split(r"\s{2,}", line.strip())[0] for line in lines}

@@ -48,6 +48,8 @@ CASES = [  # model, tokens in a row, ranks, flags
     ("wide", 512, 4, "--fsdp2 --optim_in_backward"),
     ("gqa", 1024, 8, "--fsdp2 --replicas 2"),
     ("wide", 512, 4, "--fsdp2 --replicas 4 --lora --grad_accum 2"),
+    ("gqa", 4096, 4, "--fsdp2 --sequence_parallel 4"),
+    ("mha", 4096, 2, "--lora --sequence_parallel 2 --no-activation_checkpointing"),
 ]
 
 
@@ -93,7 +95,7 @@ def count(argv, world, result):
         walk(profiler.profiler.kineto_results.experimental_event_tree())
         _, total, size = min(events)
         args = seen["args"]
-        moments, host = train.plan(args, seen["config"], world, args.batch_size * args.seq_len, False)
+        moments, host = train.plan(args, seen["config"], world, train.tokens_of(args, args.seq_len), False)
         host.pop("activations", None)  # not torch's
         here = {name: sum(kinds.values()) + sum(host.values()) for name, kinds in moments.items()}
         here["head and loss"] -= host.get("gradients", 0)  # there are none on the host yet

@@ -1,10 +1,12 @@
 """Resume is exact: k steps, a new process, the rest: bit for bit the uninterrupted run; on another world within rounding."""
 
+import functools
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -50,11 +52,11 @@ def curve(rows):
     return [[row[key] for key in ("step", "epoch", "loss", "grad_norm", "lr", "tokens")] for row in rows if "loss" in row]
 
 
-def assert_same_end(one, other):
+def assert_same_end(one, other, step=STEPS):
     assert (one / "final").exists()
     for file in (one / "final").glob("*.safetensors"):
         assert file.read_bytes() == (other / "final" / file.name).read_bytes()
-    ours, theirs = state_of(one / f"checkpoint-{STEPS}"), state_of(other / f"checkpoint-{STEPS}")
+    ours, theirs = state_of(one / f"checkpoint-{step}"), state_of(other / f"checkpoint-{step}")
     assert ours.keys() == theirs.keys() and any(name.startswith("optimizer.") for name, *_ in ours)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
@@ -82,8 +84,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(job, tmp_path, world
 def test_another_world_goes_on_with_the_same_losses(job, chats, tmp_path, before, after, flags):
     # 12 rows a step in any split. Float32 sums in another order: 1e-4 relative after Adam has divided by small numbers
     sharded = [*job, "--data", chats, "--steps", 4, "--save_every", 2, "--fsdp2", *flags.replace("--no-fsdp2", "").split()]
-    replicas = ["--replicas", 2] * (before == 4)  # from one mesh to another, too
-    rows, _ = run(before, [*sharded, "--grad_accum", 12 // before, *replicas], tmp_path / "whole")
+    # from one mesh to another, too, and from pieces of rows to whole ones
+    pieces = 2 if (before, after) == (4, 3) else 1
+    mesh = [*["--replicas", 2] * (before == 4), "--sequence_parallel", pieces]
+    rows, _ = run(before, [*sharded, "--grad_accum", 12 * pieces // before, *mesh], tmp_path / "whole")
     argv = [*sharded, "--grad_accum", 12 // after, "--resume", tmp_path / "whole/checkpoint-2"]
     argv = [flag for flag in argv if flag != "--fsdp2" or "--no-fsdp2" not in flags]  # sharded before, whole on each rank after
     again, _ = run(after, argv, tmp_path / "again")
@@ -283,25 +287,61 @@ def test_a_branch_that_is_stopped_at_once_has_a_checkpoint_of_its_own(job, tmp_p
     assert_same_end(tmp_path / "run", tmp_path / "branch")
 
 
-def torchrun(argv, n, *flags):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n), *flags,
-               HERE.parent / "train.py", *argv]
-    return subprocess.Popen([str(arg) for arg in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+def two_torchruns(argv, folder):
+    """Two agents of a rank each, as on two nodes; the first hosts the rendezvous -> (processes, their logs)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", 1,
+               "--rdzv_backend", "c10d", "--rdzv_id", "two", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_conf"]
+    agents, logs = [], [folder / f"node{node}.log" for node in range(2)]
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)  # for each: as many threads a rank as on one machine, and so the same sums
+    for node, log in enumerate(logs):
+        own = functools.partial(os.sched_setaffinity, 0, cores[node * half :][:half] or cores)
+        words = [*command, f"is_host={1 - node}", HERE.parent / "train.py", *argv]
+        with open(log, "w") as file:
+            agents.append(subprocess.Popen([str(word) for word in words], stdout=file, stderr=subprocess.STDOUT,
+                                           env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+                                           preexec_fn=own))
+    return agents, logs
 
 
-def test_torchrun_restarts_a_killed_rank_from_the_last_checkpoint(job, tmp_path):
-    argv = [*job, "--fsdp2", "--lora", "--sample", ""]
+def ranks_of(agent):
+    return [int(pid) for pid in subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True).stdout.split()]
+
+
+def wait_for(done, agents, logs):
+    deadline = time.monotonic() + 120
+    while not done():
+        text = "".join(log.read_text() for log in logs)
+        assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents), text
+        time.sleep(0.002)
+
+
+def test_two_torchruns_survive_a_killed_rank_and_go_on_after_a_killed_node(job, tmp_path):
+    steps, out = 40, tmp_path / "run"
+    argv = [*job, "--fsdp2", "--lora", "--sample", "", "--steps", steps, "--save_every", 3, "--keep", 2]
     run(2, argv, tmp_path / "whole")
-    process = torchrun([*argv, "--out", tmp_path / "run"], 2, "--max-restarts", "1")
-    while not list((tmp_path / "run").glob("checkpoint-[23]")):
-        assert process.poll() is None
-        time.sleep(0.001)
-    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(ranks[-1]), signal.SIGKILL)
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and re.search(r"continuing from \S+/checkpoint-[2345]", text), text
-    assert_same_end(tmp_path / "whole", tmp_path / "run")
+    agents, logs = two_torchruns([*argv, "--out", out], tmp_path)
+    try:
+        wait_for(lambda: train.checkpoints(out), agents, logs)
+        os.kill(ranks_of(agents[1])[0], signal.SIGKILL)
+        wait_for(lambda: any("continuing from" in log.read_text() for log in logs), agents, logs)  # both nodes started anew
+        again = int(re.findall(r"continuing from \S+/checkpoint-(\d+)", "".join(log.read_text() for log in logs))[0])
+        wait_for(lambda: train.checkpoints(out)[-1][0] > again, agents, logs)
+        for pid in (*ranks_of(agents[0]), agents[0].pid):  # the machine that hosts the rendezvous is gone
+            os.kill(pid, signal.SIGKILL)
+        assert agents[1].wait(60) != 0
+        assert not (out / "final").exists()
+    finally:
+        for agent in agents:
+            for pid in ranks_of(agent):
+                os.kill(pid, signal.SIGKILL)
+            agent.kill()
+    _, text = run(2, [*argv, "--resume"], out)
+    assert "continuing from" in text
+    assert_same_end(tmp_path / "whole", out, steps)
 
 
 # ---------------------------------------------------------------- numbers that are not finite

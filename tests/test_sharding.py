@@ -6,12 +6,15 @@ import itertools
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import SHAPE, curve, losses, on_ranks, run_ranks, start_ranks
+from bench_scale import counted
+from conftest import SHAPE, curve, documents_of, losses, on_ranks, run_ranks, start_ranks
 from safetensors.torch import load_file, save_file
 
+import data
 import model as lm
 import nf4
 import train
@@ -46,12 +49,17 @@ def plain(job, tmp_path_factory):
     *itertools.product(METHODS, [1, 2, 3, 4], [["--fsdp2"]]),
     *itertools.product(METHODS, [3], [["--fsdp2", "--offload"]]),
     *itertools.product(METHODS, [4], [["--fsdp2", "--replicas", 2]]), ("full", 4, ["--fsdp2", "--replicas", 4]),
+    ("full", 4, ["--fsdp2", "--sequence_parallel", 4]), ("lora", 2, ["--sequence_parallel", 2]),
+    ("lora", 4, ["--fsdp2", "--sequence_parallel", 2, "--no-activation_checkpointing", "--no-chunked_ce"]),
+    ("qlora", 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 20]),
+    ("full", 8, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2]),
     ("qlora", 4, ["--fsdp2", "--replicas", 2, "--offload", "--no-reshard_after_forward"]),
     ("full", 2, []), ("qlora", 3, []),  # every rank holds the whole model
 ], ids=str)
 def test_ranks_do_not_change_losses_norms_and_weights(job, plain, tmp_path, method, world, flags):
     expected, expected_norms, tensors = plain[method]
-    got, norms = curve(world, [*job, *METHODS[method], *SPLITS[world], *flags], tmp_path / "run")
+    groups = world // dict(itertools.pairwise(flags)).get("--sequence_parallel", 1)
+    got, norms = curve(world, [*job, *METHODS[method], *SPLITS[groups], *flags], tmp_path / "run")
     # float32: only the order of sums differs, about 1e-6 at a loss of 8
     assert got == pytest.approx(expected, abs=1e-5)
     assert norms == pytest.approx(expected_norms, rel=1e-4)
@@ -169,6 +177,37 @@ def sharded(qlora, precision="mixed", offload=False, replicas=1):
     model.to_empty(device="cpu").tie_()
     lm.load_weights_(model, source, None, 0, torch.device("cpu"), progress=False)
     return model, source
+
+
+def check_pieces(folder, shapes):
+    """Loss and gradients of rows of which each rank holds a piece, against those of the whole rows."""
+    rng, rank, world = np.random.default_rng(0), dist.get_rank(), dist.get_world_size()
+    starts = np.cumsum([0, 30, 7, 2, 19, 12, 25])
+    tokens, supervised = rng.integers(0, 4096, starts[-1]), rng.random(starts[-1]) < 0.5
+    for (H, G), packing, dtype in shapes:
+        documents = documents_of(tokens, supervised, starts)
+        whole = data.Loader(documents, 33, packing, 3, 0, 1, seed=0)
+        pieces = data.Loader(documents, 33, packing, 3, rank, world, seed=0, n_pieces=world)
+        assert pieces.batch([0, 1]).tokens.numel() == -(-whole.batch([0, 1]).tokens.numel() // world)
+        results = {}
+        for name, loader, group in (("whole", whole, None), ("pieces", pieces, dist.group.WORLD)):
+            batch = loader.batch([0, 1])
+            model = vanilla(num_attention_heads=H, num_key_value_heads=G).to_empty(device="cpu")
+            lm.load_weights_(model, lm.RandomWeights(model, 0, "cpu"), None, 0, "cpu", False)
+            model.compute_dtype, model.sequence_group = dtype, group
+            loss = model(batch.tokens, batch.targets, batch.positions, batch.spans, batch.keep_S)
+            loss.backward()
+            evaluation = train.evaluate(model, loader, torch.device("cpu"), world if group else 1)
+            sample = model(torch.arange(20)[None])  # every rank runs all of it
+            results[name] = [loss.detach(), *(p.grad for p in model.parameters()), torch.tensor(evaluation), sample]
+            if group:
+                train.average_gradients_(list(model.parameters()), 1)  # their sum
+                dist.all_reduce(results[name][0])
+        for got, wanted in zip(results["pieces"], results["whole"], strict=True):
+            if dtype is torch.bfloat16:
+                assert torch.nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), 0) > 0.999
+            else:
+                torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)  # another order of sums
 
 
 def check_nf4_bytes(folder, replicas=1):
@@ -291,6 +330,13 @@ def test_replicas_hold_and_do_the_same(tmp_path, check):
     on_ranks(4, check, tmp_path, 2)
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_pieces_of_rows_have_the_loss_and_the_gradients_of_whole_rows(tmp_path, world):
+    heads = {2: [(4, 1), (4, 4), (2, 2)], 3: [(6, 2), (3, 1), (12, 4)], 4: [(4, 1), (4, 2), (12, 3), (8, 8)]}[world]
+    shapes = [(one, packing, torch.float32) for one, packing in zip(heads, itertools.cycle([True, False]))]
+    on_ranks(world, check_pieces, tmp_path, [*shapes, (heads[0], True, torch.bfloat16)])
+
+
 def test_nf4_weights_are_bit_equal_after_the_all_gather(tmp_path):
     on_ranks(3, check_dequantized_after_all_gather, tmp_path)
 
@@ -350,6 +396,24 @@ def test_gradients_are_reduced_once_a_step_or_between_replicas(job, tmp_path, re
     # blocks, embedding, head and the last norm; three steps of three micro-batches each
     assert len(seen) == 3 * units * times and sum(n for n, _ in seen) == 3 * times * n_params
     assert sum(n for n, averaged in seen if averaged) == (replicas > 1) * 3 * n_params
+
+
+def count_traffic(flags, world, path):
+    path.write_text(json.dumps(counted((flags, world))))
+
+
+@pytest.mark.parametrize("flags, world", [
+    ("--fsdp2 --precision fp32 --grad_accum 3", 8), ("--fsdp2 --qlora --no-shard_embeddings", 8),
+    ("--fsdp2 --replicas 2 --grad_accum 2 --sequence_parallel 4", 8), ("--lora --sequence_parallel 2", 2),
+])
+def test_collectives_move_the_bytes_that_they_have_to(tmp_path, flags, world):
+    codes = start_ranks(1, count_traffic, (flags, world, tmp_path / "bytes"), [tmp_path / "log"])
+    assert codes == [0], (tmp_path / "log").read_text()
+    found, expected = json.loads((tmp_path / "bytes").read_text())
+    assert found.pop("everything else", 0) < 1000  # losses, flags
+    assert set(found) == {kind for kind, n_bytes in expected.items() if n_bytes}
+    for kind, n_bytes in found.items():
+        assert n_bytes == pytest.approx(expected[kind], rel=1e-3)  # a norm's gradient is padded
 
 
 # ---------------------------------------------------------------- faults
