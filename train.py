@@ -573,14 +573,28 @@ def shard_(model, device, precision, reshard, shard_embeddings, offload_params, 
     shard(model, reshard_after_forward=False)
 
 
+PIECE = 1 << 24  # bytes
+
+
+def pieces_of(n_bytes):
+    """Sizes of the pieces of a host buffer: powers of two, as torch's pinned memory comes in, and less than PIECE too much."""
+    if n_bytes <= PIECE:
+        return [n_bytes]
+    n_bytes += -n_bytes % PIECE
+    return [1 << bit for bit in reversed(range(n_bytes.bit_length())) if n_bytes >> bit & 1]
+
+
 class Parked:
-    """A saved tensor while it waits in host memory."""
+    """A saved tensor while it waits in host memory, in one or several pieces."""
 
     def __init__(self, tensor, host, pool):
         self.shape, self.dtype, self.host, self.pool, self.back = tensor.shape, tensor.dtype, host, pool, None
 
-    def view(self):
-        return self.host[: self.shape.numel() * self.dtype.itemsize].view(self.dtype).view(self.shape)
+    def parts(self, tensor):
+        """[(what waits in a piece, its place in a contiguous tensor)]."""
+        numbers, ends = tensor.view(-1).view(torch.uint8), itertools.accumulate(map(len, self.host))
+        places = [numbers[end - len(piece) : end] for piece, end in zip(self.host, ends)]
+        return [(piece[: len(place)], place) for piece, place in zip(self.host, places)]
 
     def give_back(self):
         if self.host is not None:
@@ -616,21 +630,20 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
     def buffer(self, n_bytes):
         for i, host in enumerate(self.pool):
-            if len(host) >= n_bytes:
+            if sum(map(len, host)) >= n_bytes:
                 return self.pool.pop(i)
         if self.pool:  # all too small: replace one, so that rows of growing length do not add up
             self.pool.pop()
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.pin)
+        return [torch.empty(n, dtype=torch.uint8, pin_memory=self.pin) for n in pieces_of(n_bytes)]
 
-    def copy_aside(self, target, source):
+    def copy_aside(self, pairs):
         """target <- source on the side stream after all compute issued so far; the event of its end (None on a CPU)."""
-        if self.stream is None:
-            target.copy_(source)
-            return None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-            return self.stream.record_event()
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):  # of None: nothing
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return self.stream and self.stream.record_event()
 
     def let_go(self, keep):
         """Drops tensors that have left; beyond the newest `keep`, compute waits for their copies first."""
@@ -642,8 +655,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     def pack(self, tensor):
         if isinstance(tensor, nn.Parameter) or tensor.device.type != self.device.type or tensor.nbytes < self.min_bytes:
             return tensor
+        tensor = tensor.contiguous()
         parked = Parked(tensor, self.buffer(tensor.nbytes), self.pool)
-        self.leaving.append((tensor, self.copy_aside(parked.view(), tensor)))
+        self.leaving.append((tensor, self.copy_aside(parked.parts(tensor))))
         self.let_go(keep=1)  # one copy behind the compute; more would only keep more on the device
         self.parked.append(weakref.ref(parked))
         self.bytes_out += tensor.nbytes
@@ -652,7 +666,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     def bring_back(self, parked):
         if parked.back is None:
             tensor = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
-            parked.back = tensor, self.copy_aside(tensor, parked.view())
+            parked.back = tensor, self.copy_aside([(place, piece) for piece, place in parked.parts(tensor)])
 
     def unpack(self, parked):
         if isinstance(parked, torch.Tensor):
@@ -1087,7 +1101,7 @@ def plan(args, c, world, tokens, cuda):
     if args.activation_checkpointing:
         saved = checkpoint
     if offloaded:
-        host["activations"] = (L - 1) * pinned(checkpoint)
+        host["activations"] = (L - 1) * sum(map(pinned, pieces_of(checkpoint)))
 
     def activations(n):  # of the first n blocks, while the n-th is the one in work
         return min(n, 2) * saved if offloaded else n * saved
@@ -1263,8 +1277,9 @@ def print_plan(args, c, world, tokens, cuda, room, place, host_room=None):
     moments, host = plan(args, c, world, tokens, cuda)
     name, peak = peak_of(moments)
     unit, unit_name = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
-    rows = f"{args.batch_size} x {tokens // args.batch_size}"
-    print(f"memory plan, {unit_name} of rank 0 of {world}, micro-batches of {rows} tokens; * is the peak")
+    rows = f"{args.batch_size} x {tokens * args.sequence_parallel // args.batch_size} tokens"
+    rows += f" over {args.sequence_parallel} ranks" * (args.sequence_parallel > 1)
+    print(f"memory plan, {unit_name} of rank 0 of {world}, micro-batches of {rows}; * is the peak")
     print(f"  {'':<22}" + "".join(f"{moment + '*' * (moment == name):>22}" for moment in moments))
     table = {kind: [kinds.get(kind, 0) for kinds in moments.values()] for kind in KINDS}
     table["all"] = [sum(kinds.values()) for kinds in moments.values()]
@@ -2668,6 +2683,8 @@ if __name__ == "__main__":
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
+    except BrokenPipeError:  # of `| head`
+        os._exit(1)
     except Exception:
         traceback.print_exc()
         code = 1

@@ -250,13 +250,17 @@ def test_flash_attention_over_documents_is_a_call_for_each(n_query, n_key):
     inside = torch.ones(2048, dtype=torch.bool, device="cuda")
     inside[1000:1024] = False
     results = []
-    for how in (spans, lm.pack_spans(spans, 2048)):
+    packed = lm.pack_spans(spans, 2048)
+    for how, views in ((spans, False), (packed, False), (packed, True)):
         if isinstance(how, lm.Packed):
             how = how._replace(bounds=how.bounds.cuda())
         torch.manual_seed(0)
         q, k, v = (torch.randn(2, 1024, n, 64, device="cuda").bfloat16().requires_grad_() for n in (n_query, n_key, n_key))
-        out = lm.attend(q, k, v, how)
+        # as --sequence_parallel makes them: parts of one tensor
+        heads = torch.cat([q, k, v], 2).split([n_query, n_key, n_key], 2) if views else (q, k, v)
+        out = lm.attend(*heads, how)
         out.view(2048, -1)[inside].float().square().sum().backward()
         results.append([out.view(2048, -1)[inside], *(t.grad.view(2048, -1)[inside] for t in (q, k, v))])
-    for packed, single in zip(*results, strict=True):  # bf16 has 8 bits; sums of up to 1,024 terms in another order
-        torch.testing.assert_close(packed, single, rtol=0.02, atol=0.02 * single.abs().max().item())
+    for single, *others in zip(*results, strict=True):  # bf16 has 8 bits; sums of up to 1,024 terms in another order
+        for other in others:
+            torch.testing.assert_close(other, single, rtol=0.02, atol=0.02 * single.abs().max().item())

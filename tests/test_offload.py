@@ -54,11 +54,32 @@ def test_buffers_are_allocated_once_and_used_again(device):
     model, tokens = build(device), torch.arange(96, device=device).view(2, 48)
     hooks = model.activation_hooks = train.OffloadActivations(torch.device(device), min_bytes=1)
     gradients(model, tokens)
-    first = {buffer.data_ptr() for buffer in hooks.pool}
+    first = {piece.data_ptr() for buffer in hooks.pool for piece in buffer}
     assert len(first) == 4
     for _ in range(3):
         gradients(model, tokens)
-    assert {buffer.data_ptr() for buffer in hooks.pool} == first
+    assert {piece.data_ptr() for buffer in hooks.pool for piece in buffer} == first
+
+
+@pytest.mark.parametrize("n_bytes", [1, 1000, 1 << 24, (1 << 24) + 1, 100 << 20, (5 << 30) + 7, 1 << 32])
+def test_buffers_are_powers_of_two_that_waste_little(n_bytes):
+    sizes = train.pieces_of(n_bytes)
+    assert n_bytes <= sum(sizes) < n_bytes + train.PIECE and len(sizes) <= 10
+    assert len(sizes) == 1 or all(size & (size - 1) == 0 for size in sizes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_buffers_of_several_pieces_hold_the_same(device, monkeypatch):
+    monkeypatch.setattr(train, "PIECE", 256)
+    test_offload_does_not_change_a_gradient(device)
+    hooks = train.OffloadActivations(torch.device(device), min_bytes=1)
+    for n in (1100, 300, 700):  # the buffer of the first serves the others
+        x = torch.randn(n, device=device, requires_grad=True)
+        with hooks:
+            y = (x * 1.0) ** 2
+        y.sum().backward()
+        assert torch.equal(x.grad, 2 * x.detach())
+    assert [[len(piece) for piece in buffer] for buffer in hooks.pool] == [[4096, 512]]
 
 
 def test_rows_of_growing_length_do_not_pile_up_buffers():

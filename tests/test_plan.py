@@ -78,7 +78,7 @@ def count(argv, world, result):
         fingerprint = load(model, *rest)
         seen["config"] = model.config
         if "activations" in seen["offload"]:  # a CPU run would not; here numpy's memory stands for the host's
-            train.OffloadActivations.buffer = lambda self, n: torch.from_numpy(np.empty(n, np.uint8))
+            train.OffloadActivations.buffer = lambda self, n: [torch.from_numpy(np.empty(n, np.uint8))]
             model.activation_hooks = train.OffloadActivations(torch.device("cpu"))
         return fingerprint
 
