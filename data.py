@@ -696,7 +696,7 @@ def check_file(name):
     """Path of a data file. ValueError where it is missing, or of a format that is not read."""
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"{name}: no such file; expected {READABLE}")
+        raise ValueError(f"{name}: {'a folder' if path.is_dir() else 'no such file'}; expected {READABLE}")
     kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
     if kind not in ("jsonl", "json", "txt"):
         reader = {"tsv": "table", "arrow": "feather", "xlsx": "excel"}.get(kind, kind)
@@ -711,14 +711,20 @@ def read_text(path):
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
 
 
 def read_blocks(path):
     """Yields the bytes of a file, a .gz unpacked, a megabyte at a time."""
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
-            while block := file.read(2**20):
+            block = file.read(2**20)
+            if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise ValueError(f"{path}: UTF-16, expected UTF-8: convert it with iconv -f UTF-16 -t UTF-8")
+            while block:
                 yield block
+                block = file.read(2**20)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: not a whole gzip file: {error}") from error
 
@@ -876,7 +882,11 @@ def cached(spec, held_out, tokenizer, cache, tick, progress):
     folder = Path(cache, name)
     if is_whole(folder, tick):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.with_suffix(".lock").touch()
+    except OSError as error:
+        raise ValueError(f"{cache}: {error.strerror}: name a folder to write to by --data_cache") from error
     with open(folder.with_suffix(".lock"), "w") as lock:
         locked = lock_file(lock, tick)
         if is_whole(folder, tick):  # another process has made it meanwhile

@@ -199,6 +199,11 @@ def parse_rope(raw, family, ints, refuse):
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         refuse(key, "expected one flat object; rope parameters per layer type are not implemented")
     scaling = {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+    other = raw.get("rope_scaling")  # added by hand to a file of transformers 5, which has the former
+    if isinstance(other, dict):
+        said = {"rope_type": other.get("type"), **other, "type": None}
+        if any(value not in (None, {**rope, **scaling}.get(part)) for part, value in said.items()):
+            refuse("rope_scaling", f"rope_parameters say {json.dumps(rope)[:200]}: leave one of the two out")
     needs = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
     if scaling["rope_type"] not in needs:
         refuse(key, f"rope_type {scaling['rope_type']!r} is not one of {', '.join(needs)}")
@@ -499,14 +504,17 @@ def softmax_gradient(logits_CV, targets_C1, with_grad):
 
 
 def softmax_gradient_fused(logits_CV, targets_C1, with_grad):
-    """The same for torch.compile: two passes over the logits, and no copy in float32."""
-    shifted_CV = logits_CV.float() - logits_CV.amax(-1, keepdim=True).float()
+    """The same for torch.compile: two passes over the logits, no copy in float32, and the targets' own gradient, which is
+    small where the model is sure, put in its place from float32."""
+    largest_C1 = logits_CV.amax(-1, keepdim=True).float()
+    shifted_CV = logits_CV.float() - largest_C1
     total_C1 = shifted_CV.exp().sum(-1, keepdim=True)
-    loss = (total_C1.log() - shifted_CV.gather(-1, targets_C1)).sum()
+    target_logit_C1 = logits_CV.gather(-1, targets_C1).float() - largest_C1
+    loss = (total_C1.log() - target_logit_C1).sum()
     if not with_grad:
         return loss, None
-    one_hot_CV = torch.arange(logits_CV.shape[-1], device=logits_CV.device) == targets_C1
-    return loss, (shifted_CV.exp() / total_C1 - one_hot_CV.float()).to(logits_CV.dtype)
+    softmax_CV = (shifted_CV.exp() * (1 / total_C1)).to(logits_CV.dtype)
+    return loss, softmax_CV.scatter(-1, targets_C1, (target_logit_C1.exp() / total_C1 - 1).to(logits_CV.dtype))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

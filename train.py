@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -86,6 +87,11 @@ def parse_args(argv=None):
         prog="train.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
         epilog="The four launch commands are in the first lines of train.py; README.md explains the flags by task.",
     )
+    def refuse(message):  # without argparse's list of all flags, which each rank would print
+        print(f"train.py: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+    parser.error = refuse
     yes_no, whole = argparse.BooleanOptionalAction, positive(int)
     positive_float, amount = positive(float), not_negative(float)
 
@@ -186,8 +192,10 @@ def parse_args(argv=None):
     add("--dry_run", action="store_true", help="print the memory plan of --world GPUs and exit; needs no GPU, no weights, no "
         "data (default: off)")
     add("--world", type=whole, metavar="N", help="ranks of --dry_run (default: 1)")
-    add("--gpu_gib", type=positive_float, metavar="GIB", help="memory of a GPU for the plan; a run is held to it "
+    add("--gpu_gib", type=positive_float, metavar="GIB", help="memory of a GPU for the plan; on a GPU a run is held to it "
         "(default: the card's)")
+    add("--tensorboard", action="store_true", help="the numbers of metrics.jsonl for TensorBoard, too, in --out; needs pip "
+        "install tensorboard (default: off)")
     add("--profile", action="store_true", help="trace.json.gz of the third step, for Perfetto (default: off)")
     add("--memory_snapshot", action="store_true", help="memory.pickle of the GPU's allocations up to the third step, for "
         "pytorch.org/memory_viz (default: off)")
@@ -998,7 +1006,7 @@ def plan(args, c, world, tokens, cuda):
     size = 4 if args.precision == "fp32" else 2  # bytes of a number in products; next: in what trains, and on the wire
     kept = reduced = 2 if args.precision == "bf16" else 4
     shards = world // args.replicas if args.fsdp2 else 1
-    split = args.sequence_parallel > 1
+    split, kv_heads = args.sequence_parallel > 1, lm.shared_kv_heads(c, args.sequence_parallel)
 
     # ---- parameters, as lists of (rows, width)
     mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
@@ -1070,7 +1078,7 @@ def plan(args, c, world, tokens, cuda):
     attention = size * (2 * q + 2 * kv + len(targets) * (args.lora_rank or 0)) + normed * D + 4 * c.num_attention_heads
     attention += inputs("q_proj", "k_proj", "v_proj") + (inputs("o_proj") if args.lora_dropout else 0)
     # between the all-to-alls: key heads with their copies, and what goes and comes beside what is kept
-    exchanged = split * size * (q + 2 * lm.shared_kv_heads(c, args.sequence_parallel) * c.head_dim)
+    exchanged = split * size * (q + 2 * kv_heads * c.head_dim)
     attention += exchanged and exchanged - size * (q + 2 * kv) + inputs("o_proj") * (not args.lora_dropout)
     if c.model_type == "qwen3":
         attention += (size + normed) * (q + kv)
@@ -1079,7 +1087,7 @@ def plan(args, c, world, tokens, cuda):
     in_feed = max(3 * size * F, down + 2 * size * F)  # gradients beside them, once the input of down_proj is gone and before
     middle = 0 if normed and size == 2 else size * D  # the residual between the two; a float32 copy stands for it there
     # the kernel: float32 sums of dq, and dk, dv for each query head
-    kernel = 4 * q + 2 * size * q * (q > kv) if cuda else 0
+    kernel = 4 * q + 2 * size * q * (c.num_attention_heads > kv_heads) if cuda else 0
     # one dequantized weight, and the int32 and float32 numbers of a chunk of it
     weight = (F * D * size + 6 * min(nf4.CHUNK, F * D)) if args.qlora else 0
     # what the block's recomputation has dequantized waits for the backward; tiles of the MLP do their own
@@ -1186,6 +1194,13 @@ def cheaper(args, c, world, tokens, cuda):
     command line, each is accepted; offloading is no choice on a CPU, whose memory is the host's."""
     full, fused = not (args.lora or args.qlora), "" if args.fused_adamw else "--fused_adamw "
     both = "--offload activations params"  # the last --offload on a command line is the one that counts
+
+    def rows(times):  # --grad_accum that keeps the rows a step, where there can be one
+        return args.grad_accum * (1 if args.optim_in_backward else times)
+
+    def accumulate(times):
+        return "" if args.optim_in_backward else f" --grad_accum {rows(times)}"
+
     choices = [
         ("--fused_adamw", not args.fused_adamw, {"fused_adamw": True}),
         ("--chunked_ce", not args.chunked_ce, {"chunked_ce": True, "ce_chunk": 1024}),
@@ -1201,11 +1216,11 @@ def cheaper(args, c, world, tokens, cuda):
          args.offload, {"offload": ["activations", *args.offload]}),
         ("--tiled_mlp 4096", tokens > 4096 and not args.tiled_mlp, {"tiled_mlp": 4096}),
         ("--ce_chunk 256", args.chunked_ce and args.ce_chunk > 256, {"ce_chunk": 256}),
-        (f"--batch_size 1 --grad_accum {args.batch_size * args.grad_accum}", args.batch_size > 1 and not
-         args.optim_in_backward, {"batch_size": 1, "grad_accum": args.batch_size * args.grad_accum}),
-        *((f"--sequence_parallel {n} --grad_accum {n // args.sequence_parallel * args.grad_accum}",
-           n % args.sequence_parallel == 0 and not args.optim_in_backward and world % n == 0 == c.num_attention_heads % n,
-           {"sequence_parallel": n, "grad_accum": n // args.sequence_parallel * args.grad_accum})
+        (f"--batch_size 1{accumulate(args.batch_size)}", args.batch_size > 1,
+         {"batch_size": 1, "grad_accum": rows(args.batch_size)}),
+        *((f"--sequence_parallel {n}{accumulate(n // args.sequence_parallel)}",
+           n % args.sequence_parallel == 0 and world % n == 0 == c.num_attention_heads % n,
+           {"sequence_parallel": n, "grad_accum": rows(n // args.sequence_parallel)})
           for n in range(args.sequence_parallel + 1, min(world, 8) + 1)),  # inside a node
         ("--optim_in_backward --clip 0", args.grad_accum == 1 and args.clip and full, {"optim_in_backward": True, "clip": 0}),
         (fused + "--precision bf16 --stochastic_rounding", args.precision != "bf16" and full,
@@ -1306,17 +1321,17 @@ def print_plan(args, c, world, tokens, cuda, room, place, host_room=None):
           "--seq_len or a smaller model"))
 
 
-def check_groups(args, c, world):
-    """ValueError where the ranks, or the heads of the model, cannot be dealt out evenly."""
-    if world % args.replicas:
-        raise ValueError(f"--replicas {args.replicas}: {world} ranks cannot be dealt out to so many equal groups")
-    n_ranks, heads = args.sequence_parallel, c.num_attention_heads
-    if world % n_ranks:
-        raise ValueError(f"--sequence_parallel {n_ranks}: {world} ranks cannot be dealt out to groups of so many")
-    if heads % n_ranks:
-        fit = [str(n) for n in range(1, world + 1) if world % n == 0 == heads % n]
-        raise ValueError(f"--sequence_parallel {n_ranks}: each rank of a group takes an equal share of the {heads} attention "
-                         f"heads; what divides them and the {world} ranks: {', '.join(fit)}")
+def check_groups(args, world, heads=0):
+    """ValueError where the ranks, or the query heads of the model, cannot be dealt out evenly."""
+    fit = [n for n in range(1, world + 1) if world % n == 0]
+    start = "; " + ("--world" if args.dry_run else "torchrun --nproc_per_node") + " says how many there are"
+    for flag, n in (("--replicas", args.replicas), ("--sequence_parallel", args.sequence_parallel)):
+        if world % n:
+            raise ValueError(f"{flag} {n}: does not divide the {world} rank(s), as {', '.join(map(str, fit))} would" + start)
+    if heads % args.sequence_parallel:
+        raise ValueError(f"--sequence_parallel {args.sequence_parallel}: each rank of a group takes an equal share of the "
+                         f"{heads} attention heads; what divides them and the {world} ranks: "
+                         + ", ".join(str(n) for n in fit if heads % n == 0))
 
 
 def dry_run(args):
@@ -1327,7 +1342,7 @@ def dry_run(args):
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
         if args.adapter:
             _, args.lora_rank, _, args.lora_targets = lm.open_adapter(args.adapter)
-        check_groups(args, config, args.world or 1)
+        check_groups(args, args.world or 1, config.num_attention_heads)
     except (ValueError, OSError) as error:
         raise SystemExit(f"train.py: error: {error}") from error
     room, world = args.gpu_gib and args.gpu_gib * 2**30, args.world or 1
@@ -1695,6 +1710,8 @@ def checkpoint_step(folder):
 def free_out(out):
     """The folder of a new run, not made yet. ValueError where one already lies there."""
     out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: is a file, give a folder")
     if (out / "args.json").exists() or (out / "final").exists() or checkpoints(out):
         raise ValueError(f"--out {out}: holds a run already, which is never overwritten: --resume continues it, or give "
                          "another folder")
@@ -1737,7 +1754,8 @@ def read_state(folder, rank, world):
 
 def check_settings(folder, saved, settings):
     """ValueError by name where a setting that changes the mathematics is not the one of the checkpoint."""
-    unlike = [f"{name} was {saved.get(name)}, is {value}" for name, value in settings.items() if saved.get(name) != value]
+    unlike = [f"{name} differ" if name.startswith("the ") else f"{name} was {saved.get(name)}, is {value}"
+              for name, value in settings.items() if saved.get(name) != value]  # of checksums the values say nothing
     if unlike:
         raise ValueError(f"--resume {folder}: " + "; ".join(unlike) + ": give what the checkpoint was made with, or start a "
                          "new run with another --out")
@@ -2016,11 +2034,22 @@ def launcher():
     return run and f"{platform.node()} {os.getppid()} {born} {run}"
 
 
+def speak(text):
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # nobody reads any more, which is no reason to stop: metrics.jsonl has the numbers
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 class Log:
     """metrics.jsonl and the same on the console; times and tokens are means over the steps since the last line."""
 
-    def __init__(self, out, say, steps, steps_per_epoch, device, start=0, n_trained_on=0, first=None, best=None):
-        self.path, self.say, self.steps = out and Path(out) / "metrics.jsonl", say, steps
+    def __init__(self, out, say, steps, steps_per_epoch, device, start=0, n_trained_on=0, first=None, best=None, board=False):
+        self.path, self.say, self.steps, self.board = out and Path(out) / "metrics.jsonl", say, steps, None
+        if board and out:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(out, purge_step=start + 1)
         self.steps_per_epoch, self.device = steps_per_epoch, device
         self.peak = next((peak for name, peak in PEAKS.items() if name in device_name(device)), None)
         self.n_tokens = self.n_steps = self.data_s = self.flops = 0
@@ -2086,6 +2115,11 @@ class Log:
             if self.path:
                 with open(self.path, "a") as file:
                     file.write(json.dumps(row) + "\n")
+            if self.board:
+                for name, value in row.items():
+                    if name != "step" and value is not None:
+                        self.board.add_scalar(name, value, row["step"])
+                self.board.flush()
         except OSError as error:  # a full disk ends no training
             self.say(f"{self.path}: not written: {error}")
 
@@ -2163,6 +2197,7 @@ def print_start(args, model, source, device, world, n_trained, defer_sync, pin, 
         ("checkpoints", args.save_every, f"every {args.save_every} steps and at the end, the newest {args.keep} stay, "
          + ("written in the background from a copy in host memory" if args.async_save else "training waits for the disk"),
          "only when SIGTERM or SIGUSR1 ends the run"),
+        ("tensorboard", args.tensorboard, "the numbers of metrics.jsonl in --out, as event files", "metrics.jsonl only"),
         ("profile", args.profile, "trace.json.gz of the third step", "no trace"),
         ("memory_snapshot", args.memory_snapshot and cuda, "memory.pickle after the third step",
          "no snapshot" + ": there is one of a GPU only" * args.memory_snapshot),
@@ -2325,7 +2360,7 @@ def main(argv=None):
 def run(args, at, device, rank, world, store):
     """A training run from top to bottom. `at` says to the reports of a hang or of memory running out how far it is."""
     agreed = functools.partial(together, rank, world, store)
-    say = functools.partial(print, flush=True) if rank == 0 else lambda *_, **__: None
+    say = speak if rank == 0 else lambda text: None
     progress = rank == 0 and sys.stderr.isatty()
     launchers = torchruns(world)
     torch.manual_seed(args.seed + rank)  # for dropout alone: weights and data order have generators of their own
@@ -2335,9 +2370,12 @@ def run(args, at, device, rank, world, store):
 
     # ---- what the user gave: config, checkpoint, adapter, data. All of it is checked before anything is allocated
     with agreed():
+        check_groups(args, world)
+        if args.tensorboard and not importlib.util.find_spec("tensorboard"):
+            raise ValueError("--tensorboard needs a package: pip install tensorboard")
         raw_config, tokenizer_folder, weights_folder, base = find_model(args.model, args.random_init)
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
-        check_groups(args, config, world)
+        check_groups(args, world, config.num_attention_heads)
         if config.sliding_window and args.seq_len > config.sliding_window:
             raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which "
                              "is not implemented; up to that many tokens it changes nothing")
@@ -2402,7 +2440,8 @@ def run(args, at, device, rank, world, store):
     settings = {
         **{f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()},
         "--random_init": args.random_init, "method": "--qlora" if args.qlora else "--lora" if args.lora else "full fine-tuning",
-        "rows a step (--batch_size x --grad_accum x ranks)": per_step, "the tokens and masks of --data": loader.documents.crc(),
+        "rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)": per_step,
+        "the tokens and masks of --data": loader.documents.crc(),
         **{f"--{name}": getattr(args, name) for name in (
             "lora_rank", "lora_alpha", "lora_dropout", "seq_len", "packing", "train_on", "seed", "precision",
             "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule", "weight_decay", "clip")},
@@ -2489,7 +2528,10 @@ def run(args, at, device, rank, world, store):
             generators = check_tensors(folder, state, training_tensors(model, optimizer), generator_states(rank, device))
     with agreed():
         if rank == 0:
-            Path(args.out).mkdir(parents=True, exist_ok=True)
+            try:
+                Path(args.out).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"--out {args.out}: {error.strerror}: give a folder that can be written to") from error
             written = {**vars(args), **versions(world), "torchrun": launchers}
             write_whole(Path(args.out, "args.json"), json.dumps(written, indent=2) + "\n")
             evaluations = [row for row in rewind(Path(args.out, "metrics.jsonl"), start) if "eval_loss" in row]
@@ -2515,7 +2557,7 @@ def run(args, at, device, rank, world, store):
     traced = min(start + 2, steps - 1)  # the third step: everything is allocated and warm
     profiler = torch.profiler.profile() if args.profile and rank == 0 else None
     log = Log(args.out if rank == 0 else None, say, steps, len(loader.rows) / per_step, device, start,
-              state["tokens"] if state else 0, state and state["first_loss"], best)
+              state["tokens"] if state else 0, state and state["first_loss"], best, args.tensorboard)
     own = folder and Path(folder).resolve().parent == Path(args.out).resolve()  # else --out branches off another run
     saver = Saver(args.out, args.keep, args.async_save, rank, world, log, start if own else None, pin, at)
     if state:
@@ -2685,6 +2727,9 @@ if __name__ == "__main__":
             print(stop.code, file=sys.stderr)
     except BrokenPipeError:  # of `| head`
         os._exit(1)
+    except KeyboardInterrupt:
+        print("train.py: interrupted; SIGTERM would have saved a checkpoint first", file=sys.stderr)
+        code = 130
     except Exception:
         traceback.print_exc()
         code = 1

@@ -154,8 +154,8 @@ NETWORKS = {"8 x 400 Gb/s": 320e9, "1 x 100 Gb/s": 10e9}  # of a node, all its G
 
 def paper(args):
     """A collective over several nodes runs at the pace of the network, which all GPUs of a node share: a ring enters each
-    node once for each of its links. Gathering and reducing run beside the products, and what takes longer sets the pace;
-    exchanging rows adds to it."""
+    node once for each of its links. Gathering and reducing run beside the products of a micro-batch, averaging between
+    replicas beside those of the last, and what takes longer sets the pace; exchanging rows adds to it."""
     for network, speed in NETWORKS.items():
         rows = []
         for name, flags, seq_len in PAPER:
@@ -171,19 +171,20 @@ def paper(args):
                     products = flops * (8 / 6 if n_adapter is None else 6 / 4) / (PEAK * SHARE)  # the blocks' forward again
                     moved = formula(given, config, world, n)
                     link = NVLINK if world // replicas <= NODE else min(NVLINK, speed)
-                    hidden = (moved["weights gathered"] + moved["gradients scattered"]) / link
-                    hidden += moved["gradients between replicas"] / (speed / NODE)  # as many rings at once
+                    between = moved["gradients between replicas"] / (speed / NODE)  # as many rings at once
                     waiting = moved["rows exchanged"] / NVLINK
-                    pace = products / (max(products, hidden) + waiting)
+                    inside = (moved["weights gathered"] + moved["gradients scattered"]) / link
+                    last = 1 / given.grad_accum  # the micro-batch in which replicas average
+                    step = max(products, inside) * (1 - last) + max(products * last, inside * last + between) + waiting
                     gib = planned(argv, world)[0] / 2**30 + 1
-                    cells.append(f"{sum(moved.values()) / 1e9:,.0f} GB, {hidden + waiting:.2f} s, {pace:.0%}"
-                                 + ", does not fit" * (gib > 79))
+                    gb, seconds = sum(moved.values()) / 1e9, inside + between + waiting
+                    cells.append(f"{gb:,.0f} GB, {seconds:.2f} s, {products / step:.0%}" + ", does not fit" * (gib > 79))
                 rows.append(cells + ["same"] * (len(cells) < 4) + [f"{products:.2f} s"])
         table(f"network of a node: {network}; bytes that a GPU receives in a step, their time, the pace left of the products'",
               ["", "GPUs", "--fsdp2", "--fsdp2, a replica a node", "products"], rows)
 
 
-PAPER = [("llama-3.1-8b", "", 8192), ("llama-3.1-8b", "--grad_accum 8", 8192), ("llama-3.1-70b", "--precision bf16", 8192),
+PAPER = [("llama-3.1-8b", "", 8192), ("llama-3.1-8b", "--grad_accum 32", 8192), ("llama-3.1-70b", "--precision bf16", 8192),
          ("llama-3.1-70b", "--qlora", 8192), ("llama-3.1-8b", "--sequence_parallel 8", 131072)]
 
 
@@ -248,6 +249,7 @@ def contexts(args):
                 cells.append(f"{n / 1000:,.0f}k{' (host)' * (stop == 'host')}" + (f"; {others[gib, world]}" if
                              (gib, world) in others else "") if n else "-")
             rows.append([name, gib, *cells])
+        print(f"{name}: {flags}" + f"; with several also {sharded}" * bool(sharded))
     table(f"tokens of the longest row, Llama-3.1-8B, --sequence_parallel over all ranks, planned; host memory of a rank: "
           f"{HOST / 8 / 2**30:.0f} GiB",
           ["", "GB", *(f"{world} GPU" + "s" * (world > 1) for world in (1, 2, 4, 8))], rows)

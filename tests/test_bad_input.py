@@ -226,6 +226,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": NAN}}, ["rope_theta", "positive"]),
     ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": INFINITY}}, ["rope_theta", "positive"]),
     ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": "1e6"}}, ["rope_theta", "positive"]),
+    # transformers 5 would take the second one; both are there when somebody adds YaRN to a file that it has written
+    ("llama3.1", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, ["rope_scaling", "yarn", "rope_parameters", "leave"]),
+    ("qwen2", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "linear", "rope_parameters"]),
+    ("llama3.1", {"rope_scaling": {**LLAMA3, "factor": 2 * LLAMA3["factor"]}}, ["rope_scaling", "rope_parameters"]),
     ("qwen2", {"num_key_value_heads": 3}, ["num_key_value_heads", "divide"]),
     ("qwen2", {"num_attention_heads": 5}, ["num_attention_heads", "divide"]),
     ("qwen3-tied", {"head_dim": None}, ["head_dim"]),
@@ -633,13 +637,31 @@ def test_dry_run_of_a_config_that_is_not_implemented_is_refused(refused, shapes)
 
 
 def test_replicas_that_the_ranks_do_not_make_are_refused(refused):
-    assert_says(refused("tiny", "--fsdp2", "--replicas", 2), "--replicas 2", "1 ranks")
-    assert_says(refused("tiny", "--fsdp2", "--replicas", 3, "--dry_run", "--world", 8), "--replicas 3", "8 ranks")
+    assert_says(refused("tiny", "--fsdp2", "--replicas", 2), "--replicas 2", "1 rank", "torchrun")
+    assert_says(refused("tiny", "--fsdp2", "--replicas", 3, "--dry_run", "--world", 8), "--replicas 3", "8 rank", "1, 2, 4, 8")
+
+
+def test_places_that_cannot_be_written_to_are_named_with_their_flag(refused, tmp_path, chat):
+    (tmp_path / "file").write_text("")
+    assert_says(refused("tiny", "--out", tmp_path / "file"), f"--out {tmp_path}/file", "is a file", "folder")
+    assert_says(refused("tiny", "--out", tmp_path / "file/below"), f"--out {tmp_path}/file/below", "Not a directory")
+    assert_says(refused("tiny", "--data_cache", tmp_path / "file"), tmp_path / "file", "--data_cache")
+    assert_says(refused("tiny", "--chat_template", tmp_path / "none.jinja"), tmp_path / "none.jinja", "No such file")
+    assert_says(refused("tiny", "--data", tmp_path), tmp_path, "a folder", ".jsonl")
+    (tmp_path / "wide.jsonl").write_bytes(chat.read_text().encode("utf-16"))
+    assert_says(refused("tiny", "--data", tmp_path / "wide.jsonl"), "wide.jsonl", "UTF-16", "iconv")
+
+
+def test_tensorboard_without_its_package_is_refused(refused, monkeypatch):
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    assert_says(refused("tiny", "--tensorboard"), "--tensorboard", "pip install tensorboard")
 
 
 def test_groups_of_ranks_that_cannot_share_the_rows_are_refused(refused):
-    assert_says(refused("tiny", "--sequence_parallel", 2), "--sequence_parallel 2", "1 ranks")
-    assert_says(refused("tiny", "--sequence_parallel", 4, "--dry_run", "--world", 6), "--sequence_parallel 4", "6 ranks")
+    # before anything is downloaded
+    assert_says(refused("nobody/nothing", "--sequence_parallel", 2), "--sequence_parallel 2", "1 rank", "torchrun")
+    assert_says(refused("tiny", "--sequence_parallel", 4, "--dry_run", "--world", 6), "--sequence_parallel 4", "6 rank",
+                "1, 2, 3, 6", "--world")
     # 14 query heads
     assert_says(refused("qwen2.5-0.5b", "--sequence_parallel", 4, "--dry_run", "--world", 28),
                 "--sequence_parallel 4", "14 attention heads", "28 ranks: 1, 2, 7, 14")

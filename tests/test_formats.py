@@ -552,7 +552,7 @@ def test_file_that_cannot_be_read_is_refused_by_name(tiny, tmp_path, cache, name
 
 def test_directory_is_no_data_file(tiny, tmp_path, cache):
     (tmp_path / "a.jsonl").mkdir()
-    with pytest.raises(ValueError, match=r"a\.jsonl: no such file"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: a folder"):
         folder_of(tmp_path / "a.jsonl", tiny, cache)
 
 

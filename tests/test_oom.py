@@ -323,6 +323,13 @@ def test_what_dry_run_says_to_add_does_fit(capsys, flags):
         assert again == f"  {needs} GiB with 1 GiB for CUDA and NCCL, --gpu_gib has {gib:.2f}: fits", (gib, added)
 
 
+def test_long_rows_are_shared_also_where_gradients_are_not_kept(capsys):
+    argv = ["--model", "llama-3.1-8b", "--world", 8, "--fsdp2", "--seq_len", 1_000_000, "--optim_in_backward"]
+    last = dry_run(capsys, [*argv, "--gpu_gib", 80]).splitlines()[-1]
+    added, gib = ADVICE.search(last).groups()
+    assert "--sequence_parallel" in added and "--grad_accum" not in added and float(gib) <= 80
+
+
 @pytest.mark.parametrize("flags", ["", "--no-chunked_ce --no-activation_checkpointing --batch_size 4 --no-fused_adamw"])
 def test_nothing_that_dry_run_says_to_add_is_needless(capsys, flags):
     argv = ["--model", "llama-3.1-8b", "--seq_len", 8192, *flags.split()]

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 import weakref
 
 import pytest
@@ -296,3 +297,33 @@ def test_gpu_memory_falls_with_every_rung(chats, tmp_path):
         assert done.returncode == 0, done.stderr
         peaks.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["mem_gib"])
     assert peaks == sorted(peaks, reverse=True), peaks
+
+
+def test_tensorboard_gets_the_numbers_of_metrics(tmp_path, monkeypatch):
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            self.made, self.scalars = (folder, purge_step), []
+
+        def add_scalar(self, *scalar):
+            self.scalars.append(scalar)
+
+        def flush(self):
+            pass
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    log = train.Log(tmp_path, lambda text: None, 9, 3, torch.device("cpu"), start=4, board=True)
+    log.write_eval(5, 2.5, 100, 0.1)
+    assert log.board.made == (tmp_path, 5)
+    assert log.board.scalars == [("eval_loss", 2.5, 5), ("eval_tokens", 100, 5)]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 5, "eval_loss": 2.5, "eval_tokens": 100}
+
+
+def test_a_reader_that_goes_away_ends_no_training(monkeypatch):
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    given = []
+    monkeypatch.setattr("builtins.print", closed)
+    monkeypatch.setattr(os, "dup2", lambda source, target: given.append((os.readlink(f"/proc/self/fd/{source}"), target)))
+    train.speak("step 1")
+    assert given == [("/dev/null", 1)]
