@@ -1356,9 +1356,11 @@ def dry_run(args):
 def weights_read(c, shards):
     """Bytes of (the checkpoint, what rank 0 reads of it, its rows of the largest tensor)."""
     with torch.device("meta"):
-        params = list(lm.Transformer(c).parameters())
-    rows = [-(-len(p) // shards) * p[0].numel() for p in params]
-    return tuple(n * c.dtype.itemsize for n in (sum(p.numel() for p in params), sum(rows), max(rows)))
+        params = list(lm.Transformer(dataclasses.replace(c, num_hidden_layers=1)).named_parameters())
+    times = [c.num_hidden_layers if ".layers." in name else 1 for name, _ in params]
+    rows = [-(-len(p) // shards) * p[0].numel() for _, p in params]
+    whole, read = (sum(n * t for n, t in zip(sizes, times)) for sizes in ((p.numel() for _, p in params), rows))
+    return tuple(n * c.dtype.itemsize for n in (whole, read, max(rows)))
 
 
 def room_for(device, gpu_gib):
