@@ -30,7 +30,7 @@ sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE))
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["train", "torch._dynamo"])  # the latter is half a second of every rank otherwise
+processes.set_forkserver_preload(["train", "torch._dynamo", "numpy.ma", "pytest", "conftest"])  # not in each rank
 
 
 def pytest_configure(config):
