@@ -884,10 +884,10 @@ def cached(spec, held_out, tokenizer, cache, tick, progress):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.with_suffix(".lock").touch()
+        lock = open(folder.with_suffix(".lock"), "w")  # noqa: SIM115
     except OSError as error:
         raise ValueError(f"{cache}: {error.strerror}: name a folder to write to by --data_cache") from error
-    with open(folder.with_suffix(".lock"), "w") as lock:
+    with lock:
         locked = lock_file(lock, tick)
         if is_whole(folder, tick):  # another process has made it meanwhile
             return folder

@@ -311,9 +311,9 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad.contiguous(), ctx.group), None
 
 
-def shared_kv_heads(c, n_ranks):
+def shared_kv_heads(n_heads, n_ranks):
     """Key heads of all ranks together, copies counted: the fewest that can be dealt out as evenly as the query heads."""
-    return math.lcm(c.num_key_value_heads, n_ranks)
+    return math.lcm(n_heads, n_ranks)
 
 
 def attend_split(q_BTHK, k_BTGK, v_BTGK, split):
@@ -322,7 +322,7 @@ def attend_split(q_BTHK, k_BTGK, v_BTGK, split):
     bytes x tokens x (2*H + 2*G) * K / S, falls with the ranks as its products do; the pieces need no mask of their own.
     """
     (B, T, H, K), S = q_BTHK.shape, split.group.size()
-    copies = math.lcm(k_BTGK.shape[2], S) // k_BTGK.shape[2]  # of a key head that query heads of several ranks look at
+    copies = shared_kv_heads(k_BTGK.shape[2], S) // k_BTGK.shape[2]  # of a key head that query heads of several ranks look at
     if copies > 1:
         k_BTGK, v_BTGK = (t.repeat_interleave(copies, 2) for t in (k_BTGK, v_BTGK))
     parts = [t.reshape(B * T, S, -1, K).transpose(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK)]

@@ -453,7 +453,7 @@ def choose_attention_(c, n_tokens, dtype, device, rank, world, n_ranks=1):
     if dtype is torch.float32:
         return "a call for each document, in float32 by the memory-efficient kernel"
     milliseconds, n_tokens = {}, min(n_tokens, 16384)
-    shapes = (c.num_attention_heads // n_ranks, *[lm.shared_kv_heads(c, n_ranks) // n_ranks] * 2)
+    shapes = (c.num_attention_heads // n_ranks, *[lm.shared_kv_heads(c.num_key_value_heads, n_ranks) // n_ranks] * 2)
     q, k, v = (torch.randn(1, n, n_tokens, c.head_dim, device=device, dtype=dtype, requires_grad=True) for n in shapes)
     for name, backend in (("FlashAttention", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
@@ -584,7 +584,7 @@ def shard_(model, device, precision, reshard, shard_embeddings, offload_params, 
 PIECE = 1 << 24  # bytes
 
 
-def pieces_of(n_bytes):
+def piece_sizes(n_bytes):
     """Sizes of the pieces of a host buffer: powers of two, as torch's pinned memory comes in, and less than PIECE too much."""
     if n_bytes <= PIECE:
         return [n_bytes]
@@ -642,7 +642,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
                 return self.pool.pop(i)
         if self.pool:  # all too small: replace one, so that rows of growing length do not add up
             self.pool.pop()
-        return [torch.empty(n, dtype=torch.uint8, pin_memory=self.pin) for n in pieces_of(n_bytes)]
+        return [torch.empty(n, dtype=torch.uint8, pin_memory=self.pin) for n in piece_sizes(n_bytes)]
 
     def copy_aside(self, pairs):
         """target <- source on the side stream after all compute issued so far; the event of its end (None on a CPU)."""
@@ -1006,7 +1006,7 @@ def plan(args, c, world, tokens, cuda):
     size = 4 if args.precision == "fp32" else 2  # bytes of a number in products; next: in what trains, and on the wire
     kept = reduced = 2 if args.precision == "bf16" else 4
     shards = world // args.replicas if args.fsdp2 else 1
-    split, kv_heads = args.sequence_parallel > 1, lm.shared_kv_heads(c, args.sequence_parallel)
+    split, kv_heads = args.sequence_parallel > 1, lm.shared_kv_heads(c.num_key_value_heads, args.sequence_parallel)
 
     # ---- parameters, as lists of (rows, width)
     mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
@@ -1109,7 +1109,7 @@ def plan(args, c, world, tokens, cuda):
     if args.activation_checkpointing:
         saved = checkpoint
     if offloaded:
-        host["activations"] = (L - 1) * sum(map(pinned, pieces_of(checkpoint)))
+        host["activations"] = (L - 1) * sum(map(pinned, piece_sizes(checkpoint)))
 
     def activations(n):  # of the first n blocks, while the n-th is the one in work
         return min(n, 2) * saved if offloaded else n * saved

@@ -63,7 +63,7 @@ def formula(args, c, world, tokens):
     trained = L * (sum(padded(*shape) for shape in linears.values()) + vectors) if full else L * adapters
     trained += (ends * padded(c.vocab_size, D) + D) * full
     late = trained * 4 <= train.LATE
-    exchanged = 2 * q + 2 * lm.shared_kv_heads(c, args.sequence_parallel) * c.head_dim
+    exchanged = 2 * q + 2 * lm.shared_kv_heads(c.num_key_value_heads, args.sequence_parallel) * c.head_dim
     times = 3 if args.activation_checkpointing else 2  # forward, backward, and the forward again
     S, replicas = args.sequence_parallel, args.replicas if args.fsdp2 else world
     return {

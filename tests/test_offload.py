@@ -63,7 +63,7 @@ def test_buffers_are_allocated_once_and_used_again(device):
 
 @pytest.mark.parametrize("n_bytes", [1, 1000, 1 << 24, (1 << 24) + 1, 100 << 20, (5 << 30) + 7, 1 << 32])
 def test_buffers_are_powers_of_two_that_waste_little(n_bytes):
-    sizes = train.pieces_of(n_bytes)
+    sizes = train.piece_sizes(n_bytes)
     assert n_bytes <= sum(sizes) < n_bytes + train.PIECE and len(sizes) <= 10
     assert len(sizes) == 1 or all(size & (size - 1) == 0 for size in sizes)
 
