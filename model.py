@@ -398,8 +398,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Three methods between attention and the last product are what --compile compiles: no list of documents reaches
-    them, so packed rows compile once; and the last product stays out, so that a recomputation can end before it."""
+    """Its methods before and after attention are what --compile compiles: no list of documents reaches them, so packed
+    rows compile once. Under activation checkpointing the last product stays out: a recomputation can end before it."""
 
     def __init__(self, c):
         super().__init__()
@@ -410,11 +410,13 @@ class Block(nn.Module):
         self.recomputing = False  # set by activation checkpointing while it runs the forward again
 
     def forward(self, x, rope, spans):
-        out = attend(*self.heads(x, rope), spans)
-        return self.feed_forward(self.add_attention(x, out))
+        return self.after_attention(x, attend(*self.heads(x, rope), spans))
 
     def heads(self, x, rope):
         return self.self_attn.heads(self.input_layernorm(x), rope)
+
+    def after_attention(self, x, out):
+        return self.feed_forward(self.add_attention(x, out))
 
     def add_attention(self, x, out):
         return x + self.self_attn.o_proj(out)
@@ -656,7 +658,7 @@ class LoRA:
     def forward(self, x):
         # LoRA's product first, the frozen base last: the base saves nothing that its backward lacks, so checkpointing's
         # early stop ends the recomputation of a block before down_proj, a fifth of the block's FLOP.
-        delta = self.lora_B(self.lora_A(F.dropout(x, self.lora_dropout, self.training))) * self.lora_scale
+        delta = self.lora_B(self.lora_A(F.dropout(x, self.lora_dropout, self.training)) * self.lora_scale)
         return delta + super().forward(x)
 
 

@@ -412,8 +412,11 @@ def set_precision_(model, precision):
     model.compute_dtype = frozen
 
 
-def compile_(model, fixed_length):
-    """torch.compile on three regions of every block, on the softmax-gradient of the loss and on NF4's dequantization.
+REGIONS = {False: ("heads", "after_attention"), True: ("heads", "add_attention", "hidden")}  # of a block; True: it is recomputed
+
+
+def compile_(model, fixed_length, recomputed):
+    """torch.compile on two or three regions of every block, on the softmax-gradient of the loss and on NF4's dequantization.
 
     Regions and not the model: blocks are alike, so one is compiled for all, in seconds (of the first step), and between the
     regions stays what a graph would break at or depend on: attention over a list of documents, checkpointing, FSDP2's
@@ -425,7 +428,7 @@ def compile_(model, fixed_length):
         return lambda *args: (fast if model.training else plain)(*args)
 
     for block in model.model.layers:
-        for name in ("heads", "add_attention", "hidden"):
+        for name in REGIONS[recomputed]:
             region = getattr(block, name)
             setattr(block, name, in_training(compiled(region, dynamic=not fixed_length), region))
     for module in model.modules():
@@ -2487,7 +2490,7 @@ def run(args, at, device, rank, world, store):
     if args.memory_snapshot and cuda:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     if args.compile:
-        compile_(model, fixed_length=args.packing)
+        compile_(model, fixed_length=args.packing, recomputed=bool(args.activation_checkpointing or args.tiled_mlp))
     if args.tiled_mlp:
         lm.tile_feed_forward_(model, args.tiled_mlp)
     if args.activation_checkpointing:
