@@ -45,6 +45,7 @@ from tqdm import tqdm
 import nf4
 
 IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
+HEAD_ROWS = 128  # the head works on a multiple of so many tokens, or on all
 HEAD = "lm_head.weight"
 
 # ---------------------------------------------------------------- config
@@ -491,32 +492,35 @@ def tile_feed_forward_(model, tile):
 
 
 def softmax_gradient(logits_CV, targets_C1, with_grad):
-    """-> (summed cross-entropy, its gradient softmax - one-hot in the dtype of the logits, or None). Works in place on one
-    float32 copy."""
+    """-> (summed cross-entropy, its gradient softmax - one-hot in the dtype of the logits, or None). Rows whose target is
+    IGNORE have neither. Works in place on one float32 copy."""
     dtype, logits_CV = logits_CV.dtype, logits_CV.float()
+    real_C1, targets_C1 = (targets_C1 != IGNORE).float(), targets_C1.clamp_min(0)
     logits_CV -= logits_CV.amax(-1, keepdim=True)
     target_logit_C1 = logits_CV.gather(-1, targets_C1)
     total_C1 = logits_CV.exp_().sum(-1, keepdim=True)
-    loss = (total_C1.log() - target_logit_C1).sum()
+    loss = ((total_C1.log() - target_logit_C1) * real_C1).sum()
     if not with_grad:
         return loss, None
-    logits_CV /= total_C1  # softmax, in place
-    logits_CV.scatter_add_(-1, targets_C1, torch.full_like(total_C1, -1.0))
+    logits_CV *= real_C1 / total_C1  # softmax, in place
+    logits_CV.scatter_add_(-1, targets_C1, -real_C1)
     return loss, logits_CV.to(dtype)
 
 
 def softmax_gradient_fused(logits_CV, targets_C1, with_grad):
     """The same for torch.compile: two passes over the logits, no copy in float32, and the targets' own gradient, which is
     small where the model is sure, put in its place from float32."""
+    real_C1, targets_C1 = (targets_C1 != IGNORE).float(), targets_C1.clamp_min(0)
     largest_C1 = logits_CV.amax(-1, keepdim=True).float()
     shifted_CV = logits_CV.float() - largest_C1
     total_C1 = shifted_CV.exp().sum(-1, keepdim=True)
     target_logit_C1 = logits_CV.gather(-1, targets_C1).float() - largest_C1
-    loss = (total_C1.log() - target_logit_C1).sum()
+    loss = ((total_C1.log() - target_logit_C1) * real_C1).sum()
     if not with_grad:
         return loss, None
-    softmax_CV = (shifted_CV.exp() * (1 / total_C1)).to(logits_CV.dtype)
-    return loss, softmax_CV.scatter(-1, targets_C1, (target_logit_C1.exp() / total_C1 - 1).to(logits_CV.dtype))
+    softmax_CV = (shifted_CV.exp() * (real_C1 / total_C1)).to(logits_CV.dtype)
+    target_grad_C1 = (target_logit_C1.exp() / total_C1 - 1) * real_C1
+    return loss, softmax_CV.scatter(-1, targets_C1, target_grad_C1.to(logits_CV.dtype))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -577,8 +581,12 @@ class LMHead(nn.Module):
         w_VD = self.weight.to(x.dtype)
         if targets_BT is None:
             return F.linear(x, w_VD).float()
-        # The indices come from the host with the batch: nonzero() on the device would wait for it.
+        # The indices come from the host with the batch: nonzero() on the device would wait for it. Token 0 without a target
+        # fills up the last rows: else every batch is of another size, and allocators and oneDNN keep something for each.
+        S = len(keep_S)
+        keep_S = F.pad(keep_S, (0, min(-S % HEAD_ROWS, targets_BT.numel() - S)))
         h_SD, targets_S = x.flatten(0, 1)[keep_S], targets_BT.flatten()[keep_S]
+        targets_S[S:] = IGNORE
         if self.chunk:
             return ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(),
                                              self.softmax_gradient)

@@ -434,9 +434,8 @@ def compile_(model, fixed_length, recomputed):
     for module in model.modules():
         if isinstance(module, nf4.NF4Linear):
             module.fast = True
-    fused = compiled(lm.softmax_gradient_fused, dynamic=True)  # the last chunk has any length; of one it would compile anew
-    model.lm_head.softmax_gradient = in_training(
-        lambda logits_CV, *rest: (fused if len(logits_CV) > 1 else lm.softmax_gradient)(logits_CV, *rest), lm.softmax_gradient)
+    fused = compiled(lm.softmax_gradient_fused, dynamic=True)  # the last chunk is shorter
+    model.lm_head.softmax_gradient = in_training(fused, lm.softmax_gradient)
 
 
 def keep_freed_memory():

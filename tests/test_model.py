@@ -108,6 +108,30 @@ def test_chunked_cross_entropy_equals_the_full_one(chunk):
     torch.testing.assert_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
 
 
+def test_rows_without_a_target_add_nothing():
+    h, w, targets = random_loss_input()
+    targets[[3, 11, -1]] = lm.IGNORE
+    expected = F.cross_entropy(h @ w.T, targets, reduction="sum")
+    expected_grads = torch.autograd.grad(expected, (h, w))
+    loss = lm.ChunkedCrossEntropy.apply(h, w, targets, 7, True)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)  # float32 sums in another order
+    grads = torch.autograd.grad(loss, (h, w))
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
+    assert not grads[0][[3, 11, -1]].any()
+
+
+def test_the_head_works_on_few_sizes_whatever_the_number_of_targets(monkeypatch):
+    model, sizes, apply = build(GOLDENS[0]), set(), lm.ChunkedCrossEntropy.apply
+    monkeypatch.setattr(lm.ChunkedCrossEntropy, "apply", lambda h, *rest: (sizes.add(len(h)), apply(h, *rest))[1])
+    tokens = torch.randint(0, 32, (1, 200), generator=torch.Generator().manual_seed(0))
+    for n in (1, 77, 128, 129, 200):
+        targets = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+        targets[:, n:] = lm.IGNORE
+        loss, logits = model(tokens, targets), model(tokens)
+        torch.testing.assert_close(loss, F.cross_entropy(logits[0], targets[0], reduction="sum"), rtol=1e-5, atol=0)
+    assert sizes == {128, 200}
+
+
 def test_chunked_cross_entropy_survives_huge_logits():
     h, w, targets = random_loss_input()
     loss = lm.ChunkedCrossEntropy.apply(h * 1000, w, targets, 8, True)
