@@ -39,6 +39,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
 
@@ -47,6 +48,7 @@ import nf4
 IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
 HEAD_ROWS = 128  # the head works on a multiple of so many tokens, or on all
 HEAD = "lm_head.weight"
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # ---------------------------------------------------------------- config
 
@@ -333,20 +335,28 @@ def attend_split(q_BTHK, k_BTGK, v_BTGK, split):
     return out.transpose(0, 1).reshape(B, T, H * K)
 
 
+@functools.cache
+def takes_documents(dtype, K, device):
+    """Whether torch's FlashAttention can: 16 bits, heads of whole 8 numbers up to 256, an Ampere card or newer."""
+    return dtype is not torch.float32 and K % 8 == 0 and K <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     """Causal attention inside each (start, stop) of the flattened B*T tokens; outside (padding) any finite numbers.
 
-    Packed spans run as one FlashAttention over all documents, where the dtype allows it.
+    Packed spans run as one FlashAttention over all documents, where it can.
     """
     if isinstance(spans, Split):
         return attend_split(q_BTHK, k_BTGK, v_BTGK, spans)
     B, T, H, K = q_BTHK.shape
     q, k, v = (t.reshape(B * T, -1, K) for t in (q_BTHK, k_BTGK, v_BTGK))
     if isinstance(spans, Packed):
-        if q.dtype is not torch.float32:
+        if takes_documents(q.dtype, K, q.device):
             lengths = spans.bounds, spans.bounds, spans.longest, spans.longest
             return varlen_attn(q, k, v, *lengths, window_size=(-1, 0), **GQA).view(B, T, H * K)
         spans = spans.spans
+    if q.is_cuda and q.dtype is torch.float32:  # of the kernels in float32 only the one that holds all scores shares key heads
+        k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=k.shape[1] != H)
     length = spans[0][1] - spans[0][0] if spans else 0
     if all(stop - start == length for start, stop in spans) and length * len(spans) == B * T:
@@ -647,7 +657,8 @@ def generate(model, tokens, n, stop, device):
     """
     tokens, start = list(tokens), len(tokens)
     while len(tokens) < start + n:
-        logits = model(torch.tensor([tokens], device=device))
+        with sdpa_kernel(NOT_CUDNN):  # which would make a plan for each of the lengths
+            logits = model(torch.tensor([tokens], device=device))
         tokens.append(int(logits[0, -1].argmax()))
         if tokens[-1] in stop:
             return tokens[start:-1]

@@ -103,11 +103,17 @@ def block_scales(scales_NS):
     return scales.masked_fill_(codes == 0, 0.0)
 
 
+@functools.cache
+def levels_of_bytes(device):
+    """[256] int64: the two float32 levels of each byte of codes. Made once: a copy from the host waits for the GPU."""
+    levels = torch.tensor(CODEBOOK, device="cpu")
+    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], -1).view(torch.int64).view(-1).to(device)
+
+
 def dequantize(codes_ND2, scales_NS, dtype):
     """(codes_ND2, scales_NS) -> [N, D] in `dtype`; products in float32. One gather fetches a byte's two levels."""
     N, D = codes_ND2.shape[0], codes_ND2.shape[1] * 2
-    levels = torch.tensor(CODEBOOK, device=codes_ND2.device)
-    pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], -1).view(torch.int64).view(-1)
+    pairs = levels_of_bytes(codes_ND2.device)
     w_ND = torch.empty(N, D, dtype=dtype, device=codes_ND2.device)
     rows = max(1, CHUNK // D)
     for out, codes, scales in zip(w_ND.split(rows), codes_ND2.split(rows), block_scales(scales_NS).split(rows)):

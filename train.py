@@ -412,7 +412,7 @@ def set_precision_(model, precision):
     model.compute_dtype = frozen
 
 
-REGIONS = {False: ("heads", "after_attention"), True: ("heads", "add_attention", "hidden")}  # of a block; True: it is recomputed
+REGIONS = {False: ("heads", "after_attention"), True: ("heads", "add_attention", "hidden")}  # of a block; True: recomputed
 
 
 def compile_(model, fixed_length, recomputed):
@@ -447,17 +447,21 @@ def keep_freed_memory():
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
-def choose_attention_(c, n_tokens, dtype, device, rank, world, n_ranks=1):
+def choose_attention_(c, n_tokens, packing, dtype, device, rank, world, n_ranks=1):
     """Times FlashAttention and cuDNN's on a row of one document, forward and backward, and turns the slower one off ->
-    what to say of it. On Hopper cuDNN is ahead at long rows; packed rows have a kernel for documents, FlashAttention's."""
+    what to say of it. On Hopper cuDNN is ahead at long rows; packed rows have a kernel for documents, FlashAttention's.
+    Without packing each row has a length of its own, for which cuDNN would make a plan of its own."""
     if device.type != "cuda":
         return "a call for each document, by FlashAttention for CPUs"
     if dtype is torch.float32:
         return "a call for each document, in float32 by the memory-efficient kernel"
+    if not lm.takes_documents(dtype, c.head_dim, device):
+        return f"a call for each document: FlashAttention knows neither this card's generation nor heads of {c.head_dim}"
     milliseconds, n_tokens = {}, min(n_tokens, 16384)
     shapes = (c.num_attention_heads // n_ranks, *[lm.shared_kv_heads(c.num_key_value_heads, n_ranks) // n_ranks] * 2)
     q, k, v = (torch.randn(1, n, n_tokens, c.head_dim, device=device, dtype=dtype, requires_grad=True) for n in shapes)
-    for name, backend in (("FlashAttention", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+    backends = {"FlashAttention": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    for name, backend in itertools.islice(backends.items(), 1 + packing):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
         try:
             with sdpa_kernel(backend):
@@ -1077,7 +1081,8 @@ def plan(args, c, world, tokens, cuda):
         used = [linears[name][1] for name in names if full or name in targets]
         return sum(used) * (size + mask) if args.lora_dropout else size * max(used, default=0)
 
-    attention = size * (2 * q + 2 * kv + len(targets) * (args.lora_rank or 0)) + normed * D + 4 * c.num_attention_heads
+    repeated = q if cuda and size == 4 else kv  # keys and values as attention saves them, in float32 for each query head
+    attention = size * (2 * q + 2 * repeated + len(targets) * (args.lora_rank or 0)) + normed * D + 4 * c.num_attention_heads
     attention += inputs("q_proj", "k_proj", "v_proj") + (inputs("o_proj") if args.lora_dropout else 0)
     # between the all-to-alls: key heads with their copies, and what goes and comes beside what is kept
     exchanged = split * size * (q + 2 * kv_heads * c.head_dim)
@@ -1123,7 +1128,9 @@ def plan(args, c, world, tokens, cuda):
     def gradients(n):  # of n parameters of this rank, kept until the step
         if args.grad_accum > 1:  # those of earlier micro-batches
             return (reduced * shards if deferred else on_device) * n_trained
-        return 0 if args.optim_in_backward else on_device * n
+        if args.optim_in_backward or not on_device:  # FSDP2 lets go of what went between replicas after the backward
+            return reduced * n * (args.replicas > 1)
+        return on_device * n
 
     n_head = share([*ends[:1], (D, 1)]) * full
     in_flight = reduced * (shards + 1) if args.fsdp2 else 0  # reduce-scatter: its input, and its output
@@ -1843,12 +1850,12 @@ def where_time_went(events, wall_s, cuda):
     spent = collections.Counter()
     for event in events:
         on_device = event.device_type != torch.autograd.DeviceType.CPU
-        if on_device == cuda:
+        if on_device == cuda and not (cuda and event.is_user_annotation):  # a range over kernels that are counted already
             kind = next((kind for kind, parts in KERNELS if any(part.lower() in event.key.lower() for part in parts)), "Python")
             spent[kind] += event.self_device_time_total if cuda else event.self_cpu_time_total
     whole = max(sum(spent.values()), wall_s * 1e6 * cuda)
     if cuda:
-        spent.pop("Python", 0)  # ranges, not kernels
+        spent.pop("Python", 0)  # ranges of the compiler, not kernels
         spent["the GPU idle"] = whole - sum(spent.values())
     return ", ".join(f"{kind} {n / whole:.0%}" for kind, n in spent.most_common() if n > 0.004 * whole)
 
@@ -2480,7 +2487,8 @@ def run(args, at, device, rank, world, store):
     moments, host = plan(planned, config, world, at["tokens"], cuda)
     # pinned memory cannot be swapped or reclaimed: where it would take nearly all, slower copies are the better choice
     pin = cuda and sum(host.values()) < 0.8 * (host_share() or math.inf)
-    attention = choose_attention_(config, args.seq_len, model.compute_dtype, device, rank, world, args.sequence_parallel)
+    attention = choose_attention_(config, args.seq_len, args.packing, model.compute_dtype, device, rank, world,
+                                  args.sequence_parallel)
     if rank == 0:
         print_start(args, model, source, device, world, n_trained, defer_sync, pin, attention)
         print_plan(planned, config, world, at["tokens"], cuda, card,

@@ -245,7 +245,7 @@ def test_compiled_nf4_on_a_gpu_is_the_plain_one():
 def test_the_faster_attention_is_chosen_and_said():
     c = lm.parse_config(lm.preset_config("qwen2.5-0.5b"))
     try:
-        said = train.choose_attention_(c, 2048, torch.bfloat16, torch.device("cuda"), 0, 1)
+        said = train.choose_attention_(c, 2048, True, torch.bfloat16, torch.device("cuda"), 0, 1)
         assert torch.backends.cuda.flash_sdp_enabled() != torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_flash_sdp(True)

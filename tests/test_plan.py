@@ -46,6 +46,8 @@ CASES = [  # model, tokens in a row, ranks, flags
     ("tied", 1024, 3, "--fsdp2"),
     ("gqa", 1024, 2, "--fsdp2 --grad_accum 2 --no-activation_checkpointing"),
     ("wide", 512, 4, "--fsdp2 --optim_in_backward"),
+    ("wide", 512, 4, "--fsdp2 --replicas 2 --optim_in_backward"),
+    ("wide", 512, 4, "--fsdp2 --replicas 2 --optim_in_backward --precision bf16"),
     ("gqa", 1024, 8, "--fsdp2 --replicas 2"),
     ("wide", 512, 4, "--fsdp2 --replicas 4 --lora --grad_accum 2"),
     ("gqa", 4096, 4, "--fsdp2 --sequence_parallel 4"),

@@ -327,3 +327,14 @@ def test_a_reader_that_goes_away_ends_no_training(monkeypatch):
     monkeypatch.setattr(os, "dup2", lambda source, target: given.append((os.readlink(f"/proc/self/fd/{source}"), target)))
     train.speak("step 1")
     assert given == [("/dev/null", 1)]
+
+
+def test_a_range_over_kernels_is_not_counted_beside_them():
+    def event(key, microseconds, annotation=False):
+        return types.SimpleNamespace(key=key, device_type=torch.autograd.DeviceType.CUDA, is_user_annotation=annotation,
+                                     self_device_time_total=microseconds)
+
+    events = [event("nvjet_gemm", 600), event("ncclDevKernel_AllGather", 100), event("multi_tensor_adam", 50),
+              event("FSDP::all_gather (block)", 100, True), event("Optimizer.step#AdamW.step", 70, True)]
+    assert train.where_time_went(events, 1e-3, cuda=True) == (
+        "matrix products 60%, the GPU idle 25%, communication 10%, optimizer 5%")
