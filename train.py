@@ -440,7 +440,7 @@ def compile_(model, fixed_length, recomputed):
 
 def keep_freed_memory():
     """Tells glibc to keep what is freed. It maps every tensor of 32 MiB and more anew, in pages of 4 KiB that come zeroed and
-    after a fault each: a fifth of a step on a CPU. Memory grows where sizes vary, by a quarter on packed chats (LOG.md)."""
+    after a fault each: a fifth of a step on a CPU. Memory grows where sizes vary, by a few percent on packed chats (LOG.md)."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large block

@@ -288,3 +288,22 @@ def test_flash_attention_over_documents_is_a_call_for_each(n_query, n_key):
     for single, *others in zip(*results, strict=True):  # bf16 has 8 bits; sums of up to 1,024 terms in another order
         for other in others:
             torch.testing.assert_close(other, single, rtol=0.02, atol=0.02 * single.abs().max().item())
+
+
+@pytest.mark.gpu
+def test_shared_key_heads_in_float32_keep_no_scores():
+    T, H = 8192, 8
+    q, k, v = (torch.randn(1, T, n, 64, device="cuda", requires_grad=True) for n in (H, 2, 2))
+    start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    lm.attend(q, k, v, [(0, T)]).sum().backward()
+    assert torch.cuda.max_memory_allocated() - start < H * T * T * 4 / 8  # the scores would be 2 GiB
+
+
+@pytest.mark.gpu
+def test_heads_that_flash_attention_cannot_take_run_document_by_document():
+    spans = [(0, 100), (100, 250)]
+    q, k = torch.randn(1, 256, 4, 12, device="cuda").bfloat16(), torch.randn(1, 256, 2, 12, device="cuda").bfloat16()
+    packed = lm.pack_spans(spans, 256)
+    packed = packed._replace(bounds=packed.bounds.cuda())
+    assert torch.equal(lm.attend(q, k, k, packed)[0, :250], lm.attend(q, k, k, spans)[0, :250])
