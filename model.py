@@ -355,7 +355,7 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
             lengths = spans.bounds, spans.bounds, spans.longest, spans.longest
             return varlen_attn(q, k, v, *lengths, window_size=(-1, 0), **GQA).view(B, T, H * K)
         spans = spans.spans
-    if q.is_cuda and q.dtype is torch.float32:  # of the kernels in float32 only the one that holds all scores shares key heads
+    if q.is_cuda and q.dtype is torch.float32 and k.shape[1] != H:  # in float32 only the kernel that holds all scores shares
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=k.shape[1] != H)
     length = spans[0][1] - spans[0][0] if spans else 0
@@ -410,7 +410,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """Its methods before and after attention are what --compile compiles: no list of documents reaches them, so packed
-    rows compile once. Under activation checkpointing the last product stays out: a recomputation can end before it."""
+    rows compile once. Where it runs again in the backward the last product stays out: that can end before it."""
 
     def __init__(self, c):
         super().__init__()
@@ -591,10 +591,10 @@ class LMHead(nn.Module):
         w_VD = self.weight.to(x.dtype)
         if targets_BT is None:
             return F.linear(x, w_VD).float()
-        # The indices come from the host with the batch: nonzero() on the device would wait for it. Token 0 without a target
-        # fills up the last rows: else every batch is of another size, and allocators and oneDNN keep something for each.
+        # The indices come from the host with the batch: nonzero() on the device would wait for it. The last token, without its
+        # target, fills up the rows: else every batch is of another size, and allocators and oneDNN keep something for each.
         S = len(keep_S)
-        keep_S = F.pad(keep_S, (0, min(-S % HEAD_ROWS, targets_BT.numel() - S)))
+        keep_S = torch.cat([keep_S, keep_S[-1:].expand(min(-S % HEAD_ROWS, targets_BT.numel() - S) if S else 0)])
         h_SD, targets_S = x.flatten(0, 1)[keep_S], targets_BT.flatten()[keep_S]
         targets_S[S:] = IGNORE
         if self.chunk:

@@ -412,11 +412,14 @@ def set_precision_(model, precision):
     model.compute_dtype = frozen
 
 
-REGIONS = {False: ("heads", "after_attention"), True: ("heads", "add_attention", "hidden")}  # of a block; True: recomputed
+def regions(checkpointing, tiles):
+    """Names of the methods of a block that --compile compiles. Where blocks, or tiles of their MLP, run again in the
+    backward, the last product stays out: the second run can end before it."""
+    return ("heads", "add_attention", "hidden") if checkpointing or tiles else ("heads", "after_attention")
 
 
-def compile_(model, fixed_length, recomputed):
-    """torch.compile on two or three regions of every block, on the softmax-gradient of the loss and on NF4's dequantization.
+def compile_(model, fixed_length, names):
+    """torch.compile on regions of every block, on the softmax-gradient of the loss and on NF4's dequantization.
 
     Regions and not the model: blocks are alike, so one is compiled for all, in seconds (of the first step), and between the
     regions stays what a graph would break at or depend on: attention over a list of documents, checkpointing, FSDP2's
@@ -428,7 +431,7 @@ def compile_(model, fixed_length, recomputed):
         return lambda *args: (fast if model.training else plain)(*args)
 
     for block in model.model.layers:
-        for name in REGIONS[recomputed]:
+        for name in names:
             region = getattr(block, name)
             setattr(block, name, in_training(compiled(region, dynamic=not fixed_length), region))
     for module in model.modules():
@@ -456,12 +459,15 @@ def choose_attention_(c, n_tokens, packing, dtype, device, rank, world, n_ranks=
     if dtype is torch.float32:
         return "a call for each document, in float32 by the memory-efficient kernel"
     if not lm.takes_documents(dtype, c.head_dim, device):
-        return f"a call for each document: FlashAttention knows neither this card's generation nor heads of {c.head_dim}"
+        return (f"a call for each document: FlashAttention over documents needs an Ampere card or newer (before, --precision "
+                f"fp32 takes less memory) and heads of whole 8 numbers up to 256 (here {c.head_dim})")
+    if not packing:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        return "by FlashAttention"
     milliseconds, n_tokens = {}, min(n_tokens, 16384)
     shapes = (c.num_attention_heads // n_ranks, *[lm.shared_kv_heads(c.num_key_value_heads, n_ranks) // n_ranks] * 2)
     q, k, v = (torch.randn(1, n, n_tokens, c.head_dim, device=device, dtype=dtype, requires_grad=True) for n in shapes)
-    backends = {"FlashAttention": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-    for name, backend in itertools.islice(backends.items(), 1 + packing):
+    for name, backend in (("FlashAttention", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
         try:
             with sdpa_kernel(backend):
@@ -1086,7 +1092,7 @@ def plan(args, c, world, tokens, cuda):
     attention += inputs("q_proj", "k_proj", "v_proj") + (inputs("o_proj") if args.lora_dropout else 0)
     # between the all-to-alls: key heads with their copies, and what goes and comes beside what is kept
     exchanged = split * size * (q + 2 * kv_heads * c.head_dim)
-    attention += exchanged and exchanged - size * (q + 2 * kv) + inputs("o_proj") * (not args.lora_dropout)
+    attention += exchanged and exchanged - size * (q + 2 * kv * (repeated == kv)) + inputs("o_proj") * (not args.lora_dropout)
     if c.model_type == "qwen3":
         attention += (size + normed) * (q + kv)
     feed = size * 3 * F + normed * D + inputs("gate_proj", "up_proj")
@@ -1126,11 +1132,11 @@ def plan(args, c, world, tokens, cuda):
     on_device = 0 if "params" in args.offload else kept
 
     def gradients(n):  # of n parameters of this rank, kept until the step
+        # between replicas FSDP2 sends a buffer on the device, which it holds until the backward ends, or the last micro-batch's
+        here = reduced * (args.replicas > 1) if args.optim_in_backward or not on_device else on_device
         if args.grad_accum > 1:  # those of earlier micro-batches
-            return (reduced * shards if deferred else on_device) * n_trained
-        if args.optim_in_backward or not on_device:  # FSDP2 lets go of what went between replicas after the backward
-            return reduced * n * (args.replicas > 1)
-        return on_device * n
+            return (reduced * shards if deferred else here) * n_trained
+        return here * n
 
     n_head = share([*ends[:1], (D, 1)]) * full
     in_flight = reduced * (shards + 1) if args.fsdp2 else 0  # reduce-scatter: its input, and its output
@@ -2170,6 +2176,7 @@ def print_start(args, model, source, device, world, n_trained, defer_sync, pin, 
     asked = {what: what in args.offload for what in ("activations", "params")}
     fused = args.fused_adamw and args.optim == "adamw" and not args.stochastic_rounding
     where = "GPU" if cuda and not asked["params"] else f"CPU, {torch.get_num_threads()} threads a rank"
+    n_regions = len(regions(args.activation_checkpointing, args.tiled_mlp))
     rows = [  # feature, on, why if on, why if off
         ("lora", adapters, f"rank {args.lora_rank}, alpha {args.lora_alpha}, dropout {args.lora_dropout or 0}, on "
          + ", ".join(args.lora_targets or ()), "every weight trains"),
@@ -2201,7 +2208,7 @@ def print_start(args, model, source, device, world, n_trained, defer_sync, pin, 
         ("optim_in_backward", args.optim_in_backward, "weights are updated as gradients arrive, which are not clipped",
          f"after the backward, gradients clipped to a norm of {args.clip:g}" if args.clip else "after the backward"),
         ("fused_adamw", fused, f"on the {where}", f"many small operations on the {where}"),
-        ("compile", args.compile, "three regions of a block, the loss, NF4's dequantization"
+        ("compile", args.compile, f"{n_regions} regions of a block, the loss, NF4's dequantization"
          + (" and AdamW" if args.optim == "adamw8bit" or args.stochastic_rounding else "") + ", in the first step",
          "one kernel after the other"),
         ("attention", True, attention, ""),
@@ -2497,7 +2504,7 @@ def run(args, at, device, rank, world, store):
     if args.memory_snapshot and cuda:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     if args.compile:
-        compile_(model, fixed_length=args.packing, recomputed=bool(args.activation_checkpointing or args.tiled_mlp))
+        compile_(model, args.packing, regions(args.activation_checkpointing, args.tiled_mlp))
     if args.tiled_mlp:
         lm.tile_feed_forward_(model, args.tiled_mlp)
     if args.activation_checkpointing:

@@ -43,7 +43,7 @@ def build(method, compile_=False, checkpoint=False, tile=0, precision="fp32", sh
         lm.add_lora_(model, 5, 10, dropout, lm.LORA_TARGETS)
     train.set_precision_(model, precision)
     if compile_:
-        train.compile_(model, True, recomputed=bool(checkpoint or tile))
+        train.compile_(model, True, train.regions(checkpoint, tile))
     if tile:
         lm.tile_feed_forward_(model, tile)
     if checkpoint:
@@ -116,7 +116,7 @@ def test_regions_have_no_graph_breaks_and_compile_once_for_all_blocks_and_docume
     check_equal(losses_and_gradients(model), expected)
     # the regions and the loss; the first block's input needs no gradient where the embedding is frozen, which makes two
     # more; a tile of the MLP runs without gradients, then with them
-    least = len(train.REGIONS["checkpoint" in how]) + 1
+    least = len(train.regions(how.get("checkpoint"), how.get("tile"))) + 1
     assert least <= graphs[0] <= least + 3 and graphs[-1] - graphs[0] <= bool(how.get("tile"))
     assert not torch._dynamo.utils.counters["graph_break"]
 
@@ -133,8 +133,8 @@ def check_compiled_shards(folder):
     torch.compile = functools.partial(torch.compile, backend="eager")
     lm.softmax_gradient_fused = lm.softmax_gradient
     nf4.dequantize_compiled = lambda *packed: nf4.dequantize(*packed, torch.bfloat16)
-    how = {"checkpoint": True, "precision": "mixed", "sharded": True}
-    for group in (None, dist.group.WORLD):
+    for group, checkpoint in itertools.product((None, dist.group.WORLD), (True, False)):
+        how = {"checkpoint": checkpoint, "precision": "mixed", "sharded": True}
         compiled, eager = build("qlora", compile_=True, **how), build("qlora", **how)
         compiled.sequence_group = eager.sequence_group = group
         check_equal(losses_and_gradients(compiled), losses_and_gradients(eager))

@@ -146,8 +146,8 @@ def test_the_plan_is_what_the_allocator_counts(folders, tmp_path, model, tokens,
     figures = run_counted(folders, tmp_path, model, tokens, world, flags)
     print({name: f"{n / 2**20:.1f}" for name, n in figures["moments"].items()}, f"counted {figures['counted'] / 2**20:.1f}")
     # what is not modelled: scratch of a kernel, a [T] tensor here and there, the order in which autograd frees
-    # (the worst: NF4 with 64 tokens, 5.04 % too high)
-    assert figures["planned"] == pytest.approx(figures["counted"], rel=0.055)
+    rel = 0.055 if tokens == 64 else 0.05  # next to no tokens: NF4's scratch decides, 5.04 % too high
+    assert figures["planned"] == pytest.approx(figures["counted"], rel=rel)
 
 
 @pytest.mark.parametrize("flags", ["", "--qlora --precision mixed", "--optim adamw8bit", "--precision bf16"])
@@ -169,3 +169,17 @@ def test_the_copy_of_async_save_is_the_training_state(folders, flags):
     assert train.plan(args, config, 1, 64, cuda=False)[1] == {"copy of a checkpoint": sum(sizes)}
     pinned = sum(1 << (n - 1).bit_length() for n in sizes)  # torch's allocator of pinned memory rounds up
     assert train.plan(args, config, 1, 64, cuda=True)[1] == {"copy of a checkpoint": pinned}
+
+
+def test_what_goes_between_replicas_waits_on_the_device():
+    import model as lm
+    import train
+
+    def gradients(*flags):  # GiB at the end of the backward
+        args = train.parse_args(["--model", "llama-3-8b", "--dry_run", "--fsdp2", "--offload", "params", *flags])
+        moments, _ = train.plan(args, lm.parse_config(lm.preset_config("llama-3-8b")), 8, 2048, cuda=True)
+        return moments["embedding's gradient"]["gradients"] / 2**30
+
+    # float32 shards of 8 billion parameters over 4 ranks are 7.5 GiB; without replicas all of them are on the host by then
+    for more in ([], ["--grad_accum", "2"]):
+        assert gradients("--replicas", "2", *more) - gradients(*more) == pytest.approx(7.5, abs=0.3)
