@@ -48,7 +48,6 @@ import nf4
 IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
 HEAD_ROWS = 128  # the head works on a multiple of so many tokens, or on all
 HEAD = "lm_head.weight"
-NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # ---------------------------------------------------------------- config
 
@@ -594,7 +593,7 @@ class LMHead(nn.Module):
         # The indices come from the host with the batch: nonzero() on the device would wait for it. The last token, without its
         # target, fills up the rows: else every batch is of another size, and allocators and oneDNN keep something for each.
         S = len(keep_S)
-        keep_S = torch.cat([keep_S, keep_S[-1:].expand(min(-S % HEAD_ROWS, targets_BT.numel() - S) if S else 0)])
+        keep_S = torch.cat([keep_S, keep_S[-1:].expand(min(-S % HEAD_ROWS, targets_BT.numel() - S))])
         h_SD, targets_S = x.flatten(0, 1)[keep_S], targets_BT.flatten()[keep_S]
         targets_S[S:] = IGNORE
         if self.chunk:
@@ -650,6 +649,7 @@ class Transformer(nn.Module):
 
 
 @torch.no_grad()
+@sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])  # cuDNN plans for each length
 def generate(model, tokens, n, stop, device):
     """Greedy continuation: list of token ids -> list of at most n more, ending before an id in `stop`.
 
@@ -657,8 +657,7 @@ def generate(model, tokens, n, stop, device):
     """
     tokens, start = list(tokens), len(tokens)
     while len(tokens) < start + n:
-        with sdpa_kernel(NOT_CUDNN):  # which would make a plan for each of the lengths
-            logits = model(torch.tensor([tokens], device=device))
+        logits = model(torch.tensor([tokens], device=device))
         tokens.append(int(logits[0, -1].argmax()))
         if tokens[-1] in stop:
             return tokens[start:-1]

@@ -1090,7 +1090,8 @@ def plan(args, c, world, tokens, cuda):
     repeated = q if cuda and size == 4 else kv  # keys and values as attention saves them, in float32 for each query head
     attention = size * (2 * q + 2 * repeated + len(targets) * (args.lora_rank or 0)) + normed * D + 4 * c.num_attention_heads
     attention += inputs("q_proj", "k_proj", "v_proj") + (inputs("o_proj") if args.lora_dropout else 0)
-    # between the all-to-alls: key heads with their copies, and what goes and comes beside what is kept
+    # between the all-to-alls: key heads with their copies, and what goes and comes beside what is kept, which is a view of
+    # what came unless it is repeated
     exchanged = split * size * (q + 2 * kv_heads * c.head_dim)
     attention += exchanged and exchanged - size * (q + 2 * kv * (repeated == kv)) + inputs("o_proj") * (not args.lora_dropout)
     if c.model_type == "qwen3":
@@ -1148,12 +1149,14 @@ def plan(args, c, world, tokens, cuda):
         done = gradients(n_head + (L - 1 - i) * share(trained)) + before
         waiting = activations(i + 1) - (0 if args.activation_checkpointing else saved - checkpoint)
         units = held * unit + root + (fetched if i else 0)
+        # the input of the first block needs no gradient under NF4: its q, k and v are not used again
+        less = 0 if i else recomputed * (q + 2 * kv) * D
         of_mlp = size * whole(trained_mlp) if args.fsdp2 else kept * share(trained_mlp)
         of_block = size * whole(trained) if args.fsdp2 else kept * share(trained)
         choices = [
-            {"gradients": done + reducing + tile_sums, "saved activations": waiting, "block workspace": in_mlp,
+            {"gradients": done + reducing + tile_sums, "saved activations": waiting, "block workspace": in_mlp - less,
              "unsharded units": units},
-            {"gradients": done + reducing + of_mlp, "saved activations": waiting, "block workspace": in_attention,
+            {"gradients": done + reducing + of_mlp, "saved activations": waiting, "block workspace": in_attention - less,
              "unsharded units": units},
             {"gradients": done + of_block + in_flight * share(trained), "saved activations": waiting,
              "block workspace": 2 * checkpoint + in_step * args.optim_in_backward, "unsharded units": units - unit},
@@ -2504,7 +2507,7 @@ def run(args, at, device, rank, world, store):
     if args.memory_snapshot and cuda:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     if args.compile:
-        compile_(model, args.packing, regions(args.activation_checkpointing, args.tiled_mlp))
+        compile_(model, fixed_length=args.packing, names=regions(args.activation_checkpointing, args.tiled_mlp))
     if args.tiled_mlp:
         lm.tile_feed_forward_(model, args.tiled_mlp)
     if args.activation_checkpointing:

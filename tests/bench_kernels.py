@@ -116,7 +116,7 @@ class Bench:
                         lm.add_lora_(model, 16, 32, 0.0, lm.LORA_TARGETS)
                 train.set_precision_(model, "bf16")
                 if name == "--compile":
-                    train.compile_(model, True, train.regions(False, 0))
+                    train.compile_(model, fixed_length=True, names=train.regions(False, 0))
                 model.to_empty(device=self.device)
                 lm.load_weights_(model, source, None, 0, self.device, False)
                 variants[name] = lambda block=model.model.layers[1]: block(x, rope, spans).sum().backward()

@@ -43,7 +43,7 @@ def build(method, compile_=False, checkpoint=False, tile=0, precision="fp32", sh
         lm.add_lora_(model, 5, 10, dropout, lm.LORA_TARGETS)
     train.set_precision_(model, precision)
     if compile_:
-        train.compile_(model, True, train.regions(checkpoint, tile))
+        train.compile_(model, fixed_length=True, names=train.regions(checkpoint, tile))
     if tile:
         lm.tile_feed_forward_(model, tile)
     if checkpoint:
