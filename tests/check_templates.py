@@ -1,5 +1,6 @@
-"""Renders the conversations of make_chat_goldens.py by real chat templates, here and in transformers, and compares the texts
-and the spans of {% generation %} blocks. Needs transformers (5.23 was used); no test, as the templates are not ours to keep:
+"""Renders the conversations of make_chat_goldens.py by real chat templates, here and in transformers, and compares the
+texts and the spans of {% generation %} blocks. Needs transformers (5.23 was used); no test, as the templates are not
+ours to keep:
 
     python tests/check_templates.py FOLDER      # of *.jinja files, such as trl/chat_templates of a checkout of TRL
 """
@@ -38,7 +39,7 @@ def theirs(tokenizer, source, messages, tools, prompt):
 
 def ours(tokenizer, messages, tools, prompt):
     try:
-        return tokenizer.render(data.check_messages(messages, "messages"), tools, prompt)
+        return tokenizer.render(data.check_messages(messages), tools, prompt)
     except ValueError:
         return None
 

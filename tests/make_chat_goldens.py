@@ -9,7 +9,7 @@ today          the date that strftime_now saw
 conversations  {name: {"messages", "tools"}}
 cases          {"template", "conversation", "generation_prompt", "text"}, one a line; "error": true for "text" where the
                template raises; with "ids" and "mask" of the whole conversation where it has {% generation %} tags
-               (no mask where a message spells a special token, which the ids hold as text)
+               and no message spells a special token
 snippets       {"source": a one-line template, "text" or "error"}: what transformers adds to jinja's sandbox
 """
 
@@ -70,19 +70,22 @@ CODE = "\n\n```python\ndef f(x):\n    if x:\n\treturn [x, \"{{ x }}\"]  \n\n    
 CONVERSATIONS = {
     "system": [system("Answer in one line."), user("What is 2 + 2?"), assistant("It is 4.")],
     "no_system": [user("What is 2 + 2?"), assistant("It is 4.")],
-    "multi_turn": [system("Be brief."), user("Hi"), assistant("Hello."), user("Bye"), assistant("Bye."), user("No, wait"),
-                   assistant("Yes?")],
-    "unicode": [user("Ça va, 日本? ☃"), assistant("Ça va 👩‍👩‍👧 e\u0301\u00a0\u2028ok 🙂"), user("🙂"), assistant("🇫🇷🦊")],
+    "multi_turn": [system("Be brief."), user("Hi"), assistant("Hello."), user("Bye"), assistant("Bye."),
+                   user("No, wait"), assistant("Yes?")],
+    "unicode": [user("Ça va, 日本? ☃"), assistant("Ça va 👩‍👩‍👧 e\u0301\u00a0\u2028ok 🙂"), user("🙂"),
+                assistant("🇫🇷🦊")],
     "code": [system("  Two blanks around.  "), user("\n  Write f.\n\n"), assistant(CODE), user("\tAgain"),
              assistant("    x = 1\r\n  ")],
     "empty": [user("Say nothing."), assistant(""), user(""), assistant("\n")],
-    "markers": [user("What is this:\n<|im_start|>system\n{{ 1 }} {% if %}"), assistant("<b>&amp;'\"</b> {% generation %} \\n")],
+    "markers": [user("What is this:\n<|im_start|>system\n{{ 1 }} {% if %}"),
+                assistant("<b>&amp;'\"</b> {% generation %} \\n")],
     "tool": [system("Use the tools."), user("Weather in Nîmes?"),
              assistant("", tool_calls=[call("weather", {"days": 2, "city": "Nîmes <30>"})]), result("31.5"),
              assistant("It is 31.5 degrees.")],
     "two_calls": [user("Weather and time?"),
                   assistant("Let me look.", tool_calls=[
-                      call("weather", {"city": "Oslo", "days": None, "units": ["C", "F"], "at": {"lat": 59.9, "sea": True}}),
+                      call("weather", {"city": "Oslo", "days": None, "units": ["C", "F"],
+                                       "at": {"lat": 59.9, "sea": True}}),
                       call("clock", {}, "call00002")]),
                   result('{"sky": "☁"}', name="weather"), result("12:00", "call00002", name="clock"),
                   assistant("Cloudy ☁, and noon."), user("Thanks"), assistant("🙂")],
@@ -91,12 +94,14 @@ CONVERSATIONS = {
     "call_last": [user("Time?"), {"role": "assistant", "tool_calls": [call("clock", {}, "1")]}],
     "reasoning_content": [user("2 + 2?"), assistant("4", reasoning_content="Two and two."), user("3 + 3?"),
                           assistant("6", reasoning_content="\nThree,\nthree.\n")],
-    "reasoning": [user("2 + 2?"), assistant("4", thinking="Two and two."), user("3 + 3?"), assistant("6", reasoning="Hm."),
-                  user("4 + 4?"), assistant("8", reasoning="b", thinking="a", reasoning_content=None)],
+    "reasoning": [user("2 + 2?"), assistant("4", thinking="Two and two."), user("3 + 3?"),
+                  assistant("6", reasoning="Hm."), user("4 + 4?"),
+                  assistant("8", reasoning="b", thinking="a", reasoning_content=None)],
     "think": [user("2 + 2?"), assistant("<think>\nTwo and two.\n</think>\n\n4"), user("3 + 3?"),
               assistant("<think>\nThree, three.\n</think>\n\n6")],
     "think_and_call": [user("Time?"), assistant("<think>\nThe clock.\n</think>\n\n", tool_calls=[call("clock", {})]),
-                       result("12:00"), assistant("Noon.", reasoning_content="It said 12."), user("Sure?"), assistant("Yes.")],
+                       result("12:00"), assistant("Noon.", reasoning_content="It said 12."), user("Sure?"),
+                       assistant("Yes.")],
     "two_questions": [user("Hi"), user("Are you there?"), assistant("Yes.")],
     "ends_in_user": [system("Be brief."), user("Hi"), assistant("Hello."), user("Bye")],
     "late_system": [user("Hi"), assistant("Hello."), system("Now be rude."), user("Bye"), assistant("Whatever.")],
@@ -107,18 +112,16 @@ TOOLS = {"tool": [WEATHER], "two_calls": [WEATHER, CLOCK], "null_content": [CLOC
 SNIPPETS = [
     "{{ dict(a=1, b='<é>') | tojson }}",
     "{{ dict([['a', 1]]) }} {{ dict.fromkeys('ab', 0) }}",
-    "{{ dict.keys({'a': 1}) }}",  # the type's own methods are out of reach
     "{{ dict.mro() }}",
     "{{ ''.__class__ }}",
     "{% set ns = namespace(a=1) %}{% set ns.b = ns.a + 1 %}{{ ns.b }}",
     "{% set ns = namespace({'self': 1}, other=2) %}{{ ns['self'] + ns.other }}",
-    "{% set ns = namespace(_a=1) %}{{ 1 }}",
-    "{% set ns = namespace() %}{% set ns._a = 1 %}{{ 1 }}",
+    "{% set ns = namespace() %}{{ ns.__class__ }}",
     "{{ messages.append(1) }}",
     "{{ messages[0].update(role='x') }}",
     "{{ documents is defined }} {{ documents is none }} {{ tools is none }} {{ pad_token is defined }}",
     "{{ messages[0] | tojson(separators=(',', ':'), sort_keys=True) }}",
-    "{{ {'b': '<é>', 'a': 1} | tojson }} {{ 'é' | tojson(True) }} {{ [1] | tojson(false, 1) }}",
+    "{{ {'b': '<é>', 'a': 1} | tojson }} {{ 'é' | tojson(ensure_ascii=true) }} {{ [1] | tojson(indent=1) }}",
     "{{ 'é' | tojson(sort=true) }}",
     "{{ raise_exception('no') }}",
     "{{ 1 // 0 }}",
@@ -150,15 +153,10 @@ def render(tokenizer, source, messages, tools=None, generation_prompt=False):
 
 
 def encode(tokenizer, source, messages, tools):
-    """Token ids of the conversation and 1 for each that a generation block wrote.
-
-    The ids alone where a message spells a special token and it is to stay text: transformers has no masks for that."""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    plain = any(token in json.dumps(messages) for token in special)
+    """Token ids of the conversation and 1 for each that a generation block wrote."""
     encoded = tokenizer.apply_chat_template(
-        messages, tools=tools, chat_template=source, tokenize=True, return_dict=True,
-        sanitize_control_tokens=plain, return_assistant_tokens_mask=not plain)
-    return {"ids": encoded["input_ids"]} | ({} if plain else {"mask": encoded["assistant_masks"]})
+        messages, tools=tools, chat_template=source, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    return {"ids": encoded["input_ids"], "mask": encoded["assistant_masks"]}
 
 
 def main():
@@ -167,14 +165,15 @@ def main():
     assert tokenizer.special_tokens_map == VARIABLES
     folder = HERE / "goldens-chat"
     conversations = {name: {"messages": messages, "tools": TOOLS.get(name)} for name, messages in CONVERSATIONS.items()}
-    cases = []
+    special, cases = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special], []
     for path in sorted(folder.glob("*.jinja")):
         source = path.read_text("utf-8")
         for name, conversation in conversations.items():
             for generation_prompt in (False, True):
                 case = {"template": path.stem, "conversation": name, "generation_prompt": generation_prompt}
                 case |= render(tokenizer, source, **conversation, generation_prompt=generation_prompt)
-                if "generation %}" in source and "text" in case and not generation_prompt:
+                spelled = any(token in json.dumps(conversation) for token in special)
+                if "generation %}" in source and "text" in case and not generation_prompt and not spelled:
                     case |= encode(tokenizer, source, **conversation)
                 cases.append(case)
     snippets = [{"source": source} | render(tokenizer, source, CONVERSATIONS["system"]) for source in SNIPPETS]

@@ -31,9 +31,11 @@ CASES = {
     "llama3.1": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
     "llama3.2-tied": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LLAMA3, tie_word_embeddings=True)),
     "llama-linear": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LINEAR)),
-    "mistral": (MistralForCausalLM, MistralConfig(**SHAPE, head_dim=16, sliding_window=None, rope_parameters=theta(1e6))),
+    "mistral": (MistralForCausalLM, MistralConfig(
+        **SHAPE, head_dim=16, sliding_window=None, rope_parameters=theta(1e6))),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, rope_parameters=theta(1e6))),
-    "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True, rope_parameters=theta(1e6))),
+    "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(
+        **SHAPE, head_dim=16, tie_word_embeddings=True, rope_parameters=theta(1e6))),
 }
 
 

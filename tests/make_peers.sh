@@ -3,20 +3,18 @@
 #
 #     tests/make_peers.sh FOLDER          # then: python tests/bench_speed.py --peers FOLDER
 #
-# FOLDER/hf (transformers, PEFT, TRL, bitsandbytes), FOLDER/torchtune, FOLDER/litgpt and FOLDER/unsloth: 6 GB with a CPU
+# FOLDER/hf (transformers, PEFT, bitsandbytes; check_peers.py runs there too) and FOLDER/unsloth: 3 GB with a CPU
 # build of torch. What is there is left alone, unless its versions below have changed. A peer that does not install is
 # named in one line, with the file that says why, and the others go on; the exit code is then 1.
 #
-# torch comes first and a constraint keeps it, so that all peers have the same one. unsloth and its zoo, which also ask for
-# what only a GPU can use, are installed without their requirements, beside those that they import on a CPU.
+# torch comes first and a constraint keeps it, so that all peers have the same one. unsloth and its zoo also ask for
+# packages that only a GPU can use: they are installed without their requirements, beside those that a CPU imports.
 
 set -u
 TORCH=${TORCH:-2.13.0}
 PYTHON=${PYTHON:-python3}
 
-HF="transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 trl==1.16.0 bitsandbytes==0.50.2 datasets==5.2.0"
-TORCHTUNE="torchtune==0.6.1 torchao==0.15.0"  # from 0.16 on without names that torchtune.training imports
-LITGPT="litgpt==0.5.13"
+HF="transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 bitsandbytes==0.50.2"
 UNSLOTH="transformers==5.17.0 peft==0.21.2 accelerate==1.15.0 trl==1.15.0 bitsandbytes==0.50.2 datasets>=4.6,<5
     einops hf_transfer msgspec nest-asyncio pillow protobuf requests sentencepiece tyro"
 UNSLOTH_ALONE="unsloth==2026.10.9 unsloth_zoo==2026.10.9"
@@ -50,8 +48,6 @@ peer() {
 }
 
 echo "torch==$TORCH" > "$folder/constraint.txt"
-peer hf trl "$HF"
-peer torchtune torchtune.training "$TORCHTUNE"
-peer litgpt litgpt.lora "$LITGPT"
+peer hf peft "$HF"
 peer unsloth unsloth "$UNSLOTH" "$UNSLOTH_ALONE"
 exit $code

@@ -1,8 +1,8 @@
 """Makes the shapes and the tokenizer of the built-in model: python tests/make_tiny.py FOLDER
 
 Then it is trained by train.py itself; the command and its figures are in tests/LOG.md. Needs nothing but the installed
-standard library as text. The tokenizer is a byte-fallback BPE: frequent pieces of Python source, and 256 byte tokens for
-every character that is not among them, so that no text is unknown.
+standard library as text. The tokenizer is a byte-fallback BPE: frequent pieces of Python source, and 256 byte tokens
+for every character that is not among them, so that no text is unknown.
 """
 
 import json
@@ -58,6 +58,7 @@ if __name__ == "__main__":
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "<|im_end|>",
                  "pad_token": "<|im_end|>", "clean_up_tokenization_spaces": False, "model_max_length": 2048}
     (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
-    (folder / "chat_template.jinja").write_text(data.CHATML.replace("{{ bos }}", "").replace("end_of_turn", "'<|im_end|>'"))
+    template = data.CHATML.replace("{{ bos }}", "").replace("end_of_turn", "'<|im_end|>'")
+    (folder / "chat_template.jinja").write_text(template)
     text = "def naïve(x):\n    return x  # ☃\n"
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text

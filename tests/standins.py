@@ -1,0 +1,74 @@
+"""Stand-ins on a CPU for the CUDA kernels of a training step: each saves for the backward and allocates what the kernel
+does, and computes nothing. Left out: partial sums of the gradient of a norm's weight."""
+
+import torch
+import torch.nn.functional as F
+
+
+class RMSNorm(torch.autograd.Function):
+    """aten::_fused_rms_norm: keeps its input and one float32 a token."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, torch.zeros(x.shape[:-1]))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+
+
+class Attention(torch.autograd.Function):
+    """FlashAttention in 16 bits, the memory-efficient kernel in float32: keeps q, k, v, its output and the float32
+    logsumexp. The backward of FlashAttention adds up dq in float32; with fewer key heads than query heads it makes dk
+    and dv of every query head first."""
+
+    @staticmethod
+    def forward(ctx, q_BHTK, k_BGTK, v_BGTK):
+        B, H, T, K = q_BHTK.shape
+        out_BHTK = torch.zeros(B, T, H, K, dtype=q_BHTK.dtype).transpose(1, 2)
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out_BHTK, torch.zeros(B, H, T))
+        return out_BHTK
+
+    @staticmethod
+    def backward(ctx, grad_BHTK):
+        q, k, v, _, logsumexp = ctx.saved_tensors
+        grads = [torch.zeros_like(t) for t in (q, k, v)]
+        scratch = [torch.zeros_like(logsumexp)]  # sums of out * grad
+        if q.dtype is not torch.float32:
+            scratch.append(torch.zeros(q.shape))
+        if q.shape[1] != k.shape[1]:
+            scratch += [torch.zeros_like(q), torch.zeros_like(q)]
+        return tuple(grads)
+
+
+class Dropout(torch.autograd.Function):
+    """aten::native_dropout: keeps a mask of one byte a number."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.ones(x.shape, dtype=torch.bool))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clone()
+
+
+def attention(q_BHTK, k_BGTK, v_BGTK, is_causal, enable_gqa=False):
+    if q_BHTK.dtype is torch.float32 and enable_gqa:  # model.py repeats key heads on a GPU: that kernel shares none
+        k_BGTK, v_BGTK = (t.repeat_interleave(q_BHTK.shape[1] // t.shape[1], 1) for t in (k_BGTK, v_BGTK))
+    return Attention.apply(q_BHTK, k_BGTK, v_BGTK)
+
+
+def in_place(self, other):
+    """aten::add_ of 16 bits to float32: a CPU makes a float32 copy first, a GPU does not."""
+    return self if isinstance(other, torch.Tensor) and other.dtype is not self.dtype else self.add_(other)
+
+
+def install():
+    torch.Tensor.__iadd__ = in_place
+    F.rms_norm = lambda x, shape, weight, eps: RMSNorm.apply(x, weight)
+    F.scaled_dot_product_attention = attention
+    F.dropout = lambda x, p, training: Dropout.apply(x) if p and training else x
