@@ -52,7 +52,6 @@ import data
 import model as lm
 import nf4
 
-TINY = Path(__file__).parent / "tests" / "tiny"
 SAMPLES = {"stdlib:docs": "What does `shutil.copytree(src, dst)` do?", "stdlib:code": "def read_json(path):\n"}
 NOT_FINITE, OUT_OF_MEMORY = 3, 4  # exit codes
 
@@ -330,7 +329,7 @@ class StopSignal:
             signal.signal(number, handler)
 
 
-# ---------------------------------------------------------------- the model, and what is applied to it
+# ---------------------------------------------------------------- memory of the CPU, FSDP2, activation offload
 
 
 def keep_freed_memory(on):
@@ -1303,7 +1302,7 @@ class Log:
             self.board = SummaryWriter(out, purge_step=state["step"] + 1)
         self.peak_flops = next((peak for name, peak in PEAKS.items() if name in ranks.device_name), None)
         memory_gib(ranks.device)  # loading does not count
-        self.start, self.start_step, self.loss, self.peak_gib = time.perf_counter(), state["step"], None, 0.0
+        self.start, self.start_step, self.loss = time.perf_counter(), state["step"], None
         self.reset()
 
     def reset(self):
@@ -1340,7 +1339,7 @@ class Log:
                        + f"{timedelta(seconds=int(left_s))}")
         if state["first_loss"] is None:
             state["first_loss"] = loss
-        self.loss, self.peak_gib = loss, max(self.peak_gib, mem_gib)
+        self.loss = loss
         self.reset()
 
     def write_eval(self, loss, n_targets):
