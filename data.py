@@ -1,20 +1,17 @@
 """From files to packed rows: reading, chat templates and loss masks, tokenizing once, best-fit packing, the loader.
 
-An example is a line of a .jsonl file; its tokens are a document, n tokens with a flag per token, "train on predicting
-this one". A document fills n - 1 positions of a row: position p holds token p and its target is token p + 1, so no
-target crosses into the next document (torchtune trained on exactly that until #2613). Packing puts several documents
-into a row of `seq_len` positions (best-fit decreasing, arXiv:2404.10830). Positions restart in each document, `spans`
-keeps attention inside it, and padding is in no span.
+An example is a line of a .jsonl file; its tokens are a document, with a flag for each: "train on predicting this one".
+Position p of a row holds token p and its target is token p + 1, so n tokens fill n - 1 positions and no target crosses
+into the next document (torchtune #2613). Best-fit decreasing (arXiv:2404.10830) packs several into a row.
 
 Masks come from character spans, never from searching for marker tokens: a conversation is rendered once, and a token is
 trained on if it overlaps a span. The spans are the template's {% generation %} blocks. Without these, a span is what an
 assistant turn adds to the rendering, used only where the text before it really is a prefix of the text after it
 (Qwen3's template rewrites earlier turns: trl #6361). A conversation that spells a special token is dropped and counted.
 
-Each file is tokenized once per machine, by a process per core, into a folder of flat arrays that all ranks map into
-memory: 5 bytes a token on disk, next to nothing in RAM (torchtune #1097: 900 GB for a 3 GB file). Its name is a hash of
-all that they depend on. The order of the rows depends on --seed and the epoch alone, and the global batch of a step is
-the same rows however it is split, so the loader's whole state is the number of steps taken.
+A machine tokenizes a file once, by a process per core, into flat arrays that all ranks map into memory: 5 bytes a token
+on disk, next to nothing in RAM (torchtune #1097: 900 GB for a 3 GB file). The order of rows depends on --seed and the
+epoch alone, so the loader's whole state is the number of steps taken.
 """
 
 import ast
@@ -49,17 +46,9 @@ import tokenizers
 import torch
 from tqdm import tqdm
 
-from model import IGNORE, Spans, pack_spans, read_json
+from model import IGNORE, Spans, pack_spans, printable, read_json, sync
 
-CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # the last ones reorder what follows
-
-
-def printable(text):
-    """Text from a file for a terminal: control characters except newline and tab become escapes."""
-    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
-
-
-# ---------------------------------------------------------------- chat templates and examples
+# -------------------------------- chat templates and examples
 
 CHATML = """\
 {{ bos }}{% for m in messages %}<|im_start|>{{ m.role }}
@@ -69,13 +58,12 @@ CHATML = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 OPEN, CLOSE = "\U00104000", "\U00104001"  # private characters around a {% generation %} block while it is rendered
-MAX_RENDERED = 50_000_000  # characters of one conversation
+MAX_RENDERED, MAX_RENDER_S = 50_000_000, 2  # characters and seconds of CPU time of one conversation
 TODAY = datetime(2024, 7, 26)  # the date that templates see: the text must not depend on the day of training
 
 
 class GenerationTag(jinja2.ext.Extension):
     """{% generation %} ... {% endgeneration %}: what the assistant says, in the templates of transformers."""
-
     tags = frozenset(["generation"])
 
     def parse(self, parser):
@@ -100,33 +88,45 @@ def compile_template(template):
     return env.from_string(template)
 
 
+@contextlib.contextmanager
+def errors_of(source, limit_s=0):
+    """Makes errors ValueErrors: templates raise anything, or never end (limit_s of CPU time), and panics of Rust."""
+    def stop(*_):
+        raise TimeoutError(f"took more than {limit_s} seconds")
+
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit_s, 1)  # and each second: jinja swallows some errors
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise ValueError(f"{source}{line}: {getattr(error, 'message', None) or str(error) or type(error)}") from error
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+
+
 class Tokenizer:
-    """Tokens and chat template of a model folder. bos_ids and eos_ids stand around a plain text, stop_ids end answers,
-    special_ids [n] are all special tokens. ValueError or OSError where a file cannot be read or does not compile."""
+    """Tokens and chat templates of a model folder. bos_ids and eos_ids stand around a plain text, stop_ids end answers,
+    special_ids [n] are all special tokens. new_template: what an export must write as chat_template.jinja, or None.
+    ValueError or OSError where a file is bad. Only for the main thread, in which a signal ends slow templates."""
 
     def __init__(self, folder, template_file=None):
-        self.made_from, folder = (folder, template_file), Path(folder)
-        path = folder / "tokenizer.json"
-        try:
-            self.core = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path}: {error}: save it with a fast tokenizer of transformers") from error
-        self.core.no_truncation()
-        self.core.no_padding()
-        for t in self.core.get_added_tokens_decoder().values():
-            if t.special and t.normalized:  # Llama 2 searches it after a blank that is not there (transformers #23833)
-                self.core.add_special_tokens([tokenizers.AddedToken(
-                    t.content, single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip, normalized=False)])
-        path = folder / "tokenizer_config.json"
+        self.made_from, self.folder = (folder, template_file), Path(folder)
+        path = self.folder / "tokenizer_config.json"
         config = read_json(path) if path.exists() else {}
-        self.variables = {  # what templates see
-            key: value["content"] if isinstance(value, dict) else value for key, value in config.items()
-            if value and re.fullmatch("(bos|eos|unk|sep|pad|cls|mask)_token", key)}
+        self.variables = {}  # what templates see
+        for key, value in config.items():
+            if value and re.fullmatch("(bos|eos|unk|sep|pad|cls|mask)_token", key):
+                self.variables[key] = text = value.get("content") if isinstance(value, dict) else value
+                if not isinstance(text, str):
+                    raise ValueError(f"{path}: {key}: expected text, got {str(value)[:60]}")
+        self.path = self.folder / "tokenizer.json"
+        with errors_of(self.path):
+            self.core, self.bos_ids, self.eos_ids = load_core(self.path)
         bos, self.eos = (self.core.token_to_id(self.variables.get(key, "")) for key in ("bos_token", "eos_token"))
-        encoded = self.core.encode("a")  # shows what the post-processor writes around a text
-        of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added] or [len(encoded)]
-        self.bos_ids, self.eos_ids = encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
-        self.core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
         if config.get("add_bos_token") and bos is not None and not self.bos_ids:  # tokenizer.json does not say so
             self.bos_ids = [bos]
         if self.eos is not None and self.eos_ids[-1:] != [self.eos]:
@@ -140,74 +140,85 @@ class Tokenizer:
         self.stop_ids = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
         self.special_ids = np.array(sorted({*special, *self.stop_ids}), np.int32)
 
-        template, self.template_from = config.get("chat_template"), "tokenizer_config.json"
-        if isinstance(template, list):  # several, by name
-            template = next((one["template"] for one in template if one["name"] == "default"), None)
-        path = Path(template_file or folder / "chat_template.jinja")
-        try:
-            if template_file or path.exists():
-                template, self.template_from = path.read_text("utf-8-sig"), str(template_file or path.name)
-            if not template:
-                template, self.template_from = CHATML, "ChatML (the model has no template)"
-                bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
-                self.variables |= {"bos": bos, "end_of_turn": end_of_turn}
-            self.template = compile_template(template)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8: {error}") from error
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"chat template ({self.template_from}), line {error.lineno}: {error.message}") from error
-        depends_on = (folder / "tokenizer.json").read_text("utf-8"), self.bos_ids, self.variables, template
+        texts = self.find_templates(config.get("chat_template"), template_file, end_of_turn)
+        with errors_of(self.source, MAX_RENDER_S):
+            self.templates = {name: compile_template(text) for name, text in texts.items()}
+        depends_on = self.path.read_text("utf-8"), self.bos_ids, self.variables, texts
         self.fingerprint = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
 
     def __reduce__(self):
         return load_tokenizer, self.made_from
 
+    def find_templates(self, named, template_file, end_of_turn):
+        """chat_template of tokenizer_config.json -> {"default": text, "tool_use": text where there are tools}."""
+        path, self.new_template = Path(template_file or self.folder / "chat_template.jinja"), None
+        has_file = template_file or path.exists()
+        self.source = f"chat template ({path if has_file else 'tokenizer_config.json'})"
+        with errors_of(self.source):
+            if has_file:
+                named = path.read_text("utf-8-sig")
+                self.new_template = named if template_file else None
+            elif named is None:
+                self.source = "ChatML (the model has no template)"
+                bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
+                for name, text in ("end_of_turn", end_of_turn), ("bos", bos):
+                    named = f"{{% set {name} = {json.dumps(text, ensure_ascii=False)} %}}{named or CHATML}"
+                self.new_template = named
+            if not isinstance(named, list):  # transformers takes several, by name
+                named = [{"name": "default", "template": named}]
+            texts = {one["name"]: one["template"] for one in named if one["name"] in ("default", "tool_use")}
+            if not all(isinstance(text, str) and text.strip() for text in (texts["default"], *texts.values())):
+                raise ValueError("expected text; --chat_template FILE replaces it")
+        return {"tool_use": texts["default"], **texts}
+
     def render(self, messages, tools=None, generation_prompt=False):
         """Messages -> (text, [(start, stop) of each generation block]). ValueError where the template objects."""
-        rendered, text, spans = "", "", []
-        try:
-            for chunk in self.template.generate(messages=messages, tools=tools, documents=None,
-                                                add_generation_prompt=generation_prompt, **self.variables):
+        template, rendered, spans = self.templates["tool_use" if tools else "default"], "", []
+        with errors_of(self.source, MAX_RENDER_S):
+            for chunk in template.generate(messages=messages, tools=tools, documents=None,
+                                           add_generation_prompt=generation_prompt, **self.variables):
                 rendered += chunk
                 if len(rendered) > MAX_RENDERED:
-                    raise jinja2.TemplateError(f"wrote more than {MAX_RENDERED} characters for one conversation")
-        except Exception as error:  # a template can raise anything: 1 // 0, range(10**9), 'x' * 10**18
-            raise ValueError(f"chat template ({self.template_from}): {error or type(error).__name__}") from error
-        for chunk in rendered.split(OPEN):
-            answer, closed, rest = chunk.partition(CLOSE)
-            if closed:
-                spans.append((len(text), len(text) + len(answer)))
+                    raise ValueError(f"wrote more than {MAX_RENDERED} characters")
+            text, *blocks = rendered.split(OPEN)
+            if CLOSE in text or any(block.count(CLOSE) != 1 for block in blocks):
+                raise ValueError("{% generation %} blocks inside each other, or cut")
+        for block in blocks:
+            answer, _, rest = block.partition(CLOSE)
+            spans.append((len(text), len(text) + len(answer)))
             text += answer + rest
         return text, spans
 
     def render_calls(self, messages, tools):
         """render() of messages that may call tools: changes them to what the template takes."""
+        if not (functions := functions_of(messages)):
+            return self.render(messages, tools)
         with contextlib.suppress(ValueError):
             return self.render(messages, tools)
         for message in messages:  # some templates read the content, if only to see that it is none
             message.setdefault("content", None)
         with contextlib.suppress(ValueError):
             return self.render(messages, tools)
-        for function in functions_of(messages):  # and some want arguments as JSON, not as objects
+        for function in functions:  # and some want arguments as JSON, not as objects
             if isinstance(function.get("arguments"), dict):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         return self.render(messages, tools)
 
     def conversation(self, messages, tools=None):
-        """Messages -> (text, or None where a message spells a special token, spans to train on, counts): what the
-        assistant says and its end of turn, except in messages of weight 0 (OpenAI's key). ValueError where the template
-        leaves out tool calls, or where no turn can be delimited."""
-        text, spans = self.render_calls(messages, tools)
+        """Messages -> (text or None where they spell a special token, spans to train on, counts): answers, except those
+        of weight 0 (OpenAI's key). ValueError where none can be delimited, or a tool is left out."""
         if self.reserved.search(json.dumps([messages, tools], ensure_ascii=False)):
             return None, None, Counter(spells_special=1)
-        if any(str(function.get("name")) not in text for function in functions_of(messages)):
-            raise ValueError(f"chat template ({self.template_from}): leaves out the calls of tools")
+        text, spans = self.render_calls(messages, tools)
+        for function in functions_of(messages, tools):
+            if str(function.get("name")) not in text:
+                raise ValueError(f"{self.source}: leaves out the tool {function.get('name')!r}")
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if messages[i].get("weight") != 0]
         if not spans:
             spans = list(self.spans_by_prefix(messages, tools, text, trained))
             if trained and not spans:
-                raise ValueError(f"chat template ({self.template_from}): cannot delimit any assistant turn; put {{% "
+                raise ValueError(f"{self.source}: cannot delimit any assistant turn; put {{% "
                                  "generation %} ... {% endgeneration %} around what the assistant says")
         elif trained != turns:
             if len(spans) != len(turns):
@@ -224,43 +235,59 @@ class Tokenizer:
             except ValueError:  # a template may want a question first
                 continue
             if after.startswith(before) and text.startswith(after):
-                # a newline after the end-of-turn token is the template's, the model never says it
-                stripped = after.rstrip()
+                stripped = after.rstrip()  # the model never says the newline that follows the end of turn
                 yield len(before), len(stripped if stripped.endswith(self.added) else after)
 
     def encode(self, texts):
-        """[(text, spans or None for all of it, is it a beginning, is it an end)] -> an iterator of (ids [n] int32,
-        supervised [n] bool). Adds BOS to beginnings and EOS to ends that do not spell them themselves."""
-        needs_offsets = any(spans is not None for _, spans, *_ in texts)
+        """[(text, spans or None for all of it, is it plain)] -> an iterator of (ids [n] int32, supervised [n] bool).
+        A plain text gets the BOS and EOS that it does not spell."""
+        needs_offsets = any(spans is not None for _, spans, _ in texts)
         encode_batch = self.core.encode_batch if needs_offsets else self.core.encode_batch_fast
-        encodings = encode_batch([text for text, *_ in texts], add_special_tokens=False)
-        for (text, spans, begins, ends), encoding in zip(texts, encodings):
+        with errors_of(self.path):
+            encodings = encode_batch([text for text, *_ in texts], add_special_tokens=False)
+        for (text, spans, is_plain), encoding in zip(texts, encodings):
             ids, bos, eos = encoding.ids, [], []
-            if begins and ids[: len(self.bos_ids)] != self.bos_ids:
+            if is_plain and ids[: len(self.bos_ids)] != self.bos_ids:
                 bos = self.bos_ids
-            if ends and not (self.eos is not None and text.rstrip().endswith(self.variables["eos_token"])):
+            if is_plain and not (self.eos is not None and text.rstrip().endswith(self.variables["eos_token"])):
                 eos = self.eos_ids
             mask = np.ones(len(ids), bool) if spans is None else tokens_in(encoding, spans, self.special_ids)
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
 
-    def prompt(self, text, chat):
-        """Token ids that ask for a continuation of a text, or for an answer to a user's message."""
-        if chat:
-            text, _ = self.render([{"role": "user", "content": text}], generation_prompt=True)
-        ids = self.core.encode(text, add_special_tokens=False).ids
-        return ids if chat else self.bos_ids + ids
+    def prompt(self, ask):
+        """Token ids that ask for a continuation of a text (str), or for the answer to messages (list)."""
+        is_text = isinstance(ask, str)
+        text = ask if is_text else self.render(ask, generation_prompt=True)[0]
+        text.encode()  # half a surrogate pair is an error, which the library calls a wrong type
+        with errors_of(self.path):
+            ids = self.core.encode(text, add_special_tokens=False).ids
+        return self.bos_ids + ids if is_text else ids
+
+
+def load_core(path):
+    """tokenizer.json -> (tokenizers.Tokenizer, ids that its post-processor writes before a text, ids behind it)."""
+    core = tokenizers.Tokenizer.from_file(str(path))
+    core.no_truncation()
+    core.no_padding()
+    for t in core.get_added_tokens_decoder().values():
+        if t.special and t.normalized:  # Llama 2 searches it after a blank that is not there (transformers #23833)
+            options = {"single_word": t.single_word, "lstrip": t.lstrip, "rstrip": t.rstrip, "normalized": False}
+            core.add_special_tokens([tokenizers.AddedToken(t.content, **options)])
+    encoded = core.encode("a")
+    of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added] or [len(encoded)]
+    core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
+    return core, encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
 
 
 @functools.lru_cache(maxsize=1)
 def load_tokenizer(folder, template_file):
-    """What a Tokenizer is pickled as: a worker process gets one with each task, and reads the files once."""
+    """What a Tokenizer is pickled as: a process gets one with each chunk, and reads the files once."""
     return Tokenizer(folder, template_file)
 
 
 def tokens_in(encoding, spans, special_ids):
-    """[n] bool: the tokens that overlap a span of characters, except a special token that starts before the span: it
-    has absorbed leading blanks."""
+    """[n] bool: the tokens that overlap a span of characters, except a special one that absorbed blanks before it."""
     mask, ids, offsets = np.zeros(len(encoding), bool), encoding.ids, encoding.offsets
     for start, stop in spans:
         # a character may belong to no token (a blank that a normalizer drops) or to several (the bytes of an emoji)
@@ -274,7 +301,7 @@ def tokens_in(encoding, spans, special_ids):
 
 FORMATS = "messages", "conversations", "prompt + completion", "instruction + output", "text"  # the keys of an example
 ROLES = "system", "developer", "user", "assistant", "tool"
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def parse_example(line, tokenizer):
@@ -284,7 +311,8 @@ def parse_example(line, tokenizer):
         example, spans, counts = json.loads(line), None, Counter()
         form = next((form for form in FORMATS if all(key in example for key in form.split(" + "))), "example")
         if form == "example":
-            raise ValueError(f"expected a JSON object with {' or '.join(FORMATS)}, got {str(example)[:60]}")
+            raise ValueError(f"expected an object with {' or '.join(FORMATS)}: rename 'question' to 'instruction', "
+                             f"'answer' to 'output'; 'chosen' and 'rejected' are data for DPO; got {str(example)[:60]}")
         if form == "text":
             text = "" + example["text"]
         elif form == "prompt + completion" and isinstance(example["prompt"], str):
@@ -297,9 +325,9 @@ def parse_example(line, tokenizer):
                 raise ValueError("'tools' must be a list of JSON schemas")
             text, spans, counts = tokenizer.conversation(messages, tools or None)
         if text:
-            text.encode()  # JSON can spell half a surrogate pair, which no tokenizer takes
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:  # another type, endless brackets
-        return None, None, Counter(n_bad=1), printable(f"not valid {form}: {error}")
+            text.encode()  # half a surrogate pair is an error
+    except Exception as error:  # a row can hold anything: another type, endless brackets, numbers of 400 digits
+        return None, None, Counter(n_bad=1), printable(f"not valid {form}: {str(error) or type(error).__name__}")
     counts[form] += 1
     return text, spans, counts, None
 
@@ -320,20 +348,14 @@ def messages_of(example, form):
     else:
         for turn in example["conversations"]:
             role = SHAREGPT_ROLES.get(turn.get("from"), turn.get("from"))
-            message = {"role": role, "content": turn.get("value"), **turn}
-            if role == "function_call":
-                calls = json.loads(message["content"])
-                calls = [{"function": call} for call in (calls if isinstance(calls, list) else [calls])]
-                message |= {"role": "assistant", "content": None, "tool_calls": calls}
-            messages.append(message)
+            messages.append({"role": role, "content": turn.get("value"), **turn})
     if example.get("system") and not (messages and messages[0].get("role") == "system"):
         messages.insert(0, {"role": "system", "content": example["system"]})
     return messages
 
 
 def check_messages(messages):
-    """Messages as transformers hands them to templates: without None, lists of text parts joined, reasoning under all
-    its names, arguments as objects. ValueError where there is none, a role is unknown, or content is not text."""
+    """Messages as transformers hands them to templates: no None, parts of text joined, arguments as objects."""
     if not messages:
         raise ValueError("no messages")
     checked = []
@@ -360,19 +382,19 @@ def check_messages(messages):
     return checked
 
 
-def functions_of(messages):
-    """The functions that the tool calls of messages name, each a dict."""
-    return [call.get("function", call) for message in messages for call in message.get("tool_calls", ())]
+def functions_of(messages, tools=None):
+    """The functions that tool calls in messages name, and those of tools, each a dict."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())] + (tools or [])
+    return [call.get("function", call) for call in calls]
 
 
-# ---------------------------------------------------------------- files, and tokenizing them
+# -------------------------------- files, and tokenizing them
 
 ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64}  # the last two per document
 BUILT_IN = "stdlib:code", "stdlib:docs"
 CHUNK = 2**20  # bytes of whole lines that are tokenized at once
 WORTH = 16  # chunks that pay for one more process, which takes three seconds to start
-BOM, COPY = b"\xef\xbb\xbf", "examples.jsonl"
-MAX_ARRAY = 2**30  # bytes of a JSON array, which is parsed in one piece and takes about ten times as much memory
+BOM = b"\xef\xbb\xbf"
 READABLE = "a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code"
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "pydoc_data"}
 
@@ -387,46 +409,37 @@ def split_weight(spec):
     return match[1], float(match[2])
 
 
-def as_lines(path, kind, held_out, folder):
-    """-> the file itself where it has an example on each line or is a text, else a copy in `folder` of what is
-    compressed, a JSON array or built in."""
-    copy, source = folder / COPY, path
+def lines_of(path, kind, held_out):
+    """Yields the lines of a file, or of what it would be as .jsonl: an example each, in bytes."""
     if kind in BUILT_IN:
-        with open(copy, "w") as file:
-            for name, text in stdlib_modules():
-                examples = [{"text": text}] if kind == "stdlib:code" else stdlib_questions(name, text)
-                for i, example in enumerate(examples):
-                    if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:  # one in twenty is for --eval_data
-                        file.write(json.dumps(example) + "\n")
-        return copy
-    if path.suffix.lower() == ".gz":
-        with gzip.open(path) as packed, open(copy, "wb") as file:
-            shutil.copyfileobj(packed, file, CHUNK)
-        source = copy
-    with open(source, "rb") as file:
+        for name, text in stdlib_modules():
+            examples = [{"text": text}] if kind == "stdlib:code" else stdlib_questions(name, text)
+            for i, example in enumerate(examples):
+                if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:  # one in twenty is for --eval_data
+                    yield json.dumps(example).encode()
+        return
+    with gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
         head = file.read(4096)
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError("UTF-16, expected UTF-8: convert it with iconv -f UTF-16 -t UTF-8")
-    if kind == "txt" or head.removeprefix(BOM).lstrip()[:1] != b"[":
-        return source
-    if source.stat().st_size > MAX_ARRAY:
-        raise ValueError(f"a JSON array of more than {MAX_ARRAY >> 30} GiB: jq -c '.[]' {path} > lines.jsonl")
-    array = json.loads(source.read_text("utf-8-sig"))
-    copy.write_text("".join(json.dumps(example) + "\n" for example in array))
-    return copy
+        file.seek(len(BOM) if head.startswith(BOM) else 0)
+        if kind == "txt":
+            while lines := file.readlines(CHUNK):
+                yield json.dumps({"text": b"".join(lines).decode()}).encode()
+        elif head.removeprefix(BOM).lstrip().startswith(b"["):
+            yield from (json.dumps(example).encode() for example in json.loads(file.read()))
+        else:
+            yield from file
 
 
-def chunks_of(path):
-    """[(first byte, last byte + 1)] of about a megabyte of whole lines each."""
-    bounds, size = [0], path.stat().st_size
-    with open(path, "rb") as file:
-        while bounds[-1] < size:
-            file.seek(bounds[-1] + CHUNK)
-            file.readline()
-            while file.peek(1)[:1] in (b"\r", b"\n"):  # several newlines can be one token of a text
-                file.readline()
-            bounds.append(min(file.tell(), size))
-    return list(itertools.pairwise(bounds))
+def chunks_of(lines):
+    """Yields lists of lines, about a megabyte each."""
+    chunk, size = [], 0
+    for line in lines:
+        chunk.append(line)
+        size += len(line)
+        if size > CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    yield chunk
 
 
 def stdlib_modules():
@@ -450,8 +463,8 @@ def stdlib_questions(name, text):
                 scopes.append((f"{prefix}.{node.name}", node))
             elif doc := ast.get_docstring(node):
                 question = f"What does `{prefix}.{node.name}({ast.unparse(node.args)})` do?"
-                answer = doc.split("\n\n")[0]
-                yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+                yield {"messages": [{"role": "user", "content": question},
+                                    {"role": "assistant", "content": doc.split("\n\n")[0]}]}
 
 
 def n_cores():
@@ -459,17 +472,24 @@ def n_cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def unreadable(path, kind):
+    """What is wrong with a name in --data, and what to do."""
+    read, found = "", "" if path.is_file() else "no such file; "
+    if found and len(path.parts) == 2 and kind not in ("jsonl", "json", "txt"):  # a dataset of the Hub?
+        read = f"import datasets as d; d.load_dataset('{path}', split='train').to_json('{path.name}.jsonl')"
+    elif not found and kind in ("csv", "parquet"):
+        read = f"import pandas as d; d.read_{kind}('{path}').to_json('{path.stem}.jsonl', orient='records', lines=True)"
+    convert = f': pip install {read.split()[1]} && python -c "{read}"' if read else ""
+    return f"{found}expected {READABLE}{convert}"
+
+
 def tokenized(spec, held_out, tokenizer, progress):
-    """Folder of a file's documents in the cache ($XDG_CACHE_HOME/oomph or ~/.cache/oomph), made there if it is missing:
-    it gets its name once it is whole. Of two processes that make the same one, the first to end is used."""
+    """Folder of a file's documents in the cache, made there if missing. Its name is a hash of all they depend on."""
     path, kind, digest = Path(spec), spec, hashlib.sha256(Path(__file__).read_bytes())
     if spec not in BUILT_IN:
         kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
-        if not path.is_file():
-            raise ValueError(f"{spec}: {'a folder' if path.is_dir() else 'no such file'}; expected {READABLE}")
-        if kind not in ("jsonl", "json", "txt"):
-            raise ValueError(f"{spec}: expected {READABLE}. To convert a table: python -c \"import pandas; "
-                             "pandas.read_parquet('a.parquet').to_json('a.jsonl', orient='records', lines=True)\"")
+        if not path.is_file() or kind not in ("jsonl", "json", "txt"):
+            raise ValueError(f"{spec}: {unreadable(path, kind)}")
         with open(path, "rb") as file:
             while block := file.read(2**22):
                 digest.update(block)
@@ -483,11 +503,8 @@ def tokenized(spec, held_out, tokenizer, progress):
         part.mkdir(parents=True)
         report = tokenize(path, kind, held_out, tokenizer, part, progress)
         (part / "report.json").write_text(json.dumps(report))
-        (part / COPY).unlink(missing_ok=True)
-        for path in [*part.iterdir(), part]:
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+        for made in [*part.iterdir(), part]:
+            sync(made)  # what has its name is whole, even after a power cut
         if not folder.is_dir():
             part.rename(folder)
     except OSError as error:
@@ -500,55 +517,46 @@ def tokenized(spec, held_out, tokenizer, progress):
 
 
 def tokenize(path, kind, held_out, tokenizer, folder, progress):
-    """Writes a file's documents into a folder, a file for each of ARRAYS -> the report: counts, checksums, bad lines.
-    ValueError where the file cannot be read. Memory stays flat: about a megabyte of text for each process."""
-    lines, is_text = as_lines(path, kind, held_out, folder), kind == "txt"
-    chunks, report, bad, crc, largest_id = chunks_of(lines), Counter(), [], dict.fromkeys(ARRAYS, 0), 0
-    work = functools.partial(encode_chunk, tokenizer, lines, is_text)
-    n_processes = min(n_cores(), 16, len(chunks) // WORTH)
+    """Writes a file's documents into a folder, a file for each of ARRAYS -> the report: counts, checksums, errors."""
+    chunks, work = chunks_of(lines_of(path, kind, held_out)), functools.partial(encode_chunk, tokenizer)
+    report, bad, crc, largest_id = Counter(), [], dict.fromkeys(ARRAYS, 0), 0
+    n_chunks = 0 if kind in BUILT_IN else path.stat().st_size // CHUNK
+    n_processes, name = min(n_cores(), 16, n_chunks // WORTH), printable(str(path))
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}
         results = map(work, chunks)
         if n_processes > 1:  # of a fork server: they share none of this process's threads, sockets and GPU
             pool = ProcessPoolExecutor(n_processes, multiprocessing.get_context("forkserver"), start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)  # after an error the other chunks are not needed
-            results = pool.map(work, chunks)
-        for arrays, counts, bad_lines in tqdm(results, f"tokenizing {path}", len(chunks), False, disable=not progress):
+            batches = iter(lambda: list(itertools.islice(chunks, 16 * n_processes)), [])  # bounds the memory
+            results = (result for batch in batches for result in pool.map(work, batch))
+        for arrays, counts, bad_lines in tqdm(results, f"tokenizing {name}", n_chunks, False, disable=not progress):
             arrays["lines"] += report["lines"]
-            for name, array in arrays.items():
-                files[name].write(array)
-                crc[name] = zlib.crc32(array, crc[name])
+            for key, array in arrays.items():
+                files[key].write(array)
+                crc[key] = zlib.crc32(array, crc[key])
             largest_id = max(largest_id, int(arrays["tokens"].max(initial=0)))
-            bad = [*bad, *(f"line {line + report['lines']}: {message}" for line, message in bad_lines)][:5]
+            bad = [*bad, *(f"line {line + report['lines']}: {error}" for line, error in bad_lines)][:5]
             report.update(counts)
-        if is_text:  # all chunks are one document
-            report |= {"examples": 1, "text": 1}
-            files["lengths"].write(np.array([report["tokens"]]))
-            files["lines"].write(np.array([1]))
     if not report["tokens"]:
         raise ValueError("\n  ".join(["nothing to train on", *bad]))
     return {**report, "bad": bad, "crc": crc, "largest_id": largest_id}
 
 
-def encode_chunk(tokenizer, path, is_text, chunk):
-    """Bytes of whole lines -> (arrays of ARRAYS, counts, [(line, message)] of bad lines), lines counted from 1."""
-    (start, stop), texts, lines, bad, counts = chunk, [], [], [], Counter()
-    with open(path, "rb") as file:
-        file.seek(start)
-        raw = file.read(stop - start).removeprefix(BOM)
-        is_last = not file.read(1)
-    if is_text:
-        texts.append((raw.decode(), None, start == 0, is_last))
-    for line, one in enumerate([] if is_text else raw.split(b"\n"), 1):
+def encode_chunk(tokenizer, chunk):
+    """Lines -> (arrays of ARRAYS, counts, [(line, message)] of bad lines), lines counted from 1."""
+    texts, lines, bad, counts = [], [], [], Counter(lines=len(chunk))
+    for line, one in enumerate(chunk, 1):
         if one.strip():
             text, spans, found, error = parse_example(one, tokenizer)
             counts.update(found, examples=1)
             if error:
                 bad.append((line, error))
             elif text is not None:
-                is_plain = not found["chats"]
-                texts.append((text, spans, is_plain, is_plain))
+                texts.append((text, spans, not found["chats"]))
                 lines.append(line)
+            if len(bad) == counts["examples"] == 20:  # a wrong format or template, which would fail on each
+                raise ValueError("\n  ".join(["20 examples in turn cannot be trained on:", *(e for _, e in bad[:5])]))
     tokens, supervised = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
     for (*_, is_plain), (ids, mask) in zip(texts, tokenizer.encode(texts)):
         tokens.append(ids)
@@ -556,9 +564,9 @@ def encode_chunk(tokenizer, path, is_text, chunk):
         if not is_plain:  # the last trained token of a turn, or the one before a newline, should be special
             ends, special = np.flatnonzero(mask & ~np.append(mask[1:], False)), np.isin(ids, tokenizer.special_ids)
             counts["without_end"] += int((~(special[ends] | special[ends - 1])).sum())
-    lengths = [] if is_text else [len(ids) for ids in tokens[1:]]
+    lengths = [len(ids) for ids in tokens[1:]]
     arrays = np.concatenate(tokens), np.concatenate(supervised), np.array(lengths, np.int64), np.array(lines, np.int64)
-    counts.update(lines=raw.count(b"\n"), tokens=len(arrays[0]))
+    counts["tokens"] = len(arrays[0])
     return dict(zip(ARRAYS, arrays)), counts, bad
 
 
@@ -571,12 +579,12 @@ def start_worker():
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-# ---------------------------------------------------------------- documents, packing and loading
+# -------------------------------- documents, packing and loading
 
 
 class Documents:
-    """What is trained on: documents, or the parts of them that fit into a row. names, tokens, supervised: of each file,
-    mapped into memory. file, start, stop, n_targets, line: [n] int64, of each part; its first token is no target."""
+    """Documents, or the parts of them that fit into a row. names, tokens, supervised: of each file. file, start, stop,
+    n_targets, line: [n] int64, of each part; its first token is no target."""
 
     def __init__(self, names, tokens, supervised, columns, checksum=0):
         self.names, self.tokens, self.supervised = names, tokens, supervised
@@ -584,7 +592,6 @@ class Documents:
         self.file, self.start, self.stop, self.n_targets, self.line = columns
 
     def crc(self):
-        """A checksum of what is trained on."""
         return zlib.crc32(np.ascontiguousarray(self.columns[:4]), self.checksum)
 
     def part(self, number):
@@ -595,14 +602,13 @@ class Documents:
 
 def open_documents(folders, specs, seq_len, train_on="targets", overflow=None, seed=0, vocab_size=1 << 31):
     """Folders of the cache -> (Documents, a dict of counts for each file). overflow: what becomes of documents of more
-    than seq_len positions; None splits texts and drops the others. A weight of 2.5 in specs takes all documents twice
-    and half of them, chosen by seed, once more. ValueError where a file should not be trained on."""
+    than seq_len positions; None splits texts and drops the others. ValueError where a file should not be trained on."""
     files, columns, counts, checksum = [], [], [], 0
     for number, (folder, spec) in enumerate(zip(folders, specs, strict=True)):
         name, weight = split_weight(spec)
         report = Counter(read_json(folder / "report.json"))
-        arrays = (np.asarray(np.memmap(folder / key, kind, "r")) for key, kind in ARRAYS.items())
-        tokens, supervised, lengths, lines = arrays
+        tokens, supervised, lengths, lines = (
+            np.asarray(np.memmap(folder / key, kind, "r")) for key, kind in ARRAYS.items())
         if train_on == "all":
             supervised = np.broadcast_to(True, len(tokens))
         files.append((name, tokens, supervised))
@@ -612,10 +618,9 @@ def open_documents(folders, specs, seq_len, train_on="targets", overflow=None, s
         places = zip((start + 1).tolist(), stop.tolist())
         n_targets = np.array([np.count_nonzero(supervised[i:j]) for i, j in places], np.int64)
         used = np.flatnonzero(n_targets)
-        n_untrained = len(np.unique(document)) - len(np.unique(document[used]))
         n = Counter({
             **report, "name": name, "weight": weight, "policy": policy, "n_long": int((lengths - 1 > seq_len).sum()),
-            "longest": int(lengths.max(initial=1)) - 1, "n_untrained": n_untrained,
+            "longest": int(lengths.max(initial=1)) - 1, "n_untrained": len(np.setdiff1d(document, document[used])),
             "n_tokens": int((stop - start - 1)[used].sum()), "n_trained": int(n_targets.sum())})
         counts.append(n)
         reason = None
@@ -625,13 +630,13 @@ def open_documents(folders, specs, seq_len, train_on="targets", overflow=None, s
             reason = f"token {n['largest_id']} of {vocab_size} embeddings: the tokenizer belongs to another model"
         elif not n["n_trained"]:
             reason = (f"nothing to train on: of {n['examples']} examples {n['n_long']} are longer than --seq_len "
-                      f"{seq_len} (up to {n['longest']}), {n_untrained} without a supervised token, "
+                      f"{seq_len} (up to {n['longest']}), {n['n_untrained']} without a supervised token, "
                       f"{n['spells_special']} spell a special token")
         elif n["n_trained"] < 0.01 * n["n_tokens"]:
             reason = f"only {n['n_trained']:,} of {n['n_tokens']:,} tokens are trained on: look at it with --inspect 3"
         if reason:
             raise ValueError(f"{name}: {reason}")
-        n_more = max(round(len(used) * (weight % 1)), weight < 1)
+        n_more = max(round(len(used) * (weight % 1)), weight < 1)  # of 2.5, half the documents once more
         more = np.sort(np.random.default_rng([seed, number]).permutation(used)[:n_more])
         chosen = np.concatenate([*[used] * int(weight), more])
         columns.append(np.stack([np.full(len(start), number), start, stop, n_targets, lines[document]])[:, chosen])
@@ -639,8 +644,7 @@ def open_documents(folders, specs, seq_len, train_on="targets", overflow=None, s
 
 
 def parts_of(lengths, seq_len, policy):
-    """Lengths of documents -> for each part that is used [n] its document, first token and last token + 1. A part fills
-    at most seq_len positions; the last token of one is the first of the next."""
+    """Lengths -> of each part [n] its document, first token and last token + 1; the next one begins with the last."""
     n_parts, stop = np.ones(len(lengths), np.int64), np.cumsum(lengths)
     if policy == "split":
         n_parts = np.maximum(-(-(lengths - 1) // seq_len), 1)
@@ -674,9 +678,8 @@ def pack(lengths, seq_len):
 
 
 class Batch(NamedTuple):
-    """A micro-batch of one rank. tokens, targets (IGNORE where untrained), positions: [B, T] int64. keep_S: flat
-    indices of the targets. Under --sequence_parallel the tensors hold this rank's N / n_shards tokens, [1, T], and
-    spans describe all N."""
+    """A micro-batch of one rank. tokens, targets (IGNORE where untrained), positions: [B, T] int64. keep_S: flat places
+    of the targets. Under --sequence_parallel a rank holds N / n_shards tokens, [1, T], and spans describe all N."""
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
@@ -689,7 +692,7 @@ class Batch(NamedTuple):
         return Batch(*map(move, self[:4]), Spans(spans.pairs, bounds, spans.longest), self.n_shards)
 
     def pin(self):
-        """For a GPU: in pinned memory, so that copies are asynchronous; with bounds, unless all documents are equal."""
+        """In pinned memory, so that copies are asynchronous, and with bounds, unless all documents are equal."""
         pairs, n_tokens = self.spans.pairs, self.tokens.numel() * self.n_shards
         lengths = {stop - start for start, stop in pairs}
         equal = len(lengths) == 1 and lengths.pop() * len(pairs) == n_tokens
@@ -704,9 +707,8 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """Rows of documents in an order that depends on seed and epoch alone. batch_size (B) is rows per rank and
-    micro-batch; row g of a step's global batch goes to micro-batch g // (B * world), rank g // B % world. Under
-    sequence_parallel a "rank" is a group of so many, and each gets a shard of its tokens."""
+    """Rows of documents. batch_size B: per rank and micro-batch; row g of a step is in micro-batch g // (B * world) of
+    rank g // B % world. Under sequence_parallel a "rank" is a group of so many, and each gets a shard of its tokens."""
 
     def __init__(self, documents, seq_len, packing, batch_size, seed, rank, world, sequence_parallel=1):
         self.waited_s = 0.0  # seconds that ahead() let its caller wait
@@ -808,16 +810,13 @@ def print_data(args, loader, eval_loader, counts, tokenizer):
             formats = ", ".join(form for form in FORMATS if n[form])
             print(f"{printable(n['name'])}: {n['examples']:,} examples ({formats}) x {n['weight']:g}\n"
                   f"  {n['n_tokens']:,} tokens, {n['n_trained'] / n['n_tokens']:.1%} trained on")
-            fate = {"drop": "dropped", "split": "split", "truncate": "truncated"}[n["policy"]]
-            notes = {
-                f"longer than --seq_len {args.seq_len} (up to {n['longest']:,}): {fate}": n["n_long"],
-                "without a token to train on: dropped": n["n_untrained"],
-                "spell a special token: dropped": n["spells_special"],
-                "assistant turns not trained on: the template rewrites them": n["without_mask"],
-                "assistant turns end without a special token: no stop is learned": n["without_end"],
-                "\n    ".join(["cannot be trained on: dropped", *n["bad"]]): n["n_bad"],
-            }
-            for note, number in notes.items():
+            for number, note in (
+                (n["n_long"], f"longer than --seq_len (up to {n['longest']:,}): --overflow {n['policy']}"),
+                (n["n_untrained"], "without a token to train on: dropped"),
+                (n["spells_special"], "spell a special token: dropped"),
+                (n["without_mask"], "assistant turns not trained on: the template rewrites them"),
+                (n["without_end"], "assistant turns end without a special token: no stop is learned"),
+                (n["n_bad"], "\n    ".join(["cannot be trained on: dropped", *n["bad"]]))):
                 if number:
                     print(f"  {number:,} {note}")
         full = one.per_row[:, 1].sum() / (len(one.rows) * one.seq_len)
@@ -842,8 +841,8 @@ def open_data(args, tokenizer, vocab_size, ranks):
         if any(a.name != b.name for mine, first in zip(folders, every[0]) for a, b in zip(mine, first)):
             raise ValueError(f"--data: {platform.node()} has other files or package versions than rank 0's machine")
         for i, specs in enumerate(specs for specs in sets if specs):
-            documents, count = open_documents(folders[i], specs, args.seq_len, args.train_on, args.overflow, args.seed,
-                                              vocab_size)
+            documents, count = open_documents(
+                folders[i], specs, args.seq_len, args.train_on, args.overflow, args.seed, vocab_size)
             loaders[i] = Loader(documents, args.seq_len, args.packing, args.batch_size, args.seed, ranks.rank,
                                 ranks.world, args.sequence_parallel)
             counts.append(count)

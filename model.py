@@ -1,14 +1,9 @@
 """The decoder of Llama 2/3, Mistral, Qwen2/2.5 and Qwen3, its loss, LoRA, and the files it is read from and written to.
 
-Vanilla modules with Hugging Face's parameter names, so checkpoints need no mapping table. The families differ in biases
-on q, k, v (Qwen2), RMSNorm on each head of q and k (Qwen3), a head tied to the embedding, and RoPE.
-
-The loss is part of the model: logits are the largest tensor of a fine-tune (8,192 tokens x 128,256 words x 4 bytes =
-3.9 GiB, and autograd would keep two of them), so `LMHead.forward` returns the summed loss.
-`ChunkedCrossEntropy` computes the gradient in the forward, chunk by chunk: 4*V*D FLOP a token against 6*V*D for
-recomputing, C*V*6 bytes alive, and tokens without a target never reach the head (Liger, arXiv:2410.10989; Cut
-Cross-Entropy, arXiv:2411.09009). Given up: a second derivative.
-Attention runs inside the (start, stop) of each packed document: no mask, no T*T bytes, no way to see a neighbour.
+Vanilla modules with Hugging Face's parameter names: no mapping table. The families differ in biases on q, k, v (Qwen2),
+RMSNorm on each head of q and k (Qwen3), a head tied to the embedding, and RoPE. The loss is part of the model: logits
+are its largest tensor (8,192 tokens x 128,256 words x 4 bytes = 3.9 GiB). `ChunkedCrossEntropy` computes the gradient
+in the forward, chunk by chunk (Liger, arXiv:2410.10989; Cut Cross-Entropy, arXiv:2411.09009).
 
 B rows, T tokens per row, D model, F mlp, H query heads, G kv heads, K head size, V vocabulary, R LoRA rank, N tokens of
 a micro-batch or rows of a matrix, S supervised tokens, C tokens in a loss chunk. x is the residual stream.
@@ -28,10 +23,10 @@ from dataclasses import make_dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -46,66 +41,11 @@ HEAD_ROWS = 128  # the head works on a multiple of this many tokens, or on all
 HEAD = "lm_head.weight"
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 
-# ---------------------------------------------------------------- config
+# -------------------------------- config
 
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA31 = {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192}
-# what the presets of one release share: model_type, theta, RoPE scaling, positions
-RELEASES = {
-    "llama-2": ("llama", 1e4, None, 4096),
-    "llama-3": ("llama", 5e5, None, 8192),
-    "llama-3.1": ("llama", 5e5, LLAMA31, 131072),
-    "llama-3.2": ("llama", 5e5, {**LLAMA31, "factor": 32.0}, 131072),
-    "mistral": ("mistral", 1e6, None, 32768),
-    "qwen2.5-32k": ("qwen2", 1e6, None, 32768),
-    "qwen2.5-128k": ("qwen2", 1e6, None, 131072),
-    "qwen3": ("qwen3", 1e6, None, 40960),
-}
-# name: Hub id, release, V, D, F, layers, H, G, K, tied
-PRESETS = {
-    "llama-2-7b": ("meta-llama/Llama-2-7b-hf", "llama-2", 32000, 4096, 11008, 32, 32, 32, 128, False),
-    "llama-2-13b": ("meta-llama/Llama-2-13b-hf", "llama-2", 32000, 5120, 13824, 40, 40, 40, 128, False),
-    "llama-2-70b": ("meta-llama/Llama-2-70b-hf", "llama-2", 32000, 8192, 28672, 80, 64, 8, 128, False),
-    "llama-3-8b": ("meta-llama/Meta-Llama-3-8B", "llama-3", 128256, 4096, 14336, 32, 32, 8, 128, False),
-    "llama-3.1-8b": ("meta-llama/Llama-3.1-8B", "llama-3.1", 128256, 4096, 14336, 32, 32, 8, 128, False),
-    "llama-3.1-70b": ("meta-llama/Llama-3.1-70B", "llama-3.1", 128256, 8192, 28672, 80, 64, 8, 128, False),
-    "llama-3.1-405b": ("meta-llama/Llama-3.1-405B", "llama-3.1", 128256, 16384, 53248, 126, 128, 8, 128, False),
-    "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", "llama-3.2", 128256, 2048, 8192, 16, 32, 8, 64, True),
-    "llama-3.2-3b": ("meta-llama/Llama-3.2-3B", "llama-3.2", 128256, 3072, 8192, 28, 24, 8, 128, True),
-    "llama-3.3-70b": ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1", 128256, 8192, 28672, 80, 64, 8, 128, False),
-    "mistral-7b": ("mistralai/Mistral-7B-v0.3", "mistral", 32768, 4096, 14336, 32, 32, 8, 128, False),
-    "qwen2.5-0.5b": ("Qwen/Qwen2.5-0.5B", "qwen2.5-32k", 151936, 896, 4864, 24, 14, 2, 64, True),
-    "qwen2.5-1.5b": ("Qwen/Qwen2.5-1.5B", "qwen2.5-128k", 151936, 1536, 8960, 28, 12, 2, 128, True),
-    "qwen2.5-3b": ("Qwen/Qwen2.5-3B", "qwen2.5-32k", 151936, 2048, 11008, 36, 16, 2, 128, True),
-    "qwen2.5-7b": ("Qwen/Qwen2.5-7B", "qwen2.5-128k", 152064, 3584, 18944, 28, 28, 4, 128, False),
-    "qwen2.5-14b": ("Qwen/Qwen2.5-14B", "qwen2.5-128k", 152064, 5120, 13824, 48, 40, 8, 128, False),
-    "qwen2.5-32b": ("Qwen/Qwen2.5-32B", "qwen2.5-128k", 152064, 5120, 27648, 64, 40, 8, 128, False),
-    "qwen2.5-72b": ("Qwen/Qwen2.5-72B", "qwen2.5-128k", 152064, 8192, 29568, 80, 64, 8, 128, False),
-    "qwen3-0.6b": ("Qwen/Qwen3-0.6B", "qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),
-    "qwen3-1.7b": ("Qwen/Qwen3-1.7B", "qwen3", 151936, 2048, 6144, 28, 16, 8, 128, True),
-    "qwen3-4b": ("Qwen/Qwen3-4B", "qwen3", 151936, 2560, 9728, 36, 32, 8, 128, True),
-    "qwen3-8b": ("Qwen/Qwen3-8B", "qwen3", 151936, 4096, 12288, 36, 32, 8, 128, False),
-    "qwen3-14b": ("Qwen/Qwen3-14B", "qwen3", 151936, 5120, 17408, 40, 40, 8, 128, False),
-    "qwen3-32b": ("Qwen/Qwen3-32B", "qwen3", 151936, 5120, 25600, 64, 64, 8, 128, False),
-}
+PRESETS = json.loads((TINY.parent / "presets.json").read_text())  # {short name: config.json of a Hub model}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def preset_config(name):
-    """The published shapes of a preset as the contents of a config.json, RoPE in both spellings."""
-    _, release, V, D, F_, layers, H, G, K, tied = PRESETS[name]
-    family, theta, scaling, positions = RELEASES[release]
-    return {
-        "architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family, "vocab_size": V, "hidden_size": D,
-        "intermediate_size": F_, "num_hidden_layers": layers, "num_attention_heads": H, "num_key_value_heads": G,
-        "head_dim": K, "hidden_act": "silu", "rms_norm_eps": 1e-6 if family.startswith("qwen") else 1e-5,
-        "rope_theta": theta, "rope_scaling": scaling, "tie_word_embeddings": tied,
-        "rope_parameters": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},
-        "max_position_embeddings": positions, "sliding_window": None, "torch_dtype": "bfloat16", "dtype": "bfloat16",
-    }
-
-
-# Sizes are bounded before memory is allocated. key: type, smallest, largest, default (None: the key must be there)
+# Bounds, before memory is allocated. key: type, smallest, largest, default (None: the key must be there)
 FIELDS = {
     "vocab_size": (int, 1, 1 << 20, None), "hidden_size": (int, 1, 1 << 16, None),
     "intermediate_size": (int, 1, 1 << 18, None), "num_hidden_layers": (int, 1, 1 << 10, None),
@@ -121,7 +61,8 @@ Config = make_dataclass("Config", [*FIELDS, *OTHER_FIELDS], frozen=True)
 # A key here, unless absent, null or equal to the value, asks for something that the model does not compute.
 REFUSED = {"hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0, "pretraining_tp": 1, "num_experts": 0,
            "use_sliding_window": False, "quantization_config": None, "num_local_experts": 0, "logit_scale": 1.0,
-           "partial_rotary_factor": 1.0, "final_logit_softcapping": None}
+           "partial_rotary_factor": 1.0, "final_logit_softcapping": None, "is_causal": True,
+           "original_max_position_embeddings": None}
 
 
 def read_field(raw, key, field, where):
@@ -149,12 +90,11 @@ def parse_config(raw, where="config.json"):
     refuse(raw.get("attention_bias") and family != "qwen2", "attention_bias", f"not implemented for {family}")
     architecture = f"{family.capitalize()}ForCausalLM"
     refuse(raw.get("architectures") not in (None, [], [architecture]), "architectures", f"not {architecture}")
-    defaults = {}
+    given = {key: value for key, value in raw.items() if value is not None}
     if family == "llama":  # Llama-2 7B and 13B leave it out
-        defaults["num_key_value_heads"] = H
+        given.setdefault("num_key_value_heads", H)
     if family != "qwen3" and type(D) is type(H) is int and H > 0 and D % H == 0:
-        defaults["head_dim"] = D // H
-    given = defaults | {key: value for key, value in raw.items() if value is not None}
+        given.setdefault("head_dim", D // H)
     values = {key: read_field(given, key, field, where) for key, field in FIELDS.items()}
     refuse(H % values["num_key_value_heads"], "num_key_value_heads", f"does not divide num_attention_heads {H}")
     refuse(values["head_dim"] % 2, "head_dim", "RoPE needs an even number")
@@ -177,28 +117,27 @@ def parse_rope(given, family, values, where, refuse):
               "llama3": {"factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE,
                          "original_max_position_embeddings": (int, 1, 1 << 30, values["max_position_embeddings"])}}
     theta, scalings = given.get("rope_theta"), []
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = given.get(key) or {}
+    for key in [key for key in ("rope_scaling", "rope_parameters") if given.get(key)]:
+        rope = given[key]
         flat = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
         refuse(not flat, key, "expected one flat object; rope parameters per layer type are not implemented")
         kind = rope.get("rope_type") or rope.get("type") or "default"
         refuse(kind not in list(fields), key, f"rope_type is not one of {', '.join(fields)}")
+        refuse(rope.get("partial_rotary_factor") not in (None, 1), key, "partial_rotary_factor is not implemented")
         scaling = {name: read_field(rope, name, field, f"{where}: {key}") for name, field in fields[kind].items()}
         wrong = kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]
         refuse(wrong, key, "llama3 needs high_freq_factor above low_freq_factor")
         theta = rope.get("rope_theta", theta)
-        if rope:
-            scalings.append({"rope_type": kind, **scaling})
+        scalings.append({"rope_type": kind, **scaling})
     scalings = scalings or [{"rope_type": "default"}]
     refuse(scalings[0] != scalings[-1], "rope_scaling", "rope_parameters differ: leave one of the two out")
-    # Old Llama-2 files leave out their 10000. Elsewhere that default would train on wrong positions in silence:
-    # transformers 4 reads 10000 from every file that transformers 5 wrote (vllm #42624).
+    # Old Llama-2 files leave out their 10000. Elsewhere that default would train on wrong positions (vllm #42624).
     no_default = family.startswith("qwen") or scalings[-1]["rope_type"] == "llama3" or values["vocab_size"] >= 100_000
     refuse(theta is None and no_default, "rope_theta", "missing, with no safe default: copy it from the model's page")
     return read_field({"rope_theta": theta}, "rope_theta", (*POSITIVE[:3], 1e4), where), scalings[-1]
 
 
-# ---------------------------------------------------------------- blocks
+# -------------------------------- blocks
 
 
 class RMSNorm(nn.RMSNorm):
@@ -206,9 +145,7 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)  # float32 inside
 
 
-class Linear(nn.Linear):
-    """nn.Linear whose weights may be stored in another dtype (float32 masters) than it computes in."""
-
+class Linear(nn.Linear):  # its weights may be stored in another dtype (float32 masters) than it computes in
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
@@ -235,12 +172,12 @@ def rotate(q_BTHK, rope):
 
 
 class Spans:
-    """The documents of packed rows. pairs: their (start, stop) in the flattened tokens. bounds: int32 on the device,
-    the limits of documents and padding; longest: of these, an int on the host. group: the ranks that each hold an equal
-    piece of the tokens. No tuple and no dataclass: FSDP2 walks those in Python at every forward."""
+    """The documents of packed rows: pairs, their (start, stop) in the flattened tokens; bounds, int32 on the device;
+    group, the ranks that each hold an equal piece of the tokens; cache, {block: its keys and values so far}. No tuple
+    and no dataclass: FSDP2 walks those in Python at every forward."""
 
-    def __init__(self, pairs, bounds=None, longest=0, group=None):
-        self.pairs, self.bounds, self.longest, self.group = pairs, bounds, longest, group
+    def __init__(self, pairs, bounds=None, longest=0, group=None, cache=None):
+        self.pairs, self.bounds, self.longest, self.group, self.cache = pairs, bounds, longest, group, cache
 
 
 def pack_spans(pairs, n_tokens):
@@ -249,37 +186,27 @@ def pack_spans(pairs, n_tokens):
     return Spans(pairs, bounds, int(bounds.diff().max()))
 
 
-class AllToAll(torch.autograd.Function):
-    """[S, ...] -> [S, ...] on S ranks: row i goes to rank i. Twice it changes nothing: its gradient is itself."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group, out = group, torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return AllToAll.apply(grad.contiguous(), ctx.group), None
-
-
 def attend_split(q_BTHK, k_BTGK, v_BTGK, spans):
     """attend() of rows on S ranks (Ulysses, arXiv:2309.14509): an all-to-all turns a piece of the tokens with all heads
     into all tokens with some heads, another turns it back. A rank sends 2 * tokens * (2*H + 2*G) * K / S bytes."""
+
+    def exchange(x):  # [S, ...]: row i goes to rank i
+        return all_to_all_single(torch.empty_like(x), x, group=spans.group)
+
     (B, T, H, K), S = q_BTHK.shape, spans.group.size()
     copies = S // math.gcd(k_BTGK.shape[2], S)  # of a key head, whose query heads lie on several ranks
     k_BTGK, v_BTGK = (t if copies == 1 else t.repeat_interleave(copies, 2) for t in (k_BTGK, v_BTGK))
     parts = [t.reshape(B * T, S, -1, K).transpose(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK)]
-    qkv = AllToAll.apply(torch.cat(parts, 2), spans.group).flatten(0, 1)
+    qkv = exchange(torch.cat(parts, 2)).flatten(0, 1)
     q, k, v = (t[None] for t in qkv.split([part.shape[2] for part in parts], 1))
     out = attend(q, k, v, Spans(spans.pairs, spans.bounds, spans.longest)).view(S, B * T, -1)
-    return AllToAll.apply(out, spans.group).transpose(0, 1).reshape(B, T, H * K)
+    return exchange(out).transpose(0, 1).reshape(B, T, H * K)
 
 
 @functools.cache
 def takes_documents(dtype, K, device):
     """Whether FlashAttention over documents runs: 16 bits, heads of 8, 16, ... 256, an Ampere card or newer."""
-    fits = device.type == "cuda" and dtype is not torch.float32 and K % 8 == 0 and K <= 256
+    fits = device.type == "cuda" and dtype is not torch.float32 and K in range(8, 257, 8)
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -288,10 +215,14 @@ GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).par
 
 
 def attend(q_BTHK, k_BTGK, v_BTGK, spans):
-    """Causal attention inside each document of the flattened B*T tokens; padding gets arbitrary finite values."""
+    """Causal attention inside each document of the flattened B*T tokens: no token sees a neighbour's, and nothing takes
+    T*T bytes. Padding gets arbitrary finite values."""
     if spans.group is not None:
         return attend_split(q_BTHK, k_BTGK, v_BTGK, spans)
     B, T, H, K = q_BTHK.shape
+    if k_BTGK.shape[1] > T:  # a cache, and one new token, which sees all others: no mask
+        q, k, v = (t.transpose(1, 2) for t in (q_BTHK, k_BTGK, v_BTGK))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != H).reshape(B, T, H * K)
     q, k, v = (t.reshape(B * T, -1, K) for t in (q_BTHK, k_BTGK, v_BTGK))
     if spans.bounds is not None and takes_documents(q.dtype, K, q.device):
         limits = spans.bounds, spans.bounds, spans.longest, spans.longest
@@ -299,12 +230,8 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     if q.is_cuda and q.dtype is torch.float32:  # in float32 only the math kernel supports GQA, and it holds all scores
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=k.shape[1] != H)
-    lengths = {stop - start for start, stop in spans.pairs}
-    if len(lengths) == 1 and len(spans.pairs) * min(lengths) == B * T:  # equal documents: one call
-        q, k, v = (t.view(-1, min(lengths), t.shape[1], K).transpose(1, 2) for t in (q, k, v))
-        return sdpa(q, k, v).transpose(1, 2).reshape(B, T, H * K)
-    # oneDNN compiles its bf16 kernels for each length and keeps them: 1 GB after 500 lengths. So lengths are rounded up
-    # to multiples of 32. The added tokens come later: causal attention hides them, and their outputs are cut off.
+    # oneDNN keeps a bf16 kernel for each length, 1 GB after 500. So lengths are rounded up to multiples of 32: causal
+    # attention hides the added tokens, which come later, and their outputs are cut off.
     step = 32 if q.device.type == "cpu" else 1
     pieces, end = [], 0
     for start, stop in spans.pairs:
@@ -336,7 +263,12 @@ class Block(nn.Module):
         })
 
     def forward(self, x, rope, spans):
-        return self.after_attention(x, attend(*self.before_attention(x, rope), spans))
+        q_BTHK, *kv = self.before_attention(x, rope)
+        if spans.cache is not None:
+            if self in spans.cache:
+                kv = [torch.cat(pair, 1) for pair in zip(spans.cache[self], kv)]
+            spans.cache[self] = kv
+        return self.after_attention(x, attend(q_BTHK, *kv, spans))
 
     def before_attention(self, x, rope):
         """-> q_BTHK, k_BTGK, v_BTGK."""
@@ -364,11 +296,10 @@ class SaveNow(torch.autograd.Function):
 
 
 def tile_mlp_(model, tile):
-    """Runs what follows attention in every block, nearly all of it MLP, `tile` tokens at a time, forward and backward:
-    6*F values a token live for one tile, not the row (ALST, arXiv:2506.13996; 8B at 128k: 0.7 GiB, not 21 GiB).
-    Each tile is a checkpoint. In a block that is one too, tiles would run three times, because the block's second
-    forward goes on to the last tensor that it saves, the input of the last tile. So SaveNow saves all inputs first, and
-    the tiles save theirs outside the block's hooks: the second forward ends before the tiles."""
+    """Runs what follows attention in every block `tile` tokens at a time, each tile a checkpoint: 6*F values a token
+    live for one tile (ALST, arXiv:2506.13996; 8B at 128k: 0.7 GiB, not 21). In a checkpointed block tiles would run
+    three times, as its second forward goes on to the last tensor that it saves, the input of the last tile. So SaveNow
+    saves all inputs first, and the tiles save theirs outside the block's hooks."""
 
     def after_attention(plain, x, attention):
         inputs = SaveNow.apply(torch.empty(0, requires_grad=True), x, attention).grad_fn
@@ -389,12 +320,12 @@ def tile_mlp_(model, tile):
         block.after_attention = functools.partial(after_attention, block.after_attention)
 
 
-# ---------------------------------------------------------------- loss
+# -------------------------------- loss
 
 
 def softmax_gradient(logits_CV, targets_C1, with_grad):
-    """-> (summed cross-entropy, its gradient softmax - one-hot in the dtype of the logits, or None). Rows whose target
-    is IGNORE have neither. Works in place on one float32 copy; --compile makes two passes over the logits, no copy."""
+    """-> (summed cross-entropy, its gradient softmax - one-hot in the dtype of the logits, or None), without the rows
+    whose target is IGNORE. Works in place on one float32 copy; --compile makes two passes over the logits, no copy."""
     dtype, logits_CV = logits_CV.dtype, logits_CV.float()
     real_C1, targets_C1 = (targets_C1 != IGNORE).float(), targets_C1.clamp_min(0)
     logits_CV -= logits_CV.amax(-1, keepdim=True)
@@ -414,8 +345,7 @@ def softmax_gradient(logits_CV, targets_C1, with_grad):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S, float32, gradients computed in the forward. Alive at
     once: a chunk of logits (C*V*6 bytes in bf16, C*V*4 in float32) and, if the head trains, its gradient, added up in
-    float32 (V*D*4 bytes): sums in 16 bits would lose the small ones. S = 0 is a zero with zero gradients, so a rank
-    without a supervised token still joins every collective of the backward."""
+    float32 (V*D*4 bytes). S = 0 has zero gradients: a rank without a target joins every collective all the same."""
 
     @staticmethod
     def forward(ctx, h_SD, w_VD, targets_S, chunk, with_grad, softmax_gradient=softmax_gradient):
@@ -461,8 +391,7 @@ class LMHead(nn.Module):
         w_VD = self.weight.to(x.dtype)
         if targets_BT is None:
             return F.linear(x, w_VD).float()
-        # keep_S comes from the host with the batch: nonzero() on the device would wait for it. The last token, without
-        # a target, fills up the rows: else each batch has its own size, and allocators and oneDNN keep memory for each.
+        # the last token, without a target, fills up the rows: allocators and oneDNN keep memory for each new size
         S = len(keep_S)
         keep_S = torch.cat([keep_S, keep_S[-1:].expand(min(-S % HEAD_ROWS, targets_BT.numel() - S))])
         h_SD, targets_S = x.flatten(0, 1)[keep_S], targets_BT.flatten()[keep_S]
@@ -476,8 +405,7 @@ class LMHead(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.config = c
-        self.compute_dtype = torch.float32
+        self.config, self.compute_dtype = c, torch.float32
         self.activation_hooks = None  # a context manager around the blocks: train.py's activation offload
         self.sequence_group = None  # the ranks that hold pieces of the same rows: --sequence_parallel
         self.model = nn.ModuleDict({
@@ -493,14 +421,15 @@ class Transformer(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens_BT, targets_BT=None, positions_BT=None, spans=None, keep_S=None):
-        """tokens [B, T] -> summed loss over the supervised tokens; without targets logits [B, T, V]. positions restart
-        at 0 in every document. With a sequence_group the tensors hold this rank's piece of the tokens and spans
-        describe all of them; without positions, tokens are whole rows all the same."""
+    def forward(self, tokens_BT, targets_BT=None, positions_BT=None, spans=None, keep_S=None, cache=None):
+        """tokens [B, T] -> summed loss over the supervised tokens; without targets logits [B, T, V], with a cache of
+        the last token only. positions restart at 0 in every document. With a sequence_group the tensors hold this
+        rank's piece of the tokens and spans describe all of them; without positions, tokens are whole rows."""
         B, T = tokens_BT.shape
         if positions_BT is None:
-            positions_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
-            spans = Spans([(row * T, row * T + T) for row in range(B)])
+            first = next(iter(cache.values()))[0].shape[1] if cache else 0
+            positions_BT = torch.arange(first, first + T, device=tokens_BT.device).expand(B, T)
+            spans = Spans([(row * T, row * T + T) for row in range(B)], cache=cache)
         elif self.sequence_group is not None:
             spans = Spans(spans.pairs, spans.bounds, spans.longest, self.sequence_group)
         if targets_BT is not None and keep_S is None:
@@ -513,27 +442,41 @@ class Transformer(nn.Module):
                 # rope is a tuple: of a block's arguments, checkpointing (and offload) saves bare tensors only
                 x = block(x, rope, spans)
         x = last(x, rope, spans)  # the backward wants its input at once: not worth a trip to the host
+        if cache is not None:
+            x = x[:, -1:]
         return self.lm_head(self.model.norm(x), targets_BT, keep_S)
+
+
+SEEDS = itertools.count()  # one for each answer, the same on every rank
 
 
 @torch.no_grad()
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])  # cuDNN plans each length
-def generate(model, tokens, n, stop, device):
-    """Greedy continuation: list of token ids -> list of at most n more, ending before an id in `stop`. The whole prefix
-    runs again for every token: no cache to keep, and under FSDP2 every rank makes the same calls."""
-    tokens, start = list(tokens), len(tokens)
-    for _ in range(n):
-        token = int(model(torch.tensor([tokens], device=device))[0, -1].argmax())
+def next_logits(model, tokens, device, cache):
+    """[V] float32 on the CPU: logits after a list of token ids. The cache takes 2 * layers * G * K values a token."""
+    return model(torch.tensor([tokens], device=device), cache=cache)[0, -1].cpu()
+
+
+def generate(model, tokens, n, stop, device, temperature=0.0):
+    """Continues a list of token ids: yields at most n more, and ends before an id in `stop` or where a sliding window
+    is full. Temperature 0 takes the likeliest token. Under FSDP2 every rank makes the same calls."""
+    room = (model.config.sliding_window or math.inf) - len(tokens)
+    cache, generator = {}, torch.Generator().manual_seed(next(SEEDS))
+    for _ in range(min(n, room)):
+        logits_V = next_logits(model, tokens, device, cache)
+        token = int(logits_V.argmax())
+        if temperature:
+            odds_V = ((logits_V - logits_V.max()) / temperature).softmax(-1)
+            token = int(torch.multinomial(odds_V, 1, generator=generator))
         if token in stop:
-            break
-        tokens.append(token)
-    return tokens[start:]
+            return
+        yield token
+        tokens = [token]
 
 
 def step_flops(c, counted, n_adapter):
-    """FLOP that a step needs, recomputation not counted. Per weight and token: 2 forward, 2 for the input's gradient, 2
-    for its own. Attention: 4*H*K per pair of tokens forward, half of the pairs masked, 2.5 times that backward.
-    counted: supervised tokens (the head's), tokens, sum of squared document lengths. n_adapter: parameters, or None."""
+    """FLOP of a step without recomputation. A weight and token: 2 forward, 4 backward; a pair of tokens: 4*H*K forward,
+    half of them masked, 2.5 times that backward. counted: targets, tokens, squared document lengths."""
     n_targets, n_tokens, n_squares = counted
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     block = c.hidden_size * (2 * q + 2 * kv + 3 * c.intermediate_size)
@@ -542,7 +485,59 @@ def step_flops(c, counted, n_adapter):
     return attention + (6 * products if n_adapter is None else 4 * products + 6 * n_adapter * n_tokens)
 
 
-# ---------------------------------------------------------------- LoRA
+def activation_bytes(args, c, size, n_tokens):
+    """{what: bytes}: a block's input, all it saves for the backward, and the most that its backward holds in attention
+    and in the MLP, for products of `size` bytes a number, as CUDA kernels save them. FlashAttention: q, k, v, its
+    output, a float32 a head; its backward adds up dq in float32 and makes dk, dv of each query head. The kernel for
+    float32 has no such sums and needs keys of each query head. attention, mlp, down are numbers a token."""
+    D, F, N = c.hidden_size, c.intermediate_size, n_tokens
+    Q, own_G = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    adapters, split = args.lora_targets if args.lora or args.qlora else [], args.sequence_parallel > 1
+
+    def input_of(width, *names):  # what the gradients of these weights need of their common input
+        n = sum(name in (adapters or LORA_TARGETS) for name in names)
+        return n * width * (1 + 1 / size) if args.lora_dropout else min(n, 1) * width  # a copy and a byte mask for each
+
+    # under --sequence_parallel key heads are repeated until each rank has as many
+    G = c.head_dim * math.lcm(c.num_key_value_heads, args.sequence_parallel)
+    attention = 2 * Q + 2 * G + (args.lora_rank or 0) * len(adapters) + 4 / size * c.num_attention_heads
+    attention += input_of(D, "q_proj", "k_proj", "v_proj")
+    attention += Q if split else 0  # the kernel's output, and what the second all-to-all makes of it
+    if size == 4 and G < Q:
+        attention += 2 * Q - (0 if split else 2 * G)  # what the first all-to-all brought stays beside the copies
+    if c.model_type == "qwen3":
+        attention += Q + own_G  # inputs of the norms of q and k
+    kernel = (2 * Q if size == 2 else 0) + (2 * Q if G < Q else 0)
+    in_attention = N * (attention + D + Q + (Q + 2 * G) * (2 if split else 1) + kernel)
+
+    mlp, down, tile = 3 * F + input_of(D, "gate_proj", "up_proj"), input_of(F, "down_proj"), min(args.tiled_mlp or N, N)
+    mlp += input_of(Q, "o_proj") if args.lora_dropout else 0  # else it is attention's output
+    weight, pieces = (D * F, 6 / size * min(nf4.CHUNK, D * F)) if args.qlora else (0, 0)  # down_proj, dequantized
+    in_mlp = N * attention + tile * (mlp + 2 * D) + max(tile * max(3 * F, down + 2 * F),
+                                                        tile * down + weight + max(tile * F, pieces))
+    saved = N * (attention + mlp + down + 2 * D)
+    if args.tiled_mlp:  # gradients of the output, and of what earlier tiles read
+        saved = N * (attention + D)
+        in_mlp += N * D + (N - tile) * (D + Q)
+    if args.activation_checkpointing:
+        saved = N * D
+        if args.qlora:  # weights that the recomputation has dequantized, all but down_proj's
+            in_attention += 2 * D * (Q + own_G)
+            in_mlp += 2 * D * (Q + own_G + F)
+    numbers = {"input": N * D, "saved": saved, "in attention": in_attention, "in mlp": in_mlp}
+    return {what: int(size * n) for what, n in numbers.items()}
+
+
+def loss_bytes(args, c, size, n_tokens):
+    """Of the logits, their gradient and the head's, while the loss computes them chunk by chunk."""
+    n_head, chunk = 0 if args.lora or args.qlora else c.vocab_size * c.hidden_size, min(args.ce_chunk, n_tokens)
+    if not args.chunked_ce:
+        return 12 * n_tokens * c.vocab_size
+    sums = 4 * n_head if chunk < n_tokens else 0  # gradients of several chunks are added up in float32
+    return sums + max(chunk * c.vocab_size * (6 if size == 2 else 4), (chunk * c.vocab_size + n_head) * size)
+
+
+# -------------------------------- LoRA
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
@@ -552,8 +547,7 @@ class LoRA:
     """A linear layer's other half: y = W x + (alpha / rank) B A x (arXiv:2106.09685), with PEFT's names."""
 
     def forward(self, x):
-        # LoRA's product first, the frozen base last: the base saves nothing that its backward lacks, so checkpointing's
-        # early stop ends the recomputation of a block before down_proj, a fifth of the block's FLOP.
+        # the frozen base last: it saves nothing, so the recomputation of a block ends before down_proj
         delta = self.lora_B(self.lora_A(F.dropout(x, self.lora_dropout, self.training)) * self.lora_scale)
         return delta + super().forward(x)
 
@@ -562,8 +556,8 @@ WITH_LORA = {base: type(f"LoRA{base.__name__}", (LoRA, base), {}) for base in (L
 
 
 def add_lora_(model, rank, alpha, dropout, targets):
-    """Gives the linear layers of the blocks named in `targets` adapters, `lora_A.weight` [R, in] and `lora_B.weight`
-    [out, R], and freezes all else. The layers change class: torch.compile, which looks at types, compiles one block."""
+    """Gives the layers of the blocks named in `targets` adapters, A [R, in] and B [out, R], and freezes all else. They
+    change class: torch.compile, which looks at types, compiles one block for all."""
     model.requires_grad_(False)
     for name, linear in list(model.model.layers.named_modules()):
         if name.rsplit(".")[-1] in targets:
@@ -574,12 +568,11 @@ def add_lora_(model, rank, alpha, dropout, targets):
             linear.__class__ = WITH_LORA[type(linear)]
 
 
-# ---------------------------------------------------------------- precision, checkpointing, compile
+# -------------------------------- precision, checkpointing, compile
 
 
 def set_precision_(model, precision):
-    """Stores trained parameters in float32 or bf16, frozen ones in bf16 or ("fp32") float32, and sets what products
-    compute in. float32 masters: an update below 1/256 of a bf16 weight is lost (accelerate #2624)."""
+    """Sets dtypes. float32 masters: an update below 1/256 of a bf16 weight is lost (accelerate #2624)."""
     trained = torch.bfloat16 if precision == "bf16" else torch.float32
     frozen = torch.float32 if precision == "fp32" else torch.bfloat16
     for param in model.parameters():
@@ -619,8 +612,8 @@ def compile_(model, packing):
 
 
 def checkpoint_activations_(model, preserve_rng):
-    """Keeps each block's input and recomputes the rest in the backward: 2*D bytes a token and layer in bf16, not about
-    34*D, for at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back for the same mask."""
+    """Keeps each block's input and recomputes the rest in the backward: 2*D bytes a token and layer, not about 34*D,
+    for at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back."""
     again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng)
     for block in model.model.layers:
         block.forward = functools.partial(again, block.forward)
@@ -629,12 +622,27 @@ def checkpoint_activations_(model, preserve_rng):
                 module.checkpointed = True  # its backward uses the weight that the recomputation has dequantized
 
 
-# ---------------------------------------------------------------- reading weights
+# -------------------------------- reading weights
+
+CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # the last ones reorder what follows
+
+
+def printable(text):
+    """Text from a file for a terminal: control characters except newline and tab become escapes."""
+    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def listing(names):
+    """The first five of some names, sorted and made printable, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return printable(", ".join(name[:200] for name in sorted(names)[:5]) + more)
 
 
 def read_json(path):
     """A JSON object from a file. ValueError names the file and the place."""
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise ValueError("a folder or a device, no file")  # reading a pipe would wait for ever
         value = json.loads(Path(path).read_text("utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, thousands of digits, endless brackets
         raise ValueError(f"{path}: not valid JSON: {error}") from error
@@ -643,40 +651,49 @@ def read_json(path):
     return value
 
 
-def listing(names):
-    """The first five of some names, sorted, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(sorted(names)[:5]) + more
+def find_result(name):
+    """--model may also be the folder of a run (its merged/, else its final/) or of an adapter, which names its base ->
+    (model, adapter or None). Any other name comes back as (name, None)."""
+    for folder in (Path(name), Path(name) / "merged", Path(name) / "final"):
+        if (folder / "config.json").exists():
+            return str(folder), None
+        if (folder / "adapter_config.json").exists():
+            return str(read_json(folder / "adapter_config.json").get("base_model_name_or_path")), str(folder)
+    return name, None
 
 
 def find_model(name, random_init):
-    """--model -> (raw config, folder of the tokenizer, folder of the weights or None for random ones, base name). A Hub
-    id is downloaded once per node: huggingface_hub locks each file, and the other ranks find it in the cache."""
+    """--model -> (raw config, folder of the tokenizer, folder of the weights or None for random ones, base name)."""
     if name in PRESETS:
-        return preset_config(name), TINY, None, name
-    folder, base = (TINY, str(TINY)) if name == "tiny" else (Path(name), name)
-    if not folder.is_dir():
-        if name.count("/") != 1 or name.startswith((".", "/", "~")):
-            raise ValueError(f"--model {name}: no such folder; expected tiny, a folder, a Hub id (Qwen/Qwen3-4B), or "
-                             f"with --random_init one of {', '.join(PRESETS)}")
+        return PRESETS[name], TINY, None, name
+    folder = TINY if name == "tiny" else Path(name)
+    if folder.is_dir():
+        name = str(folder.resolve())
+    elif name.count("/") != 1 or name.startswith((".", "/", "~")):
+        expected = f"expected tiny, a folder, a Hub id (Qwen/Qwen3-4B) or, with --random_init, {' '.join(PRESETS)}"
+        for preset, raw in PRESETS.items():
+            hub_id = raw["_name_or_path"]
+            if name.lower() in (preset, hub_id.split("/")[1].lower()):
+                expected = f"did you mean {hub_id}, or {preset} with --random_init?"
+        raise ValueError(f"--model {name}: no such folder; {expected}")
+    else:
         from huggingface_hub import snapshot_download
 
-        patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
-        patterns += [] if random_init else ["model*.safetensors"]  # not consolidated.safetensors, the same again
+        weights = [] if random_init else ["model*.safetensors"]  # not consolidated.safetensors, the same again
+        wanted = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", *weights]
         try:
-            folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["onnx/*", "original/*"]))
+            folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"]))
         except (OSError, ValueError) as error:
             raise ValueError(f"--model {name}: no such folder, and not fetched from the Hub: {error}") from error
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: no config.json: expected a model folder as transformers saves it")
-    return read_json(folder / "config.json"), folder, None if random_init else folder, base
+    return read_json(folder / "config.json"), folder, None if random_init else folder, name
 
 
 def mix(x):
     """Index -> 32 well mixed bits (MurmurHash3's finalizer). For an int or an int64 tensor."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        x = x & 0xFFFFFFFF
-        x = (x ^ x >> shift) * factor
+        x = (x & 0xFFFFFFFF ^ (x & 0xFFFFFFFF) >> shift) * factor
     return x
 
 
@@ -685,8 +702,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U
 
 
 class Checkpoint:
-    """The safetensors files of a folder, read row by row. `tensors`: {name: (file, shape, dtype)}. ValueError where a
-    file is missing, cut short, in another format, or names a tensor twice."""
+    """The safetensors files of a folder, read row by row. `tensors`: {name: ((file, its first byte there), shape,
+    dtype)}. ValueError where a file is missing, cut short, in another format, or names a tensor twice."""
 
     def __init__(self, folder, single="model.safetensors"):
         folder, self.tensors = Path(folder), {}
@@ -699,7 +716,7 @@ class Checkpoint:
         for path in self.files:
             if not path.is_file():
                 raise ValueError(f"{path}: no such file: the download is incomplete, or the weights are .bin files, "
-                                 "which can run code when loaded (transformers' save_pretrained writes safetensors)")
+                                 "which can run code (transformers' save_pretrained writes safetensors)")
             self.read_header(path)
         differ = weight_map.keys() ^ self.tensors.keys()
         if differ and index.exists():
@@ -707,29 +724,37 @@ class Checkpoint:
 
     def read_header(self, path):
         try:
-            with safe_open(path, framework="pt") as reader:
-                for name in reader.keys():  # noqa: SIM118
-                    part = reader.get_slice(name)
-                    if part.get_dtype() not in DTYPES:
-                        raise ValueError(f"{path}: {name}: expected float32, float16 or bfloat16, got "
-                                         f"{part.get_dtype()}; for 4 bits use the unquantized model and --qlora")
-                    if name in self.tensors:
-                        raise ValueError(f"{path}: {name} is in {self.tensors[name][0].name} as well")
-                    self.tensors[name] = path, tuple(part.get_shape()), DTYPES[part.get_dtype()]
+            with safe_open(path, framework="pt"), open(path, "rb") as file:  # the library checks header and length
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
         except SafetensorError as error:
-            raise ValueError(f"{path}: damaged or cut short ({error}): download it again") from error
+            raise ValueError(f"{path}: damaged or cut short ({listing([str(error)])}): download it again") from error
+        header.pop("__metadata__", None)
+        for name, part in header.items():
+            if part["dtype"] not in DTYPES:
+                raise ValueError(f"{path}: {listing([name])}: expected float32, float16 or bfloat16, got "
+                                 f"{part['dtype']}; for 4 bits use the unquantized model and --qlora")
+            if name in self.tensors:
+                raise ValueError(f"{path}: {listing([name])} is in {self.tensors[name][0][0].name} as well")
+            place = path, 8 + length + part["data_offsets"][0]
+            self.tensors[name] = place, tuple(part["shape"]), DTYPES[part["dtype"]]
 
     def rows(self, name, start, stop):
-        """Rows [start, stop) of a tensor, on the CPU. Mapped for this call only: else pages of the file pile up."""
-        with safe_open(self.tensors[name][0], framework="pt") as reader:
-            return reader.get_slice(name)[start:stop].clone()
+        """Rows [start, stop) of a tensor, on the CPU. Not by the library: its mapped pages pile up."""
+        (path, first), (_, *shape), dtype = self.tensors[name]
+        out = torch.empty(stop - start, *shape, dtype=dtype)
+        with open(path, "rb") as file:
+            file.seek(first + start * math.prod(shape) * dtype.itemsize)
+            if file.readinto(out.view(torch.uint8).numpy()) != out.nbytes:
+                raise OSError(f"{path}: {name}: the file became shorter while it was read")
+        return out
 
     def crc(self):
         """Checksum of 1 MB from the middle of each file: tells base from Instruct, and one download from another."""
         crc = 0
         for path in self.files:
             with open(path, "rb") as file:
-                file.seek(max(0, path.stat().st_size // 2 - (1 << 19)))
+                file.seek(path.stat().st_size // 2)
                 crc = zlib.crc32(file.read(1 << 20), crc)
         return crc
 
@@ -753,13 +778,14 @@ class RandomWeights:
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):
     """Rows [start, stop) of a random matrix, normal or uniform in [-1, 1), equal for any sharding: 256 rows a seed."""
-    pieces = []
+    out = torch.empty(stop - start, width, device=device)
     for block in range(start // 256, -(-stop // 256)):
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
-        rows = torch.empty(256, width, device=device)
+        rows, first = torch.empty(256, width, device=device), max(start, block * 256)
         rows.uniform_(-1, 1, generator=generator) if uniform else rows.normal_(generator=generator)
-        pieces.append(rows[max(start - block * 256, 0) : stop - block * 256])
-    return torch.cat(pieces)
+        rows = rows[first - block * 256 : stop - block * 256]
+        out[first - start : first - start + len(rows)] = rows
+    return out
 
 
 def check_weights(model, checkpoint, folder):
@@ -778,27 +804,33 @@ def check_weights(model, checkpoint, folder):
         raise ValueError(f"{folder}: {text}")
 
 
-check_adapter = check_weights
-# A key here may have these values, or any; every other key of an adapter must be unset.
+# These keys may have these values, those any; every other one must be unset.
 ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["none"],
-                "init_lora_weights": [True, False, "gaussian"]}  # PiSSA and others change the base weights
+                "init_lora_weights": [True, False, "gaussian"],  # PiSSA and others change the base weights
+                "layers_to_transform": [],  # 0 and false are layer 0
+                "rank_pattern": [{}], "alpha_pattern": [{}], "loftq_config": [{}]}
 ADAPTER_FREE = ("r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path", "revision",
                 "auto_mapping", "inference_mode", "peft_version", "megatron_core", "qalora_group_size")
 
 
 def open_adapter(folder):
-    """A PEFT LoRA adapter -> (Checkpoint, rank, alpha, targets). ValueError names a key that is not understood."""
+    """A PEFT LoRA adapter -> (Checkpoint, {flag: value}). ValueError names a key that is not understood. Names of
+    tensors say which layers are meant: target_modules may be a regular expression, which could run for ever."""
     where = f"{folder}/adapter_config.json"
     config = read_json(where)
     for key, value in config.items():
-        if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", [], {}])]:
-            raise ValueError(f"{where}: {key} = {json.dumps(value)[:200]} is not implemented")
-    rank = read_field(config, "r", (int, 1, 4096, None), where)
-    read_field(config, "lora_alpha", POSITIVE, where)
-    targets = config.get("target_modules")
-    if not isinstance(targets, list) or not targets or any(target not in LORA_TARGETS for target in targets):
-        raise ValueError(f"{where}: target_modules = {json.dumps(targets)[:200]}: expected some of {LORA_TARGETS}")
-    return Checkpoint(folder, "adapter_model.safetensors"), rank, config["lora_alpha"], tuple(targets)
+        if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
+            raise ValueError(f"{where}: {listing([key])} = {json.dumps(value)[:200]} is not implemented")
+    checkpoint, modules = Checkpoint(folder, "adapter_model.safetensors"), config.get("target_modules")
+    found = {name.split(".lora_")[0].rsplit(".")[-1] for name in checkpoint.tensors}
+    named = {str(module).rsplit(".")[-1] for module in modules} if isinstance(modules, list) else found
+    if not isinstance(modules, list | str) or not found or found != named or found - set(LORA_TARGETS):
+        raise ValueError(f"{where}: target_modules = {json.dumps(modules)[:200]}: adapter_model.safetensors has "
+                         f"{listing(found)}, expected some of {', '.join(LORA_TARGETS)}")
+    fields = {"r": (int, 1, 4096, None), "lora_alpha": POSITIVE, "lora_dropout": (float, 0, 0.99, 0.0)}
+    rank, alpha, dropout = (read_field(config, key, field, where) for key, field in fields.items())
+    return checkpoint, {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout,
+                        "lora_targets": [target for target in LORA_TARGETS if target in found]}
 
 
 def local(param):
@@ -810,11 +842,19 @@ def local(param):
     return param.to_local().data, min(rows * param.device_mesh.get_local_rank(dim), param.shape[0])
 
 
+def check_finite(tensors, step, ranks):
+    """Ends the run where a tensor of {name: tensor} is inf or nan after a number of steps. Collective."""
+    wrong = [name for name, tensor in tensors.items() if not local(tensor)[0].isfinite().all()]
+    if wrong := list(itertools.chain(*ranks.gather(wrong))):
+        ranks.leave()
+        cause = "lower --lr" if step else "the files of --model are damaged"
+        raise FloatingPointError(f"{wrong[0]} holds inf or nan after {step} steps, nothing is saved: {cause}")
+
+
 @torch.no_grad()
 def load_weights_(model, source, adapter, seed, device, progress=False, frozen_only=False):
-    """Fills the parameters of a sharded, quantized, adapted model. A rank reads the rows it keeps and no others.
-    adapter: Checkpoint of a PEFT adapter, or None for a fresh one; frozen_only: leave out what trains, which comes from
-    a checkpoint of the run. Peak: one tensor's local rows above the model, in float32 while quantizing."""
+    """Fills the parameters of a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time.
+    adapter: Checkpoint of one, or None for a fresh one; frozen_only: leave out what trains."""
     params = dict(model.named_parameters())
     for name in tqdm(params, "loading weights", unit="tensor", disable=not progress, leave=False):
         out, start = local(params[name])
@@ -823,10 +863,7 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
             continue  # an empty shard, or written along with the codes
         if name.endswith("weight_codes"):
             stem = name.removesuffix("_codes")
-            try:
-                codes, scales = nf4.quantize(source.rows(stem, start, stop).to(device))
-            except ValueError as error:
-                raise ValueError(f"{stem}: {error}") from error
+            codes, scales = nf4.quantize(source.rows(stem, start, stop).to(device), stem)
             out.copy_(codes)
             local(params[f"{stem}_scales"])[0].copy_(scales)
         elif adapter is not None and ".lora_" in name:
@@ -843,7 +880,7 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
                              "set tie_word_embeddings to false")
 
 
-# ---------------------------------------------------------------- writing models and adapters
+# -------------------------------- writing models and adapters
 
 SHARD_BYTES = 5_000_000_000  # of a file; above it an index is written, as transformers does
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -851,29 +888,18 @@ COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "
 
 
 def reshard_(model):
-    """Gives modules their shards back after an evaluation: FSDP2 keeps them gathered for a backward to come."""
+    """Gives modules their shards back after an evaluation: FSDP2 keeps them for a backward to come."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def full_tensors(model, trainable_only):
-    """Yields (name, full tensor on the CPU). A collective for every sharded parameter: all ranks must iterate."""
+    """Yields (name, full tensor on the CPU). All ranks must iterate: each sharded parameter is a collective."""
     reshard_(model)
     for name, param in model.named_parameters():
         if param.requires_grad or not trainable_only:
             yield name, (param.full_tensor() if isinstance(param, DTensor) else param).detach().cpu()
-
-
-def merged_tensors(source, names, adapter, scale):
-    """Yields (name, W + scale * B A), summed in float32, in W's dtype. W is the original: NF4's error stays out."""
-    for name in names:
-        w = source.rows(name, 0, source.tensors[name][1][0])
-        stem = name.removesuffix("weight")
-        if stem + "lora_A.weight" in adapter:
-            delta = adapter[stem + "lora_B.weight"].float() @ adapter[stem + "lora_A.weight"].float()
-            w = w.float().add_(delta, alpha=scale)
-        yield name, w.to(source.tensors[name][2])
 
 
 @contextlib.contextmanager
@@ -885,140 +911,126 @@ def writing(path, what):
         raise OSError(f"{path}: {what} not written: {error.strerror or error}") from error
 
 
-class SafetensorsFile:
-    """Writes a safetensors file tensor by tensor, in any order, in a `with`; layout: {name: (shape, dtype)}. The
-    library's own writer wants all tensors of a file in memory. write() -> its bytes. OSError names path and tensor."""
-
-    def __init__(self, path, layout, **metadata):
-        header, self.offsets, end = {"__metadata__": {"format": "pt", **metadata}}, {}, 0  # older transformers need it
-        for name, (shape, dtype) in sorted(layout.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
-            start, end = end, end + math.prod(shape) * dtype.itemsize  # wide numbers first: all of them are aligned
-            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-            self.offsets[name] = start
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        self.path, self.head = path, len(text).to_bytes(8, "little") + text
-
-    def __enter__(self):
-        self.file = open(self.path, "wb")
-        return self
-
-    def write(self, name, tensor):
-        data = tensor.contiguous().flatten().view(torch.uint8).numpy()
-        with writing(self.path, name):
-            self.file.seek(len(self.head) + self.offsets.pop(name))
-            self.file.write(data)
-        return data
-
-    def __exit__(self, failed, *_):
-        # closing writes what a full disk has refused, and fails again: the first error is the one to tell
-        with contextlib.suppress(OSError) if failed else writing(self.path, "header"), self.file:
-            if not failed:
-                assert not self.offsets, f"{self.path}: never written: {list(self.offsets)}"
-                self.file.seek(0)
-                self.file.write(self.head)
-                self.file.flush()
-                os.fsync(self.file.fileno())
-
-
-def save_model(tensors, layout, out, raw_config, tokenizer_folder, config_folder, write):
-    """Writes a Hugging Face folder from an iterator of (name, tensor): config and tokenizer files byte for byte,
-    weights in files of at most SHARD_BYTES, one tensor in memory at a time. OSError names what was not written. Every
-    rank iterates, as the iterator may gather shards; the one with `write` writes. layout: {name: (shape, dtype)}."""
-    tensors, groups, room, total = iter(tensors), [[]], SHARD_BYTES, 0
+def write_safetensors(path, layout, tensors, checksum=lambda data, crc: 0):
+    """Writes tensors in the order of layout, {name: (shape, dtype)}, one in memory at a time (the library wants all)
+    -> [size of the file, its checksum]. OSError names path and tensor."""
+    header, end, crc = {"__metadata__": {"format": "pt"}}, 0, 0  # older transformers need the format
     for name, (shape, dtype) in layout.items():
-        n_bytes = math.prod(shape) * dtype.itemsize
-        if n_bytes > room and groups[-1]:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    data_of = ((name, t.contiguous().flatten().view(torch.uint8).numpy()) for name, t in zip(layout, tensors))
+    with open(path, "wb", buffering=0) as file:  # closing it has nothing to write, so a full disk fails once
+        for what, data in itertools.chain([("header", len(text).to_bytes(8, "little") + text)], data_of):
+            crc, data = checksum(data, crc), memoryview(data)
+            with writing(path, what):
+                while data:
+                    data = data[file.write(data) :]
+        with writing(path, "end"):
+            os.fsync(file.fileno())
+    return [path.stat().st_size, crc]
+
+
+def save_tokenizer(tokenizer, out):
+    """Copies the tokenizer's files. A template that training has used in place of the model's own replaces it."""
+    with writing(out, "tokenizer"):
+        for name in COPIED:
+            if (tokenizer.folder / name).exists():
+                shutil.copyfile(tokenizer.folder / name, out / name)
+        if tokenizer.new_template is not None:
+            (out / "chat_template.jinja").write_text(tokenizer.new_template, "utf-8")  # comes before all others
+
+
+def save_model(tensors, layout, out, raw_config, write):
+    """Writes config.json and weights from an iterator of (name, tensor), one in memory at a time, in files of at most
+    SHARD_BYTES. Every rank iterates, as the iterator may gather shards; the one with `write` writes."""
+    tensors, groups = iter(tensors), [[]]
+    n_bytes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.items()}
+    for name in layout:
+        if groups[-1] and sum(n_bytes[other] for other in [*groups[-1], name]) > SHARD_BYTES:
             groups.append([])
-            room = SHARD_BYTES
         groups[-1].append(name)
-        room, total = room - n_bytes, total + n_bytes
     files = {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
     if len(groups) == 1:
         files = {"model.safetensors": groups[0]}
     try:
         for path, names in files.items() if write else ():
-            with SafetensorsFile(out / path, {name: layout[name] for name in names}) as file:
-                for name, tensor in itertools.islice(tensors, len(names)):
-                    file.write(name, tensor)
+            mine = (tensor for _, tensor in itertools.islice(tensors, len(names)))
+            write_safetensors(out / path, {name: layout[name] for name in names}, mine)
     finally:  # also where the disk is full: the other ranks wait in the iterator's collectives
         for _ in tensors:
             pass
     if not write:
         return
-    with writing(out, "config and tokenizer"):
+    with writing(out, "config"):
         if len(files) > 1:
             weight_map = {name: path for path, names in files.items() for name in names}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            index = {"metadata": {"total_size": sum(n_bytes.values())}, "weight_map": weight_map}
             (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         (out / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
-        for folder, names in (tokenizer_folder, COPIED), (config_folder, ["config.json"]):
-            for name in names:
-                if folder and (Path(folder) / name).exists():
-                    shutil.copyfile(Path(folder) / name, out / name)
 
 
 def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
-    """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them. tensors: {name: tensor}."""
+    """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them."""
     layout = {PEFT_PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    with SafetensorsFile(out / "adapter_model.safetensors", layout) as file:
-        for name, tensor in tensors.items():
-            file.write(PEFT_PREFIX + name, tensor)
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": alpha,
-        "lora_dropout": dropout, "bias": "none", "target_modules": list(targets), "fan_in_fan_out": False,
-        "inference_mode": True, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
-        "modules_to_save": None,
-    }
+    write_safetensors(out / "adapter_model.safetensors", layout, tensors.values())
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "bias": "none",
+              "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets), "inference_mode": True}
     with writing(out, "adapter_config.json"):
         (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def export(args, model, source, files, out, ranks):
+def export(args, model, source, files, tokenizer, out, ranks):
     """Writes final/, the PEFT adapter or the whole model. Collective -> on rank 0 the adapter's tensors, or None."""
-    raw_config, tokenizer_folder, weights_folder, base = files
     part, adapters, first, adapter = out / "final.part", args.lora or args.qlora, ranks.rank == 0, None
     with ranks.agree():  # before the first collective
         if first:
             shutil.rmtree(part, ignore_errors=True)  # a killed process may have left it
             part.mkdir()
+            save_tokenizer(tokenizer, part)
     tensors = full_tensors(model, trainable_only=adapters)
     if adapters:
         adapter = {name: tensor for name, tensor in tensors if first}
     with ranks.agree():
         if adapters and first:
-            save_adapter(adapter, part, base, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets)
+            save_adapter(adapter, part, files[3], args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets)
         if not adapters:
             layout = {name: source.tensors[name][1:] for name, _ in model.named_parameters()}
             tensors = ((name, tensor.to(layout[name][1])) for name, tensor in tensors)
-            save_model(tensors, layout, part, raw_config, tokenizer_folder, weights_folder, write=first)
+            save_model(tensors, layout, part, files[0], write=first)
         if first:
             put_in_place(part)
     return adapter
 
 
-def merge(args, source, adapter, files, out):
-    """Writes merged/: the original weights with the adapter added in. One process, one tensor at a time."""
-    (raw_config, tokenizer_folder, weights_folder, _), part = files, out / "merged.part"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    names = [name for name in source.tensors if name != HEAD or not raw_config.get("tie_word_embeddings")]
-    layout = {name: source.tensors[name][1:] for name in names}
-    tensors = merged_tensors(source, names, adapter, args.lora_alpha / args.lora_rank)
-    save_model(tensors, layout, part, raw_config, tokenizer_folder, weights_folder, write=True)
-    put_in_place(part)
+def merge(args, source, adapter, files, tokenizer, out):
+    """Writes merged/: the original weights, without NF4's error, + alpha / rank * B A, summed in float32."""
+    raw_config, part = files[0], out / "merged.part"
+    layout = {name: shape_dtype for name, (_, *shape_dtype) in source.tensors.items()
+              if name != HEAD or not raw_config.get("tie_word_embeddings")}
+
+    def merged(name, shape, dtype):
+        w, stem = source.rows(name, 0, shape[0]).cpu(), name.removesuffix("weight")  # random: made on the GPU
+        if stem + "lora_A.weight" in adapter:
+            delta = adapter[stem + "lora_B.weight"].float() @ adapter[stem + "lora_A.weight"].float()
+            w = w.float().add_(delta, alpha=args.lora_alpha / args.lora_rank)
+        return name, w.to(dtype)
+
+    with writing(f"--merge, {out}/final is complete", "merged/"):
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        save_tokenizer(tokenizer, part)
+        save_model((merged(name, *entry) for name, entry in layout.items()), layout, part, raw_config, write=True)
+        put_in_place(part)
 
 
 def put_in_place(part):
     """final.part/ -> final/. An older result, if there is one, stays until this one is whole."""
-    target, old = part.with_suffix(""), part.with_suffix(".old.part")
     sync(part)
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    part.rename(target)
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(part.with_suffix(""), ignore_errors=True)
+    part.rename(part.with_suffix(""))
+    sync(part.parent)
 
 
 def sync(path):
@@ -1030,7 +1042,7 @@ def sync(path):
         os.close(handle)
 
 
-# ---------------------------------------------------------------- rows of a run's checkpoint
+# -------------------------------- rows of a run's checkpoint
 
 REMOVE = "remove this checkpoint to continue from an older one"
 
@@ -1047,8 +1059,7 @@ def training_tensors(model, optimizer):
 
 
 def rows_of_rank(tensors, rank):
-    """{"name:first row": rows} that this rank writes. Of ranks that hold the same (replicas, no FSDP2, numbers) the
-    first writes."""
+    """{"name:first row": rows} that this rank writes. Of ranks that hold the same, the first writes."""
     rows = {}
     for name, tensor in tensors.items():
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -1060,18 +1071,14 @@ def rows_of_rank(tensors, rank):
 
 
 def write_rows(path, rows):
-    """Writes one safetensors file, tensor by tensor, synced -> [its size, its checksum]."""
-    file = SafetensorsFile(path, {key: (tuple(part.shape), part.dtype) for key, part in rows.items()})
-    with file:
-        crc = zlib.crc32(file.head)
-        for key in list(file.offsets):  # in the order of the file
-            crc = zlib.crc32(file.write(key, rows[key].cpu()), crc)
-    return [path.stat().st_size, crc]
+    """Writes the file of a rank, synced -> [its size, its checksum]. Wide numbers first, so that all are aligned."""
+    rows = dict(sorted(rows.items(), key=lambda row: -row[1].dtype.itemsize))
+    layout = {key: (tuple(part.shape), part.dtype) for key, part in rows.items()}
+    return write_safetensors(path, layout, (part.cpu() for part in rows.values()), zlib.crc32)
 
 
 def load_checkpoint(folder, tensors):
-    """Fills this rank's rows of `tensors` from the files of however many ranks wrote them. ValueError where a row is
-    missing, twice there, or of another shape or dtype."""
+    """Fills this rank's rows of `tensors` from the files of any number of ranks. ValueError names what is wrong."""
     n_missing = {name: len(local(tensor)[0].reshape(-1, *tensor.shape[1:])) for name, tensor in tensors.items()}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as reader:
@@ -1089,6 +1096,5 @@ def load_checkpoint(folder, tensors):
                 if begin < end:
                     mine[begin - start : end - start].copy_(rows[begin - first : end - first])
                     n_missing[name] -= end - begin
-    wrong = [name for name, n in n_missing.items() if n]
-    if wrong:
+    if wrong := [name for name, n in n_missing.items() if n]:
         raise ValueError(f"{folder}: rows are missing or there twice: {listing(wrong)}; {REMOVE}")

@@ -8,13 +8,10 @@ quantization"): 8 bits each, on a logarithmic scale between the smallest and the
 
 Why logarithmic: scales spread over decades when a weight has outlier columns. A linear code spends its 256 levels on
 the outliers; equal steps of ln(absmax) keep the relative error of every scale below half a step.
-
 Why row by row: FSDP2 shards dim 0. A row needs nothing outside itself, so a rank reads and quantizes its own rows only,
-and the bytes do not depend on the world size. torchao refuses shapes that do not divide (torchtune #1987).
-
+and the bytes do not depend on the world size.
 Why uint8 parameters: MixedPrecisionPolicy casts every floating parameter, so a float32 scale would arrive in bf16 after
-the all-gather (accelerate #3983, bitsandbytes #1945). uint8 is gathered as it is: 4.14 bits a weight on the wire.
-
+the all-gather (accelerate #3983, bitsandbytes #1945). uint8 is gathered as it is.
 Given up: a weight is dequantized again for the backward. Under activation checkpointing that is the recomputation's
 weight, which stays until the block's backward is done (8B: 0.3 GiB).
 
@@ -41,9 +38,8 @@ CODEBOOK = (
 )
 
 
-def quantize(w_ND):
-    """[N, D] floating weight -> (codes_ND2, scales_NS), both uint8. ValueError for inf and nan. About 17 bytes of
-    temporaries for each of the 4 million weights that it works on at a time."""
+def quantize(w_ND, name="weight"):
+    """[N, D] floating weight -> (codes_ND2, scales_NS), both uint8. ValueError for inf and nan."""
     N, D = w_ND.shape
     codes_ND2 = torch.empty(N, D // 2, dtype=torch.uint8, device=w_ND.device)
     scales_NS = torch.empty(N, D // BLOCK + ENDS, dtype=torch.uint8, device=w_ND.device)
@@ -53,7 +49,7 @@ def quantize(w_ND):
         blocks = w.float().view(len(w), -1, BLOCK)
         absmax = blocks.abs().amax(-1)
         if not absmax.isfinite().all():
-            raise ValueError("a weight to quantize holds inf or nan: the checkpoint is damaged")
+            raise ValueError(f"{name} holds inf or nan: the checkpoint is damaged")
         unit = blocks / absmax.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
         nearest = torch.bucketize(unit, midpoints, out_int32=True).to(torch.uint8).view(len(w), D // 2, 2)
         codes.copy_(nearest[..., 0] << 4 | nearest[..., 1])  # the first in the high nibble, as bitsandbytes packs
@@ -95,12 +91,13 @@ def dequantize(codes_ND2, scales_NS, dtype):
     for out, codes, scales in zip(w_ND.split(rows), codes_ND2.split(rows), block_scales(scales_NS).split(rows)):
         unit = pairs.index_select(0, codes.reshape(-1).int()).view(torch.float32).view(*scales.shape, BLOCK)
         out.copy_(unit.mul_(scales.unsqueeze(-1)).view(out.shape))
+        del unit  # 16 MiB, beside the next one's
     return w_ND
 
 
 def dequantize_pairs(codes_M32, scales_M1):
     """Blocks of 64 weights for torch.compile: [M, 32] int32, each the two bf16 of a byte. Vector units have 15 selects
-    but no fast gather, and a byte in and four out keep loads and stores contiguous (a CPU: 19 ms against 65)."""
+    but no fast gather, and a byte in and four out keep loads and stores contiguous."""
     codes_M32 = codes_M32.int()
 
     def choose(bits, levels):
@@ -159,8 +156,6 @@ class NF4Matmul(torch.autograd.Function):
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer in NF4."""
-
     def __init__(self, in_features, out_features, bias, device=None):
         super().__init__()
         D, N = self.in_features, self.out_features = in_features, out_features
@@ -183,8 +178,8 @@ class NF4Linear(nn.Module):
 
 
 def quantize_linears_(module):
-    """Replaces every linear layer below `module` (on meta: the weights come later) by an NF4Linear. ValueError for a
-    layer whose rows do not divide into blocks; no Llama or Qwen has one."""
+    """Replaces every linear layer below `module` by an NF4Linear, to be filled. ValueError for a layer whose
+    rows do not divide into blocks; no Llama or Qwen has one."""
     for name, parent in list(module.named_modules()):
         for child_name, child in parent.named_children():
             if isinstance(child, nn.Linear):
@@ -196,8 +191,8 @@ def quantize_linears_(module):
 
 
 def shard_bytes_on_old_torch_():
-    """Lets fully_shard of torch 2.11 take frozen integer parameters, as 2.12 does by itself: it asks every new
-    parameter for a gradient, which integers refuse, and MixedPrecisionPolicy would cast them to bf16."""
+    """Lets fully_shard of torch 2.11 take frozen integer parameters, as 2.12 does by itself: it asks each of them for a
+    gradient, which integers refuse, and MixedPrecisionPolicy would cast them to bf16."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12) or hasattr(_fsdp_param, "bytes_fixed"):
@@ -219,3 +214,32 @@ def shard_bytes_on_old_torch_():
 
     cls._init_sharded_param, cls.init_dtype_attrs = init_sharded_param, init_dtype_attrs
     _fsdp_param.bytes_fixed = True
+
+
+# -------------------------------- 8-bit floats of --optim adamw8bit
+
+# The codes of a moment are small floats with 3 bits of mantissa, relative to the largest magnitude of the block: bits
+# 20 to 27 of a float32 from 2 up. A shift encodes them; between two codes the value is linear, which dithering needs.
+FLOATS = (1024 + torch.arange(256, dtype=torch.int32) << 20).view(torch.float32)  # 2, 2.25, ... 1.875 * 2**32
+# a hair below the largest code, so that rounding cannot carry the largest magnitude of a block beyond it
+M_TOP, V_TOP = (FLOATS[127].item() - 2) * (1 - 2**-21), FLOATS[255].item() * (1 - 2**-21)
+
+
+@functools.cache
+def code_levels(device):
+    """The 256 levels of m and of v, relative to the largest magnitude of their block. Steps of v: 6 to 12 %. m: a sign
+    and 127 magnitudes down to 2e-6, closing in on zero evenly. v: down to 2.5e-10, 1.6e-5 in its root, without a zero:
+    smaller values are rounded up, because a v of 0 under an m that is not 0 would divide by eps."""
+    return (torch.cat([FLOATS[:128] - 2, 2 - FLOATS[:128]]) / M_TOP).to(device), (FLOATS / V_TOP).to(device)
+
+
+def drop_bits(x, dither, n):
+    """Bits of the float32 x above the lowest n, rounded up with the probability that makes the mean right."""
+    return (dither & (1 << n) - 1).add_(x.view(torch.int32)).bitwise_right_shift_(n)
+
+
+def round_to(dtype, x, dither):
+    """float32 -> bf16 with x as its mean over all dithers (arXiv:2010.06192); float32 stays as it is."""
+    if dtype is torch.float32:
+        return x
+    return drop_bits(x, dither, 16).bitwise_left_shift_(16).view(torch.float32).to(dtype)

@@ -1,9 +1,9 @@
 """oomph: fine-tunes Llama and Qwen models on the GPUs you have, in pure PyTorch, without running out of memory.
 
     python train.py                                                          # the built-in model and data, any machine
-    torchrun --nproc_per_node 4 train.py --fsdp2 --qlora --offload           # the same, sharded, in 4 bits, offloaded
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chat.jsonl
     torchrun --nproc_per_node 8 train.py --fsdp2 --model /models/Llama-3.1-8B --data a.jsonl b.txt --lr 1e-5
+    python train.py --chat --model out/RUN                                   # talk with what a run has made
 
 In the order of this file: flags, ranks, FSDP2, activation offload, optimizers, the memory plan, checkpoints, what a run
 prints, and `main`, a whole training run from top to bottom. A memory feature is one function or one small class on a
@@ -11,14 +11,14 @@ finished vanilla module, and one call in `main`.
 """
 
 import argparse
-import collections
 import contextlib
 import ctypes
 import dataclasses
+import difflib
 import faulthandler
+import fcntl
 import functools
 import importlib.util
-import io
 import itertools
 import json
 import math
@@ -55,165 +55,207 @@ import nf4
 SAMPLES = {"stdlib:docs": "What does `shutil.copytree(src, dst)` do?", "stdlib:code": "def read_json(path):\n"}
 NOT_FINITE, OUT_OF_MEMORY = 3, 4  # exit codes
 
-# ---------------------------------------------------------------- flags
+# -------------------------------- flags
 
 
 def number(kind, zero_too=False):
-    """An argparse type: a positive finite number of `kind`, or zero as well."""
+    """An argparse type: a positive number of `kind`, or zero as well."""
 
     def parse(text):
         value = kind(text)
-        if not (0 < value < math.inf or (zero_too and value == 0)):
-            raise argparse.ArgumentTypeError(f"{text}: expected {'zero or ' if zero_too else ''}a positive number")
+        if not (0 < value < 1e12 or (zero_too and value == 0)):
+            raise argparse.ArgumentTypeError(f"{text}: expected {'0 or ' if zero_too else ''}above 0 and below 1e12")
         return value
 
     parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
     return parse
 
 
+FEATURES = set("""lora qlora lora_rank fsdp2 replicas sequence_parallel offload activation_checkpointing chunked_ce
+    compile tiled_mlp optim stochastic_rounding optim_in_backward fused_adamw packing""".split())  # named at the start
+EVERYDAY = set("""model lora qlora lora_rank data eval_data seq_len inspect fsdp2 offload optim tiled_mlp compile help
+    batch_size grad_accum steps epochs lr out resume save_every merge chat dry_run gpu_gib""".split())
+OTHER_NAMES = {  # flags of TRL, axolotl, torchtune and Unsloth that difflib does not find
+    "model_name_or_path": "model", "use_peft": "lora", "load_in_4bit": "qlora", "dataset_name": "data",
+    "train_file": "data", "max_length": "seq_len", "sequence_len": "seq_len", "bf16": "precision", "output_dir": "out",
+    "enable_activation_offloading": "offload", "per_device_train_batch_size": "batch_size", "learning_rate": "lr",
+    "gradient_accumulation_steps": "grad_accum", "num_train_epochs": "epochs", "max_grad_norm": "clip",
+    "gradient_clipping": "clip", "save_total_limit": "keep", "resume_from_checkpoint": "resume",
+    "eval_steps": "eval_every", "save_steps": "save_every", "logging_steps": "log_every"}
+
+
+def meant(word, flags):
+    """What to say about an unknown word of the command line. flags: {name: flag} of ours."""
+    name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
+    if not word.startswith("-"):
+        return f"{word}: a value stands behind its flag, as in --model {word}"
+    if name not in flags and name.removeprefix("no_") in flags:
+        return f"{word}: leave it out, {flags[name[3:]]} is off by default"
+    found = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name, flags, 1)
+    return f"{word}: no such flag; " + (f"did you mean {flags[found[0]]}?" if found else "--help_all lists all")
+
+
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(prog="train.py", allow_abbrev=False, description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser("train.py", "[torchrun --nproc_per_node N | python] train.py [flags]",
+                                     __doc__.split("\n\n")[0], allow_abbrev=False, add_help=False)
+    parser.add_argument("-h", "--help", "--help_all", action="help", help="print these flags, or all of them, and exit")
+    whole, whole_or_0, amount, amount_or_0 = number(int), number(int, True), number(float), number(float, True)
 
-    def refuse(message):  # without argparse's list of all flags, which each rank would print
-        print(f"train.py: error: {message}", file=sys.stderr)
-        raise SystemExit(2)
+    def refuse(message):  # without argparse's list of all flags
+        raise argparse.ArgumentError(None, message)
 
-    parser.error = refuse
-    yes_no, whole, whole_or_0 = argparse.BooleanOptionalAction, number(int), number(int, zero_too=True)
-    amount, amount_or_0 = number(float), number(float, zero_too=True)
+    def add(flag, kind, default, text, otherwise=None, **options):  # otherwise: the default in words
+        shown = otherwise or ("none" if default is None else default)
+        options |= {"type": kind, "default": default, "metavar": None if kind is str else "N"}
+        group.add_argument(flag, help=f"{text} (default: {shown})", **options)
 
-    add = parser.add_argument_group("model").add_argument
-    add("--model", default="tiny", help="tiny (built in), a Hugging Face folder, a Hub id, or with --random_init one "
-        "of " + ", ".join(lm.PRESETS) + " (default: tiny)")
-    add("--random_init", action="store_true", help="shapes of --model, random weights (default: off)")
-    add("--precision", choices=("mixed", "bf16", "fp32"), help="mixed: trained weights, gradients and optimizer in "
-        "float32, products in bf16 (default: mixed; fp32 where bf16 is not native)")
-    add("--adapter", metavar="DIR", help="start from this PEFT adapter, its rank, alpha and targets (default: none)")
+    def switch(flag, text, on=False):
+        action, shown = (argparse.BooleanOptionalAction, "on") if on else ("store_true", "off")
+        group.add_argument(flag, action=action, default=on, help=f"{text} (default: {shown})")
 
-    add = parser.add_argument_group("method (default: full fine-tuning)").add_argument
-    add("--lora", action="store_true", help="train low-rank adapters, weights frozen in 16 bits (default: off)")
-    add("--qlora", action="store_true", help="the same on weights frozen in NF4, 4.14 bits (default: off)")
-    add("--lora_rank", type=whole, metavar="R", help="rank of the adapters (default: 16)")
-    add("--lora_alpha", type=amount, help="adapters are scaled by alpha / rank (default: 32)")
-    add("--lora_dropout", type=amount_or_0, help="fraction of an adapter's inputs zeroed in training (default: 0)")
-    add("--lora_targets", nargs="+", choices=lm.LORA_TARGETS, metavar="LAYER",
-        help=f"linear layers that get an adapter, of {', '.join(lm.LORA_TARGETS)} (default: all)")
+    parser.error, group = refuse, parser.add_argument_group("model")
+    add("--model", str, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a run, or with "
+        "--random_init one of " + ", ".join(lm.PRESETS))
+    switch("--random_init", "shapes of --model, random weights")
+    add("--precision", str, None, "mixed: train in float32, multiply in bf16", "mixed; fp32 where bf16 is not native",
+        choices=("mixed", "bf16", "fp32"))
+    add("--adapter", str, None, "folder of a PEFT adapter to train on, with its rank, alpha and targets")
+    group = parser.add_argument_group("method (default: full fine-tuning)")
+    switch("--lora", "train low-rank adapters, weights frozen in 16 bits")
+    switch("--qlora", "train low-rank adapters, weights frozen in NF4, 4.14 bits")
+    add("--lora_rank", whole, None, "rank of the adapters", 16)
+    add("--lora_alpha", amount, None, "adapters are scaled by alpha / rank", 32)
+    add("--lora_dropout", amount_or_0, None, "fraction of an adapter's inputs zeroed in training", "0")
+    add("--lora_targets", str, None, "of " + ", ".join(lm.LORA_TARGETS), "all-linear: all of them", nargs="+")
+    group = parser.add_argument_group("data")
+    add("--data", str, ["stdlib:docs"], ".jsonl, .json, .txt files (or .gz), or the built-in stdlib:docs, stdlib:code; "
+        "FILE:2 takes each example twice an epoch", "stdlib:docs", nargs="+")
+    add("--eval_data", str, None, "the same; stdlib:* is the 5 %% held out", nargs="+")
+    add("--seq_len", whole, 1024, "tokens in a row")
+    add("--overflow", str, None, "longer documents", "split texts, drop others", choices=("split", "drop", "truncate"))
+    switch("--packing", "several documents in a row, kept apart", on=True)
+    add("--train_on", str, "targets", "targets: answers, texts; all: every token", choices=("targets", "all"))
+    add("--chat_template", str, None, "jinja file in place of the model's own")
+    add("--inspect", whole, None, "print N examples, trained tokens in green, and exit")
+    group = parser.add_argument_group("memory and speed")
+    switch("--fsdp2", "shard parameters, gradients and optimizer over the ranks")
+    switch("--reshard_after_forward", "free a block's gathered weights between forward and backward", on=True)
+    switch("--shard_embeddings", "gather embedding and head only while in use; a tied pair stays gathered", on=True)
+    add("--replicas", whole, 1, "copies of the sharded model, each on world / N consecutive ranks, usually one node")
+    add("--sequence_parallel", whole, 1, "split each row over N ranks; --batch_size counts rows of such a group")
+    add("--offload", str, None, "to host memory: block inputs until the backward; weights, gradients and optimizer",
+        "none; bare: all that applies", nargs="*", choices=("activations", "params"))
+    switch("--activation_checkpointing", "keep each block's input only and recompute the rest in the backward", on=True)
+    switch("--chunked_ce", "head and loss in chunks of tokens, no [tokens, vocabulary] tensor", on=True)
+    add("--ce_chunk", whole, None, "tokens in a chunk of the loss", 1024)
+    add("--tiled_mlp", whole, None, "the MLP in tiles of N tokens, e.g. of 4096", "off")
+    add("--optim", str, "adamw", "adamw8bit: 2 bytes of state a parameter, not 8", choices=("adamw", "adamw8bit"))
+    switch("--stochastic_rounding", "round bf16 weights and moments at random: small updates count on average")
+    switch("--optim_in_backward", "update each weight as soon as its gradient is complete and free it; no clipping")
+    switch("--fused_adamw", "AdamW as one kernel, on GPU and CPU", on=True)
+    switch("--compile", "torch.compile on the blocks, the loss and NF4, half a minute in the first step")
+    group = parser.add_argument_group("schedule")
+    add("--batch_size", whole, 1, "rows per rank and micro-batch")
+    add("--grad_accum", whole, 1, "micro-batches per step")
+    add("--steps", whole, None, "optimizer steps", "from --epochs")
+    add("--epochs", amount, 1.0, "passes over the data, unless --steps is given")
+    add("--lr", amount_or_0, None, "peak learning rate", "2e-4 with adapters, 2e-5 without, times 4096 / hidden size")
+    add("--min_lr", amount_or_0, 0.0, "learning rate at the end of cosine and linear")
+    add("--warmup", amount_or_0, 0.03, "steps of linear warmup, from lr / (warmup + 1); below 1 a fraction of all")
+    add("--schedule", str, "cosine", "after warmup", choices=("cosine", "linear", "constant"))
+    add("--weight_decay", amount_or_0, 0.01, "on matrices, not on norms and biases")
+    add("--clip", amount_or_0, None, "largest gradient norm, 0: off", "1; 0 with --optim_in_backward")
+    add("--seed", whole_or_0, 0, "of data order, adapters, random weights and dropout")
+    group = parser.add_argument_group("run")
+    add("--out", str, None, "folder of the run; to continue one, --resume", "out/<date-time>")
+    add("--save_every", whole_or_0, 500, "steps between checkpoints, and one at the end; 0: only after a signal")
+    add("--keep", whole, 2, "newest checkpoints that are kept, beside the one of the best evaluation")
+    add("--resume", str, None, "continue the newest checkpoint of --out, or of the newest run under out/, or start if "
+        "there is none; or a checkpoint or the folder of a run", "a new run", nargs="?", const="auto")
+    switch("--async_save", "write checkpoints in the background")
+    add("--timeout", amount, 1800.0, "seconds of a step that end a run of several ranks; each says where it stands")
+    add("--log_every", whole, 10, "steps between log lines, of which the first ten steps and each ten seconds have one")
+    add("--eval_every", whole, None, "steps between evaluations", "at the end only")
+    switch("--dry_run", "print the memory plan of --world GPUs and exit")
+    add("--world", whole, None, "ranks of --dry_run", 1)
+    add("--gpu_gib", amount, None, "memory of a GPU that plan and run may use", "all")
+    switch("--tensorboard", "metrics for TensorBoard (pip install tensorboard)")
+    switch("--profile", "trace.json.gz of the third step, for Perfetto")
+    switch("--memory_snapshot", "memory.pickle of the GPU's first three steps, for pytorch.org/memory_viz")
+    switch("--merge", "also write the 16-bit model with the adapter merged in")
+    add("--sample", str, None, "text to continue or question to answer before and after", "one for the built-in data")
+    switch("--chat", "talk with --model")
+    add("--temperature", amount_or_0, 0.0, "of --chat and --sample; 0 takes the likeliest token")
+    add("--max_new_tokens", whole, None, "longest answer", "--chat 512, --sample 48")
 
-    add = parser.add_argument_group("data").add_argument
-    add("--data", nargs="+", default=["stdlib:docs"], metavar="FILE[:W]", help=".jsonl, .json, .txt (or .gz), or the "
-        "built-in stdlib:docs, stdlib:code; :W reads a file W times an epoch (default: stdlib:docs)")
-    add("--eval_data", nargs="+", metavar="FILE[:W]", help="the same; stdlib:* is the 5 %% held out (default: none)")
-    add("--seq_len", type=whole, default=1024, help="tokens in a row (default: 1024)")
-    add("--overflow", choices=("split", "drop", "truncate"),
-        help="documents of more than --seq_len tokens (default: split texts, drop conversations and completions)")
-    add("--packing", action=yes_no, default=True, help="several documents in a row, kept apart (default: on)")
-    add("--train_on", choices=("targets", "all"), default="targets",
-        help="targets: assistant turns, completions, texts; all: every token (default: targets)")
-    add("--chat_template", metavar="FILE", help="jinja file in place of the model's own (default: the model's)")
-    add("--inspect", type=whole, metavar="N", help="print N examples, trained tokens in green, and exit (default: off)")
+    argv = sys.argv[1:] if argv is None else argv
+    for action in parser._actions if {"-h", "--help"} & set(argv) else ():
+        if action.dest not in EVERYDAY:
+            action.help = argparse.SUPPRESS
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = {flag.lstrip("-").replace("-", "_"): flag for flag in parser._option_string_actions}
+        refuse(meant(next((word for word in unknown if word.startswith("-")), unknown[0]), flags))
+    complete(args, refuse)
+    args.on, args.off = {}, []  # for the lines of the start
+    for action in parser._actions:
+        name, value = action.dest, getattr(args, action.dest, None)
+        if name in FEATURES and value not in (None, False, [], "adamw") and (value is True or value != 1):
+            shown = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
+            args.on[f"--{name}{shown}"] = action.help.split(" (default")[0]
+        elif name in FEATURES:
+            args.off.append(name)
+    return args
 
-    add = parser.add_argument_group("memory and speed").add_argument
-    add("--fsdp2", action="store_true", help="shard parameters, gradients and optimizer over the ranks (default: off)")
-    add("--reshard_after_forward", action=yes_no, default=True,
-        help="free a block's gathered weights after its forward, gather them again in the backward (default: on)")
-    add("--shard_embeddings", action=yes_no, default=True,
-        help="gather embedding and head only while in use; a tied pair stays gathered (default: on)")
-    add("--replicas", type=whole, default=1, metavar="N",
-        help="copies of the sharded model, each on world / N consecutive ranks, usually one node (default: 1)")
-    add("--sequence_parallel", type=whole, default=1, metavar="N",
-        help="split each row over N consecutive ranks; --batch_size then counts rows of such a group (default: 1)")
-    add("--offload", nargs="*", choices=("activations", "params"), help="to host memory: block inputs until the "
-        "backward; weights, gradients and optimizer (default: none; bare: all that applies)")
-    add("--activation_checkpointing", action=yes_no, default=True,
-        help="keep each block's input only and recompute the rest in the backward (default: on)")
-    add("--chunked_ce", action=yes_no, default=True,
-        help="head and loss in chunks of tokens, no [tokens, vocabulary] tensor (default: on)")
-    add("--ce_chunk", type=whole, metavar="TOKENS", help="tokens in a chunk of the loss (default: 1024)")
-    add("--tiled_mlp", type=whole, metavar="TOKENS", help="the MLP in tiles of tokens, e.g. of 4096 (default: off)")
-    add("--optim", choices=("adamw", "adamw8bit"), default="adamw",
-        help="adamw8bit: 2 bytes of state a parameter instead of 8 (--precision bf16: 4) (default: adamw)")
-    add("--stochastic_rounding", action="store_true", help="round bf16 weights and moments at random, right on "
-        "average, so that small updates count; needs --precision bf16 (default: off)")
-    add("--optim_in_backward", action="store_true",
-        help="update each weight as soon as its gradient is complete and free the gradient; no clipping (default: off)")
-    add("--fused_adamw", action=yes_no, default=True, help="AdamW as one kernel, on GPU and CPU (default: on)")
-    add("--compile", action="store_true",
-        help="torch.compile on the blocks, the loss and NF4, half a minute in the first step (default: off)")
 
-    add = parser.add_argument_group("schedule").add_argument
-    add("--batch_size", type=whole, default=1, help="rows per rank and micro-batch (default: 1)")
-    add("--grad_accum", type=whole, default=1, help="micro-batches per step (default: 1)")
-    add("--steps", type=whole, help="optimizer steps (default: from --epochs)")
-    add("--epochs", type=amount, default=1.0, help="passes over the data, unless --steps is given (default: 1)")
-    add("--lr", type=amount_or_0, help="peak learning rate (default: 2e-4 with adapters, 2e-5 without, at a hidden "
-        "size of 4096, in inverse proportion at others)")
-    add("--min_lr", type=amount_or_0, default=0.0, help="learning rate at the end of cosine and linear (default: 0)")
-    add("--warmup", type=amount_or_0, default=0.03,
-        help="steps of linear warmup, from lr / (warmup + 1); below 1 a fraction of all steps (default: 0.03)")
-    add("--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="after warmup (default: cosine)")
-    add("--weight_decay", type=amount_or_0, default=0.01, help="on matrices, not on norms and biases (default: 0.01)")
-    add("--clip", type=amount_or_0, help="largest gradient norm, 0: off (default: 1; 0 with --optim_in_backward)")
-    add("--seed", type=whole_or_0, default=0, help="of data order, adapters, random weights and dropout (default: 0)")
-
-    add = parser.add_argument_group("run").add_argument
-    add("--out", metavar="DIR", help="folder of the run; to continue one, --resume (default: out/<date-time>)")
-    add("--save_every", type=whole_or_0, default=500, metavar="STEPS",
-        help="steps between checkpoints, and one at the end; 0: only when a signal stops the run (default: 500)")
-    add("--keep", type=whole, default=2, metavar="N", help="newest checkpoints that are kept (default: 2)")
-    add("--resume", nargs="?", const="auto", metavar="DIR", help="continue the newest complete checkpoint of --out, or "
-        "of the newest run under out/, or start if there is none; or a checkpoint or run DIR (default: a new run)")
-    add("--async_save", action="store_true", help="write checkpoints in the background (default: off)")
-    add("--timeout", type=amount, default=1800.0, metavar="SECONDS",
-        help="end a run of several ranks when a step takes longer; each says where it stands (default: 1800)")
-    add("--log_every", type=whole, default=10, metavar="STEPS", help="steps between log lines (default: 10)")
-    add("--eval_every", type=whole, metavar="STEPS", help="steps between evaluations (default: at the end only)")
-    add("--dry_run", action="store_true", help="print the memory plan of --world GPUs and exit (default: off)")
-    add("--world", type=whole, metavar="N", help="ranks of --dry_run (default: 1)")
-    add("--gpu_gib", type=amount, metavar="GIB", help="memory of a GPU that plan and run may use (default: all)")
-    add("--tensorboard", action="store_true", help="metrics for TensorBoard (pip install tensorboard) (default: off)")
-    add("--profile", action="store_true", help="trace.json.gz of the third step, for Perfetto (default: off)")
-    add("--memory_snapshot", action="store_true",
-        help="memory.pickle of the GPU's first three steps, for pytorch.org/memory_viz (default: off)")
-    add("--merge", action="store_true", help="also write the 16-bit model with the adapter merged in (default: off)")
-    add("--sample", metavar="TEXT", help="continue or answer this before and after training, '' for nothing "
-        "(default: a question for the built-in data, nothing for files)")
-
-    args = parser.parse_args(argv)
+def complete(args, refuse):
+    """Fills in what depends on other flags, or calls refuse(message)."""
+    if not args.adapter:  # the folder of a run may stand for its model and adapter
+        try:
+            args.model, args.adapter = lm.find_result(args.model)
+        except (ValueError, OSError) as error:
+            refuse(str(error))
+    args.lora = args.lora or bool(args.adapter and not args.qlora)
+    if args.lora_targets:
+        given = set(",".join(args.lora_targets).split(","))
+        if wrong := given - {*lm.LORA_TARGETS, "all-linear"}:
+            refuse(f"--lora_targets {', '.join(wrong)}: expected all-linear or some of {', '.join(lm.LORA_TARGETS)}")
+        args.lora_targets = [name for name in lm.LORA_TARGETS if given & {name, "all-linear"}]
     for wrong, message in conflicts(args):
         if wrong:
-            parser.error(message)
-    if args.offload == []:
-        args.offload = ["activations", "params"] if args.fsdp2 else ["activations"]
-    args.offload = args.offload or []
+            refuse(message)
+    every = ["activations", "params"] if args.fsdp2 else ["activations"]
+    args.offload = every if args.offload == [] else args.offload or []
     if args.clip is None:
         args.clip = 0.0 if args.optim_in_backward else 1.0
     args.ce_chunk = (args.ce_chunk or 1024) if args.chunked_ce else 0
-    if args.lora or args.qlora:
+    if (args.lora or args.qlora) and not args.adapter:
         args.lora_rank, args.lora_alpha = args.lora_rank or 16, args.lora_alpha or 32
         args.lora_dropout, args.lora_targets = args.lora_dropout or 0.0, args.lora_targets or list(lm.LORA_TARGETS)
     if args.sample is None and not args.random_init:
         args.sample = SAMPLES.get(args.data[0], "")
-    return args
 
 
 def conflicts(args):
     """[(whether it is so, what to change)] of flags that cannot work together."""
-    adapters, offload = args.lora or args.qlora, args.offload or []
-    sharded_only = [("--no-reshard_after_forward", not args.reshard_after_forward), ("--replicas", args.replicas > 1),
-                    ("--no-shard_embeddings", not args.shard_embeddings), ("--offload params", "params" in offload)]
+    adapters, preset, offload = args.lora or args.qlora, lm.PRESETS.get(args.model), args.offload or []
+    gathers_freely = args.reshard_after_forward and args.shard_embeddings
     return [
         (args.lora and args.qlora, "--lora and --qlora: choose one, --qlora is --lora on weights in NF4"),
         *((getattr(args, flag) and not adapters, f"--{flag} needs --lora or --qlora")
-          for flag in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "adapter", "merge")),
+          for flag in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge")),
         *((args.adapter and getattr(args, flag), f"--{flag} and --adapter: leave one out, the adapter has its own")
           for flag in ("lora_rank", "lora_alpha", "lora_targets", "random_init")),
         ((args.lora_dropout or 0) >= 1, "--lora_dropout is a fraction: give a number below 1"),
         (args.world and not args.dry_run, "--world is for --dry_run: torchrun --nproc_per_node is for a run"),
-        (args.model in lm.PRESETS and not args.random_init and not args.dry_run, f"--model {args.model} is a preset of "
-         f"shapes: add --random_init, or for the trained weights --model {lm.PRESETS.get(args.model, [''])[0]}"),
-        *((given and not args.fsdp2, f"{flag} changes how FSDP2 works: add --fsdp2") for flag, given in sharded_only),
+        ((args.world or 0) > 100_000, f"--world {args.world}: give at most 100000"),
+        (args.chat and (args.fsdp2 or "RANK" in os.environ), "--chat runs on one device: no torchrun, no --fsdp2"),
+        (preset and not args.random_init and not args.dry_run, f"--model {args.model} is a preset of shapes: add "
+         f"--random_init, or for the trained weights --model {preset and preset['_name_or_path']}"),
+        (not args.fsdp2 and (args.replicas > 1 or "params" in offload or not gathers_freely), "--replicas, --offload "
+         "params, --no-reshard_after_forward and --no-shard_embeddings change how FSDP2 works: add --fsdp2"),
         (args.offload not in (None, ["params"]) and not args.activation_checkpointing, "--offload activations needs "
-         "--activation_checkpointing: a block's input crosses the bus in time, all that a block computes does not"),
+         "--activation_checkpointing: a block's input is small enough for the bus, all that it computes is not"),
         (args.ce_chunk and not args.chunked_ce, "--ce_chunk and --no-chunked_ce: leave one out"),
         (args.stochastic_rounding and args.precision != "bf16", "--stochastic_rounding: add --precision bf16"),
         (not args.fused_adamw and (args.optim == "adamw8bit" or args.stochastic_rounding), "--no-fused_adamw: leave it "
@@ -226,13 +268,12 @@ def conflicts(args):
     ]
 
 
-# ---------------------------------------------------------------- ranks
+# -------------------------------- ranks
 
 
 class Ranks:
-    """This process among the others: rank, world, device, and how ranks talk outside of training. `gather` and `agree`
-    use a gloo group of their own that never times out: in set-up and in saves one rank may work for an hour while the
-    others wait. In the training loop `alive` ends a job in which a rank hangs or is stopped."""
+    """This process among the others, and how ranks talk outside of training. `gather` and `agree` have a group that
+    never times out: one rank may load or save for an hour. In the loop `alive` ends a job in which a rank hangs."""
 
     def __init__(self, want_group, timeout):
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -242,7 +283,7 @@ class Ranks:
         self.local, n_local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if torch.cuda.is_available():
             if n_local > torch.cuda.device_count():
-                raise SystemExit(f"train.py: error: --nproc_per_node {n_local}: {torch.cuda.device_count()} GPUs")
+                raise SystemExit(f"--nproc_per_node {n_local}: there are {torch.cuda.device_count()} GPUs")
             self.device = torch.device("cuda", self.local)
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
@@ -277,8 +318,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def agree(self):
-        """An input error (ValueError, OSError) inside the block on any rank ends all ranks, with one message. Without
-        this, ranks that saw no error would wait in their next collective until its timeout."""
+        """An input error (ValueError, OSError) inside the block on any rank ends all, with one message. Without this,
+        ranks that saw no error would wait in their next collective."""
         error = None
         try:
             yield
@@ -287,12 +328,11 @@ class Ranks:
         errors = [text for text in self.gather(error) if text]
         if errors:
             self.leave()
-            raise SystemExit(f"train.py: error: {errors[0]}" if self.rank == 0 else 1)
+            raise SystemExit(errors[0])
 
     def alive(self):
-        """Called at each step and evaluation batch. When the next call does not come within `timeout` seconds, this
-        rank prints where each of its threads stands and ends: a collective that hangs says nothing (torchtitan #3065).
-        The rank that is not in a collective is the late one."""
+        """Called at each step. When the next call does not come within `timeout` seconds, this rank prints where each
+        of its threads stands and ends: a collective that hangs says nothing (torchtitan #3065)."""
         if self.world > 1:
             faulthandler.dump_traceback_later(self.timeout, exit=True)
 
@@ -305,8 +345,8 @@ class Ranks:
 
 
 class StopSignal:
-    """SIGTERM (a job's end, torchrun's shutdown), SIGUSR1 (a script) or Ctrl-C on any rank, seen by all at one step.
-    A second Ctrl-C ends a single process at once; torchrun itself sends each rank a second one."""
+    """SIGTERM (torchrun's shutdown), SIGUSR1 or Ctrl-C on any rank, seen by all at one step. A second Ctrl-C ends a
+    single process at once; torchrun itself sends each rank a second one."""
 
     def __init__(self):
         self.number = 0
@@ -317,24 +357,23 @@ class StopSignal:
             raise KeyboardInterrupt
         self.number = number
 
-    def asked(self, ranks):
-        """The signal's number, or 0. Collective: an all-reduce of one number on the CPU, which alive() watches."""
-        number = torch.tensor(self.number)
+    def asked(self, ranks, due=False):
+        """[the signal's number or 0, whether `due` is true on any rank]: an all-reduce on the CPU."""
+        numbers = torch.tensor([self.number, due])
         if ranks.world > 1:
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-        return int(number)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return numbers.tolist()
 
     def release(self):
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
 
-# ---------------------------------------------------------------- memory of the CPU, FSDP2, activation offload
+# -------------------------------- memory of the CPU, FSDP2, activation offload
 
 
 def keep_freed_memory(on):
-    """Tells glibc to keep what is freed. It maps every tensor of 32 MiB and more anew, in pages of 4 KiB that come
-    zeroed and after a fault each: a fifth of a step on a CPU. Memory grows by a few percent where sizes vary."""
+    """Tells glibc to keep what is freed. It maps tensors of 32 MiB and more anew: a fifth of a step on a CPU."""
     if on and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large block
@@ -343,15 +382,13 @@ def keep_freed_memory(on):
 
 def shard_(model, args, device, pin):
     """FSDP2 (arXiv:2304.11277, each parameter sharded on dim 0): a block is gathered before it runs and freed after.
-    One all-gather unit per block, one for the embedding and one for the head; the last norm belongs to the root, which
-    stays gathered from forward to backward. With replicas (hybrid sharding) weights are gathered inside a replica only,
-    and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard."""
+    One unit per block, one for the embedding and one for the head; the last norm belongs to the root, which stays
+    gathered from forward to backward. With replicas, weights are gathered inside a replica only, and replicas exchange
+    2 * (N - 1) / N times the bytes of a gradient's shard."""
     nf4.shard_bytes_on_old_torch_()
-    n_shards = dist.get_world_size() // args.replicas
-    if args.replicas == 1:
-        mesh = init_device_mesh(device.type, (n_shards,))
-    else:
-        mesh = init_device_mesh(device.type, (args.replicas, n_shards), mesh_dim_names=("replicate", "shard"))
+    sizes = args.replicas, dist.get_world_size() // args.replicas
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if args.replicas > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype,
         reduce_dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32,
@@ -395,28 +432,19 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     - memory reused while the side stream still reads it: a tensor on its way out is held until the compute stream has
       waited for its copy.
     - memory reused while a view of it lives on in the backward (torchtune #1860, #1936): a tensor on its way in is
-      allocated on the compute stream and nobody counts its uses; it is free when its last view is.
-    Pinned pages are allocated once and reused. On a CPU nothing is gained; tests run the same with plain copies there.
-    """
+      allocated on the compute stream and nobody counts its uses; it is free when its last view is."""
 
     def __init__(self, device, pin=True, min_bytes=1 << 16):
         super().__init__(self.pack, self.unpack)
         self.device, self.pin, self.min_bytes = device, pin and device.type == "cuda", min_bytes
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.leaving = collections.deque()  # (tensor, event of its copy)
+        self.leaving = []  # (tensor, event of its copy)
         self.free_pages, self.parked = [], []  # parked in the order of packing: the backward asks for the newest first
 
     def __enter__(self):
         while self.parked:  # of a forward that had no backward
             self.free_pages += self.parked.pop().pages
         return super().__enter__()
-
-    def take_pages(self, n_bytes):
-        n_pages = -(-n_bytes // PAGE)
-        while len(self.free_pages) < n_pages:
-            self.free_pages.append(torch.empty(PAGE, dtype=torch.uint8, pin_memory=self.pin))
-        taken, self.free_pages = self.free_pages[:n_pages], self.free_pages[n_pages:]
-        return taken
 
     def copy_aside(self, pairs):
         """target <- source on the side stream after all compute issued so far -> the event of its end (CPU: None)."""
@@ -432,15 +460,17 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def release(self, n_held):
-        """Drops tensors that were copied out, all but the newest `n_held`; the compute stream waits for the copies."""
+        """Drops tensors that were copied out, all but the newest `n_held`, once the compute stream waits for it."""
         while len(self.leaving) > n_held:
-            self.wait_for(self.leaving.popleft()[1])
+            self.wait_for(self.leaving.pop(0)[1])
 
     def pack(self, tensor):
         if isinstance(tensor, nn.Parameter) or tensor.device.type != self.device.type or tensor.nbytes < self.min_bytes:
             return tensor
-        tensor = tensor.contiguous()
-        parked = Parked(tensor, self.take_pages(tensor.nbytes))
+        tensor, n_pages = tensor.contiguous(), -(-tensor.nbytes // PAGE)
+        while len(self.free_pages) < n_pages:
+            self.free_pages.append(torch.empty(PAGE, dtype=torch.uint8, pin_memory=self.pin))
+        parked = Parked(tensor, [self.free_pages.pop(0) for _ in range(n_pages)])
         self.leaving.append((tensor, self.copy_aside(parked.copies(tensor))))
         self.release(n_held=1)  # one copy behind the compute; more would only keep more on the device
         self.parked.append(parked)
@@ -467,15 +497,14 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
 
-# ---------------------------------------------------------------- optimizers, learning rate, evaluation
+# -------------------------------- optimizers, learning rate, evaluation
 
 
 def make_optimizer(params, args, bad):
     """AdamW, decay on matrices only: pulling norms and biases towards zero regularises nothing. Fused, it reads `bad`
     on the device and changes nothing where that is 1. All state is allocated here: no later step takes more memory."""
-    matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}]
-    groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []
+    groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": args.weight_decay},
+              {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
     if args.optim == "adamw8bit" or args.stochastic_rounding:
         return CompactAdamW(groups, args, bad)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
@@ -490,43 +519,16 @@ def make_optimizer(params, args, bad):
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # torch's defaults
 MOMENTS = "exp_avg", "exp_avg_sq"  # torch's names
 BLOCK = 256  # neighbours in a row that share a scale
-# The codes of a moment are small floats with 3 bits of mantissa, relative to the largest magnitude of the block: bits
-# 20 to 27 of a float32 from 2 up. A shift encodes them; between two codes the value is linear, which dithering needs.
-FLOATS = (1024 + torch.arange(256, dtype=torch.int32) << 20).view(torch.float32)  # 2, 2.25, ... 1.875 * 2**32
-# a hair below the largest code, so that rounding cannot carry the largest magnitude of a block beyond it
-M_TOP, V_TOP = (FLOATS[127].item() - 2) * (1 - 2**-21), FLOATS[255].item() * (1 - 2**-21)
-
-
-@functools.cache
-def code_levels(device):
-    """The 256 levels of m and of v, relative to the largest magnitude of their block. Steps of v: 6 to 12 %. m: a sign
-    and 127 magnitudes down to 2e-6, closing in on zero evenly. v: down to 2.5e-10, 1.6e-5 in its root, without a zero:
-    smaller values are rounded up, because a v of 0 under an m that is not 0 would divide by eps."""
-    return (torch.cat([FLOATS[:128] - 2, 2 - FLOATS[:128]]) / M_TOP).to(device), (FLOATS / V_TOP).to(device)
 
 
 def dither_words(step, number, start, stop, D, device):
-    """Odd int32 factors for rows start..stop of the number-th parameter: rows_3N (for m, v, the weight) and cols_D.
-
-    The low bits of rows[i] * cols[j] are the random bits of element (i, j): uniform, independent between elements and
-    steps, and the same for any world size, with no generator to save. torch.rand takes six times as long on a CPU.
-    """
+    """Odd int32 factors for rows start..stop of the number-th parameter: rows_3N (for m, v, the weight) and cols_D. The
+    low bits of rows[i] * cols[j] are the random bits of element (i, j): uniform, independent between elements and
+    steps, the same for any world size, with no generator to save. torch.rand takes six times as long on a CPU."""
     key = lm.mix(lm.mix(step) + number)  # plain ints: nothing is copied to the device
     rows_N, cols_D = torch.arange(start, stop, device=device), torch.arange(D, device=device)
     rows_3N = torch.stack([lm.mix(lm.mix(key + salt) + rows_N) for salt in (1, 2, 3)])
     return (rows_3N | 1).to(torch.int32), (lm.mix(key + cols_D) | 1).to(torch.int32)
-
-
-def drop_bits(x, dither, n):
-    """Bits of the float32 x above the lowest n, rounded up with the probability that makes the mean right."""
-    return (dither & (1 << n) - 1).add_(x.view(torch.int32)).bitwise_right_shift_(n)
-
-
-def round_to(dtype, x, dither):
-    """float32 -> bf16 with x as its mean over all dithers (arXiv:2010.06192); float32 stays as it is."""
-    if dtype is torch.float32:
-        return x
-    return drop_bits(x, dither, 16).bitwise_left_shift_(16).view(torch.float32).to(dtype)
 
 
 def read_moment(stored, scales, levels):
@@ -539,13 +541,13 @@ def read_moment(stored, scales, levels):
 def write_moment_(moment, x, signed, dither, skip):
     stored, scales, _ = moment
     if stored.dtype is not torch.uint8:
-        stored.copy_(torch.where(skip, stored, round_to(stored.dtype, x, dither)))
+        stored.copy_(torch.where(skip, stored, nf4.round_to(stored.dtype, x, dither)))
         return
     y = x.abs() if signed else x
     largest = y.amax(-1, keepdim=True)
-    up = (M_TOP if signed else V_TOP) / largest.clamp_min(1e-28)  # a smaller block is nothing beside eps
+    up = (nf4.M_TOP if signed else nf4.V_TOP) / largest.clamp_min(1e-28)  # a smaller block is nothing beside eps
     y = (y * up).add_(2) if signed else (y * up).clamp_min_(2)
-    codes = drop_bits(y, dither, 20)
+    codes = nf4.drop_bits(y, dither, 20)
     if signed:
         codes = codes.bitwise_and_(127).bitwise_or_((x.view(torch.int32) >> 24).bitwise_and_(128))
     stored += (codes.to(torch.uint8) - stored) * ~skip  # modulo 256; torch.where is ten times slower on a CPU's bytes
@@ -554,12 +556,10 @@ def write_moment_(moment, x, signed, dither, skip):
 
 def adamw_(w, grad, m, v, dither, numbers, skip, stochastic_rounding):
     """A step of AdamW on w, m and v in place, computed in float32. Where the bool `skip` is true nothing changes.
-
     w, grad: [n, b, 256], b blocks of n rows. m, v: (stored [n, b, 256], scales [n, b, 1], levels). dither: (rows
     [3, n, 1, 1], cols [b, 256]) of dither_words. numbers: 1 - lr * decay, lr over the bias of m, root of the bias of v.
     v decays by 0.1 % a step, far below a step of its code (or of bf16): rounded to the nearest it would never change.
-    So rounding is random and right on average, of v and not of its root, because it is v that is averaged over steps.
-    """
+    So rounding is random and right on average, of v and not of its root, because v is what is averaged over steps."""
     (rows, cols), (keep, lr, v_unbias), grad = dither, numbers, grad.float()
     new_m = torch.lerp(read_moment(*m), grad, 1 - BETA1)
     new_v = (read_moment(*v) * BETA2).addcmul_(grad, grad, value=1 - BETA2)
@@ -567,15 +567,14 @@ def adamw_(w, grad, m, v, dither, numbers, skip, stochastic_rounding):
     write_moment_(v, new_v, False, rows[1] * cols, skip)
     size = new_v.sqrt_().div_(v_unbias).add_(EPS)
     new_w = (w.float() * keep).sub_(new_m.mul_(lr).div_(size))
-    new_w = round_to(w.dtype, new_w, rows[2] * cols) if stochastic_rounding else new_w.to(w.dtype)
+    new_w = nf4.round_to(w.dtype, new_w, rows[2] * cols) if stochastic_rounding else new_w.to(w.dtype)
     w.copy_(torch.where(skip, w, new_w))
 
 
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW of --optim adamw8bit (blocks as in arXiv:2110.02861): 2 + 8/256 bytes of state a parameter, not 8; and of
-    --stochastic_rounding: the moments too are rounded at random, 0.999 of a bf16 number is that number again. Blocks
-    lie within a row: a rank works on its own rows, and their bytes do not depend on the world size. State has the
-    parameter's shape and sharding, the scales of [N, D] are [N, D/256]. Norms and biases keep float32 moments."""
+    --stochastic_rounding, for moments too: 0.999 of a bf16 number is that number again. Blocks lie within a row: their
+    bytes do not depend on the world size. The scales of [N, D] are [N, D/256]. Vectors keep float32 moments."""
 
     def __init__(self, groups, args, bad):
         super().__init__(groups, {"lr": args.lr})
@@ -588,8 +587,9 @@ class CompactAdamW(torch.optim.Optimizer):
             self.state[p] = {"step": torch.zeros(())}  # on the CPU: reading it does not wait for the device
             for moment in MOMENTS:
                 self.state[p][moment] = torch.zeros_like(p, dtype=dtype)
-                if dtype is torch.uint8:
-                    self.state[p][f"{moment}_scales"] = zero_scales(p)
+                if dtype is torch.uint8:  # [N, D/256] with the sharding of p [N, D]
+                    n_scales = -(-p.shape[1] // BLOCK)
+                    self.state[p][f"{moment}_scales"] = torch.zeros_like(p.detach()[:, :n_scales], dtype=torch.float32)
 
     @torch.no_grad()
     def step(self):
@@ -616,7 +616,7 @@ class CompactAdamW(torch.optim.Optimizer):
             rows, blocks = slice(i, i + n_rows), slice(first // BLOCK, -(-last // BLOCK))
             split = functools.partial(torch.unflatten, dim=-1, sizes=(-1, min(BLOCK, last - first)))
             moments = [(split(stored[rows, first:last]), s if s is None else s[rows, blocks, None], levels)
-                       for stored, s, levels in zip((m, v), scales, code_levels(w.device))]
+                       for stored, s, levels in zip((m, v), scales, nf4.code_levels(w.device))]
             self.adamw_(split(w[rows, first:last]), split(grad[rows, first:last]), *moments,
                         (rows_3N[:, rows, None, None], split(cols_D[first:last])), numbers.unbind(), skip,
                         self.stochastic_rounding)
@@ -625,15 +625,6 @@ class CompactAdamW(torch.optim.Optimizer):
 def matrix_of(x):
     """This rank's rows of a parameter or its state as a plain matrix."""
     return lm.local(x)[0].reshape(-1, *(x.shape[1:] or [1]))
-
-
-def zero_scales(p):
-    """Float32 zeros [N, D/256] with the sharding of p [N, D]."""
-    shape = p.shape[0], -(-p.shape[1] // BLOCK)
-    zeros = torch.zeros(len(lm.local(p)[0]), shape[1], device=p.device)
-    if not isinstance(p, DTensor):
-        return zeros
-    return DTensor.from_local(zeros, p.device_mesh, p.placements, run_check=False, shape=shape, stride=(shape[1], 1))
 
 
 def lr_at(step, steps, args):
@@ -646,9 +637,6 @@ def lr_at(step, steps, args):
     progress = (step - warmup) / max(1, steps - warmup)
     height = 1 - progress if args.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return args.min_lr + (args.lr - args.min_lr) * height
-
-
-LATE = 2**30  # bytes of unreduced gradients that may be held until the last micro-batch; a 70B would have 280 GB
 
 
 def average_gradients_(params, world):
@@ -671,9 +659,8 @@ def clip_gradients_(params, clip):
 
 class StepInBackward:
     """--optim_in_backward: each parameter is updated as soon as its gradient is complete, and the gradient freed
-    (LOMO, arXiv:2306.09782). No more gradients are alive than those of one FSDP unit, or one without FSDP2. autograd
-    calls the hooks, or FSDP2 after its reduce-scatter; every rank in the same order. A gradient that is not finite sets
-    `bad` and stops this rank's updates from there on."""
+    (LOMO, arXiv:2306.09782): the gradients of one FSDP unit are alive, or one without FSDP2. autograd calls the hooks,
+    or FSDP2 after its reduce-scatter. A gradient that is not finite sets `bad` and stops this rank's updates."""
 
     def __init__(self, optimizer, params, bad, ranks, args):
         self.optimizer, self.bad, self.ranks, self.args = optimizer, bad, ranks, args
@@ -696,13 +683,11 @@ class StepInBackward:
 
     def norm(self):
         """The gradient norm of the step. Where gradients are shards, the norm and `bad` become those of all ranks."""
-        norm_squared = self.norm_squared.clone()
-        self.norm_squared.zero_()
+        norm_squared, self.norm_squared = self.norm_squared, torch.zeros_like(self.bad)
         if self.args.fsdp2:
-            for x, op in ((norm_squared, dist.ReduceOp.SUM), (self.bad, dist.ReduceOp.MAX)):
-                dist.all_reduce(x, op)
-            norm_squared /= self.args.replicas  # each holds the same gradients
-        return norm_squared.sqrt()
+            dist.all_reduce(norm_squared)
+            dist.all_reduce(self.bad, dist.ReduceOp.MAX)
+        return (norm_squared / self.args.replicas).sqrt()  # replicas hold the same gradients
 
 
 def evaluate(model, loader, ranks, stop):
@@ -713,17 +698,15 @@ def evaluate(model, loader, ranks, stop):
     with torch.no_grad():
         for batch in loader.once():
             ranks.alive()
-            if stopped := stop.asked(ranks):
+            if stopped := stop.asked(ranks)[0]:
                 break
             b = batch.to(ranks.device)
             loss_sum += model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
             n_targets += len(b.keep_S)
     model.train()
     lm.reshard_(model)
-    if stopped:
-        return None
     sums = [sum(values) for values in zip(*ranks.gather((loss_sum.item(), n_targets)))]
-    return sums[0] / sums[1], sums[1]
+    return None if stopped else (sums[0] / sums[1], sums[1])
 
 
 # bf16 matrix products, dense, FLOP/s, by a part of the device's name; the first that fits
@@ -731,7 +714,7 @@ PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12
          "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "L40S": 362e12, "A6000": 155e12, "A10G": 70e12}
 
 
-# ---------------------------------------------------------------- the memory plan
+# -------------------------------- the memory plan
 
 GIB = 2**30
 OVERHEAD = GIB  # assumed for CUDA's context, NCCL and fragmentation; not measured
@@ -739,9 +722,7 @@ ALWAYS = "weights", "NF4 weights", "adapters", "optimizer"
 KINDS = *ALWAYS, "gradients", "saved activations", "block workspace", "logits chunk", "unsharded units"
 
 
-class Unit(NamedTuple):
-    """Bytes of a module's parameters on rank 0: FSDP2 cuts rows like torch.chunk, so no rank has more of them."""
-
+class Unit(NamedTuple):  # bytes of a module's parameters on rank 0: FSDP2 cuts rows like torch.chunk
     always: dict  # {kind: bytes}
     tensors: list  # trained weights and their optimizer state, one by one
     gathered: int  # in the dtype of products: the all-gathered unit, or without FSDP2 copies of float32 weights
@@ -771,69 +752,11 @@ def unit_of(module, args, shards, dtype):
     return Unit(always, tensors, gathered, new_gradient, shards * gradient if args.fsdp2 else 0, gradient)
 
 
-def activation_bytes(args, c, size, n_tokens):
-    """{what: bytes}: a block's input, all it saves for the backward, and the most that its backward holds in attention
-    and in the MLP, for products of `size` bytes a number.
-
-    As CUDA kernels save them. RMSNorm: its input. FlashAttention: q, k, v, its output, a float32 a head; its backward
-    adds up dq in float32 and makes dk, dv of each query head. The memory-efficient kernel, for float32, has no such
-    sums and needs keys of each query head. Q, G, D, F are widths; attention, mlp, down are numbers a token.
-    """
-    D, F, N = c.hidden_size, c.intermediate_size, n_tokens
-    Q, own_G = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    adapters, split = args.lora_targets if args.lora or args.qlora else [], args.sequence_parallel > 1
-
-    def input_of(width, *names):  # what the gradients of these weights need of their common input
-        n = sum(name in (adapters or lm.LORA_TARGETS) for name in names)
-        return n * width * (1 + 1 / size) if args.lora_dropout else min(n, 1) * width  # a copy and a byte mask for each
-
-    # under --sequence_parallel key heads are repeated until each rank has as many
-    G = c.head_dim * math.lcm(c.num_key_value_heads, args.sequence_parallel)
-    attention = 2 * Q + 2 * G + (args.lora_rank or 0) * len(adapters) + 4 / size * c.num_attention_heads
-    attention += input_of(D, "q_proj", "k_proj", "v_proj")
-    attention += Q if split else 0  # the kernel's output, and what the second all-to-all makes of it
-    if size == 4 and G < Q:
-        attention += 2 * Q - (0 if split else 2 * G)  # what the first all-to-all brought stays beside the copies
-    if c.model_type == "qwen3":
-        attention += Q + own_G  # inputs of the norms of q and k
-    kernel = (2 * Q if size == 2 else 0) + (2 * Q if G < Q else 0)
-    in_attention = N * (attention + D + Q + (Q + 2 * G) * (2 if split else 1) + kernel)
-
-    mlp, down, tile = 3 * F + input_of(D, "gate_proj", "up_proj"), input_of(F, "down_proj"), min(args.tiled_mlp or N, N)
-    mlp += input_of(Q, "o_proj") if args.lora_dropout else 0  # else it is attention's output
-    # of down_proj, and the temporaries of its dequantization
-    weight, pieces = (D * F, 6 / size * min(nf4.CHUNK, D * F)) if args.qlora else (0, 0)
-    in_mlp = N * attention + tile * (mlp + 2 * D) + max(tile * max(3 * F, down + 2 * F),
-                                                        tile * down + weight + max(tile * F, pieces))
-    saved = N * (attention + mlp + down + 2 * D)
-    if args.tiled_mlp:  # gradients of the output, and of what earlier tiles read
-        saved = N * (attention + D)
-        in_mlp += N * D + (N - tile) * (D + Q)
-    if args.activation_checkpointing:
-        saved = N * D
-        if args.qlora:  # weights that the recomputation has dequantized, all but down_proj's
-            in_attention += 2 * D * (Q + own_G)
-            in_mlp += 2 * D * (Q + own_G + F)
-    numbers = {"input": N * D, "saved": saved, "in attention": in_attention, "in mlp": in_mlp}
-    return {what: int(size * n) for what, n in numbers.items()}
-
-
-def loss_bytes(args, c, size, n_tokens):
-    """Of the logits, their gradient and the head's, while the loss computes them chunk by chunk."""
-    n_head, chunk = 0 if args.lora or args.qlora else c.vocab_size * c.hidden_size, min(args.ce_chunk, n_tokens)
-    if not args.chunked_ce:
-        return 12 * n_tokens * c.vocab_size
-    sums = 4 * n_head if chunk < n_tokens else 0  # gradients of several chunks are added up in float32
-    return sums + max(chunk * c.vocab_size * (6 if size == 2 else 4), (chunk * c.vocab_size + n_head) * size)
-
-
 def plan(args, config, world, tokens):
     """Where a step's memory goes on rank 0 of `world` GPUs -> ({moment: {kind: bytes}}, {kind: bytes of host memory}).
-
     Moments are those at which a step can reach its peak. Parameters are counted in a model of one block on meta;
-    activations are formulas, for micro-batches of `tokens` tokens, all supervised, a document a row. Not counted:
-    CUDA's context, NCCL's buffers, fragmentation (OVERHEAD). tests/test_plan.py compares the sums with real steps.
-    """
+    activations are formulas, for micro-batches of `tokens` tokens, all supervised, a document a row. CUDA's context,
+    NCCL and fragmentation are OVERHEAD. tests/test_plan.py compares the sums with real steps."""
     model, n_layers = lm.on_meta(dataclasses.replace(config, num_hidden_layers=1), args), config.num_hidden_layers
     shards, offloaded = world // args.replicas if args.fsdp2 else 1, "params" in args.offload
     one, size = model.model.layers[0], model.compute_dtype.itemsize
@@ -843,7 +766,7 @@ def plan(args, config, world, tokens):
     tensors, gradients = [n for unit in whole for n in unit.tensors], sum(unit.gradient for unit in whole)
     always = {kind: sum(unit.always[kind] for unit in whole) for kind in ALWAYS}
 
-    acts = activation_bytes(args, config, size, tokens)
+    acts = lm.activation_bytes(args, config, size, tokens)
     host, in_step = {}, 0 if args.fused_adamw else 2 * max(tensors)
     if args.optim == "adamw8bit" or args.stochastic_rounding:  # float32 temporaries of a piece of the largest weight
         numbers, kept = (2, 28) if args.precision == "bf16" else (4, 24)
@@ -855,7 +778,7 @@ def plan(args, config, world, tokens):
     if args.async_save:  # torch's pinned allocator rounds up to powers of two
         host["copy of a checkpoint"] = sum(n if offloaded else 1 << (n - 1).bit_length() for n in tensors)
 
-    moments = moments_of(args, config, shards, units, acts, loss_bytes(args, config, size, tokens))
+    moments = moments_of(args, config, shards, units, acts, lm.loss_bytes(args, config, size, tokens))
     if not args.optim_in_backward:
         moments["step"] = {"gradients": 0 if offloaded else gradients, "block workspace": in_step}
     tables = tokens * (4 * config.head_dim + 32)  # RoPE's, and the integers of the batch
@@ -887,13 +810,11 @@ def moments_of(args, c, shards, units, acts, logits_bytes):
     # shards stay on the device until the step; what replicas exchange stays until the end of the backward
     stay = args.replicas > 1 or not (args.optim_in_backward or "params" in args.offload)
     everything = n_layers * block.gradient + embedding.gradient + (0 if tied else head.gradient)
-    # little enough to reduce all micro-batches at once
-    late = args.fsdp2 and shards * everything * (2 if args.precision == "bf16" else 1) <= LATE
 
     def gradients(done):  # of units that are done, and of earlier micro-batches
-        if args.grad_accum > 1:
-            return shards * everything if late else everything if stay else 0
-        return done if stay else 0
+        if args.grad_accum > 1 and args.fsdp2 and (args.lora or args.qlora):  # reduced after the last one
+            return shards * everything
+        return 0 if not stay else everything if args.grad_accum > 1 else done
 
     def reduction(unit):  # input and output of the reduce-scatter
         return unit.reduce_input + unit.gradient if args.fsdp2 else 0
@@ -937,50 +858,38 @@ def peak_of(moments):
     return name, sum(moments[name].values())
 
 
-def rungs(args, world):
-    """Flags that may lower the peak, cheapest in time first. Behind a command line they replace what it says."""
-    fused, sharded = "" if args.fused_adamw else "--fused_adamw ", "" if args.fsdp2 else "--fsdp2 "
-    both = "--offload activations params"  # the last --offload is the one that counts
-    flags = ["--fused_adamw", "--chunked_ce", "--reshard_after_forward", "--shard_embeddings", "--replicas 1",
-             fused + "--optim adamw8bit", "--activation_checkpointing",
-             both if "params" in args.offload else "--offload activations", "--tiled_mlp 4096", "--ce_chunk 256"]
-    steps = [("--batch_size 1", args.batch_size)]  # and how many times the micro-batches of the same rows
-    steps += [(f"--sequence_parallel {n * args.sequence_parallel}", n) for n in (2, 4, 8) if n <= world]
-    flags += [flag if args.optim_in_backward else f"{flag} --grad_accum {args.grad_accum * n}" for flag, n in steps]
-    flags += ["--optim_in_backward --clip 0", fused + "--precision bf16 --stochastic_rounding",
-              sharded + (both if "activations" in args.offload else "--offload params"), "--qlora"]
-    return ["--fsdp2", *flags] if world > 1 else flags
-
-
 def ladder(args, argv, config, world, length, room):
-    """Rungs that bring the peak of rows of `length` tokens below `room` bytes, or where that cannot be, all that help
-    -> ([rung], args with them). parse_args is the judge of what goes with what."""
-
-    def rows(changed):  # a step; --optim_in_backward has one micro-batch, whatever that makes of them
-        return 0 if changed.optim_in_backward else changed.batch_size * changed.grad_accum / changed.sequence_parallel
+    """Flags, cheapest in time first, that bring the peak of rows of `length` tokens below `room` bytes, or all that
+    lower it -> ([flags], args with them). Behind a command line they replace what it says. Rows a step stay."""
+    fused, sharded = "" if args.fused_adamw else "--fused_adamw ", "" if args.fsdp2 else "--fsdp2 "
+    rows, more = args.batch_size * args.grad_accum // args.sequence_parallel, " ".join(["", *args.offload])
+    rungs = ["--fsdp2"] if world > 1 else []
+    rungs += ["--fused_adamw", "--chunked_ce", "--reshard_after_forward", "--shard_embeddings", "--replicas 1",
+              f"{fused}--optim adamw8bit", "--activation_checkpointing", f"--offload activations{more}",
+              "--tiled_mlp 4096", "--ce_chunk 256"]
+    for n in (1, 2, 4, 8):
+        accumulated = "" if args.optim_in_backward else f" --grad_accum {rows * n}"
+        rungs.append(f"--batch_size 1 --sequence_parallel {n}{accumulated}")
+    rungs += ["--optim_in_backward --clip 0", f"{fused}--precision bf16 --stochastic_rounding",
+              f"{sharded}--offload params{more}", f"{sharded}--offload params activations", "--qlora"]
 
     def try_(added):  # --qlora in place of --lora
         given = [flag for flag in argv if flag != "--lora" or "--qlora" not in added]
         try:
-            with contextlib.redirect_stderr(io.StringIO()):
-                changed = parse_args([*given, *" ".join(added).split()])
+            changed = parse_args([*given, *" ".join(added).split()])
             check_sizes(changed, config, world)
-        except (SystemExit, ValueError):
-            return None, math.inf
-        if rows(changed) not in (0, rows(args)):
+        except (argparse.ArgumentError, ValueError):
             return None, math.inf
         changed.precision = changed.precision or args.precision
         if args.adapter:
             changed.lora_rank, changed.lora_targets = args.lora_rank, args.lora_targets
         return changed, peak_of(plan(changed, config, world, tokens_of(changed, length))[0])[1]
 
-    added, tried, (now, best) = [], set(), try_([])
-    while best > room and (untried := [rung for rung in rungs(now, world) if rung not in tried]):
-        tried.add(untried[0])
-        changed, peak = try_([*added, untried[0]])
+    added, (now, best) = [], try_([])
+    for rung in rungs + rungs:  # what did not help before may help now
+        changed, peak = try_([*added, rung]) if best > room else (None, math.inf)
         if peak < 0.99 * best:
-            added, now, best = [*added, untried[0]], changed, peak
-            tried = set()  # what did not help before may help now
+            added, now, best = [*added, rung], changed, peak
     for rung in added[::-1]:  # what a later one has made needless
         changed, peak = try_([other for other in added if other != rung])
         if peak <= max(room, best):
@@ -992,45 +901,42 @@ def print_plan(args, argv, config, world, length, room, brief=False):
     """The plan as a table, whether it fits into `room` bytes (None: not known), and what would make it fit. With
     `brief` one line where it takes less than 60 % of them."""
     moments, host = plan(args, config, world, tokens_of(args, length))
-    (name, peak), over = peak_of(moments), args.sequence_parallel
-    host_text = "".join(f", {kind} {n / GIB:.2f}" for kind, n in host.items())
+    (name, peak), parts = peak_of(moments), args.sequence_parallel
+    host_text = "".join(f", {kind} {n / GIB:.2f}" for kind, n in host.items()) or ": none"
     if brief and peak + OVERHEAD < 0.6 * room:
-        print(f"memory planned: {(peak + OVERHEAD) / GIB:.2f} of {room / GIB:.2f} GiB, host{host_text or ' nothing'}")
+        print(f"memory planned: {(peak + OVERHEAD) / GIB:.2f} of {room / GIB:.2f} GiB, of the host{host_text}")
         return
     print(f"memory plan, GiB of rank 0 of {world}, micro-batches of {args.batch_size} x {length} tokens"
-          + (f" over {over} ranks" if over > 1 else ""))
+          + (f" over {parts} ranks" if parts > 1 else ""))
     print(" " * 20 + "".join(f"{moment + '*' if moment == name else moment:>15}" for moment in moments))
     for kind in (*KINDS, "all"):
         values = [sum(kinds.values()) if kind == "all" else kinds.get(kind, 0) for kinds in moments.values()]
         if any(values):
             print(f"  {kind:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
-    print(f"  host memory{host_text or ': none'}")
+    print(f"  host memory{host_text}")
     if room is None:
         return
     says = f"  {(peak + OVERHEAD) / GIB:.2f} of {room / GIB:.2f} GiB, 1 for CUDA and NCCL: "
     if peak + OVERHEAD <= room:
-        print(says + "fits")
+        print(f"{says}fits")
         return
     added, changed = ladder(args, argv, config, world, length, room - OVERHEAD)
     moments, host = plan(changed, config, world, tokens_of(changed, length))
-    need, host_gib = (peak_of(moments)[1] + OVERHEAD) / GIB, sum(host.values()) / GIB
+    need, fits = peak_of(moments)[1] + OVERHEAD, peak_of(moments)[1] + OVERHEAD <= room
     flags = " ".join(added).replace("--qlora", "--qlora in place of --lora" if args.lora else "--qlora")
-    print(f"{says}does not fit; {'add' if need <= room / GIB else 'with'}\n    {flags or 'every flag'}")
-    print(f"  it takes {need:.2f} GiB and {host_gib:.2f} of host memory"
-          + ("" if need <= room / GIB else ": more ranks, a shorter --seq_len or a smaller model"))
+    print(f"{says}does not fit; {'add' if fits else 'with'}\n    {flags or 'every flag'}\n  it takes {need / GIB:.2f} "
+          f"GiB and {sum(host.values()) / GIB:.2f} of host memory"
+          + ("" if fits else ": more ranks, a shorter --seq_len or a smaller model"))
 
 
 def dry_run(args, argv):
     """Prints the plan of --world ranks with GPUs: no weights, no data, no GPU."""
     argv, world, args.precision = argv or sys.argv[1:], args.world or 1, args.precision or "mixed"
-    try:
+    with Ranks(False, args.timeout).agree():
         raw_config, *_ = lm.find_model(args.model, random_init=True)
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
-        if args.adapter:
-            _, args.lora_rank, _, args.lora_targets = lm.open_adapter(args.adapter)
+        open_adapter(args)
         check_sizes(args, config, world)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"train.py: error: {error}") from error
     print_plan(args, argv, config, world, args.seq_len, args.gpu_gib and args.gpu_gib * GIB)
 
 
@@ -1057,7 +963,7 @@ def limit_gpu(args, argv, config, length, ranks):
 
 
 def fits_pinned(args, config, world, length):
-    """Whether a rank's host memory may be pinned: the system can neither swap nor reclaim it, so 20 % stay free."""
+    """Whether a rank's host memory may be pinned, which can be neither swapped nor reclaimed: 20 % stay free."""
     available = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
     free = 1024 * int(available[1]) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return sum(plan(args, config, world, tokens_of(args, length))[1].values()) < 0.8 * free
@@ -1070,7 +976,7 @@ def is_out_of_memory(error):
 
 
 def report_out_of_memory(error):
-    """Says where memory ran out; in --out as oom.json, too. The frame of main has the run's own variables."""
+    """Where memory ran out, in --out as oom.json, too -> a message. The frame of main has the run's own variables."""
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.name == "main"]
     run = {frame.f_code: frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)}.get(main.__code__, {})
     report = {"phase": lines[-1] if lines else "start", "error": str(error)[:500], "step": run.get("n", 0),
@@ -1078,16 +984,16 @@ def report_out_of_memory(error):
               "tokens_of_micro_batch": run["b"].tokens.numel() if "b" in run else 0}
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated") if torch.cuda.is_available() else ():
         report[f"{name}_gib"] = getattr(torch.cuda, name)() / GIB
-    print(f"train.py: error: rank {report['rank']} ran out of memory: {json.dumps(report, indent=2)}\n"
-          "--dry_run --gpu_gib G with the same flags says which others would make it fit", file=sys.stderr)
+    text = json.dumps(report, indent=2)
     if "out" in run:
         run["out"].mkdir(parents=True, exist_ok=True)
-        (run["out"] / "oom.json").write_text(json.dumps(report, indent=2) + "\n")
+        (run["out"] / "oom.json").write_text(text + "\n")
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(str(run["out"] / "memory.pickle"))
+    return f"out of memory: {text}\n--dry_run --gpu_gib G with the same flags says which others would make it fit"
 
 
-# ---------------------------------------------------------------- checkpoints
+# -------------------------------- checkpoints
 
 STATE = "trainer_state.json"  # the last file of a checkpoint; a folder that lacks it is none
 
@@ -1109,7 +1015,8 @@ def read_state(folder, settings, ranks):
     """trainer_state.json of a checkpoint whose files are what it says, to the byte; each rank reads its part of them.
     ValueError names what is damaged, or the settings that change the mathematics and differ from the checkpoint's."""
     state, files = lm.read_json(folder / STATE), {path.name: path for path in folder.iterdir()}
-    if state != sealed(state) or folder.name != f"checkpoint-{state['step']}":
+    kinds = [type(state.get(key)) for key in ("files", "settings")]
+    if state != sealed(state) or kinds != [dict, dict] or folder.name != f"checkpoint-{state.get('step')}":
         raise ValueError(f"{folder / STATE}: damaged, or the folder of another step; {lm.REMOVE}")
     if wrong := files.keys() ^ {*state["files"], STATE}:
         raise ValueError(f"{folder}: missing, or not written by the save: {lm.listing(wrong)}; {lm.REMOVE}")
@@ -1126,9 +1033,9 @@ def read_state(folder, settings, ranks):
 
 
 class Saver:
-    """Writes checkpoint-<step>/: each rank its rows, then rank 0 the manifest, and one rename commits them. A disk that
-    fails or is full costs this save and nothing else: the folder is removed, the reason said, and training continues.
-    With --async_save a thread writes a copy in host memory; `ranks.gather` is then its alone until finish()."""
+    """Writes checkpoint-<step>/: each rank its rows, then rank 0 the manifest, and one rename commits them. A full disk
+    costs this save and nothing else: the folder is removed, the reason said, and training continues. With --async_save
+    a thread writes a copy in host memory; `ranks.gather` is then its alone until finish()."""
 
     def __init__(self, out, args, ranks, pin):
         self.out, self.keep, self.background, self.ranks, self.pin = out, args.keep, args.async_save, ranks, pin
@@ -1140,6 +1047,7 @@ class Saver:
         self.finish()
         if state["step"] == self.last_step:
             return
+        lm.check_finite(tensors, state["step"], self.ranks)
         rows = lm.rows_of_rank(tensors, self.ranks.rank)
         if self.background:
             for key, part in rows.items():
@@ -1187,7 +1095,8 @@ class Saver:
         lm.sync(part)
         part.rename(part.with_suffix(""))
         lm.sync(self.out)
-        for _, old in checkpoints(self.out)[: -self.keep]:
+        best = (state.get("best_eval") or {}).get("step")
+        for _, old in [entry for entry in checkpoints(self.out)[: -self.keep] if entry[0] != best]:
             with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
                 shutil.rmtree(old.rename(old.with_suffix(".part")))  # renamed first: half of one must not look whole
 
@@ -1217,50 +1126,68 @@ def find_run(out, resume, restarted):
     if restarted and resume is None:  # a run that another torchrun has left is not ours to continue
         runs = [path for path in runs if lm.read_json(path).get("launcher") == launcher()]
     newest = max(runs, key=lambda path: path.stat().st_mtime).parent if runs else fresh
-    given = None if resume in (None, "auto") else Path(resume).resolve()
-    if given:
-        found = [(0, given)] if (given / STATE).is_file() else checkpoints(given)
+    if resume in (None, "auto"):
+        chosen, run = None, newest if resume or restarted else fresh
+    else:
+        given = Path(resume).resolve()
+        found = [given] if (given / STATE).is_file() else [folder for _, folder in checkpoints(given)]
         if not found:
             raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
-        run = Path(out) if out else found[-1][1].parent
-    else:
-        run = Path(out) if out else newest if resume or restarted else fresh
-    own = checkpoints(run)
+        chosen, run = found[-1], found[-1].parent
+    run = Path(out) if out else run
+    own = [folder for _, folder in checkpoints(run)]
     if resume == "auto" or (restarted and own):
-        return run, own[-1][1] if own else None
-    chosen = found[-1][1] if given else None
-    if chosen and chosen.parent.resolve() == run.resolve():
-        if own[-1][1].name != chosen.name:
-            raise ValueError(f"--resume {resume}: {run} holds {own[-1][1].name}, which is newer: give another --out to "
-                             "branch off here, or remove the newer ones")
-    elif not restarted and ((run / "args.json").exists() or (run / "final").exists() or own):
-        raise ValueError(f"--out {run}: holds a run, which is never overwritten: --resume continues it, or give "
-                         "another folder")
+        return run, own[-1] if own else None
+    is_newest = own and chosen == own[-1].resolve()
+    if not (restarted or is_newest) and (own or (run / "args.json").exists() or (run / "final").exists()):
+        raise ValueError(f"--out {run}: holds a run, which is never overwritten: --resume continues its newest "
+                         "checkpoint, or give another folder")
     return run, chosen
 
 
-def begin_writing(out, args, state):
-    """Makes the folder of a run, writes args.json, and takes the rows after the step in `state` out of metrics.jsonl:
-    they will be made again. Evaluations that stay are entered in `state`."""
-    with lm.writing(f"--out {out}", "folder"):
-        out.mkdir(parents=True, exist_ok=True)
-    for part in out.glob("*.part"):  # of a process that was killed while it wrote
-        shutil.rmtree(part, ignore_errors=True)
-    about = {**vars(args), **state["versions"], "world": state["world"], "launcher": launcher()}
-    metrics, rows = out / "metrics.jsonl", []
-    for line in metrics.read_text("utf-8", "replace").splitlines() if metrics.exists() else []:
+def read_metrics(out, last_step):
+    """The rows of metrics.jsonl up to a step."""
+    rows, path = [], out / "metrics.jsonl"
+    for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, RecursionError):  # the last line of a process that was killed
             row = json.loads(line)
-            if isinstance(row, dict) and row.get("step") in range(1, state["step"] + 1):
+            if isinstance(row, dict) and row.get("step") in range(1, last_step + 1):
                 rows.append(row)
+    return rows
+
+
+def lock(out, resumed):
+    """-> a file that makes a run this process's own while it is open. ValueError where another process has it, or has
+    gone on from the checkpoint that was read."""
+    with lm.writing(f"--out {out}", "folder"):
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / "lock", "a+")  # noqa: SIM115
+        file.seek(0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {out}: {file.read()} writes to it: wait for it, or end it") from None
+        if any(step > (int(resumed.name[11:]) if resumed else 0) for step, _ in checkpoints(out)):
+            raise ValueError(f"--out {out}: {file.read()} has written to it just now: start again")
+        file.truncate(0)
+        print(f"process {os.getpid()} of {platform.node()}", end="", file=file, flush=True)
+    return file
+
+
+def begin_writing(out, args, state):
+    """Writes args.json, and takes the rows after the step in `state` out of metrics.jsonl: they will be made again.
+    Evaluations that stay are entered in `state`."""
+    for part in out.glob("*.part"):  # of a process that was killed while it wrote
+        shutil.rmtree(part, ignore_errors=True)
+    rows, about = read_metrics(out, state["step"]), {**vars(args), **state["about"]}
     evaluations = [row for row in [state["best_eval"], *rows] if row and "eval_loss" in row]
     state["best_eval"] = min(evaluations, key=lambda row: row["eval_loss"], default=None)
     state["evaluated"] = max([state["evaluated"], *(row["step"] for row in evaluations)])
-    for path, text in ((out / "args.json", json.dumps(about, indent=2) + "\n"),
-                       (metrics, "".join(json.dumps(row) + "\n" for row in rows))):
-        part = path.with_name(path.name + ".part")  # never half a file, wherever the process ends
+    for name, text in (("args.json", json.dumps(about, indent=2) + "\n"),
+                       ("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))):
+        part = out / f"{name}.part"  # never half a file, wherever the process ends
         part.write_text(text)
-        part.replace(path)
+        part.replace(out / name)
 
 
 def fixed_settings(args, config, rows_a_step, loader, source):
@@ -1278,7 +1205,7 @@ def fixed_settings(args, config, rows_a_step, loader, source):
     return json.loads(json.dumps(settings, default=str))
 
 
-# ---------------------------------------------------------------- what a run prints and writes
+# -------------------------------- what a run prints and writes
 
 
 def memory_gib(device):
@@ -1290,19 +1217,36 @@ def memory_gib(device):
     return peaks
 
 
+def draw(path, curves):
+    """Writes an SVG. curves: {(name, colour): [(step, loss)]}. No background, a grey that reads on white and black."""
+    steps, losses = zip(*(point for curve in curves.values() for point in curve))
+    (first, last), (low, high) = (min(steps), max(steps)), (min(losses), max(losses))
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-family="sans-serif" font-size="12" '
+             'fill="#848d97">', '<path d="M52 14V356H708" fill="none" stroke="#848d97"/>']
+    for at, loss, step in ((0, low, first), (1, high, last)):
+        parts += [f'<text x="46" y="{356 - 334 * at}" text-anchor="end">{loss:.2f}</text>',
+                  f'<text x="{52 + 636 * at}" y="374" text-anchor="middle">step {step}</text>']
+    for i, ((name, colour), curve) in enumerate(curves.items()):
+        places = (f"{52 + 656 * (step - first) / max(last - first, 1):.1f},"
+                  f"{356 - 342 * (loss - low) / max(high - low, 1e-9):.1f}" for step, loss in curve)
+        parts += [f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" stroke-width="2"/>',
+                  f'<text x="702" y="{30 + 18 * i}" text-anchor="end" style="fill:{colour}">{name}</text>']
+    path.write_text("\n".join([*parts, "</svg>\n"]))
+
+
 class Log:
-    """metrics.jsonl and the same on the console. Times, tokens and FLOP are means over the steps since the last line.
-    state, which trainer_state.json holds, is kept up to date here."""
+    """metrics.jsonl and loss.svg, and the same on the console. Times, tokens and FLOP are means over the steps since
+    the last line. state, which trainer_state.json holds, is kept up to date here."""
 
     def __init__(self, out, state, loader, ranks, tensorboard):
-        self.path, self.state, self.loader, self.ranks, self.board = out / "metrics.jsonl", state, loader, ranks, None
+        self.out, self.state, self.loader, self.ranks, self.board = out, state, loader, ranks, None
         if tensorboard and ranks.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(out, purge_step=state["step"] + 1)
         self.peak_flops = next((peak for name, peak in PEAKS.items() if name in ranks.device_name), None)
         memory_gib(ranks.device)  # loading does not count
-        self.start, self.start_step, self.loss = time.perf_counter(), state["step"], None
+        self.start, self.start_step = time.perf_counter(), state["step"]
         self.reset()
 
     def reset(self):
@@ -1332,103 +1276,99 @@ class Log:
             "mem_gib": mem_gib, "mem_reserved_gib": reserved_gib, "step_s": seconds / self.n_steps,
             "data_s": (self.loader.waited_s - self.waited_s) / self.n_steps,
         }
-        self.append(row)
         left_s = (steps - row["step"]) * (time.perf_counter() - self.start) / (row["step"] - self.start_step)
-        self.ranks.say(f"step {row['step']:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {lr:.1e}  norm {norm:<5.3g}"
-                       f"  {row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  " + (f"mfu {mfu:.1%}  " if mfu else "")
-                       + f"{timedelta(seconds=int(left_s))}")
-        if state["first_loss"] is None:
-            state["first_loss"] = loss
-        self.loss = loss
+        self.append(row, f"step {row['step']:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {lr:.1e}  norm "
+                         f"{norm:<5.3g}  {row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
+                         + (f"mfu {mfu:.1%}  " if mfu else "") + f"{timedelta(seconds=int(left_s))}")
         self.reset()
 
     def write_eval(self, loss, n_targets):
         row = {"step": self.state["step"], "eval_loss": loss, "eval_tokens": n_targets}
-        self.append(row)
-        best = min(row, self.state["best_eval"] or row, key=lambda row: row["eval_loss"])
+        best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
         self.state |= {"best_eval": best, "evaluated": row["step"]}
-        self.ranks.say(f"step {row['step']}  eval loss {loss:.4f} over {n_targets:,} tokens, best "
-                       f"{best['eval_loss']:.4f} at step {best['step']}")
+        self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_targets:,} tokens, best "
+                         f"{best['eval_loss']:.4f} at step {best['step']}")
 
-    def append(self, row):
+    def append(self, row, line):
+        self.ranks.say(line)
         if self.ranks.rank:
             return
         try:
-            with open(self.path, "a") as file:
+            with open(self.out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:  # a full disk ends no training
-            self.ranks.say(f"{self.path}: not written: {error}")
+            self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
         if self.board:
             for name in row.keys() - {"step"}:
                 if row[name] is not None:
                     self.board.add_scalar(name, row[name], row["step"])
             self.board.flush()
 
+    def draw(self):
+        """Draws loss.svg on rank 0 -> [(step, loss)] of training."""
+        rows = [] if self.ranks.rank else read_metrics(self.out, self.state["step"])
+        trained = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+        evaluated = [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+        curves = {("training loss", "#2f81f7"): trained, ("evaluation loss", "#e5534b"): evaluated}
+        if trained:
+            with contextlib.suppress(OSError):
+                draw(self.out / "loss.svg", {name: curve for name, curve in curves.items() if curve})
+        return trained
+
     def close(self):
-        if self.loss is not None:  # a resumed run may have had no step left
-            n, seconds = self.state["step"] - self.start_step, time.perf_counter() - self.start
-            self.ranks.say(f"{n} steps in {seconds:.0f} s: loss {self.state['first_loss']:.4f} -> {self.loss:.4f}")
+        curve, tenth = self.draw(), self.state["steps"] / 10
+        first = [loss for step, loss in curve if step <= tenth or step == curve[0][0]]
+        last = [loss for step, loss in curve if step > 9 * tenth]
+        if last:
+            self.ranks.say(f"{self.state['step'] - self.start_step} steps in {time.perf_counter() - self.start:.0f} s, "
+                           f"mean loss of the first tenth {sum(first) / len(first):.4f}, of the last "
+                           f"{sum(last) / len(last):.4f}")
 
 
-def print_start(args, model, source, n_trained, ranks, late_sync, pin):
-    """What is trained, on what, a line for each feature that is on, with its reason, and one line of what is off."""
-    c, cuda, adapters = model.config, ranks.device.type == "cuda", args.lora or args.qlora
+def print_start(args, model, source, n_trained, ranks, pin):
+    """What is trained, on what, a line for each feature that is on, and one line of what is off."""
+    c, cuda = model.config, ranks.device.type == "cuda"
     trained, frozen = "bf16" if args.precision == "bf16" else "float32", str(model.compute_dtype).removeprefix("torch.")
-    host = "pinned host memory" if pin else "host memory, not pinned: it would take 80 %" if cuda else "nothing to move"
     n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
-    features = [  # name, whether it is on, what it does
-        ("lora", adapters, f"rank {args.lora_rank}, alpha {args.lora_alpha}, on {', '.join(args.lora_targets or ())}"),
-        ("qlora", args.qlora, "linear layers of the blocks in NF4, 4.14 bits a weight"),
-        ("fsdp2", args.fsdp2, f"{c.num_hidden_layers} blocks sharded over {ranks.world // args.replicas} rank(s), "
-         f"{args.replicas} replica(s)"),
-        ("sequence_parallel", args.sequence_parallel > 1, f"rows are split over {args.sequence_parallel} ranks"),
-        ("offload activations", "activations" in args.offload, f"inputs of all blocks but the last: {host}"),
-        ("offload params", "params" in args.offload, f"weights, gradients and AdamW: {host}"),
-        ("checkpointing", args.activation_checkpointing, "blocks are recomputed in the backward"),
-        ("chunked_ce", args.chunked_ce, f"loss of {args.ce_chunk} tokens at a time, its gradient in the forward"),
-        ("tiled_mlp", args.tiled_mlp, f"{args.tiled_mlp} tokens at a time"),
-        ("adamw8bit", args.optim == "adamw8bit", "moments of matrices in 8 bits"),
-        ("stochastic_rounding", args.stochastic_rounding, "updates of bf16 weights are right on average"),
-        ("optim_in_backward", args.optim_in_backward, "weights are updated as gradients arrive, without clipping"),
-        ("fused_adamw", args.fused_adamw, "one kernel, which checks on the device that gradients are finite"),
-        ("compile", args.compile, "blocks, loss and NF4 are compiled in the first step"),
-        ("packing", args.packing, f"several documents in a row of {args.seq_len} tokens"),
-        ("late gradient sync", late_sync and args.grad_accum > 1, "once a step, not after each micro-batch"),
-    ]
-    print(f"{args.model} ({c.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
-          f"{ranks.world} x {ranks.device_name}")
-    lines = [("precision", f"{args.precision}: trained {trained}, frozen and products {frozen}")]
-    lines += [(name, what) for name, on, what in features if on]
-    lines += [("off", ", ".join(name for name, on, _ in features if not on))]
+    lines = {f"{args.model} ({c.model_type})": f"{n_total:,} parameters, {n_trained:,} trained, {ranks.world} x "
+             f"{ranks.device_name}", f"  --precision {args.precision}": f"trained {trained}, all else {frozen}"}
+    lines |= {f"  {flag}": what for flag, what in args.on.items()} | {"  off": ", ".join(args.off)}
     if args.seq_len > c.max_position_embeddings:
-        lines += [("note", f"--seq_len is beyond the {c.max_position_embeddings} positions that the model has seen")]
-    for name, what in lines:
-        print(textwrap.fill(f"  {name:<21}{what}", 80, subsequent_indent=" " * 23))
+        lines["  note"] = f"--seq_len is beyond the {c.max_position_embeddings} positions that the model has seen"
+    if args.offload and cuda and not pin:
+        lines["  note"] = "host memory is not pinned: it would take 80 % of what is free"
+    for name, what in lines.items():
+        print(textwrap.fill(f"{name}: {what}", 80, subsequent_indent=" " * 6))
 
 
-def sample(args, model, tokenizer, counts, device):
+def sample(args, model, tokenizer, counts, ranks):
     """What the model makes of --sample. All ranks call it: under FSDP2 each forward is a collective."""
     if not args.sample:
         return ""
+    is_chat = any(count["chats"] for count in counts)
+    with ranks.agree():
+        prompt = tokenizer.prompt([{"role": "user", "content": args.sample}] if is_chat else args.sample)
     model.eval()
-    prompt = tokenizer.prompt(args.sample, any(count["chats"] for count in counts))
-    tokens = lm.generate(model, prompt, 32, tokenizer.stop_ids, device)
+    tokens = lm.generate(model, prompt, args.max_new_tokens or 48, tokenizer.stop_ids, ranks.device, args.temperature)
+    text = data.printable(tokenizer.core.decode(list(tokens)))
     model.train()
     lm.reshard_(model)
-    return "\n".join(data.printable(tokenizer.core.decode(tokens).strip()).splitlines()[:4])
+    return textwrap.shorten(text, 400)
 
 
 def tracer(args, out, ranks, step):
-    """--profile and --memory_snapshot -> (a profiler to start before a step and to stop after it, that step or
-    None)."""
+    """--profile, --memory_snapshot -> (a profiler to start before a step and to stop after it, that step or None)."""
     snapshot = args.memory_snapshot and ranks.device.type == "cuda"
 
     def write(profiler):
-        if args.profile:
-            profiler.export_chrome_trace(str(out / "trace.json.gz"))
-            print(profiler.key_averages().table(sort_by=f"self_{ranks.device.type}_time_total", row_limit=12))
-        if snapshot:
-            torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
+        try:
+            if args.profile:
+                profiler.export_chrome_trace(str(out / "trace.json.gz"))
+                print(profiler.key_averages().table(sort_by=f"self_{ranks.device.type}_time_total", row_limit=12))
+            if snapshot:
+                torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
+        except OSError as error:
+            ranks.say(f"{out}: the profile was not written: {error}")
 
     if snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
@@ -1437,26 +1377,67 @@ def tracer(args, out, ranks, step):
     return torch.profiler.profile(on_trace_ready=write), step
 
 
+def chat(args):
+    """--chat: a conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C
+    ends an answer, Ctrl-D the chat."""
+    ranks, messages, n_tokens, seconds = Ranks(False, args.timeout), [], 0, 0.0
+    _, _, model, source, adapter, tokenizer = open_model(args, ranks)
+    model.to_empty(device=ranks.device).tie_()
+    with ranks.agree():
+        lm.load_weights_(model, source, adapter, args.seed, ranks.device, sys.stderr.isatty())
+    model.eval()
+    n, stop = args.max_new_tokens or 512, tokenizer.stop_ids
+    while True:
+        try:
+            question = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if question in ("", "/reset"):
+            messages = [] if question else messages
+            continue
+        messages.append({"role": "user", "content": question})
+        tokens, said, started = [], "", time.perf_counter()
+        with ranks.agree():
+            prompt = tokenizer.prompt(messages)
+        with contextlib.suppress(KeyboardInterrupt):
+            for token in lm.generate(model, prompt, n, stop, ranks.device, args.temperature):
+                tokens.append(token)
+                text = data.printable(tokenizer.core.decode(tokens))
+                if not text.endswith("\ufffd"):  # the first bytes of a character
+                    print(text[len(said):], end="", flush=True)
+                    said = text
+        print()
+        n_tokens, seconds = n_tokens + len(tokens), seconds + time.perf_counter() - started
+        messages.append({"role": "assistant", "content": said})
+    print(f"\n{n_tokens} tokens, {n_tokens / max(seconds, 1e-9):.1f} a second", file=sys.stderr)
+
+
 def end_not_finite(model, loader, step, args, ranks):
     """Ends a run whose loss or gradient is inf or nan. Each rank runs the forward of that step again, to find whose
-    rows it were: no weight has changed since."""
-    batches, _ = loader.step(step, args.grad_accum)
+    rows it were."""
+    lm.check_finite(dict(model.named_parameters()), step, ranks)
     with torch.no_grad():
-        on_device = [batch.to(ranks.device) for batch in batches]
+        on_device = [batch.to(ranks.device) for batch in loader.step(step, args.grad_accum)[0]]
         loss_sum = sum(model(b.tokens, b.targets, b.positions, b.spans, b.keep_S) for b in on_device)
-    answers = ranks.gather((bool(loss_sum.isfinite()), loader.places(step, args.grad_accum)))
+    answers = ranks.gather((bool(loss_sum.isfinite()), ", ".join(loader.places(step, args.grad_accum)[:8])))
     wrong = [rank for rank, (finite, _) in enumerate(answers) if not finite]
     found = f"the loss of rank {', '.join(map(str, wrong))} is" if wrong else "a gradient is"
     changed = "earlier gradients of it were applied" if args.optim_in_backward else "no weight was changed by it"
-    ranks.say(f"train.py: error: step {step + 1}: {found} not finite; {changed}, checkpoints are as they were. Lower "
-              "--lr, raise --warmup, or look at the documents of that step:")
-    for rank in wrong or range(ranks.world):
-        ranks.say(f"  rank {rank}: {', '.join(answers[rank][1][:8])}")
+    places = [f"\n  rank {rank}: {answers[rank][1]}" for rank in wrong or range(ranks.world)]
     ranks.leave()
-    raise SystemExit(NOT_FINITE)
+    raise FloatingPointError(f"step {step + 1}: {found} not finite; {changed}, checkpoints are as they were. Lower "
+                             f"--lr, raise --warmup, or look at the documents of that step:{''.join(places)}")
 
 
-# ---------------------------------------------------------------- main
+# -------------------------------- main
+
+
+def open_adapter(args):
+    """-> Checkpoint of --adapter or None. Rank, alpha, targets are the adapter's, and dropout where none is given."""
+    if args.adapter:
+        adapter, settings = lm.open_adapter(args.adapter)
+        vars(args).update({name: value for name, value in settings.items() if getattr(args, name) is None})
+        return adapter
 
 
 def open_model(args, ranks):
@@ -1471,19 +1452,17 @@ def open_model(args, ranks):
         if args.precision is None:
             native = (torch.cuda.is_bf16_supported(False) if ranks.device.type == "cuda" else
                       torch.cpu._is_avx512_bf16_supported())
-            args.precision = "mixed" if native else "fp32"
+            args.precision = "fp32" if not native else "bf16" if args.chat else "mixed"
         if args.lr is None:  # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
             args.lr = (2e-4 if args.lora or args.qlora else 2e-5) * 4096 / config.hidden_size
         with torch.device("meta"):
             vanilla = lm.Transformer(config)
         source = lm.Checkpoint(weights_folder) if weights_folder else lm.RandomWeights(vanilla, args.seed, ranks.device)
         lm.check_weights(vanilla, source, args.model)
-        adapter = None
-        if args.adapter:
-            adapter, args.lora_rank, args.lora_alpha, args.lora_targets = lm.open_adapter(args.adapter)
+        adapter = open_adapter(args)
         model = lm.on_meta(config, args)
         if adapter:
-            lm.check_adapter(model, adapter, args.adapter)
+            lm.check_weights(model, adapter, args.adapter)
         return files, config, model, source, adapter, data.Tokenizer(tokenizer_folder, args.chat_template)
 
 
@@ -1499,26 +1478,27 @@ def open_run(args, config, loader, source, ranks):
         if ranks.rank == 0:
             run = find_run(args.out, args.resume, restarted)
     out, resumed = ranks.gather(run)[0]
+    steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
     with ranks.agree():
         settings = fixed_settings(args, config, rows_a_step, loader, source)
-        state = {"step": 0, "tokens": 0, "first_loss": None, "best_eval": None, "evaluated": 0}
+        state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "steps": steps, "rows_a_step": rows_a_step,
+                 "settings": settings}
         if resumed:
             state = read_state(resumed, settings, ranks)
-        state["steps"] = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
-        if state["step"] > state["steps"]:
-            raise ValueError(f"--resume {resumed}: this run ends at step {state['steps']}: raise --steps or --epochs")
-    versions = {"python": platform.python_version(),
-                **{module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}}
-    return out, resumed, {**state, "rows_a_step": rows_a_step, "settings": settings, "versions": versions,
-                          "world": ranks.world}
+        if state["step"] > steps:
+            raise ValueError(f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
+    if state["steps"] != steps:
+        ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate changes")
+    about = {"launcher": launcher(), "world": ranks.world, "python": platform.python_version(),
+             **{module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}}
+    return out, resumed, {**state, "steps": steps, "about": about}
 
 
 def main(argv=None):
     """A training run from top to bottom."""
     args = parse_args(argv)
-    if args.dry_run:
-        return dry_run(args, argv)
-
+    if args.dry_run or args.chat:
+        return dry_run(args, argv) if args.dry_run else chat(args)
     # ---- what the user gave
     ranks = Ranks(args.fsdp2, args.timeout)
     device, rank, world, say, cuda = ranks.device, ranks.rank, ranks.world, ranks.say, ranks.device.type == "cuda"
@@ -1533,10 +1513,9 @@ def main(argv=None):
     # ---- the model: each feature applied to it, and last the weights
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     n_adapter = n_trained if args.lora or args.qlora else None
-    late_sync = not args.fsdp2 or n_trained * 4 <= LATE
     pin = cuda and fits_pinned(args, config, world, loader.longest)
     if rank == 0:
-        print_start(args, model, source, n_trained, ranks, late_sync, pin)
+        print_start(args, model, source, n_trained, ranks, pin)
     if cuda:
         limit_gpu(args, argv or sys.argv[1:], config, loader.longest, ranks)
     if args.compile:
@@ -1549,8 +1528,7 @@ def main(argv=None):
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
     if args.fsdp2:
         shard_(model, args, device, pin)
-    model.to_empty(device="cpu" if "params" in args.offload else device)
-    model.tie_()
+    model.to_empty(device="cpu" if "params" in args.offload else device).tie_()
     with ranks.agree():
         lm.load_weights_(model, source, adapter, args.seed, device, rank == 0 and sys.stderr.isatty(), bool(resumed))
     if "activations" in args.offload and cuda:
@@ -1563,22 +1541,24 @@ def main(argv=None):
         if resumed:
             lm.load_checkpoint(resumed, lm.training_tensors(model, optimizer))
         if rank == 0:
+            ranks.lock = lock(out, resumed)
             begin_writing(out, args, state)
     state = ranks.gather(state)[0]
     saver = Saver(out, args, ranks, pin)
     begin = f"continuing after step {start:,} of {resumed}" if resumed else "from the start"
     say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}; writing to {out}")
-    sampled = "" if resumed else sample(args, model, tokenizer, counts[0], device)
+    sampled = "" if resumed else sample(args, model, tokenizer, counts[0], ranks)
     log, stop = Log(out, state, loader, ranks, args.tensorboard), StopSignal()
 
     def save():
         with log.paused():
             saver.save(lm.training_tensors(model, optimizer), state)
+            log.draw()
 
     def end_early():
         save()
         saver.finish()
-        number, saved = signal.Signals(stop.asked(ranks)), saver.last_step == state["step"]
+        number, saved = signal.Signals(stop.asked(ranks)[0]), saver.last_step == state["step"]
         say(f"stopped by {number.name} after step {state['step']} of {steps}, "
             + (f"saved: --resume {out} continues" if saved else "NOT saved, see above"))
         ranks.leave()
@@ -1610,8 +1590,8 @@ def main(argv=None):
         loss_sum = torch.zeros((), device=device)
         for i, batch in enumerate(batches):
             if args.fsdp2:
-                last = i == len(batches) - 1
-                model.set_requires_gradient_sync(last or not late_sync)
+                last = i == len(batches) - 1  # adapters are small enough to be reduced once a step, all weights are not
+                model.set_requires_gradient_sync(last or not n_adapter)
                 model.set_requires_all_reduce(last)  # between replicas once a step, however often inside them
             b = batch.to(device)
             loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
@@ -1630,9 +1610,9 @@ def main(argv=None):
             optimizer.zero_grad()
         n_finite += 1 - bad
         log.count(counted, lm.step_flops(config, counted, n_adapter) / world)
-        stopped = stop.asked(ranks)
+        stopped, due = stop.asked(ranks, time.perf_counter() - log.mark > 10)
         saving = stopped or (args.save_every and (n % args.save_every == 0 or n == steps))
-        if saving or step == start or n % args.log_every == 0 or n == steps:
+        if saving or step == start or n <= 10 or n % args.log_every == 0 or n == steps or due:
             if world > 1:
                 dist.all_reduce(loss_sum)
             figures = [x.to(device) for x in (loss_sum / n_targets, norm, bad, n_finite)]
@@ -1652,40 +1632,50 @@ def main(argv=None):
 
     # ---- the result, before an evaluation or a sample could fail
     saver.finish()
-    adapter = lm.export(args, model, source, files, out, ranks)
+    lm.check_finite(dict(model.named_parameters()), state["step"], ranks)
+    adapter = lm.export(args, model, source, files, tokenizer, out, ranks)
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()
-    if after := sample(args, model, tokenizer, counts[0], device):
+    if after := sample(args, model, tokenizer, counts[0], ranks):
         say(f"--- {args.sample.strip()}\nbefore: {sampled}\nafter:  {after}\n---")
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
     stop.release()
     if args.merge and rank == 0:
-        lm.merge(args, source, adapter, files, out)
+        lm.merge(args, source, adapter, files, tokenizer, out)
     say(f"done: {out}/final" + (f" and {out}/merged" if args.merge else ""))
 
 
 def launch(argv=None):
-    """main() -> the exit code. Each ending prints one message, as the last thing."""
+    """main() -> the exit code. An error is one message, the last thing on the screen: rank 0 prints it, and torchrun,
+    which has more to say, ends with what is in its error file."""
+    code, message, speaks = 1, "", os.environ.get("RANK", "0") == "0"
     try:
         main(argv)
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-            return 1
-        return end.code or 0
+        return 0
+    except SystemExit as end:  # with an exit code, or with what is wrong
+        code, message = (1, end.code) if isinstance(end.code, str) else (end.code or 0, "")
+    except argparse.ArgumentError as error:
+        code, message = 2, str(error)
+    except FloatingPointError as error:
+        code, message = NOT_FINITE, str(error)
     except BrokenPipeError:  # of `| head`
         return 1
     except KeyboardInterrupt:
-        print("train.py: interrupted", file=sys.stderr)
-        return 130
+        code, message = 130, "interrupted, nothing saved"
     except Exception as error:
+        speaks, message = True, f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
-            report_out_of_memory(error)
-            return OUT_OF_MEMORY
-        traceback.print_exc()
-        return 1
-    return 0
+            code, message = OUT_OF_MEMORY, report_out_of_memory(error)
+        else:
+            traceback.print_exc()
+    if message and speaks:
+        print(data.printable(f"train.py: error: {message}"), file=sys.stderr)
+    if message and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        speaks = speaks or code == 2  # rank 0 may be ended before it has judged the flags
+        about = {"message": message if speaks else "see rank 0", "extraInfo": {"timestamp": int(time.time())}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": about}))
+    return code
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def ce_case(case, tokens, V, D):
 
     trained, chunk = case
     torch.manual_seed(0)
-    head = lm.LMHead(lm.parse_config(lm.preset_config("llama-2-7b") | {"vocab_size": V, "hidden_size": D}))
+    head = lm.LMHead(lm.parse_config(lm.PRESETS["llama-2-7b"] | {"vocab_size": V, "hidden_size": D}))
     torch.nn.init.normal_(head.weight, std=D**-0.5)
     head.bfloat16().requires_grad_(trained)
     x_BTD = torch.randn(1, tokens, D, dtype=torch.bfloat16).requires_grad_()
@@ -94,7 +94,7 @@ def load(world=4):
     with tempfile.TemporaryDirectory() as folder:
         for layers in (12, 24):
             model = Path(folder, str(layers))
-            n_bytes = harness.write_model(model, lm.preset_config("llama-2-7b") | {
+            n_bytes = harness.write_model(model, lm.PRESETS["llama-2-7b"] | {
                 "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": layers, "num_attention_heads": 16,
                 "num_key_value_heads": 16, "head_dim": 64})
             for given in ("--precision bf16", "--precision mixed --lora", "--precision mixed --qlora"):
@@ -165,7 +165,7 @@ def flags(tokens):
 
     rows, known = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        harness.write_model(Path(folder), lm.preset_config("llama-2-7b") | SHAPE)
+        harness.write_model(Path(folder), lm.PRESETS["llama-2-7b"] | SHAPE)
         Path(folder, "data.txt").write_text("the file is read from disk and returned as a list of str " * 9000)
         for flag, world, *pair in PAIRS:
             for given in pair:

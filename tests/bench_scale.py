@@ -55,7 +55,7 @@ def formula(args, c, world, tokens):
 
     trained = L * numbers(p for p in block if p.requires_grad) + numbers(p for p in ends if p.requires_grad)
     n_gathers = 2 * L - 1 if args.reshard_after_forward else L  # again in the backward; the last block stays gathered
-    n_reduces = 1 if trained * 4 <= train.LATE else M
+    n_reduces = 1 if args.lora or args.qlora else M  # adapters are reduced once a step
     heads_bytes = 2 * q + 2 * math.lcm(c.num_key_value_heads, args.sequence_parallel) * c.head_dim  # copied
     n_passes = 3 if args.activation_checkpointing else 2  # forward, backward, and the forward again
     exchanged = M * L * n_passes * tokens * size * heads_bytes
@@ -158,7 +158,7 @@ def paper():
 def on_paper(name, flags, seq_len, world, replicas, speed):
     """-> (a cell of the table, seconds of the products)."""
     argv = ["--model", name, "--seq_len", str(seq_len), "--fsdp2", *flags.split(), "--replicas", str(replicas)]
-    args, config = train.parse_args(["--dry_run", *argv]), lm.parse_config(lm.preset_config(name))
+    args, config = train.parse_args(["--dry_run", *argv]), lm.parse_config(lm.PRESETS[name])
     args.precision, n_adapter = args.precision or "mixed", None
     if args.lora or args.qlora:
         n_adapter = sum(p.numel() for p in lm.on_meta(config, args).parameters() if p.requires_grad)

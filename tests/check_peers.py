@@ -74,6 +74,14 @@ def write_chats(path):
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
+def random_model(config, seed):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for key, p in model.named_parameters():  # random norms and biases too: ones and zeros would hide a mistake
+        torch.nn.init.normal_(p, 1.0 if key.endswith("norm.weight") else 0.0, 0.2 if p.dim() < 2 else 0.08)
+    return model
+
+
 def write_random_models(folder):
     """Random checkpoints, written by transformers, with the built-in model's tokenizer -> {name: path}."""
     shape = dict(vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -88,11 +96,7 @@ def write_random_models(folder):
         "qwen3": (transformers.Qwen3Config(**shape, head_dim=32, rope_parameters=theta), torch.float32, "5GB"),
     }
     for number, (name, (config, dtype, file_size)) in enumerate(cases.items()):
-        torch.manual_seed(number)
-        model = AutoModelForCausalLM.from_config(config)
-        for key, p in model.named_parameters():  # random norms and biases too: ones and zeros would hide a mistake
-            torch.nn.init.normal_(p, 1.0 if key.endswith("norm.weight") else 0.0, 0.2 if p.dim() < 2 else 0.08)
-        model.to(dtype).save_pretrained(folder / name, max_shard_size=file_size)
+        random_model(config, number).to(dtype).save_pretrained(folder / name, max_shard_size=file_size)
         for file in TOKENIZER_FILES:
             shutil.copyfile(TINY / file, folder / name / file)
     return {name: folder / name for name in cases}
@@ -131,9 +135,9 @@ def ours(folder, adapter_folder=None):
     source, adapter = lm.Checkpoint(folder), None
     lm.check_weights(model, source, folder)
     if adapter_folder:
-        adapter, rank, alpha, targets = lm.open_adapter(adapter_folder)
-        lm.add_lora_(model, rank, alpha, 0.0, targets)
-        lm.check_adapter(model, adapter, adapter_folder)
+        adapter, flags = lm.open_adapter(adapter_folder)
+        lm.add_lora_(model, flags["lora_rank"], flags["lora_alpha"], 0.0, flags["lora_targets"])
+        lm.check_weights(model, adapter, adapter_folder)
     return fill(model, source, adapter).eval()
 
 
@@ -145,7 +149,7 @@ def round_to_file(model, folder):
     """The model with every weight rounded to the dtype that it has in a checkpoint, in float32 again."""
     source = lm.Checkpoint(folder)
     for name, p in model.named_parameters():
-        p.data = p.data.to(source.dtype(name)).float()
+        p.data = p.data.to(source.tensors[name][2]).float()
     return model
 
 
@@ -174,6 +178,28 @@ def check_model(name, base, runs, tokens):
         check(f"{name}: {run}, merged/ against base + adapter", ratio < 0.02,
               f"rounded weights move the logits {ratio:.2%} as far as the adapter does")
         check_tokenizer(f"{name}: {run}, merged/", merged)
+
+
+def check_generation(folder):
+    """Greedy continuations with the cache, by both sides, of five architectures in float32."""
+    shape = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=256, rope_parameters={"rope_theta": 1e6})
+    llama3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                  original_max_position_embeddings=32)
+    cases = {"llama3.1": transformers.LlamaConfig(**shape | {"rope_parameters": llama3}),
+             "llama-tied": transformers.LlamaConfig(**shape, tie_word_embeddings=True),
+             "mistral": transformers.MistralConfig(**shape, head_dim=16, sliding_window=None),
+             "qwen2": transformers.Qwen2Config(**shape), "qwen3": transformers.Qwen3Config(**shape, head_dim=32)}
+    for number, (name, config) in enumerate(cases.items()):
+        model, equal = random_model(config, number).eval(), 0
+        model.save_pretrained(folder / f"generate-{name}")
+        for length in (1, 24, 47, 70):
+            prompt = torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(length))
+            expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=80,
+                                      do_sample=False, eos_token_id=None, pad_token_id=0)[0, length:].tolist()
+            got = lm.generate(ours(folder / f"generate-{name}"), prompt[0].tolist(), 80, set(), torch.device("cpu"))
+            equal += list(got) == expected
+        check(f"{name}: greedy continuations of 80 tokens", equal == 4, f"{equal} of 4 equal transformers'")
 
 
 # ---------------------------------------------------------------- tokenizer and chat template
@@ -269,6 +295,7 @@ def main():
         write_chats(folder / "chats.jsonl")
         check_chats(folder / "chats.jsonl")
         check_nf4()
+        check_generation(folder)
         tokens = torch.randint(0, 4096, (2, 96), generator=torch.Generator().manual_seed(1))
         for name, base in {"tiny": TINY, **write_random_models(folder)}.items():
             runs = {"full": ((), 1), "full, 2 ranks --fsdp2": (("--fsdp2",), 2), "lora": (("--lora", "--merge"), 1),

@@ -10,7 +10,7 @@ Which tests hold which promise of DESIGN section 6:
     6 host memory is flat           test_sharding (loading)
     7 nothing is silent             test_bad_input, test_faults, test_train (what a run says)
     8 nothing executes              test_bad_input, test_formats
-    9 the plan is true              test_plan, test_oom
+    9 the plan is true              test_plan, test_oom, test_cuda
     10 small                        test_size
 
 Ranks are processes of a fork server that has imported train.py once: four of them cost less than one `import torch`.
@@ -38,35 +38,41 @@ os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # before to
 
 import pytest
 
+import emulated_cuda  # before torch
+
 HERE = Path(__file__).parent
 if "oomph-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):  # of tokenized files; ranks import this and inherit it
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="oomph-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-processes = multiprocessing.get_context("forkserver")
+processes = multiprocessing.get_context("fork" if emulated_cuda.LOADED else "forkserver")
 processes.set_forkserver_preload(["train", "torch._dynamo", "numpy.ma", "pytest", "conftest"])  # not in each rank
 HANG_S = 600
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device, or an emulated one (test_cuda.py)")
 
 
 def pytest_collection_modifyitems(items):
     import torch
 
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    for item in items if not torch.cuda.is_available() else []:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device in this process: test_cuda.py emulates one"))
+    if emulated_cuda.LOADED:  # ranks are forks, and a process may not fork once it has threads
+        items.sort(key=lambda item: item.path.name != "test_cuda.py")
+        torch.set_num_threads(1)
 
 
-def start_rank(rank, world, port, function, args, log):
+def start_rank(rank, world, port, function, args, log, gpu):
     """A rank's process: function(*args), whose result or SystemExit is the exit code; all it prints goes to `log`."""
     trace = open(f"{log}.trace", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR2, trace)  # where each thread stands, asked for when the rank hangs
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")  # gloo, on any machine
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if not gpu:  # gloo, on any machine
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
         os.environ[name] = str(value)
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
@@ -81,12 +87,13 @@ def start_rank(rank, world, port, function, args, log):
     sys.exit(code)
 
 
-def start_ranks(world, function, args, logs):
+def start_ranks(world, function, args, logs, gpu=False):
     """Runs function(*args) on `world` ranks at once -> their exit codes. TimeoutError if they hang."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [processes.Process(target=start_rank, args=(r, world, port, function, args, logs[r])) for r in range(world)]
+    ranks = [processes.Process(target=start_rank, args=(rank, world, port, function, args, logs[rank], gpu))
+             for rank in range(world)]
     for process in ranks:
         process.start()
     started = time.time()
@@ -110,14 +117,14 @@ def train_main(argv):
     return train.launch(argv)
 
 
-def run_ranks(world, argv, out):
+def run_ranks(world, argv, out, gpu=False):
     """Runs train.py with argv and --out on `world` ranks -> (rows of metrics.jsonl, what all ranks said, exit codes).
     Without checkpoints unless argv asks for them."""
     argv = [*map(str, argv), "--out", str(out)]
     if "--save_every" not in argv:
         argv += ["--save_every", "0"]
     logs = [out.parent / f"{out.name}-rank{rank}.log" for rank in range(world)]
-    codes = start_ranks(world, train_main, (argv,), logs)
+    codes = start_ranks(world, train_main, (argv,), logs, gpu)
     metrics = out / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     return rows, "".join(log.read_text() for log in logs), codes
@@ -144,9 +151,9 @@ def losses(world, argv, out):
     return curve(world, argv, out)[0]
 
 
-def curve(world, argv, out):
+def curve(world, argv, out, gpu=False):
     """(losses, gradient norms) of every step of a run that must succeed."""
-    rows, text, codes = run_ranks(world, [*argv, "--log_every", 1], out)
+    rows, text, codes = run_ranks(world, [*argv, "--log_every", 1], out, gpu)
     assert codes == [0] * world, text
     return [[row[key] for row in rows if "loss" in row] for key in ("loss", "grad_norm")]
 
@@ -168,6 +175,14 @@ def folder(tmp_path_factory):
         shutil.copy(HERE / "tiny" / file, path)
     (path / "config.json").write_text(json.dumps(SHAPE))
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The tokenizer of the built-in model."""
+    import data
+
+    return data.Tokenizer(HERE / "tiny")
 
 
 @pytest.fixture(scope="session")
@@ -248,22 +263,3 @@ def start_fake_group(world):
     for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
         setattr(dist, name, alone)
     dist.all_to_all_single = lambda output, given, **_: output.copy_(given[:1].expand_as(given))
-
-
-def count_flops(function):
-    """FLOP of the matrix products and attention that function() runs, by torch's own formulas."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
-
-    class Count(TorchDispatchMode):
-        total = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if function.overloadpacket in flop_registry:
-                Count.total += flop_registry[function.overloadpacket](*args, **(kwargs or {}), out_val=out)
-            return out
-
-    with Count():
-        function()
-    return Count.total

@@ -23,9 +23,11 @@ def assert_says(message, words):
 # ---------------------------------------------------------------- flags
 
 FLAGS = {
-    "--nonsense 1": "--nonsense", "--qlor": "--qlor", "--lora --qlora": "--lora and --qlora | choose one",
+    "--nonsense 1": "--nonsense", "--qlor": "mean --qlora?", "--learning_rate 1": "mean --lr?", "--seq-len 8": "_len?",
+    "--no_compile": "leave it out | --compile", "--no_packing": "mean --no-packing?", "tiny": "--model tiny",
+    "--lora --qlora": "--lora and --qlora | choose one",
     **{f"--{flag}": f"--{flag.split()[0]} needs --lora or --qlora" for flag in (
-        "lora_rank 8", "lora_alpha 8", "lora_dropout 0.1", "lora_targets q_proj", "adapter a", "merge")},
+        "lora_rank 8", "lora_alpha 8", "lora_dropout 0.1", "lora_targets q_proj", "merge")},
     **{f"--lora --adapter a --{flag}": f"--{flag.split()[0]} | --adapter | leave" for flag in (
         "lora_rank 8", "lora_alpha 8", "lora_targets q_proj", "random_init")},
     "--lora --lora_dropout 1": "--lora_dropout | below 1",
@@ -35,20 +37,18 @@ FLAGS = {
         "--no-reshard_after_forward", "--no-shard_embeddings", "--offload params", "--replicas 2")},
     "--offload disk": "--offload | disk | activations",
     "--offload --no-activation_checkpointing": "--offload activations | --activation_checkpointing",
-    "--fsdp2 --offload --no-activation_checkpointing": "--offload activations | --activation_checkpointing",
     "--ce_chunk 8 --no-chunked_ce": "--ce_chunk | --no-chunked_ce | leave",
     "--stochastic_rounding": "--stochastic_rounding | --precision bf16",
-    "--stochastic_rounding --precision mixed": "--stochastic_rounding | --precision bf16",
     "--optim adamw8bit --no-fused_adamw": "--no-fused_adamw | --optim adamw8bit | leave",
-    "--stochastic_rounding --precision bf16 --no-fused_adamw": "--no-fused_adamw | --stochastic_rounding | leave",
     "--optim_in_backward --grad_accum 2": "--optim_in_backward | --grad_accum",
     "--optim_in_backward --clip 1": "--optim_in_backward | leave out --clip",
     "--async_save --save_every 0": "--async_save | --save_every 0 | leave",
     "--eval_every 5": "--eval_every needs --eval_data", "--world 4": "--world is for --dry_run | --nproc_per_node",
-    "--precision fp16": "--precision | fp16 | bf16", "--steps 0": "--steps | 0 | positive",
-    "--steps 1.5": "--steps | 1.5 | int", "--batch_size -1": "--batch_size | -1 | positive",
-    "--epochs inf": "--epochs | inf | positive", "--lr nan": "--lr | nan | zero or a positive",
-    "--seed -1": "--seed | positive", "--dry_run --gpu_gib 24GB": "--gpu_gib | 24GB | float",
+    "--precision fp16": "--precision | fp16 | bf16", "--steps 0": "--steps | 0 | above 0",
+    "--steps 1.5": "--steps | 1.5 | int", "--batch_size -1": "--batch_size | -1 | above 0",
+    "--epochs inf": "--epochs | inf | above 0", "--lr nan": "--lr | nan | 0 or above",
+    "--seq_len 99999999999999999999": "--seq_len | below", "--dry_run --world 999999": "--world | 100000",
+    "--chat --fsdp2": "--chat | one device", "--seed -1": "--seed | above 0", "--gpu_gib 24GB": "_gib | 24GB | float",
 }
 
 
@@ -71,12 +71,11 @@ ASKED_FOR = [  # a family, what its config.json asks for, words of the message b
     ("qwen2", {"hidden_act": "gelu"}, "gelu | silu"), ("qwen2", {"use_sliding_window": True}, "true"),
     ("qwen2", {"layer_types": [FULL, SLIDING]}, f"{SLIDING} | {FULL}"),
     ("qwen2", {"quantization_config": {"quant_method": "gptq"}}, "gptq | --qlora"),
-    ("qwen2", {"num_experts": 8}, "8"), ("qwen2", {"num_local_experts": 8}, "8"), ("llama2", {"mlp_bias": True}, ""),
-    ("llama2", {"attention_bias": True}, ""), ("llama2", {"attention_dropout": 0.1}, "0.1"),
+    ("qwen2", {"num_experts": 8}, "8"), ("llama2", {"mlp_bias": True}, ""), ("llama2", {"attention_bias": True}, ""),
+    ("llama2", {"attention_dropout": 0.1}, "0.1"),
     ("llama2", {"partial_rotary_factor": 0.5}, "0.5"), ("qwen2", {"num_key_value_heads": 3}, "divide"),
     ("qwen3-tied", {"head_dim": None}, ""), ("qwen3-tied", {"head_dim": 15}, "even"),
-    ("qwen2", {"rms_norm_eps": NAN}, "NaN"), ("qwen2", {"rms_norm_eps": "1e-6"}, "float"),
-    ("qwen2", {"dtype": "float8_e4m3fn"}, "float8 | bfloat16"), ("qwen2", {"initializer_range": "small"}, "float"),
+    ("qwen2", {"rms_norm_eps": NAN}, "NaN"), ("qwen2", {"dtype": "float8_e4m3fn"}, "float8 | bfloat16"),
     ("qwen2", {"tie_word_embeddings": "false"}, "bool"), ("mistral", {"sliding_window": "64"}, "int"),
     # transformers 5 would take rope_parameters; both are there when somebody adds YaRN to a file that it has written
     ("llama3.1", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"),
@@ -84,8 +83,7 @@ ASKED_FOR = [  # a family, what its config.json asks for, words of the message b
     *(("llama3.1", {"rope_parameters": rope}, words) for rope, words in (
         ({**LLAMA3, "rope_theta": None}, "rope_theta | missing | copy"), ([1], "flat"),
         ({FULL: LLAMA3, SLIDING: LLAMA3}, "flat"), ({**LLAMA3, "rope_type": "yarn"}, "yarn | llama3"),
-        ({**LLAMA3, "factor": 0}, "factor"), ({**LLAMA3, "factor": INFINITY}, "factor"),
-        ({**LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
+        ({**LLAMA3, "factor": INFINITY}, "factor"), ({**LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
         ({**LLAMA3, "original_max_position_embeddings": "16"}, "original_max_position_embeddings"))),
     *(("qwen2", {"rope_parameters": rope}, words) for rope, words in (
         (None, "rope_theta | missing | copy"), ({"rope_type": "default"}, "rope_theta | missing | copy"),
@@ -117,7 +115,7 @@ def test_absurd_sizes_are_refused_before_anything_is_allocated(key):
 # A case runs in an empty folder with `model`, a copy of tests/goldens/qwen2, which has no tokenizer, and `chat.jsonl`.
 
 CHAT = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]}
-GOOD, ASKED = json.dumps(CHAT) + "\n", json.dumps({"messages": CHAT["messages"][:1]}) + "\n"
+GOOD = json.dumps(CHAT) + "\n"
 MODEL = "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
 WEIGHTS, INDEX = "model/model.safetensors", "model/model.safetensors.index.json"
 EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"
@@ -172,12 +170,12 @@ def index(head, copy=False):
     return spoil
 
 
-def adapter(width=32, **changes):
+def adapter(blocks=2, **changes):
     """A rank 2 adapter of q_proj for the two blocks of the model."""
     def spoil():
         Path("adapter").mkdir()
-        stems = [f"model.layers.{block}.self_attn.q_proj" for block in range(2)]
-        values = {f"{stem}.lora_A.weight": torch.zeros(2, width) for stem in stems}
+        stems = [f"model.layers.{block}.self_attn.q_proj" for block in range(blocks)]
+        values = {f"{stem}.lora_A.weight": torch.zeros(2, 32) for stem in stems}
         values |= {f"{stem}.lora_B.weight": torch.zeros(32, 2) for stem in stems}
         lm.save_adapter(values, Path("adapter"), "base", 2, 4.0, 0.0, ["q_proj"])
         edit("adapter/adapter_config.json", **changes)()
@@ -190,13 +188,13 @@ def bitsandbytes(found):
 
 
 ADAPTER, TEMPLATE = "--lora --adapter adapter", "--model tiny --chat_template mine.jinja"
-BAD = "--model tiny --data bad."  # the built-in model, which is good, and a file that is not
 FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "no model folder": ([], "--model nowhere", "--model nowhere | no such folder | Hub id | qwen3-0.6b"),
+    "an id without its owner": ([], "--model QWEN3-0.6b", "did you mean | Qwen/Qwen3-0.6B"),
     "no such id": ([], "--model nobody/nothing-at-all", "--model nobody/nothing-at-all | not fetched from the Hub"),
     "no config": ([rename("model/config.json", "gone")], "", "model | no config.json"),
     "config cut": ([write("model/config.json", "{")], "", "model/config.json | JSON"),
-    "config not UTF-8": ([write("model/config.json", b"\xff\xfe")], "", "model/config.json | JSON"),
+    "a pipe of weights": ([rename(WEIGHTS, "gone"), lambda: os.mkfifo(WEIGHTS)], "", f"{WEIGHTS} | no such file"),
     "rows beyond a window": ([config(model_type="mistral", architectures=None, sliding_window=32)], "",
                              "--seq_len 64 | sliding_window"),
     "no weights": ([rename(WEIGHTS, "gone")], "", f"{WEIGHTS} | no such file"),
@@ -206,6 +204,7 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "another shape": ([config(intermediate_size=56)], "",
                       "wrong shape | model.layers.0.mlp.down_proj.weight is [32, 48] | [32, 56]"),
     "a tensor less": ([tensors(lambda t: t.pop("model.norm.weight"))], "", "missing: model.norm.weight"),
+    "escapes": ([tensors(lambda t: t.update({"\x1b[2J": t[EMBEDDING] + 0}))], "", "unexpected: \\x1b[2J"),
     "int8": ([tensors(lambda t: t.update({lm.HEAD: t[lm.HEAD].to(torch.int8)}))], "", "lm_head.weight | bfloat16"),
     "bitsandbytes": ([tensors(bitsandbytes)], "", "unquantized model | --qlora"),
     **{f"index of {file!r}": ([index(file)], "", f"{INDEX} | plain names")
@@ -223,40 +222,30 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
        for key, value in (
            ("peft_type", "IA3"), ("bias", "all"), ("use_dora", True), ("use_rslora", True), ("fan_in_fan_out", True),
            ("modules_to_save", ["lm_head"]), ("rank_pattern", {"q_proj": 4}), ("layers_to_transform", [0]), ("r", 0),
-           ("r", "2"), ("lora_alpha", None), ("lora_alpha", NAN), ("target_modules", "all-linear"),
-           ("target_modules", ["lm_head"]), ("key_of_tomorrow", 1))},
-    "adapter of other layers": ([adapter(target_modules=["q_proj", "v_proj"])], ADAPTER,
-                                "missing | model.layers.0.self_attn.v_proj.lora_A.weight"),
-    "adapter of another width": ([adapter(width=64)], ADAPTER, "wrong shape | q_proj.lora_A.weight is [2, 64]"),
+           ("r", "2"), ("lora_alpha", None), ("lora_alpha", NAN), ("lora_dropout", 1.5), ("target_modules", 5),
+           ("target_modules", ["lm_head"]), ("target_modules", [["q_proj"]]), ("target_modules", ["q_proj", "v_proj"]),
+           ("alora_invocation_tokens", [1]), ("loftq_config", {"loftq_bits": 4}), ("key_of_tomorrow", 1),
+           ("kasa_config", {}), *(("init_lora_weights", way) for way in ("pissa", "olora", "eva", "corda", "loftq")))},
+    "adapter's key of escapes": ([adapter(**{"key_\x1b": 1})], ADAPTER, "adapter_config.json | key_\\x1b"),
+    "adapter of one block": ([adapter(blocks=1)], ADAPTER, "missing | model.layers.1.self_attn.q_proj.lora_A.weight"),
     "no adapter": ([], ADAPTER, "adapter/adapter_config.json"),
     "adapter in a pickle": ([adapter(), rename("adapter/adapter_model.safetensors", "adapter/adapter_model.bin")],
                             ADAPTER, "adapter/adapter_model.safetensors | .bin | safetensors"),
     "no tokenizer": ([], "", "model | tokenizer.json"),
     "tokenizer cut": ([write("model/tokenizer.json", '{"version": "1.0"')], "", "model/tokenizer.json"),
-    "tokenizer of a larger model": ([tiny("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")], "",
-                                    "chat.jsonl | 64 embeddings | another model"),
     "template's syntax": ([write("mine.jinja", "{% for m in messages %}\n{{ m }")], TEMPLATE, "mine.jinja | line 2"),
-    "no template": ([], TEMPLATE, "mine.jinja | No such file"),
-    "template not UTF-8": ([write("mine.jinja", b"\xff\xfe")], TEMPLATE, "mine.jinja | utf-8"),
     "template that objects": ([write("mine.jinja", "{{ raise_exception('no \x1b[31m system') }}")], TEMPLATE,
                               "chat.jsonl | line 1 | mine.jinja | system"),
-    "template that reaches out": ([write("mine.jinja", "{{ messages.__class__.a }}")], TEMPLATE, "line 1 | unsafe"),
-    "a table": ([write("bad.parquet", "")], BAD + "parquet", "bad.parquet | .jsonl | to_json"),
-    "empty data": ([write("bad.txt", "")], BAD + "txt", "bad.txt | nothing to train on"),
-    "data not UTF-8": ([write("bad.txt", b"caf\xe9")], BAD + "txt", "bad.txt | utf-8"),
-    "a bad line": ([write("bad.jsonl", GOOD + '\n{"text": \n' + GOOD)], BAD + "jsonl", "bad.jsonl | line 3: | JSON"),
+    "a table": ([write("bad.parquet", "")], "--model tiny --data bad.parquet", "pandas | read_parquet('bad.p"),
+    "a name of the Hub": ([], "--model tiny --data a/b", "a/b: | pip install datasets | load_dataset('a/b' | b.js"),
+    "escapes in a name": ([], "--model tiny --data \x1b[31m.jsonl", r"\x1b[31m.jsonl: no such file"),
     "no share of a file": ([], "--model tiny --data chat.jsonl:0", "chat.jsonl:0 | positive number"),
     "rows too short": ([], "--model tiny --seq_len 8", "nothing to train on | 2 are longer than --seq_len 8"),
-    "no answer": ([write("bad.jsonl", ASKED)], BAD + "jsonl", "nothing to train on | 1 without a supervised"),
-    "hardly an answer": ([write("bad.jsonl", GOOD.replace("What", "What " * 300))], BAD + "jsonl --seq_len 1024",
-                         "bad.jsonl | only | --inspect"),
     "step beyond the data": ([], "--model tiny --batch_size 3 --grad_accum 5", "15 rows | --batch_size | has 1"),
     "out a file": ([write("file", "")], "--model tiny --out file", "--out file | folder"),
     "out of a run": ([write("taken/args.json", "{}")], "--model tiny --out taken", "taken | holds a run | --resume"),
     "nothing to resume": ([], "--model tiny --resume model", "--resume model | no complete checkpoint"),
-    "replicas": ([], "--model tiny --fsdp2 --replicas 2", "--replicas 2 | 1 rank"),
     "replicas of a plan": ([], "--fsdp2 --replicas 3 --dry_run --world 8", "--replicas 3 | 8 rank | 1, 2, 4, 8"),
-    "groups": ([], "--model tiny --sequence_parallel 2", "--sequence_parallel 2 | 1 rank"),
     "groups of a plan": ([], "--sequence_parallel 4 --dry_run --world 6", "--sequence_parallel 4 | 6 rank | 1, 2"),
     "groups of heads": ([], "--model qwen2.5-0.5b --sequence_parallel 4 --dry_run --world 28",
                         "--sequence_parallel 4 | 14 heads | 1, 2, 7, 14"),

@@ -110,8 +110,8 @@ def test_a_block_is_compiled_once_without_graph_breaks_and_computes_the_same(tra
 
 def check_compiled_shards(ranks, folder):
     trace_only()
-    for group, checkpointing in itertools.product((None, dist.group.WORLD), (True, False)):
-        how = {"checkpointing": checkpointing, "precision": "mixed", "sharded": True}
+    for group, checkpointing in (None, False), (dist.group.WORLD, True):
+        how = {"checkpointing": checkpointing, "precision": "mixed", "sharded": True, "num_hidden_layers": 2}
         compiled, eager = build("qlora", compiled=True, **how), build("qlora", **how)
         compiled.sequence_group = eager.sequence_group = group
         check_equal(losses_and_gradients(compiled), losses_and_gradients(eager))

@@ -2,11 +2,13 @@
 are dealt out, and that documents in one row do not see each other."""
 
 import errno
+import fcntl
+import functools
 import itertools
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,17 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import documents_of, pieces, read_data
-from test_formats import ANSWER, END, HERE, QUESTION, chat, jsonl, message, model_folder
+from conftest import HERE, documents_of, pieces, processes, read_data
+from test_formats import ANSWER, END, QUESTION, chat, jsonl, message, model_folder
 
 import data
 import model as lm
-from data import IGNORE
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return data.Tokenizer(HERE / "tiny")
+from data import IGNORE, encode_chunk
 
 
 @pytest.fixture
@@ -125,80 +122,82 @@ def test_error_while_tokenizing_leaves_nothing_and_says_where_it_was(tiny, tmp_p
     assert list(cache.iterdir()) == []
 
 
-SCRIPT = """
-import os, signal, sys, time
-sys.path.insert(0, {root!r})
-import data
-data.CHUNK, data.WORTH, data.n_cores, encode_chunk = 2**16, 1, lambda: 2, data.encode_chunk
+def in_a_worker(tokenizer, chunk):
+    assert multiprocessing.parent_process()
+    return encode_chunk(tokenizer, chunk)
 
-def encode_chunk_or_die(*args):
-    {what}
-    return encode_chunk(*args)
 
-data.encode_chunk = encode_chunk_or_die
-if __name__ == "__main__":
-    print(data.tokenized({path!r}, False, data.Tokenizer({model!r}), False))
-"""
+def killed(*_):
+    if multiprocessing.parent_process():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stuck(folder, *_):
+    with open(folder / f"{os.getpid()}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until this process ends
+        file.write("started")
+        file.flush()
+        time.sleep(600)
+        file.write(" and outlived its parent")
+
+
+def by_two_workers(path, encode):
+    """Tokenizes a file in two workers, which call encode(tokenizer, chunk)."""
+    changes = {"CHUNK": 2**16, "WORTH": 1, "n_cores": lambda: 2, "encode_chunk": encode}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in changes.items():
+            patch.setattr(data, name, value)
+        return data.tokenized(str(path), False, data.Tokenizer(HERE / "tiny"), False)
 
 
 @pytest.fixture
-def start(tmp_path):
-    """What workers do before a chunk -> the process that tokenizes a.jsonl by two workers, in a cache of its own."""
-    rows = ({"prompt": f"{i} ", "completion": "self é☃ def f(x):\n" * (i % 40)} for i in range(3000))
+def several_chunks(tmp_path):
+    rows = ({"prompt": f"{i} ", "completion": "self é☃ def f(x):\n" * (i % 40)} for i in range(1500))
     lines = ("{bad\n" if i % 200 == 7 else json.dumps(row) + "\n" for i, row in enumerate(rows))
     (tmp_path / "a.jsonl").write_text("".join(lines))
-
-    def run(what):
-        names = {"root": str(HERE.parent), "path": str(tmp_path / "a.jsonl"), "model": str(HERE / "tiny"), "what": what}
-        (tmp_path / "run.py").write_text(SCRIPT.format(**names))
-        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        return subprocess.Popen([sys.executable, tmp_path / "run.py"], env=environment, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    return run
+    return tmp_path / "a.jsonl"
 
 
-def test_worker_processes_write_the_same_bytes(tiny, tmp_path, start):
-    together, _ = start("pass").communicate(timeout=600)  # bounds a hang
-    alone = data.tokenized(str(tmp_path / "a.jsonl"), False, tiny, False)
+def test_worker_processes_write_the_same_bytes(tiny, several_chunks, cache):
+    together = by_two_workers(several_chunks, in_a_worker).rename(cache / "together")
+    alone = data.tokenized(str(several_chunks), False, tiny, False)
     for path in alone.iterdir():
-        assert path.read_bytes() == Path(together.strip(), path.name).read_bytes()
+        assert path.read_bytes() == (together / path.name).read_bytes()
     report = lm.read_json(alone / "report.json")
-    assert report["n_bad"] == 15 and [text.split(":")[0] for text in report["bad"]] == [
+    assert report["n_bad"] == 8 and [text.split(":")[0] for text in report["bad"]] == [
         f"line {i}" for i in (8, 208, 408, 608, 808)]
 
 
-def test_killed_worker_is_an_error(tmp_path, start):
-    process = start("os.kill(os.getpid(), signal.SIGKILL)")
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 1 and f"{tmp_path / 'a.jsonl'}: A process in the process pool was terminated" in errors
+def test_killed_worker_is_an_error(several_chunks, cache):
+    with pytest.raises(ValueError, match=f"{several_chunks}: A process in the process pool was terminated"):
+        by_two_workers(several_chunks, killed)
 
 
-def test_workers_end_with_a_killed_parent(tmp_path, start):
-    process = start(f"open({str(tmp_path / 'started')!r}, 'w').close(); time.sleep(3600)")
-    while not (tmp_path / "started").exists():
+def test_workers_end_with_a_killed_parent(tmp_path, several_chunks):
+    parent = processes.Process(target=by_two_workers, args=(several_chunks, functools.partial(stuck, tmp_path)))
+    parent.start()
+    while not any(lock.read_text() for lock in tmp_path.glob("*.lock")):
+        assert parent.is_alive()
         time.sleep(0.01)
-    process.kill()
-    process.communicate(timeout=600)  # returns when the last process that holds its pipes has ended
+    parent.kill()
+    for lock in tmp_path.glob("*.lock"):
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # waits for the end of the worker
+            assert file.read() == "started"
 
 
 # ---------------------------------------------------------------- packing and loading
 
 
-def test_packing_is_best_fit_decreasing():
+def test_packing_holds_each_document_once_in_rows_of_which_no_two_fit_into_one():
     rng = np.random.default_rng(0)
     for _ in range(300):  # many short documents, few long ones, and all sizes between
         seq_len, n = int(rng.integers(1, 200)), int(rng.integers(1, 120))
-        lengths, rows, room = rng.integers(1, rng.integers(1, seq_len + 1) + 1, size=n), [], []
-        for i in np.argsort(-lengths, kind="stable"):  # slowly: each into the first of the fullest rows that have room
-            fitting = [row for row in range(len(rows)) if room[row] >= lengths[i]]
-            row = min(fitting, key=lambda row: room[row], default=len(rows))
-            if row == len(rows):
-                rows.append([])
-                room.append(seq_len)
-            rows[row].append(i)
-            room[row] -= lengths[i]
-        assert data.pack(lengths, seq_len) == rows
+        lengths = rng.integers(1, rng.integers(1, seq_len + 1) + 1, size=n)
+        rows = data.pack(lengths, seq_len)
+        assert sorted(itertools.chain(*rows)) == list(range(n))
+        fill = sorted(lengths[row].sum() for row in rows)
+        assert fill[-1] <= seq_len and (len(fill) == 1 or fill[0] + fill[1] > seq_len)
 
 
 def make_documents(lengths, supervised=None):
@@ -263,14 +262,6 @@ def test_rows_come_once_an_epoch_in_the_order_of_seed_and_epoch_the_largest_firs
         assert order == shuffled
 
 
-def test_a_step_does_not_depend_on_the_steps_asked_for_before(documents):
-    fresh = [loader_of(documents, batch_size=3).step(n, 2) for n in range(30)]
-    used = loader_of(documents, batch_size=3)
-    for n in np.random.default_rng(0).integers(0, 30, size=60).tolist():  # back and forth over many epochs
-        batches, counted = used.step(n, 2)
-        assert counted == fresh[n][1] and [rows_of(b) for b in batches] == [rows_of(b) for b in fresh[n][0]]
-
-
 X = IGNORE
 BATCHES = {True: ([[0, 1, 2, 4, 5, 7, 0, 0]], [[1, X, 3, X, X, 8, X, X]], [[0, 1, 2, 0, 1, 0, 0, 0]], [0, 2, 5]),
            False: ([[0, 1, 2], [4, 5, 0], [7, 0, 0]], [[1, X, 3], [X, X, X], [8, X, X]],
@@ -284,18 +275,6 @@ def test_batch_is_right_to_the_token(packing):
     batch = loader_of(documents, packing, 3, seq_len=8).batch([0] if packing else [0, 1, 2])
     assert tuple(tensor.tolist() for tensor in batch[:4]) == BATCHES[packing]
     assert batch.spans.pairs == [(0, 3), (3, 5), (5, 6) if packing else (6, 7)]
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_shards_of_a_group_are_the_batch_of_one_rank(documents, packing):
-    alone = loader_of(documents, packing, 2, seed=4).step(1, 1)[0][0]
-    loaders = [data.Loader(documents, 32, packing, 2, 4, rank, 3, sequence_parallel=3) for rank in range(3)]
-    shards = [loader.step(1, 1)[0][0] for loader in loaders]
-    for name in ("tokens", "targets", "positions"):
-        joined = torch.cat([getattr(shard, name).flatten() for shard in shards])
-        n = getattr(alone, name).numel()
-        assert torch.equal(joined[:n], getattr(alone, name).flatten()) and len(joined) - n < 3
-    assert all(shard.spans.pairs == alone.spans.pairs for shard in shards)
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -8,17 +8,17 @@ import json
 import random
 import re
 import shutil
+import signal
 import string
-from pathlib import Path
 
 import pytest
 import tokenizers
-from conftest import pieces, read_data
+from conftest import HERE, pieces, read_data
 from tokenizers.processors import TemplateProcessing
 
 import data
+import model as lm
 
-HERE = Path(__file__).parent
 VOCAB = 4096  # of tests/tiny
 START, END = "<|im_start|>", "<|im_end|>"  # ids 0 and 1 of tests/tiny
 
@@ -31,6 +31,8 @@ AGENT = (
     "{% if m.reasoning_content %}{{ '<think>' ~ m.reasoning_content ~ '</think>' }}{% endif %}{{ m.content or '' }}"
     "{% for call in m.tool_calls or [] %}{{ '<call>' ~ ((call.function or call) | tojson) ~ '</call>' }}{% endfor %}"
     "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content ~ '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}")
+BOS_EOS = TemplateProcessing(f"<s> $A {END}", special_tokens=[("<s>", VOCAB), (END, 1)])
+BOS = TemplateProcessing("<s> $A", special_tokens=[("<s>", VOCAB)])
 LLAMA2 = (HERE / "goldens-chat" / "llama2.jinja").read_text()
 FORGETFUL = CHATML.replace(  # as Qwen3's: drops what came before </think> from every assistant turn but the last
     "m.content", "(m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content)")
@@ -48,11 +50,6 @@ def model_folder(path, template=None, post_processor=None, extra_tokens=()):
     if template is not None:
         (path / "chat_template.jinja").write_text(template)
     return path
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return data.Tokenizer(HERE / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +127,6 @@ ROWS = {
     "reasoning-by-another-name": (chat({**ANSWER, "thinking": "hm"}), said("<think>hm</think>It is 4.")),
     "sharegpt": ({"conversations": [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}], "tools": [SCHEMA],
                   "system": "s"}, SCHEMA_TEXT + turn("system", "s") + turn("user", "h") + said("g")),
-    "sharegpt-tools": ({"conversations": [
-        {"from": "human", "value": "2 + é?"}, {"from": "function_call", "value": json.dumps(CALL)},
-        {"from": "observation", "value": "4"}, {"from": "gpt", "value": "It is 4."}]}, CALLED),
     "prompt": ({"prompt": "2 + 2 =", "completion": " 4"}, f"2 + 2 =⟦ 4{END}⟧"),
     "prompt-inside-a-token": ({"prompt": "x = retu", "completion": "rn"}, f"x =⟦ return{END}⟧"),
     "prompt-messages": (
@@ -167,19 +161,16 @@ TURNS = [message("system", "Answer in one line."), message("user", "What is 2 + 
          message("user", "And in French, with a snowman?"), message("assistant", "Ça fait 4 ☃ 🙂,\n    n'est-ce pas ?")]
 THINKING = [message("user", "2 + 2?"), message("assistant", "<think>easy</think>4"),
             message("user", "3 + 3?"), message("assistant", "<think>hm</think>6")]
-
-
 ANSWERS = [one["content"] + END for one in TURNS if one["role"] == "assistant"]
 
 
 @pytest.mark.parametrize(("template", "messages", "expected"), [
     (None, TURNS, ANSWERS),  # ChatML, for a model without a template
-    (CHATML, TURNS, ANSWERS),
     (CHATML, TURNS[:4], ANSWERS[:1]),  # ends in a question
     (LLAMA2, TURNS, [f" {answer.removesuffix(END)} {END}" for answer in ANSWERS]),  # the blanks are the template's
     (FORGETFUL, THINKING, ["<think>hm</think>6" + END]),  # it rewrites the first answer
     (FORGETFUL, [THINKING[0], message("assistant", "4"), *THINKING[2:]], ["4" + END, "<think>hm</think>6" + END]),
-], ids=["none", "chatml", "question-last", "llama2", "rewrites", "rewrites-nothing"])
+], ids=["none", "question-last", "llama2", "rewrites", "rewrites-nothing"])
 def test_answers_are_marked_to_the_token(tmp_path, template, messages, expected):
     (text,) = trained_on(tmp_path, data.Tokenizer(model_folder(tmp_path, template)), chat(*messages))
     assert re.findall("⟦(.*?)⟧", text, re.DOTALL) == expected
@@ -228,10 +219,10 @@ def test_texts_errors_tokens_and_masks_are_those_of_transformers(load, template)
             wrong.append((case["conversation"], prompt))
         if "ids" in case:
             text, spans, _, error = data.parse_example(json.dumps(row), tokenizer)
-            if error:  # transformers trains on an empty answer
-                assert template == "chatml_generation" and "tool_calls" in str(row) and "leaves out the calls" in error
+            if error:  # transformers trains on an empty answer, and on answers to questions about tools it cannot see
+                assert template == "chatml_generation" and "tool" in str(row) and "leaves out the tool" in error
                 continue
-            ids, mask = next(tokenizer.encode([(text, spans, False, False)]))
+            ids, mask = next(tokenizer.encode([(text, spans, False)]))
             if (ids.tolist(), mask.astype(int).tolist()) != (case["ids"], case["mask"]):
                 wrong.append((case["conversation"], "mask"))
     assert wrong == []
@@ -252,21 +243,58 @@ def test_sandbox_is_that_of_transformers(load, tmp_path):
 
 
 @pytest.mark.parametrize("expression", [
-    "''.__class__.__mro__", "messages.__class__.__base__.__subclasses__()", "raise_exception.__globals__.os",
-    "strftime_now.__self__.__class__.__mro__", "cycler.__init__.__globals__.os",
-    "messages.append(1)", "messages[0].update(a=1)", "1 // 0", "[][1].x", "messages[0]['content'] + 1",
-    "range(10**9)", "'x' * 10**18", "'%d' % 'x'", "raise_exception('no')"])
+    "messages.__class__.__base__.__subclasses__()", "raise_exception.__globals__.os", "cycler.__init__.__globals__.os",
+    "messages.append(1)", "messages[0]['content'] + 1", "range(10**9)", "'x' * 10**18", "raise_exception('no')"])
 def test_template_that_reaches_out_or_fails_is_refused_by_name(with_template, expression):
     with pytest.raises(ValueError, match=r"chat_template\.jinja"):
         with_template("{{ " + expression + " }}").render([dict(one) for one in TURNS])
 
 
-@pytest.mark.parametrize("wrap", ["BODY", "{% generation %}BODY{% endgeneration %}"], ids=["plain", "generation"])
-def test_endless_output_stops_at_the_limit(with_template, monkeypatch, wrap):
+PANIC = {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<a>", "type_id": 0}}],
+                            "pair": [], "special_tokens": {}}}  # the library's Rust finds no such token
+BLOCK = "{% generation %}BODY{% endgeneration %}"
+TEMPLATES = {  # what is odd: words of the message
+    BLOCK.replace("BODY", "\n" + BLOCK): "blocks inside each other",
+    "{% macro a() %}" + BLOCK + "{% endmacro %}" + BLOCK.replace("BODY", "{{ a() }}"): "inside each other, or cut",
+    "{% for m in messages %}" + BLOCK.replace("BODY", "{% break %}") + "{% endfor %}": "inside each other, or cut",
+    "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2: "took more than 0.1 seconds",
+    "{{ 9 ** (9 ** 9) }}": "took more than 0.1 seconds", "{{ " + "-" * 9999 + "1 }}": "recursion"}
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    *(({key: value}, key) for key in ("bos_token", "eos_token") for value in (7, ["<s>"], {"content": 7}, {"a": 1})),
+    *(({"chat_template": value}, "") for value in (7, "", " ", {"a": "b"}, [7], [{"name": "rag", "template": "a"}],
+                                                   [{"name": "default", "template": 7}], [{"name": []}])),
+    *(({"chat_template": template}, words) for template, words in TEMPLATES.items()),
+    ({"chat_template.jinja": ""}, "chat_template.jinja): expected text; --chat_template"),
+    (PANIC, "tokenizer.json: no entry"),
+], ids=lambda part: str(part)[:60] if isinstance(part, dict) else "")
+def test_tokenizer_files_that_are_odd_are_refused_by_name(tmp_path, monkeypatch, changes, words):
+    monkeypatch.setattr(data, "MAX_RENDER_S", 0.1)
+    folder, handler = model_folder(tmp_path, changes.get("chat_template.jinja")), signal.getsignal(signal.SIGVTALRM)
+    path = folder / ("tokenizer.json" if changes is PANIC else "tokenizer_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError) as error:
+        data.Tokenizer(folder).render(TURNS)
+    assert words in str(error.value) and str(error.value).startswith((str(path), "chat template ("))
+    assert signal.getsignal(signal.SIGVTALRM) == handler and signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+def test_conversations_with_tools_have_the_template_for_tools_and_never_lose_them(tmp_path, with_template):
+    folder, named = model_folder(tmp_path), {"default": CHATML, "tool_use": AGENT, "rag": "{{"}
+    config = {"chat_template": [{"name": name, "template": text} for name, text in named.items()]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = data.Tokenizer(folder)
+    assert tokenizer.render(TURNS, [SCHEMA])[0] == SCHEMA_TEXT + tokenizer.render(TURNS)[0]
+    with pytest.raises(ValueError, match=r"chat_template\.jinja\): leaves out the tool 'add'"):
+        with_template(CHATML).conversation(TURNS, [SCHEMA])
+
+
+def test_endless_output_stops_at_the_limit(with_template, monkeypatch):
     monkeypatch.setattr(data, "MAX_RENDERED", 1000)
     body = "{% for i in range(20000) %}{{ 'x' }}{% if i > 1000 %}{{ 1 // 0 }}{% endif %}{% endfor %}"
     with pytest.raises(ValueError, match="more than 1000 characters"):  # and no division by zero: it went no further
-        with_template(wrap.replace("BODY", body)).render(TURNS)
+        with_template(BLOCK.replace("BODY", body)).render(TURNS)
 
 
 @pytest.mark.parametrize("row", [
@@ -308,26 +336,22 @@ def test_the_same_rows_are_the_same_documents_in_every_container(tiny, tmp_path,
     assert {path.name for path in folder.iterdir()} == {*data.ARRAYS, "report.json"}  # no copy of the lines stays
 
 
-def test_long_text_is_one_document_with_the_tokens_of_its_chunks(tiny, tmp_path, monkeypatch):
+def test_long_text_is_a_document_for_each_chunk_of_whole_lines(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "CHUNK", 2000)
     text = "".join(f"{data.__doc__[:90]}\n\n\n  größer ☃ {i}\n" for i in range(200))
     (tmp_path / "a.txt").write_text(text)
-    assert len(data.chunks_of(tmp_path / "a.txt")) > 5
-    # this tokenizer splits at runs of newlines, where the chunks are cut: they have the tokens of the whole
-    expected = [*tiny.core.encode(text).ids, tiny.eos]
-    assert [ids for ids, _ in pieces(read_data(tmp_path / "a.txt", tiny, 10**6)[0])] == [expected]
+    texts = [tiny.core.decode(ids) for ids, _ in pieces(read_data(tmp_path / "a.txt", tiny, 10**6)[0])]
+    assert "".join(texts) == text and all(len(one) < 2200 and one.endswith("\n") for one in texts)
 
 
-def test_held_out_stdlib_is_one_line_in_twenty_and_not_trained_on(tmp_path, monkeypatch):
+def test_held_out_stdlib_is_one_line_in_twenty_and_not_trained_on(monkeypatch):
     modules = list(itertools.islice(data.stdlib_modules(), 50))
     monkeypatch.setattr(data, "stdlib_modules", lambda: modules)
     held_out, training = (
-        data.as_lines(None, "stdlib:docs", one, tmp_path).read_text().splitlines() for one in (True, False))
+        [line.decode() for line in data.lines_of(None, "stdlib:docs", one)] for one in (True, False))
     everything = [json.dumps(row) for one in modules for row in data.stdlib_questions(*one)]
     assert not set(held_out) & set(training) and sorted(held_out + training) == sorted(everything)
-    # a hash decides, so the count is binomial: 4 standard deviations either side, and it never changes between runs
-    n, p = len(everything), 1 / 20
-    assert abs(len(held_out) - n * p) < 4 * (n * p * (1 - p)) ** 0.5
+    assert len(held_out) == pytest.approx(len(everything) / 20, rel=0.3)  # a hash decides, the same in every run
 
 
 # ---------------------------------------------------------------- lines that cannot be trained on
@@ -340,12 +364,14 @@ BAD = {  # name: (the line, what is said of it)
     "text-number": ({"text": 5}, "not valid text"),
     "half-a-surrogate": (b'{"text": "a\\ud83d"}', "surrogates not allowed"),
     "messages-empty": ({"messages": []}, "no messages"),
-    "messages-of-text": ({"messages": ["q", "a"]}, "not valid messages"),
     "unknown-role": (chat(message("human", "q")), "unknown role 'human'; expected system"),
     "weight": (chat(message("assistant", "a", weight=2)), "'weight' must be 0 or 1, got 2"),
     "image": (chat(message("user", [{"type": "image_url"}, {"text": "q"}])), "must be text, got .*image_url"),
+    "tool-number": (chat(QUESTION, ANSWER, tools=[{"function": 7}]), "'int' object"),
+    "call-number": (chat(*calling({"function": 7})), "'int' object"),
+    "preferences": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "data for DPO"),
+    "question-answer": ({"question": "q", "answer": "a"}, "'question' to 'instruction', 'answer' to 'output'"),
     "tools-object": (chat(QUESTION, ANSWER, tools=SCHEMA), "'tools' must be a list of JSON schemas"),
-    "function-call": ({"conversations": [{"from": "function_call", "value": "f(x)"}]}, "not valid conversations"),
     "control-characters": (chat(message("\x1b[31mred", "q")), r"unknown role '\\x1b\[31mred'"),
 }
 
@@ -370,21 +396,17 @@ def test_one_line_in_a_hundred_may_be_bad(tiny, tmp_path):
         read_data(path, tiny)
 
 
-def test_printable_text_has_no_control_characters():
-    assert data.printable("é☃🙂👩\u200d👧\t\n\x1b[2J\x07\x9b\u202e") == "é☃🙂👩\u200d👧\t\n\\x1b[2J\\x07\\x9b\\u202e"
-
-
 @pytest.mark.parametrize(("name", "raw", "what"), [
-    ("a.jsonl", "missing", r"no such file; expected a \.jsonl"), ("a.jsonl", None, "a folder; expected"),
-    ("noextension", b"x", r"expected a \.jsonl"), ("a.parquet", b"x", r"expected a \.jsonl.*read_parquet\(.*to_json\("),
-    ("a.jsonl", b"", "nothing to train on"), ("a.json", b"[ \n]", "nothing to train on"),
-    ("a.txt", b"", "nothing to train on"), ("a.txt.gz", gzip.compress(b""), "nothing to train on"),
+    ("a.jsonl", "missing", r"no such file; expected a \.jsonl"), ("a.jsonl", None, "no such file; expected"),
+    ("noextension", b"x", r"expected a \.jsonl"),
+    ("a.json", b"[ \n]", "nothing to train on"), ("a.txt.gz", gzip.compress(b""), "nothing to train on"),
     ("a.jsonl", b"\n \r\n\n\t\n", "nothing to train on"),
-    ("a.jsonl", b'{"question": "q"}\n', r"nothing to train on\n  line 1: .*expected a JSON object"),
+    ("a.jsonl", b'{"question": "q"}\n', r"nothing to train on\n  line 1: .*expected an object"),
+    ("a.csv", b"x", r"pip install pandas.*read_csv\('.*a\.csv'\)\.to_json\('a\.jsonl'"),
     ("a.txt", b"abc\xff", "'utf-8' codec can't decode byte 0xff in position 3"),
     ("a.json", b'[{"text": "a"}, {"text": "b"]', "Expecting ',' delimiter: line 1 column 29"),
     ("a.json", b'[{"text": "a"}]\ngarbage', "Extra data: line 2"), ("a.json", b"[" * 100_000, "recursion"),
-    ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "UTF-16, expected UTF-8: .*iconv"),
+    ("a.jsonl", b'{"text": 7}\n' * 20 + b'{"text": "a"}\n' * 9999, r"20 examples.*(\n  not valid text: [^\n]*){5}$"),
     ("a.txt.gz", gzip.compress(b"text" * 999)[:-20], "ended before"), ("a.json.gz", b'{"text": 1}', "Not a gzipped"),
 ], ids=str)
 def test_file_that_cannot_be_read_is_refused_by_name(tiny, tmp_path, name, raw, what):
@@ -398,8 +420,6 @@ def test_file_that_cannot_be_read_is_refused_by_name(tiny, tmp_path, name, raw, 
 
 # ---------------------------------------------------------------- BOS and EOS
 
-BOS_EOS = TemplateProcessing(f"<s> $A {END}", special_tokens=[("<s>", VOCAB), (END, 1)])
-BOS = TemplateProcessing("<s> $A", special_tokens=[("<s>", VOCAB)])
 WITH_BOS = "{{ bos_token }}" + CHATML
 
 
@@ -427,9 +447,28 @@ def test_conversation_has_the_bos_that_its_template_writes(tmp_path, template, p
 
 def test_prompts_begin_as_training_did(tmp_path, tiny):
     tokenizer = data.Tokenizer(model_folder(tmp_path, None, BOS, ["<s>"]))
-    assert tokenizer.prompt("a b", False) == [VOCAB, *tiny.core.encode("a b").ids]
-    assert tiny.prompt("a b", True) == tiny.core.encode(turn("user", "a b") + f"{START}assistant\n").ids
+    assert tokenizer.prompt("a b") == [VOCAB, *tiny.core.encode("a b").ids]
+    assert tiny.prompt([QUESTION]) == tiny.core.encode(ASKED + f"{START}assistant\n").ids
     assert tiny.stop_ids == {1}
+    for ask in ("a\ud83d", [message("user", "a\ud83d")]):
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            tiny.prompt(ask)
+
+
+@pytest.mark.parametrize("own, mine, processor", [
+    (None, None, None), (None, None, BOS), (CHATML, None, None), (CHATML, AGENT, None)])
+def test_exports_carry_the_template_that_was_trained_on(tmp_path, own, mine, processor):
+    (tmp_path / "mine.jinja").write_text(mine or "")
+    for name in ("base", "out"):
+        (tmp_path / name).mkdir()
+    base = model_folder(tmp_path / "base", own, processor, ['<s>"\'{{🙂\n'])  # ChatML's BOS has to be quoted
+    tokenizer = data.Tokenizer(base, mine and tmp_path / "mine.jinja")
+    lm.save_tokenizer(tokenizer, tmp_path / "out")
+    written = data.Tokenizer(tmp_path / "out")
+    assert written.source == f"chat template ({tmp_path}/out/chat_template.jinja)"
+    for prompt in (False, True):
+        assert written.render([QUESTION, ANSWER], None, prompt) == tokenizer.render([QUESTION, ANSWER], None, prompt)
+    assert (tokenizer.new_template is None) == (own is not None and mine is None)
 
 
 PIECES = ["a", "word", " ", "  ", "\n", "\n\n", "\t", "\r\n", "é", "e\u0301", "☃", "🙂", "👩\u200d👩\u200d👧", "日本語",

@@ -36,20 +36,12 @@ def test_the_error_is_nf4s_own_at_four_and_an_eighth_bits(kind):
     assert (codes.numel() + scales.numel()) * 8 / w.numel() == 4.140625
 
 
-def test_codes_equal_bitsandbytes():
+def test_codes_equal_bitsandbytes(monkeypatch):
+    monkeypatch.setattr(nf4, "CHUNK", 3000)  # a few rows at a time
     golden = load_file(HERE / "goldens-nf4.safetensors")
     for dtype in ("float32", "bfloat16"):
         codes, _ = nf4.quantize(golden[f"weight.{dtype}"])
         assert torch.equal(codes.flatten(), golden[f"codes.{dtype}"].flatten())
-
-
-@pytest.mark.parametrize("cut", [1, 86, 255])
-def test_a_row_has_the_same_bytes_whoever_quantizes_it(monkeypatch, cut):
-    w = weights("scattered scales")
-    whole = nf4.quantize(w)  # 4 rows at a time below
-    monkeypatch.setattr(nf4, "CHUNK", 4096 * 4)
-    for part, rows in zip((nf4.quantize(w[:cut]), nf4.quantize(w[cut:])), (slice(0, cut), slice(cut, None))):
-        assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole))
 
 
 def test_zero_blocks_and_zero_rows_stay_zero():
@@ -58,14 +50,6 @@ def test_zero_blocks_and_zero_rows_stay_zero():
     back = nf4.dequantize(*nf4.quantize(w), torch.float32)
     assert not back[3].any() and not back[4, :64].any() and not back[5, 64:].any()
     assert back[4, 64:].any() and back[5, :64].any() and back.isfinite().all()
-
-
-def test_every_byte_decodes_as_the_formula_says():
-    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
-    _, scales = nf4.quantize(weights("normal", 2, 256))
-    book, absmax = torch.tensor(nf4.CODEBOOK), nf4.block_scales(scales)
-    pairs = torch.stack([book[codes.int() >> 4], book[codes.int() & 15]], -1).view(2, -1, 64)
-    assert torch.equal(nf4.dequantize(codes, scales, torch.float32), (pairs * absmax[..., None]).view(2, 256))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -116,12 +100,3 @@ def test_every_pair_of_levels_is_rounded_to_the_nearest_even_bf16():
     levels = torch.tensor(nf4.CODEBOOK)
     expected = torch.stack([levels[codes.long() >> 4], levels[codes.long() & 15]], -1) * scales[..., None]
     assert torch.equal(packed, expected.bfloat16())
-
-
-@pytest.mark.gpu
-def test_compiled_nf4_on_a_gpu_is_the_plain_one():
-    codes, scales = nf4.quantize(torch.randn(512, 1024, device="cuda"))
-    got, expected = nf4.dequantize_compiled(codes, scales), nf4.dequantize(codes, scales, torch.bfloat16)
-    # exp() of Triton and of the CUDA library differ in the last bit of float32: seldom one of bf16
-    torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
-    assert (got != expected).float().mean() < 1e-3

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import model as lm
+import nf4
 import train
 
-M_LEVELS, V_LEVELS = train.code_levels(torch.device("cpu"))
+M_LEVELS, V_LEVELS = nf4.code_levels(torch.device("cpu"))
 EIGHT, RANDOM = ["--optim", "adamw8bit"], ["--stochastic_rounding"]
 KINDS = pytest.mark.parametrize("kind", [EIGHT, RANDOM, EIGHT + RANDOM], ids=str)
 
@@ -61,39 +62,35 @@ def test_dither_is_uniform_and_neighbours_steps_and_moments_are_independent():
     assert torch.linalg.svdvals((u > 0.5).float() - 0.5)[0] < 1.1 * 512**0.5
 
 
+SCALES = 10 ** torch.linspace(-18, 18, 4096)[:, None]  # of blocks, with any mantissa
+
+
 def test_v_is_stored_within_an_eighth_over_nine_decades_and_is_never_zero():
-    v = log_uniform((64, 256), 9.5)
-    v[:, 0] = 1.0
+    v = log_uniform((4096, 256), 9.5) * SCALES
+    v[:, :1] = SCALES  # the largest of a block must not wrap around
     error = (rounded_moment(v, False, 1) / v - 1).abs()
-    assert error.max() < 0.125  # neighbouring codes are at most that far apart
+    assert error.max() < 0.125 and error[:, 0].max() < 0.07  # neighbouring codes are at most that far apart
     assert error.square().mean().sqrt() < 0.045  # and 9 % on average, of which random rounding leaves 1 / sqrt(6)
-    v[:, 1:] = 1e-20  # below the range: rounded up
-    assert (rounded_moment(v, False, 1)[:, 1:] == V_LEVELS[0]).all() and 2.4e-10 < V_LEVELS[0] < 2.6e-10
+    v[:, 1:] = 1e-20 * SCALES  # below the range: rounded up
+    small = rounded_moment(v, False, 1)[:, 1:] / SCALES
+    torch.testing.assert_close(small, V_LEVELS[0].expand_as(small), rtol=1e-6, atol=0)  # float32
+    assert 2.4e-10 < V_LEVELS[0] < 2.6e-10 and not rounded_moment(torch.zeros(3, 256), False, 1).any()
 
 
-def test_m_is_stored_within_an_eighth_and_two_millionths():
-    for decades in (3, 8):
-        m = log_uniform((64, 256), decades) * normal((64, 256), 0).sign()
-        m[:, 0] = -1.0
-        got = rounded_moment(m, True, 1)
-        assert ((got - m).abs() <= m.abs() / 8 + 2.1e-6).all()  # codes close in on zero with equal steps of 2.0e-6
-        assert (got * m >= 0).all()  # no sign changes
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_the_largest_of_a_block_survives_every_dither_and_zeros_stay(signed):
-    x = log_uniform((4096, 256), 1) * 10 ** torch.linspace(-18, 18, 4096)[:, None]  # scales of any mantissa
-    largest, place = x.max(1)
-    for step in range(20):
-        got = rounded_moment(x, signed, step).gather(1, place[:, None])[:, 0]
-        assert (got / largest - 1).abs().max() < 0.07  # one code below at most; wrapping around would leave nothing
-    assert torch.equal(rounded_moment(torch.zeros(3, 256), signed, 1), torch.zeros(3, 256))
+@pytest.mark.parametrize("decades", [3, 8])
+def test_m_is_stored_within_an_eighth_and_two_millionths(decades):
+    m = log_uniform((4096, 256), decades) * normal((4096, 256), 0).sign() * SCALES
+    m[:, :1] = -SCALES
+    got = rounded_moment(m, True, 1)
+    assert ((got - m).abs() <= m.abs() / 8 + 2.1e-6 * SCALES).all()  # codes close in on zero by equal steps of 2.0e-6
+    assert (got * m >= 0).all()  # no sign changes
+    assert (got / m - 1)[:, 0].abs().max() < 0.07 and not rounded_moment(torch.zeros(3, 256), True, 1).any()
 
 
 @pytest.mark.parametrize("rounded, decades, spread", [  # spread: half of the largest distance of two neighbours
     (lambda x, step: rounded_moment(x, True, step), 7, lambda x: x.abs() / 16 + 1.1e-6),
     (lambda x, step: rounded_moment(x.abs(), False, step), 7, lambda x: x.abs() / 16 + 1.1e-6),
-    (lambda x, step: train.round_to(torch.bfloat16, x, dither(step, x.shape)), 30, lambda x: x.abs() / 256),
+    (lambda x, step: nf4.round_to(torch.bfloat16, x, dither(step, x.shape)), 30, lambda x: x.abs() / 256),
 ], ids=["m", "v", "bf16"])
 def test_what_is_rounded_is_right_in_the_mean(rounded, decades, spread):
     x, n = log_uniform((8, 256), decades), 2000
@@ -106,7 +103,7 @@ def test_what_is_rounded_is_right_in_the_mean(rounded, decades, spread):
 def test_random_rounding_keeps_what_bf16_holds():
     x = torch.tensor([[0.0, -0.0, 1.0, -3.5, 2**-126, float("inf"), float("-inf"), float("nan")]])
     for step in range(50):
-        got = train.round_to(torch.bfloat16, x, dither(step, x.shape)).float()
+        got = nf4.round_to(torch.bfloat16, x, dither(step, x.shape)).float()
         assert torch.equal(got.nan_to_num(7.0), x.nan_to_num(7.0))
         assert torch.equal(got.signbit()[0, :-1], x.signbit()[0, :-1])  # of -0.0 too; that of a nan means nothing
 
@@ -148,20 +145,6 @@ def test_moments_in_8_bits_follow_adamw_and_do_not_freeze():
     assert ratio.std() < 0.3
     error, expected = (m - exact["exp_avg"]) / spread, exact["exp_avg"] / spread
     assert error.square().mean() < 0.1**2 * expected.square().mean()  # 8.5 % RMS
-
-
-@KINDS
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_found_inf_leaves_weights_and_state_as_they_are(kind, value):
-    for shape in ((6, 300), (6,)):
-        (_, w), (_, optimizer), step = pair(shape, *kind, dtype=torch.bfloat16)
-        step(torch.ones_like(w))
-        tensors = [w.detach(), *(x for name, x in optimizer.state[w].items() if name != "step")]
-        before = [x.clone() for x in tensors]
-        w.grad[3] = value
-        optimizer.found_inf.fill_(1)
-        optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(before, tensors))
 
 
 @pytest.mark.parametrize("kind, moved", [(EIGHT, 0), (RANDOM, 40 * 2e-4), (EIGHT + RANDOM, 40 * 2e-4)], ids=str)
@@ -282,24 +265,9 @@ def test_nothing_is_updated_after_a_gradient_that_is_not_finite(flags):
 
 def test_adamw8bit_learns_what_adamw_learns(folder, tmp_path):
     # from random weights, where moments matter most: the loss falls by half
-    argv = ["--model", folder, "--random_init", "--data", "stdlib:docs", "--train_on", "all", "--seq_len", 128,
-            "--precision", "fp32", "--steps", 100, "--lr", "4e-3", "--no-activation_checkpointing"]
+    argv = ["--model", folder, "--random_init", "--data", "stdlib:docs", "--train_on", "all", "--seq_len", 64,
+            "--precision", "fp32", "--steps", 80, "--lr", "4e-3", "--no-activation_checkpointing"]
     curves = [losses(1, [*argv, "--optim", optim], tmp_path / optim) for optim in ("adamw", "adamw8bit")]
-    means = [sum(curve[-50:]) / 50 for curve in curves]
+    means = [sum(curve[-40:]) / 40 for curve in curves]
     assert means[0] < 0.5 * curves[0][0]
     assert means[1] == pytest.approx(means[0], rel=0.005)  # the bound promised for it
-
-
-@pytest.mark.gpu
-@KINDS
-def test_the_step_waits_for_nothing_on_a_gpu(kind):
-    params = [nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16)) for shape in ((8, 300), (300,))]
-    optimizer = optimizer_of(params, *kind)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()  # copies the code levels to the device, once
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -5,6 +5,7 @@ train.main() runs a step on the CPU with stand-ins that save and allocate what t
 a fake process group that makes one process rank 0 of any number. torch.profiler counts each allocation.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -116,7 +117,7 @@ def folders(tmp_path_factory):
 
 
 def config_of(preset):
-    return lm.parse_config(lm.preset_config(preset))
+    return lm.parse_config(lm.PRESETS[preset])
 
 
 def planned(argv, config, world):
@@ -152,22 +153,6 @@ def test_the_plan_is_what_a_step_holds(folders, tmp_path, monkeypatch, model, to
     print({name: round(total / 2**20, 1) for name, total in totals.items()}, "counted", round(counted / 2**20, 1))
     # what is not modelled: scratch of a kernel, a [T] tensor here and there, the order in which autograd frees
     assert max(totals.values()) == pytest.approx(counted, rel=0.05)
-
-
-@pytest.mark.parametrize("model, tokens, world, flags, gib, host_gib", [
-    ("llama-3.1-8b", 8192, 1, "--lora --offload activations --tiled_mlp 4096", 16.87, None),
-    ("qwen2.5-32b", 4096, 4, "--fsdp2", 126.4, 0),
-    ("qwen2.5-32b", 8192, 4, "--fsdp2 --qlora --offload", 4.48, 9.90),
-    ("llama-3.1-8b", 16384, 8, "--fsdp2", 21.63, 0),
-    ("llama-3.2-1b", 4096, 1, "--lora --no-activation_checkpointing", 8.88, 0),
-    ("qwen2.5-0.5b", 4096, 1, "--no-chunked_ce --no-activation_checkpointing", 18.01, 0),
-    ("qwen2.5-0.5b", 4096, 1, "", 7.87, 0),
-])
-def test_the_plan_of_real_sizes_is_what_emulated_cuda_tensors_took(model, tokens, world, flags, gib, host_gib):
-    moments, host, _ = planned(["--model", model, "--seq_len", tokens, *flags.split()], config_of(model), world)
-    # 0.5 %: the measured step had [T] tensors that the plan leaves out, and the MLP's tiles of the first version
-    assert train.peak_of(moments)[1] / 2**30 == pytest.approx(gib, rel=0.005)
-    assert host_gib is None or sum(host.values()) / 2**30 == pytest.approx(host_gib, rel=0.005)
 
 
 @pytest.mark.parametrize("flags", ["", "--qlora --precision mixed", "--optim adamw8bit", "--precision bf16"])
@@ -221,21 +206,18 @@ def climb(model, gib, world, flags):
 
 @pytest.mark.parametrize("model, gib, world, flags", RUNS)
 def test_what_the_ladder_adds_is_accepted_fits_and_is_needed(model, gib, world, flags):
-    _, added, changed, peak = climb(model, gib, world, flags)
+    before, added, changed, peak = climb(model, gib, world, flags)
     fits, typed = peak(added)
     assert added and fits <= gib < peak([])[0] and vars(typed) == vars(changed)
     for rung in added:
         try:
             less, other = peak([kept for kept in added if kept != rung])
-        except (SystemExit, ValueError):  # what is left needs it
+        except (argparse.ArgumentError, ValueError):  # what is left needs it
             continue
         assert less > gib or other.grad_accum * other.batch_size != typed.grad_accum * typed.batch_size, rung
 
-
-@pytest.mark.parametrize("model, gib, world, flags", RUNS)
-def test_the_ladder_turns_no_flag_the_wrong_way(model, gib, world, flags):
-    for room in (gib, 1):  # with 1 GiB all that helps is added
-        before, _, after, _ = climb(model, room, world, flags)
+    everything = climb(model, 1, world, flags)[2]  # with 1 GiB all that helps is added
+    for after in (changed, everything):  # and no flag is turned the wrong way
         assert set(before.offload) <= set(after.offload)
         for flag in ("fused_adamw", "chunked_ce", "reshard_after_forward", "shard_embeddings", "fsdp2", "qlora",
                      "optim_in_backward", "activation_checkpointing", "stochastic_rounding"):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HERE, build, losses, read_data, run_ranks
+from conftest import HERE, build, read_data, run_ranks
 from safetensors.torch import load_file
 
 import data
@@ -18,12 +18,12 @@ import model as lm
 import train
 
 CPU, MAIN = torch.device("cpu"), HERE.parent / "train.py"
-ALONE, NO_SIGNAL = train.Ranks(False, 1800), SimpleNamespace(asked=lambda ranks: 0)
+ALONE, NO_SIGNAL = train.Ranks(False, 1800), SimpleNamespace(asked=lambda ranks: [0])
 ALONE.device = CPU
 
 
 def shell(*argv, cwd=HERE.parent, **environment):
-    """A command on the CPU; CUDA_VISIBLE_DEVICES="0" puts it on the first GPU."""
+    """A command on the CPU."""
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
     command = [sys.executable, *map(str, argv)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=600)
@@ -51,25 +51,25 @@ def main_job(chats, tmp_path_factory):
 
 def test_main_job_writes_what_it_promises(main_job):
     out, _, rows = main_job
-    assert names(out) == {"args.json", "metrics.jsonl", "checkpoint-12", "final", "merged"}
+    assert names(out) == {"args.json", "metrics.jsonl", "loss.svg", "lock", "checkpoint-12", "final", "merged"}
     assert names(out / "final") >= {"adapter_config.json", "adapter_model.safetensors"}
     assert names(out / "merged") == names(HERE / "tiny")
     args = json.loads((out / "args.json").read_text())
     assert args["world"] == 2 and args["torch"] == torch.__version__ and args["qlora"] is True
     keys = {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "mem_gib",
             "mem_reserved_gib", "step_s", "data_s"}
-    assert [set(row) for row in rows] == [keys, keys, keys, {"step", "eval_loss", "eval_tokens"}]
-    assert [row["step"] for row in rows] == [1, 10, 12, 12]
-    assert all(math.isfinite(row["loss"]) and row["tokens_per_s"] > 0 for row in rows[:3])
-    assert rows[2]["loss"] < rows[0]["loss"] < 5  # nats a token; ln(4096) = 8.3 is knowing nothing of Python
+    assert [set(row) for row in rows] == [keys] * (len(rows) - 1) + [{"step", "eval_loss", "eval_tokens"}]
+    assert {*range(1, 11), 12} <= {row["step"] for row in rows}  # on a slow machine 11 as well
+    assert all(math.isfinite(row["loss"]) and row["tokens_per_s"] > 0 for row in rows[:-1])
+    assert rows[-2]["loss"] < rows[0]["loss"] < 5  # nats a token; ln(4096) = 8.3 is knowing nothing of Python
 
 
 def test_main_job_says_what_is_on_and_why(main_job):
     said = main_job[1]
-    for feature in ("precision", "lora", "qlora", "fsdp2", "offload activations", "offload params", "checkpointing",
-                    "chunked_ce", "fused_adamw", "packing", "off"):
-        assert f"\n  {feature} " in said
-    for line in ("nothing to move", "\nbefore: ", "\nafter: ", "\nstep  1/12  loss ", "checkpoint-12: ", "12 steps in ",
+    for feature in ("--precision mixed", "--qlora", "--lora_rank 16", "--fsdp2", "--offload activations params",
+                    "--activation_checkpointing", "--chunked_ce", "--fused_adamw", "--packing", "off"):
+        assert f"\n  {feature}: " in said
+    for line in ("\nbefore: ", "\nafter: ", "\nstep  1/12  loss ", "checkpoint-12: ", "12 steps in ",
                  "step 12  eval loss ", f"done: {main_job[0]}/final and {main_job[0]}/merged"):
         assert line in said
     shown = said[said.index("\ntiny (") : said.index("\n12 steps of ")].splitlines()[1:]
@@ -127,22 +127,17 @@ def test_unpacked_rows_have_the_loss_and_the_gradients_of_packed_ones(chats):
         torch.testing.assert_close(packed, unpacked, rtol=1e-4, atol=1e-3 * packed.abs().max().item())
 
 
-def test_dropout_draws_the_same_mask_when_recomputing_and_none_in_evaluation():
-    tokens, results = torch.arange(30)[None], []
-    for checkpointing in (False, True):
-        model, _ = build("--lora", "--lora_dropout", 0.5)
-        if checkpointing:
-            lm.checkpoint_activations_(model, preserve_rng=True)
-        for seed in (1, 1, 2):
-            torch.manual_seed(seed)
-            model.zero_grad()
-            model(tokens, tokens).backward()  # lora_B is zero; dropout shows in its gradient
-            results.append(torch.cat([p.grad.flatten() for name, p in model.named_parameters() if "lora_B" in name]))
-    assert all(torch.equal(results[0], results[i]) for i in (1, 3, 4)) and not torch.equal(results[0], results[2])
+def test_dropout_depends_on_the_seed_and_is_off_in_evaluation():
+    tokens, losses_of_seeds = torch.arange(30)[None], []
+    model, _ = build("--lora", "--lora_dropout", 0.5)
     for p in model.parameters():
         if p.requires_grad:
             torch.nn.init.normal_(p)
-    assert model(tokens, tokens) != model(tokens, tokens) and model.eval()(tokens, tokens) == model(tokens, tokens)
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses_of_seeds.append(model(tokens, tokens).item())
+    assert losses_of_seeds[0] == losses_of_seeds[1] != losses_of_seeds[2]
+    assert model.eval()(tokens, tokens) == model(tokens, tokens)
 
 
 def test_inspect_prints_examples_and_trains_nothing(folder, chats, tmp_path):
@@ -168,7 +163,7 @@ def test_decay_spares_norms_and_biases():
 
 
 def test_flops_of_a_step_are_six_per_weight_and_token():
-    c = lm.parse_config(lm.preset_config("llama-3.1-8b"))
+    c = lm.parse_config(lm.PRESETS["llama-3.1-8b"])
     counted = 4096, 4096, 4096**2
     assert lm.step_flops(c, counted, None) / 4096 == pytest.approx(48.8e9, rel=0.01)  # 6 * 7.5e9 + attention, by hand
     assert lm.step_flops(c, counted, 41_943_040) / 4096 == pytest.approx(34.0e9, rel=0.01)
@@ -180,7 +175,7 @@ def log(tmp_path, monkeypatch):
     board = SimpleNamespace(scalars=set(), flush=lambda: None, add_scalar=lambda *scalar: board.scalars.add(scalar))
     made = SimpleNamespace(SummaryWriter=lambda folder, purge_step: vars(board).update(purge_step=purge_step) or board)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", made)
-    state = {"step": 4, "steps": 9, "tokens": 0, "first_loss": None, "best_eval": None, "rows_a_step": 1}
+    state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1}
     return train.Log(tmp_path, state, SimpleNamespace(rows=[0] * 9, waited_s=0.0), ALONE, tensorboard=True)
 
 
@@ -202,21 +197,24 @@ def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 4, "eval_loss": 2.5, "eval_tokens": 100}
 
 
-GPU_FLAGS = ["", "--fsdp2", "--fsdp2 --offload", "--fsdp2 --offload params", "--offload", "--no-chunked_ce",
-             "--no-activation_checkpointing", "--no-packing", "--optim adamw8bit", "--grad_accum 1 --optim_in_backward",
-             "--grad_accum 1 --optim_in_backward --fsdp2",
-             "--grad_accum 1 --optim_in_backward --fsdp2 --offload params"]
+def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
+    asked = "What does `os.getcwd()` do?\n/reset\n\nWhat does `os.getcwd()` do?\n"
+    argv = [sys.executable, MAIN, "--chat", "--model", main_job[0], "--max_new_tokens", "8"]
+    done = subprocess.run(argv, input=asked, capture_output=True, text=True)
+    first, second = done.stdout.splitlines()  # the same question after /reset: the same greedy answer
+    assert done.returncode == 0 and first == second != "" and "a second" in done.stderr
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", ["", "--lora", "--qlora"])
-@pytest.mark.parametrize("flags", GPU_FLAGS)
-def test_a_gpu_trains_to_the_losses_of_the_cpu(chats, tmp_path, method, flags):
-    argv = ["--data", chats, "--seq_len", 128, "--batch_size", 2, "--grad_accum", 2, "--steps", 5, "--precision",
-            "fp32", *method.split(), *flags.split()]
-    expected = losses(1, argv, tmp_path / "cpu")
-    done = shell(MAIN, *argv, "--log_every", 1, "--out", tmp_path / "gpu", CUDA_VISIBLE_DEVICES="0")
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "gpu/metrics.jsonl").read_text().splitlines()]
-    # float32 on both, sums in another order; five steps of Adam carry the rounding on
-    assert [row["loss"] for row in rows] == pytest.approx(expected, abs=1e-3) and rows[-1]["mem_reserved_gib"] > 0
+def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
+    argv = ["--data", str(chats), "--seq_len", "64", "--steps", "1", "--sample", "", "--out", str(tmp_path)]
+    with train.lock(tmp_path, None):
+        assert train.launch(argv) == 1
+    assert f"process {os.getpid()} of" in capsys.readouterr().err and names(tmp_path) == {"lock"}
+
+
+@pytest.mark.parametrize("step, cause", [(0, "files of --model are damaged"), (3, "lower --lr")])
+def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, step, cause):
+    saver = train.Saver(tmp_path, SimpleNamespace(keep=1, async_save=False), ALONE, pin=False)
+    with pytest.raises(FloatingPointError, match=f"w holds inf or nan after {step} steps, nothing is saved: .*{cause}"):
+        saver.save({"v": torch.ones(2), "w": torch.tensor([1, torch.nan])}, {"step": step})
+    assert not names(tmp_path)

@@ -1,0 +1,166 @@
+"""Whole runs on a GPU, real or emulated: every flag, what is written, taken and waited for. Where there is no GPU the
+first test runs all that is marked gpu on an emulated one."""
+
+import contextlib
+import functools
+import gzip
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+import standins
+import torch
+from conftest import HERE, SHAPE, build, curve, run_ranks, start_ranks
+from emulated_cuda import LOADED, library
+from safetensors.torch import load_file, save_file
+
+import model as lm
+import train
+
+# Plackett and Burman's twelve runs: any two of the eleven flags meet in all four combinations.
+FLAGS = [("--offload", "--no-activation_checkpointing"), ("--no-chunked_ce", "--ce_chunk 64"), ("--tiled_mlp 200", ""),
+         ("--no-reshard_after_forward", ""), ("--no-shard_embeddings", ""), ("--no-packing", ""),
+         ("--optim adamw8bit", ""), ("--optim_in_backward", "--grad_accum 2"), ("--async_save --save_every 2", ""),
+         ("--qlora", ""), ("--precision fp32", "")]
+ROWS = [["+-+++---+-+"[column - shift] == "+" for column in range(11)] for shift in range(11)] + [[False] * 11]
+PAIRS = [" ".join(["--fsdp2", *(flag[not on] for flag, on in zip(FLAGS, row))]) for row in ROWS]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this process has a GPU")
+def test_what_is_marked_gpu_passes_on_an_emulated_device():
+    try:
+        library()
+    except (OSError, subprocess.CalledProcessError) as error:
+        assert os.environ.get("OOMPH_EMULATED_CUDA") != "required", error
+        pytest.skip(f"no C++ compiler: {error}")
+    files = [path for path in HERE.glob("test_*.py") if "mark.gpu" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OOMPH_EMULATED_CUDA": "1"})
+    assert done.returncode == 0, done.stdout
+    print(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def job(folder, chats, tmp_path_factory):
+    path = shutil.copytree(folder, tmp_path_factory.mktemp("gpu") / "model")
+    save_file(dict(build()[0].named_parameters()), path / "model.safetensors")  # a GPU's random ones would be others
+    return ["--model", path, "--data", chats, "--seq_len", 96, "--batch_size", 6, "--steps", 3, "--precision", "mixed",
+            "--lr", "1e-3", "--log_every", 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world, flags", [
+    *((1, flags) for flags in PAIRS), (1, "--lora --offload"), (1, "--qlora --offload --tiled_mlp 200"),
+    (1, "--fsdp2 --offload params --optim adamw8bit --precision bf16 --stochastic_rounding"),
+    pytest.param(1, "--qlora --compile", marks=pytest.mark.skipif(LOADED, reason="Triton compiles for real GPUs only")),
+    (2, "--fsdp2 --qlora --offload --sequence_parallel 2"), (2, "--fsdp2 --replicas 2 --grad_accum 2 --lora"),
+    (2, "--optim_in_backward --no-chunked_ce --precision fp32 --no-fused_adamw"),
+])
+def test_a_gpu_trains_to_the_losses_of_the_cpu(job, tmp_path, world, flags):
+    if not LOADED and world > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    argv = [*job, "--steps", 2, *flags.split()]
+    (got, _), (expected, _) = (curve(world, argv, tmp_path / str(gpu), gpu) for gpu in (True, False))
+    assert got == pytest.approx(expected, abs=1e-3 if "fp32" in flags else 0.02)  # sums in another order, or 8 bits
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_writes_all_that_was_asked_for_and_resumes(job, chats, tmp_path):
+    argv, out = [*job, *"--random_init --lora --save_every 1 --keep 9 --async_save".split()], tmp_path / "whole"
+    more = ["--eval_every", 2, "--eval_data", chats, "--merge", "--sample", "hello", "--profile", "--memory_snapshot"]
+    rows, text, codes = run_ranks(1, [*argv, *more], out, gpu=True)
+    assert codes == [0] and "after:" in text and [row["step"] for row in rows if "eval_loss" in row] == [2, 3], text
+    assert json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert pickle.loads((out / "memory.pickle").read_bytes())["segments"]
+    assert all(t.isfinite().all() for t in load_file(out / "merged/model.safetensors").values())
+    again, text, codes = run_ranks(1, [*argv, "--resume", out / "checkpoint-1"], tmp_path / "again", gpu=True)
+    losses, expected = ([row["loss"] for row in part if "loss" in row] for part in (again, rows))
+    # the first is a forward of the very same weights; after it FlashAttention's backward adds up dq in any order
+    assert losses[0] == expected[1] and losses == pytest.approx(expected[1:], rel=2e-2), text
+
+
+@pytest.mark.gpu
+def test_a_gpu_run_that_fails_says_why(job, tmp_path):
+    _, text, codes = run_ranks(1, [*job, "--lr", 1e11], tmp_path / "diverges", gpu=True)
+    assert codes == [train.NOT_FINITE] and "not finite; no weight was changed" in text, text
+    _, text, codes = run_ranks(1, [*job, "--gpu_gib", 0.002], tmp_path / "small", gpu=True)
+    assert codes == [train.OUT_OF_MEMORY] and "does not fit; with" in text, text
+    assert 0 < json.loads((tmp_path / "small/oom.json").read_text())["max_memory_allocated_gib"] <= 0.002
+
+
+# ---------------------------------------------------------------- runs of a changed train.py
+
+
+def run_changed(job, tmp_path, change, *flags, **config):
+    """-> (exit code, what it says, its flags) of a run of a model of other sizes, after change()."""
+    shutil.copytree(job[1], tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 6} | config))
+    argv = [*map(str, [*job, *flags, "--random_init", "--model", tmp_path / "model", "--out", tmp_path / "out"])]
+    codes = start_ranks(1, change_and_run, (change, argv), [tmp_path / "log"], gpu=True)
+    return codes[0], (tmp_path / "log").read_text(), argv
+
+
+def change_and_run(change, argv):
+    change()
+    return train.launch(argv)
+
+
+@pytest.mark.gpu
+def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(job, tmp_path):
+    flags = "--batch_size 8 --steps 1 --lora --offload --tiled_mlp 384".split()
+    change = standins.install_with_zeros if LOADED else list
+    config = lm.PRESETS["llama-3.2-1b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
+    code, text, argv = run_changed(job, tmp_path, change, *flags, **config)
+    assert code == 0, text
+    (row,) = map(json.loads, (tmp_path / "out/metrics.jsonl").read_text().splitlines())
+    moments, _ = train.plan(train.parse_args(argv), lm.parse_config(config), 1, 768)
+    assert train.peak_of(moments)[1] / 2**30 == pytest.approx(row["mem_gib"], rel=0.05)
+
+
+@contextlib.contextmanager
+def strict():  # an error where the host waits for the device
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def strict_steps():
+    for owner, name in ((lm.Transformer, "forward"), (torch.Tensor, "backward"), (train, "clip_gradients_"),
+                        (torch.optim.AdamW, "step"), (train.CompactAdamW, "step"), (train.data.Batch, "to")):
+        setattr(owner, name, strict()(getattr(owner, name)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ["--lora --offload", "--fsdp2 --qlora --tiled_mlp 200", "--optim adamw8bit"])
+def test_the_host_waits_for_nothing_inside_a_step(job, tmp_path, flags):
+    code, text, _ = run_changed(job, tmp_path, strict_steps, *flags.split())
+    assert code == 0, text
+
+
+OFFLOAD = train.OffloadActivations
+
+
+def on_side_stream(self, parked, plain=OFFLOAD.bring_back):
+    with torch.cuda.stream(self.stream):  # whose memory it then is
+        plain(self, parked)
+
+
+GUARDS = {  # what is left out of it, and how that shows: the first two are the corruptions that its docstring tells of
+    "release": (OFFLOAD, lambda self, n_held: self.leaving.clear(), "a gradient is not finite"),
+    "bring_back": (OFFLOAD, on_side_stream, "is given away again while"),
+    "wait_stream": (torch.cuda.Stream, lambda *_: None, "that the default stream still works on"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not LOADED, reason="a real GPU may be lucky")
+@pytest.mark.parametrize("name", GUARDS)
+def test_offload_without_one_of_its_guards_is_caught(job, tmp_path, name):
+    owner, method, words = GUARDS[name]
+    change = functools.partial(setattr, owner, name, method)
+    code, text, _ = run_changed(job, tmp_path, change, "--lora", "--offload")
+    assert code and words in text, text
