@@ -474,13 +474,13 @@ def n_cores():
 
 def unreadable(path, kind):
     """What is wrong with a name in --data, and what to do."""
-    read, found = "", "" if path.is_file() else "no such file; "
-    if found and len(path.parts) == 2 and kind not in ("jsonl", "json", "txt"):  # a dataset of the Hub?
-        read = f"import datasets as d; d.load_dataset('{path}', split='train').to_json('{path.name}.jsonl')"
-    elif not found and kind in ("csv", "parquet"):
-        read = f"import pandas as d; d.read_{kind}('{path}').to_json('{path.stem}.jsonl', orient='records', lines=True)"
-    convert = f': pip install {read.split()[1]} && python -c "{read}"' if read else ""
-    return f"{found}expected {READABLE}{convert}"
+    wrong, code = "" if path.is_file() else "no such file; ", ""
+    if not path.is_file() and len(path.parts) == 2 and kind not in ("jsonl", "json", "txt"):  # a dataset of the Hub?
+        code = f"import datasets as d; d.load_dataset('{path}', split='train').to_json('{path.name}.jsonl')"
+    elif path.is_file() and kind in ("csv", "parquet"):
+        code = f"import pandas as d; d.read_{kind}('{path}').to_json('{path.stem}.jsonl', orient='records', lines=True)"
+    convert = f': pip install {code.split()[1]} && python -c "{code}"' if code else ""
+    return f"{wrong}expected {READABLE}{convert}"
 
 
 def tokenized(spec, held_out, tokenizer, progress):

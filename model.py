@@ -652,8 +652,7 @@ def read_json(path):
 
 
 def find_result(name):
-    """--model may also be the folder of a run (its merged/, else its final/) or of an adapter, which names its base ->
-    (model, adapter or None). Any other name comes back as (name, None)."""
+    """--model, which may be the folder of a run (merged/, else final/) or of an adapter -> (model, adapter or None)."""
     for folder in (Path(name), Path(name) / "merged", Path(name) / "final"):
         if (folder / "config.json").exists():
             return str(folder), None
@@ -693,7 +692,8 @@ def find_model(name, random_init):
 def mix(x):
     """Index -> 32 well mixed bits (MurmurHash3's finalizer). For an int or an int64 tensor."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        x = (x & 0xFFFFFFFF ^ (x & 0xFFFFFFFF) >> shift) * factor
+        x = x & 0xFFFFFFFF
+        x = (x ^ x >> shift) * factor
     return x
 
 

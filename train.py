@@ -1,9 +1,9 @@
 """oomph: fine-tunes Llama and Qwen models on the GPUs you have, in pure PyTorch, without running out of memory.
 
-    python train.py                                                          # the built-in model and data, any machine
+    python train.py                                             # the built-in model and data, any machine
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chat.jsonl
     torchrun --nproc_per_node 8 train.py --fsdp2 --model /models/Llama-3.1-8B --data a.jsonl b.txt --lr 1e-5
-    python train.py --chat --model out/RUN                                   # talk with what a run has made
+    python train.py --chat --model out/RUN
 
 In the order of this file: flags, ranks, FSDP2, activation offload, optimizers, the memory plan, checkpoints, what a run
 prints, and `main`, a whole training run from top to bottom. A memory feature is one function or one small class on a
@@ -932,11 +932,13 @@ def print_plan(args, argv, config, world, length, room, brief=False):
 def dry_run(args, argv):
     """Prints the plan of --world ranks with GPUs: no weights, no data, no GPU."""
     argv, world, args.precision = argv or sys.argv[1:], args.world or 1, args.precision or "mixed"
-    with Ranks(False, args.timeout).agree():
+    try:
         raw_config, *_ = lm.find_model(args.model, random_init=True)
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
         open_adapter(args)
         check_sizes(args, config, world)
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from error
     print_plan(args, argv, config, world, args.seq_len, args.gpu_gib and args.gpu_gib * GIB)
 
 
@@ -1157,8 +1159,8 @@ def read_metrics(out, last_step):
 
 
 def lock(out, resumed):
-    """-> a file that makes a run this process's own while it is open. ValueError where another process has it, or has
-    gone on from the checkpoint that was read."""
+    """-> a file that makes a run this process's own while it is open. ValueError where another has it, or has gone on
+    from the checkpoint that was read."""
     with lm.writing(f"--out {out}", "folder"):
         out.mkdir(parents=True, exist_ok=True)
         file = open(out / "lock", "a+")  # noqa: SIM115
@@ -1180,7 +1182,7 @@ def begin_writing(out, args, state):
     for part in out.glob("*.part"):  # of a process that was killed while it wrote
         shutil.rmtree(part, ignore_errors=True)
     rows, about = read_metrics(out, state["step"]), {**vars(args), **state["about"]}
-    evaluations = [row for row in [state["best_eval"], *rows] if row and "eval_loss" in row]
+    evaluations = [row for row in [state["best_eval"], *rows] if row and type(row.get("eval_loss")) is float]
     state["best_eval"] = min(evaluations, key=lambda row: row["eval_loss"], default=None)
     state["evaluated"] = max([state["evaluated"], *(row["step"] for row in evaluations)])
     for name, text in (("args.json", json.dumps(about, indent=2) + "\n"),
@@ -1307,8 +1309,9 @@ class Log:
     def draw(self):
         """Draws loss.svg on rank 0 -> [(step, loss)] of training."""
         rows = [] if self.ranks.rank else read_metrics(self.out, self.state["step"])
-        trained = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-        evaluated = [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+        trained, evaluated = ([(row["step"], row[key]) for row in rows
+                               if type(row.get(key)) is float and math.isfinite(row[key])]
+                              for key in ("loss", "eval_loss"))
         curves = {("training loss", "#2f81f7"): trained, ("evaluation loss", "#e5534b"): evaluated}
         if trained:
             with contextlib.suppress(OSError):
@@ -1336,7 +1339,7 @@ def print_start(args, model, source, n_trained, ranks, pin):
     if args.seq_len > c.max_position_embeddings:
         lines["  note"] = f"--seq_len is beyond the {c.max_position_embeddings} positions that the model has seen"
     if args.offload and cuda and not pin:
-        lines["  note"] = "host memory is not pinned: it would take 80 % of what is free"
+        lines["  host memory"] = "not pinned, it would take 80 % of what is free"
     for name, what in lines.items():
         print(textwrap.fill(f"{name}: {what}", 80, subsequent_indent=" " * 6))
 
@@ -1392,8 +1395,9 @@ def chat(args):
             question = input("> " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
             break
+        if question == "/reset":
+            messages = []
         if question in ("", "/reset"):
-            messages = [] if question else messages
             continue
         messages.append({"role": "user", "content": question})
         tokens, said, started = [], "", time.perf_counter()
@@ -1632,7 +1636,7 @@ def main(argv=None):
 
     # ---- the result, before an evaluation or a sample could fail
     saver.finish()
-    lm.check_finite(dict(model.named_parameters()), state["step"], ranks)
+    lm.check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, state["step"], ranks)
     adapter = lm.export(args, model, source, files, tokenizer, out, ranks)
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()

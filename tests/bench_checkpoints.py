@@ -93,7 +93,7 @@ def start(argv, out):
         port = probe.getsockname()[1]
     logs = [out.with_name(f"{out.name}-rank{rank}.log") for rank in range(WORLD)]
     argv = [str(arg) for arg in (*argv, "--out", out, "--resume", "auto")]
-    ranks = [processes.Process(target=start_rank, args=(rank, WORLD, port, train_to_log, (argv,), logs[rank], False))
+    ranks = [processes.Process(target=start_rank, args=(rank, WORLD, port, train_to_log, (argv,), logs[rank]))
              for rank in range(WORLD)]
     for rank in ranks:
         rank.start()

@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items):
         torch.set_num_threads(1)
 
 
-def start_rank(rank, world, port, function, args, log, gpu):
+def start_rank(rank, world, port, function, args, log, gpu=False):
     """A rank's process: function(*args), whose result or SystemExit is the exit code; all it prints goes to `log`."""
     trace = open(f"{log}.trace", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR2, trace)  # where each thread stands, asked for when the rank hangs
