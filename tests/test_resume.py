@@ -121,7 +121,8 @@ def test_the_same_command_continues_by_itself(job, tmp_path):
     assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 5] and text.count("eval loss") == 1
     names = {path.name for path in out.iterdir()}
     assert names == {"args.json", "checkpoint-4", "checkpoint-5", "final", "lock", "loss.svg", "metrics.jsonl"}
-    rows, _ = run(1, [*argv, "--steps", STEPS + 2], out)
+    rows, text = run(1, [*argv, "--steps", STEPS + 2], out)
+    assert f"was to end at step {STEPS}, not {STEPS + 2}: the learning rate changes" in text
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, STEPS + 3)]
 
 

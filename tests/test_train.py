@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -218,3 +219,48 @@ def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, step, cau
     with pytest.raises(FloatingPointError, match=f"w holds inf or nan after {step} steps, nothing is saved: .*{cause}"):
         saver.save({"v": torch.ones(2), "w": torch.tensor([1, torch.nan])}, {"step": step})
     assert not names(tmp_path)
+
+
+@pytest.mark.parametrize("rank, argv, printed, message", [
+    ("0", ["--learning_rate", "1"], True, "did you mean --lr?"),
+    ("1", ["--learning_rate", "1"], False, "did you mean --lr?"),  # rank 0 may be ended before it has judged the flags
+    (None, ["--data", "nowhere.jsonl"], True, "nowhere.jsonl: no such file"),
+])
+def test_one_rank_says_what_is_wrong_for_torchrun_to_end_with(
+        tmp_path, monkeypatch, capsys, rank, argv, printed, message):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+    assert train.launch(argv) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.count("train.py: error: ") == printed and (not printed or message in said.splitlines()[-1])
+    assert message in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+
+
+def test_help_is_short_and_help_all_has_every_flag(capsys):
+    shown = {}
+    for flag in ("--help", "--help_all"):
+        assert train.launch([flag]) == 0
+        shown[flag] = set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.M))
+    assert {"--model", "--data", "--qlora"} <= shown["--help"] < shown["--help_all"] and len(shown["--help"]) <= 27
+    assert {f"--{name}" for name in vars(train.parse_args([])) if name not in ("on", "off")} == shown["--help_all"]
+
+
+def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
+    rows = ['{"step": 1, "loss": 2.5}', '{"step": 2, "eval_loss": Infinity}', '{"step": 2, "eval_loss": "x"}', "[1]",
+            "{", '{"step": 3, "loss": [7]}', '{"step": 3, "loss": 2.0}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    state = {"step": 3, "steps": 3, "best_eval": None, "evaluated": 0, "about": {}}
+    train.begin_writing(tmp_path, SimpleNamespace(), state)
+    assert state["evaluated"] == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
+    log = train.Log(tmp_path, state, SimpleNamespace(waited_s=0.0), ALONE, tensorboard=False)
+    assert log.draw() == [(1, 2.5), (3, 2.0)]
+    picture = (tmp_path / "loss.svg").read_text()
+    assert picture.count("<polyline") == 1 and "inf" not in picture and "nan" not in picture
+
+
+def test_a_profile_that_cannot_be_written_ends_no_training(tmp_path, capsys):
+    args = SimpleNamespace(profile=True, memory_snapshot=False)
+    profiler, step = train.tracer(args, tmp_path / "nowhere", ALONE, 3)
+    profiler.start()
+    profiler.stop()
+    assert step == 3 and "the profile was not written: " in capsys.readouterr().out
