@@ -44,7 +44,7 @@ TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 # -------------------------------- config
 
 PRESETS = json.loads((TINY.parent / "presets.json").read_text())  # {short name: config.json of a Hub model}
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # Bounds, before memory is allocated. key: type, smallest, largest, default (None: the key must be there)
 FIELDS = {
     "vocab_size": (int, 1, 1 << 20, None), "hidden_size": (int, 1, 1 << 16, None),
@@ -53,16 +53,18 @@ FIELDS = {
     "head_dim": (int, 2, 1 << 10, None), "max_position_embeddings": (int, 1, 1 << 30, None),
     "rms_norm_eps": (float, 1e-30, 1, 1e-6), "initializer_range": (float, 0, 1e3, 0.02),
     "tie_word_embeddings": (bool, False, True, False),
+    "num_experts": (int, 0, 1 << 12, 0), "num_experts_per_tok": (int, 1, 1 << 8, 1), "norm_topk_prob": (bool, 0, 1, False),
+    "moe_intermediate_size": (int, 1, 1 << 18, 1), "decoder_sparse_step": (int, 1, 1 << 10, 1),
 }
 POSITIVE = (float, 1e-30, 1e30, None)
-# rope_scaling: {"rope_type": "default" | "linear" | "llama3", ...}; sliding_window: None or tokens; dtype: the files'
-OTHER_FIELDS = ("model_type", "rope_theta", "rope_scaling", "sliding_window", "dtype")
+# rope_scaling: {"rope_type": "default" | "linear" | "llama3", ...}; sliding_window: None or tokens; dtype: the files';
+# mlp_only_layers: numbers of the blocks without experts
+OTHER_FIELDS = ("model_type", "rope_theta", "rope_scaling", "sliding_window", "dtype", "mlp_only_layers")
 Config = make_dataclass("Config", [*FIELDS, *OTHER_FIELDS], frozen=True)
 # A key here, unless absent, null or equal to the value, asks for something that the model does not compute.
-REFUSED = {"hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0, "pretraining_tp": 1, "num_experts": 0,
-           "use_sliding_window": False, "quantization_config": None, "num_local_experts": 0, "logit_scale": 1.0,
-           "partial_rotary_factor": 1.0, "final_logit_softcapping": None, "is_causal": True,
-           "original_max_position_embeddings": None}
+REFUSED = {"hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0, "pretraining_tp": 1, "logit_scale": 1.0,
+           "use_sliding_window": False, "quantization_config": None, "output_router_logits": False, "is_causal": True,
+           "partial_rotary_factor": 1.0, "final_logit_softcapping": None, "original_max_position_embeddings": None}
 
 
 def read_field(raw, key, field, where):
@@ -88,9 +90,11 @@ def parse_config(raw, where="config.json"):
         fix = "use the unquantized model and --qlora" if key == "quantization_config" else f"only {value} works"
         refuse(raw.get(key) not in (None, value), key, f"not implemented, {fix}")
     refuse(raw.get("attention_bias") and family != "qwen2", "attention_bias", f"not implemented for {family}")
-    architecture = f"{family.capitalize()}ForCausalLM"
+    architecture = f"{family.title().replace('_', '')}ForCausalLM"
     refuse(raw.get("architectures") not in (None, [], [architecture]), "architectures", f"not {architecture}")
     given = {key: value for key, value in raw.items() if value is not None}
+    if "num_local_experts" in given:  # transformers 5
+        given.setdefault("num_experts", given["num_local_experts"])
     if family == "llama":  # Llama-2 7B and 13B leave it out
         given.setdefault("num_key_value_heads", H)
     if family != "qwen3" and type(D) is type(H) is int and H > 0 and D % H == 0:
@@ -98,6 +102,10 @@ def parse_config(raw, where="config.json"):
     values = {key: read_field(given, key, field, where) for key, field in FIELDS.items()}
     refuse(H % values["num_key_value_heads"], "num_key_value_heads", f"does not divide num_attention_heads {H}")
     refuse(values["head_dim"] % 2, "head_dim", "RoPE needs an even number")
+    n_experts, dense = values["num_experts"], given.get("mlp_only_layers", [])
+    refuse((n_experts > 0) != (family == "qwen3_moe"), "num_experts", f"not implemented for {family}")
+    refuse(n_experts and values["num_experts_per_tok"] > n_experts, "num_experts_per_tok", f"above {n_experts} experts")
+    refuse(not isinstance(dense, list) or any(type(i) is not int for i in dense), "mlp_only_layers", "expected numbers")
     full = ["full_attention"] * values["num_hidden_layers"]
     refuse(given.get("layer_types", full) not in ([], full), "layer_types", "only full_attention is implemented")
     window = None
@@ -108,7 +116,7 @@ def parse_config(raw, where="config.json"):
     refuse(dtype not in ("float32", "float16", "bfloat16"), key, "expected float32, float16 or bfloat16")
     theta, scaling = parse_rope(given, family, values, where, refuse)
     return Config(**values, model_type=family, rope_theta=theta, rope_scaling=scaling, sliding_window=window,
-                  dtype=getattr(torch, dtype))
+                  dtype=getattr(torch, dtype), mlp_only_layers=dense)
 
 
 def parse_rope(given, family, values, where, refuse):
@@ -146,8 +154,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Linear(nn.Linear):  # its weights may be stored in another dtype (float32 masters) than it computes in
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+    def forward(self, x, ends=None):  # ends: of a stack of experts, see nf4.linear
+        y = nf4.linear(x, self.weight.to(x.dtype), ends)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
 def rope_table(positions_BT, config):
@@ -242,15 +251,43 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     return torch.cat([*pieces, q.new_zeros(B * T - end, H, K)]).view(B, T, H * K)
 
 
+class MoE(nn.Module):
+    """The MLP of Qwen3-MoE: of E experts each token takes the k with the highest odds. A stack of experts is one matrix
+    of E * N rows, so that NF4, FSDP2 and LoRA see a matrix like any other. Nothing balances the load of the experts."""
+
+    def __init__(self, c):
+        super().__init__()
+        D, E, width = c.hidden_size, c.num_experts, c.moe_intermediate_size
+        self.n_chosen, self.normalize = c.num_experts_per_tok, c.norm_topk_prob
+        self.gate, self.numbers = Linear(D, E, bias=False), range(E)
+        self.experts = nn.ModuleDict({
+            "gate_proj": Linear(D, E * width, bias=False), "up_proj": Linear(D, E * width, bias=False),
+            "down_proj": Linear(width, E * D, bias=False),
+        })
+
+    def forward(self, h):
+        k, h_ND = self.n_chosen, h.flatten(0, -2)
+        odds_Nk, chosen_Nk = self.gate(h_ND).softmax(-1, dtype=torch.float32).topk(k)
+        if self.normalize:
+            odds_Nk = odds_Nk / odds_Nk.sum(-1, keepdim=True)
+        chosen, order = chosen_Nk.flatten().sort(stable=True)  # rows by expert, order[i] // k is the token of row i
+        ends = torch.searchsorted(chosen, torch.arange(len(self.numbers), device=h.device), right=True, out_int32=True)
+        rows = h_ND[order // k]
+        gated = F.silu(self.experts.gate_proj(rows, ends)) * self.experts.up_proj(rows, ends)
+        # scaled before the last product: the sums are the same, and a recomputation can end here
+        out = self.experts.down_proj(gated * odds_Nk.flatten()[order, None].to(h.dtype), ends)
+        return out[order.argsort()].unflatten(0, (-1, k)).sum(1).view_as(h)
+
+
 class Block(nn.Module):
     """--compile compiles before_attention and before_down_proj: no list of documents reaches them, so packed rows
     compile once. down_proj stays out, because activation checkpointing's second forward ends before it."""
 
-    def __init__(self, c):
+    def __init__(self, c, number):
         super().__init__()
         D, width, K, eps = c.hidden_size, c.intermediate_size, c.head_dim, c.rms_norm_eps
         q_size, kv_size, bias = c.num_attention_heads * K, c.num_key_value_heads * K, c.model_type == "qwen2"
-        norm = RMSNorm if c.model_type == "qwen3" else nn.Identity
+        norm = RMSNorm if c.model_type.startswith("qwen3") else nn.Identity
         self.head_dim, self.input_layernorm = K, RMSNorm(D, eps)
         self.self_attn = nn.ModuleDict({
             "q_proj": Linear(D, q_size, bias), "k_proj": Linear(D, kv_size, bias), "v_proj": Linear(D, kv_size, bias),
@@ -261,6 +298,8 @@ class Block(nn.Module):
             "gate_proj": Linear(D, width, bias=False), "up_proj": Linear(D, width, bias=False),
             "down_proj": Linear(width, D, bias=False),
         })
+        if c.num_experts and number not in c.mlp_only_layers and (number + 1) % c.decoder_sparse_step == 0:
+            self.mlp = MoE(c)
 
     def forward(self, x, rope, spans):
         q_BTHK, *kv = self.before_attention(x, rope)
@@ -281,11 +320,14 @@ class Block(nn.Module):
     def before_down_proj(self, x, attention):
         x = x + self.self_attn.o_proj(attention)
         h = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MoE):
+            return x, h
         return x, F.silu(self.mlp.gate_proj(h)) * self.mlp.up_proj(h)
 
     def after_attention(self, x, attention):
-        x, gated = self.before_down_proj(x, attention)
-        return x + self.mlp.down_proj(gated)
+        x, h = self.before_down_proj(x, attention)
+        rest = self.mlp if isinstance(self.mlp, MoE) else self.mlp.down_proj
+        return x + rest(h)
 
 
 class SaveNow(torch.autograd.Function):
@@ -410,7 +452,7 @@ class Transformer(nn.Module):
         self.sequence_group = None  # the ranks that hold pieces of the same rows: --sequence_parallel
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(c.vocab_size, c.hidden_size),
-            "layers": nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers)),
+            "layers": nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers)),
             "norm": RMSNorm(c.hidden_size, c.rms_norm_eps),
         })
         self.lm_head = LMHead(c)
@@ -479,7 +521,8 @@ def step_flops(c, counted, n_adapter):
     half of them masked, 2.5 times that backward. counted: targets, tokens, squared document lengths."""
     n_targets, n_tokens, n_squares = counted
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    block = c.hidden_size * (2 * q + 2 * kv + 3 * c.intermediate_size)
+    width = c.num_experts_per_tok * c.moe_intermediate_size if c.num_experts else c.intermediate_size
+    block = c.hidden_size * (2 * q + 2 * kv + 3 * width + c.num_experts)
     products = block * c.num_hidden_layers * n_tokens + c.hidden_size * c.vocab_size * n_targets
     attention = 2 * q * c.num_hidden_layers * n_squares * 3.5
     return attention + (6 * products if n_adapter is None else 4 * products + 6 * n_adapter * n_tokens)
@@ -546,10 +589,10 @@ PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
 class LoRA:
     """A linear layer's other half: y = W x + (alpha / rank) B A x (arXiv:2106.09685), with PEFT's names."""
 
-    def forward(self, x):
+    def forward(self, x, ends=None):
         # the frozen base last: it saves nothing, so the recomputation of a block ends before down_proj
-        delta = self.lora_B(self.lora_A(F.dropout(x, self.lora_dropout, self.training)) * self.lora_scale)
-        return delta + super().forward(x)
+        delta = self.lora_B(self.lora_A(F.dropout(x, self.lora_dropout, self.training), ends) * self.lora_scale, ends)
+        return delta + super().forward(x, ends)
 
 
 WITH_LORA = {base: type(f"LoRA{base.__name__}", (LoRA, base), {}) for base in (Linear, nf4.NF4Linear)}
@@ -561,8 +604,11 @@ def add_lora_(model, rank, alpha, dropout, targets):
     model.requires_grad_(False)
     for name, linear in list(model.model.layers.named_modules()):
         if name.rsplit(".")[-1] in targets:
+            n = len(file_names(name, model.config))
+            if n > 1 and rank % 8:
+                raise ValueError(f"--lora_rank {rank}: the products of experts need a multiple of 8")
             with torch.device(next(linear.parameters()).device):
-                linear.lora_A = Linear(linear.in_features, rank, bias=False)
+                linear.lora_A = Linear(linear.in_features, n * rank, bias=False)
                 linear.lora_B = Linear(rank, linear.out_features, bias=False)
             linear.lora_scale, linear.lora_dropout = alpha / rank, dropout
             linear.__class__ = WITH_LORA[type(linear)]
@@ -759,12 +805,26 @@ class Checkpoint:
         return crc
 
 
+def file_names(name, config):
+    """Names in files of a parameter, or of its adapter: there each expert of a stack has a matrix of its own."""
+    before, is_stack, after = name.partition(".experts.")
+    return [f"{before}.experts.{i}.{after}" for i in range(config.num_experts)] if is_stack else [name]
+
+
+def rows_of(source, names, start, stop):
+    """Rows [start, stop) of the matrices `names` of a Checkpoint or RandomWeights, as if they were one."""
+    n, parts = source.tensors[names[0]][1][0], []
+    for i in range(start // n, -(-stop // n)):
+        parts.append(source.rows(names[i], max(start - i * n, 0), min(stop - i * n, n)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class RandomWeights:
     """Stands for a Checkpoint where there is none: normal weights, norms of one, biases of zero, by name and row."""
 
     def __init__(self, model, seed, device):
         self.seed, self.device, self.config = seed, device, model.config
-        self.tensors = {name: (None, tuple(p.shape), self.config.dtype) for name, p in model.named_parameters()}
+        self.tensors = {name: (None, shape, self.config.dtype) for name, shape in shapes_in_files(model).items()}
 
     def rows(self, name, start, stop):
         shape = self.tensors[name][1]
@@ -788,9 +848,18 @@ def random_rows(name, width, start, stop, seed, device, uniform=False):
     return out
 
 
+def shapes_in_files(model):
+    """{name: shape} of a model's parameters as files hold them."""
+    shapes = {}
+    for stack, p in model.named_parameters():
+        names = file_names(stack, model.config)
+        shapes |= {name: (len(p) // len(names), *p.shape[1:]) for name in names}
+    return shapes
+
+
 def check_weights(model, checkpoint, folder):
     """Compares the names and shapes of a model, or of its LoRA layers if it has any, with a file's, or raises."""
-    shapes = {name: p.shape for name, p in model.named_parameters()}
+    shapes = shapes_in_files(model)
     expected = {PEFT_PREFIX + name: shape for name, shape in shapes.items() if ".lora_" in name} or shapes
     if model.config.tie_word_embeddings and HEAD in checkpoint.tensors and expected is shapes:
         expected[HEAD] = expected["model.embed_tokens.weight"]  # a duplicate, compared when it is read
@@ -858,22 +927,22 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
     params = dict(model.named_parameters())
     for name in tqdm(params, "loading weights", unit="tensor", disable=not progress, leave=False):
         out, start = local(params[name])
-        stop = start + len(out)
+        stop, names = start + len(out), file_names(name, model.config)
         if start == stop or name.endswith("weight_scales") or (frozen_only and params[name].requires_grad):
             continue  # an empty shard, or written along with the codes
         if name.endswith("weight_codes"):
-            stem = name.removesuffix("_codes")
-            codes, scales = nf4.quantize(source.rows(stem, start, stop).to(device), stem)
+            names = [name.removesuffix("_codes") for name in names]
+            codes, scales = nf4.quantize(rows_of(source, names, start, stop).to(device), name)
             out.copy_(codes)
-            local(params[f"{stem}_scales"])[0].copy_(scales)
+            local(params[name.removesuffix("codes") + "scales"])[0].copy_(scales)
         elif adapter is not None and ".lora_" in name:
-            out.copy_(adapter.rows(PEFT_PREFIX + name, start, stop))
+            out.copy_(rows_of(adapter, [PEFT_PREFIX + name for name in names], start, stop))
         elif name.endswith("lora_B.weight"):
             out.zero_()
         elif name.endswith("lora_A.weight"):  # PEFT's and torch's default, U(-1/sqrt(in), 1/sqrt(in))
             out.copy_(random_rows(name, out.shape[1], start, stop, seed, "cpu", uniform=True) * out.shape[1] ** -0.5)
         else:
-            out.copy_(source.rows(name, start, stop))
+            out.copy_(rows_of(source, names, start, stop))
         duplicate = name == "model.embed_tokens.weight" and HEAD not in params and HEAD in source.tensors
         if duplicate and not torch.equal(source.rows(name, start, stop), source.rows(HEAD, start, stop)):
             raise ValueError(f"config.json ties the head to the embedding, but the checkpoint's {HEAD} differs: "
@@ -895,11 +964,13 @@ def reshard_(model):
 
 
 def full_tensors(model, trainable_only):
-    """Yields (name, full tensor on the CPU). All ranks must iterate: each sharded parameter is a collective."""
+    """Yields (name in files, full tensor on the CPU). All ranks must iterate: a sharded parameter is a collective."""
     reshard_(model)
     for name, param in model.named_parameters():
         if param.requires_grad or not trainable_only:
-            yield name, (param.full_tensor() if isinstance(param, DTensor) else param).detach().cpu()
+            whole = (param.full_tensor() if isinstance(param, DTensor) else param).detach().cpu()
+            names = file_names(name, model.config)
+            yield from zip(names, whole.chunk(len(names)))
 
 
 @contextlib.contextmanager
@@ -996,7 +1067,7 @@ def export(args, model, source, files, tokenizer, out, ranks):
         if adapters and first:
             save_adapter(adapter, part, files[3], args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets)
         if not adapters:
-            layout = {name: source.tensors[name][1:] for name, _ in model.named_parameters()}
+            layout = {name: source.tensors[name][1:] for name in shapes_in_files(model)}
             tensors = ((name, tensor.to(layout[name][1])) for name, tensor in tensors)
             save_model(tensors, layout, part, files[0], write=first)
         if first:

@@ -137,22 +137,39 @@ def fast_weight(codes_ND2: torch.Tensor, scales_NS: torch.Tensor, factor: torch.
 fast_weight.register_fake(lambda codes, scales, factor: factor.new_empty(codes.shape[0], codes.shape[1] * 2))
 
 
-def weight(codes_ND2, scales_NS, factor, fast):
+def weight(codes_ND2, scales_NS, factor, fast, used=()):
+    """The weight in the dtype of `factor`. used: (number of experts in the stack, those that are wanted)."""
+    if used:
+        E, experts = used
+        codes_ND2, scales_NS = (s.unflatten(0, (E, -1))[experts].flatten(0, 1) for s in (codes_ND2, scales_NS))
     return fast_weight(codes_ND2, scales_NS, factor) if fast else dequantize(codes_ND2, scales_NS, factor.dtype)
 
 
+def linear(x, w_ND, ends=None):
+    """x @ w.T. With `ends`, [E] int32, w is a stack of E experts, and expert e has the rows of x up to ends[e]."""
+    if ends is None:
+        return F.linear(x, w_ND)
+    return F.grouped_mm(x, w_ND.unflatten(0, (len(ends), -1)).transpose(1, 2), offs=ends)
+
+
 class NF4Matmul(torch.autograd.Function):
-    """x [..., D] @ w.T with w in NF4 and frozen: backward dequantizes again instead of keeping 16 bits a weight."""
+    """linear() with w in NF4 and frozen: backward dequantizes again instead of keeping 16 bits a weight."""
 
     @staticmethod
-    def forward(ctx, x, codes_ND2, scales_NS, fast):
-        ctx.nf4 = codes_ND2, scales_NS, fast  # parameters that nothing updates; FSDP2 refills the same storage
-        return F.linear(x, weight(codes_ND2, scales_NS, x, fast))
+    def forward(ctx, x, ends, *nf4):
+        ctx.ends, ctx.nf4 = ends, nf4  # parameters that nothing updates; FSDP2 refills the same storage
+        codes_ND2, scales_NS, *options = nf4
+        return linear(x, weight(codes_ND2, scales_NS, x, *options), ends)
 
     @staticmethod
     def backward(ctx, grad):
-        *nf4, fast = ctx.nf4
-        return grad @ weight(*nf4, grad, fast), None, None, None
+        codes_ND2, scales_NS, *options = ctx.nf4
+        w_ND = weight(codes_ND2, scales_NS, grad, *options)
+        if ctx.ends is not None:
+            grad_x = F.grouped_mm(grad, w_ND.unflatten(0, (len(ctx.ends), -1)), offs=ctx.ends)
+        else:
+            grad_x = grad @ w_ND
+        return grad_x, *[None] * (1 + len(ctx.nf4))
 
 
 class NF4Linear(nn.Module):
@@ -166,14 +183,17 @@ class NF4Linear(nn.Module):
         self.weight_scales = frozen(torch.empty(N, D // BLOCK + ENDS, dtype=torch.uint8, device=device))
         self.bias = frozen(torch.empty(N, device=device)) if bias else None
 
-    def forward(self, x):
-        nf4 = self.weight_codes, self.weight_scales
+    def forward(self, x, ends=None):
+        nf4, used = (self.weight_codes, self.weight_scales), ()
+        if ends is not None:  # experts without a row stay in 4 bits
+            experts = ends.diff(prepend=ends.new_zeros(1)).nonzero().flatten()
+            ends, used = ends[experts], (len(ends), experts)
         if self.checkpointed:
             # Autograd saves the weight, and checkpointing drops it until the block's second forward has made it again:
             # no third dequantization. It is saved before the product runs, so that the second forward can end there.
-            y = F.linear(x, weight(*nf4, x.detach(), self.fast))
+            y = linear(x, weight(*nf4, x.detach(), self.fast, used), ends)
         else:
-            y = NF4Matmul.apply(x, *nf4, self.fast)
+            y = NF4Matmul.apply(x, ends, *nf4, self.fast, used)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
@@ -182,7 +202,7 @@ def quantize_linears_(module):
     rows do not divide into blocks; no Llama or Qwen has one."""
     for name, parent in list(module.named_modules()):
         for child_name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and child_name != "gate":  # the router's products stay in 16 bits
                 D, bias = child.in_features, child.bias is not None
                 if D % BLOCK:
                     raise ValueError(f"--qlora: NF4 has blocks of {BLOCK} weights, and {name}.{child_name} has rows of "

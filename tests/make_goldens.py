@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 HERE = Path(__file__).parent / "goldens"
 SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -36,6 +36,12 @@ CASES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, rope_parameters=theta(1e6))),
     "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(
         **SHAPE, head_dim=16, tie_word_embeddings=True, rope_parameters=theta(1e6))),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(  # the second block is dense
+        **SHAPE | {"num_hidden_layers": 3}, head_dim=16, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=8,
+        norm_topk_prob=True, mlp_only_layers=[1], rope_parameters=theta(1e6))),
+    "qwen3-moe-sparse": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
+        **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=8, decoder_sparse_step=2,
+        norm_topk_prob=False, rope_parameters=theta(1e6))),
 }
 
 
@@ -44,7 +50,19 @@ def spell_v4(config):
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
     return config
+
+
+def by_stack(name, grad):
+    """Gradients of transformers' [E, N, D] stacks as oomph's [E * N, D], gate_proj and up_proj apart."""
+    halves = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    stem, _, last = name.partition("mlp.experts.")
+    if last not in halves:
+        return {name: grad}
+    parts = grad.chunk(len(halves[last]), 1)
+    return {f"{stem}mlp.experts.{key}.weight": part.flatten(0, 1).contiguous() for key, part in zip(halves[last], parts)}
 
 
 def main():
@@ -53,14 +71,16 @@ def main():
         torch.manual_seed(len(name))
         model = family(config).float()
         for key, p in model.named_parameters():  # random norms and biases too: ones and zeros would hide a mistake
-            torch.nn.init.normal_(p, 1.0 if key.endswith("norm.weight") else 0.0, 0.2 if p.dim() < 2 else 0.08)
+            std = 1.0 if key.endswith("mlp.gate.weight") else 0.2 if p.dim() < 2 else 0.08  # uneven loads of experts
+            torch.nn.init.normal_(p, 1.0 if key.endswith("norm.weight") else 0.0, std)
         tokens = torch.randint(0, SHAPE["vocab_size"], (2, 24))
         logits = model(tokens).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
         loss.backward()
         model.save_pretrained(HERE / name)
         golden = {"tokens": tokens, "logits": logits.detach(), "loss": loss.detach().reshape(1)}
-        golden |= {f"grad.{key}": p.grad for key, p in model.named_parameters()}
+        for key, p in model.named_parameters():
+            golden |= {f"grad.{stack}": grad for stack, grad in by_stack(key, p.grad).items()}
         save_file(golden, HERE / name / "golden.safetensors")
         (HERE / name / "generation_config.json").unlink()
         spelled = spell_v4(json.loads((HERE / name / "config.json").read_text()))
