@@ -42,6 +42,7 @@ TINY = ROOT / "tests" / "tiny"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 SAME = 1e-4  # logits of both sides, same files, float32: sums in another order differ by a few 1e-6
 OTHER = 0.1  # logits of two models that are not the same
+MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, norm_topk_prob=True)
 TEXT = "def naïve(x):\n    return [x]  # ☃ <|im_end|>\n"
 failed = []
 
@@ -94,6 +95,8 @@ def write_random_models(folder):
         "qwen2-tied": (transformers.Qwen2Config(**shape, tie_word_embeddings=True, rope_parameters=theta),
                        torch.bfloat16, "5GB"),
         "qwen3": (transformers.Qwen3Config(**shape, head_dim=32, rope_parameters=theta), torch.float32, "5GB"),
+        "qwen3-moe": (transformers.Qwen3MoeConfig(**shape, head_dim=32, rope_parameters=theta, **MOE),
+                      torch.bfloat16, "400KB"),
     }
     for number, (name, (config, dtype, file_size)) in enumerate(cases.items()):
         random_model(config, number).to(dtype).save_pretrained(folder / name, max_shard_size=file_size)
@@ -147,9 +150,9 @@ def theirs(folder):
 
 def round_to_file(model, folder):
     """The model with every weight rounded to the dtype that it has in a checkpoint, in float32 again."""
-    source = lm.Checkpoint(folder)
-    for name, p in model.named_parameters():
-        p.data = p.data.to(source.tensors[name][2]).float()
+    *_, dtype = lm.Checkpoint(folder).tensors["lm_head.weight"]
+    for p in model.parameters():
+        p.data = p.data.to(dtype).float()
     return model
 
 
@@ -181,7 +184,7 @@ def check_model(name, base, runs, tokens):
 
 
 def check_generation(folder):
-    """Greedy continuations with the cache, by both sides, of five architectures in float32."""
+    """Greedy continuations with the cache, by both sides, of six architectures in float32."""
     shape = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
                  num_key_value_heads=2, max_position_embeddings=256, rope_parameters={"rope_theta": 1e6})
     llama3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -189,7 +192,8 @@ def check_generation(folder):
     cases = {"llama3.1": transformers.LlamaConfig(**shape | {"rope_parameters": llama3}),
              "llama-tied": transformers.LlamaConfig(**shape, tie_word_embeddings=True),
              "mistral": transformers.MistralConfig(**shape, head_dim=16, sliding_window=None),
-             "qwen2": transformers.Qwen2Config(**shape), "qwen3": transformers.Qwen3Config(**shape, head_dim=32)}
+             "qwen2": transformers.Qwen2Config(**shape), "qwen3": transformers.Qwen3Config(**shape, head_dim=32),
+             "qwen3-moe": transformers.Qwen3MoeConfig(**shape, head_dim=32, **MOE)}
     for number, (name, config) in enumerate(cases.items()):
         model, equal = random_model(config, number).eval(), 0
         model.save_pretrained(folder / f"generate-{name}")
