@@ -251,6 +251,34 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     return torch.cat([*pieces, q.new_zeros(B * T - end, H, K)]).view(B, T, H * K)
 
 
+class Spread(torch.autograd.Function):
+    """[N, D] -> [N * k, D], each token once for each of its k experts, in the order of the experts. Its backward is the
+    forward of Collect and the other way round: gathers and sums in a fixed order, where autograd's scatter by atomic
+    additions would give other bits in each run."""
+
+    @staticmethod
+    def forward(ctx, x_ND, order, k):
+        ctx.sorted_by = order, k  # no saved tensors: a recomputation would run up to Collect to make them again
+        return x_ND[order // k]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Collect.apply(grad, *ctx.sorted_by), None, None
+
+
+class Collect(torch.autograd.Function):
+    """[N * k, D] -> [N, D]: the sum over the k experts of each token."""
+
+    @staticmethod
+    def forward(ctx, rows, order, k):
+        ctx.sorted_by = order, k
+        return rows[order.argsort()].unflatten(0, (-1, k)).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Spread.apply(grad, *ctx.sorted_by), None, None
+
+
 class MoE(nn.Module):
     """The MLP of Qwen3-MoE: of E experts each token takes the k with the highest odds. A stack of experts is one matrix
     of E * N rows, so that NF4, FSDP2 and LoRA see a matrix like any other. Nothing balances the load of the experts."""
@@ -272,11 +300,11 @@ class MoE(nn.Module):
             odds_Nk = odds_Nk / odds_Nk.sum(-1, keepdim=True)
         chosen, order = chosen_Nk.flatten().sort(stable=True)  # rows by expert, order[i] // k is the token of row i
         ends = torch.searchsorted(chosen, torch.arange(len(self.numbers), device=h.device), right=True, out_int32=True)
-        rows = h_ND[order // k]
+        rows = Spread.apply(h_ND, order, k)
         gated = F.silu(self.experts.gate_proj(rows, ends)) * self.experts.up_proj(rows, ends)
         # scaled before the last product: the sums are the same, and a recomputation can end here
         out = self.experts.down_proj(gated * odds_Nk.flatten()[order, None].to(h.dtype), ends)
-        return out[order.argsort()].unflatten(0, (-1, k)).sum(1).view_as(h)
+        return Collect.apply(out, order, k).view_as(h)
 
 
 class Block(nn.Module):
@@ -528,14 +556,19 @@ def step_flops(c, counted, n_adapter):
     return attention + (6 * products if n_adapter is None else 4 * products + 6 * n_adapter * n_tokens)
 
 
-def activation_bytes(args, c, size, n_tokens):
+def activation_bytes(args, c, size, n_tokens, checkpointed):
     """{what: bytes}: a block's input, all it saves for the backward, and the most that its backward holds in attention
     and in the MLP, for products of `size` bytes a number, as CUDA kernels save them. FlashAttention: q, k, v, its
     output, a float32 a head; its backward adds up dq in float32 and makes dk, dv of each query head. The kernel for
     float32 has no such sums and needs keys of each query head. attention, mlp, down are numbers a token."""
-    D, F, N = c.hidden_size, c.intermediate_size, n_tokens
+    D, F, N, k = c.hidden_size, c.intermediate_size, n_tokens, 1
     Q, own_G = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     adapters, split = args.lora_targets if args.lora or args.qlora else [], args.sequence_parallel > 1
+    n_weights, rows, router = D * F, 0, 0  # of down_proj
+    if c.num_experts:
+        k, n_weights = c.num_experts_per_tok, D * c.num_experts * c.moe_intermediate_size
+        F, rows = k * c.moe_intermediate_size, k * D
+        router = F + (4 * c.num_experts + 32 * k) / size + (0 if adapters else D)  # F: what the odds are applied to
 
     def input_of(width, *names):  # what the gradients of these weights need of their common input
         n = sum(name in (adapters or LORA_TARGETS) for name in names)
@@ -543,30 +576,32 @@ def activation_bytes(args, c, size, n_tokens):
 
     # under --sequence_parallel key heads are repeated until each rank has as many
     G = c.head_dim * math.lcm(c.num_key_value_heads, args.sequence_parallel)
-    attention = 2 * Q + 2 * G + (args.lora_rank or 0) * len(adapters) + 4 / size * c.num_attention_heads
+    attention = 2 * Q + 2 * G + 4 / size * c.num_attention_heads
+    attention += (args.lora_rank or 0) * sum(k if name in LORA_TARGETS[4:] else 1 for name in adapters)
     attention += input_of(D, "q_proj", "k_proj", "v_proj")
     attention += Q if split else 0  # the kernel's output, and what the second all-to-all makes of it
     if size == 4 and G < Q:
         attention += 2 * Q - (0 if split else 2 * G)  # what the first all-to-all brought stays beside the copies
-    if c.model_type == "qwen3":
+    if c.model_type.startswith("qwen3"):
         attention += Q + own_G  # inputs of the norms of q and k
     kernel = (2 * Q if size == 2 else 0) + (2 * Q if G < Q else 0)
     in_attention = N * (attention + D + Q + (Q + 2 * G) * (2 if split else 1) + kernel)
 
-    mlp, down, tile = 3 * F + input_of(D, "gate_proj", "up_proj"), input_of(F, "down_proj"), min(args.tiled_mlp or N, N)
+    mlp, down, tile = 3 * F + router, input_of(F, "down_proj"), min(args.tiled_mlp or N, N)
+    mlp += input_of(k * D, "gate_proj", "up_proj")
     mlp += input_of(Q, "o_proj") if args.lora_dropout else 0  # else it is attention's output
-    weight, pieces = (D * F, 6 / size * min(nf4.CHUNK, D * F)) if args.qlora else (0, 0)  # down_proj, dequantized
-    in_mlp = N * attention + tile * (mlp + 2 * D) + max(tile * max(3 * F, down + 2 * F),
-                                                        tile * down + weight + max(tile * F, pieces))
+    weight, pieces = (n_weights, 6 / size * min(nf4.CHUNK, n_weights)) if args.qlora else (0, 0)  # dequantized
+    in_mlp = N * attention + tile * (mlp + 2 * D) + max(
+        tile * max(3 * F, down + 2 * F, 3 * rows), tile * (down + 2 * rows) + weight + max(tile * F, pieces))
     saved = N * (attention + mlp + down + 2 * D)
     if args.tiled_mlp:  # gradients of the output, and of what earlier tiles read
         saved = N * (attention + D)
         in_mlp += N * D + (N - tile) * (D + Q)
-    if args.activation_checkpointing:
-        saved = N * D
+    if checkpointed:
+        saved = N * (D + (8 * k / size if c.num_experts else 0))  # and the order of the experts' rows
         if args.qlora:  # weights that the recomputation has dequantized, all but down_proj's
             in_attention += 2 * D * (Q + own_G)
-            in_mlp += 2 * D * (Q + own_G + F)
+            in_mlp += 2 * D * (Q + own_G) + 2 * n_weights
     numbers = {"input": N * D, "saved": saved, "in attention": in_attention, "in mlp": in_mlp}
     return {what: int(size * n) for what, n in numbers.items()}
 
@@ -657,11 +692,11 @@ def compile_(model, packing):
     model.lm_head.softmax_gradient = in_training(softmax_gradient, dynamic=True)  # the last chunk is shorter
 
 
-def checkpoint_activations_(model, preserve_rng):
-    """Keeps each block's input and recomputes the rest in the backward: 2*D bytes a token and layer, not about 34*D,
-    for at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back."""
+def checkpoint_activations_(model, preserve_rng, n_blocks=None):
+    """Keeps the inputs of the first blocks and recomputes the rest in the backward: 2*D bytes a token and block, not
+    about 34*D, for at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back."""
     again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng)
-    for block in model.model.layers:
+    for block in model.model.layers[:n_blocks]:
         block.forward = functools.partial(again, block.forward)
         for module in block.modules():
             if isinstance(module, nf4.NF4Linear):

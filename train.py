@@ -11,6 +11,7 @@ finished vanilla module, and one call in `main`.
 """
 
 import argparse
+import bisect
 import contextlib
 import ctypes
 import dataclasses
@@ -69,6 +70,11 @@ def number(kind, zero_too=False):
 
     parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
     return parse
+
+
+def n_blocks(text):
+    """An argparse type: a number of blocks, all or auto."""
+    return text if text in ("all", "auto") else number(int)(text)
 
 
 FEATURES = set("""lora qlora lora_rank fsdp2 replicas sequence_parallel offload activation_checkpointing chunked_ce
@@ -145,7 +151,10 @@ def parse_args(argv=None):
     add("--sequence_parallel", whole, 1, "split each row over N ranks; --batch_size counts rows of such a group")
     add("--offload", str, None, "to host memory: block inputs until the backward; weights, gradients and optimizer",
         "none; bare: all that applies", nargs="*", choices=("activations", "params"))
-    switch("--activation_checkpointing", "keep each block's input only and recompute the rest in the backward", on=True)
+    add("--activation_checkpointing", n_blocks, "all", "keep only the inputs of the first N blocks and recompute the rest "
+        "in the backward; auto: of as few blocks as the memory allows", nargs="?", const="all")
+    group.add_argument("--no-activation_checkpointing", dest="activation_checkpointing", action="store_const", const=0,
+                       help="keep all that is computed, which takes the least time")
     switch("--chunked_ce", "head and loss in chunks of tokens, no [tokens, vocabulary] tensor", on=True)
     add("--ce_chunk", whole, None, "tokens in a chunk of the loss", 1024)
     add("--tiled_mlp", whole, None, "the MLP in tiles of N tokens, e.g. of 4096", "off")
@@ -200,10 +209,12 @@ def parse_args(argv=None):
     args.on, args.off = {}, []  # for the lines of the start
     for action in parser._actions:
         name, value = action.dest, getattr(args, action.dest, None)
-        if name in FEATURES and value not in (None, False, [], "adamw") and (value is True or value != 1):
+        if name not in FEATURES or f"--{name}" not in action.option_strings:
+            continue
+        if value not in (None, False, [], "adamw") and (value is True or action.default != value or value != 1):
             shown = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
             args.on[f"--{name}{shown}"] = action.help.split(" (default")[0]
-        elif name in FEATURES:
+        else:
             args.off.append(name)
     return args
 
@@ -254,8 +265,8 @@ def conflicts(args):
          f"--random_init, or for the trained weights --model {preset and preset['_name_or_path']}"),
         (not args.fsdp2 and (args.replicas > 1 or "params" in offload or not gathers_freely), "--replicas, --offload "
          "params, --no-reshard_after_forward and --no-shard_embeddings change how FSDP2 works: add --fsdp2"),
-        (args.offload not in (None, ["params"]) and not args.activation_checkpointing, "--offload activations needs "
-         "--activation_checkpointing: a block's input is small enough for the bus, all that it computes is not"),
+        (args.offload not in (None, ["params"]) and args.activation_checkpointing != "all", "--offload activations needs "
+         "--activation_checkpointing all: a block's input is small enough for the bus, all that it computes is not"),
         (args.ce_chunk and not args.chunked_ce, "--ce_chunk and --no-chunked_ce: leave one out"),
         (args.stochastic_rounding and args.precision != "bf16", "--stochastic_rounding: add --precision bf16"),
         (not args.fused_adamw and (args.optim == "adamw8bit" or args.stochastic_rounding), "--no-fused_adamw: leave it "
@@ -766,7 +777,7 @@ def plan(args, config, world, tokens):
     tensors, gradients = [n for unit in whole for n in unit.tensors], sum(unit.gradient for unit in whole)
     always = {kind: sum(unit.always[kind] for unit in whole) for kind in ALWAYS}
 
-    acts = lm.activation_bytes(args, config, size, tokens)
+    acts = [lm.activation_bytes(args, config, size, tokens, checkpointed) for checkpointed in (False, True)]
     host, in_step = {}, 0 if args.fused_adamw else 2 * max(tensors)
     if args.optim == "adamw8bit" or args.stochastic_rounding:  # float32 temporaries of a piece of the largest weight
         numbers, kept = (2, 28) if args.precision == "bf16" else (4, 24)
@@ -774,7 +785,7 @@ def plan(args, config, world, tokens):
     if offloaded:
         host, always, in_step = {**always, "gradients": gradients}, {}, 0
     if "activations" in args.offload:
-        host["activations"] = (n_layers - 1) * -(-acts["input"] // PAGE) * PAGE
+        host["activations"] = (n_layers - 1) * -(-acts[True]["input"] // PAGE) * PAGE
     if args.async_save:  # torch's pinned allocator rounds up to powers of two
         host["copy of a checkpoint"] = sum(n if offloaded else 1 << (n - 1).bit_length() for n in tensors)
 
@@ -789,17 +800,23 @@ def plan(args, config, world, tokens):
 
 def moments_of(args, c, shards, units, acts, logits_bytes):
     """{moment: {kind: bytes}} from the loss to the embedding's gradient, without what is there all the time. units: a
-    block, its o_proj and MLP, embedding, head. acts: of activation_bytes()."""
+    block, its o_proj and MLP, embedding, head. acts: of activation_bytes(), [without checkpointing, with it]."""
     (block, tail, embedding, head), n_layers, tied = units, c.num_hidden_layers, c.tie_word_embeddings
+    n_checkpointed = n_recomputed(args, c)
 
     # ---- weights in the dtype of products
     own_units = args.fsdp2 and args.shard_embeddings and not tied  # of embedding and head; else they stay gathered
     ends = head.gathered + (0 if tied else embedding.gathered) if args.fsdp2 and not own_units else 0
-    resharded = args.reshard_after_forward and (args.fsdp2 or args.activation_checkpointing)
-    one_block = block.gathered
-    if args.tiled_mlp and not (args.fsdp2 or resharded):
-        one_block -= tail.gathered  # tiles make their copies again
-    after_blocks = ends + (one_block * (1 if resharded else n_layers) if args.fsdp2 or not resharded else 0)
+    copies = block.gathered  # that a block without checkpointing saves of its float32 weights
+    if args.tiled_mlp:
+        copies -= tail.gathered  # tiles make theirs again
+
+    def unsharded(n_done):  # from the forward of n_done blocks to their backward
+        if args.fsdp2:
+            return ends + block.gathered * (1 if args.reshard_after_forward else n_done)
+        return copies * max(n_done - n_checkpointed, 0)
+
+    after_blocks = unsharded(n_layers)
     in_loss = after_blocks + (0 if ends else head.gathered)
     if args.chunked_ce and shards > 1:  # the forward keeps the buffer of its latest all-gather
         in_loss += (head if own_units else block).gathered
@@ -819,32 +836,54 @@ def moments_of(args, c, shards, units, acts, logits_bytes):
     def reduction(unit):  # input and output of the reduce-scatter
         return unit.reduce_input + unit.gradient if args.fsdp2 else 0
 
-    def activations(n_blocks):  # offloaded: one in use, one on its way
-        return acts["saved"] * (min(n_blocks, 2) if "activations" in args.offload else n_blocks)
+    def activations(n_blocks):
+        if "activations" in args.offload:  # one in use, one on its way
+            return one_input * min(n_blocks, 2)
+        n_inputs = min(n_blocks, n_checkpointed)
+        return one_input * n_inputs + acts[False]["saved"] * (n_blocks - n_inputs)
 
-    of_tiles = tail.new_gradient if args.tiled_mlp else 0
-    new, workspace = max((of_tiles, acts["in mlp"]), (tail.new_gradient, acts["in attention"]), key=sum)
+    of_tiles, one_input = tail.new_gradient if args.tiled_mlp else 0, acts[True]["saved"]
 
     def in_block(i):
+        again = i < n_checkpointed
+        new, workspace = max((of_tiles, acts[again]["in mlp"]), (tail.new_gradient, acts[again]["in attention"]), key=sum)
         new_before = block.reduce_input if i < n_layers - 1 else 0 if held else head.reduce_input
-        next_block = block.gathered if i and resharded and shards > 1 else 0  # on its way
+        more = block.gathered if again and not args.fsdp2 else 0  # copies of weights that the recomputation makes
+        if i and args.reshard_after_forward and shards > 1:
+            more = block.gathered  # the next block is on its way
         return {"gradients": gradients(done_head + (n_layers - 1 - i) * block.gradient) + held + new_before + new,
-                "saved activations": activations(i + 1) - acts["saved"] + acts["input"], "block workspace": workspace,
-                "unsharded units": ends + one_block * (1 if resharded else i + 1) + next_block}
+                "saved activations": activations(i + 1) - acts[again]["saved"] + one_input,
+                "block workspace": workspace, "unsharded units": unsharded(i + 1) + more}
 
     n_inputs = 4 if args.chunked_ce else 2 if head.gradient else 1  # x, its norm, rows with a target, their gradient
-    loss = {"gradients": gradients(0), "saved activations": activations(n_layers) + n_inputs * acts["input"],
+    loss = {"gradients": gradients(0), "saved activations": activations(n_layers) + n_inputs * one_input,
             "logits chunk": logits_bytes, "unsharded units": in_loss}
     turn = {"gradients": gradients(0) + head.new_gradient + (0 if held else reduction(head)),
-            "saved activations": activations(n_layers) + 4 * acts["input"], "unsharded units": after_blocks}
+            "saved activations": activations(n_layers) + 4 * one_input, "unsharded units": after_blocks}
     blocks = {f"block {i}": in_block(i) for i in range(n_layers)}
     name, _ = peak_of(blocks)
     moments = {"head and loss": max(loss, turn, key=lambda kinds: sum(kinds.values())), name: blocks[name]}
     if head.gradient:
         last = held + embedding.new_gradient + reduction(embedding) + (reduction(head) if ends and not tied else 0)
         moments["embedding"] = {"gradients": gradients(n_layers * block.gradient + done_head) + last,
-                                "saved activations": 2 * acts["input"], "unsharded units": ends}
+                                "saved activations": 2 * one_input, "unsharded units": ends}
     return moments
+
+
+def n_recomputed(args, config):
+    """Blocks of --activation_checkpointing: the first ones, as the last are the first to be freed."""
+    n = config.num_hidden_layers
+    return args.activation_checkpointing if type(args.activation_checkpointing) is int else n
+
+
+def fewest_recomputed(args, config, world, length, room):
+    """--activation_checkpointing auto -> the fewest blocks whose plan fits into 90 % of `room` bytes, or all."""
+    def fits(n):
+        changed = argparse.Namespace(**{**vars(args), "activation_checkpointing": n})
+        return peak_of(plan(changed, config, world, tokens_of(args, length))[0])[1] + OVERHEAD <= 0.9 * room
+
+    blocks = range(config.num_hidden_layers)
+    return bisect.bisect_left(blocks, True, key=fits) or 0
 
 
 def tokens_of(args, length):
@@ -939,7 +978,11 @@ def dry_run(args, argv):
         check_sizes(args, config, world)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
-    print_plan(args, argv, config, world, args.seq_len, args.gpu_gib and args.gpu_gib * GIB)
+    room = args.gpu_gib and args.gpu_gib * GIB
+    if args.activation_checkpointing == "auto":
+        args.activation_checkpointing = fewest_recomputed(args, config, world, args.seq_len, room or math.inf)
+        print(f"--activation_checkpointing {args.activation_checkpointing} of {config.num_hidden_layers} blocks")
+    print_plan(args, argv, config, world, args.seq_len, room)
 
 
 def check_sizes(args, config, world):
@@ -950,15 +993,25 @@ def check_sizes(args, config, world):
         if n not in fit:
             raise ValueError(f"--{flag} {n} does not divide the {world} rank(s) or the {config.num_attention_heads} "
                              f"heads of attention; these do: {', '.join(map(str, fit))}")
+    if n_recomputed(args, config) > config.num_hidden_layers:
+        raise ValueError(f"--activation_checkpointing {args.activation_checkpointing}: the model has "
+                         f"{config.num_hidden_layers} blocks")
     if config.sliding_window and args.seq_len > config.sliding_window:
         raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which "
                          "is not implemented; up to that many tokens it changes nothing")
 
 
+def memory_of(args, ranks):
+    """Bytes of the GPU that a run may use, or of --gpu_gib alone on a CPU."""
+    room = (args.gpu_gib or math.inf) * GIB
+    if ranks.device.type == "cuda":
+        room = min(room, torch.cuda.get_device_properties(ranks.device).total_memory)
+    return room
+
+
 def limit_gpu(args, argv, config, length, ranks):
     """Limits the process to --gpu_gib of its GPU. Rank 0 prints the plan."""
-    total = torch.cuda.get_device_properties(ranks.device).total_memory
-    room = min(total, (args.gpu_gib or math.inf) * GIB)
+    total, room = torch.cuda.get_device_properties(ranks.device).total_memory, memory_of(args, ranks)
     torch.cuda.set_per_process_memory_fraction(room / total, ranks.device)
     if ranks.rank == 0:
         print_plan(args, argv, config, ranks.world, length, room, brief=True)
@@ -1517,6 +1570,8 @@ def main(argv=None):
     # ---- the model: each feature applied to it, and last the weights
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     n_adapter = n_trained if args.lora or args.qlora else None
+    if args.activation_checkpointing == "auto":
+        args.activation_checkpointing = fewest_recomputed(args, config, world, loader.longest, memory_of(args, ranks))
     pin = cuda and fits_pinned(args, config, world, loader.longest)
     if rank == 0:
         print_start(args, model, source, n_trained, ranks, pin)
@@ -1527,7 +1582,7 @@ def main(argv=None):
     if args.tiled_mlp:
         lm.tile_mlp_(model, args.tiled_mlp)
     if args.activation_checkpointing:
-        lm.checkpoint_activations_(model, preserve_rng=bool(args.lora_dropout))
+        lm.checkpoint_activations_(model, bool(args.lora_dropout), n_recomputed(args, config))
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
     if args.fsdp2:

@@ -24,6 +24,8 @@ MODELS = {
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
     "tied": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "deep": {"num_hidden_layers": 10},
+    "moe": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 16,
+            "num_experts_per_tok": 4, "moe_intermediate_size": 192},
 }
 CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make a block the peak, larger ones the loss
     ("gqa", 1024, 1, ""),
@@ -53,6 +55,12 @@ CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make
     ("deep", 1024, 8, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
     ("gqa", 4096, 4, "--fsdp2 --qlora --sequence_parallel 4 --lora_dropout 0.1"),
     ("mha", 4096, 2, "--lora --sequence_parallel 2 --no-activation_checkpointing"),
+    ("gqa", 1024, 1, "--activation_checkpointing 3"),
+    ("deep", 1024, 1, "--qlora --activation_checkpointing 4 --ce_chunk 64"),
+    ("gqa", 1024, 2, "--fsdp2 --lora --activation_checkpointing 2 --ce_chunk 64"),
+    ("moe", 1024, 1, "--qlora --ce_chunk 64"),
+    ("moe", 1024, 1, "--no-activation_checkpointing --precision bf16"),
+    ("moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
 ]
 
 
