@@ -53,8 +53,9 @@ FIELDS = {
     "head_dim": (int, 2, 1 << 10, None), "max_position_embeddings": (int, 1, 1 << 30, None),
     "rms_norm_eps": (float, 1e-30, 1, 1e-6), "initializer_range": (float, 0, 1e3, 0.02),
     "tie_word_embeddings": (bool, False, True, False),
-    "num_experts": (int, 0, 1 << 12, 0), "num_experts_per_tok": (int, 1, 1 << 8, 1), "norm_topk_prob": (bool, 0, 1, False),
+    "num_experts": (int, 0, 1 << 12, 0), "num_experts_per_tok": (int, 1, 1 << 8, 1),
     "moe_intermediate_size": (int, 1, 1 << 18, 1), "decoder_sparse_step": (int, 1, 1 << 10, 1),
+    "norm_topk_prob": (bool, False, True, False),
 }
 POSITIVE = (float, 1e-30, 1e30, None)
 # rope_scaling: {"rope_type": "default" | "linear" | "llama3", ...}; sliding_window: None or tokens; dtype: the files';
@@ -542,6 +543,13 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
             return
         yield token
         tokens = [token]
+
+
+def n_met(model):
+    """Trained weights that a token meets: of a stack of experts those of its own."""
+    c = model.config
+    share = {True: c.num_experts_per_tok / max(c.num_experts, 1), False: 1}
+    return sum(p.numel() * share[".experts." in name] for name, p in model.named_parameters() if p.requires_grad)
 
 
 def step_flops(c, counted, n_adapter):

@@ -73,8 +73,10 @@ def number(kind, zero_too=False):
 
 
 def n_blocks(text):
-    """An argparse type: a number of blocks, all or auto."""
-    return text if text in ("all", "auto") else number(int)(text)
+    """An argparse type."""
+    if text not in ("all", "auto") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of blocks, all or auto")
+    return number(int)(text) if text.isdecimal() else text
 
 
 FEATURES = set("""lora qlora lora_rank fsdp2 replicas sequence_parallel offload activation_checkpointing chunked_ce
@@ -151,8 +153,8 @@ def parse_args(argv=None):
     add("--sequence_parallel", whole, 1, "split each row over N ranks; --batch_size counts rows of such a group")
     add("--offload", str, None, "to host memory: block inputs until the backward; weights, gradients and optimizer",
         "none; bare: all that applies", nargs="*", choices=("activations", "params"))
-    add("--activation_checkpointing", n_blocks, "all", "keep only the inputs of the first N blocks and recompute the rest "
-        "in the backward; auto: of as few blocks as the memory allows", nargs="?", const="all")
+    add("--activation_checkpointing", n_blocks, "all", "keep only the inputs of the first N blocks and recompute the "
+        "rest in the backward; auto: of as few blocks as memory allows", nargs="?", const="all")
     group.add_argument("--no-activation_checkpointing", dest="activation_checkpointing", action="store_const", const=0,
                        help="keep all that is computed, which takes the least time")
     switch("--chunked_ce", "head and loss in chunks of tokens, no [tokens, vocabulary] tensor", on=True)
@@ -265,8 +267,8 @@ def conflicts(args):
          f"--random_init, or for the trained weights --model {preset and preset['_name_or_path']}"),
         (not args.fsdp2 and (args.replicas > 1 or "params" in offload or not gathers_freely), "--replicas, --offload "
          "params, --no-reshard_after_forward and --no-shard_embeddings change how FSDP2 works: add --fsdp2"),
-        (args.offload not in (None, ["params"]) and args.activation_checkpointing != "all", "--offload activations needs "
-         "--activation_checkpointing all: a block's input is small enough for the bus, all that it computes is not"),
+        (args.offload not in (None, ["params"]) and args.activation_checkpointing != "all", "--offload activations "
+         "needs --activation_checkpointing: a block's input is small enough for the bus, all it computes is not"),
         (args.ce_chunk and not args.chunked_ce, "--ce_chunk and --no-chunked_ce: leave one out"),
         (args.stochastic_rounding and args.precision != "bf16", "--stochastic_rounding: add --precision bf16"),
         (not args.fused_adamw and (args.optim == "adamw8bit" or args.stochastic_rounding), "--no-fused_adamw: leave it "
@@ -768,7 +770,8 @@ def plan(args, config, world, tokens):
     Moments are those at which a step can reach its peak. Parameters are counted in a model of one block on meta;
     activations are formulas, for micro-batches of `tokens` tokens, all supervised, a document a row. CUDA's context,
     NCCL and fragmentation are OVERHEAD. tests/test_plan.py compares the sums with real steps."""
-    model, n_layers = lm.on_meta(dataclasses.replace(config, num_hidden_layers=1), args), config.num_hidden_layers
+    one_block = {"num_hidden_layers": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}  # with experts, if any has
+    model, n_layers = lm.on_meta(dataclasses.replace(config, **one_block), args), config.num_hidden_layers
     shards, offloaded = world // args.replicas if args.fsdp2 else 1, "params" in args.offload
     one, size = model.model.layers[0], model.compute_dtype.itemsize
     modules = one, nn.ModuleList([one.self_attn.o_proj, one.mlp]), model.model.embed_tokens, model.lm_head
@@ -846,13 +849,14 @@ def moments_of(args, c, shards, units, acts, logits_bytes):
 
     def in_block(i):
         again = i < n_checkpointed
-        new, workspace = max((of_tiles, acts[again]["in mlp"]), (tail.new_gradient, acts[again]["in attention"]), key=sum)
+        of_block = acts[again]
+        new, workspace = max((of_tiles, of_block["in mlp"]), (tail.new_gradient, of_block["in attention"]), key=sum)
         new_before = block.reduce_input if i < n_layers - 1 else 0 if held else head.reduce_input
         more = block.gathered if again and not args.fsdp2 else 0  # copies of weights that the recomputation makes
         if i and args.reshard_after_forward and shards > 1:
             more = block.gathered  # the next block is on its way
         return {"gradients": gradients(done_head + (n_layers - 1 - i) * block.gradient) + held + new_before + new,
-                "saved activations": activations(i + 1) - acts[again]["saved"] + one_input,
+                "saved activations": activations(i + 1) - of_block["saved"] + one_input,
                 "block workspace": workspace, "unsharded units": unsharded(i + 1) + more}
 
     n_inputs = 4 if args.chunked_ce else 2 if head.gradient else 1  # x, its norm, rows with a target, their gradient
@@ -902,9 +906,10 @@ def ladder(args, argv, config, world, length, room):
     lower it -> ([flags], args with them). Behind a command line they replace what it says. Rows a step stay."""
     fused, sharded = "" if args.fused_adamw else "--fused_adamw ", "" if args.fsdp2 else "--fsdp2 "
     rows, more = args.batch_size * args.grad_accum // args.sequence_parallel, " ".join(["", *args.offload])
+    few = [f"--activation_checkpointing {config.num_hidden_layers * n // 4}" for n in (1, 2, 3)]
     rungs = ["--fsdp2"] if world > 1 else []
     rungs += ["--fused_adamw", "--chunked_ce", "--reshard_after_forward", "--shard_embeddings", "--replicas 1",
-              f"{fused}--optim adamw8bit", "--activation_checkpointing", f"--offload activations{more}",
+              f"{fused}--optim adamw8bit", *few, "--activation_checkpointing", f"--offload activations{more}",
               "--tiled_mlp 4096", "--ce_chunk 256"]
     for n in (1, 2, 4, 8):
         accumulated = "" if args.optim_in_backward else f" --grad_accum {rows * n}"
@@ -1569,7 +1574,7 @@ def main(argv=None):
     start, steps = state["step"], state["steps"]
     # ---- the model: each feature applied to it, and last the weights
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    n_adapter = n_trained if args.lora or args.qlora else None
+    n_adapter = lm.n_met(model) if args.lora or args.qlora else None
     if args.activation_checkpointing == "auto":
         args.activation_checkpointing = fewest_recomputed(args, config, world, loader.longest, memory_of(args, ranks))
     pin = cuda and fits_pinned(args, config, world, loader.longest)

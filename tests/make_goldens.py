@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 HERE = Path(__file__).parent / "goldens"
 SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -62,7 +63,7 @@ def by_stack(name, grad):
     if last not in halves:
         return {name: grad}
     parts = grad.chunk(len(halves[last]), 1)
-    return {f"{stem}mlp.experts.{key}.weight": part.flatten(0, 1).contiguous() for key, part in zip(halves[last], parts)}
+    return {f"{stem}mlp.experts.{key}.weight": part.flatten(0, 1) for key, part in zip(halves[last], parts)}
 
 
 def main():

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import curve, on_ranks
+from conftest import MOE, curve, on_ranks
 from test_model import build_random
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -97,6 +97,7 @@ def tracing(monkeypatch):
     ("lora", {"checkpointing": True, "dropout": 0.3}),
     ("lora", {"checkpointing": True, "dropout": 0.3, "tile": 48}),
     ("qlora", {"precision": "mixed", "checkpointing": True}),
+    ("qlora", {"precision": "mixed", "checkpointing": True, **MOE}),
 ], ids=str)
 def test_a_block_is_compiled_once_without_graph_breaks_and_computes_the_same(tracing, method, how):
     expected, graphs = losses_and_gradients(build(method, **how)), []

@@ -43,7 +43,7 @@ def build_random(method="full", tile=0, checkpointing=False, dropout=0.0, **shap
     if method == "qlora":
         nf4.quantize_linears_(model.model.layers)
     if method != "full":
-        lm.add_lora_(model, 4, 8, dropout, lm.LORA_TARGETS)
+        lm.add_lora_(model, 8, 16, dropout, lm.LORA_TARGETS)
     load(model, source)
     generator = torch.Generator().manual_seed(0)
     for name, param in model.named_parameters():

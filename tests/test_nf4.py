@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HERE
+from conftest import HERE, MOE
 from safetensors.torch import load_file
 from test_model import TOKENS, build_random
 
@@ -71,9 +71,26 @@ def test_layer_equals_a_linear_of_the_dequantized_weight(bias, checkpointed):
     torch.testing.assert_close(x.grad, x2.grad, rtol=1e-5, atol=1e-6)  # the bias is added apart from the product
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_recomputed_block_dequantizes_each_weight_once_for_its_backward(monkeypatch, fast):
-    model = build_random("qlora")
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_experts_are_products_of_their_own_rows_and_unused_ones_stay_in_four_bits(monkeypatch, checkpointed):
+    layer, dequantize, n_rows = nf4.NF4Linear(64, 4 * 48, False), nf4.dequantize, []
+    layer.weight_codes.data, layer.weight_scales.data = nf4.quantize(weights("normal", 4 * 48, 64))
+    layer.checkpointed = checkpointed
+    w = dequantize(layer.weight_codes, layer.weight_scales, torch.float32).view(4, 48, 64)
+    x = torch.randn(8, 64, requires_grad=True)
+    x2 = x.detach().clone().requires_grad_()
+    monkeypatch.setattr(nf4, "dequantize", lambda codes, *a: (n_rows.append(len(codes)), dequantize(codes, *a))[1])
+    y, y2 = layer(x, torch.tensor([0, 3, 3, 8], dtype=torch.int32)), torch.cat([x2[:3] @ w[1].T, x2[3:] @ w[3].T])
+    y.backward(y2.detach())
+    y2.backward(y2.detach())
+    torch.testing.assert_close(y, y2)
+    torch.testing.assert_close(x.grad, x2.grad)
+    assert set(n_rows) == {2 * 48}
+
+
+@pytest.mark.parametrize("fast, shape", [(False, {}), (True, {}), (True, MOE)], ids=str)
+def test_a_recomputed_block_dequantizes_each_weight_once_for_its_backward(monkeypatch, fast, shape):
+    model = build_random("qlora", **shape)
     for module in model.modules():
         module.fast = fast  # float32: the operator, with the plain dequantization in it
 

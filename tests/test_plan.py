@@ -8,6 +8,7 @@ a fake process group that makes one process rank 0 of any number. torch.profiler
 import argparse
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -185,6 +186,18 @@ def test_what_goes_between_replicas_waits_on_the_device():
         assert gradients("--replicas", "2", *more) - gradients(*more) == pytest.approx(7.5, abs=0.3)
 
 
+def test_auto_checkpoints_the_fewest_blocks_that_leave_a_tenth_of_the_memory(capsys):
+    argv = "--model llama-3.1-8b --qlora --seq_len 8192 --dry_run --gpu_gib 40".split()
+    assert train.launch([*argv, "--activation_checkpointing", "auto"]) == 0
+    n = int(re.search(r"--activation_checkpointing (\d+) of 32", capsys.readouterr().out)[1])
+    peaks = [train.peak_of(planned([*argv, "--activation_checkpointing", n], config_of("llama-3.1-8b"), 1)[0])[1]
+             for n in (n, n - 1)]
+    assert 0 < n < 32 and peaks[0] + train.OVERHEAD <= 36 * 2**30 < peaks[1] + train.OVERHEAD
+    args = planned(argv, config_of("llama-3.1-8b"), 1)[2]
+    for gib, expected in (400, 0), (10, 32):
+        assert train.fewest_recomputed(args, config_of("llama-3.1-8b"), 1, 8192, gib * 2**30) == expected
+
+
 # ---------------------------------------------------------------- the search for what fits
 
 NOTHING_ON = "--no-fused_adamw --no-chunked_ce --no-activation_checkpointing"
@@ -228,8 +241,9 @@ def test_what_the_ladder_adds_is_accepted_fits_and_is_needed(model, gib, world, 
     for after in (changed, everything):  # and no flag is turned the wrong way
         assert set(before.offload) <= set(after.offload)
         for flag in ("fused_adamw", "chunked_ce", "reshard_after_forward", "shard_embeddings", "fsdp2", "qlora",
-                     "optim_in_backward", "activation_checkpointing", "stochastic_rounding"):
+                     "optim_in_backward", "stochastic_rounding"):
             assert getattr(after, flag) >= getattr(before, flag), flag
+        assert train.n_recomputed(after, config_of(model)) >= train.n_recomputed(before, config_of(model))
         assert after.replicas <= before.replicas and after.batch_size <= before.batch_size
         assert after.tiled_mlp == before.tiled_mlp or not before.tiled_mlp
         assert after.ce_chunk <= (before.ce_chunk or after.ce_chunk)

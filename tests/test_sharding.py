@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_scale import counted
-from conftest import SHAPE, build, curve, documents_of, losses, on_ranks, run_ranks, start_ranks
+from conftest import MOE, SHAPE, build, curve, documents_of, losses, on_ranks, run_ranks, start_ranks
 from safetensors.torch import load_file, save_file
 
 import data
@@ -47,13 +47,15 @@ def exported(out):
 
 @pytest.fixture(scope="module")
 def plain(job, tmp_path_factory):
-    """{(method, whether the embeddings are tied): its run on one rank without sharding}."""
+    """{(method, whether the embeddings are tied, or "moe"): its run on one rank without sharding}."""
     path, results = tmp_path_factory.mktemp("plain"), {}
-    tied_folder = other_model(job[1], path / "model", tie_word_embeddings=True)
-    for method, tied in [*itertools.product(METHODS, [False]), ("full", True), ("qlora", True)]:
-        argv, out = ["--model", tied_folder if tied else job[1], *job[2:], *METHODS[method]], path / f"{method}{tied}"
+    folders = {False: job[1], True: other_model(job[1], path / "tied", tie_word_embeddings=True),
+               "moe": other_model(job[1], path / "moe", **MOE)}
+    for method, kind in [*itertools.product(METHODS, [False, "moe"]), ("full", True), ("qlora", True)]:
+        argv, out = ["--model", folders[kind], *job[2:], *METHODS[method]], path / f"{method}{kind}"
+        argv += ["--lora_rank", 8] if kind == "moe" and method != "full" else []
         got, norms = curve(1, [*argv, *SPLITS[1]], out)
-        results[method, tied] = SimpleNamespace(argv=argv, losses=got, norms=norms, out=out)
+        results[method, kind] = SimpleNamespace(argv=argv, losses=got, norms=norms, out=out)
     return results
 
 
@@ -74,6 +76,8 @@ PAIRS = [(method, tied, 2, ["--fsdp2", *(word for flag, on in zip(FLAGS, chosen)
     ("lora", False, 2, ["--sequence_parallel", 2]),
     ("lora", False, 4, ["--fsdp2", "--sequence_parallel", 2, "--no-activation_checkpointing", "--no-chunked_ce"]),
     ("qlora", False, 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 20]),
+    ("full", "moe", 3, ["--fsdp2", "--activation_checkpointing", 1]), ("lora", "moe", 2, ["--sequence_parallel", 2]),
+    ("qlora", "moe", 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 20]),
 ], ids=str)
 def test_ranks_and_flags_change_no_losses_norms_and_weights(plain, tmp_path, method, tied, world, flags):
     expected = plain[method, tied]
@@ -126,6 +130,26 @@ def test_exports_of_the_same_state_are_the_same_bytes(job, plain, base, tmp_path
         adapter, name = plain["qlora", False].out / "final", "adapter_model.safetensors"
         losses(world, [*argv, "--precision", "mixed", "--qlora", "--adapter", adapter], tmp_path / "adapter")
         assert filecmp.cmp(tmp_path / "adapter/final" / name, adapter / name, shallow=False)
+
+
+def test_experts_are_written_as_they_are_read(job, plain, tmp_path):
+    base, adapter = (plain[method, "moe"].out / "final" for method in ("full", "qlora"))
+    argv = ["--model", base, "--adapter", adapter, *job[3:], "--lr", 0, "--steps", 1, *SPLITS[3], "--merge", "--qlora"]
+    losses(3, [*argv, "--fsdp2"], tmp_path / "run")
+    old, merged = load_file(base / "model.safetensors"), load_file(tmp_path / "run/merged/model.safetensors")
+    tensors = exported(tmp_path / "run")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in exported(adapter.parent).items())
+    assert merged.keys() == old.keys()
+    for name in ("0.mlp.experts.4.up_proj", "2.mlp.experts.5.down_proj", "1.mlp.gate_proj", "0.mlp.gate"):
+        stem, w = f"model.layers.{name}.", old[f"model.layers.{name}.weight"]
+        if name != "0.mlp.gate":
+            a, b = (tensors[f"{lm.PEFT_PREFIX}{stem}lora_{half}.weight"] for half in "AB")
+            w = w + 32 / 8 * b @ a
+        torch.testing.assert_close(merged[f"{stem}weight"], w)
+    model, loaded = lm.Transformer(lm.parse_config(SHAPE | MOE)), lm.Checkpoint(tmp_path / "run/merged")
+    lm.load_weights_(model, loaded, None, 0, torch.device("cpu"))
+    stack = model.model.layers[2].mlp.experts.down_proj.weight.unflatten(0, (6, -1))
+    assert torch.equal(stack[5], merged["model.layers.2.mlp.experts.5.down_proj.weight"])
 
 
 def count_traffic(flags, world, path):
