@@ -648,8 +648,6 @@ def add_lora_(model, rank, alpha, dropout, targets):
     for name, linear in list(model.model.layers.named_modules()):
         if name.rsplit(".")[-1] in targets:
             n = len(file_names(name, model.config))
-            if n > 1 and rank % 8:
-                raise ValueError(f"--lora_rank {rank}: the products of experts need a multiple of 8")
             with torch.device(next(linear.parameters()).device):
                 linear.lora_A = Linear(linear.in_features, n * rank, bias=False)
                 linear.lora_B = Linear(rank, linear.out_features, bias=False)

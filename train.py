@@ -1001,6 +1001,8 @@ def check_sizes(args, config, world):
     if n_recomputed(args, config) > config.num_hidden_layers:
         raise ValueError(f"--activation_checkpointing {args.activation_checkpointing}: the model has "
                          f"{config.num_hidden_layers} blocks")
+    if config.num_experts and (args.lora_rank or 8) % 8:
+        raise ValueError(f"--lora_rank {args.lora_rank}: the products of experts need a multiple of 8")
     if config.sliding_window and args.seq_len > config.sliding_window:
         raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which "
                          "is not implemented; up to that many tokens it changes nothing")
