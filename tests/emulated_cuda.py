@@ -94,8 +94,9 @@ def replace_attention(torch, varlen):
         if not q.is_cuda:
             return plain(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa, **more)
         assert q.dtype == k.dtype == v.dtype and k.is_cuda and v.is_cuda and q.numel() and not more
-        if k.shape[1] != q.shape[1]:
-            assert enable_gqa and (q.dtype is not torch.float32 or q.shape[2] == 1), "the math kernel holds all scores"
+        if k.shape[1] != q.shape[1]:  # only FlashAttention shares key heads in every torch; a new token has few scores
+            flash = q.dtype is not torch.float32 and q.shape[-1] <= 256
+            assert enable_gqa and (flash or q.shape[2] == 1), "the math kernel holds all scores"
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0]
 
