@@ -35,7 +35,7 @@ struct Queue {  // of a stream
   std::vector<Block*> freed;  // allocated here, for the next operator here to use again
   int64_t freed_used = 0;     // last use of them by the default stream
 };
-struct Mark {  // what a stream has issued, and has seen of the default stream
+struct Mark {  // of an event: what its stream has issued, and has seen of the default stream
   int64_t stream, n_issued, seen;
 };
 extern "C" int64_t emu_live = 0, emu_peak = 0, emu_limit = INT64_MAX, emu_device = 0, emu_strict = 0;

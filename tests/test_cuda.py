@@ -119,8 +119,9 @@ def change_and_run(change, argv):
 
 
 @pytest.mark.gpu
-def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(job, tmp_path):
-    flags = "--batch_size 8 --steps 1 --lora --offload --tiled_mlp 384".split()
+@pytest.mark.parametrize("flags", ["--lora --offload --tiled_mlp 384", "--qlora --offload"])
+def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(job, tmp_path, flags):
+    flags = ["--batch_size", 8, "--steps", 1, *flags.split()]
     change = standins.install_with_zeros if LOADED else list
     config = lm.PRESETS["llama-3.2-1b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
     code, text, argv = run_changed(job, tmp_path, change, *flags, **config)
