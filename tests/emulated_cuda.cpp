@@ -7,7 +7,6 @@
 #include <sys/mman.h>
 #include <torch/library.h>
 #include <deque>
-#include <map>
 #include <mutex>
 
 using namespace c10;
@@ -32,51 +31,60 @@ struct Copy {  // it holds the host's memory, as torch's allocator of pinned mem
 };
 struct Queue {  // of a stream
   std::deque<Copy> copies;
-  int64_t n_issued = 0, n_done = 0, seen = 0;
+  int64_t n_done = 0, seen = 0;
   std::vector<Block*> freed;  // allocated here, for the next operator here to use again
   int64_t freed_used = 0;     // last use of them by the default stream
 };
-extern "C" {  // for emulated_cuda.py
-int64_t emu_live = 0, emu_peak = 0, emu_limit = INT64_MAX, emu_device = 0;
-bool emu_waiting_is_an_error = false;
-}
+struct Mark {  // of an event: what its stream has issued, and has seen of the default stream
+  int64_t stream, n_issued, seen;
+};
+extern "C" int64_t emu_live = 0, emu_peak = 0, emu_limit = INT64_MAX, emu_device = 0, emu_strict = 0;
 static std::recursive_mutex mutex;
 using Lock = std::lock_guard<std::recursive_mutex>;
-static std::map<int64_t, Queue> queues;
-static std::vector<Block*> poisoned;             // freed, but queued copies may still touch them
-static int64_t now = 0;                          // of the default stream
-static thread_local int64_t current = 0;         // stream
+static std::deque<Queue> queues(1);       // of the default stream first
+static int64_t& now = queues[0].seen;     // of the default stream
+static thread_local int64_t current = 0;  // stream
 
-static void run(int64_t stream, int64_t n) {  // its first n copies
-  for (Queue& queue = queues[stream]; queue.n_done < n; queue.n_done++) {
+static Mark mark(int64_t stream) {
+  Lock lock(mutex);
+  Queue& queue = queues[stream];
+  return {stream, queue.n_done + (int64_t)queue.copies.size(), queue.seen};
+}
+
+static void wait(Queue& waiting, const Mark& mark) {
+  for (Queue& queue = queues[mark.stream]; queue.n_done < mark.n_issued; queue.n_done++) {
     Copy& copy = queue.copies.front();
     memcpy(copy.target, copy.source, copy.n_bytes);
     --*copy.n_pending;
     queue.copies.pop_front();
   }
+  waiting.seen = std::max(waiting.seen, mark.seen);
 }
 
 static void start() {  // of an operator on the current stream, which may be given memory that was freed there
   Lock lock(mutex);
   Queue& queue = queues[current];
-  run(current, queue.n_issued);
+  wait(queue, mark(current));
   if (!current) now++;
-  for (Block* block : queue.freed) memset((char*)block + HEADER, 0xFF, block->n_bytes);  // nan, -1 in integers
-  poisoned.insert(poisoned.end(), queue.freed.begin(), queue.freed.end());
-  queue.freed.clear();
-  for (auto& [_, other] : queues)
-    if (!other.copies.empty()) return;
-  for (Block* block : poisoned) free(block);
-  poisoned.clear();
+  std::erase_if(queue.freed, [](Block* block) {
+    memset((char*)block + HEADER, 0xFF, block->n_bytes);  // nan, -1 in integers
+    const bool done = !block->n_arriving && !block->n_leaving;
+    if (done) free(block);
+    return done;
+  });
 }
 
-static void host_waits(const std::string& why) {  // what torch.cuda.set_sync_debug_mode tells of
-  TORCH_CHECK(!emu_waiting_is_an_error, "the host waits for the device: ", why);
+static void host_waits(const Mark& mark) {  // what is issued from here on comes after it on any stream
   Lock lock(mutex);
-  run(current, queues[current].n_issued);
-  for (auto& [_, queue] : queues) queue.seen = std::max(queue.seen, current ? queues[current].seen : now);
+  for (Queue& queue : queues) wait(queue, mark);
 }
 
+static void host_waits(const std::string& why, int64_t stream = current) {  // torch.cuda.set_sync_debug_mode tells of it
+  TORCH_CHECK(!emu_strict, "the host waits for the device: ", why);
+  host_waits(mark(stream));
+}
+
+static Device device() { return {DeviceType::CUDA, (DeviceIndex)emu_device}; }
 static Block* block_of(const Tensor& t) { return (Block*)((char*)t.storage().data() - HEADER); }
 static void touch(const Tensor& t, bool writes) {
   if (!t.storage().data()) return;
@@ -107,8 +115,7 @@ static struct DeviceMemory final : Memory {
   }
   DataPtr allocate(size_t n) override {
     Lock lock(mutex);
-    const Device device(DeviceType::CUDA, emu_device);
-    if (!n) return {nullptr, nullptr, &release, device};
+    if (!n) return {nullptr, nullptr, &release, device()};
     const size_t n_bytes = (n + 511) / 512 * 512;
     TORCH_CHECK_WITH(OutOfMemoryError, emu_live + (int64_t)n_bytes <= emu_limit, "CUDA out of memory: ", n, " more");
     TORCH_CHECK(!current || queues[current].freed_used <= queues[current].seen,
@@ -119,7 +126,7 @@ static struct DeviceMemory final : Memory {
     emu_live += n_bytes;
     emu_peak = std::max(emu_peak, emu_live);
     void* data = memset((char*)block + HEADER, 0xFF, n_bytes);
-    return {data, data, &release, device};
+    return {data, data, &release, device()};
   }
 } device_memory;
 static struct PinnedMemory final : Memory {  // one range of addresses, none of which is used twice
@@ -135,22 +142,36 @@ static struct PinnedMemory final : Memory {  // one range of addresses, none of 
 
 // ---------------------------------------------------------------- what torch's core asks of a device
 
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  Guard() = default;
-  explicit Guard(DeviceType) {}
-  static Device device() { return {DeviceType::CUDA, (DeviceIndex)emu_device}; }
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   static c10::Stream stream(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
-  DeviceType type() const override { return DeviceType::CUDA; }
   Device exchangeDevice(Device) const override { return device(); }
   Device getDevice() const override { return device(); }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
   DeviceIndex deviceCount() const noexcept override { return emu_device + 1; }
-  c10::Stream getStream(Device) const override { return stream(current); }
-  c10::Stream exchangeStream(c10::Stream other) const override { return stream(std::exchange(current, other.id())); }
+  c10::Stream getStream(Device) const noexcept override { return stream(current); }
+  c10::Stream exchangeStream(c10::Stream other) const noexcept override {
+    return stream(std::exchange(current, other.id()));
+  }
+  c10::Stream getNewStream(Device, int) const override {
+    Lock lock(mutex);
+    queues.emplace_back();
+    return stream(queues.size() - 1);
+  }
+  void record(void** at, const c10::Stream& stream, DeviceIndex, EventFlag) const override {
+    destroyEvent(*at, 0);
+    *at = new Mark(mark(stream.id()));
+  }
+  void destroyEvent(void* event, DeviceIndex) const noexcept override { delete (Mark*)event; }
+  void block(void* event, const c10::Stream& stream) const override {
+    Lock lock(mutex);
+    wait(queues[stream.id()], *(Mark*)event);
+  }
+  void synchronizeEvent(void* event) const override { host_waits(*(Mark*)event); }
+  void synchronizeStream(const c10::Stream& stream) const override { host_waits("a stream", stream.id()); }
+  void synchronizeDevice(DeviceIndex) const override {
+    for (size_t i = 0; i < queues.size(); i++) host_waits(mark(i));
+  }
 };
-static Guard guard;
-static c10::impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, &guard);
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 namespace at {  // where the macro looks for it
 struct CUDAHooks : CUDAHooksInterface {
@@ -161,7 +182,6 @@ struct CUDAHooks : CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   const Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(0); }
-  DeviceIndex getCurrentDevice() const override { return emu_device; }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   bool isPinnedPtr(const void* data) const override { return pinned_memory.holds(data); }
 };
@@ -270,7 +290,6 @@ static Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
   Lock lock(mutex);
   int64_t* n_pending = to_device ? &block_of(device)->n_arriving : &block_of(device)->n_leaving;
   ++*n_pending;
-  queues[current].n_issued++;
   queues[current].copies.push_back({to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes(), n_pending, host.storage()});
   return to;
 }
@@ -292,15 +311,3 @@ TORCH_LIBRARY_IMPL(c10d, CUDA, library) {  // the CPU's, gloo, in place of NCCL'
     library.impl(name, boxed());
 }
 TORCH_LIBRARY(emulated, library) { library.def("resize_storage(int address, int n_bytes) -> ()", resize_storage); }
-
-extern "C" {  // for emulated_cuda.py
-int64_t emu_current() { return current; }
-void emu_set_current(int64_t stream) { current = stream; }
-int64_t emu_n_issued(int64_t stream) { return queues[stream].n_issued; }
-int64_t emu_seen(int64_t stream) { return stream ? queues[stream].seen : now; }
-void emu_wait(int64_t stream, int64_t of, int64_t n_issued, int64_t seen) {
-  Lock lock(mutex);
-  run(of, n_issued);
-  queues[stream].seen = std::max(queues[stream].seen, seen);
-}
-}

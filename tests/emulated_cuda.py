@@ -41,72 +41,20 @@ def library():
     return path
 
 
-class Event:
-    at = (0, 0, 0)  # stream, copies issued there, what it has seen of the default stream
-
-    def record(self, stream=None):
-        n = (stream or current_stream()).n
-        self.at = n, device.emu_n_issued(n), device.emu_seen(n)
-        return self
-
-    def synchronize(self):
-        for stream in Stream.every:  # what is issued from here on comes after it on any stream
-            stream.wait_event(self)
-
-
-class Stream:
-    every = []
-
-    def __init__(self, *_, **__):
-        self.n = len(Stream.every)
-        Stream.every.append(self)
-
-    def record_event(self):
-        return Event().record(self)
-
-    def wait_event(self, event):
-        device.emu_wait(self.n, *event.at)
-
-    def wait_stream(self, other):
-        self.wait_event(other.record_event())
-
-    def synchronize(self):
-        self.record_event().synchronize()
-
-
-Stream()  # the default one
-
-
-def current_stream(_=None):
-    return Stream.every[device.emu_current()]
-
-
-@contextlib.contextmanager
-def on_stream(stream):
-    before = device.emu_current()
-    device.emu_set_current(stream.n if stream else before)
-    yield
-    device.emu_set_current(before)
-
-
 def load():
     """Loads the device and replaces torch.cuda's calls."""
-    global device
-    device = ctypes.CDLL(str(library()))
-    for name, n in ("current", 0), ("set_current", 1), ("n_issued", 1), ("seen", 1), ("wait", 4):
-        function = getattr(device, f"emu_{name}")
-        function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64] * n
-    live, peak, limit, number = (ctypes.c_int64.in_dll(device, f"emu_{name}")
-                                 for name in ("live", "peak", "limit", "device"))
-    strict, ignore = ctypes.c_bool.in_dll(device, "emu_waiting_is_an_error"), Mock()
+    device, ignore = ctypes.CDLL(str(library())), Mock()
+    live, peak, limit, number, strict = (ctypes.c_int64.in_dll(device, f"emu_{name}")
+                                         for name in ("live", "peak", "limit", "device", "strict"))
     import torch
     import torch.distributed as dist
     import torch.nn.attention.varlen as varlen  # before the changes: torch._dynamo notes the functions that it finds
 
     total, name = 80 << 30, "NVIDIA H100 80GB HBM3"
     calls = {
-        "Stream": Stream, "Event": Event, "stream": on_stream, "current_stream": current_stream,
-        "synchronize": lambda _=None: [stream.synchronize() for stream in Stream.every],
+        "Stream": type("Stream", (torch.Stream,), {}), "Event": torch.Event,  # a class whose methods a test can replace
+        "stream": lambda stream: stream or contextlib.nullcontext(),
+        "current_stream": torch.accelerator.current_stream, "synchronize": torch.accelerator.synchronize,
         "is_available": lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != "", "is_initialized": lambda: True,
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         "current_device": lambda: number.value,
@@ -146,8 +94,9 @@ def replace_attention(torch, varlen):
         if not q.is_cuda:
             return plain(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa, **more)
         assert q.dtype == k.dtype == v.dtype and k.is_cuda and v.is_cuda and q.numel() and not more
-        if k.shape[1] != q.shape[1]:
-            assert enable_gqa and (q.dtype is not torch.float32 or q.shape[2] == 1), "the math kernel holds all scores"
+        if k.shape[1] != q.shape[1]:  # only FlashAttention shares key heads in every torch; a new token has few scores
+            flash = q.dtype is not torch.float32 and q.shape[-1] <= 256
+            assert enable_gqa and (flash or q.shape[2] == 1), "the math kernel holds all scores"
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0]
 

@@ -65,6 +65,10 @@ def attention(q_BHTK, k_BGTK, v_BGTK, is_causal, enable_gqa=False):
     return Attention.apply(q_BHTK, k_BGTK, v_BGTK)
 
 
+def attention_of_documents(q_NHK, k_NGK, v_NGK, *_, **__):
+    return Attention.apply(*(t.transpose(0, 1)[None] for t in (q_NHK, k_NGK, v_NGK)))[0].transpose(0, 1)
+
+
 def in_place(self, other):
     """aten::add_ of 16 bits to float32: a CPU makes a float32 copy first, a GPU does not."""
     return self if isinstance(other, torch.Tensor) and other.dtype is not self.dtype else self.add_(other)
@@ -73,7 +77,7 @@ def in_place(self, other):
 def install():
     torch.Tensor.__iadd__ = in_place
     F.rms_norm = lambda x, shape, weight, eps: RMSNorm.apply(x, weight)
-    F.scaled_dot_product_attention = attention
+    F.scaled_dot_product_attention, model.varlen_attn = attention, attention_of_documents
     F.dropout = lambda x, p, training: Dropout.apply(x) if p and training else x
 
 

@@ -2,8 +2,8 @@
 first test runs all that is marked gpu on an emulated one."""
 
 import contextlib
-import functools
 import gzip
+import io
 import json
 import os
 import pickle
@@ -68,10 +68,17 @@ def test_a_gpu_trains_to_the_losses_of_the_cpu(job, tmp_path, world, flags):
     assert got == pytest.approx(expected, abs=1e-3 if "fp32" in flags else 0.02)  # sums in another order, or 8 bits
 
 
+def chat(folder):
+    del os.environ["RANK"]  # --chat runs alone
+    sys.stdin = io.StringIO("hello\n")
+    return train.launch(["--chat", "--model", str(folder), "--max_new_tokens", "4"])
+
+
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_writes_all_that_was_asked_for_and_resumes(job, chats, tmp_path):
-    argv, out = [*job, *"--random_init --lora --save_every 1 --keep 9 --async_save".split()], tmp_path / "whole"
+    argv = [*job, *"--random_init --lora --lora_dropout 0.1 --save_every 1 --keep 9 --async_save".split()]
     more = ["--eval_every", 2, "--eval_data", chats, "--merge", "--sample", "hello", "--profile", "--memory_snapshot"]
+    out = tmp_path / "whole"
     rows, text, codes = run_ranks(1, [*argv, *more], out, gpu=True)
     assert codes == [0] and "after:" in text and [row["step"] for row in rows if "eval_loss" in row] == [2, 3], text
     assert json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))["traceEvents"]
@@ -81,6 +88,8 @@ def test_a_run_on_a_gpu_writes_all_that_was_asked_for_and_resumes(job, chats, tm
     losses, expected = ([row["loss"] for row in part if "loss" in row] for part in (again, rows))
     # the first is a forward of the very same weights; after it FlashAttention's backward adds up dq in any order
     assert losses[0] == expected[1] and losses == pytest.approx(expected[1:], rel=2e-2), text
+    assert start_ranks(1, chat, (out / "merged",), [tmp_path / "chat"], gpu=True) == [0]
+    assert " tokens, " in (tmp_path / "chat").read_text()
 
 
 @pytest.mark.gpu
@@ -110,8 +119,9 @@ def change_and_run(change, argv):
 
 
 @pytest.mark.gpu
-def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(job, tmp_path):
-    flags = "--batch_size 8 --steps 1 --lora --offload --tiled_mlp 384".split()
+@pytest.mark.parametrize("flags", ["--lora --offload --tiled_mlp 384", "--qlora --offload"])
+def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(job, tmp_path, flags):
+    flags = ["--batch_size", 8, "--steps", 1, *flags.split()]
     change = standins.install_with_zeros if LOADED else list
     config = lm.PRESETS["llama-3.2-1b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
     code, text, argv = run_changed(job, tmp_path, change, *flags, **config)
@@ -141,17 +151,24 @@ def test_the_host_waits_for_nothing_inside_a_step(job, tmp_path, flags):
     assert code == 0, text
 
 
-OFFLOAD = train.OffloadActivations
+def pin_nothing():
+    train.fits_pinned = lambda *_: False
 
 
-def on_side_stream(self, parked, plain=OFFLOAD.bring_back):
+@pytest.mark.gpu
+def test_offload_works_where_host_memory_cannot_be_pinned(job, tmp_path):
+    code, text, _ = run_changed(job, tmp_path, pin_nothing, "--lora", "--offload")
+    assert not code and "host memory: not pinned" in text, text
+
+
+def on_side_stream(self, parked, plain=train.OffloadActivations.bring_back):
     with torch.cuda.stream(self.stream):  # whose memory it then is
         plain(self, parked)
 
 
 GUARDS = {  # what is left out of it, and how that shows: the first two are the corruptions that its docstring tells of
-    "release": (OFFLOAD, lambda self, n_held: self.leaving.clear(), "a gradient is not finite"),
-    "bring_back": (OFFLOAD, on_side_stream, "is given away again while"),
+    "release": (train.OffloadActivations, lambda self, n_held: self.leaving.clear(), "a gradient is not finite"),
+    "bring_back": (train.OffloadActivations, on_side_stream, "is given away again while"),
     "wait_stream": (torch.cuda.Stream, lambda *_: None, "that the default stream still works on"),
 }
 
@@ -161,6 +178,5 @@ GUARDS = {  # what is left out of it, and how that shows: the first two are the 
 @pytest.mark.parametrize("name", GUARDS)
 def test_offload_without_one_of_its_guards_is_caught(job, tmp_path, name):
     owner, method, words = GUARDS[name]
-    change = functools.partial(setattr, owner, name, method)
-    code, text, _ = run_changed(job, tmp_path, change, "--lora", "--offload")
+    code, text, _ = run_changed(job, tmp_path, lambda: setattr(owner, name, method), "--lora", "--offload")
     assert code and words in text, text
