@@ -1,13 +1,11 @@
-"""What the trainer's memory promises cost, as markdown tables. Run by hand:
+"""What the trainer's memory promises cost, as markdown tables. Run by hand; the last three print the memory plan:
 
     python tests/bench_memory.py ce        # head and loss, 8,192 tokens x 128,256 words; 12 GiB, less with --tokens
     python tests/bench_memory.py load      # host memory of 4 ranks that load a model of 0.5 and 0.9 GB; 3 GiB
     python tests/bench_memory.py flags     # what the allocator counts without and with each memory flag, a small model
-    python tests/bench_memory.py ladder    # Llama-3.2-3B, one technique after the other, beside torchtune's figures
+    python tests/bench_memory.py ladder    # Llama-3.2-3B beside torchtune's figures; Llama-3.1-8B as memory_ladder.svg
     python tests/bench_memory.py fsdp      # Llama-3.1-8B as rank 0 of 2, 4, 8, one FSDP2 technique after the other
     python tests/bench_memory.py targets   # what this project set out to fit: 8B at up to 342,000 tokens, 32B, 70B
-
-The last three print train.py's memory plan of a GPU, in seconds and on any machine.
 """
 
 import argparse
@@ -38,20 +36,19 @@ def ce_case(case, tokens, V, D):
     with harness.peak_growth() as peak:
         loss_sum = head(x_BTD, targets_BT, keep_S)
         (loss_sum / tokens).backward()
-        loss = loss_sum.item() / tokens
-    return peak[0], loss, [p.grad.float().norm().item() for p in (x_BTD, head.weight) if p.requires_grad]
+    norms = [p.grad.float().norm().item() for p in (x_BTD, head.weight) if p.requires_grad]
+    return peak[0], loss_sum.item() / tokens, norms
 
 
-def ce(tokens, V=128256, D=512):
+def ce(tokens=8192, V=128256, D=512):
     """The peak of the loss: logits of all tokens at once, against chunks of them."""
     rows = []
-    for trained in (True, False):
-        for chunk in (0, 1024):
-            ((peak, loss, norms),) = harness.in_processes(ce_case, [(trained, chunk)], tokens, V, D)
-            norms = [f"{n:.6f}" for n in norms] if trained else [f"{norms[0]:.6f}", "-"]
-            head = "trained" if trained else "frozen"
-            rows.append((head, chunk or "all at once", f"{peak:,.0f}", f"{loss:.5f}", *norms))
-    table(f"Cross-entropy, forward and backward, {tokens:,} tokens x {V:,} words x {D} wide, bf16; logits in float32: "
+    for trained, chunk in ((True, 0), (True, 1024), (False, 0), (False, 1024)):
+        ((peak, loss, norms),) = harness.in_processes(ce_case, [(trained, chunk)], tokens, V, D)
+        norms = [f"{n:.6f}" for n in norms] if trained else [f"{norms[0]:.6f}", "-"]
+        head = "trained" if trained else "frozen"
+        rows.append((head, chunk or "all at once", f"{peak:,.0f}", f"{loss:.5f}", *norms))
+    table(f"Cross-entropy, forward and backward, {tokens:,} tokens x {V:,} words x {D} wide, bf16; float32 logits: "
           f"{tokens * V * 4 / MIB:,.0f} MiB", ("head", "tokens in a chunk", "peak MiB above weight and input", "loss",
                                                "norm of the input's gradient", "norm of the head's"), rows)
 
@@ -74,9 +71,8 @@ def load_rank(rank, folder, world, flags):
         model.to_empty(device=device)
         model.tie_()
         shard = [lm.local(p)[0] for p in model.parameters()]
-        with torch.no_grad():
-            for p in shard:
-                p.zero_()  # memory is resident once it is written to: the shard is in place before the peak counts
+        for p in shard:
+            p.detach().zero_()  # memory is resident once it is written to: the shard is in place before the peak counts
         dist.barrier()
         with harness.peak_growth() as peak:
             lm.load_weights_(model, source, None, 0, device)
@@ -159,7 +155,7 @@ def counted(case, folder, tokens):
     return (max(event[1] for event in events) - (total - size)) / MIB
 
 
-def flags(tokens):
+def flags(tokens=2048):
     """Every memory flag without and with: what torch's allocator counts of rank 0."""
     import model as lm
 
@@ -174,12 +170,12 @@ def flags(tokens):
             before, after = (known[world, given] for given in pair)
             rows.append((f"`{flag}`", f"`{pair[0] or '(defaults)'}`", f"{before:,.1f}", f"{after:,.1f}",
                          f"{1 - after / before:.0%}"))
-    table(f"Peak MiB of rank 0, counted; 8 layers, D=512, F=1024, V=4096, 1 x {tokens:,} tokens, float32 unless said; "
-          "host memory of --offload not counted", ("flag", "beside", "without", "with", "saves"), rows)
+    table(f"Peak MiB of rank 0, counted; 8 layers, D=512, F=1024, V=4096, 1 x {tokens:,} tokens, float32 unless said",
+          ("flag", "beside", "without", "with", "saves"), rows)
 
 
-def planned(flags, world):
-    """Of rank 0 on a GPU -> (bytes at the peak, bytes of host memory)."""
+def kinds_at_peak(flags, world):
+    """Of rank 0 on a GPU -> ({kind: bytes} at the peak, bytes of host memory)."""
     import model as lm
     import train
 
@@ -187,7 +183,13 @@ def planned(flags, world):
     args.precision = args.precision or "mixed"
     config = lm.parse_config(lm.find_model(args.model, random_init=True)[0])
     moments, host = train.plan(args, config, world, train.tokens_of(args, args.seq_len))
-    return train.peak_of(moments)[1], sum(host.values())
+    return moments[train.peak_of(moments)[0]], sum(host.values())
+
+
+def planned(flags, world):
+    """Of rank 0 on a GPU -> (bytes at the peak, bytes of host memory)."""
+    kinds, host = kinds_at_peak(flags, world)
+    return sum(kinds.values()), host
 
 
 def show(title, theirs, shared, cases):
@@ -199,29 +201,61 @@ def show(title, theirs, shared, cases):
     table(f"{title}\n\nAll with `{shared}`", ("case", "flags", "ranks", "planned GiB", "host GiB", theirs), rows)
 
 
+HALVES = "--optim adamw8bit --precision bf16 --stochastic_rounding"
+STEPS = [  # name, flags
+    ("all weights, both defaults off", "--no-activation_checkpointing --no-chunked_ce"),
+    ("+ chunked cross-entropy (default)", "--no-activation_checkpointing"),
+    ("+ activation checkpointing (default)", ""), ("+ --optim adamw8bit", "--optim adamw8bit"),
+    ("+ --precision bf16 --stochastic_rounding", HALVES), ("+ --optim_in_backward", f"{HALVES} --optim_in_backward"),
+    ("+ --offload", f"{HALVES} --optim_in_backward --offload"),
+    *((flags, flags) for flags in ("--lora", "--qlora", "--qlora --offload", "--qlora --offload --tiled_mlp 4096"))]
+DRAWN = {  # kind of memory: (colour that reads on white and on black, its names in the plan)
+    "weights": ("#2f81f7", ("weights", "NF4 weights", "adapters")), "optimizer": ("#e5534b", ("optimizer",)),
+    "gradients": ("#bf8700", ("gradients",)), "activations": ("#2da44e", ("saved activations", "block workspace")),
+    "logits": ("#a371f7", ("logits chunk",)), "bf16 copies": ("#0f9aa8", ("unsharded units",)),
+    "1 for CUDA": ("#848d97", ("overhead",))}
+
+
+def draw_ladder(path):
+    """Writes an SVG, a bar for each of STEPS cut by kind of memory; 2.6 pixels are a GiB. No background."""
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 340" font-family="sans-serif" font-size="12" '
+             'fill="#848d97">', '<text x="4" y="16">Llama-3.1-8B, rows of 8,192, one GPU: GiB, planned</text>']
+    parts += [f'<path d="M{300 + 2.6 * gib} 46V316" stroke="#848d97" stroke-dasharray="2 3"/>'
+              f'<text x="{300 + 2.6 * gib}" y="332" text-anchor="middle">{gib} GiB card</text>' for gib in (24, 80)]
+    parts += [f'<path d="M{4 + 102 * i} 28h10v10h-10" fill="{colour}"/><text x="{18 + 102 * i}" y="37">{kind}</text>'
+              for i, (kind, (colour, _)) in enumerate(DRAWN.items())]
+    for i, (name, flags) in enumerate(STEPS):
+        kinds, _ = kinds_at_peak(f"--model llama-3.1-8b --random_init --seq_len 8192 {flags}".split(), 1)
+        kinds["overhead"], x, y = GIB, 300, 54 + 24 * i
+        parts += [f'<text x="4" y="{y + 12}">{name}</text>',
+                  f'<text x="292" y="{y + 12}" text-anchor="end">{sum(kinds.values()) / GIB:.1f}</text>']
+        for colour, names in DRAWN.values():
+            width = 2.6 * sum(kinds.get(name, 0) for name in names) / GIB
+            parts.append(f'<path d="M{x:.1f} {y}h{width:.1f}v16h-{width:.1f}" fill="{colour}"/>')
+            x += width
+    path.write_text("\n".join([*parts, "</svg>\n"]))
+
+
 def ladder():
-    """Llama-3.2-3B in the order of torchtune's README; each row adds to the one before, LoRA and QLoRA leave out the
-    two optimizer options. Everything is bf16, as in torchtune's recipe; its figures are peak active GiB on an A100, all
-    but the first with compile."""
-    offload = "--offload activations"
+    """Llama-3.2-3B in the order of torchtune's README: peak active GiB on an A100, all but the first with compile. LoRA
+    and QLoRA leave out the two optimizer options. Everything is bf16, as in its recipe."""
+    draw_ladder(harness.TESTS / "memory_ladder.svg")
     lora = "--lora_rank 64 --lora_alpha 128"  # as in torchtune's 3B configs
-    show("torchtune's ladder, Llama-3.2-3B, 2 x 4,096 tokens, bf16; its rung \"+ compile\", before the chunked "
-         "cross-entropy, is left out: the plan is of eager steps", "torchtune GiB",
+    show("torchtune's ladder, Llama-3.2-3B, 2 x 4,096 tokens, bf16, without its rung \"+ compile\"", "torchtune GiB",
          "--model llama-3.2-3b --random_init --precision bf16 --batch_size 2 --seq_len 4096", [
              ("full fine-tuning, rows full", "--no-activation_checkpointing --no-chunked_ce", "60.0 (25.5 padded)", 1),
              ("+ chunked cross-entropy", "--no-activation_checkpointing", "42.9 (51.0 before it, with compile)", 1),
              ("+ activation checkpointing", "", "24.9", 1),
              ("+ optimizer in the backward", "--optim_in_backward", "23.1", 1),
-             ("+ activation offload", f"--optim_in_backward {offload}", "21.8", 1),
-             ("+ 8-bit AdamW", f"--optim_in_backward {offload} --optim adamw8bit", "17.6", 1),
-             ("LoRA", f"{offload} --lora {lora}", "8.5", 1),
-             ("QLoRA", f"{offload} --qlora {lora}", "4.6", 1),
+             ("+ activation offload", "--optim_in_backward --offload", "21.8", 1),
+             ("+ 8-bit AdamW", "--optim_in_backward --offload --optim adamw8bit", "17.6", 1),
+             ("LoRA", f"--offload --lora {lora}", "8.5", 1),
+             ("QLoRA", f"--offload --qlora {lora}", "4.6", 1),
          ])
 
 
 def fsdp():
-    """Llama-3.1-8B, full fine-tuning on one row of 1,024 tokens a rank, beside an accelerate issue's figures, whose
-    number of ranks is not known."""
+    """Llama-3.1-8B beside the figures of an accelerate issue, which does not say how many ranks it used."""
     rungs = [
         ("FSDP2", "--no-shard_embeddings --no-activation_checkpointing --no-chunked_ce", "23.07"),
         ("+ activation checkpointing", "--no-shard_embeddings --no-chunked_ce", "19.68"),
@@ -235,8 +269,7 @@ def fsdp():
 
 
 def targets():
-    """What is to fit: Llama-3.1-8B with QLoRA up to 342,000 tokens, Qwen2.5-32B with every weight trained at 20,480
-    tokens on 4 cards, Llama-2-70B with QLoRA on 2."""
+    """What is to fit on cards of 24 and 80 GB."""
     long = "--model llama-3.1-8b --qlora --lora_rank 16 --offload activations --tiled_mlp 4096 --seq_len"
     qwen = "--model qwen2.5-32b --fsdp2 --precision bf16 --optim adamw8bit --tiled_mlp 4096 --seq_len 20480"
     show("Targets", "target GiB", "--random_init", [
@@ -257,7 +290,4 @@ if __name__ == "__main__":
     parser.add_argument("command", choices=commands)
     parser.add_argument("--tokens", type=int, help="of ce (default: 8192) and flags (default: 2048)")
     args = parser.parse_args()
-    if args.command in ("ce", "flags"):
-        commands[args.command](args.tokens or {"ce": 8192, "flags": 2048}[args.command])
-    else:
-        commands[args.command]()
+    commands[args.command](*[args.tokens] if args.tokens else [])
