@@ -58,13 +58,13 @@ NOT_FINITE, OUT_OF_MEMORY = 3, 4  # exit codes
 # -------------------------------- flags
 
 
-def number(kind, zero_too=False):
+def number(kind, zero_too=False, below=1e12):
     """An argparse type: a positive number of `kind`, or zero as well."""
 
     def parse(text):
         value = kind(text)
-        if not (0 < value < 1e12 or (zero_too and value == 0)):
-            raise argparse.ArgumentTypeError(f"{text}: expected {'0 or ' if zero_too else ''}above 0 and below 1e12")
+        if not (0 < value < below or (zero_too and value == 0)):
+            raise argparse.ArgumentTypeError(f"{text}: expected {'0 or ' if zero_too else ''}above 0, below {below:g}")
         return value
 
     parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
@@ -106,7 +106,7 @@ def parse_args(argv=None):
 
     def add(flag, kind, default, text, otherwise=None, **options):  # otherwise: the default in words
         shown = otherwise or ("none" if default is None else default)
-        options |= {"type": kind, "default": default, "metavar": None if kind is str else "N"}
+        options = {"type": kind, "default": default, "metavar": None if kind is str else "N"} | options
         group.add_argument(flag, help=f"{text} (default: {shown})", **options)
 
     def switch(flag, text, on=False):
@@ -125,8 +125,9 @@ def parse_args(argv=None):
     switch("--qlora", "train low-rank adapters, weights frozen in NF4, 4.14 bits")
     add("--lora_rank", whole, None, "rank of the adapters", 16)
     add("--lora_alpha", amount, None, "adapters are scaled by alpha / rank", 32)
-    add("--lora_dropout", amount_or_0, None, "fraction of an adapter's inputs zeroed in training", "0")
-    add("--lora_targets", str, None, "of " + ", ".join(lm.LORA_TARGETS), "all-linear: all of them", nargs="+")
+    add("--lora_dropout", number(float, True, 1), None, "fraction of an adapter's inputs zeroed in training", "0")
+    add("--lora_targets", str, None, "of " + ", ".join(lm.LORA_TARGETS), "all-linear: all of them", nargs="+",
+        choices=(*lm.LORA_TARGETS, "all-linear"), metavar="NAME")
     group = parser.add_argument_group("data")
     add("--data", str, ["stdlib:docs"], ".jsonl, .json, .txt files (or .gz), or the built-in stdlib:docs, stdlib:code; "
         "FILE:2 takes each example twice an epoch", "stdlib:docs", nargs="+")
@@ -197,14 +198,15 @@ def parse_args(argv=None):
         flags = {flag.lstrip("-").replace("-", "_"): flag for flag in parser._option_string_actions}
         refuse(meant(next((word for word in unknown if word.startswith("-")), unknown[0]), flags))
     complete(args, refuse)
-    args.on, args.off = {}, []  # for the lines of the start
+    args.features, off = {}, []  # for the lines of the start
     for action in parser._actions:
         name, value = action.dest, getattr(args, action.dest, None)
         if name in FEATURES and value not in (None, False, [], "adamw") and (value is True or value != 1):
             shown = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
-            args.on[f"--{name}{shown}"] = action.help.split(" (default")[0]
+            args.features[f"--{name}{shown}"] = action.help.split(" (default")[0]
         elif name in FEATURES:
-            args.off.append(name)
+            off.append(name)
+    args.features["off"] = ", ".join(off)
     return args
 
 
@@ -217,10 +219,7 @@ def complete(args, refuse):
             refuse(str(error))
     args.lora = args.lora or bool(args.adapter and not args.qlora)
     if args.lora_targets:
-        given = set(",".join(args.lora_targets).split(","))
-        if wrong := given - {*lm.LORA_TARGETS, "all-linear"}:
-            refuse(f"--lora_targets {', '.join(wrong)}: expected all-linear or some of {', '.join(lm.LORA_TARGETS)}")
-        args.lora_targets = [name for name in lm.LORA_TARGETS if given & {name, "all-linear"}]
+        args.lora_targets = [name for name in lm.LORA_TARGETS if {name, "all-linear"} & {*args.lora_targets}]
     for wrong, message in conflicts(args):
         if wrong:
             refuse(message)
@@ -238,33 +237,31 @@ def complete(args, refuse):
 
 def conflicts(args):
     """[(whether it is so, what to change)] of flags that cannot work together."""
-    adapters, preset, offload = args.lora or args.qlora, lm.PRESETS.get(args.model), args.offload or []
-    gathers_freely = args.reshard_after_forward and args.shard_embeddings
+    preset, adapters = lm.PRESETS.get(args.model), (args.lora or args.qlora, "--lora or --qlora")
+    default_fsdp2 = args.reshard_after_forward and args.shard_embeddings and args.replicas == 1
+    needs = {  # flag: (whether what it needs is given, what that is)
+        **dict.fromkeys(("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge"), adapters),
+        "stochastic_rounding": (args.precision == "bf16", "--precision bf16"),
+        "ce_chunk": (args.chunked_ce, "--chunked_ce"), "eval_every": (args.eval_data, "--eval_data"),
+        "world": (args.dry_run, "--dry_run; a run has the ranks of torchrun --nproc_per_node"),
+        "async_save": (args.save_every, "--save_every above 0"),
+        "tensorboard": (importlib.util.find_spec("tensorboard"), "a package: pip install tensorboard"),
+    }
     return [
+        *((getattr(args, flag) and not given, f"--{flag} needs {what}") for flag, (given, what) in needs.items()),
         (args.lora and args.qlora, "--lora and --qlora: choose one, --qlora is --lora on weights in NF4"),
-        *((getattr(args, flag) and not adapters, f"--{flag} needs --lora or --qlora")
-          for flag in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge")),
         *((args.adapter and getattr(args, flag), f"--{flag} and --adapter: leave one out, the adapter has its own")
           for flag in ("lora_rank", "lora_alpha", "lora_targets", "random_init")),
-        ((args.lora_dropout or 0) >= 1, "--lora_dropout is a fraction: give a number below 1"),
-        (args.world and not args.dry_run, "--world is for --dry_run: torchrun --nproc_per_node is for a run"),
-        ((args.world or 0) > 100_000, f"--world {args.world}: give at most 100000"),
         (args.chat and (args.fsdp2 or "RANK" in os.environ), "--chat runs on one device: no torchrun, no --fsdp2"),
         (preset and not args.random_init and not args.dry_run, f"--model {args.model} is a preset of shapes: add "
          f"--random_init, or for the trained weights --model {preset and preset['_name_or_path']}"),
-        (not args.fsdp2 and (args.replicas > 1 or "params" in offload or not gathers_freely), "--replicas, --offload "
-         "params, --no-reshard_after_forward and --no-shard_embeddings change how FSDP2 works: add --fsdp2"),
+        (not args.fsdp2 and ("params" in (args.offload or []) or not default_fsdp2), "--replicas, --offload params, "
+         "--no-reshard_after_forward and --no-shard_embeddings change how FSDP2 works: add --fsdp2"),
         (args.offload not in (None, ["params"]) and not args.activation_checkpointing, "--offload activations needs "
          "--activation_checkpointing: a block's input is small enough for the bus, all that it computes is not"),
-        (args.ce_chunk and not args.chunked_ce, "--ce_chunk and --no-chunked_ce: leave one out"),
-        (args.stochastic_rounding and args.precision != "bf16", "--stochastic_rounding: add --precision bf16"),
-        (not args.fused_adamw and (args.optim == "adamw8bit" or args.stochastic_rounding), "--no-fused_adamw: leave it "
-         "out, --optim adamw8bit and --stochastic_rounding have a step of their own"),
         (args.optim_in_backward and args.grad_accum > 1, "--optim_in_backward frees gradients: --grad_accum must be 1"),
         (args.optim_in_backward and args.clip, "--optim_in_backward frees gradients before their norm is known: leave "
          "out --clip"),
-        (args.async_save and not args.save_every, "--async_save and --save_every 0: leave one out, nothing is written"),
-        (args.eval_every and not args.eval_data, "--eval_every needs --eval_data"),
     ]
 
 
@@ -1335,7 +1332,7 @@ def print_start(args, model, source, n_trained, ranks, pin):
     n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
     lines = {f"{args.model} ({c.model_type})": f"{n_total:,} parameters, {n_trained:,} trained, {ranks.world} x "
              f"{ranks.device_name}", f"  --precision {args.precision}": f"trained {trained}, all else {frozen}"}
-    lines |= {f"  {flag}": what for flag, what in args.on.items()} | {"  off": ", ".join(args.off)}
+    lines |= {f"  {flag}": what for flag, what in args.features.items()}
     if args.seq_len > c.max_position_embeddings:
         lines["  note"] = f"--seq_len is beyond the {c.max_position_embeddings} positions that the model has seen"
     if args.offload and cuda and not pin:
@@ -1448,8 +1445,6 @@ def open_model(args, ranks):
     """-> (files of the model as find_model() gives them, Config, the run's model on meta, Checkpoint or RandomWeights,
     Checkpoint of --adapter or None, Tokenizer). All of it is checked here, before anything is allocated."""
     with ranks.agree():
-        if args.tensorboard and not importlib.util.find_spec("tensorboard"):
-            raise ValueError("--tensorboard needs a package: pip install tensorboard")
         files = raw_config, tokenizer_folder, weights_folder, _ = lm.find_model(args.model, args.random_init)
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
         check_sizes(args, config, ranks.world)
