@@ -1014,8 +1014,7 @@ def read_state(folder, settings, ranks):
     """trainer_state.json of a checkpoint whose files are what it says, to the byte; each rank reads its part of them.
     ValueError names what is damaged, or the settings that change the mathematics and differ from the checkpoint's."""
     state, files = lm.read_json(folder / STATE), {path.name: path for path in folder.iterdir()}
-    kinds = [type(state.get(key)) for key in ("files", "settings")]
-    if state != sealed(state) or kinds != [dict, dict] or folder.name != f"checkpoint-{state.get('step')}":
+    if state != sealed(state) or folder.name != f"checkpoint-{state.get('step')}":
         raise ValueError(f"{folder / STATE}: damaged, or the folder of another step; {lm.REMOVE}")
     if wrong := files.keys() ^ {*state["files"], STATE}:
         raise ValueError(f"{folder}: missing, or not written by the save: {lm.listing(wrong)}; {lm.REMOVE}")
@@ -1062,28 +1061,24 @@ class Saver:
 
     def write(self, rows, state):
         """-> what to say. All ranks learn of an error on any of them."""
-        step, started, files, error = state["step"], time.perf_counter(), {}, None
-        part = self.out / f"checkpoint-{step}.part"
+        step, started, rank = state["step"], time.perf_counter(), self.ranks.rank
+        part, file = self.out / f"checkpoint-{step}.part", f"rank-{rank:05}-of-{self.ranks.world:05}.safetensors"
         try:
             part.mkdir(parents=True, exist_ok=True)
-            if rows:
-                name = f"rank-{self.ranks.rank:05}-of-{self.ranks.world:05}.safetensors"
-                files[name] = lm.write_rows(part / name, rows)
-        except OSError as caught:
-            error = f"rank {self.ranks.rank}: {caught}"
-        answers = self.ranks.gather((files, error))
-        files = {name: entry for theirs, _ in answers for name, entry in theirs.items()}
-        error = next((error for _, error in answers if error), None)
-        if self.ranks.rank == 0 and not error:
+            answer = {file: lm.write_rows(part / file, rows)} if rows else {}
+        except OSError as error:
+            answer = f"rank {rank}: {error}"
+        answers = self.ranks.gather(answer)
+        errors = [answer for answer in answers if isinstance(answer, str)]
+        if rank == 0 and not errors:
             try:
-                self.commit(part, {**state, "files": files})
-            except OSError as caught:
-                error = str(caught)
-        error = self.ranks.gather(error)[0]
-        if error:
+                self.commit(part, {**state, "files": {k: v for files in answers for k, v in files.items()}})
+            except OSError as error:
+                errors = [str(error)]
+        if errors := self.ranks.gather(errors)[0]:
             shutil.rmtree(part, ignore_errors=True)
-            return f"checkpoint-{step} was NOT written: {error}. Older ones are untouched, training continues"
-        self.last_step, gib = step, sum(size for size, _ in files.values()) / 2**30
+            return f"checkpoint-{step} was NOT written: {errors[0]}. Older ones are untouched, training continues"
+        self.last_step, gib = step, sum(size for files in answers for size, _ in files.values()) / GIB
         return f"checkpoint-{step}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s"
 
     def commit(self, part, state):
@@ -1091,9 +1086,7 @@ class Saver:
         with lm.writing(part / STATE, "manifest"):
             (part / STATE).write_text(json.dumps(sealed(state), indent=2) + "\n")
         lm.sync(part / STATE)
-        lm.sync(part)
-        part.rename(part.with_suffix(""))
-        lm.sync(self.out)
+        lm.put_in_place(part)
         best = (state.get("best_eval") or {}).get("step")
         for _, old in [entry for entry in checkpoints(self.out)[: -self.keep] if entry[0] != best]:
             with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
@@ -1121,13 +1114,13 @@ def launcher():
 def find_run(out, resume, restarted):
     """--out, --resume, whether torchrun has restarted the ranks -> (folder of the run, checkpoint to continue from or
     None). ValueError where a run would be overwritten or there is nothing to continue."""
-    fresh, runs = Path("out", datetime.now().strftime("%Y%m%d-%H%M%S")), list(Path("out").glob("*/args.json"))
-    if restarted and resume is None:  # a run that another torchrun has left is not ours to continue
-        runs = [path for path in runs if lm.read_json(path).get("launcher") == launcher()]
-    newest = max(runs, key=lambda path: path.stat().st_mtime).parent if runs else fresh
-    if resume in (None, "auto"):
-        chosen, run = None, newest if resume or restarted else fresh
-    else:
+    run, chosen = Path("out", datetime.now().strftime("%Y%m%d-%H%M%S")), None
+    runs = sorted(Path("out").glob("*/args.json"), key=lambda path: path.stat().st_mtime)
+    if not resume:  # a run that another torchrun has left is not ours to continue
+        runs = [path for path in runs if restarted and lm.read_json(path).get("launcher") == launcher()]
+    if runs:
+        run = runs[-1].parent
+    if resume not in (None, "auto"):
         given = Path(resume).resolve()
         found = [given] if (given / STATE).is_file() else [folder for _, folder in checkpoints(given)]
         if not found:
@@ -1135,10 +1128,9 @@ def find_run(out, resume, restarted):
         chosen, run = found[-1], found[-1].parent
     run = Path(out) if out else run
     own = [folder for _, folder in checkpoints(run)]
-    if resume == "auto" or (restarted and own):
-        return run, own[-1] if own else None
-    is_newest = own and chosen == own[-1].resolve()
-    if not (restarted or is_newest) and (own or (run / "args.json").exists() or (run / "final").exists()):
+    if resume == "auto" or restarted or (own and chosen == own[-1].resolve()):
+        return run, own[-1] if own else chosen
+    if own or (run / "args.json").exists() or (run / "final").exists():
         raise ValueError(f"--out {run}: holds a run, which is never overwritten: --resume continues its newest "
                          "checkpoint, or give another folder")
     return run, chosen
@@ -1147,29 +1139,21 @@ def find_run(out, resume, restarted):
 def read_metrics(out, last_step):
     """The rows of metrics.jsonl up to a step."""
     rows, path = [], out / "metrics.jsonl"
-    for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, RecursionError):  # the last line of a process that was killed
-            row = json.loads(line)
-            if isinstance(row, dict) and row.get("step") in range(1, last_step + 1):
-                rows.append(row)
-    return rows
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):  # the last line of a process that was killed
+            rows.append(json.loads(line))
+    return [row for row in rows if row["step"] <= last_step]
 
 
-def lock(out, resumed):
-    """-> a file that makes a run this process's own while it is open. ValueError where another has it, or has gone on
-    from the checkpoint that was read."""
+def lock(out):
+    """-> a file that makes a run this process's own while it is open. ValueError where another process has it."""
     with lm.writing(f"--out {out}", "folder"):
         out.mkdir(parents=True, exist_ok=True)
-        file = open(out / "lock", "a+")  # noqa: SIM115
-        file.seek(0)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--out {out}: {file.read()} writes to it: wait for it, or end it") from None
-        if any(step > (int(resumed.name[11:]) if resumed else 0) for step, _ in checkpoints(out)):
-            raise ValueError(f"--out {out}: {file.read()} has written to it just now: start again")
-        file.truncate(0)
-        print(f"process {os.getpid()} of {platform.node()}", end="", file=file, flush=True)
+        file = open(out / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"--out {out}: another process writes to it: wait for it, or end it") from None
     return file
 
 
@@ -1179,7 +1163,8 @@ def begin_writing(out, args, state):
     for part in out.glob("*.part"):  # of a process that was killed while it wrote
         shutil.rmtree(part, ignore_errors=True)
     rows, about = read_metrics(out, state["step"]), {**vars(args), **state["about"]}
-    evaluations = [row for row in [state["best_eval"], *rows] if row and type(row.get("eval_loss")) is float]
+    about.pop("features", None)
+    evaluations = [row for row in rows if "eval_loss" in row]
     state["best_eval"] = min(evaluations, key=lambda row: row["eval_loss"], default=None)
     state["evaluated"] = max([state["evaluated"], *(row["step"] for row in evaluations)])
     for name, text in (("args.json", json.dumps(about, indent=2) + "\n"),
@@ -1193,10 +1178,9 @@ def fixed_settings(args, config, rows_a_step, loader, source):
     """{name: value} of all that changes the mathematics of a run and must be the same when it is resumed."""
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()}
     settings |= {f"--{name}": getattr(args, name) for name in (
-        "random_init", "lora", "qlora", "lora_rank", "lora_alpha", "lora_dropout", "seq_len", "packing", "train_on",
-        "seed", "precision", "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule", "weight_decay",
-        "clip")}
-    settings["--lora_targets"] = sorted(args.lora_targets or ())
+        "random_init", "lora", "qlora", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "seq_len", "packing",
+        "train_on", "seed", "precision", "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule",
+        "weight_decay", "clip")}
     settings["rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
     settings["the tokens and masks of --data"] = loader.documents.crc()
     if args.lora or args.qlora:
@@ -1540,7 +1524,7 @@ def main(argv=None):
         if resumed:
             lm.load_checkpoint(resumed, lm.training_tensors(model, optimizer))
         if rank == 0:
-            ranks.lock = lock(out, resumed)
+            ranks.lock = lock(out)
             begin_writing(out, args, state)
     state = ranks.gather(state)[0]
     saver = Saver(out, args, ranks, pin)

@@ -208,9 +208,9 @@ def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
 
 def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
     argv = ["--data", str(chats), "--seq_len", "64", "--steps", "1", "--sample", "", "--out", str(tmp_path)]
-    with train.lock(tmp_path, None):
+    with train.lock(tmp_path):
         assert train.launch(argv) == 1
-    assert f"process {os.getpid()} of" in capsys.readouterr().err and names(tmp_path) == {"lock"}
+    assert "another process writes to it" in capsys.readouterr().err and names(tmp_path) == {"lock"}
 
 
 @pytest.mark.parametrize("step, cause", [(0, "files of --model are damaged"), (3, "lower --lr")])
@@ -246,12 +246,12 @@ def test_help_is_short_and_help_all_has_every_flag(capsys):
 
 
 def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
-    rows = ['{"step": 1, "loss": 2.5}', '{"step": 2, "eval_loss": Infinity}', '{"step": 2, "eval_loss": "x"}', "[1]",
-            "{", '{"step": 3, "loss": [7]}', '{"step": 3, "loss": 2.0}']
+    rows = ['{"step": 1, "loss": 2.5}', '{"step": 2, "eval_loss": Infinity}', '{"step": 3, "lo',
+            '{"step": 3, "loss": 2.0}', '{"step": 4, "loss": 1.0}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
     state = {"step": 3, "steps": 3, "best_eval": None, "evaluated": 0, "about": {}}
     train.begin_writing(tmp_path, SimpleNamespace(), state)
-    assert state["evaluated"] == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
+    assert state["evaluated"] == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     log = train.Log(tmp_path, state, SimpleNamespace(waited_s=0.0), ALONE, tensorboard=False)
     assert log.draw() == [(1, 2.5), (3, 2.0)]
     picture = (tmp_path / "loss.svg").read_text()
