@@ -300,11 +300,9 @@ class Ranks:
 
     def say(self, text):
         """Prints on rank 0."""
-        try:
-            if self.rank == 0:
+        if self.rank == 0:
+            with contextlib.suppress(BrokenPipeError):  # a reader that went away is no reason to stop
                 print(text, flush=True)
-        except BrokenPipeError:  # a reader that went away is no reason to stop: metrics.jsonl has the numbers
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def gather(self, value):
         """[value of each rank] on every rank: anything that pickles. Never times out."""
@@ -894,13 +892,13 @@ def ladder(args, argv, config, world, length, room):
     return added, now
 
 
-def print_plan(args, argv, config, world, length, room, brief=False):
-    """The plan as a table, whether it fits into `room` bytes (None: not known), and what would make it fit. With
-    `brief` one line where it takes less than 60 % of them."""
+def print_plan(args, argv, config, world, length, room):
+    """The plan as a table, whether it fits into `room` bytes (None: not known), and what would make it fit. Of a run
+    that takes less than 60 % of them one line."""
     moments, host = plan(args, config, world, tokens_of(args, length))
     (name, peak), parts = peak_of(moments), args.sequence_parallel
     host_text = "".join(f", {kind} {n / GIB:.2f}" for kind, n in host.items()) or ": none"
-    if brief and peak + OVERHEAD < 0.6 * room:
+    if not args.dry_run and peak + OVERHEAD < 0.6 * room:
         print(f"memory planned: {(peak + OVERHEAD) / GIB:.2f} of {room / GIB:.2f} GiB, of the host{host_text}")
         return
     print(f"memory plan, GiB of rank 0 of {world}, micro-batches of {args.batch_size} x {length} tokens"
@@ -919,11 +917,10 @@ def print_plan(args, argv, config, world, length, room, brief=False):
         return
     added, changed = ladder(args, argv, config, world, length, room - OVERHEAD)
     moments, host = plan(changed, config, world, tokens_of(changed, length))
-    need, fits = peak_of(moments)[1] + OVERHEAD, peak_of(moments)[1] + OVERHEAD <= room
-    flags = " ".join(added).replace("--qlora", "--qlora in place of --lora" if args.lora else "--qlora")
-    print(f"{says}does not fit; {'add' if fits else 'with'}\n    {flags or 'every flag'}\n  it takes {need / GIB:.2f} "
-          f"GiB and {sum(host.values()) / GIB:.2f} of host memory"
-          + ("" if fits else ": more ranks, a shorter --seq_len or a smaller model"))
+    need = peak_of(moments)[1] + OVERHEAD
+    add, more = ("add", "") if need <= room else ("with", ": more ranks, a shorter --seq_len or a smaller model")
+    print(f"{says}does not fit; {add}\n    {' '.join(added) or 'every flag'}\n  it takes {need / GIB:.2f} GiB and "
+          f"{sum(host.values()) / GIB:.2f} of host memory{more}")
 
 
 def dry_run(args, argv):
@@ -958,7 +955,7 @@ def limit_gpu(args, argv, config, length, ranks):
     room = min(total, (args.gpu_gib or math.inf) * GIB)
     torch.cuda.set_per_process_memory_fraction(room / total, ranks.device)
     if ranks.rank == 0:
-        print_plan(args, argv, config, ranks.world, length, room, brief=True)
+        print_plan(args, argv, config, ranks.world, length, room)
 
 
 def fits_pinned(args, config, world, length):
@@ -979,16 +976,12 @@ def report_out_of_memory(error):
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.name == "main"]
     run = {frame.f_code: frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)}.get(main.__code__, {})
     report = {"phase": lines[-1] if lines else "start", "error": str(error)[:500], "step": run.get("n", 0),
-              "rank": run["ranks"].rank if "ranks" in run else 0,
+              "rank": int(os.environ.get("RANK", 0)), "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
               "tokens_of_micro_batch": run["b"].tokens.numel() if "b" in run else 0}
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated") if torch.cuda.is_available() else ():
-        report[f"{name}_gib"] = getattr(torch.cuda, name)() / GIB
     text = json.dumps(report, indent=2)
     if "out" in run:
         run["out"].mkdir(parents=True, exist_ok=True)
         (run["out"] / "oom.json").write_text(text + "\n")
-        if torch.cuda.is_available():
-            torch.cuda.memory._dump_snapshot(str(run["out"] / "memory.pickle"))
     return f"out of memory: {text}\n--dry_run --gpu_gib G with the same flags says which others would make it fit"
 
 
@@ -1340,31 +1333,29 @@ def sample(args, model, tokenizer, counts, ranks):
     return textwrap.shorten(text, 400)
 
 
-def tracer(args, out, ranks, step):
-    """--profile, --memory_snapshot -> (a profiler to start before a step and to stop after it, that step or None)."""
-    snapshot = args.memory_snapshot and ranks.device.type == "cuda"
+def tracer(args, out, device):
+    """--profile, --memory_snapshot -> a profiler whose step() is called after each step; the third is written."""
+    snapshot = args.memory_snapshot and device.type == "cuda"
 
     def write(profiler):
-        try:
-            if args.profile:
-                profiler.export_chrome_trace(str(out / "trace.json.gz"))
-                print(profiler.key_averages().table(sort_by=f"self_{ranks.device.type}_time_total", row_limit=12))
-            if snapshot:
-                torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
-        except OSError as error:
-            ranks.say(f"{out}: the profile was not written: {error}")
+        if args.profile:
+            profiler.export_chrome_trace(str(out / "trace.json.gz"))
+            print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
+        if snapshot:
+            torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
 
     if snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-    if ranks.rank or not (args.profile or snapshot):
-        return None, None
-    return torch.profiler.profile(on_trace_ready=write), step
+    third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)  # everything is warm by then
+    profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
+    profiler.start()
+    return profiler
 
 
 def chat(args):
     """--chat: a conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C
     ends an answer, Ctrl-D the chat."""
-    ranks, messages, n_tokens, seconds = Ranks(False, args.timeout), [], 0, 0.0
+    ranks, messages = Ranks(False, args.timeout), []
     _, _, model, source, adapter, tokenizer = open_model(args, ranks)
     model.to_empty(device=ranks.device).tie_()
     with ranks.agree():
@@ -1381,7 +1372,7 @@ def chat(args):
         if question in ("", "/reset"):
             continue
         messages.append({"role": "user", "content": question})
-        tokens, said, started = [], "", time.perf_counter()
+        tokens, said = [], ""
         with ranks.agree():
             prompt = tokenizer.prompt(messages)
         with contextlib.suppress(KeyboardInterrupt):
@@ -1392,26 +1383,18 @@ def chat(args):
                     print(text[len(said):], end="", flush=True)
                     said = text
         print()
-        n_tokens, seconds = n_tokens + len(tokens), seconds + time.perf_counter() - started
         messages.append({"role": "assistant", "content": said})
-    print(f"\n{n_tokens} tokens, {n_tokens / max(seconds, 1e-9):.1f} a second", file=sys.stderr)
 
 
 def end_not_finite(model, loader, step, args, ranks):
-    """Ends a run whose loss or gradient is inf or nan. Each rank runs the forward of that step again, to find whose
-    rows it were."""
+    """Ends a run whose loss or gradient is inf or nan, and names the documents of that step."""
     lm.check_finite(dict(model.named_parameters()), step, ranks)
-    with torch.no_grad():
-        on_device = [batch.to(ranks.device) for batch in loader.step(step, args.grad_accum)[0]]
-        loss_sum = sum(model(b.tokens, b.targets, b.positions, b.spans, b.keep_S) for b in on_device)
-    answers = ranks.gather((bool(loss_sum.isfinite()), ", ".join(loader.places(step, args.grad_accum)[:8])))
-    wrong = [rank for rank, (finite, _) in enumerate(answers) if not finite]
-    found = f"the loss of rank {', '.join(map(str, wrong))} is" if wrong else "a gradient is"
+    places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
     changed = "earlier gradients of it were applied" if args.optim_in_backward else "no weight was changed by it"
-    places = [f"\n  rank {rank}: {answers[rank][1]}" for rank in wrong or range(ranks.world)]
     ranks.leave()
-    raise FloatingPointError(f"step {step + 1}: {found} not finite; {changed}, checkpoints are as they were. Lower "
-                             f"--lr, raise --warmup, or look at the documents of that step:{''.join(places)}")
+    raise FloatingPointError(f"step {step + 1}: the loss or a gradient is not finite; {changed}, checkpoints are as "
+                             "they were. Lower --lr, raise --warmup, or look at the documents of that step:"
+                             + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
 
 
 # -------------------------------- main
@@ -1560,12 +1543,10 @@ def main(argv=None):
     if args.eval_every and start % args.eval_every == 0 and state["evaluated"] < start < steps:
         evaluate_now()  # the run was stopped between the save and the evaluation of this step
     n_finite = torch.zeros_like(bad)  # steps before a gradient was inf or nan
-    profiler, traced = tracer(args, out, ranks, min(start + 3, steps))  # everything is warm by the third step
+    profiler = tracer(args, out, device) if rank == 0 and (args.profile or args.memory_snapshot) else None
     for batches, counted in loader.ahead(start, steps, args.grad_accum, pin=cuda):
         step, n, n_targets = state["step"], state["step"] + 1, int(counted[0])
         ranks.alive()
-        if n == traced:
-            profiler.start()
         torch.manual_seed(lm.mix(lm.mix(lm.mix(args.seed) + rank) + step))  # dropout: the same in a resumed run
         lr = lr_at(step, steps, args)
         for group in optimizer.param_groups:
@@ -1604,8 +1585,8 @@ def main(argv=None):
                 saver.finish()
                 end_not_finite(model, loader, min(start + int(n_good), step), args, ranks)
             log.write(loss, norm, lr)
-        if n == traced:
-            profiler.stop()
+        if profiler:
+            profiler.step()
         if saving:
             save()
         if stopped:

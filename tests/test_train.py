@@ -203,7 +203,7 @@ def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
     argv = [sys.executable, MAIN, "--chat", "--model", main_job[0], "--max_new_tokens", "8"]
     done = subprocess.run(argv, input=asked, capture_output=True, text=True)
     first, second = done.stdout.splitlines()  # the same question after /reset: the same greedy answer
-    assert done.returncode == 0 and first == second != "" and "a second" in done.stderr
+    assert done.returncode == 0 and first == second != ""
 
 
 def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
@@ -258,9 +258,10 @@ def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
     assert picture.count("<polyline") == 1 and "inf" not in picture and "nan" not in picture
 
 
-def test_a_profile_that_cannot_be_written_ends_no_training(tmp_path, capsys):
-    args = SimpleNamespace(profile=True, memory_snapshot=False)
-    profiler, step = train.tracer(args, tmp_path / "nowhere", ALONE, 3)
-    profiler.start()
-    profiler.stop()
-    assert step == 3 and "the profile was not written: " in capsys.readouterr().out
+def test_the_third_step_is_profiled(tmp_path, capsys):
+    profiler = train.tracer(SimpleNamespace(profile=True, memory_snapshot=False), tmp_path, CPU)
+    for step in range(1, 5):
+        torch.ones(step).sum()
+        profiler.step()
+        assert names(tmp_path) == ({"trace.json.gz"} if step > 2 else set())
+    assert "aten::sum" in capsys.readouterr().out
