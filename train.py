@@ -76,23 +76,12 @@ FEATURES = set("""lora qlora lora_rank fsdp2 replicas sequence_parallel offload 
 EVERYDAY = set("""model lora qlora lora_rank data eval_data seq_len inspect fsdp2 offload optim tiled_mlp compile help
     batch_size grad_accum steps epochs lr out resume save_every merge chat dry_run gpu_gib""".split())
 OTHER_NAMES = {  # flags of TRL, axolotl, torchtune and Unsloth that difflib does not find
-    "model_name_or_path": "model", "use_peft": "lora", "load_in_4bit": "qlora", "dataset_name": "data",
-    "train_file": "data", "max_length": "seq_len", "sequence_len": "seq_len", "bf16": "precision", "output_dir": "out",
-    "enable_activation_offloading": "offload", "per_device_train_batch_size": "batch_size", "learning_rate": "lr",
-    "gradient_accumulation_steps": "grad_accum", "num_train_epochs": "epochs", "max_grad_norm": "clip",
-    "gradient_clipping": "clip", "save_total_limit": "keep", "resume_from_checkpoint": "resume",
-    "eval_steps": "eval_every", "save_steps": "save_every", "logging_steps": "log_every"}
-
-
-def meant(word, flags):
-    """What to say about an unknown word of the command line. flags: {name: flag} of ours."""
-    name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
-    if not word.startswith("-"):
-        return f"{word}: a value stands behind its flag, as in --model {word}"
-    if name not in flags and name.removeprefix("no_") in flags:
-        return f"{word}: leave it out, {flags[name[3:]]} is off by default"
-    found = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name, flags, 1)
-    return f"{word}: no such flag; " + (f"did you mean {flags[found[0]]}?" if found else "--help_all lists all")
+    "model_name_or_path": "--model", "use_peft": "--lora", "load_in_4bit": "--qlora", "dataset_name": "--data",
+    "train_file": "--data", "max_length": "--seq_len", "bf16": "--precision", "output_dir": "--out",
+    "enable_activation_offloading": "--offload", "per_device_train_batch_size": "--batch_size", "learning_rate": "--lr",
+    "gradient_accumulation_steps": "--grad_accum", "num_train_epochs": "--epochs", "max_grad_norm": "--clip",
+    "gradient_clipping": "--clip", "save_total_limit": "--keep", "resume_from_checkpoint": "--resume",
+    "eval_steps": "--eval_every", "save_steps": "--save_every", "logging_steps": "--log_every"}
 
 
 def parse_args(argv=None):
@@ -195,8 +184,10 @@ def parse_args(argv=None):
             action.help = argparse.SUPPRESS
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = {flag.lstrip("-").replace("-", "_"): flag for flag in parser._option_string_actions}
-        refuse(meant(next((word for word in unknown if word.startswith("-")), unknown[0]), flags))
+        word = next((word for word in unknown if word.startswith("-")), unknown[0])
+        flags = OTHER_NAMES | {flag.lstrip("-").replace("-", "_"): flag for flag in parser._option_string_actions}
+        found = difflib.get_close_matches(word.split("=")[0].lstrip("-").replace("-", "_").lower(), flags, 1)
+        refuse(f"{word}: no such flag; " + (f"did you mean {flags[found[0]]}?" if found else "--help_all lists all"))
     complete(args, refuse)
     args.features, off = {}, []  # for the lines of the start
     for action in parser._actions:
@@ -217,7 +208,7 @@ def complete(args, refuse):
             args.model, args.adapter = lm.find_result(args.model)
         except (ValueError, OSError) as error:
             refuse(str(error))
-    args.lora = args.lora or bool(args.adapter and not args.qlora)
+    args.lora = not args.qlora and (args.lora or bool(args.adapter))
     if args.lora_targets:
         args.lora_targets = [name for name in lm.LORA_TARGETS if {name, "all-linear"} & {*args.lora_targets}]
     for wrong, message in conflicts(args):
@@ -245,23 +236,21 @@ def conflicts(args):
         "ce_chunk": (args.chunked_ce, "--chunked_ce"), "eval_every": (args.eval_data, "--eval_data"),
         "world": (args.dry_run, "--dry_run; a run has the ranks of torchrun --nproc_per_node"),
         "async_save": (args.save_every, "--save_every above 0"),
+        "optim_in_backward": (args.grad_accum == 1 and not args.clip,
+                              "--grad_accum 1 and no --clip: gradients are freed as they arrive"),
+        "chat": (not args.fsdp2 and "RANK" not in os.environ, "one device: no torchrun, no --fsdp2"),
         "tensorboard": (importlib.util.find_spec("tensorboard"), "a package: pip install tensorboard"),
     }
     return [
         *((getattr(args, flag) and not given, f"--{flag} needs {what}") for flag, (given, what) in needs.items()),
-        (args.lora and args.qlora, "--lora and --qlora: choose one, --qlora is --lora on weights in NF4"),
         *((args.adapter and getattr(args, flag), f"--{flag} and --adapter: leave one out, the adapter has its own")
           for flag in ("lora_rank", "lora_alpha", "lora_targets", "random_init")),
-        (args.chat and (args.fsdp2 or "RANK" in os.environ), "--chat runs on one device: no torchrun, no --fsdp2"),
         (preset and not args.random_init and not args.dry_run, f"--model {args.model} is a preset of shapes: add "
          f"--random_init, or for the trained weights --model {preset and preset['_name_or_path']}"),
         (not args.fsdp2 and ("params" in (args.offload or []) or not default_fsdp2), "--replicas, --offload params, "
          "--no-reshard_after_forward and --no-shard_embeddings change how FSDP2 works: add --fsdp2"),
         (args.offload not in (None, ["params"]) and not args.activation_checkpointing, "--offload activations needs "
          "--activation_checkpointing: a block's input is small enough for the bus, all that it computes is not"),
-        (args.optim_in_backward and args.grad_accum > 1, "--optim_in_backward frees gradients: --grad_accum must be 1"),
-        (args.optim_in_backward and args.clip, "--optim_in_backward frees gradients before their norm is known: leave "
-         "out --clip"),
     ]
 
 
@@ -345,7 +334,8 @@ class StopSignal:
 
     def __init__(self):
         self.number = 0
-        self.handlers = {n: signal.signal(n, self.note) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self.note)
 
     def note(self, number, _):
         if number == self.number == signal.SIGINT and "RANK" not in os.environ:
@@ -358,10 +348,6 @@ class StopSignal:
         if ranks.world > 1:
             dist.all_reduce(numbers, dist.ReduceOp.MAX)
         return numbers.tolist()
-
-    def release(self):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
 
 
 # -------------------------------- memory of the CPU, FSDP2, activation offload
@@ -435,11 +421,6 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.leaving = []  # (tensor, event of its copy)
         self.free_pages, self.parked = [], []  # parked in the order of packing: the backward asks for the newest first
-
-    def __enter__(self):
-        while self.parked:  # of a forward that had no backward
-            self.free_pages += self.parked.pop().pages
-        return super().__enter__()
 
     def copy_aside(self, pairs):
         """target <- source on the side stream after all compute issued so far -> the event of its end (CPU: None)."""
@@ -635,10 +616,9 @@ def lr_at(step, steps, args):
 
 
 def average_gradients_(params, world):
-    """The mean over ranks where every rank holds the whole model. All-reduces are queued, then waited for."""
-    work = [dist.all_reduce(p.grad, async_op=True) for p in params]
-    for handle, p in zip(work, params, strict=True):
-        handle.wait()
+    """The mean over ranks where every rank holds the whole model."""
+    for p in params:
+        dist.all_reduce(p.grad)
         p.grad.div_(world)
 
 
@@ -896,13 +876,12 @@ def print_plan(args, argv, config, world, length, room):
     """The plan as a table, whether it fits into `room` bytes (None: not known), and what would make it fit. Of a run
     that takes less than 60 % of them one line."""
     moments, host = plan(args, config, world, tokens_of(args, length))
-    (name, peak), parts = peak_of(moments), args.sequence_parallel
-    host_text = "".join(f", {kind} {n / GIB:.2f}" for kind, n in host.items()) or ": none"
-    if not args.dry_run and peak + OVERHEAD < 0.6 * room:
-        print(f"memory planned: {(peak + OVERHEAD) / GIB:.2f} of {room / GIB:.2f} GiB, of the host{host_text}")
+    name, peak = peak_of(moments)
+    need, host_text = peak + OVERHEAD, "".join(f", {kind} {n / GIB:.2f}" for kind, n in host.items()) or ": none"
+    if not args.dry_run and need < 0.6 * room:
+        print(f"memory planned: {need / GIB:.2f} of {room / GIB:.2f} GiB, of the host{host_text}")
         return
-    print(f"memory plan, GiB of rank 0 of {world}, micro-batches of {args.batch_size} x {length} tokens"
-          + (f" over {parts} ranks" if parts > 1 else ""))
+    print(f"memory plan, GiB of rank 0 of {world}, micro-batches of {args.batch_size} x {length} tokens")
     print(" " * 20 + "".join(f"{moment + '*' if moment == name else moment:>15}" for moment in moments))
     for kind in (*KINDS, "all"):
         values = [sum(kinds.values()) if kind == "all" else kinds.get(kind, 0) for kinds in moments.values()]
@@ -911,8 +890,8 @@ def print_plan(args, argv, config, world, length, room):
     print(f"  host memory{host_text}")
     if room is None:
         return
-    says = f"  {(peak + OVERHEAD) / GIB:.2f} of {room / GIB:.2f} GiB, 1 for CUDA and NCCL: "
-    if peak + OVERHEAD <= room:
+    says = f"  {need / GIB:.2f} of {room / GIB:.2f} GiB, 1 for CUDA and NCCL: "
+    if need <= room:
         print(f"{says}fits")
         return
     added, changed = ladder(args, argv, config, world, length, room - OVERHEAD)
@@ -938,12 +917,12 @@ def dry_run(args, argv):
 
 def check_sizes(args, config, world):
     """ValueError where the ranks, or the query heads of the model, cannot be dealt out evenly."""
-    divisors = [n for n in range(1, world + 1) if world % n == 0]
-    heads = [n for n in divisors if config.num_attention_heads % n == 0]
-    for flag, n, fit in (("replicas", args.replicas, divisors), ("sequence_parallel", args.sequence_parallel, heads)):
-        if n not in fit:
-            raise ValueError(f"--{flag} {n} does not divide the {world} rank(s) or the {config.num_attention_heads} "
-                             f"heads of attention; these do: {', '.join(map(str, fit))}")
+    heads = config.num_attention_heads
+    for flag, n in (("replicas", world), ("sequence_parallel", math.gcd(world, heads))):
+        if n % getattr(args, flag):
+            fit = [str(i) for i in range(1, n + 1) if n % i == 0]
+            raise ValueError(f"--{flag} {getattr(args, flag)} does not divide the {world} rank(s) or the {heads} heads "
+                             f"of attention; these do: {', '.join(fit)}")
     if config.sliding_window and args.seq_len > config.sliding_window:
         raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which "
                          "is not implemented; up to that many tokens it changes nothing")
@@ -967,8 +946,7 @@ def fits_pinned(args, config, world, length):
 
 def is_out_of_memory(error):
     texts = "DefaultCPUAllocator", "bad_alloc", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def report_out_of_memory(error):
@@ -976,8 +954,9 @@ def report_out_of_memory(error):
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.name == "main"]
     run = {frame.f_code: frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)}.get(main.__code__, {})
     report = {"phase": lines[-1] if lines else "start", "error": str(error)[:500], "step": run.get("n", 0),
-              "rank": int(os.environ.get("RANK", 0)), "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
-              "tokens_of_micro_batch": run["b"].tokens.numel() if "b" in run else 0}
+              "rank": int(os.environ.get("RANK", 0)),
+              "tokens_of_micro_batch": run["b"].tokens.numel() if "b" in run else 0,
+              "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
     text = json.dumps(report, indent=2)
     if "out" in run:
         run["out"].mkdir(parents=True, exist_ok=True)
@@ -1138,21 +1117,16 @@ def read_metrics(out, last_step):
     return [row for row in rows if row["step"] <= last_step]
 
 
-def lock(out):
-    """-> a file that makes a run this process's own while it is open. ValueError where another process has it."""
-    with lm.writing(f"--out {out}", "folder"):
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / "lock", "w")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"--out {out}: another process writes to it: wait for it, or end it") from None
-    return file
-
-
 def begin_writing(out, args, state):
     """Writes args.json, and takes the rows after the step in `state` out of metrics.jsonl: they will be made again.
-    Evaluations that stay are entered in `state`."""
+    Evaluations that stay are entered in `state`. -> a file that makes the run this process's own while it is open."""
+    with lm.writing(f"--out {out}", "folder"):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"--out {out}: another process writes to it: wait for it, or end it") from None
     for part in out.glob("*.part"):  # of a process that was killed while it wrote
         shutil.rmtree(part, ignore_errors=True)
     rows, about = read_metrics(out, state["step"]), {**vars(args), **state["about"]}
@@ -1165,6 +1139,7 @@ def begin_writing(out, args, state):
         part = out / f"{name}.part"  # never half a file, wherever the process ends
         part.write_text(text)
         part.replace(out / name)
+    return lock
 
 
 def fixed_settings(args, config, rows_a_step, loader, source):
@@ -1174,8 +1149,8 @@ def fixed_settings(args, config, rows_a_step, loader, source):
         "random_init", "lora", "qlora", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "seq_len", "packing",
         "train_on", "seed", "precision", "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule",
         "weight_decay", "clip")}
-    settings["rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
-    settings["the tokens and masks of --data"] = loader.documents.crc()
+    settings |= {"rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)": rows_a_step,
+                 "the tokens and masks of --data": loader.documents.crc()}
     if args.lora or args.qlora:
         settings["the frozen weights of --model"] = source.crc()
     return json.loads(json.dumps(settings, default=str))
@@ -1283,8 +1258,7 @@ class Log:
     def draw(self):
         """Draws loss.svg on rank 0 -> [(step, loss)] of training."""
         rows = [] if self.ranks.rank else read_metrics(self.out, self.state["step"])
-        trained, evaluated = ([(row["step"], row[key]) for row in rows
-                               if type(row.get(key)) is float and math.isfinite(row[key])]
+        trained, evaluated = ([(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
                               for key in ("loss", "eval_loss"))
         curves = {("training loss", "#2f81f7"): trained, ("evaluation loss", "#e5534b"): evaluated}
         if trained:
@@ -1507,8 +1481,7 @@ def main(argv=None):
         if resumed:
             lm.load_checkpoint(resumed, lm.training_tensors(model, optimizer))
         if rank == 0:
-            ranks.lock = lock(out)
-            begin_writing(out, args, state)
+            ranks.lock = begin_writing(out, args, state)
     state = ranks.gather(state)[0]
     saver = Saver(out, args, ranks, pin)
     begin = f"continuing after step {start:,} of {resumed}" if resumed else "from the start"
@@ -1604,7 +1577,6 @@ def main(argv=None):
         say(f"--- {args.sample.strip()}\nbefore: {sampled}\nafter:  {after}\n---")
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
-    stop.release()
     if args.merge and rank == 0:
         lm.merge(args, source, adapter, files, tokenizer, out)
     say(f"done: {out}/final" + (f" and {out}/merged" if args.merge else ""))
@@ -1636,8 +1608,7 @@ def launch(argv=None):
     if message and speaks:
         print(data.printable(f"train.py: error: {message}"), file=sys.stderr)
     if message and "TORCHELASTIC_ERROR_FILE" in os.environ:
-        speaks = speaks or code == 2  # rank 0 may be ended before it has judged the flags
-        about = {"message": message if speaks else "see rank 0", "extraInfo": {"timestamp": int(time.time())}}
+        about = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": about}))
     return code
 
@@ -1647,7 +1618,6 @@ if __name__ == "__main__":
     code = launch()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
-        sys.stderr.flush()
     # FSDP2's mesh keeps gloo's threads beyond destroy_process_group(); one of them freeing a tensor while the
     # interpreter shuts down aborts a finished run, seen once in 130 (pytorch #179291)
     os._exit(code)

@@ -24,8 +24,7 @@ def assert_says(message, words):
 
 FLAGS = {
     "--nonsense 1": "--nonsense", "--qlor": "mean --qlora?", "--learning_rate 1": "mean --lr?", "--seq-len 8": "_len?",
-    "--no_compile": "leave it out | --compile", "--no_packing": "mean --no-packing?", "tiny": "--model tiny",
-    "--lora --qlora": "--lora and --qlora | choose one",
+    "--no_compile": "mean --compile?", "--no_packing": "mean --no-packing?", "tiny": "tiny: no such flag",
     **{f"--{flag}": f"--{flag.split()[0]} needs --lora or --qlora" for flag in (
         "lora_rank 8", "lora_alpha 8", "lora_dropout 0.1", "lora_targets q_proj", "merge")},
     **{f"--lora --adapter a --{flag}": f"--{flag.split()[0]} | --adapter | leave" for flag in (
@@ -40,7 +39,7 @@ FLAGS = {
     "--ce_chunk 8 --no-chunked_ce": "--ce_chunk needs --chunked_ce",
     "--stochastic_rounding": "--stochastic_rounding | --precision bf16",
     "--optim_in_backward --grad_accum 2": "--optim_in_backward | --grad_accum",
-    "--optim_in_backward --clip 1": "--optim_in_backward | leave out --clip",
+    "--optim_in_backward --clip 1": "--optim_in_backward | no --clip",
     "--async_save --save_every 0": "--async_save needs --save_every above 0",
     "--eval_every 5": "--eval_every needs --eval_data", "--world 4": "--world needs --dry_run | --nproc_per_node",
     "--precision fp16": "--precision | fp16 | bf16", "--steps 0": "--steps | 0 | above 0",

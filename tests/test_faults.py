@@ -305,6 +305,7 @@ def test_a_rank_that_dies_in_a_save_ends_the_run_and_costs_that_save_only(job, u
 
 def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     stop = train.StopSignal()
     try:
         signal.raise_signal(signal.SIGINT)
@@ -312,7 +313,8 @@ def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     finally:
-        stop.release()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------- numbers that are not finite

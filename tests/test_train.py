@@ -1,5 +1,6 @@
 """train.py as people start it: whole runs, what they print and what they write."""
 
+import fcntl
 import json
 import math
 import os
@@ -208,7 +209,8 @@ def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
 
 def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
     argv = ["--data", str(chats), "--seq_len", "64", "--steps", "1", "--sample", "", "--out", str(tmp_path)]
-    with train.lock(tmp_path):
+    with open(tmp_path / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         assert train.launch(argv) == 1
     assert "another process writes to it" in capsys.readouterr().err and names(tmp_path) == {"lock"}
 
