@@ -236,8 +236,7 @@ def conflicts(args):
         "ce_chunk": (args.chunked_ce, "--chunked_ce"), "eval_every": (args.eval_data, "--eval_data"),
         "world": (args.dry_run, "--dry_run; a run has the ranks of torchrun --nproc_per_node"),
         "async_save": (args.save_every, "--save_every above 0"),
-        "optim_in_backward": (args.grad_accum == 1 and not args.clip,
-                              "--grad_accum 1 and no --clip: gradients are freed as they arrive"),
+        "optim_in_backward": (args.grad_accum == 1 and not args.clip, "--grad_accum 1, no --clip: it frees gradients"),
         "chat": (not args.fsdp2 and "RANK" not in os.environ, "one device: no torchrun, no --fsdp2"),
         "tensorboard": (importlib.util.find_spec("tensorboard"), "a package: pip install tensorboard"),
     }
@@ -421,6 +420,11 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.leaving = []  # (tensor, event of its copy)
         self.free_pages, self.parked = [], []  # parked in the order of packing: the backward asks for the newest first
+
+    def __enter__(self):
+        while self.parked:  # of a forward that had no backward
+            self.free_pages += self.parked.pop().pages
+        return super().__enter__()
 
     def copy_aside(self, pairs):
         """target <- source on the side stream after all compute issued so far -> the event of its end (CPU: None)."""
@@ -616,9 +620,10 @@ def lr_at(step, steps, args):
 
 
 def average_gradients_(params, world):
-    """The mean over ranks where every rank holds the whole model."""
-    for p in params:
-        dist.all_reduce(p.grad)
+    """The mean over ranks where every rank holds the whole model. All-reduces are queued, then waited for."""
+    work = [dist.all_reduce(p.grad, async_op=True) for p in params]
+    for handle, p in zip(work, params, strict=True):
+        handle.wait()
         p.grad.div_(world)
 
 
@@ -954,9 +959,8 @@ def report_out_of_memory(error):
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.name == "main"]
     run = {frame.f_code: frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)}.get(main.__code__, {})
     report = {"phase": lines[-1] if lines else "start", "error": str(error)[:500], "step": run.get("n", 0),
-              "rank": int(os.environ.get("RANK", 0)),
               "tokens_of_micro_batch": run["b"].tokens.numel() if "b" in run else 0,
-              "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
+              "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB, "rank": int(os.getenv("RANK", 0))}
     text = json.dumps(report, indent=2)
     if "out" in run:
         run["out"].mkdir(parents=True, exist_ok=True)
@@ -1591,10 +1595,8 @@ def launch(argv=None):
         return 0
     except SystemExit as end:  # with an exit code, or with what is wrong
         code, message = (1, end.code) if isinstance(end.code, str) else (end.code or 0, "")
-    except argparse.ArgumentError as error:
-        code, message = 2, str(error)
-    except FloatingPointError as error:
-        code, message = NOT_FINITE, str(error)
+    except (argparse.ArgumentError, FloatingPointError) as error:
+        code, message = 2 if isinstance(error, argparse.ArgumentError) else NOT_FINITE, str(error)
     except BrokenPipeError:  # of `| head`
         return 1
     except KeyboardInterrupt:

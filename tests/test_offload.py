@@ -63,12 +63,14 @@ def test_exactly_the_inputs_of_all_blocks_but_the_last_leave(device):
         assert parked.shape == x.shape and torch.equal(parked.pages[0].view(torch.float32)[: x.numel()], x.flatten())
 
 
-def test_rows_of_growing_length_do_not_pile_up_pages():
+def test_a_forward_without_a_backward_is_forgotten():
     model, tokens = checkpointed(), torch.arange(96).view(2, 48)
+    expected = gradients(model, tokens)
     hooks = model.activation_hooks = offloaded()
-    for length in range(20, 40):
-        gradients(model, tokens[:, :length])
-    assert len(hooks.free_pages) == 4
+    for length in range(20, 40):  # rows of growing length do not pile up pages either
+        model(tokens[:, :length], tokens[:, :length])
+    got = gradients(model, tokens)
+    assert all(torch.equal(got[name], expected[name]) for name in expected) and len(hooks.free_pages) == 4
 
 
 def test_a_second_backward_is_refused_not_wrong():
