@@ -260,10 +260,9 @@ def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
     assert picture.count("<polyline") == 1 and "inf" not in picture and "nan" not in picture
 
 
-def test_the_third_step_is_profiled(tmp_path, capsys):
+def test_the_third_step_is_profiled(tmp_path):
     profiler = train.tracer(SimpleNamespace(profile=True, memory_snapshot=False), tmp_path, CPU)
     for step in range(1, 5):
         torch.ones(step).sum()
         profiler.step()
         assert names(tmp_path) == ({"trace.json.gz"} if step > 2 else set())
-    assert "aten::sum" in capsys.readouterr().out
