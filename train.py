@@ -59,13 +59,13 @@ NOT_FINITE, OUT_OF_MEMORY = 3, 4  # exit codes
 # -------------------------------- flags
 
 
-def number(kind, zero_too=False):
+def number(kind, zero_too=False, below=1e12):
     """An argparse type: a positive number of `kind`, or zero as well."""
 
     def parse(text):
         value = kind(text)
-        if not (0 < value < 1e12 or (zero_too and value == 0)):
-            raise argparse.ArgumentTypeError(f"{text}: expected {'0 or ' if zero_too else ''}above 0 and below 1e12")
+        if not (0 < value < below or (zero_too and value == 0)):
+            raise argparse.ArgumentTypeError(f"{text}: expected {'0 or ' if zero_too else ''}above 0, below {below:g}")
         return value
 
     parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
@@ -79,28 +79,18 @@ def n_blocks(text):
     return number(int)(text) if text.isdecimal() else text
 
 
+# named at the start
 FEATURES = set("""lora qlora lora_rank fsdp2 replicas sequence_parallel offload activation_checkpointing chunked_ce
-    compile tiled_mlp optim stochastic_rounding optim_in_backward fused_adamw packing""".split())  # named at the start
+    compile tiled_mlp optim stochastic_rounding optim_in_backward fused_adamw packing save_every""".split())
 EVERYDAY = set("""model lora qlora lora_rank data eval_data seq_len inspect fsdp2 offload optim tiled_mlp compile help
     batch_size grad_accum steps epochs lr out resume save_every merge chat dry_run gpu_gib""".split())
 OTHER_NAMES = {  # flags of TRL, axolotl, torchtune and Unsloth that difflib does not find
-    "model_name_or_path": "model", "use_peft": "lora", "load_in_4bit": "qlora", "dataset_name": "data",
-    "train_file": "data", "max_length": "seq_len", "sequence_len": "seq_len", "bf16": "precision", "output_dir": "out",
-    "enable_activation_offloading": "offload", "per_device_train_batch_size": "batch_size", "learning_rate": "lr",
-    "gradient_accumulation_steps": "grad_accum", "num_train_epochs": "epochs", "max_grad_norm": "clip",
-    "gradient_clipping": "clip", "save_total_limit": "keep", "resume_from_checkpoint": "resume",
-    "eval_steps": "eval_every", "save_steps": "save_every", "logging_steps": "log_every"}
-
-
-def meant(word, flags):
-    """What to say about an unknown word of the command line. flags: {name: flag} of ours."""
-    name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
-    if not word.startswith("-"):
-        return f"{word}: a value stands behind its flag, as in --model {word}"
-    if name not in flags and name.removeprefix("no_") in flags:
-        return f"{word}: leave it out, {flags[name[3:]]} is off by default"
-    found = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name, flags, 1)
-    return f"{word}: no such flag; " + (f"did you mean {flags[found[0]]}?" if found else "--help_all lists all")
+    "model_name_or_path": "--model", "use_peft": "--lora", "load_in_4bit": "--qlora", "dataset_name": "--data",
+    "train_file": "--data", "max_length": "--seq_len", "bf16": "--precision", "output_dir": "--out",
+    "enable_activation_offloading": "--offload", "per_device_train_batch_size": "--batch_size", "learning_rate": "--lr",
+    "gradient_accumulation_steps": "--grad_accum", "num_train_epochs": "--epochs", "max_grad_norm": "--clip",
+    "gradient_clipping": "--clip", "save_total_limit": "--keep", "resume_from_checkpoint": "--resume",
+    "eval_steps": "--eval_every", "save_steps": "--save_every", "logging_steps": "--log_every"}
 
 
 def parse_args(argv=None):
@@ -114,7 +104,7 @@ def parse_args(argv=None):
 
     def add(flag, kind, default, text, otherwise=None, **options):  # otherwise: the default in words
         shown = otherwise or ("none" if default is None else default)
-        options |= {"type": kind, "default": default, "metavar": None if kind is str else "N"}
+        options = {"type": kind, "default": default, "metavar": None if kind is str else "N"} | options
         group.add_argument(flag, help=f"{text} (default: {shown})", **options)
 
     def switch(flag, text, on=False):
@@ -133,7 +123,7 @@ def parse_args(argv=None):
     switch("--qlora", "train low-rank adapters, weights frozen in NF4, 4.14 bits")
     add("--lora_rank", whole, None, "rank of the adapters", 16)
     add("--lora_alpha", amount, None, "adapters are scaled by alpha / rank", 32)
-    add("--lora_dropout", amount_or_0, None, "fraction of an adapter's inputs zeroed in training", "0")
+    add("--lora_dropout", number(float, True, 1), None, "fraction of an adapter's inputs zeroed in training", "0")
     add("--lora_targets", str, None, "of " + ", ".join(lm.LORA_TARGETS), "all-linear: all of them", nargs="+")
     group = parser.add_argument_group("data")
     add("--data", str, ["stdlib:docs"], ".jsonl, .json, .txt files (or .gz), or the built-in stdlib:docs, stdlib:code; "
@@ -205,19 +195,22 @@ def parse_args(argv=None):
             action.help = argparse.SUPPRESS
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = {flag.lstrip("-").replace("-", "_"): flag for flag in parser._option_string_actions}
-        refuse(meant(next((word for word in unknown if word.startswith("-")), unknown[0]), flags))
+        word = next((word for word in unknown if word.startswith("-")), unknown[0])
+        flags = OTHER_NAMES | {flag.lstrip("-").replace("-", "_"): flag for flag in parser._option_string_actions}
+        found = difflib.get_close_matches(word.split("=")[0].lstrip("-").replace("-", "_").lower(), flags, 1)
+        refuse(f"{word}: no such flag; " + (f"did you mean {flags[found[0]]}?" if found else "--help_all lists all"))
     complete(args, refuse)
-    args.on, args.off = {}, []  # for the lines of the start
+    args.features, off = {}, []  # for the lines of the start
     for action in parser._actions:
         name, value = action.dest, getattr(args, action.dest, None)
         if name not in FEATURES or f"--{name}" not in action.option_strings:
             continue
         if value not in (None, False, [], "adamw") and (value is True or action.default != value or value != 1):
             shown = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
-            args.on[f"--{name}{shown}"] = action.help.split(" (default")[0]
+            args.features[f"--{name}{shown}"] = action.help.split(" (default")[0]
         else:
-            args.off.append(name)
+            off.append(name)
+    args.features["off"] = ", ".join(off)
     return args
 
 
@@ -228,12 +221,12 @@ def complete(args, refuse):
             args.model, args.adapter = lm.find_result(args.model)
         except (ValueError, OSError) as error:
             refuse(str(error))
-    args.lora = args.lora or bool(args.adapter and not args.qlora)
+    args.lora = not args.qlora and (args.lora or bool(args.adapter))
     if args.lora_targets:
         given = set(",".join(args.lora_targets).split(","))
         if wrong := given - {*lm.LORA_TARGETS, "all-linear"}:
             refuse(f"--lora_targets {', '.join(wrong)}: expected all-linear or some of {', '.join(lm.LORA_TARGETS)}")
-        args.lora_targets = [name for name in lm.LORA_TARGETS if given & {name, "all-linear"}]
+        args.lora_targets = [name for name in lm.LORA_TARGETS if {name, "all-linear"} & given]
     for wrong, message in conflicts(args):
         if wrong:
             refuse(message)
@@ -251,33 +244,29 @@ def complete(args, refuse):
 
 def conflicts(args):
     """[(whether it is so, what to change)] of flags that cannot work together."""
-    adapters, preset, offload = args.lora or args.qlora, lm.PRESETS.get(args.model), args.offload or []
-    gathers_freely = args.reshard_after_forward and args.shard_embeddings
+    preset, adapters = lm.PRESETS.get(args.model), (args.lora or args.qlora, "--lora or --qlora")
+    default_fsdp2 = args.reshard_after_forward and args.shard_embeddings and args.replicas == 1
+    needs = {  # flag: (whether what it needs is given, what that is)
+        **dict.fromkeys(("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge"), adapters),
+        "stochastic_rounding": (args.precision == "bf16", "--precision bf16"),
+        "ce_chunk": (args.chunked_ce, "--chunked_ce"), "eval_every": (args.eval_data, "--eval_data"),
+        "world": (args.dry_run, "--dry_run; a run has the ranks of torchrun --nproc_per_node"),
+        "async_save": (args.save_every, "--save_every above 0"),
+        "optim_in_backward": (args.grad_accum == 1 and not args.clip, "--grad_accum 1, no --clip: it frees gradients"),
+        "chat": (not args.fsdp2 and "RANK" not in os.environ, "one device: no torchrun, no --fsdp2"),
+        "tensorboard": (importlib.util.find_spec("tensorboard"), "a package: pip install tensorboard"),
+        **dict.fromkeys(("profile", "memory_snapshot"), ((args.steps or 3) > 2, "--steps above 2: it is of the third")),
+    }
     return [
-        (args.lora and args.qlora, "--lora and --qlora: choose one, --qlora is --lora on weights in NF4"),
-        *((getattr(args, flag) and not adapters, f"--{flag} needs --lora or --qlora")
-          for flag in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge")),
+        *((getattr(args, flag) and not given, f"--{flag} needs {what}") for flag, (given, what) in needs.items()),
         *((args.adapter and getattr(args, flag), f"--{flag} and --adapter: leave one out, the adapter has its own")
           for flag in ("lora_rank", "lora_alpha", "lora_targets", "random_init")),
-        ((args.lora_dropout or 0) >= 1, "--lora_dropout is a fraction: give a number below 1"),
-        (args.world and not args.dry_run, "--world is for --dry_run: torchrun --nproc_per_node is for a run"),
-        ((args.world or 0) > 100_000, f"--world {args.world}: give at most 100000"),
-        (args.chat and (args.fsdp2 or "RANK" in os.environ), "--chat runs on one device: no torchrun, no --fsdp2"),
         (preset and not args.random_init and not args.dry_run, f"--model {args.model} is a preset of shapes: add "
          f"--random_init, or for the trained weights --model {preset and preset['_name_or_path']}"),
-        (not args.fsdp2 and (args.replicas > 1 or "params" in offload or not gathers_freely), "--replicas, --offload "
-         "params, --no-reshard_after_forward and --no-shard_embeddings change how FSDP2 works: add --fsdp2"),
+        (not args.fsdp2 and ("params" in (args.offload or []) or not default_fsdp2), "--replicas, --offload params, "
+         "--no-reshard_after_forward and --no-shard_embeddings change how FSDP2 works: add --fsdp2"),
         (args.offload not in (None, ["params"]) and args.activation_checkpointing != "all", "--offload activations "
          "needs --activation_checkpointing: a block's input is small enough for the bus, all it computes is not"),
-        (args.ce_chunk and not args.chunked_ce, "--ce_chunk and --no-chunked_ce: leave one out"),
-        (args.stochastic_rounding and args.precision != "bf16", "--stochastic_rounding: add --precision bf16"),
-        (not args.fused_adamw and (args.optim == "adamw8bit" or args.stochastic_rounding), "--no-fused_adamw: leave it "
-         "out, --optim adamw8bit and --stochastic_rounding have a step of their own"),
-        (args.optim_in_backward and args.grad_accum > 1, "--optim_in_backward frees gradients: --grad_accum must be 1"),
-        (args.optim_in_backward and args.clip, "--optim_in_backward frees gradients before their norm is known: leave "
-         "out --clip"),
-        (args.async_save and not args.save_every, "--async_save and --save_every 0: leave one out, nothing is written"),
-        (args.eval_every and not args.eval_data, "--eval_every needs --eval_data"),
     ]
 
 
@@ -316,11 +305,9 @@ class Ranks:
 
     def say(self, text):
         """Prints on rank 0."""
-        try:
-            if self.rank == 0:
+        if self.rank == 0:
+            with contextlib.suppress(BrokenPipeError):  # a reader that went away is no reason to stop
                 print(text, flush=True)
-        except BrokenPipeError:  # a reader that went away is no reason to stop: metrics.jsonl has the numbers
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def gather(self, value):
         """[value of each rank] on every rank: anything that pickles. Never times out."""
@@ -363,7 +350,8 @@ class StopSignal:
 
     def __init__(self):
         self.number = 0
-        self.handlers = {n: signal.signal(n, self.note) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self.note)
 
     def note(self, number, _):
         if number == self.number == signal.SIGINT and "RANK" not in os.environ:
@@ -376,10 +364,6 @@ class StopSignal:
         if ranks.world > 1:
             dist.all_reduce(numbers, dist.ReduceOp.MAX)
         return numbers.tolist()
-
-    def release(self):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
 
 
 # -------------------------------- memory of the CPU, FSDP2, activation offload
@@ -743,6 +727,9 @@ class Unit(NamedTuple):  # bytes of a module's parameters on rank 0: FSDP2 cuts 
     reduce_input: int  # of the reduce-scatter
     gradient: int  # of this rank's rows, from the reduce-scatter to the step
 
+    def reduction(self):  # input and output of the reduce-scatter
+        return self.reduce_input + self.gradient if self.reduce_input else 0
+
 
 def unit_of(module, args, shards, dtype):
     """Unit of a module on meta, its rows dealt out to `shards` ranks, its products in `dtype`."""
@@ -805,22 +792,20 @@ def moments_of(args, c, shards, units, acts, logits_bytes):
     """{moment: {kind: bytes}} from the loss to the embedding's gradient, without what is there all the time. units: a
     block, its o_proj and MLP, embedding, head. acts: of activation_bytes(), [without checkpointing, with it]."""
     (block, tail, embedding, head), n_layers, tied = units, c.num_hidden_layers, c.tie_word_embeddings
-    n_checkpointed = n_recomputed(args, c)
+    n_checkpointed, of_tiles = n_recomputed(args, c), tail.new_gradient if args.tiled_mlp else 0
+    acts = [acts[i < n_checkpointed] for i in range(n_layers)]
 
     # ---- weights in the dtype of products
     own_units = args.fsdp2 and args.shard_embeddings and not tied  # of embedding and head; else they stay gathered
     ends = head.gathered + (0 if tied else embedding.gathered) if args.fsdp2 and not own_units else 0
-    copies = block.gathered  # that a block without checkpointing saves of its float32 weights
-    if args.tiled_mlp:
-        copies -= tail.gathered  # tiles make theirs again
+    copies = block.gathered - (tail.gathered if args.tiled_mlp else 0)  # of float32 weights; tiles make them again
 
     def unsharded(n_done):  # from the forward of n_done blocks to their backward
         if args.fsdp2:
             return ends + block.gathered * (1 if args.reshard_after_forward else n_done)
         return copies * max(n_done - n_checkpointed, 0)
 
-    after_blocks = unsharded(n_layers)
-    in_loss = after_blocks + (0 if ends else head.gathered)
+    in_loss = unsharded(n_layers) + (0 if ends else head.gathered)
     if args.chunked_ce and shards > 1:  # the forward keeps the buffer of its latest all-gather
         in_loss += (head if own_units else block).gathered
 
@@ -836,41 +821,32 @@ def moments_of(args, c, shards, units, acts, logits_bytes):
             return shards * everything
         return 0 if not stay else everything if args.grad_accum > 1 else done
 
-    def reduction(unit):  # input and output of the reduce-scatter
-        return unit.reduce_input + unit.gradient if args.fsdp2 else 0
-
-    def activations(n_blocks):
-        if "activations" in args.offload:  # one in use, one on its way
-            return one_input * min(n_blocks, 2)
-        n_inputs = min(n_blocks, n_checkpointed)
-        return one_input * n_inputs + acts[False]["saved"] * (n_blocks - n_inputs)
-
-    of_tiles, one_input = tail.new_gradient if args.tiled_mlp else 0, acts[True]["saved"]
+    def activations(n_blocks, n_more):  # saved by n_blocks, and tensors as large as an input; offloaded: two blocks'
+        n_here = min(n_blocks, 2) if "activations" in args.offload else n_blocks
+        return sum(of_block["saved"] for of_block in acts[:n_here]) + n_more * acts[0]["input"]
 
     def in_block(i):
-        again = i < n_checkpointed
-        of_block = acts[again]
-        new, workspace = max((of_tiles, of_block["in mlp"]), (tail.new_gradient, of_block["in attention"]), key=sum)
+        new, workspace = max((of_tiles, acts[i]["in mlp"]), (tail.new_gradient, acts[i]["in attention"]), key=sum)
         new_before = block.reduce_input if i < n_layers - 1 else 0 if held else head.reduce_input
-        more = block.gathered if again and not args.fsdp2 else 0  # copies of weights that the recomputation makes
-        if i and args.reshard_after_forward and shards > 1:
-            more = block.gathered  # the next block is on its way
+        more = 0  # the next block, on its way, or copies of float32 weights that the recomputation makes
+        if (i and args.reshard_after_forward and shards > 1) or (i < n_checkpointed and not args.fsdp2):
+            more = block.gathered
         return {"gradients": gradients(done_head + (n_layers - 1 - i) * block.gradient) + held + new_before + new,
-                "saved activations": activations(i + 1) - of_block["saved"] + one_input,
+                "saved activations": activations(i + 1, 1) - acts[i]["saved"],
                 "block workspace": workspace, "unsharded units": unsharded(i + 1) + more}
 
     n_inputs = 4 if args.chunked_ce else 2 if head.gradient else 1  # x, its norm, rows with a target, their gradient
-    loss = {"gradients": gradients(0), "saved activations": activations(n_layers) + n_inputs * one_input,
+    loss = {"gradients": gradients(0), "saved activations": activations(n_layers, n_inputs),
             "logits chunk": logits_bytes, "unsharded units": in_loss}
-    turn = {"gradients": gradients(0) + head.new_gradient + (0 if held else reduction(head)),
-            "saved activations": activations(n_layers) + 4 * one_input, "unsharded units": after_blocks}
+    turn = {"gradients": gradients(0) + head.new_gradient + (0 if held else head.reduction()),
+            "saved activations": activations(n_layers, 4), "unsharded units": unsharded(n_layers)}
     blocks = {f"block {i}": in_block(i) for i in range(n_layers)}
     name, _ = peak_of(blocks)
     moments = {"head and loss": max(loss, turn, key=lambda kinds: sum(kinds.values())), name: blocks[name]}
     if head.gradient:
-        last = held + embedding.new_gradient + reduction(embedding) + (reduction(head) if ends and not tied else 0)
+        last = held + embedding.new_gradient + embedding.reduction() + (head.reduction() if ends and not tied else 0)
         moments["embedding"] = {"gradients": gradients(n_layers * block.gradient + done_head) + last,
-                                "saved activations": 2 * one_input, "unsharded units": ends}
+                                "saved activations": activations(0, 2), "unsharded units": ends}
     return moments
 
 
@@ -941,17 +917,16 @@ def ladder(args, argv, config, world, length, room):
     return added, now
 
 
-def print_plan(args, argv, config, world, length, room, brief=False):
-    """The plan as a table, whether it fits into `room` bytes (None: not known), and what would make it fit. With
-    `brief` one line where it takes less than 60 % of them."""
+def print_plan(args, argv, config, world, length, room):
+    """The plan as a table, whether it fits into `room` bytes (None: not known), and what would make it fit. Of a run
+    that takes less than 60 % of them one line."""
     moments, host = plan(args, config, world, tokens_of(args, length))
-    (name, peak), parts = peak_of(moments), args.sequence_parallel
-    host_text = "".join(f", {kind} {n / GIB:.2f}" for kind, n in host.items()) or ": none"
-    if brief and peak + OVERHEAD < 0.6 * room:
-        print(f"memory planned: {(peak + OVERHEAD) / GIB:.2f} of {room / GIB:.2f} GiB, of the host{host_text}")
+    name, peak = peak_of(moments)
+    need, host_text = peak + OVERHEAD, "".join(f", {kind} {n / GIB:.2f}" for kind, n in host.items()) or ": none"
+    if not args.dry_run and need < 0.6 * room:
+        print(f"memory planned: {need / GIB:.2f} of {room / GIB:.2f} GiB, of the host{host_text}")
         return
-    print(f"memory plan, GiB of rank 0 of {world}, micro-batches of {args.batch_size} x {length} tokens"
-          + (f" over {parts} ranks" if parts > 1 else ""))
+    print(f"memory plan, GiB of rank 0 of {world}, micro-batches of {args.batch_size} x {length} tokens")
     print(" " * 20 + "".join(f"{moment + '*' if moment == name else moment:>15}" for moment in moments))
     for kind in (*KINDS, "all"):
         values = [sum(kinds.values()) if kind == "all" else kinds.get(kind, 0) for kinds in moments.values()]
@@ -960,17 +935,16 @@ def print_plan(args, argv, config, world, length, room, brief=False):
     print(f"  host memory{host_text}")
     if room is None:
         return
-    says = f"  {(peak + OVERHEAD) / GIB:.2f} of {room / GIB:.2f} GiB, 1 for CUDA and NCCL: "
-    if peak + OVERHEAD <= room:
+    says = f"  {need / GIB:.2f} of {room / GIB:.2f} GiB, 1 for CUDA and NCCL: "
+    if need <= room:
         print(f"{says}fits")
         return
     added, changed = ladder(args, argv, config, world, length, room - OVERHEAD)
     moments, host = plan(changed, config, world, tokens_of(changed, length))
-    need, fits = peak_of(moments)[1] + OVERHEAD, peak_of(moments)[1] + OVERHEAD <= room
-    flags = " ".join(added).replace("--qlora", "--qlora in place of --lora" if args.lora else "--qlora")
-    print(f"{says}does not fit; {'add' if fits else 'with'}\n    {flags or 'every flag'}\n  it takes {need / GIB:.2f} "
-          f"GiB and {sum(host.values()) / GIB:.2f} of host memory"
-          + ("" if fits else ": more ranks, a shorter --seq_len or a smaller model"))
+    need = peak_of(moments)[1] + OVERHEAD
+    add, more = ("add", "") if need <= room else ("with", ": more ranks, a shorter --seq_len or a smaller model")
+    print(f"{says}does not fit; {add}\n    {' '.join(added) or 'every flag'}\n  it takes {need / GIB:.2f} GiB and "
+          f"{sum(host.values()) / GIB:.2f} of host memory{more}")
 
 
 def dry_run(args, argv):
@@ -992,12 +966,12 @@ def dry_run(args, argv):
 
 def check_sizes(args, config, world):
     """ValueError where the ranks, or the query heads of the model, cannot be dealt out evenly."""
-    divisors = [n for n in range(1, world + 1) if world % n == 0]
-    heads = [n for n in divisors if config.num_attention_heads % n == 0]
-    for flag, n, fit in (("replicas", args.replicas, divisors), ("sequence_parallel", args.sequence_parallel, heads)):
-        if n not in fit:
-            raise ValueError(f"--{flag} {n} does not divide the {world} rank(s) or the {config.num_attention_heads} "
-                             f"heads of attention; these do: {', '.join(map(str, fit))}")
+    heads = config.num_attention_heads
+    for flag, n in (("replicas", world), ("sequence_parallel", math.gcd(world, heads))):
+        if n % getattr(args, flag):
+            fit = [str(i) for i in range(1, n + 1) if n % i == 0]
+            raise ValueError(f"--{flag} {getattr(args, flag)} does not divide the {world} rank(s) or the {heads} heads "
+                             f"of attention; these do: {', '.join(fit)}")
     if n_recomputed(args, config) > config.num_hidden_layers:
         raise ValueError(f"--activation_checkpointing {args.activation_checkpointing}: the model has "
                          f"{config.num_hidden_layers} blocks")
@@ -1021,7 +995,7 @@ def limit_gpu(args, argv, config, length, ranks):
     total, room = torch.cuda.get_device_properties(ranks.device).total_memory, memory_of(args, ranks)
     torch.cuda.set_per_process_memory_fraction(room / total, ranks.device)
     if ranks.rank == 0:
-        print_plan(args, argv, config, ranks.world, length, room, brief=True)
+        print_plan(args, argv, config, ranks.world, length, room)
 
 
 def fits_pinned(args, config, world, length):
@@ -1033,8 +1007,7 @@ def fits_pinned(args, config, world, length):
 
 def is_out_of_memory(error):
     texts = "DefaultCPUAllocator", "bad_alloc", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def report_out_of_memory(error):
@@ -1042,16 +1015,12 @@ def report_out_of_memory(error):
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.name == "main"]
     run = {frame.f_code: frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)}.get(main.__code__, {})
     report = {"phase": lines[-1] if lines else "start", "error": str(error)[:500], "step": run.get("n", 0),
-              "rank": run["ranks"].rank if "ranks" in run else 0,
-              "tokens_of_micro_batch": run["b"].tokens.numel() if "b" in run else 0}
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated") if torch.cuda.is_available() else ():
-        report[f"{name}_gib"] = getattr(torch.cuda, name)() / GIB
+              "tokens_of_micro_batch": run["b"].tokens.numel() if "b" in run else 0,
+              "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB, "rank": int(os.getenv("RANK", 0))}
     text = json.dumps(report, indent=2)
     if "out" in run:
         run["out"].mkdir(parents=True, exist_ok=True)
         (run["out"] / "oom.json").write_text(text + "\n")
-        if torch.cuda.is_available():
-            torch.cuda.memory._dump_snapshot(str(run["out"] / "memory.pickle"))
     return f"out of memory: {text}\n--dry_run --gpu_gib G with the same flags says which others would make it fit"
 
 
@@ -1077,8 +1046,7 @@ def read_state(folder, settings, ranks):
     """trainer_state.json of a checkpoint whose files are what it says, to the byte; each rank reads its part of them.
     ValueError names what is damaged, or the settings that change the mathematics and differ from the checkpoint's."""
     state, files = lm.read_json(folder / STATE), {path.name: path for path in folder.iterdir()}
-    kinds = [type(state.get(key)) for key in ("files", "settings")]
-    if state != sealed(state) or kinds != [dict, dict] or folder.name != f"checkpoint-{state.get('step')}":
+    if state != sealed(state) or folder.name != f"checkpoint-{state.get('step')}":
         raise ValueError(f"{folder / STATE}: damaged, or the folder of another step; {lm.REMOVE}")
     if wrong := files.keys() ^ {*state["files"], STATE}:
         raise ValueError(f"{folder}: missing, or not written by the save: {lm.listing(wrong)}; {lm.REMOVE}")
@@ -1125,28 +1093,24 @@ class Saver:
 
     def write(self, rows, state):
         """-> what to say. All ranks learn of an error on any of them."""
-        step, started, files, error = state["step"], time.perf_counter(), {}, None
-        part = self.out / f"checkpoint-{step}.part"
+        step, started, rank = state["step"], time.perf_counter(), self.ranks.rank
+        part, file = self.out / f"checkpoint-{step}.part", f"rank-{rank:05}-of-{self.ranks.world:05}.safetensors"
         try:
             part.mkdir(parents=True, exist_ok=True)
-            if rows:
-                name = f"rank-{self.ranks.rank:05}-of-{self.ranks.world:05}.safetensors"
-                files[name] = lm.write_rows(part / name, rows)
-        except OSError as caught:
-            error = f"rank {self.ranks.rank}: {caught}"
-        answers = self.ranks.gather((files, error))
-        files = {name: entry for theirs, _ in answers for name, entry in theirs.items()}
-        error = next((error for _, error in answers if error), None)
-        if self.ranks.rank == 0 and not error:
+            answer = {file: lm.write_rows(part / file, rows)} if rows else {}
+        except OSError as error:
+            answer = f"rank {rank}: {error}"
+        answers = self.ranks.gather(answer)
+        errors = [answer for answer in answers if isinstance(answer, str)]
+        if rank == 0 and not errors:
             try:
-                self.commit(part, {**state, "files": files})
-            except OSError as caught:
-                error = str(caught)
-        error = self.ranks.gather(error)[0]
-        if error:
+                self.commit(part, {**state, "files": {k: v for files in answers for k, v in files.items()}})
+            except OSError as error:
+                errors = [str(error)]
+        if errors := self.ranks.gather(errors)[0]:
             shutil.rmtree(part, ignore_errors=True)
-            return f"checkpoint-{step} was NOT written: {error}. Older ones are untouched, training continues"
-        self.last_step, gib = step, sum(size for size, _ in files.values()) / 2**30
+            return f"checkpoint-{step} was NOT written: {errors[0]}. Older ones are untouched, training continues"
+        self.last_step, gib = step, sum(size for files in answers for size, _ in files.values()) / GIB
         return f"checkpoint-{step}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s"
 
     def commit(self, part, state):
@@ -1154,9 +1118,7 @@ class Saver:
         with lm.writing(part / STATE, "manifest"):
             (part / STATE).write_text(json.dumps(sealed(state), indent=2) + "\n")
         lm.sync(part / STATE)
-        lm.sync(part)
-        part.rename(part.with_suffix(""))
-        lm.sync(self.out)
+        lm.put_in_place(part)
         best = (state.get("best_eval") or {}).get("step")
         for _, old in [entry for entry in checkpoints(self.out)[: -self.keep] if entry[0] != best]:
             with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
@@ -1184,13 +1146,13 @@ def launcher():
 def find_run(out, resume, restarted):
     """--out, --resume, whether torchrun has restarted the ranks -> (folder of the run, checkpoint to continue from or
     None). ValueError where a run would be overwritten or there is nothing to continue."""
-    fresh, runs = Path("out", datetime.now().strftime("%Y%m%d-%H%M%S")), list(Path("out").glob("*/args.json"))
-    if restarted and resume is None:  # a run that another torchrun has left is not ours to continue
-        runs = [path for path in runs if lm.read_json(path).get("launcher") == launcher()]
-    newest = max(runs, key=lambda path: path.stat().st_mtime).parent if runs else fresh
-    if resume in (None, "auto"):
-        chosen, run = None, newest if resume or restarted else fresh
-    else:
+    run, chosen = Path("out", datetime.now().strftime("%Y%m%d-%H%M%S")), None
+    runs = sorted(Path("out").glob("*/args.json"), key=lambda path: path.stat().st_mtime)
+    if not resume:  # a run that another torchrun has left is not ours to continue
+        runs = [path for path in runs if restarted and lm.read_json(path).get("launcher") == launcher()]
+    if runs:
+        run = runs[-1].parent
+    if resume not in (None, "auto"):
         given = Path(resume).resolve()
         found = [given] if (given / STATE).is_file() else [folder for _, folder in checkpoints(given)]
         if not found:
@@ -1198,10 +1160,9 @@ def find_run(out, resume, restarted):
         chosen, run = found[-1], found[-1].parent
     run = Path(out) if out else run
     own = [folder for _, folder in checkpoints(run)]
-    if resume == "auto" or (restarted and own):
-        return run, own[-1] if own else None
-    is_newest = own and chosen == own[-1].resolve()
-    if not (restarted or is_newest) and (own or (run / "args.json").exists() or (run / "final").exists()):
+    if resume == "auto" or restarted or (own and chosen == own[-1].resolve()):
+        return run, own[-1] if own else chosen
+    if own or (run / "args.json").exists() or (run / "final").exists():
         raise ValueError(f"--out {run}: holds a run, which is never overwritten: --resume continues its newest "
                          "checkpoint, or give another folder")
     return run, chosen
@@ -1211,38 +1172,29 @@ def read_metrics(out, last_step):
     """The rows of metrics.jsonl up to a step."""
     rows, path = [], out / "metrics.jsonl"
     for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, RecursionError):  # the last line of a process that was killed
+        with contextlib.suppress(ValueError):  # the last line of a process that was killed
             row = json.loads(line)
-            if isinstance(row, dict) and row.get("step") in range(1, last_step + 1):
+            known = isinstance(row, dict) and all(type(value) in (int, float, type(None)) for value in row.values())
+            if known and row.get("step") in range(1, last_step + 1):
                 rows.append(row)
     return rows
 
 
-def lock(out, resumed):
-    """-> a file that makes a run this process's own while it is open. ValueError where another has it, or has gone on
-    from the checkpoint that was read."""
-    with lm.writing(f"--out {out}", "folder"):
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / "lock", "a+")  # noqa: SIM115
-        file.seek(0)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--out {out}: {file.read()} writes to it: wait for it, or end it") from None
-        if any(step > (int(resumed.name[11:]) if resumed else 0) for step, _ in checkpoints(out)):
-            raise ValueError(f"--out {out}: {file.read()} has written to it just now: start again")
-        file.truncate(0)
-        print(f"process {os.getpid()} of {platform.node()}", end="", file=file, flush=True)
-    return file
-
-
 def begin_writing(out, args, state):
     """Writes args.json, and takes the rows after the step in `state` out of metrics.jsonl: they will be made again.
-    Evaluations that stay are entered in `state`."""
+    Evaluations that stay are entered in `state`. -> a file that makes the run this process's own while it is open."""
+    with lm.writing(f"--out {out}", "folder"):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"--out {out}: another process writes to it: wait for it, or end it") from None
     for part in out.glob("*.part"):  # of a process that was killed while it wrote
         shutil.rmtree(part, ignore_errors=True)
     rows, about = read_metrics(out, state["step"]), {**vars(args), **state["about"]}
-    evaluations = [row for row in [state["best_eval"], *rows] if row and type(row.get("eval_loss")) is float]
+    about.pop("features", None)
+    evaluations = [row for row in rows if "eval_loss" in row]
     state["best_eval"] = min(evaluations, key=lambda row: row["eval_loss"], default=None)
     state["evaluated"] = max([state["evaluated"], *(row["step"] for row in evaluations)])
     for name, text in (("args.json", json.dumps(about, indent=2) + "\n"),
@@ -1250,18 +1202,18 @@ def begin_writing(out, args, state):
         part = out / f"{name}.part"  # never half a file, wherever the process ends
         part.write_text(text)
         part.replace(out / name)
+    return lock
 
 
 def fixed_settings(args, config, rows_a_step, loader, source):
     """{name: value} of all that changes the mathematics of a run and must be the same when it is resumed."""
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()}
     settings |= {f"--{name}": getattr(args, name) for name in (
-        "random_init", "lora", "qlora", "lora_rank", "lora_alpha", "lora_dropout", "seq_len", "packing", "train_on",
-        "seed", "precision", "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule", "weight_decay",
-        "clip")}
-    settings["--lora_targets"] = sorted(args.lora_targets or ())
-    settings["rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
-    settings["the tokens and masks of --data"] = loader.documents.crc()
+        "random_init", "lora", "qlora", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "seq_len", "packing",
+        "train_on", "seed", "precision", "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule",
+        "weight_decay", "clip")}
+    settings |= {"rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)": rows_a_step,
+                 "the tokens and masks of --data": loader.documents.crc()}
     if args.lora or args.qlora:
         settings["the frozen weights of --model"] = source.crc()
     return json.loads(json.dumps(settings, default=str))
@@ -1369,8 +1321,7 @@ class Log:
     def draw(self):
         """Draws loss.svg on rank 0 -> [(step, loss)] of training."""
         rows = [] if self.ranks.rank else read_metrics(self.out, self.state["step"])
-        trained, evaluated = ([(row["step"], row[key]) for row in rows
-                               if type(row.get(key)) is float and math.isfinite(row[key])]
+        trained, evaluated = ([(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
                               for key in ("loss", "eval_loss"))
         curves = {("training loss", "#2f81f7"): trained, ("evaluation loss", "#e5534b"): evaluated}
         if trained:
@@ -1395,7 +1346,7 @@ def print_start(args, model, source, n_trained, ranks, pin):
     n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
     lines = {f"{args.model} ({c.model_type})": f"{n_total:,} parameters, {n_trained:,} trained, {ranks.world} x "
              f"{ranks.device_name}", f"  --precision {args.precision}": f"trained {trained}, all else {frozen}"}
-    lines |= {f"  {flag}": what for flag, what in args.on.items()} | {"  off": ", ".join(args.off)}
+    lines |= {f"  {flag}": what for flag, what in args.features.items()}
     if args.seq_len > c.max_position_embeddings:
         lines["  note"] = f"--seq_len is beyond the {c.max_position_embeddings} positions that the model has seen"
     if args.offload and cuda and not pin:
@@ -1419,25 +1370,23 @@ def sample(args, model, tokenizer, counts, ranks):
     return textwrap.shorten(text, 400)
 
 
-def tracer(args, out, ranks, step):
-    """--profile, --memory_snapshot -> (a profiler to start before a step and to stop after it, that step or None)."""
-    snapshot = args.memory_snapshot and ranks.device.type == "cuda"
+def tracer(args, out, device):
+    """--profile, --memory_snapshot -> a profiler whose step() is called after each step; the third is written."""
+    snapshot = args.memory_snapshot and device.type == "cuda"
 
     def write(profiler):
-        try:
-            if args.profile:
-                profiler.export_chrome_trace(str(out / "trace.json.gz"))
-                print(profiler.key_averages().table(sort_by=f"self_{ranks.device.type}_time_total", row_limit=12))
-            if snapshot:
-                torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
-        except OSError as error:
-            ranks.say(f"{out}: the profile was not written: {error}")
+        if args.profile:
+            profiler.export_chrome_trace(str(out / "trace.json.gz"))
+            print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
+        if snapshot:
+            torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
 
     if snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-    if ranks.rank or not (args.profile or snapshot):
-        return None, None
-    return torch.profiler.profile(on_trace_ready=write), step
+    third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)  # everything is warm by then
+    profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
+    profiler.start()
+    return profiler
 
 
 def chat(args):
@@ -1477,20 +1426,14 @@ def chat(args):
 
 
 def end_not_finite(model, loader, step, args, ranks):
-    """Ends a run whose loss or gradient is inf or nan. Each rank runs the forward of that step again, to find whose
-    rows it were."""
+    """Ends a run whose loss or gradient is inf or nan, and names the documents of that step."""
     lm.check_finite(dict(model.named_parameters()), step, ranks)
-    with torch.no_grad():
-        on_device = [batch.to(ranks.device) for batch in loader.step(step, args.grad_accum)[0]]
-        loss_sum = sum(model(b.tokens, b.targets, b.positions, b.spans, b.keep_S) for b in on_device)
-    answers = ranks.gather((bool(loss_sum.isfinite()), ", ".join(loader.places(step, args.grad_accum)[:8])))
-    wrong = [rank for rank, (finite, _) in enumerate(answers) if not finite]
-    found = f"the loss of rank {', '.join(map(str, wrong))} is" if wrong else "a gradient is"
+    places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
     changed = "earlier gradients of it were applied" if args.optim_in_backward else "no weight was changed by it"
-    places = [f"\n  rank {rank}: {answers[rank][1]}" for rank in wrong or range(ranks.world)]
     ranks.leave()
-    raise FloatingPointError(f"step {step + 1}: {found} not finite; {changed}, checkpoints are as they were. Lower "
-                             f"--lr, raise --warmup, or look at the documents of that step:{''.join(places)}")
+    raise FloatingPointError(f"step {step + 1}: the loss or a gradient is not finite; {changed}, checkpoints are as "
+                             "they were. Lower --lr, raise --warmup, or look at the documents of that step:"
+                             + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
 
 
 # -------------------------------- main
@@ -1508,8 +1451,6 @@ def open_model(args, ranks):
     """-> (files of the model as find_model() gives them, Config, the run's model on meta, Checkpoint or RandomWeights,
     Checkpoint of --adapter or None, Tokenizer). All of it is checked here, before anything is allocated."""
     with ranks.agree():
-        if args.tensorboard and not importlib.util.find_spec("tensorboard"):
-            raise ValueError("--tensorboard needs a package: pip install tensorboard")
         files = raw_config, tokenizer_folder, weights_folder, _ = lm.find_model(args.model, args.random_init)
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
         check_sizes(args, config, ranks.world)
@@ -1551,6 +1492,8 @@ def open_run(args, config, loader, source, ranks):
             state = read_state(resumed, settings, ranks)
         if state["step"] > steps:
             raise ValueError(f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
+    if steps < 20 and not args.steps:
+        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
     if state["steps"] != steps:
         ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate changes")
     about = {"launcher": launcher(), "world": ranks.world, "python": platform.python_version(),
@@ -1607,12 +1550,11 @@ def main(argv=None):
         if resumed:
             lm.load_checkpoint(resumed, lm.training_tensors(model, optimizer))
         if rank == 0:
-            ranks.lock = lock(out, resumed)
-            begin_writing(out, args, state)
+            ranks.lock = begin_writing(out, args, state)
     state = ranks.gather(state)[0]
     saver = Saver(out, args, ranks, pin)
     begin = f"continuing after step {start:,} of {resumed}" if resumed else "from the start"
-    say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}; writing to {out}")
+    say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}\nwriting to {out}")
     sampled = "" if resumed else sample(args, model, tokenizer, counts[0], ranks)
     log, stop = Log(out, state, loader, ranks, args.tensorboard), StopSignal()
 
@@ -1626,7 +1568,7 @@ def main(argv=None):
         saver.finish()
         number, saved = signal.Signals(stop.asked(ranks)[0]), saver.last_step == state["step"]
         say(f"stopped by {number.name} after step {state['step']} of {steps}, "
-            + (f"saved: --resume {out} continues" if saved else "NOT saved, see above"))
+            + (f"saved: the same command with --resume {out} continues" if saved else "NOT saved, see above"))
         ranks.leave()
         # torchrun relays its own signal; an exit code would make it start the run again
         raise SystemExit(1 if not saved else 0 if launcher() else 128 + number)
@@ -1643,12 +1585,10 @@ def main(argv=None):
     if args.eval_every and start % args.eval_every == 0 and state["evaluated"] < start < steps:
         evaluate_now()  # the run was stopped between the save and the evaluation of this step
     n_finite = torch.zeros_like(bad)  # steps before a gradient was inf or nan
-    profiler, traced = tracer(args, out, ranks, min(start + 3, steps))  # everything is warm by the third step
+    profiler = tracer(args, out, device) if rank == 0 and (args.profile or args.memory_snapshot) else None
     for batches, counted in loader.ahead(start, steps, args.grad_accum, pin=cuda):
         step, n, n_targets = state["step"], state["step"] + 1, int(counted[0])
         ranks.alive()
-        if n == traced:
-            profiler.start()
         torch.manual_seed(lm.mix(lm.mix(lm.mix(args.seed) + rank) + step))  # dropout: the same in a resumed run
         lr = lr_at(step, steps, args)
         for group in optimizer.param_groups:
@@ -1687,8 +1627,8 @@ def main(argv=None):
                 saver.finish()
                 end_not_finite(model, loader, min(start + int(n_good), step), args, ranks)
             log.write(loss, norm, lr)
-        if n == traced:
-            profiler.stop()
+        if profiler:
+            profiler.step()
         if saving:
             save()
         if stopped:
@@ -1706,10 +1646,9 @@ def main(argv=None):
         say(f"--- {args.sample.strip()}\nbefore: {sampled}\nafter:  {after}\n---")
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
-    stop.release()
     if args.merge and rank == 0:
         lm.merge(args, source, adapter, files, tokenizer, out)
-    say(f"done: {out}/final" + (f" and {out}/merged" if args.merge else ""))
+    say(f"done: {out}/final{f' and {out}/merged' if args.merge else ''}; --chat --model {out} talks with it")
 
 
 def launch(argv=None):
@@ -1721,10 +1660,8 @@ def launch(argv=None):
         return 0
     except SystemExit as end:  # with an exit code, or with what is wrong
         code, message = (1, end.code) if isinstance(end.code, str) else (end.code or 0, "")
-    except argparse.ArgumentError as error:
-        code, message = 2, str(error)
-    except FloatingPointError as error:
-        code, message = NOT_FINITE, str(error)
+    except (argparse.ArgumentError, FloatingPointError) as error:
+        code, message = 2 if isinstance(error, argparse.ArgumentError) else NOT_FINITE, str(error)
     except BrokenPipeError:  # of `| head`
         return 1
     except KeyboardInterrupt:
@@ -1738,8 +1675,7 @@ def launch(argv=None):
     if message and speaks:
         print(data.printable(f"train.py: error: {message}"), file=sys.stderr)
     if message and "TORCHELASTIC_ERROR_FILE" in os.environ:
-        speaks = speaks or code == 2  # rank 0 may be ended before it has judged the flags
-        about = {"message": message if speaks else "see rank 0", "extraInfo": {"timestamp": int(time.time())}}
+        about = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": about}))
     return code
 
@@ -1749,7 +1685,6 @@ if __name__ == "__main__":
     code = launch()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
-        sys.stderr.flush()
     # FSDP2's mesh keeps gloo's threads beyond destroy_process_group(); one of them freeing a tensor while the
     # interpreter shuts down aborts a finished run, seen once in 130 (pytorch #179291)
     os._exit(code)

@@ -179,7 +179,8 @@ def full(argv, *names):
 @pytest.mark.parametrize("flags", [[], ["--async_save"]], ids=["", "async"])
 def test_a_save_that_fails_costs_that_save_only_and_names_what_was_not_written(job, undisturbed, tmp_path, flags):
     out = tmp_path / "run"
-    (out / "checkpoint-5/in the way").mkdir(parents=True)  # where the rename of step 5 wants to go
+    out.mkdir()
+    (out / "checkpoint-5").write_text("in the way")  # where the rename of step 5 wants to go
     said, codes = start(full, [*job, "--save_every", 1, *flags], out, "2.part/rank-00001", f"4.part/{train.STATE}")
     said = "".join(said)
     assert codes == [0] * WORLD and "Traceback" not in said, said
@@ -187,7 +188,7 @@ def test_a_save_that_fails_costs_that_save_only_and_names_what_was_not_written(j
     assert reports.keys() == {"2", "4", "5"}, said
     assert f"rank 1: {out}/checkpoint-2.part/rank-00001" in reports["2"] and "No space left" in reports["2"]
     assert f"{out}/checkpoint-4.part/{train.STATE}" in reports["4"] and "No space left" in reports["4"]
-    assert f"{out}/checkpoint-5" in reports["5"] and "not empty" in reports["5"]
+    assert f"{out}/checkpoint-5" in reports["5"] and "Not a directory" in reports["5"]
     assert steps_of(out) == [1, 3, 6] and not list(out.glob("*.part"))
     assert all(same(out / f"checkpoint-{step}", undisturbed / f"checkpoint-{step}") for step in steps_of(out))
     assert same(out / "final", undisturbed / "final")
@@ -304,6 +305,7 @@ def test_a_rank_that_dies_in_a_save_ends_the_run_and_costs_that_save_only(job, u
 
 def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     stop = train.StopSignal()
     try:
         signal.raise_signal(signal.SIGINT)
@@ -311,7 +313,8 @@ def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     finally:
-        stop.release()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------- numbers that are not finite
@@ -361,8 +364,8 @@ def test_a_number_that_is_not_finite_ends_the_run_before_a_weight_changes(job, t
     common = trained.keys() & left.keys()
     assert common and all(torch.equal(trained[key], left[key]) for key in common)
     assert "error: step 3: " in said[0] and "".join(said).count("not finite") == 1
-    (places,) = re.findall(r"documents: (.*)", said[1])
-    assert re.fullmatch(r"\S+/chats\.jsonl:\d+(, \S+/chats\.jsonl:\d+)*", places) and f"  rank 1: {places}\n" in said[0]
-    assert ("the loss of rank 1 is" if what == "loss" else "a gradient is") in said[0]
-    assert ("  rank 0: " in said[0]) == (what == "gradient")  # of a gradient nobody knows whose it is
+    for rank in range(WORLD):
+        (places,) = re.findall(r"documents: (.*)", said[rank])
+        assert re.fullmatch(r"\S+/chats\.jsonl:\d+(, \S+/chats\.jsonl:\d+)*", places)
+        assert f"\n  rank {rank}: {places}\n" in said[0]
     assert steps_of(tmp_path / "run") == [2] and not (tmp_path / "run/final").exists()

@@ -152,7 +152,7 @@ SETTINGS = {
     "--optim adamw8bit": "--optim was adamw, is adamw8bit", "--precision bf16": "--precision was fp32, is bf16",
     "--no-packing": "--packing was True, is False", "--schedule linear": "--schedule was cosine, is linear",
     "--min_lr 1": "--min_lr was 0.0", "--qlora": "--qlora was False, is True", "--lora_alpha 8": "--lora_alpha was 32",
-    "--lora_targets q_proj": "--lora_targets was ['down_proj',", "--lora_rank 4": "--lora_rank was 16, is 4",
+    "--lora_targets q_proj": "--lora_targets was ['q_proj',", "--lora_rank 4": "--lora_rank was 16, is 4",
     "--lora_dropout 0.5": "--lora_dropout was 0.0, is 0.5", "--model {other}": "the frozen weights of --model differ",
     "--steps 1": "this run ends at step 1: raise --steps",
 }

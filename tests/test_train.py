@@ -1,5 +1,6 @@
 """train.py as people start it: whole runs, what they print and what they write."""
 
+import fcntl
 import json
 import math
 import os
@@ -68,7 +69,7 @@ def test_main_job_writes_what_it_promises(main_job):
 def test_main_job_says_what_is_on_and_why(main_job):
     said = main_job[1]
     for feature in ("--precision mixed", "--qlora", "--lora_rank 16", "--fsdp2", "--offload activations params",
-                    "--activation_checkpointing", "--chunked_ce", "--fused_adamw", "--packing", "off"):
+                    "--activation_checkpointing all", "--chunked_ce", "--fused_adamw", "--packing", "off"):
         assert f"\n  {feature}: " in said
     for line in ("\nbefore: ", "\nafter: ", "\nstep  1/12  loss ", "checkpoint-12: ", "12 steps in ",
                  "step 12  eval loss ", f"done: {main_job[0]}/final and {main_job[0]}/merged"):
@@ -208,9 +209,10 @@ def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
 
 def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
     argv = ["--data", str(chats), "--seq_len", "64", "--steps", "1", "--sample", "", "--out", str(tmp_path)]
-    with train.lock(tmp_path, None):
+    with open(tmp_path / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         assert train.launch(argv) == 1
-    assert f"process {os.getpid()} of" in capsys.readouterr().err and names(tmp_path) == {"lock"}
+    assert "another process writes to it" in capsys.readouterr().err and names(tmp_path) == {"lock"}
 
 
 @pytest.mark.parametrize("step, cause", [(0, "files of --model are damaged"), (3, "lower --lr")])
@@ -242,25 +244,25 @@ def test_help_is_short_and_help_all_has_every_flag(capsys):
         assert train.launch([flag]) == 0
         shown[flag] = set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.M))
     assert {"--model", "--data", "--qlora"} <= shown["--help"] < shown["--help_all"] and len(shown["--help"]) <= 27
-    assert {f"--{name}" for name in vars(train.parse_args([])) if name not in ("on", "off")} == shown["--help_all"]
+    assert {f"--{name}" for name in vars(train.parse_args([])) if name != "features"} == shown["--help_all"] - {"--no"}
 
 
 def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
-    rows = ['{"step": 1, "loss": 2.5}', '{"step": 2, "eval_loss": Infinity}', '{"step": 2, "eval_loss": "x"}', "[1]",
-            "{", '{"step": 3, "loss": [7]}', '{"step": 3, "loss": 2.0}']
+    rows = ['{"step": 1, "loss": 2.5}', '{"step": 2, "eval_loss": Infinity}', '{"step": 3, "lo', "[1]", '{"step": "2"}',
+            '{"step": 3, "loss": 2.0}', '{"step": 4, "loss": 1.0}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
     state = {"step": 3, "steps": 3, "best_eval": None, "evaluated": 0, "about": {}}
     train.begin_writing(tmp_path, SimpleNamespace(), state)
-    assert state["evaluated"] == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
+    assert state["evaluated"] == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     log = train.Log(tmp_path, state, SimpleNamespace(waited_s=0.0), ALONE, tensorboard=False)
     assert log.draw() == [(1, 2.5), (3, 2.0)]
     picture = (tmp_path / "loss.svg").read_text()
     assert picture.count("<polyline") == 1 and "inf" not in picture and "nan" not in picture
 
 
-def test_a_profile_that_cannot_be_written_ends_no_training(tmp_path, capsys):
-    args = SimpleNamespace(profile=True, memory_snapshot=False)
-    profiler, step = train.tracer(args, tmp_path / "nowhere", ALONE, 3)
-    profiler.start()
-    profiler.stop()
-    assert step == 3 and "the profile was not written: " in capsys.readouterr().out
+def test_the_third_step_is_profiled(tmp_path):
+    profiler = train.tracer(SimpleNamespace(profile=True, memory_snapshot=False), tmp_path, CPU)
+    for step in range(1, 5):
+        torch.ones(step).sum()
+        profiler.step()
+        assert names(tmp_path) == ({"trace.json.gz"} if step > 2 else set())
