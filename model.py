@@ -252,32 +252,18 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     return torch.cat([*pieces, q.new_zeros(B * T - end, H, K)]).view(B, T, H * K)
 
 
-class Spread(torch.autograd.Function):
-    """[N, D] -> [N * k, D], each token once for each of its k experts, in the order of the experts. Its backward is the
-    forward of Collect and the other way round: gathers and sums in a fixed order, where autograd's scatter by atomic
-    additions would give other bits in each run."""
+class Route(torch.autograd.Function):
+    """[N, D] -> [N * k, D]: each token for its k experts, sorted by expert; with `back` [N * k, D] -> [N, D], their sum.
+    One is the backward of the other. Autograd's own scatters with atomic additions, other bits in each run."""
 
     @staticmethod
-    def forward(ctx, x_ND, order, k):
-        ctx.sorted_by = order, k  # no saved tensors: a recomputation would run up to Collect to make them again
-        return x_ND[order // k]
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Collect.apply(grad, *ctx.sorted_by), None, None
-
-
-class Collect(torch.autograd.Function):
-    """[N * k, D] -> [N, D]: the sum over the k experts of each token."""
-
-    @staticmethod
-    def forward(ctx, rows, order, k):
-        ctx.sorted_by = order, k
-        return rows[order.argsort()].unflatten(0, (-1, k)).sum(1)
+    def forward(ctx, x, order, k, back):
+        ctx.route = order, k, not back  # no saved tensor: a recomputation would run up to the last product for it
+        return x[order.argsort()].unflatten(0, (-1, k)).sum(1) if back else x[order // k]
 
     @staticmethod
     def backward(ctx, grad):
-        return Spread.apply(grad, *ctx.sorted_by), None, None
+        return Route.apply(grad, *ctx.route), None, None, None
 
 
 class MoE(nn.Module):
@@ -288,7 +274,7 @@ class MoE(nn.Module):
         super().__init__()
         D, E, width = c.hidden_size, c.num_experts, c.moe_intermediate_size
         self.n_chosen, self.normalize = c.num_experts_per_tok, c.norm_topk_prob
-        self.gate, self.numbers = Linear(D, E, bias=False), range(E)
+        self.gate, self.n_experts = Linear(D, E, bias=False), E
         self.experts = nn.ModuleDict({
             "gate_proj": Linear(D, E * width, bias=False), "up_proj": Linear(D, E * width, bias=False),
             "down_proj": Linear(width, E * D, bias=False),
@@ -300,12 +286,12 @@ class MoE(nn.Module):
         if self.normalize:
             odds_Nk = odds_Nk / odds_Nk.sum(-1, keepdim=True)
         chosen, order = chosen_Nk.flatten().sort(stable=True)  # rows by expert, order[i] // k is the token of row i
-        ends = torch.searchsorted(chosen, torch.arange(len(self.numbers), device=h.device), right=True, out_int32=True)
-        rows = Spread.apply(h_ND, order, k)
+        ends = torch.searchsorted(chosen, torch.arange(self.n_experts, device=h.device), right=True, out_int32=True)
+        rows = Route.apply(h_ND, order, k, False)
         gated = F.silu(self.experts.gate_proj(rows, ends)) * self.experts.up_proj(rows, ends)
         # scaled before the last product: the sums are the same, and a recomputation can end here
         out = self.experts.down_proj(gated * odds_Nk.flatten()[order, None].to(h.dtype), ends)
-        return Collect.apply(out, order, k).view_as(h)
+        return Route.apply(out, order, k, True).view_as(h)
 
 
 class Block(nn.Module):
@@ -992,7 +978,6 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
 
 # -------------------------------- writing models and adapters
 
-SHARD_BYTES = 5_000_000_000  # of a file; above it an index is written, as transformers does
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
           "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
 
@@ -1055,32 +1040,18 @@ def save_tokenizer(tokenizer, out):
 
 
 def save_model(tensors, layout, out, raw_config, write):
-    """Writes config.json and weights from an iterator of (name, tensor), one in memory at a time, in files of at most
-    SHARD_BYTES. Every rank iterates, as the iterator may gather shards; the one with `write` writes."""
-    tensors, groups = iter(tensors), [[]]
-    n_bytes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.items()}
-    for name in layout:
-        if groups[-1] and sum(n_bytes[other] for other in [*groups[-1], name]) > SHARD_BYTES:
-            groups.append([])
-        groups[-1].append(name)
-    files = {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
-    if len(groups) == 1:
-        files = {"model.safetensors": groups[0]}
+    """Writes config.json and model.safetensors from an iterator of (name, tensor), one in memory at a time. Every rank
+    iterates, as the iterator may gather shards; the one with `write` writes."""
+    tensors = (tensor for _, tensor in tensors)
     try:
-        for path, names in files.items() if write else ():
-            mine = (tensor for _, tensor in itertools.islice(tensors, len(names)))
-            write_safetensors(out / path, {name: layout[name] for name in names}, mine)
+        if write:
+            write_safetensors(out / "model.safetensors", layout, tensors)
     finally:  # also where the disk is full: the other ranks wait in the iterator's collectives
         for _ in tensors:
             pass
-    if not write:
-        return
-    with writing(out, "config"):
-        if len(files) > 1:
-            weight_map = {name: path for path, names in files.items() for name in names}
-            index = {"metadata": {"total_size": sum(n_bytes.values())}, "weight_map": weight_map}
-            (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        (out / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
+    if write:
+        with writing(out, "config"):
+            (out / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
 
 
 def save_adapter(tensors, out, base, rank, alpha, dropout, targets):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SHAPE
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -135,6 +135,7 @@ def test_presets_hold_the_published_parameter_counts():
         "llama-3.3-70b": 70.55, "mistral-7b": 7.25, "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09,
         "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71, "qwen3-0.6b": 0.60,
         "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
+        "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09,
     }
     assert published.keys() == lm.PRESETS.keys()
     for name, count in published.items():
@@ -269,13 +270,19 @@ def test_the_backward_drops_the_same_inputs_as_the_forward(tile):
 # ---------------------------------------------------------------- files
 
 
-def test_a_model_written_in_several_files_is_read_back_bit_for_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr(lm, "SHARD_BYTES", 300_000)
+@pytest.mark.parametrize("n_files", [1, 3])
+def test_a_model_in_several_files_is_read_bit_for_bit(tmp_path, n_files):
     model = build_random()
     layout = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
     lm.save_model(lm.full_tensors(model, False), layout, tmp_path, SHAPE, write=True)
+    if n_files > 1:
+        tensors = load_file(tmp_path / "model.safetensors")
+        weight_map = {name: f"model-{i % n_files}.safetensors" for i, name in enumerate(tensors)}
+        for file in set(weight_map.values()):
+            save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, tmp_path / file)
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     source = lm.Checkpoint(tmp_path)
-    assert len(source.files) > 2
+    assert len(source.files) == n_files
     lm.check_weights(model, source, tmp_path)
     for name, p in model.named_parameters():
         assert torch.equal(source.rows(name, 0, len(p)), p.data)
