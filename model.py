@@ -253,8 +253,8 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
 
 
 class Route(torch.autograd.Function):
-    """[N, D] -> [N * k, D]: each token for its k experts, sorted by expert; with `back` [N * k, D] -> [N, D], their sum.
-    One is the backward of the other. Autograd's own scatters with atomic additions, other bits in each run."""
+    """[N, D] -> [N * k, D]: tokens for each of their k experts, sorted by expert; with `back` [N * k, D] -> [N, D], the
+    sums. One is the backward of the other. Autograd's own adds atomically on a GPU: other bits in each run."""
 
     @staticmethod
     def forward(ctx, x, order, k, back):

@@ -377,7 +377,7 @@ def keep_freed_memory(on):
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
-def shard_(model, args, device, pin):
+def shard_(model, args, device):
     """FSDP2 (arXiv:2304.11277, each parameter sharded on dim 0): a block is gathered before it runs and freed after.
     One unit per block, one for the embedding and one for the head; the last norm belongs to the root, which stays
     gathered from forward to backward. With replicas, weights are gathered inside a replica only, and replicas exchange
@@ -391,7 +391,7 @@ def shard_(model, args, device, pin):
         reduce_dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32,
         cast_forward_inputs=False,  # or RoPE's float32 angles would arrive in bf16
     )
-    offload = CPUOffloadPolicy(pin_memory=pin) if "params" in args.offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if "params" in args.offload else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     *blocks, last = model.model.layers
     for block in blocks:
@@ -409,15 +409,17 @@ PAGE = 1 << 22  # bytes: a power of two, because torch's pinned allocator rounds
 
 
 class Parked:
-    """A saved tensor in pages of host memory; on its way back `arriving` is (tensor, event of its copy)."""
+    """A saved tensor in pages of host memory. before: the one parked before it. On its way back `arriving` is (tensor,
+    event of its copy)."""
 
-    def __init__(self, tensor, pages):
-        self.shape, self.dtype, self.pages, self.arriving = tensor.shape, tensor.dtype, pages, None
+    def __init__(self, tensor, before):
+        self.shape, self.dtype, self.before, self.arriving = tensor.shape, tensor.dtype, before, None
+        self.pages = [torch.empty_like(page, device="cpu", pin_memory=page.is_cuda) for page in pages_of(tensor)]
 
-    def copies(self, tensor):
-        """[(part of a page, the same part of a contiguous tensor)]."""
-        parts = tensor.view(-1).view(torch.uint8).split(PAGE)
-        return [(page[: len(part)], part) for page, part in zip(self.pages, parts, strict=True)]
+
+def pages_of(tensor):
+    """Parts of a contiguous tensor, as bytes."""
+    return tensor.view(-1).view(torch.uint8).split(PAGE)
 
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
@@ -431,24 +433,22 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     - memory reused while a view of it lives on in the backward (torchtune #1860, #1936): a tensor on its way in is
       allocated on the compute stream and nobody counts its uses; it is free when its last view is."""
 
-    def __init__(self, device, pin=True, min_bytes=1 << 16):
+    def __init__(self, device, min_bytes=1 << 16):
         super().__init__(self.pack, self.unpack)
-        self.device, self.pin, self.min_bytes = device, pin and device.type == "cuda", min_bytes
+        self.device, self.min_bytes, self.last = device, min_bytes, None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.leaving = []  # (tensor, event of its copy)
-        self.free_pages, self.parked = [], []  # parked in the order of packing: the backward asks for the newest first
 
     def __enter__(self):
-        while self.parked:  # of a forward that had no backward
-            self.free_pages += self.parked.pop().pages
+        self.last = None  # of the forward before
         return super().__enter__()
 
-    def copy_aside(self, pairs):
+    def copy_aside(self, targets, sources):
         """target <- source on the side stream after all compute issued so far -> the event of its end (CPU: None)."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):  # a no-op for None
-            for target, source in pairs:
+            for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             return self.stream and self.stream.record_event()
 
@@ -464,33 +464,25 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     def pack(self, tensor):
         if isinstance(tensor, nn.Parameter) or tensor.device.type != self.device.type or tensor.nbytes < self.min_bytes:
             return tensor
-        tensor, n_pages = tensor.contiguous(), -(-tensor.nbytes // PAGE)
-        while len(self.free_pages) < n_pages:
-            self.free_pages.append(torch.empty(PAGE, dtype=torch.uint8, pin_memory=self.pin))
-        parked = Parked(tensor, [self.free_pages.pop(0) for _ in range(n_pages)])
-        self.leaving.append((tensor, self.copy_aside(parked.copies(tensor))))
+        tensor = tensor.contiguous()
+        self.last = Parked(tensor, self.last)
+        self.leaving.append((tensor, self.copy_aside(self.last.pages, pages_of(tensor))))
         self.release(n_held=1)  # one copy behind the compute; more would only keep more on the device
-        self.parked.append(parked)
-        return parked
+        return self.last
 
     def bring_back(self, parked):
-        if parked.arriving is None:
+        if parked is not None and parked.arriving is None:
             tensor = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
-            parked.arriving = tensor, self.copy_aside([(part, page) for page, part in parked.copies(tensor)])
+            parked.arriving = tensor, self.copy_aside(pages_of(tensor), parked.pages)
 
     def unpack(self, parked):
         if isinstance(parked, torch.Tensor):
             return parked
-        if parked not in self.parked:
-            raise RuntimeError("--offload activations: a backward asks for a tensor whose pages were already reused")
         self.release(n_held=0)
         self.bring_back(parked)
         (tensor, event), parked.arriving = parked.arriving, None
         self.wait_for(event)
-        self.parked.remove(parked)
-        self.free_pages = parked.pages + self.free_pages  # written next on the same side stream, after this copy
-        if self.parked:  # the next one starts its way back while this block computes
-            self.bring_back(self.parked[-1])
+        self.bring_back(parked.before)  # the next one starts its way back while this block computes
         return tensor
 
 
@@ -998,13 +990,6 @@ def limit_gpu(args, argv, config, length, ranks):
         print_plan(args, argv, config, ranks.world, length, room)
 
 
-def fits_pinned(args, config, world, length):
-    """Whether a rank's host memory may be pinned, which can be neither swapped nor reclaimed: 20 % stay free."""
-    available = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
-    free = 1024 * int(available[1]) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return sum(plan(args, config, world, tokens_of(args, length))[1].values()) < 0.8 * free
-
-
 def is_out_of_memory(error):
     texts = "DefaultCPUAllocator", "bad_alloc", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
@@ -1067,8 +1052,8 @@ class Saver:
     costs this save and nothing else: the folder is removed, the reason said, and training continues. With --async_save
     a thread writes a copy in host memory; `ranks.gather` is then its alone until finish()."""
 
-    def __init__(self, out, args, ranks, pin):
-        self.out, self.keep, self.background, self.ranks, self.pin = out, args.keep, args.async_save, ranks, pin
+    def __init__(self, out, args, ranks):
+        self.out, self.keep, self.background, self.ranks = out, args.keep, args.async_save, ranks
         self.last_step = max((step for step, _ in checkpoints(out)), default=None)
         self.writer, self.report, self.copies = ThreadPoolExecutor(1), None, {}
 
@@ -1082,7 +1067,7 @@ class Saver:
         if self.background:
             for key, part in rows.items():
                 if key not in self.copies:
-                    self.copies[key] = torch.empty_like(part, device="cpu", pin_memory=self.pin and part.is_cuda)
+                    self.copies[key] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
                 self.copies[key].copy_(part, non_blocking=True)
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -1339,9 +1324,9 @@ class Log:
                            f"{sum(last) / len(last):.4f}")
 
 
-def print_start(args, model, source, n_trained, ranks, pin):
+def print_start(args, model, source, n_trained, ranks):
     """What is trained, on what, a line for each feature that is on, and one line of what is off."""
-    c, cuda = model.config, ranks.device.type == "cuda"
+    c = model.config
     trained, frozen = "bf16" if args.precision == "bf16" else "float32", str(model.compute_dtype).removeprefix("torch.")
     n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
     lines = {f"{args.model} ({c.model_type})": f"{n_total:,} parameters, {n_trained:,} trained, {ranks.world} x "
@@ -1349,8 +1334,6 @@ def print_start(args, model, source, n_trained, ranks, pin):
     lines |= {f"  {flag}": what for flag, what in args.features.items()}
     if args.seq_len > c.max_position_embeddings:
         lines["  note"] = f"--seq_len is beyond the {c.max_position_embeddings} positions that the model has seen"
-    if args.offload and cuda and not pin:
-        lines["  host memory"] = "not pinned, it would take 80 % of what is free"
     for name, what in lines.items():
         print(textwrap.fill(f"{name}: {what}", 80, subsequent_indent=" " * 6))
 
@@ -1522,9 +1505,8 @@ def main(argv=None):
     n_adapter = lm.n_met(model) if args.lora or args.qlora else None
     if args.activation_checkpointing == "auto":
         args.activation_checkpointing = fewest_recomputed(args, config, world, loader.longest, memory_of(args, ranks))
-    pin = cuda and fits_pinned(args, config, world, loader.longest)
     if rank == 0:
-        print_start(args, model, source, n_trained, ranks, pin)
+        print_start(args, model, source, n_trained, ranks)
     if cuda:
         limit_gpu(args, argv or sys.argv[1:], config, loader.longest, ranks)
     if args.compile:
@@ -1536,12 +1518,12 @@ def main(argv=None):
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
     if args.fsdp2:
-        shard_(model, args, device, pin)
+        shard_(model, args, device)
     model.to_empty(device="cpu" if "params" in args.offload else device).tie_()
     with ranks.agree():
         lm.load_weights_(model, source, adapter, args.seed, device, rank == 0 and sys.stderr.isatty(), bool(resumed))
     if "activations" in args.offload and cuda:
-        model.activation_hooks = OffloadActivations(device, pin)
+        model.activation_hooks = OffloadActivations(device)
     trained = [p for p in model.parameters() if p.requires_grad]
     bad = torch.zeros((), device=trained[0].device)  # 1 once a gradient was inf or nan: nothing is updated any more
     optimizer = make_optimizer(trained, args, bad)
@@ -1552,7 +1534,7 @@ def main(argv=None):
         if rank == 0:
             ranks.lock = begin_writing(out, args, state)
     state = ranks.gather(state)[0]
-    saver = Saver(out, args, ranks, pin)
+    saver = Saver(out, args, ranks)
     begin = f"continuing after step {start:,} of {resumed}" if resumed else "from the start"
     say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}\nwriting to {out}")
     sampled = "" if resumed else sample(args, model, tokenizer, counts[0], ranks)

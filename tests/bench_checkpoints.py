@@ -226,7 +226,7 @@ def state_rank(folder):
     args = [train.parse_args(["--fsdp2", "--precision", "fp32", "--keep", "1", "--lr", "1e-3", *more])
             for more in ([], ["--async_save"])]
     tensors, gathered = state_after_a_step(folder, args[0], ranks), {}
-    savers = [train.Saver(folder, each, ranks, False, None) for each in args]
+    savers = [train.Saver(folder, each, ranks) for each in args]
 
     def took(what, work, on_all=True):
         dist.barrier()

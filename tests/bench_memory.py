@@ -67,7 +67,7 @@ def load_rank(rank, folder, world, flags):
     try:
         config, source = lm.parse_config(lm.read_json(folder / "config.json")), lm.Checkpoint(folder)
         model = lm.on_meta(config, args)
-        train.shard_(model, args, device, pin=False)
+        train.shard_(model, args, device)
         model.to_empty(device=device)
         model.tie_()
         shard = [lm.local(p)[0] for p in model.parameters()]

@@ -208,7 +208,7 @@ def test_a_slow_save_is_no_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(train.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("not watched"))
     monkeypatch.setattr(lm, "write_rows", lambda path, rows: calls.append("written") or [1, 1])
     ranks = SimpleNamespace(rank=0, world=1, gather=lambda value: [value], say=calls.append)
-    train.Saver(tmp_path, args, ranks, False).save({"a": torch.ones(1)}, {"step": 1})
+    train.Saver(tmp_path, args, ranks).save({"a": torch.ones(1)}, {"step": 1})
     assert calls[0] == "not watched" and "written" in calls and steps_of(tmp_path) == [1]
 
 

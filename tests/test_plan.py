@@ -98,7 +98,9 @@ def count(argv, world, result):
             if event.tag.name == "Allocation":
                 events.append((event.start_time_ns, event.typed[1].total_allocated, event.typed[1].alloc_size))
         _, total, size = min(events)
-        pages = len(hooks[0].free_pages) * train.PAGE if hooks else 0
+        pages, parked = 0, hooks[0].last if hooks else None
+        while parked is not None:
+            pages, parked = pages + sum(page.nbytes for page in parked.pages), parked.before
         Path(result).write_text(json.dumps([max(event[1] for event in events) - (total - size), pages]))
         os._exit(0)
 

@@ -88,7 +88,7 @@ def save_and_load(ranks, folder, model_folder, flags):
         whole = torch.arange(tensor.numel()).reshape(tensor.shape) * 7 + zlib.crc32(name.encode()) % 1000
         expected[name] = (whole[start : start + len(mine)] if mine.dim() else whole).to(mine.dtype)
         mine.copy_(expected[name])
-    saver = train.Saver(folder / f"run {ranks.world} {flags}", args, ranks, False)
+    saver = train.Saver(folder / f"run {ranks.world} {flags}", args, ranks)
     saver.save(tensors, {"step": 1, "settings": {}})
     for checkpoint in folder.glob("run*/checkpoint-1"):
         train.read_state(checkpoint, {}, ranks)

@@ -217,7 +217,7 @@ def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
 
 @pytest.mark.parametrize("step, cause", [(0, "files of --model are damaged"), (3, "lower --lr")])
 def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, step, cause):
-    saver = train.Saver(tmp_path, SimpleNamespace(keep=1, async_save=False), ALONE, pin=False)
+    saver = train.Saver(tmp_path, SimpleNamespace(keep=1, async_save=False), ALONE)
     with pytest.raises(FloatingPointError, match=f"w holds inf or nan after {step} steps, nothing is saved: .*{cause}"):
         saver.save({"v": torch.ones(2), "w": torch.tensor([1, torch.nan])}, {"step": step})
     assert not names(tmp_path)
