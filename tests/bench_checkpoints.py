@@ -207,7 +207,7 @@ def state_after_a_step(folder, args, ranks):
     """All that training changes, sharded over the ranks."""
     model = lm.on_meta(lm.parse_config(lm.read_json(folder / "config.json")), args)
     source = lm.RandomWeights(model, 0, ranks.device)
-    train.shard_(model, args, ranks.device, pin=False)
+    train.shard_(model, args, ranks.device)
     model.to_empty(device=ranks.device)
     model.tie_()
     lm.load_weights_(model, source, None, 0, ranks.device)

@@ -215,7 +215,7 @@ def build(*flags, ranks=None, **changes):
         source = lm.RandomWeights(lm.Transformer(config), 0, cpu)
     model = lm.on_meta(config, args)
     if args.fsdp2:
-        train.shard_(model, args, ranks.device, pin=False)
+        train.shard_(model, args, ranks.device)
     model.to_empty(device="cpu").tie_()
     lm.load_weights_(model, source, None, 0, cpu)
     return model, args

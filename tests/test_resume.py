@@ -79,7 +79,7 @@ def save_and_load(ranks, folder, model_folder, flags):
     args = train.parse_args(["--precision", "fp32", "--optim", "adamw8bit", *flags.split()])
     model = lm.on_meta(lm.parse_config(lm.read_json(model_folder / "config.json")), args)
     if args.fsdp2:
-        train.shard_(model, args, ranks.device, False)
+        train.shard_(model, args, ranks.device)
     model.to_empty(device="cpu")
     tensors = lm.training_tensors(model, train.make_optimizer(list(model.parameters()), args, torch.zeros(())))
     expected = {}
