@@ -25,7 +25,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
 import re
 import shutil
 import signal
@@ -191,15 +190,13 @@ class Tokenizer:
 
     def render_calls(self, messages, tools):
         """render() of messages that may call tools: changes them to what the template takes."""
-        if not (functions := functions_of(messages)):
-            return self.render(messages, tools)
         with contextlib.suppress(ValueError):
             return self.render(messages, tools)
         for message in messages:  # some templates read the content, if only to see that it is none
             message.setdefault("content", None)
         with contextlib.suppress(ValueError):
             return self.render(messages, tools)
-        for function in functions:  # and some want arguments as JSON, not as objects
+        for function in functions_of(messages):  # and some want arguments as JSON, not as objects
             if isinstance(function.get("arguments"), dict):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         return self.render(messages, tools)
@@ -392,6 +389,7 @@ def functions_of(messages, tools=None):
 
 ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64}  # the last two per document
 BUILT_IN = "stdlib:code", "stdlib:docs"
+KINDS = "jsonl", "json", "txt"
 CHUNK = 2**20  # bytes of whole lines that are tokenized at once
 WORTH = 16  # chunks that pay for one more process, which takes three seconds to start
 BOM = b"\xef\xbb\xbf"
@@ -399,47 +397,32 @@ READABLE = "a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:c
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "pydoc_data"}
 
 
-def split_weight(spec):
-    """"a.jsonl:2" -> ("a.jsonl", 2.0)."""
-    match = re.fullmatch(r"(.+):(-?\d*\.?\d+)", spec)
-    if not match or Path(spec).exists():
-        return spec, 1.0
-    if not 0 < float(match[2]) < 1e6:
-        raise ValueError(f"{spec}: how often a file is used must be a positive number")
-    return match[1], float(match[2])
-
-
-def lines_of(path, kind, held_out):
-    """Yields the lines of a file, or of what it would be as .jsonl: an example each, in bytes."""
+def chunks_of(path, kind, held_out):
+    """Yields lists of lines, an example each: about a megabyte of a file, or 100 of what it would be as .jsonl."""
     if kind in BUILT_IN:
-        for name, text in stdlib_modules():
-            examples = [{"text": text}] if kind == "stdlib:code" else stdlib_questions(name, text)
-            for i, example in enumerate(examples):
-                if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:  # one in twenty is for --eval_data
-                    yield json.dumps(example).encode()
-        return
-    with gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
-        head = file.read(4096)
-        file.seek(len(BOM) if head.startswith(BOM) else 0)
-        if kind == "txt":
+        examples = stdlib_examples(kind, held_out)
+    else:
+        opener = gzip.open if path.suffix.lower() == ".gz" else open
+        with opener(path, "rb") as file:
+            head = file.read(4096)
+            file.seek(len(BOM) if head.startswith(BOM) else 0)
+            is_array = kind != "txt" and head.removeprefix(BOM).lstrip().startswith(b"[")
+            examples = iter(json.loads(file.read()) if is_array else [])
             while lines := file.readlines(CHUNK):
-                yield json.dumps({"text": b"".join(lines).decode()}).encode()
-        elif head.removeprefix(BOM).lstrip().startswith(b"["):
-            yield from (json.dumps(example).encode() for example in json.loads(file.read()))
-        else:
-            yield from file
+                if kind == "txt":
+                    lines = [json.dumps({"text": b"".join(lines).decode()}).encode()]
+                yield lines
+    while lines := [json.dumps(example).encode() for example in itertools.islice(examples, 100)]:
+        yield lines
 
 
-def chunks_of(lines):
-    """Yields lists of lines, about a megabyte each."""
-    chunk, size = [], 0
-    for line in lines:
-        chunk.append(line)
-        size += len(line)
-        if size > CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    yield chunk
+def stdlib_examples(kind, held_out):
+    """Yields what is trained on, or the one example in twenty that is held out for --eval_data."""
+    for name, text in stdlib_modules():
+        examples = [{"text": text}] if kind == "stdlib:code" else stdlib_questions(name, text)
+        for i, example in enumerate(examples):
+            if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:
+                yield example
 
 
 def stdlib_modules():
@@ -473,14 +456,14 @@ def n_cores():
 
 
 def unreadable(path, kind):
-    """What is wrong with a name in --data, and what to do."""
-    wrong, code = "" if path.is_file() else "no such file; ", ""
-    if not path.is_file() and len(path.parts) == 2 and kind not in ("jsonl", "json", "txt"):  # a dataset of the Hub?
-        code = f"import datasets as d; d.load_dataset('{path}', split='train').to_json('{path.name}.jsonl')"
-    elif path.is_file() and kind in ("csv", "parquet"):
+    """What is wrong with a name in --data, and the line that makes a .jsonl file of a table or a dataset of the Hub."""
+    exists, code = path.is_file(), ""
+    if exists and kind in ("csv", "parquet"):
         code = f"import pandas as d; d.read_{kind}('{path}').to_json('{path.stem}.jsonl', orient='records', lines=True)"
+    elif not exists and len(path.parts) == 2 and kind not in KINDS:
+        code = f"import datasets as d; d.load_dataset('{path}', split='train').to_json('{path.name}.jsonl')"
     convert = f': pip install {code.split()[1]} && python -c "{code}"' if code else ""
-    return f"{wrong}expected {READABLE}{convert}"
+    return f"{'' if exists else 'no such file; '}expected {READABLE}{convert}"
 
 
 def tokenized(spec, held_out, tokenizer, progress):
@@ -488,7 +471,7 @@ def tokenized(spec, held_out, tokenizer, progress):
     path, kind, digest = Path(spec), spec, hashlib.sha256(Path(__file__).read_bytes())
     if spec not in BUILT_IN:
         kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
-        if not path.is_file() or kind not in ("jsonl", "json", "txt"):
+        if not path.is_file() or kind not in KINDS:
             raise ValueError(f"{spec}: {unreadable(path, kind)}")
         with open(path, "rb") as file:
             while block := file.read(2**22):
@@ -518,7 +501,7 @@ def tokenized(spec, held_out, tokenizer, progress):
 
 def tokenize(path, kind, held_out, tokenizer, folder, progress):
     """Writes a file's documents into a folder, a file for each of ARRAYS -> the report: counts, checksums, errors."""
-    chunks, work = chunks_of(lines_of(path, kind, held_out)), functools.partial(encode_chunk, tokenizer)
+    chunks, work = chunks_of(path, kind, held_out), functools.partial(encode_chunk, tokenizer)
     report, bad, crc, largest_id = Counter(), [], dict.fromkeys(ARRAYS, 0), 0
     n_chunks = 0 if kind in BUILT_IN else path.stat().st_size // CHUNK
     n_processes, name = min(n_cores(), 16, n_chunks // WORTH), printable(str(path))
@@ -526,8 +509,8 @@ def tokenize(path, kind, held_out, tokenizer, folder, progress):
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}
         results = map(work, chunks)
         if n_processes > 1:  # of a fork server: they share none of this process's threads, sockets and GPU
-            pool = ProcessPoolExecutor(n_processes, multiprocessing.get_context("forkserver"), start_worker)
-            stack.callback(pool.shutdown, cancel_futures=True)  # after an error the other chunks are not needed
+            pool = stack.enter_context(
+                ProcessPoolExecutor(n_processes, multiprocessing.get_context("forkserver"), start_worker))
             batches = iter(lambda: list(itertools.islice(chunks, 16 * n_processes)), [])  # bounds the memory
             results = (result for batch in batches for result in pool.map(work, batch))
         for arrays, counts, bad_lines in tqdm(results, f"tokenizing {name}", n_chunks, False, disable=not progress):
@@ -600,12 +583,11 @@ class Documents:
         return self.tokens[file][place], self.supervised[file][place]
 
 
-def open_documents(folders, specs, seq_len, train_on="targets", overflow=None, seed=0, vocab_size=1 << 31):
+def open_documents(folders, names, seq_len, train_on="targets", overflow=None, vocab_size=1 << 31):
     """Folders of the cache -> (Documents, a dict of counts for each file). overflow: what becomes of documents of more
     than seq_len positions; None splits texts and drops the others. ValueError where a file should not be trained on."""
     files, columns, counts, checksum = [], [], [], 0
-    for number, (folder, spec) in enumerate(zip(folders, specs, strict=True)):
-        name, weight = split_weight(spec)
+    for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         report = Counter(read_json(folder / "report.json"))
         tokens, supervised, lengths, lines = (
             np.asarray(np.memmap(folder / key, kind, "r")) for key, kind in ARRAYS.items())
@@ -619,27 +601,24 @@ def open_documents(folders, specs, seq_len, train_on="targets", overflow=None, s
         n_targets = np.array([np.count_nonzero(supervised[i:j]) for i, j in places], np.int64)
         used = np.flatnonzero(n_targets)
         n = Counter({
-            **report, "name": name, "weight": weight, "policy": policy, "n_long": int((lengths - 1 > seq_len).sum()),
+            **report, "name": name, "policy": policy, "n_long": int((lengths - 1 > seq_len).sum()),
             "longest": int(lengths.max(initial=1)) - 1, "n_untrained": len(np.setdiff1d(document, document[used])),
             "n_tokens": int((stop - start - 1)[used].sum()), "n_trained": int(n_targets.sum())})
         counts.append(n)
-        reason = None
-        if n["n_bad"] > 0.01 * n["examples"]:
-            reason = "\n  ".join([f"{n['n_bad']:,} of {n['examples']:,} examples cannot be trained on:", *n["bad"]])
-        elif n["largest_id"] >= vocab_size:
-            reason = f"token {n['largest_id']} of {vocab_size} embeddings: the tokenizer belongs to another model"
-        elif not n["n_trained"]:
-            reason = (f"nothing to train on: of {n['examples']} examples {n['n_long']} are longer than --seq_len "
-                      f"{seq_len} (up to {n['longest']}), {n['n_untrained']} without a supervised token, "
-                      f"{n['spells_special']} spell a special token")
-        elif n["n_trained"] < 0.01 * n["n_tokens"]:
-            reason = f"only {n['n_trained']:,} of {n['n_tokens']:,} tokens are trained on: look at it with --inspect 3"
-        if reason:
-            raise ValueError(f"{name}: {reason}")
-        n_more = max(round(len(used) * (weight % 1)), weight < 1)  # of 2.5, half the documents once more
-        more = np.sort(np.random.default_rng([seed, number]).permutation(used)[:n_more])
-        chosen = np.concatenate([*[used] * int(weight), more])
-        columns.append(np.stack([np.full(len(start), number), start, stop, n_targets, lines[document]])[:, chosen])
+        for refused, why in (
+            (n["n_bad"] > 0.01 * n["examples"],
+             "\n  ".join([f"{n['n_bad']:,} of {n['examples']:,} examples cannot be trained on:", *n["bad"]])),
+            (n["largest_id"] >= vocab_size,
+             f"token {n['largest_id']} of {vocab_size} embeddings: the tokenizer belongs to another model"),
+            (not n["n_trained"],
+             f"nothing to train on: of {n['examples']} examples {n['n_long']} are longer than --seq_len {seq_len} "
+             f"(up to {n['longest']}), {n['n_untrained']} without a supervised token, {n['spells_special']} spell a "
+             "special token"),
+            (n["n_trained"] < 0.01 * n["n_tokens"],
+             f"only {n['n_trained']:,} of {n['n_tokens']:,} tokens are trained on: look at it with --inspect 3")):
+            if refused:
+                raise ValueError(f"{name}: {why}")
+        columns.append(np.stack([np.full(len(start), number), start, stop, n_targets, lines[document]])[:, used])
     return Documents(*zip(*files), np.concatenate(columns, 1), checksum), counts
 
 
@@ -662,14 +641,14 @@ def pack(lengths, seq_len):
     order = np.argsort(-lengths, kind="stable")
     for document, length in zip(order.tolist(), lengths[order].tolist()):
         place = bisect.bisect_left(rooms, length)
-        if place == len(rooms):
-            row, room = len(rows), seq_len
+        if place == len(rooms):  # a new row
+            rooms.append(seq_len)
+            rows_with[seq_len].append(len(rows))
             rows.append([])
-        else:
-            room = rooms[place]
-            row = heapq.heappop(rows_with[room])
-            if not rows_with[room]:
-                del rooms[place]
+        room = rooms[place]
+        row = heapq.heappop(rows_with[room])
+        if not rows_with[room]:
+            del rooms[place]
         if not rows_with[room - length]:
             bisect.insort(rooms, room - length)
         heapq.heappush(rows_with[room - length], row)
@@ -679,31 +658,27 @@ def pack(lengths, seq_len):
 
 class Batch(NamedTuple):
     """A micro-batch of one rank. tokens, targets (IGNORE where untrained), positions: [B, T] int64. keep_S: flat places
-    of the targets. Under --sequence_parallel a rank holds N / n_shards tokens, [1, T], and spans describe all N."""
+    of the targets. Under --sequence_parallel a rank holds one of N pieces of the tokens, [1, T]; spans are of all."""
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
     keep_S: torch.Tensor
     spans: Spans
-    n_shards: int = 1
 
-    def each(self, move, spans):
-        bounds = spans.bounds if spans.bounds is None else move(spans.bounds)
-        return Batch(*map(move, self[:4]), Spans(spans.pairs, bounds, spans.longest), self.n_shards)
+    def each(self, move):
+        bounds = None if self.spans.bounds is None else move(self.spans.bounds)
+        return Batch(*map(move, self[:4]), Spans(self.spans.pairs, bounds, self.spans.longest))
 
     def pin(self):
-        """In pinned memory, so that copies are asynchronous, and with bounds, unless all documents are equal."""
-        pairs, n_tokens = self.spans.pairs, self.tokens.numel() * self.n_shards
-        lengths = {stop - start for start, stop in pairs}
-        equal = len(lengths) == 1 and lengths.pop() * len(pairs) == n_tokens
-        return self.each(torch.Tensor.pin_memory, self.spans if equal else pack_spans(pairs, n_tokens))
+        """In pinned memory, so that copies are asynchronous."""
+        return self.each(torch.Tensor.pin_memory)
 
     def to(self, device):
         """On a GPU by asynchronous copies out of pinned memory."""
         if device.type != "cuda":
             return self
         pinned = self if self.tokens.is_pinned() else self.pin()
-        return pinned.each(lambda tensor: tensor.to(device, non_blocking=True), pinned.spans)
+        return pinned.each(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 class Loader:
@@ -788,8 +763,10 @@ class Loader:
         if self.n_shards > 1:
             B, T = 1, N // self.n_shards
         grids = [grid[self.shard * T :][: B * T].reshape(B, T) for grid in (tokens, targets, positions)]
-        keep_S = np.flatnonzero(grids[1] != IGNORE)
-        return Batch(*map(torch.from_numpy, (*grids, keep_S)), Spans(pairs), self.n_shards)
+        keep_S, spans = np.flatnonzero(grids[1] != IGNORE), pack_spans(pairs, N)
+        if spans.longest * (len(spans.bounds) - 1) == N:  # equal documents need no FlashAttention over bounds
+            spans = Spans(pairs)
+        return Batch(*map(torch.from_numpy, (*grids, keep_S)), spans)
 
 
 def show(tokenizer, documents, number, colour=True):
@@ -808,7 +785,7 @@ def print_data(args, loader, eval_loader, counts, tokenizer):
     for one, files in zip((loader, eval_loader), counts):
         for n in files:
             formats = ", ".join(form for form in FORMATS if n[form])
-            print(f"{printable(n['name'])}: {n['examples']:,} examples ({formats}) x {n['weight']:g}\n"
+            print(f"{printable(n['name'])}: {n['examples']:,} examples ({formats})\n"
                   f"  {n['n_tokens']:,} tokens, {n['n_trained'] / n['n_tokens']:.1%} trained on")
             for number, note in (
                 (n["n_long"], f"longer than --seq_len (up to {n['longest']:,}): --overflow {n['policy']}"),
@@ -834,15 +811,15 @@ def open_data(args, tokenizer, vocab_size, ranks):
     with ranks.agree():
         for held_out, specs in enumerate(sets if ranks.local == 0 else []):
             progress = ranks.rank == 0 and sys.stderr.isatty()
-            folders.append([tokenized(split_weight(spec)[0], held_out, tokenizer, progress) for spec in specs])
+            folders.append([tokenized(spec, held_out, tokenizer, progress) for spec in specs])
     every = ranks.gather(folders)
     folders, loaders, counts = every[ranks.rank - ranks.local], [None, None], []
     with ranks.agree():
         if any(a.name != b.name for mine, first in zip(folders, every[0]) for a, b in zip(mine, first)):
-            raise ValueError(f"--data: {platform.node()} has other files or package versions than rank 0's machine")
+            raise ValueError(f"--data: {os.uname().nodename} has other files or package versions than rank 0's machine")
         for i, specs in enumerate(specs for specs in sets if specs):
             documents, count = open_documents(
-                folders[i], specs, args.seq_len, args.train_on, args.overflow, args.seed, vocab_size)
+                folders[i], specs, args.seq_len, args.train_on, args.overflow, vocab_size)
             loaders[i] = Loader(documents, args.seq_len, args.packing, args.batch_size, args.seed, ranks.rank,
                                 ranks.world, args.sequence_parallel)
             counts.append(count)

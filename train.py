@@ -129,7 +129,7 @@ def parse_args(argv=None):
     add("--lora_targets", str, None, "of " + ", ".join(lm.LORA_TARGETS), "all-linear: all of them", nargs="+")
     group = parser.add_argument_group("data")
     add("--data", str, ["stdlib:docs"], ".jsonl, .json, .txt files (or .gz), or the built-in stdlib:docs, stdlib:code; "
-        "FILE:2 takes each example twice an epoch", "stdlib:docs", nargs="+")
+        "a file given twice is taken twice", "stdlib:docs", nargs="+")
     add("--eval_data", str, None, "the same; stdlib:* is the 5 %% held out", nargs="+")
     add("--seq_len", whole, 1024, "tokens in a row")
     add("--overflow", str, None, "longer documents", "split texts, drop others", choices=("split", "drop", "truncate"))

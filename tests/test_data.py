@@ -1,4 +1,4 @@
-"""From tokens to batches: long documents, weights, the cache and its processes, packing, the order of rows and how they
+"""From tokens to batches: long documents, the cache and its processes, packing, the order of rows and how they
 are dealt out, and that documents in one row do not see each other."""
 
 import errno
@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -70,21 +69,11 @@ def test_file_that_should_not_be_trained_on_is_refused(tiny, tmp_path, row, voca
         read_data(jsonl(tmp_path / "a.jsonl", row, row), tiny, vocab_size=vocab_size)
 
 
-@pytest.mark.parametrize(("weight", "times"), [("", 8), (":1", 8), (":2", 16), (":0.5", 4), (":2.5", 20), (":.25", 2)])
-def test_weight_is_how_often_a_file_is_used(tiny, tmp_path, weight, times):
-    path = jsonl(tmp_path / "a.jsonl", *({"text": f"word {i}"} for i in range(8)))
-    folder, lines = data.tokenized(path, False, tiny, False), []
-    for seed in (3, 3, 4):
-        documents, (count,) = data.open_documents([folder], [path + weight], 64, seed=seed)
-        lines.append(documents.line.tolist())
-    assert len(lines[0]) == times and set(Counter(lines[0]).values()) <= {times // 8, -(-times // 8)}
-    assert lines[0] == lines[1] and (lines[0] != lines[2]) == (times % 8 > 0) and count["name"] == path
-
-
-def test_files_follow_each_other_in_the_documents(tiny, tmp_path):
+def test_files_follow_each_other_in_the_documents_and_may_come_twice(tiny, tmp_path):
     paths = [jsonl(tmp_path / f"{name}.jsonl", *({"text": f"{name} {i}"} for i in (1, 2, 3))) for name in "ab"]
+    paths.insert(0, paths[0])
     folders = [data.tokenized(path, False, tiny, False) for path in paths]
-    documents, _ = data.open_documents(folders, [f"{paths[0]}:2", paths[1]], 64)
+    documents, _ = data.open_documents(folders, paths, 64)
     expected = [f"{name} {i}" for name in "aab" for i in (1, 2, 3)]
     assert [tiny.core.decode(ids) for ids, _ in pieces(documents)] == expected
     places = data.Loader(documents, 64, True, 1, 0, 0, 1).places(0, 1)  # the one row has all of them
@@ -285,11 +274,10 @@ def test_evaluation_covers_every_row_once_and_in_order_over_three_ranks(document
     assert rows == rows_of(loader_of(documents, packing).batch(range(len(loader_of(documents, packing).rows))))
 
 
-def test_pinned_batches_carry_the_bounds_of_documents_and_padding(documents, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    batch = loader_of(documents, batch_size=2, seed=3).step(0, 1)[0][0]
-    spans = batch.pin().spans
+def test_batches_carry_the_bounds_of_documents_and_padding_unless_all_are_equal(documents):
+    spans = loader_of(documents, batch_size=2, seed=3).step(0, 1)[0][0].spans
     bounds = spans.bounds.tolist()
+    assert loader_of(make_documents([9, 9, 9]), seq_len=24).batch([0]).spans.bounds is None
     assert bounds == sorted({0, 64, *itertools.chain(*spans.pairs)})
     assert spans.longest == max(b - a for a, b in itertools.pairwise(bounds))
 

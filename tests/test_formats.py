@@ -348,7 +348,7 @@ def test_held_out_stdlib_is_one_line_in_twenty_and_not_trained_on(monkeypatch):
     modules = list(itertools.islice(data.stdlib_modules(), 50))
     monkeypatch.setattr(data, "stdlib_modules", lambda: modules)
     held_out, training = (
-        [line.decode() for line in data.lines_of(None, "stdlib:docs", one)] for one in (True, False))
+        [json.dumps(row) for row in data.stdlib_examples("stdlib:docs", one)] for one in (True, False))
     everything = [json.dumps(row) for one in modules for row in data.stdlib_questions(*one)]
     assert not set(held_out) & set(training) and sorted(held_out + training) == sorted(everything)
     assert len(held_out) == pytest.approx(len(everything) / 20, rel=0.3)  # a hash decides, the same in every run
