@@ -5,13 +5,12 @@ Position p of a row holds token p and its target is token p + 1, so n tokens fil
 into the next document (torchtune #2613). Best-fit decreasing (arXiv:2404.10830) packs several into a row.
 
 Masks come from character spans, never from searching for marker tokens: a conversation is rendered once, and a token is
-trained on if it overlaps a span. The spans are the template's {% generation %} blocks. Without these, a span is what an
-assistant turn adds to the rendering, used only where the text before it really is a prefix of the text after it
-(Qwen3's template rewrites earlier turns: trl #6361). A conversation that spells a special token is dropped and counted.
+trained on if it overlaps a span. The spans are the template's {% generation %} blocks, or else what an assistant turn
+adds to the rendering, where the text before it is a prefix of the text after it (trl #6361).
 
-A machine tokenizes a file once, by a process per core, into flat arrays that all ranks map into memory: 5 bytes a token
-on disk, next to nothing in RAM (torchtune #1097: 900 GB for a 3 GB file). The order of rows depends on --seed and the
-epoch alone, so the loader's whole state is the number of steps taken.
+A machine tokenizes a file once, its rows on all cores, into flat arrays that all ranks map into memory: 5 bytes a token
+on disk (torchtune #1097: 900 GB of RAM for a 3 GB file). The order of rows depends on --seed and the epoch alone, so
+the loader's whole state is the number of steps taken.
 """
 
 import ast
@@ -23,21 +22,17 @@ import hashlib
 import heapq
 import itertools
 import json
-import multiprocessing
 import os
-import platform
 import re
 import shutil
 import signal
 import sys
-import threading
 import time
 import zlib
-from collections import Counter, defaultdict
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections import Counter, defaultdict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import jinja2.ext
 import jinja2.sandbox
@@ -46,7 +41,54 @@ import tokenizers
 import torch
 from tqdm import tqdm
 
-from model import IGNORE, Spans, pack_spans, printable, read_json, sync
+IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
+
+# -------------------------------- texts and files
+
+CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # the last ones reorder what follows
+
+
+def printable(text):
+    """Text from a file for a terminal: control characters except newline and tab become escapes."""
+    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def listing(names):
+    """The first five of some names, sorted and made printable, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return printable(", ".join(name[:200] for name in sorted(names)[:5]) + more)
+
+
+def read_json(path):
+    """A JSON object from a file. ValueError names the file and the place."""
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise ValueError("a folder or a device, no file")  # reading a pipe would wait for ever
+        value = json.loads(Path(path).read_text("utf-8"))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, thousands of digits, endless brackets
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return value
+
+
+@contextlib.contextmanager
+def writing(path, what):
+    """Names the path and what was being written in the message of an OSError: a full disk's own names neither."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path}: {what} not written: {error.strerror or error}") from error
+
+
+def sync(path):
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
 
 # -------------------------------- chat templates and examples
 
@@ -59,7 +101,7 @@ CHATML = """\
 {% endif %}"""
 OPEN, CLOSE = "\U00104000", "\U00104001"  # private characters around a {% generation %} block while it is rendered
 MAX_RENDERED, MAX_RENDER_S = 50_000_000, 2  # characters and seconds of CPU time of one conversation
-TODAY = datetime(2024, 7, 26)  # the date that templates see: the text must not depend on the day of training
+TODAY = datetime(2024, 7, 26)  # for templates: no text depends on the day of training
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -70,7 +112,7 @@ class GenerationTag(jinja2.ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
         before, after = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)], lineno=line) for mark in (OPEN, CLOSE))
-        return [before, jinja2.nodes.Scope(body, lineno=line), after]  # a call block would hold the body in memory
+        return [before, jinja2.nodes.Scope(body, lineno=line), after]
 
 
 def compile_template(template):
@@ -102,19 +144,23 @@ def errors_of(source, limit_s=0):
         raise
     except BaseException as error:
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise ValueError(f"{source}{line}: {getattr(error, 'message', None) or str(error) or type(error)}") from error
+        raise ValueError(f"{source}{line}: {str(error) or type(error)}") from error
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, handler)
 
 
+COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+          "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
+
+
 class Tokenizer:
     """Tokens and chat templates of a model folder. bos_ids and eos_ids stand around a plain text, stop_ids end answers,
     special_ids [n] are all special tokens. new_template: what an export must write as chat_template.jinja, or None.
-    ValueError or OSError where a file is bad. Only for the main thread, in which a signal ends slow templates."""
+    Only for the main thread, in which a signal ends slow templates."""
 
     def __init__(self, folder, template_file=None):
-        self.made_from, self.folder = (folder, template_file), Path(folder)
+        self.folder, self.path = Path(folder), Path(folder, "tokenizer.json")
         path = self.folder / "tokenizer_config.json"
         config = read_json(path) if path.exists() else {}
         self.variables = {}  # what templates see
@@ -123,9 +169,18 @@ class Tokenizer:
                 self.variables[key] = text = value.get("content") if isinstance(value, dict) else value
                 if not isinstance(text, str):
                     raise ValueError(f"{path}: {key}: expected text, got {str(value)[:60]}")
-        self.path = self.folder / "tokenizer.json"
         with errors_of(self.path):
-            self.core, self.bos_ids, self.eos_ids = load_core(self.path)
+            self.core = tokenizers.Tokenizer.from_file(str(self.path))
+            self.core.no_truncation()
+            self.core.no_padding()
+            for t in self.core.get_added_tokens_decoder().values():
+                if t.special and t.normalized:  # Llama 2's are searched after a blank (transformers #23833)
+                    options = {"single_word": t.single_word, "lstrip": t.lstrip, "rstrip": t.rstrip}
+                    self.core.add_special_tokens([tokenizers.AddedToken(t.content, normalized=False, **options)])
+            encoded = self.core.encode("a")
+            of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added] or [len(encoded)]
+            self.bos_ids, self.eos_ids = encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
+            self.core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
         bos, self.eos = (self.core.token_to_id(self.variables.get(key, "")) for key in ("bos_token", "eos_token"))
         if config.get("add_bos_token") and bos is not None and not self.bos_ids:  # tokenizer.json does not say so
             self.bos_ids = [bos]
@@ -140,43 +195,37 @@ class Tokenizer:
         self.stop_ids = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
         self.special_ids = np.array(sorted({*special, *self.stop_ids}), np.int32)
 
-        texts = self.find_templates(config.get("chat_template"), template_file, end_of_turn)
+        text = self.find_template(config.get("chat_template"), template_file, end_of_turn)
         with errors_of(self.source, MAX_RENDER_S):
-            self.templates = {name: compile_template(text) for name, text in texts.items()}
-        depends_on = self.path.read_text("utf-8"), self.bos_ids, self.variables, texts
-        self.fingerprint = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
+            self.template = compile_template(text)
+        self.made_of = self.path.read_text("utf-8"), self.bos_ids, self.variables, text  # all that tokens depend on
 
-    def __reduce__(self):
-        return load_tokenizer, self.made_from
-
-    def find_templates(self, named, template_file, end_of_turn):
-        """chat_template of tokenizer_config.json -> {"default": text, "tool_use": text where there are tools}."""
+    def find_template(self, template, template_file, end_of_turn):
+        """chat_template of tokenizer_config.json -> the text of the one that is used."""
         path, self.new_template = Path(template_file or self.folder / "chat_template.jinja"), None
         has_file = template_file or path.exists()
         self.source = f"chat template ({path if has_file else 'tokenizer_config.json'})"
         with errors_of(self.source):
             if has_file:
-                named = path.read_text("utf-8-sig")
-                self.new_template = named if template_file else None
-            elif named is None:
+                template = path.read_text("utf-8-sig")
+                self.new_template = template if template_file else None
+            elif template is None:
                 self.source = "ChatML (the model has no template)"
                 bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
-                for name, text in ("end_of_turn", end_of_turn), ("bos", bos):
-                    named = f"{{% set {name} = {json.dumps(text, ensure_ascii=False)} %}}{named or CHATML}"
-                self.new_template = named
-            if not isinstance(named, list):  # transformers takes several, by name
-                named = [{"name": "default", "template": named}]
-            texts = {one["name"]: one["template"] for one in named if one["name"] in ("default", "tool_use")}
-            if not all(isinstance(text, str) and text.strip() for text in (texts["default"], *texts.values())):
+                bos, end_of_turn = (json.dumps(text, ensure_ascii=False) for text in (bos, end_of_turn))
+                self.new_template = template = CHATML.replace("end_of_turn", end_of_turn).replace("bos", bos, 1)
+            elif isinstance(template, list):  # several, by name
+                template = {one["name"]: one["template"] for one in template}["default"]
+            if not isinstance(template, str) or not template.strip():
                 raise ValueError("expected text; --chat_template FILE replaces it")
-        return {"tool_use": texts["default"], **texts}
+        return template
 
     def render(self, messages, tools=None, generation_prompt=False):
         """Messages -> (text, [(start, stop) of each generation block]). ValueError where the template objects."""
-        template, rendered, spans = self.templates["tool_use" if tools else "default"], "", []
+        rendered, spans = "", []
         with errors_of(self.source, MAX_RENDER_S):
-            for chunk in template.generate(messages=messages, tools=tools, documents=None,
-                                           add_generation_prompt=generation_prompt, **self.variables):
+            for chunk in self.template.generate(messages=messages, tools=tools, documents=None,
+                                                add_generation_prompt=generation_prompt, **self.variables):
                 rendered += chunk
                 if len(rendered) > MAX_RENDERED:
                     raise ValueError(f"wrote more than {MAX_RENDERED} characters")
@@ -191,15 +240,13 @@ class Tokenizer:
 
     def render_calls(self, messages, tools):
         """render() of messages that may call tools: changes them to what the template takes."""
-        if not (functions := functions_of(messages)):
-            return self.render(messages, tools)
         with contextlib.suppress(ValueError):
             return self.render(messages, tools)
         for message in messages:  # some templates read the content, if only to see that it is none
             message.setdefault("content", None)
         with contextlib.suppress(ValueError):
             return self.render(messages, tools)
-        for function in functions:  # and some want arguments as JSON, not as objects
+        for function in functions_of(messages):  # and some want arguments as JSON, not as objects
             if isinstance(function.get("arguments"), dict):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         return self.render(messages, tools)
@@ -224,7 +271,7 @@ class Tokenizer:
             if len(spans) != len(turns):
                 raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, some of weight 0")
             spans = [span for i, span in zip(turns, spans) if i in trained]
-        return text, spans, Counter(chats=1, turns=len(trained), without_mask=max(0, len(trained) - len(spans)))
+        return text, spans, Counter(chats=1, without_mask=max(0, len(trained) - len(spans)))
 
     def spans_by_prefix(self, messages, tools, text, turns):
         """Yields the span of each turn for which the renderings without and with it are prefixes of the whole text."""
@@ -241,49 +288,31 @@ class Tokenizer:
     def encode(self, texts):
         """[(text, spans or None for all of it, is it plain)] -> an iterator of (ids [n] int32, supervised [n] bool).
         A plain text gets the BOS and EOS that it does not spell."""
-        needs_offsets = any(spans is not None for _, spans, _ in texts)
-        encode_batch = self.core.encode_batch if needs_offsets else self.core.encode_batch_fast
         with errors_of(self.path):
-            encodings = encode_batch([text for text, *_ in texts], add_special_tokens=False)
+            encodings = self.core.encode_batch([text for text, *_ in texts], add_special_tokens=False)
         for (text, spans, is_plain), encoding in zip(texts, encodings):
-            ids, bos, eos = encoding.ids, [], []
-            if is_plain and ids[: len(self.bos_ids)] != self.bos_ids:
-                bos = self.bos_ids
-            if is_plain and not (self.eos is not None and text.rstrip().endswith(self.variables["eos_token"])):
-                eos = self.eos_ids
+            ids, spells_eos = encoding.ids, self.eos is not None and text.rstrip().endswith(self.variables["eos_token"])
+            bos = self.bos_ids if is_plain and ids[: len(self.bos_ids)] != self.bos_ids else []
+            eos = self.eos_ids if is_plain and not spells_eos else []
             mask = np.ones(len(ids), bool) if spans is None else tokens_in(encoding, spans, self.special_ids)
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
+
+    def save(self, out):
+        """Copies the files. A template that training has used in place of the model's own replaces it."""
+        with writing(out, "tokenizer"):
+            for name in COPIED:
+                if (self.folder / name).exists():
+                    shutil.copyfile(self.folder / name, out / name)
+            if self.new_template is not None:
+                (out / "chat_template.jinja").write_text(self.new_template, "utf-8")  # comes before all others
 
     def prompt(self, ask):
         """Token ids that ask for a continuation of a text (str), or for the answer to messages (list)."""
         is_text = isinstance(ask, str)
         text = ask if is_text else self.render(ask, generation_prompt=True)[0]
-        text.encode()  # half a surrogate pair is an error, which the library calls a wrong type
-        with errors_of(self.path):
-            ids = self.core.encode(text, add_special_tokens=False).ids
-        return self.bos_ids + ids if is_text else ids
-
-
-def load_core(path):
-    """tokenizer.json -> (tokenizers.Tokenizer, ids that its post-processor writes before a text, ids behind it)."""
-    core = tokenizers.Tokenizer.from_file(str(path))
-    core.no_truncation()
-    core.no_padding()
-    for t in core.get_added_tokens_decoder().values():
-        if t.special and t.normalized:  # Llama 2 searches it after a blank that is not there (transformers #23833)
-            options = {"single_word": t.single_word, "lstrip": t.lstrip, "rstrip": t.rstrip, "normalized": False}
-            core.add_special_tokens([tokenizers.AddedToken(t.content, **options)])
-    encoded = core.encode("a")
-    of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added] or [len(encoded)]
-    core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
-    return core, encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
-
-
-@functools.lru_cache(maxsize=1)
-def load_tokenizer(folder, template_file):
-    """What a Tokenizer is pickled as: a process gets one with each chunk, and reads the files once."""
-    return Tokenizer(folder, template_file)
+        ((ids, _),) = self.encode([(text, None, False)])
+        return [*(self.bos_ids if is_text else []), *ids.tolist()]
 
 
 def tokens_in(encoding, spans, special_ids):
@@ -325,8 +354,8 @@ def parse_example(line, tokenizer):
                 raise ValueError("'tools' must be a list of JSON schemas")
             text, spans, counts = tokenizer.conversation(messages, tools or None)
         if text:
-            text.encode()  # half a surrogate pair is an error
-    except Exception as error:  # a row can hold anything: another type, endless brackets, numbers of 400 digits
+            text.encode()  # no half a surrogate pair
+    except Exception as error:  # a row can hold anything: other types, endless brackets
         return None, None, Counter(n_bad=1), printable(f"not valid {form}: {str(error) or type(error).__name__}")
     counts[form] += 1
     return text, spans, counts, None
@@ -371,9 +400,8 @@ def check_messages(messages):
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             raise ValueError(f"'content' of a message of {role!r} must be text, got {str(content)[:60]}")
         names = "reasoning_content", "thinking", "reasoning"  # what data and templates call it
-        reasoning = next((message[key] for key in names if key in message), None)
-        if reasoning is not None:
-            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        if found := [message[name] for name in names if name in message]:
+            message = {"thinking": found[0], **message, "reasoning_content": found[0]}
         checked.append(message)
     for function in functions_of(checked):
         if isinstance(function.get("arguments"), str):
@@ -392,54 +420,37 @@ def functions_of(messages, tools=None):
 
 ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64}  # the last two per document
 BUILT_IN = "stdlib:code", "stdlib:docs"
+KINDS = "jsonl", "json", "txt"
 CHUNK = 2**20  # bytes of whole lines that are tokenized at once
-WORTH = 16  # chunks that pay for one more process, which takes three seconds to start
 BOM = b"\xef\xbb\xbf"
-READABLE = "a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code"
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "pydoc_data"}
 
 
-def split_weight(spec):
-    """"a.jsonl:2" -> ("a.jsonl", 2.0)."""
-    match = re.fullmatch(r"(.+):(-?\d*\.?\d+)", spec)
-    if not match or Path(spec).exists():
-        return spec, 1.0
-    if not 0 < float(match[2]) < 1e6:
-        raise ValueError(f"{spec}: how often a file is used must be a positive number")
-    return match[1], float(match[2])
-
-
-def lines_of(path, kind, held_out):
-    """Yields the lines of a file, or of what it would be as .jsonl: an example each, in bytes."""
+def chunks_of(path, kind, held_out):
+    """Yields lists of lines, an example each: a megabyte of a file, or 100 of what it would be as .jsonl."""
     if kind in BUILT_IN:
-        for name, text in stdlib_modules():
-            examples = [{"text": text}] if kind == "stdlib:code" else stdlib_questions(name, text)
-            for i, example in enumerate(examples):
-                if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:  # one in twenty is for --eval_data
-                    yield json.dumps(example).encode()
-        return
-    with gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
-        head = file.read(4096)
-        file.seek(len(BOM) if head.startswith(BOM) else 0)
-        if kind == "txt":
+        examples = stdlib_examples(kind, held_out)
+    else:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
+            head = file.read(4096)
+            file.seek(len(BOM) if head.startswith(BOM) else 0)
+            is_array = kind != "txt" and head.removeprefix(BOM).lstrip().startswith(b"[")
+            examples = iter(json.loads(file.read()) if is_array else [])
             while lines := file.readlines(CHUNK):
-                yield json.dumps({"text": b"".join(lines).decode()}).encode()
-        elif head.removeprefix(BOM).lstrip().startswith(b"["):
-            yield from (json.dumps(example).encode() for example in json.loads(file.read()))
-        else:
-            yield from file
+                if kind == "txt":
+                    lines = [json.dumps({"text": b"".join(lines).decode()}).encode()]
+                yield lines
+    while lines := [json.dumps(example).encode() for example in itertools.islice(examples, 100)]:
+        yield lines
 
 
-def chunks_of(lines):
-    """Yields lists of lines, about a megabyte each."""
-    chunk, size = [], 0
-    for line in lines:
-        chunk.append(line)
-        size += len(line)
-        if size > CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    yield chunk
+def stdlib_examples(kind, held_out):
+    """Yields what is trained on, or the one example in twenty that is held out for --eval_data."""
+    for name, text in stdlib_modules():
+        examples = [{"text": text}] if kind == "stdlib:code" else stdlib_questions(name, text)
+        for i, example in enumerate(examples):
+            if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:
+                yield example
 
 
 def stdlib_modules():
@@ -452,7 +463,7 @@ def stdlib_modules():
 
 
 def stdlib_questions(name, text):
-    """Yields a conversation per documented public function: its signature asked, its docstring's summary answered."""
+    """Yields an example per documented public function: its signature is asked, its docstring's summary answers."""
     module = name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     scopes = [(module, ast.parse(text))]
     for prefix, scope in scopes:
@@ -463,8 +474,7 @@ def stdlib_questions(name, text):
                 scopes.append((f"{prefix}.{node.name}", node))
             elif doc := ast.get_docstring(node):
                 question = f"What does `{prefix}.{node.name}({ast.unparse(node.args)})` do?"
-                yield {"messages": [{"role": "user", "content": question},
-                                    {"role": "assistant", "content": doc.split("\n\n")[0]}]}
+                yield {"instruction": question, "output": doc.split("\n\n")[0]}
 
 
 def n_cores():
@@ -473,27 +483,27 @@ def n_cores():
 
 
 def unreadable(path, kind):
-    """What is wrong with a name in --data, and what to do."""
+    """What is wrong with a name in --data, and the line that converts a table or a dataset of the Hub."""
     wrong, code = "" if path.is_file() else "no such file; ", ""
-    if not path.is_file() and len(path.parts) == 2 and kind not in ("jsonl", "json", "txt"):  # a dataset of the Hub?
-        code = f"import datasets as d; d.load_dataset('{path}', split='train').to_json('{path.name}.jsonl')"
-    elif path.is_file() and kind in ("csv", "parquet"):
+    if kind in ("csv", "parquet"):
         code = f"import pandas as d; d.read_{kind}('{path}').to_json('{path.stem}.jsonl', orient='records', lines=True)"
+    elif wrong and len(path.parts) == 2 and kind not in KINDS:
+        code = f"import datasets as d; d.load_dataset('{path}', split='train').to_json('{path.name}.jsonl')"
     convert = f': pip install {code.split()[1]} && python -c "{code}"' if code else ""
-    return f"{wrong}expected {READABLE}{convert}"
+    return f"{wrong}expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code{convert}"
 
 
-def tokenized(spec, held_out, tokenizer, progress):
+def tokenized(spec, held_out, tokenizer):
     """Folder of a file's documents in the cache, made there if missing. Its name is a hash of all they depend on."""
     path, kind, digest = Path(spec), spec, hashlib.sha256(Path(__file__).read_bytes())
     if spec not in BUILT_IN:
         kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
-        if not path.is_file() or kind not in ("jsonl", "json", "txt"):
+        if not path.is_file() or kind not in KINDS:
             raise ValueError(f"{spec}: {unreadable(path, kind)}")
         with open(path, "rb") as file:
             while block := file.read(2**22):
                 digest.update(block)
-    others = kind, held_out, tokenizer.fingerprint, sys.version, tokenizers.__version__, jinja2.__version__
+    others = kind, held_out, tokenizer.made_of, sys.version, tokenizers.__version__, jinja2.__version__
     digest.update(json.dumps(others).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "oomph", digest.hexdigest()[:32]).expanduser()
     if folder.is_dir():
@@ -501,90 +511,69 @@ def tokenized(spec, held_out, tokenizer, progress):
     part = folder.with_suffix(f".{os.urandom(8).hex()}.part")
     try:
         part.mkdir(parents=True)
-        report = tokenize(path, kind, held_out, tokenizer, part, progress)
+        report = tokenize(path, kind, held_out, tokenizer, part)
         (part / "report.json").write_text(json.dumps(report))
         for made in [*part.iterdir(), part]:
-            sync(made)  # what has its name is whole, even after a power cut
+            sync(made)  # what has its name is whole, power cut or not
         if not folder.is_dir():
             part.rename(folder)
     except OSError as error:
         raise OSError(f"{spec}: {error}, while writing tokens to {part} (XDG_CACHE_HOME moves this cache)") from error
-    except (EOFError, RuntimeError, ValueError, zlib.error) as error:  # RuntimeError: a worker was killed
+    except (EOFError, RecursionError, ValueError, zlib.error) as error:
         raise ValueError(f"{spec}: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
 
 
-def tokenize(path, kind, held_out, tokenizer, folder, progress):
+def tokenize(path, kind, held_out, tokenizer, folder):
     """Writes a file's documents into a folder, a file for each of ARRAYS -> the report: counts, checksums, errors."""
-    chunks, work = chunks_of(lines_of(path, kind, held_out)), functools.partial(encode_chunk, tokenizer)
-    report, bad, crc, largest_id = Counter(), [], dict.fromkeys(ARRAYS, 0), 0
-    n_chunks = 0 if kind in BUILT_IN else path.stat().st_size // CHUNK
-    n_processes, name = min(n_cores(), 16, n_chunks // WORTH), printable(str(path))
-    with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}
-        results = map(work, chunks)
-        if n_processes > 1:  # of a fork server: they share none of this process's threads, sockets and GPU
-            pool = ProcessPoolExecutor(n_processes, multiprocessing.get_context("forkserver"), start_worker)
-            stack.callback(pool.shutdown, cancel_futures=True)  # after an error the other chunks are not needed
-            batches = iter(lambda: list(itertools.islice(chunks, 16 * n_processes)), [])  # bounds the memory
-            results = (result for batch in batches for result in pool.map(work, batch))
-        for arrays, counts, bad_lines in tqdm(results, f"tokenizing {name}", n_chunks, False, disable=not progress):
-            arrays["lines"] += report["lines"]
-            for key, array in arrays.items():
-                files[key].write(array)
-                crc[key] = zlib.crc32(array, crc[key])
-            largest_id = max(largest_id, int(arrays["tokens"].max(initial=0)))
-            bad = [*bad, *(f"line {line + report['lines']}: {error}" for line, error in bad_lines)][:5]
-            report.update(counts)
+    report = Counter(bad="")
+    for chunk in tqdm(chunks_of(path, kind, held_out), "tokenizing", leave=False, disable=None):
+        for key, array in encode_chunk(tokenizer, chunk, report).items():
+            report["crc"] = zlib.crc32(array, report["crc"])
+            with open(folder / key, "ab") as file:
+                file.write(array)
+        report["lines"] += len(chunk)
     if not report["tokens"]:
-        raise ValueError("\n  ".join(["nothing to train on", *bad]))
-    return {**report, "bad": bad, "crc": crc, "largest_id": largest_id}
+        raise ValueError("nothing to train on" + report["bad"])
+    return report
 
 
-def encode_chunk(tokenizer, chunk):
-    """Lines -> (arrays of ARRAYS, counts, [(line, message)] of bad lines), lines counted from 1."""
-    texts, lines, bad, counts = [], [], [], Counter(lines=len(chunk))
-    for line, one in enumerate(chunk, 1):
-        if one.strip():
-            text, spans, found, error = parse_example(one, tokenizer)
-            counts.update(found, examples=1)
-            if error:
-                bad.append((line, error))
+def encode_chunk(tokenizer, chunk, report):
+    """Lines -> {key: array} of ARRAYS. Adds to the counts in the report, and to its first five bad lines."""
+    texts, lines = [], []
+    for line, row in enumerate(chunk, report["lines"] + 1):
+        if row.strip():
+            text, spans, counts, error = parse_example(row, tokenizer)
+            report.update(counts, examples=1)
+            if error and report["n_bad"] <= 5:
+                report["bad"] += f"\n  line {line}: {error}"
             elif text is not None:
-                texts.append((text, spans, not found["chats"]))
+                texts.append((text, spans, not counts["chats"]))
                 lines.append(line)
-            if len(bad) == counts["examples"] == 20:  # a wrong format or template, which would fail on each
-                raise ValueError("\n  ".join(["20 examples in turn cannot be trained on:", *(e for _, e in bad[:5])]))
-    tokens, supervised = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
+            if report["n_bad"] == report["examples"] == 20:  # a wrong format or template fails on each
+                raise ValueError("20 examples in turn cannot be trained on:" + report["bad"])
+    tokens, supervised, lengths = [], [], []
     for (*_, is_plain), (ids, mask) in zip(texts, tokenizer.encode(texts)):
-        tokens.append(ids)
-        supervised.append(mask)
+        tokens += ids.tolist()
+        supervised += mask.tolist()
+        lengths.append(len(ids))
         if not is_plain:  # the last trained token of a turn, or the one before a newline, should be special
             ends, special = np.flatnonzero(mask & ~np.append(mask[1:], False)), np.isin(ids, tokenizer.special_ids)
-            counts["without_end"] += int((~(special[ends] | special[ends - 1])).sum())
-    lengths = [len(ids) for ids in tokens[1:]]
-    arrays = np.concatenate(tokens), np.concatenate(supervised), np.array(lengths, np.int64), np.array(lines, np.int64)
-    counts["tokens"] = len(arrays[0])
-    return dict(zip(ARRAYS, arrays)), counts, bad
-
-
-def start_worker():
-    def end_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process per core
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    threading.Thread(target=end_with_parent, daemon=True).start()
+            report["without_end"] += int((~(special[ends] | special[ends - 1])).sum())
+    report["tokens"] += len(tokens)
+    report["largest_id"] = max([report["largest_id"], *tokens])
+    columns = zip(ARRAYS.items(), (tokens, supervised, lengths, lines))
+    return {key: np.array(values, kind) for (key, kind), values in columns}
 
 
 # -------------------------------- documents, packing and loading
 
 
 class Documents:
-    """Documents, or the parts of them that fit into a row. names, tokens, supervised: of each file. file, start, stop,
-    n_targets, line: [n] int64, of each part; its first token is no target."""
+    """Parts of documents that fit into a row. names, tokens, supervised: of each file. file, start, stop, n_targets,
+    line: [n] int64, of each part; its first token is no target."""
 
     def __init__(self, names, tokens, supervised, columns, checksum=0):
         self.names, self.tokens, self.supervised = names, tokens, supervised
@@ -599,13 +588,16 @@ class Documents:
         file, place = self.file[number], slice(self.start[number], self.stop[number])
         return self.tokens[file][place], self.supervised[file][place]
 
+    def place(self, number):
+        """The "FILE:LINE" of a part."""
+        return f"{self.names[self.file[number]]}:{self.line[number]}"
 
-def open_documents(folders, specs, seq_len, train_on="targets", overflow=None, seed=0, vocab_size=1 << 31):
+
+def open_documents(folders, names, seq_len, train_on="targets", overflow=None, vocab_size=1 << 31):
     """Folders of the cache -> (Documents, a dict of counts for each file). overflow: what becomes of documents of more
     than seq_len positions; None splits texts and drops the others. ValueError where a file should not be trained on."""
     files, columns, counts, checksum = [], [], [], 0
-    for number, (folder, spec) in enumerate(zip(folders, specs, strict=True)):
-        name, weight = split_weight(spec)
+    for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         report = Counter(read_json(folder / "report.json"))
         tokens, supervised, lengths, lines = (
             np.asarray(np.memmap(folder / key, kind, "r")) for key, kind in ARRAYS.items())
@@ -615,31 +607,25 @@ def open_documents(folders, specs, seq_len, train_on="targets", overflow=None, s
         checksum = zlib.crc32(str(report["crc"]).encode(), checksum)
         policy = overflow or ("split" if report["text"] == report["examples"] - report["n_bad"] else "drop")
         document, start, stop = parts_of(lengths, seq_len, policy)
-        places = zip((start + 1).tolist(), stop.tolist())
-        n_targets = np.array([np.count_nonzero(supervised[i:j]) for i, j in places], np.int64)
+        n_targets = np.array([np.count_nonzero(supervised[i + 1 : j]) for i, j in zip(start, stop)], np.int64)
         used = np.flatnonzero(n_targets)
-        n = Counter({
-            **report, "name": name, "weight": weight, "policy": policy, "n_long": int((lengths - 1 > seq_len).sum()),
-            "longest": int(lengths.max(initial=1)) - 1, "n_untrained": len(np.setdiff1d(document, document[used])),
-            "n_tokens": int((stop - start - 1)[used].sum()), "n_trained": int(n_targets.sum())})
+        n = Counter(dict(
+            report, name=name, policy=policy, seq_len=seq_len, vocab_size=vocab_size, n_trained=int(n_targets.sum()),
+            n_tokens=int((stop - start - 1)[used].sum()), n_untrained=len(np.setdiff1d(document, document[used])),
+            n_long=int((lengths - 1 > seq_len).sum()), longest=int(lengths.max(initial=1)) - 1))
         counts.append(n)
-        reason = None
-        if n["n_bad"] > 0.01 * n["examples"]:
-            reason = "\n  ".join([f"{n['n_bad']:,} of {n['examples']:,} examples cannot be trained on:", *n["bad"]])
-        elif n["largest_id"] >= vocab_size:
-            reason = f"token {n['largest_id']} of {vocab_size} embeddings: the tokenizer belongs to another model"
-        elif not n["n_trained"]:
-            reason = (f"nothing to train on: of {n['examples']} examples {n['n_long']} are longer than --seq_len "
-                      f"{seq_len} (up to {n['longest']}), {n['n_untrained']} without a supervised token, "
-                      f"{n['spells_special']} spell a special token")
-        elif n["n_trained"] < 0.01 * n["n_tokens"]:
-            reason = f"only {n['n_trained']:,} of {n['n_tokens']:,} tokens are trained on: look at it with --inspect 3"
-        if reason:
-            raise ValueError(f"{name}: {reason}")
-        n_more = max(round(len(used) * (weight % 1)), weight < 1)  # of 2.5, half the documents once more
-        more = np.sort(np.random.default_rng([seed, number]).permutation(used)[:n_more])
-        chosen = np.concatenate([*[used] * int(weight), more])
-        columns.append(np.stack([np.full(len(start), number), start, stop, n_targets, lines[document]])[:, chosen])
+        for refused, why in (
+            (n["n_bad"] > 0.01 * n["examples"], "{n_bad:,} of {examples:,} examples cannot be trained on:{bad}"),
+            (n["largest_id"] >= vocab_size,
+             "token {largest_id} of {vocab_size} embeddings: the tokenizer belongs to another model"),
+            (not n["n_trained"],
+             "nothing to train on: of {examples} examples {n_long} are longer than --seq_len {seq_len} (up to "
+             "{longest}), {n_untrained} without a supervised token, {spells_special} spell a special token"),
+            (n["n_trained"] < 0.01 * n["n_tokens"],
+             "only {n_trained:,} of {n_tokens:,} tokens are trained on: look at it with --inspect 3")):
+            if refused:
+                raise ValueError(f"{name}: {why.format_map(n)}")
+        columns.append(np.stack([np.full(len(start), number), start, stop, n_targets, lines[document]])[:, used])
     return Documents(*zip(*files), np.concatenate(columns, 1), checksum), counts
 
 
@@ -662,14 +648,14 @@ def pack(lengths, seq_len):
     order = np.argsort(-lengths, kind="stable")
     for document, length in zip(order.tolist(), lengths[order].tolist()):
         place = bisect.bisect_left(rooms, length)
-        if place == len(rooms):
-            row, room = len(rows), seq_len
+        if place == len(rooms):  # a new row
+            rooms.append(seq_len)
+            rows_with[seq_len].append(len(rows))
             rows.append([])
-        else:
-            room = rooms[place]
-            row = heapq.heappop(rows_with[room])
-            if not rows_with[room]:
-                del rooms[place]
+        room = rooms[place]
+        row = heapq.heappop(rows_with[room])
+        if not rows_with[room]:
+            del rooms[place]
         if not rows_with[room - length]:
             bisect.insort(rooms, room - length)
         heapq.heappush(rows_with[room - length], row)
@@ -677,33 +663,38 @@ def pack(lengths, seq_len):
     return rows
 
 
-class Batch(NamedTuple):
-    """A micro-batch of one rank. tokens, targets (IGNORE where untrained), positions: [B, T] int64. keep_S: flat places
-    of the targets. Under --sequence_parallel a rank holds N / n_shards tokens, [1, T], and spans describe all N."""
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    positions: torch.Tensor
-    keep_S: torch.Tensor
-    spans: Spans
-    n_shards: int = 1
+class Spans:
+    """The documents of packed rows: pairs, their (start, stop) in the flattened tokens; bounds, int32 on the device;
+    group, the ranks that each hold an equal piece of the tokens; cache, {block: its keys and values so far}. No tuple
+    and no dataclass: FSDP2 walks those in Python at every forward."""
 
-    def each(self, move, spans):
-        bounds = spans.bounds if spans.bounds is None else move(spans.bounds)
-        return Batch(*map(move, self[:4]), Spans(spans.pairs, bounds, spans.longest), self.n_shards)
+    def __init__(self, pairs, bounds=None, longest=0, group=None, cache=None):
+        self.pairs, self.bounds, self.longest, self.group, self.cache = pairs, bounds, longest, group, cache
+
+
+def pack_spans(pairs, n_tokens):
+    """[(start, stop)] -> Spans with bounds, on the CPU."""
+    bounds = torch.tensor(sorted({0, n_tokens, *itertools.chain(*pairs)}), dtype=torch.int32)
+    return Spans(pairs, bounds, int(bounds.diff().max()))
+
+
+class Batch(namedtuple("Batch", "tokens targets positions keep_S spans")):
+    """A micro-batch of one rank. tokens, targets (IGNORE where untrained), positions: [B, T] int64. keep_S: flat places
+    of the targets. Under --sequence_parallel a rank holds one of N pieces of the tokens, [1, T]; spans are of all."""
+
+    def each(self, move):
+        bounds = None if self.spans.bounds is None else move(self.spans.bounds)
+        return Batch(*map(move, self[:4]), Spans(self.spans.pairs, bounds, self.spans.longest))
 
     def pin(self):
-        """In pinned memory, so that copies are asynchronous, and with bounds, unless all documents are equal."""
-        pairs, n_tokens = self.spans.pairs, self.tokens.numel() * self.n_shards
-        lengths = {stop - start for start, stop in pairs}
-        equal = len(lengths) == 1 and lengths.pop() * len(pairs) == n_tokens
-        return self.each(torch.Tensor.pin_memory, self.spans if equal else pack_spans(pairs, n_tokens))
+        """In pinned memory, so that copies are asynchronous."""
+        return self.each(torch.Tensor.pin_memory)
 
     def to(self, device):
         """On a GPU by asynchronous copies out of pinned memory."""
         if device.type != "cuda":
             return self
-        pinned = self if self.tokens.is_pinned() else self.pin()
-        return pinned.each(lambda tensor: tensor.to(device, non_blocking=True), pinned.spans)
+        return self.pin().each(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 class Loader:
@@ -741,15 +732,13 @@ class Loader:
     def step(self, step, grad_accum, pin=False):
         """-> (this rank's micro-batches, [targets, tokens, squared document lengths] of the step over all ranks)."""
         rows, rows_by_batch = self.rows_of(step, grad_accum)
-        batches = [self.batch(rows) for rows in rows_by_batch]
-        if pin:
-            batches = [batch.pin() for batch in batches]
+        batches = [self.batch(rows).pin() if pin else self.batch(rows) for rows in rows_by_batch]
         return batches, self.per_row[rows].sum(0).tolist()
 
     def places(self, step, grad_accum):
-        """["file:line"] of the documents in this rank's rows of a step."""
+        """["FILE:LINE"] of what is in this rank's rows of a step."""
         parts = np.concatenate([self.rows[row] for rows in self.rows_of(step, grad_accum)[1] for row in rows])
-        return [f"{self.documents.names[self.documents.file[i]]}:{self.documents.line[i]}" for i in parts]
+        return [self.documents.place(part) for part in parts]
 
     def ahead(self, start, stop, grad_accum, pin):
         """Yields step(start), ... step(stop - 1). A thread makes the next one while the caller works on this one."""
@@ -788,14 +777,15 @@ class Loader:
         if self.n_shards > 1:
             B, T = 1, N // self.n_shards
         grids = [grid[self.shard * T :][: B * T].reshape(B, T) for grid in (tokens, targets, positions)]
-        keep_S = np.flatnonzero(grids[1] != IGNORE)
-        return Batch(*map(torch.from_numpy, (*grids, keep_S)), Spans(pairs), self.n_shards)
+        keep_S, spans = np.flatnonzero(grids[1] != IGNORE), pack_spans(pairs, N)
+        if spans.longest * (len(spans.bounds) - 1) == N:  # equal documents need no bounds
+            spans = Spans(pairs)
+        return Batch(*map(torch.from_numpy, (*grids, keep_S)), spans)
 
 
-def show(tokenizer, documents, number, colour=True):
-    """A document as text, the tokens that are trained on in green, or between ⟦ and ⟧."""
+def show(tokenizer, documents, number, before="⟦", after="⟧"):
+    """A document as text, with marks around the tokens that are trained on."""
     ids, supervised = documents.part(number)
-    before, after = ("\033[32m", "\033[0m") if colour else "⟦⟧"
     text = ""
     for is_trained, run in itertools.groupby(range(len(ids)), lambda i: bool(supervised[i]) and i > 0):
         run_text = printable(tokenizer.core.decode(ids[list(run)].tolist(), skip_special_tokens=False))
@@ -804,28 +794,27 @@ def show(tokenizer, documents, number, colour=True):
 
 
 def print_data(args, loader, eval_loader, counts, tokenizer):
-    """Prints what was read, what was dropped and why, and the first --inspect documents. counts: each loader's."""
+    """Prints what was read, what was dropped and why, and the first --inspect documents."""
     for one, files in zip((loader, eval_loader), counts):
         for n in files:
             formats = ", ".join(form for form in FORMATS if n[form])
-            print(f"{printable(n['name'])}: {n['examples']:,} examples ({formats}) x {n['weight']:g}\n"
+            print(f"{printable(n['name'])}: {n['examples']:,} examples ({formats})\n"
                   f"  {n['n_tokens']:,} tokens, {n['n_trained'] / n['n_tokens']:.1%} trained on")
-            for number, note in (
-                (n["n_long"], f"longer than --seq_len (up to {n['longest']:,}): --overflow {n['policy']}"),
-                (n["n_untrained"], "without a token to train on: dropped"),
-                (n["spells_special"], "spell a special token: dropped"),
-                (n["without_mask"], "assistant turns not trained on: the template rewrites them"),
-                (n["without_end"], "assistant turns end without a special token: no stop is learned"),
-                (n["n_bad"], "\n    ".join(["cannot be trained on: dropped", *n["bad"]]))):
-                if number:
-                    print(f"  {number:,} {note}")
+            for key, note in (
+                ("n_long", "longer than --seq_len (up to {longest:,}): --overflow {policy}"),
+                ("n_untrained", "without a token to train on: dropped"),
+                ("spells_special", "spell a special token: dropped"),
+                ("without_mask", "assistant turns not trained on: the template rewrites them"),
+                ("without_end", "assistant turns end without a special token: no stop is learned"),
+                ("n_bad", "cannot be trained on: dropped{bad}")):
+                if n[key]:
+                    print(f"  {n[key]:,} {note.format_map(n)}")
         full = one.per_row[:, 1].sum() / (len(one.rows) * one.seq_len)
         print(f"  {len(one.rows):,} rows of at most {one.seq_len} tokens, {full:.1%} full")
-    colour, documents = sys.stdout.isatty() and "NO_COLOR" not in os.environ, loader.documents
-    for i in range(min(args.inspect or 0, len(documents.start))):
-        place = printable(f"{documents.names[documents.file[i]]}:{documents.line[i]}")
-        print(f"--- example {i + 1}, {place}, trained: {'green' if colour else '⟦...⟧'}")
-        print(show(tokenizer, documents, i, colour) + "\n---")
+    marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else "⟦⟧"
+    for i in range(min(args.inspect or 0, len(loader.documents.start))):
+        print(f"--- example {i + 1}, {printable(loader.documents.place(i))}, trained on: {marks[0]}this{marks[1]}")
+        print(show(tokenizer, loader.documents, i, *marks) + "\n---")
 
 
 def open_data(args, tokenizer, vocab_size, ranks):
@@ -833,16 +822,14 @@ def open_data(args, tokenizer, vocab_size, ranks):
     sets, folders = [args.data, args.eval_data or []], []
     with ranks.agree():
         for held_out, specs in enumerate(sets if ranks.local == 0 else []):
-            progress = ranks.rank == 0 and sys.stderr.isatty()
-            folders.append([tokenized(split_weight(spec)[0], held_out, tokenizer, progress) for spec in specs])
+            folders.append([tokenized(spec, held_out, tokenizer) for spec in specs])
     every = ranks.gather(folders)
     folders, loaders, counts = every[ranks.rank - ranks.local], [None, None], []
     with ranks.agree():
         if any(a.name != b.name for mine, first in zip(folders, every[0]) for a, b in zip(mine, first)):
-            raise ValueError(f"--data: {platform.node()} has other files or package versions than rank 0's machine")
+            raise ValueError(f"--data: {os.uname().nodename} has other files or package versions than rank 0's machine")
         for i, specs in enumerate(specs for specs in sets if specs):
-            documents, count = open_documents(
-                folders[i], specs, args.seq_len, args.train_on, args.overflow, args.seed, vocab_size)
+            documents, count = open_documents(folders[i], specs, args.seq_len, args.train_on, args.overflow, vocab_size)
             loaders[i] = Loader(documents, args.seq_len, args.packing, args.batch_size, args.seed, ranks.rank,
                                 ranks.world, args.sequence_parallel)
             counts.append(count)

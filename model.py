@@ -35,8 +35,8 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import nf4
+from data import IGNORE, Spans, listing, read_json, sync, writing
 
-IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
 HEAD_ROWS = 128  # the head works on a multiple of this many tokens, or on all
 HEAD = "lm_head.weight"
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
@@ -181,21 +181,6 @@ def rotate(q_BTHK, rope):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(q_BTHK.dtype)
 
 
-class Spans:
-    """The documents of packed rows: pairs, their (start, stop) in the flattened tokens; bounds, int32 on the device;
-    group, the ranks that each hold an equal piece of the tokens; cache, {block: its keys and values so far}. No tuple
-    and no dataclass: FSDP2 walks those in Python at every forward."""
-
-    def __init__(self, pairs, bounds=None, longest=0, group=None, cache=None):
-        self.pairs, self.bounds, self.longest, self.group, self.cache = pairs, bounds, longest, group, cache
-
-
-def pack_spans(pairs, n_tokens):
-    """[(start, stop)] -> Spans with bounds, on the CPU."""
-    bounds = torch.tensor(sorted({0, n_tokens, *itertools.chain(*pairs)}), dtype=torch.int32)
-    return Spans(pairs, bounds, int(bounds.diff().max()))
-
-
 def attend_split(q_BTHK, k_BTGK, v_BTGK, spans):
     """attend() of rows on S ranks (Ulysses, arXiv:2309.14509): an all-to-all turns a piece of the tokens with all heads
     into all tokens with some heads, another turns it back. A rank sends 2 * tokens * (2*H + 2*G) * K / S bytes."""
@@ -252,6 +237,12 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     return torch.cat([*pieces, q.new_zeros(B * T - end, H, K)]).view(B, T, H * K)
 
 
+def gated_mlp(D, width, n_experts=1):
+    return nn.ModuleDict({"gate_proj": Linear(D, n_experts * width, bias=False),
+                          "up_proj": Linear(D, n_experts * width, bias=False),
+                          "down_proj": Linear(width, n_experts * D, bias=False)})
+
+
 class Route(torch.autograd.Function):
     """[N, D] -> [N * k, D]: tokens for each of their k experts, sorted by expert; with `back` [N * k, D] -> [N, D], the
     sums. One is the backward of the other. Autograd's own adds atomically on a GPU: other bits in each run."""
@@ -275,10 +266,7 @@ class MoE(nn.Module):
         D, E, width = c.hidden_size, c.num_experts, c.moe_intermediate_size
         self.n_chosen, self.normalize = c.num_experts_per_tok, c.norm_topk_prob
         self.gate, self.n_experts = Linear(D, E, bias=False), E
-        self.experts = nn.ModuleDict({
-            "gate_proj": Linear(D, E * width, bias=False), "up_proj": Linear(D, E * width, bias=False),
-            "down_proj": Linear(width, E * D, bias=False),
-        })
+        self.experts = gated_mlp(D, width, E)
 
     def forward(self, h):
         k, h_ND = self.n_chosen, h.flatten(0, -2)
@@ -309,12 +297,8 @@ class Block(nn.Module):
             "o_proj": Linear(q_size, D, bias=False), "q_norm": norm(K, eps), "k_norm": norm(K, eps),
         })
         self.post_attention_layernorm = RMSNorm(D, eps)
-        self.mlp = nn.ModuleDict({
-            "gate_proj": Linear(D, width, bias=False), "up_proj": Linear(D, width, bias=False),
-            "down_proj": Linear(width, D, bias=False),
-        })
-        if c.num_experts and number not in c.mlp_only_layers and (number + 1) % c.decoder_sparse_step == 0:
-            self.mlp = MoE(c)
+        is_dense = not c.num_experts or number in c.mlp_only_layers or (number + 1) % c.decoder_sparse_step
+        self.mlp = gated_mlp(D, width) if is_dense else MoE(c)
 
     def forward(self, x, rope, spans):
         q_BTHK, *kv = self.before_attention(x, rope)
@@ -697,33 +681,6 @@ def checkpoint_activations_(model, preserve_rng, n_blocks=None):
 
 # -------------------------------- reading weights
 
-CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # the last ones reorder what follows
-
-
-def printable(text):
-    """Text from a file for a terminal: control characters except newline and tab become escapes."""
-    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
-
-
-def listing(names):
-    """The first five of some names, sorted and made printable, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return printable(", ".join(name[:200] for name in sorted(names)[:5]) + more)
-
-
-def read_json(path):
-    """A JSON object from a file. ValueError names the file and the place."""
-    try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise ValueError("a folder or a device, no file")  # reading a pipe would wait for ever
-        value = json.loads(Path(path).read_text("utf-8"))
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, thousands of digits, endless brackets
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object")
-    return value
-
-
 def find_result(name):
     """--model, which may be the folder of a run (merged/, else final/) or of an adapter -> (model, adapter or None)."""
     for folder in (Path(name), Path(name) / "merged", Path(name) / "final"):
@@ -978,9 +935,6 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
 
 # -------------------------------- writing models and adapters
 
-COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-          "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
-
 
 def reshard_(model):
     """Gives modules their shards back after an evaluation: FSDP2 keeps them for a backward to come."""
@@ -997,15 +951,6 @@ def full_tensors(model, trainable_only):
             whole = (param.full_tensor() if isinstance(param, DTensor) else param).detach().cpu()
             names = file_names(name, model.config)
             yield from zip(names, whole.chunk(len(names)))
-
-
-@contextlib.contextmanager
-def writing(path, what):
-    """Names the path and what was being written in the message of an OSError: a full disk's own names neither."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f"{path}: {what} not written: {error.strerror or error}") from error
 
 
 def write_safetensors(path, layout, tensors, checksum=lambda data, crc: 0):
@@ -1027,16 +972,6 @@ def write_safetensors(path, layout, tensors, checksum=lambda data, crc: 0):
         with writing(path, "end"):
             os.fsync(file.fileno())
     return [path.stat().st_size, crc]
-
-
-def save_tokenizer(tokenizer, out):
-    """Copies the tokenizer's files. A template that training has used in place of the model's own replaces it."""
-    with writing(out, "tokenizer"):
-        for name in COPIED:
-            if (tokenizer.folder / name).exists():
-                shutil.copyfile(tokenizer.folder / name, out / name)
-        if tokenizer.new_template is not None:
-            (out / "chat_template.jinja").write_text(tokenizer.new_template, "utf-8")  # comes before all others
 
 
 def save_model(tensors, layout, out, raw_config, write):
@@ -1071,7 +1006,7 @@ def export(args, model, source, files, tokenizer, out, ranks):
         if first:
             shutil.rmtree(part, ignore_errors=True)  # a killed process may have left it
             part.mkdir()
-            save_tokenizer(tokenizer, part)
+            tokenizer.save(part)
     tensors = full_tensors(model, trainable_only=adapters)
     if adapters:
         adapter = {name: tensor for name, tensor in tensors if first}
@@ -1103,7 +1038,7 @@ def merge(args, source, adapter, files, tokenizer, out):
     with writing(f"--merge, {out}/final is complete", "merged/"):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-        save_tokenizer(tokenizer, part)
+        tokenizer.save(part)
         save_model((merged(name, *entry) for name, entry in layout.items()), layout, part, raw_config, write=True)
         put_in_place(part)
 
@@ -1114,15 +1049,6 @@ def put_in_place(part):
     shutil.rmtree(part.with_suffix(""), ignore_errors=True)
     part.rename(part.with_suffix(""))
     sync(part.parent)
-
-
-def sync(path):
-    """Waits until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -------------------------------- rows of a run's checkpoint

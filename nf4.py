@@ -210,32 +210,6 @@ def quantize_linears_(module):
                 setattr(parent, child_name, NF4Linear(D, child.out_features, bias, child.weight.device))
 
 
-def shard_bytes_on_old_torch_():
-    """Lets fully_shard of torch 2.11 take frozen integer parameters, as 2.12 does by itself: it asks each of them for a
-    gradient, which integers refuse, and MixedPrecisionPolicy would cast them to bf16."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12) or hasattr(_fsdp_param, "bytes_fixed"):
-        return
-    cls, Parameter = _fsdp_param.FSDPParam, nn.Parameter
-    old_init, old_dtypes = cls._init_sharded_param, cls.init_dtype_attrs
-
-    def init_sharded_param(self, *args):
-        nn.Parameter = lambda data, requires_grad=True: Parameter(data, requires_grad and data.is_floating_point())
-        try:
-            old_init(self, *args)
-        finally:
-            nn.Parameter = Parameter
-
-    def init_dtype_attrs(self, policy):
-        old_dtypes(self, policy)
-        if not self.orig_dtype.is_floating_point:
-            self.param_dtype = None
-
-    cls._init_sharded_param, cls.init_dtype_attrs = init_sharded_param, init_dtype_attrs
-    _fsdp_param.bytes_fixed = True
-
-
 # -------------------------------- 8-bit floats of --optim adamw8bit
 
 # The codes of a moment are small floats with 3 bits of mantissa, relative to the largest magnitude of the block: bits

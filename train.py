@@ -127,7 +127,7 @@ def parse_args(argv=None):
     add("--lora_targets", str, None, "of " + ", ".join(lm.LORA_TARGETS), "all-linear: all of them", nargs="+")
     group = parser.add_argument_group("data")
     add("--data", str, ["stdlib:docs"], ".jsonl, .json, .txt files (or .gz), or the built-in stdlib:docs, stdlib:code; "
-        "FILE:2 takes each example twice an epoch", "stdlib:docs", nargs="+")
+        "a file given twice is taken twice", "stdlib:docs", nargs="+")
     add("--eval_data", str, None, "the same; stdlib:* is the 5 %% held out", nargs="+")
     add("--seq_len", whole, 1024, "tokens in a row")
     add("--overflow", str, None, "longer documents", "split texts, drop others", choices=("split", "drop", "truncate"))
@@ -377,12 +377,38 @@ def keep_freed_memory(on):
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
+def shard_bytes_on_old_torch_():
+    """Lets fully_shard of torch 2.11 take frozen integer parameters, as 2.12 does by itself: it asks each of them for a
+    gradient, which integers refuse, and MixedPrecisionPolicy would cast them to bf16."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12) or hasattr(_fsdp_param, "bytes_fixed"):
+        return
+    cls, Parameter = _fsdp_param.FSDPParam, nn.Parameter
+    old_init, old_dtypes = cls._init_sharded_param, cls.init_dtype_attrs
+
+    def init_sharded_param(self, *args):
+        nn.Parameter = lambda data, requires_grad=True: Parameter(data, requires_grad and data.is_floating_point())
+        try:
+            old_init(self, *args)
+        finally:
+            nn.Parameter = Parameter
+
+    def init_dtype_attrs(self, policy):
+        old_dtypes(self, policy)
+        if not self.orig_dtype.is_floating_point:
+            self.param_dtype = None
+
+    cls._init_sharded_param, cls.init_dtype_attrs = init_sharded_param, init_dtype_attrs
+    _fsdp_param.bytes_fixed = True
+
+
 def shard_(model, args, device):
     """FSDP2 (arXiv:2304.11277, each parameter sharded on dim 0): a block is gathered before it runs and freed after.
     One unit per block, one for the embedding and one for the head; the last norm belongs to the root, which stays
     gathered from forward to backward. With replicas, weights are gathered inside a replica only, and replicas exchange
     2 * (N - 1) / N times the bytes of a gradient's shard."""
-    nf4.shard_bytes_on_old_torch_()
+    shard_bytes_on_old_torch_()
     sizes = args.replicas, dist.get_world_size() // args.replicas
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
     mesh = mesh if args.replicas > 1 else mesh["shard"]

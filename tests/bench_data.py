@@ -56,7 +56,7 @@ def measure(path, n_cores):
 
     threading.Thread(target=watch, daemon=True).start()
     marks = [time.perf_counter()]
-    folder = data.tokenized(path, False, tokenizer, False)
+    folder = data.tokenized(path, False, tokenizer)
     marks.append(time.perf_counter())
     documents, (count,) = data.open_documents([folder], [path], SEQ_LEN)
     marks.append(time.perf_counter())

@@ -117,6 +117,6 @@ def write_model(folder, config):
     layout = {name: (tuple(p.shape), bf16) for name, p in model.named_parameters()}
     weights = ((name, source.rows(name, 0, shape[0]).to(bf16)) for name, (shape, _) in layout.items())
     folder.mkdir(exist_ok=True)
-    lm.save_tokenizer(data.Tokenizer(TESTS / "tiny"), folder)
+    data.Tokenizer(TESTS / "tiny").save(folder)
     lm.save_model(weights, layout, folder, config, write=True)
     return 2 * sum(p.numel() for p in model.parameters())

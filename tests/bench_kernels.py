@@ -18,6 +18,7 @@ from bench_harness import table
 
 import torch
 
+import data
 import model as lm
 import nf4
 import train
@@ -95,7 +96,7 @@ def bench_attention(bounds, tokens):
     q, k, v = (random(1, tokens, heads, K).requires_grad_() for heads in (H, G, G))
     ends = [0, *(tokens * i**2 // 64 for i in range(1, 9))]
     for what, pairs in (("one document", [(0, tokens)]), ("8 documents", list(zip(ends, ends[1:])))):
-        spans = lm.pack_spans(pairs, tokens)
+        spans = data.pack_spans(pairs, tokens)
         if CUDA:
             spans.bounds = spans.bounds.to(DEVICE)
         bounds.hold(f"attention, {what}", {"attend": lambda spans=spans: lm.attend(q, k, v, spans).sum().backward()},

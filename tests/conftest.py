@@ -238,7 +238,7 @@ def read_data(path, tokenizer, seq_len=1000, **options):
     """A data file -> (Documents, counts)."""
     import data
 
-    folder = data.tokenized(str(path), False, tokenizer, False)
+    folder = data.tokenized(str(path), False, tokenizer)
     documents, (count,) = data.open_documents([folder], [str(path)], seq_len, **options)
     return documents, count
 

@@ -238,7 +238,6 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "a table": ([write("bad.parquet", "")], "--model tiny --data bad.parquet", "pandas | read_parquet('bad.p"),
     "a name of the Hub": ([], "--model tiny --data a/b", "a/b: | pip install datasets | load_dataset('a/b' | b.js"),
     "escapes in a name": ([], "--model tiny --data \x1b[31m.jsonl", r"\x1b[31m.jsonl: no such file"),
-    "no share of a file": ([], "--model tiny --data chat.jsonl:0", "chat.jsonl:0 | positive number"),
     "rows too short": ([], "--model tiny --seq_len 8", "nothing to train on | 2 are longer than --seq_len 8"),
     "step beyond the data": ([], "--model tiny --batch_size 3 --grad_accum 5", "15 rows | --batch_size | has 1"),
     "out a file": ([write("file", "")], "--model tiny --out file", "--out file | folder"),

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import model as lm
 import nf4
+import train
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def build(method, compiled=False, checkpointing=False, tile=0, precision="fp32",
     if checkpointing:
         lm.checkpoint_activations_(model, preserve_rng=bool(dropout))
     if sharded:
-        nf4.shard_bytes_on_old_torch_()
+        train.shard_bytes_on_old_torch_()
         for module in (*model.model.layers, model):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     return model

@@ -1,27 +1,21 @@
-"""From tokens to batches: long documents, weights, the cache and its processes, packing, the order of rows and how they
-are dealt out, and that documents in one row do not see each other."""
+"""From tokens to batches: long documents, the cache, packing, the order of rows and how they are dealt
+out, and that documents in one row do not see each other."""
 
 import errno
-import fcntl
-import functools
 import itertools
 import json
-import multiprocessing
-import os
-import signal
-import time
-from collections import Counter
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import HERE, documents_of, pieces, processes, read_data
+from conftest import HERE, documents_of, pieces, read_data
 from test_formats import ANSWER, END, QUESTION, chat, jsonl, message, model_folder
 
 import data
 import model as lm
-from data import IGNORE, encode_chunk
+from data import IGNORE
 
 
 @pytest.fixture
@@ -70,34 +64,24 @@ def test_file_that_should_not_be_trained_on_is_refused(tiny, tmp_path, row, voca
         read_data(jsonl(tmp_path / "a.jsonl", row, row), tiny, vocab_size=vocab_size)
 
 
-@pytest.mark.parametrize(("weight", "times"), [("", 8), (":1", 8), (":2", 16), (":0.5", 4), (":2.5", 20), (":.25", 2)])
-def test_weight_is_how_often_a_file_is_used(tiny, tmp_path, weight, times):
-    path = jsonl(tmp_path / "a.jsonl", *({"text": f"word {i}"} for i in range(8)))
-    folder, lines = data.tokenized(path, False, tiny, False), []
-    for seed in (3, 3, 4):
-        documents, (count,) = data.open_documents([folder], [path + weight], 64, seed=seed)
-        lines.append(documents.line.tolist())
-    assert len(lines[0]) == times and set(Counter(lines[0]).values()) <= {times // 8, -(-times // 8)}
-    assert lines[0] == lines[1] and (lines[0] != lines[2]) == (times % 8 > 0) and count["name"] == path
-
-
-def test_files_follow_each_other_in_the_documents(tiny, tmp_path):
+def test_files_follow_each_other_in_the_documents_and_may_come_twice(tiny, tmp_path):
     paths = [jsonl(tmp_path / f"{name}.jsonl", *({"text": f"{name} {i}"} for i in (1, 2, 3))) for name in "ab"]
-    folders = [data.tokenized(path, False, tiny, False) for path in paths]
-    documents, _ = data.open_documents(folders, [f"{paths[0]}:2", paths[1]], 64)
+    paths.insert(0, paths[0])
+    folders = [data.tokenized(path, False, tiny) for path in paths]
+    documents, _ = data.open_documents(folders, paths, 64)
     expected = [f"{name} {i}" for name in "aab" for i in (1, 2, 3)]
     assert [tiny.core.decode(ids) for ids, _ in pieces(documents)] == expected
     places = data.Loader(documents, 64, True, 1, 0, 0, 1).places(0, 1)  # the one row has all of them
     assert sorted(places) == sorted(f"{tmp_path}/{name}.jsonl:{i}" for name in "aab" for i in (1, 2, 3))
 
 
-# ---------------------------------------------------------------- the cache and the processes that fill it
+# ---------------------------------------------------------------- the cache
 
 
 @pytest.mark.parametrize("change", [None, "content", "kind", "template", "tokenizer", "variables"])
 def test_folder_in_the_cache_depends_on_what_the_tokens_depend_on(tiny, tmp_path, cache, change):
     path = Path(jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER)))
-    folder = data.tokenized(str(path), False, tiny, False)
+    folder = data.tokenized(str(path), False, tiny)
     template = (HERE / "tiny" / "chat_template.jinja").read_text() + ("{# other #}" if change == "template" else "")
     model = model_folder(tmp_path, template, extra_tokens=["<unk>"] if change == "tokenizer" else [])
     if change == "variables":
@@ -105,7 +89,7 @@ def test_folder_in_the_cache_depends_on_what_the_tokens_depend_on(tiny, tmp_path
     if change == "content":
         path.write_bytes(path.read_bytes().replace(b"4", b"5"))
     path = path.rename(tmp_path / ("a.txt" if change == "kind" else "b.jsonl"))
-    found = data.tokenized(str(path), False, data.Tokenizer(model), False)
+    found = data.tokenized(str(path), False, data.Tokenizer(model))
     assert (found == folder) == (change is None) and set(cache.iterdir()) == {found, folder}
 
 
@@ -116,74 +100,24 @@ def test_error_while_tokenizing_leaves_nothing_and_says_where_it_was(tiny, tmp_p
 
     monkeypatch.setattr(data, "encode_chunk", fail)
     with pytest.raises(type(error)) as raised:
-        data.tokenized(jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER)), False, tiny, False)
+        data.tokenized(jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER)), False, tiny)
     if isinstance(error, OSError):
         assert all(word in str(raised.value) for word in ("a.jsonl: ", "No space", str(cache), "XDG_CACHE_HOME"))
     assert list(cache.iterdir()) == []
 
 
-def in_a_worker(tokenizer, chunk):
-    assert multiprocessing.parent_process()
-    return encode_chunk(tokenizer, chunk)
-
-
-def killed(*_):
-    if multiprocessing.parent_process():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stuck(folder, *_):
-    with open(folder / f"{os.getpid()}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until this process ends
-        file.write("started")
-        file.flush()
-        time.sleep(600)
-        file.write(" and outlived its parent")
-
-
-def by_two_workers(path, encode):
-    """Tokenizes a file in two workers, which call encode(tokenizer, chunk)."""
-    changes = {"CHUNK": 2**16, "WORTH": 1, "n_cores": lambda: 2, "encode_chunk": encode}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in changes.items():
-            patch.setattr(data, name, value)
-        return data.tokenized(str(path), False, data.Tokenizer(HERE / "tiny"), False)
-
-
-@pytest.fixture
-def several_chunks(tmp_path):
+def test_chunks_make_no_difference_but_for_texts(tiny, tmp_path, cache, monkeypatch):
     rows = ({"prompt": f"{i} ", "completion": "self é☃ def f(x):\n" * (i % 40)} for i in range(1500))
     lines = ("{bad\n" if i % 200 == 7 else json.dumps(row) + "\n" for i, row in enumerate(rows))
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    return tmp_path / "a.jsonl"
-
-
-def test_worker_processes_write_the_same_bytes(tiny, several_chunks, cache):
-    together = by_two_workers(several_chunks, in_a_worker).rename(cache / "together")
-    alone = data.tokenized(str(several_chunks), False, tiny, False)
-    for path in alone.iterdir():
-        assert path.read_bytes() == (together / path.name).read_bytes()
-    report = lm.read_json(alone / "report.json")
-    assert report["n_bad"] == 8 and [text.split(":")[0] for text in report["bad"]] == [
-        f"line {i}" for i in (8, 208, 408, 608, 808)]
-
-
-def test_killed_worker_is_an_error(several_chunks, cache):
-    with pytest.raises(ValueError, match=f"{several_chunks}: A process in the process pool was terminated"):
-        by_two_workers(several_chunks, killed)
-
-
-def test_workers_end_with_a_killed_parent(tmp_path, several_chunks):
-    parent = processes.Process(target=by_two_workers, args=(several_chunks, functools.partial(stuck, tmp_path)))
-    parent.start()
-    while not any(lock.read_text() for lock in tmp_path.glob("*.lock")):
-        assert parent.is_alive()
-        time.sleep(0.01)
-    parent.kill()
-    for lock in tmp_path.glob("*.lock"):
-        with open(lock) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # waits for the end of the worker
-            assert file.read() == "started"
+    whole = data.tokenized(str(tmp_path / "a.jsonl"), False, tiny).rename(cache / "whole")
+    monkeypatch.setattr(data, "CHUNK", 2**14)
+    folder = data.tokenized(str(tmp_path / "a.jsonl"), False, tiny)
+    for key in data.ARRAYS:
+        assert (folder / key).read_bytes() == (whole / key).read_bytes()
+    reports = [lm.read_json(path / "report.json") for path in (folder, whole)]
+    assert reports[0] | {"crc": 0} == reports[1] | {"crc": 0} and reports[0]["n_bad"] == 8
+    assert re.findall(r"\n  line (\d+): not valid JSON", reports[0]["bad"]) == ["8", "208", "408", "608", "808"]
 
 
 # ---------------------------------------------------------------- packing and loading
@@ -285,20 +219,18 @@ def test_evaluation_covers_every_row_once_and_in_order_over_three_ranks(document
     assert rows == rows_of(loader_of(documents, packing).batch(range(len(loader_of(documents, packing).rows))))
 
 
-def test_pinned_batches_carry_the_bounds_of_documents_and_padding(documents, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    batch = loader_of(documents, batch_size=2, seed=3).step(0, 1)[0][0]
-    spans = batch.pin().spans
+def test_batches_carry_the_bounds_of_documents_and_padding_unless_all_are_equal(documents):
+    spans = loader_of(documents, batch_size=2, seed=3).step(0, 1)[0][0].spans
     bounds = spans.bounds.tolist()
+    assert loader_of(make_documents([9, 9, 9]), seq_len=24).batch([0]).spans.bounds is None
     assert bounds == sorted({0, 64, *itertools.chain(*spans.pairs)})
     assert spans.longest == max(b - a for a, b in itertools.pairwise(bounds))
 
 
 def test_inspected_example_shows_what_is_trained_on(tiny, tmp_path):
     documents, _ = read_data(jsonl(tmp_path / "a.jsonl", chat(message("user", "\x1b[2J"), ANSWER)), tiny)
-    assert f"\033[32m{ANSWER['content']}{END}\033[0m" in data.show(tiny, documents, 0)
-    plain = data.show(tiny, documents, 0, colour=False)
-    assert f"⟦{ANSWER['content']}{END}⟧" in plain and "\033" not in plain and r"\x1b[2J" in plain
+    text = data.show(tiny, documents, 0)
+    assert f"⟦{ANSWER['content']}{END}⟧" in text and "\033" not in text and r"\x1b[2J" in text
 
 
 @pytest.fixture(scope="module")

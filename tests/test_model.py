@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import data
 import model as lm
 import nf4
 
@@ -209,7 +210,7 @@ def test_attention_by_documents_equals_a_block_diagonal_mask():
     flat = [t.reshape(1, 80, -1, 8).transpose(1, 2) for t in (q, k, v)]
     expected = F.scaled_dot_product_attention(*flat, attn_mask=mask, enable_gqa=True).transpose(1, 2).reshape(2, 40, 32)
     expected[0, 33:] = 0
-    torch.testing.assert_close(lm.attend(q, k, v, lm.pack_spans(pairs, 80)), expected, atol=1e-6, rtol=1e-5)  # rounding
+    torch.testing.assert_close(lm.attend(q, k, v, data.pack_spans(pairs, 80)), expected, atol=1e-6, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- LoRA
