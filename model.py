@@ -222,7 +222,7 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     if spans.bounds is not None and takes_documents(q.dtype, K, q.device):
         limits = spans.bounds, spans.bounds, spans.longest, spans.longest
         return varlen_attn(q, k, v, *limits, window_size=(-1, 0), **GQA).view(B, T, H * K)
-    if q.is_cuda and q.dtype is torch.float32:  # in float32 only the math kernel supports GQA, and it holds all scores
+    if q.is_cuda and not takes_documents(q.dtype, K, q.device):  # else the math kernel, which holds all scores
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=k.shape[1] != H)
     # oneDNN keeps a bf16 kernel for each length, 1 GB after 500. So lengths are rounded up to multiples of 32: causal
@@ -464,8 +464,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BT, targets_BT=None, positions_BT=None, spans=None, keep_S=None, cache=None):
         """tokens [B, T] -> summed loss over the supervised tokens; without targets logits [B, T, V], with a cache of
-        the last token only. positions restart at 0 in every document. With a sequence_group the tensors hold this
-        rank's piece of the tokens and spans describe all of them; without positions, tokens are whole rows."""
+        the last token. With a sequence_group tensors hold this rank's piece of the tokens, spans describe all of
+        them. positions restart at 0 in every document; without them tokens are whole rows."""
         B, T = tokens_BT.shape
         if positions_BT is None:
             first = next(iter(cache.values()))[0].shape[1] if cache else 0
@@ -517,9 +517,10 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
 
 def n_met(model):
     """Trained weights that a token meets: of a stack of experts those of its own."""
-    c = model.config
-    share = {True: c.num_experts_per_tok / max(c.num_experts, 1), False: 1}
-    return sum(p.numel() * share[".experts." in name] for name, p in model.named_parameters() if p.requires_grad)
+    n_of_one = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    n_experts = sum(n for name, n in n_of_one.items() if ".experts." in name)
+    share = model.config.num_experts_per_tok / max(model.config.num_experts, 1)
+    return sum(n_of_one.values()) - n_experts * (1 - share)
 
 
 def step_flops(c, counted, n_adapter):
@@ -717,14 +718,6 @@ def find_model(name, random_init):
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: no config.json: expected a model folder as transformers saves it")
     return read_json(folder / "config.json"), folder, None if random_init else folder, name
-
-
-def mix(x):
-    """Index -> 32 well mixed bits (MurmurHash3's finalizer). For an int or an int64 tensor."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        x = x & 0xFFFFFFFF
-        x = (x ^ x >> shift) * factor
-    return x
 
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of checkpoints

@@ -227,6 +227,14 @@ def code_levels(device):
     return (torch.cat([FLOATS[:128] - 2, 2 - FLOATS[:128]]) / M_TOP).to(device), (FLOATS / V_TOP).to(device)
 
 
+def mix(x):
+    """Index -> 32 well mixed bits (MurmurHash3's finalizer). For an int or an int64 tensor."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = x & 0xFFFFFFFF
+        x = (x ^ x >> shift) * factor
+    return x
+
+
 def drop_bits(x, dither, n):
     """Bits of the float32 x above the lowest n, rounded up with the probability that makes the mean right."""
     return (dither & (1 << n) - 1).add_(x.view(torch.int32)).bitwise_right_shift_(n)

@@ -540,10 +540,10 @@ def dither_words(step, number, start, stop, D, device):
     """Odd int32 factors for rows start..stop of the number-th parameter: rows_3N (for m, v, the weight) and cols_D. The
     low bits of rows[i] * cols[j] are the random bits of element (i, j): uniform, independent between elements and
     steps, the same for any world size, with no generator to save. torch.rand takes six times as long on a CPU."""
-    key = lm.mix(lm.mix(step) + number)  # plain ints: nothing is copied to the device
+    key = nf4.mix(nf4.mix(step) + number)  # plain ints: nothing is copied to the device
     rows_N, cols_D = torch.arange(start, stop, device=device), torch.arange(D, device=device)
-    rows_3N = torch.stack([lm.mix(lm.mix(key + salt) + rows_N) for salt in (1, 2, 3)])
-    return (rows_3N | 1).to(torch.int32), (lm.mix(key + cols_D) | 1).to(torch.int32)
+    rows_3N = torch.stack([nf4.mix(nf4.mix(key + salt) + rows_N) for salt in (1, 2, 3)])
+    return (rows_3N | 1).to(torch.int32), (nf4.mix(key + cols_D) | 1).to(torch.int32)
 
 
 def read_moment(stored, scales, levels):
@@ -1597,7 +1597,7 @@ def main(argv=None):
     for batches, counted in loader.ahead(start, steps, args.grad_accum, pin=cuda):
         step, n, n_targets = state["step"], state["step"] + 1, int(counted[0])
         ranks.alive()
-        torch.manual_seed(lm.mix(lm.mix(lm.mix(args.seed) + rank) + step))  # dropout: the same in a resumed run
+        torch.manual_seed(nf4.mix(nf4.mix(nf4.mix(args.seed) + rank) + step))  # dropout: the same in a resumed run
         lr = lr_at(step, steps, args)
         for group in optimizer.param_groups:
             group["lr"] = lr

@@ -14,7 +14,7 @@ import sys
 import pytest
 import standins
 import torch
-from conftest import HERE, SHAPE, build, curve, run_ranks, start_ranks
+from conftest import HERE, MOE, SHAPE, build, curve, run_ranks, start_ranks
 from emulated_cuda import LOADED, library
 from safetensors.torch import load_file, save_file
 
@@ -149,6 +149,26 @@ def strict_steps():
 def test_the_host_waits_for_nothing_inside_a_step(job, tmp_path, flags):
     code, text, _ = run_changed(job, tmp_path, strict_steps, *flags.split())
     assert code == 0, text
+
+
+@pytest.mark.gpu
+def test_wide_heads_do_not_fall_to_the_math_kernel(job, tmp_path):
+    code, text, _ = run_changed(job, tmp_path, list, "--sample", "hello", head_dim=264)  # FlashAttention: 256
+    assert not code, text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ["--qlora --offload", "--lora --activation_checkpointing auto --tiled_mlp 200", ""])
+def test_experts_train_on_a_gpu_to_the_losses_of_the_cpu(job, tmp_path, flags):
+    path = shutil.copytree(job[1], tmp_path / "moe")
+    config = SHAPE | MOE | {"num_hidden_layers": 2}
+    (path / "config.json").write_text(json.dumps(config))
+    vanilla = lm.Transformer(lm.parse_config(config))
+    lm.load_weights_(vanilla, lm.RandomWeights(vanilla, 0, torch.device("cpu")), None, 0, torch.device("cpu"))
+    save_file(dict(lm.full_tensors(vanilla, False)), path / "model.safetensors")
+    argv = ["--model", path, *job[2:], "--steps", 2, *flags.split()]
+    (got, _), (expected, _) = (curve(1, argv, tmp_path / str(gpu), gpu) for gpu in (True, False))
+    assert got == pytest.approx(expected, abs=0.02)  # 8 bits of mantissa
 
 
 def on_side_stream(self, parked, plain=train.OffloadActivations.bring_back):
