@@ -1,9 +1,9 @@
-"""The decoder of Llama 2/3, Mistral, Qwen2/2.5 and Qwen3, its loss, LoRA, and the files it is read from and written to.
+"""The decoder of Llama 2/3, Mistral, Qwen2/2.5, Qwen3 and Qwen3-MoE, its loss, LoRA, and the files it is kept in.
 
 Vanilla modules with Hugging Face's parameter names: no mapping table. The families differ in biases on q, k, v (Qwen2),
-RMSNorm on each head of q and k (Qwen3), a head tied to the embedding, and RoPE. The loss is part of the model: logits
-are its largest tensor (8,192 tokens x 128,256 words x 4 bytes = 3.9 GiB). `ChunkedCrossEntropy` computes the gradient
-in the forward, chunk by chunk (Liger, arXiv:2410.10989; Cut Cross-Entropy, arXiv:2411.09009).
+RMSNorm on each head of q and k (Qwen3), experts, a head tied to the embedding, and RoPE. The loss is part of the model:
+logits are its largest tensor (8,192 tokens x 128,256 words x 4 bytes = 3.9 GiB). `ChunkedCrossEntropy` computes the
+gradient in the forward, chunk by chunk (Liger, arXiv:2410.10989; Cut Cross-Entropy, arXiv:2411.09009).
 
 B rows, T tokens per row, D model, F mlp, H query heads, G kv heads, K head size, V vocabulary, R LoRA rank, N tokens of
 a micro-batch or rows of a matrix, S supervised tokens, C tokens in a loss chunk. x is the residual stream.
@@ -52,10 +52,9 @@ FIELDS = {
     "num_attention_heads": (int, 1, 1 << 10, None), "num_key_value_heads": (int, 1, 1 << 10, None),
     "head_dim": (int, 2, 1 << 10, None), "max_position_embeddings": (int, 1, 1 << 30, None),
     "rms_norm_eps": (float, 1e-30, 1, 1e-6), "initializer_range": (float, 0, 1e3, 0.02),
-    "tie_word_embeddings": (bool, False, True, False),
+    "tie_word_embeddings": (bool, False, True, False), "norm_topk_prob": (bool, False, True, False),
     "num_experts": (int, 0, 1 << 12, 0), "num_experts_per_tok": (int, 1, 1 << 8, 1),
     "moe_intermediate_size": (int, 1, 1 << 18, 1), "decoder_sparse_step": (int, 1, 1 << 10, 1),
-    "norm_topk_prob": (bool, False, True, False),
 }
 POSITIVE = (float, 1e-30, 1e30, None)
 # rope_scaling: {"rope_type": "default" | "linear" | "llama3", ...}; sliding_window: None or tokens; dtype: the files';
@@ -105,7 +104,7 @@ def parse_config(raw, where="config.json"):
     refuse(values["head_dim"] % 2, "head_dim", "RoPE needs an even number")
     n_experts, dense = values["num_experts"], given.get("mlp_only_layers", [])
     refuse((n_experts > 0) != (family == "qwen3_moe"), "num_experts", f"not implemented for {family}")
-    refuse(n_experts and values["num_experts_per_tok"] > n_experts, "num_experts_per_tok", f"above {n_experts} experts")
+    refuse(values["num_experts_per_tok"] > max(n_experts, 1), "num_experts_per_tok", f"above {n_experts} experts")
     refuse(not isinstance(dense, list) or any(type(i) is not int for i in dense), "mlp_only_layers", "expected numbers")
     full = ["full_attention"] * values["num_hidden_layers"]
     refuse(given.get("layer_types", full) not in ([], full), "layer_types", "only full_attention is implemented")
@@ -264,9 +263,8 @@ class MoE(nn.Module):
     def __init__(self, c):
         super().__init__()
         D, E, width = c.hidden_size, c.num_experts, c.moe_intermediate_size
-        self.n_chosen, self.normalize = c.num_experts_per_tok, c.norm_topk_prob
-        self.gate, self.n_experts = Linear(D, E, bias=False), E
-        self.experts = gated_mlp(D, width, E)
+        self.n_experts, self.n_chosen, self.normalize = E, c.num_experts_per_tok, c.norm_topk_prob
+        self.gate, self.experts = Linear(D, E, bias=False), gated_mlp(D, width, E)
 
     def forward(self, h):
         k, h_ND = self.n_chosen, h.flatten(0, -2)
@@ -519,8 +517,8 @@ def n_met(model):
     """Trained weights that a token meets: of a stack of experts those of its own."""
     n_of_one = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     n_experts = sum(n for name, n in n_of_one.items() if ".experts." in name)
-    share = model.config.num_experts_per_tok / max(model.config.num_experts, 1)
-    return sum(n_of_one.values()) - n_experts * (1 - share)
+    c = model.config
+    return sum(n_of_one.values()) - n_experts + n_experts * c.num_experts_per_tok // max(c.num_experts, 1)
 
 
 def step_flops(c, counted, n_adapter):

@@ -881,7 +881,7 @@ def fewest_recomputed(args, config, world, length, room):
         return peak_of(plan(changed, config, world, tokens_of(args, length))[0])[1] + OVERHEAD <= 0.9 * room
 
     blocks = range(config.num_hidden_layers)
-    return bisect.bisect_left(blocks, True, key=fits) or 0
+    return bisect.bisect_left(blocks, True, key=fits)
 
 
 def tokens_of(args, length):
