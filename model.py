@@ -37,7 +37,6 @@ from tqdm import tqdm
 import nf4
 from data import IGNORE, Spans, listing, read_json, sync, writing
 
-HEAD_ROWS = 128  # the head works on a multiple of this many tokens, or on all
 HEAD = "lm_head.weight"
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 
@@ -57,8 +56,7 @@ FIELDS = {
     "moe_intermediate_size": (int, 1, 1 << 18, 1), "decoder_sparse_step": (int, 1, 1 << 10, 1),
 }
 POSITIVE = (float, 1e-30, 1e30, None)
-# rope_scaling: {"rope_type": "default" | "linear" | "llama3", ...}; sliding_window: None or tokens; dtype: the files';
-# mlp_only_layers: numbers of the blocks without experts
+# rope_scaling: {"rope_type": "default", "linear" or "llama3", ...}; mlp_only_layers: numbers of blocks without experts
 OTHER_FIELDS = ("model_type", "rope_theta", "rope_scaling", "sliding_window", "dtype", "mlp_only_layers")
 Config = make_dataclass("Config", [*FIELDS, *OTHER_FIELDS], frozen=True)
 # A key here, unless absent, null or equal to the value, asks for something that the model does not compute.
@@ -227,6 +225,10 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     # oneDNN keeps a bf16 kernel for each length, 1 GB after 500. So lengths are rounded up to multiples of 32: causal
     # attention hides the added tokens, which come later, and their outputs are cut off.
     step = 32 if q.device.type == "cpu" else 1
+    lengths = {stop - start for start, stop in spans.pairs}
+    if len(lengths) == 1 and len(spans.pairs) * max(lengths) == B * T and max(lengths) % step == 0:  # no copy is saved
+        q, k, v = (t.view(len(spans.pairs), -1, t.shape[1], K).transpose(1, 2) for t in (q, k, v))
+        return sdpa(q, k, v).transpose(1, 2).reshape(B, T, H * K)
     pieces, end = [], 0
     for start, stop in spans.pairs:
         rounded = min(start + math.ceil((stop - start) / step) * step, B * T)
@@ -430,9 +432,9 @@ class LMHead(nn.Module):
         w_VD = self.weight.to(x.dtype)
         if targets_BT is None:
             return F.linear(x, w_VD).float()
-        # the last token, without a target, fills up the rows: allocators and oneDNN keep memory for each new size
+        # the last token, without a target, fills up 128 rows: allocators and oneDNN keep memory for each new size
         S = len(keep_S)
-        keep_S = torch.cat([keep_S, keep_S[-1:].expand(min(-S % HEAD_ROWS, targets_BT.numel() - S))])
+        keep_S = torch.cat([keep_S, keep_S[-1:].expand(min(-S % 128, targets_BT.numel() - S))])
         h_SD, targets_S = x.flatten(0, 1)[keep_S], targets_BT.flatten()[keep_S]
         targets_S[S:] = IGNORE
         if self.chunk:
@@ -515,10 +517,9 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
 
 def n_met(model):
     """Trained weights that a token meets: of a stack of experts those of its own."""
-    n_of_one = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    n_experts = sum(n for name, n in n_of_one.items() if ".experts." in name)
     c = model.config
-    return sum(n_of_one.values()) - n_experts + n_experts * c.num_experts_per_tok // max(c.num_experts, 1)
+    return sum(p.numel() * (c.num_experts_per_tok / c.num_experts if ".experts." in name else 1)
+               for name, p in model.named_parameters() if p.requires_grad)
 
 
 def step_flops(c, counted, n_adapter):
@@ -553,9 +554,8 @@ def activation_bytes(args, c, size, n_tokens, checkpointed):
 
     # under --sequence_parallel key heads are repeated until each rank has as many
     G = c.head_dim * math.lcm(c.num_key_value_heads, args.sequence_parallel)
-    attention = 2 * Q + 2 * G + 4 / size * c.num_attention_heads
+    attention = 2 * Q + 2 * G + 4 / size * c.num_attention_heads + input_of(D, "q_proj", "k_proj", "v_proj")
     attention += (args.lora_rank or 0) * sum(k if name in LORA_TARGETS[4:] else 1 for name in adapters)
-    attention += input_of(D, "q_proj", "k_proj", "v_proj")
     attention += Q if split else 0  # the kernel's output, and what the second all-to-all makes of it
     if size == 4 and G < Q:
         attention += 2 * Q - (0 if split else 2 * G)  # what the first all-to-all brought stays beside the copies

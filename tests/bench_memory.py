@@ -105,7 +105,8 @@ SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, 
          "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 4096}
 PAIRS = [  # flag, ranks, flags without it, flags with it
     ("--chunked_ce", 1, "--lora --tiled_mlp 256 --no-chunked_ce", "--lora --tiled_mlp 256"),
-    ("--activation_checkpointing", 1, "--no-activation_checkpointing", ""),
+    *((f"--activation_checkpointing {n}", 1, "--no-activation_checkpointing", f"--activation_checkpointing {n}")
+      for n in (2, 4, "all")),
     ("--offload activations", 1, "--lora", "--lora --offload activations"),
     ("--tiled_mlp 256", 1, "--lora --offload activations", "--lora --offload activations --tiled_mlp 256"),
     ("--lora", 1, "", "--lora"),
@@ -132,10 +133,15 @@ def counted(case, folder, tokens):
 
     events, load_weights_ = [], lm.load_weights_
 
+    class InNumpy(train.Parked):  # whose memory stands for the host's
+        def __init__(self, tensor, before):
+            super().__init__(tensor[:0], before)
+            self.shape, pages = tensor.shape, train.pages_of(tensor)
+            self.pages = [torch.from_numpy(np.empty(page.nbytes, np.uint8)) for page in pages]
+
     def load_and_offload(model, *args, **kwargs):
-        if "--offload activations" in given:  # a CPU run would leave them; here numpy's memory stands for the host's
-            train.OffloadActivations.take_pages = lambda self, n_bytes: [
-                torch.from_numpy(np.empty(train.PAGE, np.uint8)) for _ in range(-(-n_bytes // train.PAGE))]
+        if "--offload activations" in given:  # a CPU run would leave them
+            train.Parked = InNumpy
             model.activation_hooks = train.OffloadActivations(torch.device("cpu"))
         return load_weights_(model, *args, **kwargs)
 
