@@ -115,8 +115,6 @@ PAIRS = [  # flag, ranks, flags without it, flags with it
     ("--optim_in_backward", 1, "", "--optim_in_backward"),
     ("--precision bf16", 1, "--precision mixed", "--precision bf16"),
     ("--fsdp2, 4 ranks", 4, "", "--fsdp2"),
-    ("--reshard_after_forward", 4, "--fsdp2 --no-reshard_after_forward", "--fsdp2"),
-    ("--shard_embeddings", 4, "--fsdp2 --no-shard_embeddings", "--fsdp2"),
 ]
 
 
