@@ -2,8 +2,7 @@
 
     python tests/bench_data.py [--mb 1000] [--rounds 3] [--cores 1 2]
 
-Writes conversations made of the standard library's source into a file of --mb (1e6 bytes) and reads it. Memory is the
-peak of the reader's own pages (RssAnon) above its imports.
+Reads a file of --mb (1e6 bytes) of conversations that it writes. Memory: own pages (RssAnon) above the imports.
 """
 
 import argparse
