@@ -95,7 +95,7 @@ def write_random_models(folder):
         "qwen2-tied": (transformers.Qwen2Config(**shape, tie_word_embeddings=True, rope_parameters=theta),
                        torch.bfloat16, "5GB"),
         "qwen3": (transformers.Qwen3Config(**shape, head_dim=32, rope_parameters=theta), torch.float32, "5GB"),
-        "qwen3-moe": (transformers.Qwen3MoeConfig(**shape, head_dim=32, rope_parameters=theta, **MOE),
+        "qwen3-moe": (transformers.Qwen3MoeConfig(**shape, head_dim=32, rope_parameters=theta, **MOE, mlp_only_layers=[1]),
                       torch.bfloat16, "400KB"),
     }
     for number, (name, (config, dtype, file_size)) in enumerate(cases.items()):

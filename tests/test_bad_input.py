@@ -68,6 +68,7 @@ ASKED_FOR = [  # a family, what its config.json asks for, words of the message b
     ("qwen2", {"hidden_act": "gelu"}, "gelu | silu"), ("qwen2", {"use_sliding_window": True}, "true"),
     ("qwen2", {"layer_types": [FULL, SLIDING]}, f"{SLIDING} | {FULL}"),
     ("qwen2", {"quantization_config": {"quant_method": "gptq"}}, "gptq | --qlora"),
+    ("qwen3-moe", {"num_experts_per_tok": None}, "null"), ("qwen3-moe", {"moe_intermediate_size": None}, "null"),
     ("qwen2", {"num_experts": 8}, "8"), ("qwen3-moe", {"num_experts_per_tok": 13}, "12"),
     ("qwen3-moe", {"mlp_only_layers": [1.5]}, "1.5"), ("qwen3-moe", {"output_router_logits": True}, "true"),
     ("llama2", {"mlp_bias": True}, ""), ("llama2", {"attention_bias": True}, ""),
