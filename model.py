@@ -52,8 +52,8 @@ FIELDS = {
     "head_dim": (int, 2, 1 << 10, None), "max_position_embeddings": (int, 1, 1 << 30, None),
     "rms_norm_eps": (float, 1e-30, 1, 1e-6), "initializer_range": (float, 0, 1e3, 0.02),
     "tie_word_embeddings": (bool, False, True, False), "norm_topk_prob": (bool, False, True, False),
-    "num_experts": (int, 0, 1 << 12, 0), "num_experts_per_tok": (int, 1, 1 << 8, 1),
-    "moe_intermediate_size": (int, 1, 1 << 18, 1), "decoder_sparse_step": (int, 1, 1 << 10, 1),
+    "num_experts": (int, 0, 1 << 12, 0), "num_experts_per_tok": (int, 1, 1 << 8, None),
+    "moe_intermediate_size": (int, 1, 1 << 18, None), "decoder_sparse_step": (int, 1, 1 << 10, 1),
 }
 POSITIVE = (float, 1e-30, 1e30, None)
 # rope_scaling: {"rope_type": "default", "linear" or "llama3", ...}; mlp_only_layers: numbers of blocks without experts
@@ -97,11 +97,12 @@ def parse_config(raw, where="config.json"):
         given.setdefault("num_key_value_heads", H)
     if family != "qwen3" and type(D) is type(H) is int and H > 0 and D % H == 0:
         given.setdefault("head_dim", D // H)
-    values = {key: read_field(given, key, field, where) for key, field in FIELDS.items()}
+    unused = {} if family == "qwen3_moe" else {"num_experts_per_tok": 1, "moe_intermediate_size": 1}
+    values = {key: read_field(unused | given, key, field, where) for key, field in FIELDS.items()}
     refuse(H % values["num_key_value_heads"], "num_key_value_heads", f"does not divide num_attention_heads {H}")
     refuse(values["head_dim"] % 2, "head_dim", "RoPE needs an even number")
     n_experts, dense = values["num_experts"], given.get("mlp_only_layers", [])
-    refuse((n_experts > 0) != (family == "qwen3_moe"), "num_experts", f"not implemented for {family}")
+    refuse((n_experts > 0) != (family == "qwen3_moe"), "num_experts", "above 0 for qwen3_moe, absent for others")
     refuse(values["num_experts_per_tok"] > max(n_experts, 1), "num_experts_per_tok", f"above {n_experts} experts")
     refuse(not isinstance(dense, list) or any(type(i) is not int for i in dense), "mlp_only_layers", "expected numbers")
     full = ["full_attention"] * values["num_hidden_layers"]
@@ -195,7 +196,6 @@ def attend_split(q_BTHK, k_BTGK, v_BTGK, spans):
     return exchange(out).transpose(0, 1).reshape(B, T, H * K)
 
 
-@functools.cache
 def takes_documents(dtype, K, device):
     """Whether FlashAttention over documents runs: 16 bits, heads of 8, 16, ... 256, an Ampere card or newer."""
     fits = device.type == "cuda" and dtype is not torch.float32 and K in range(8, 257, 8)
@@ -739,9 +739,6 @@ class Checkpoint:
                 raise ValueError(f"{path}: no such file: the download is incomplete, or the weights are .bin files, "
                                  "which can run code (transformers' save_pretrained writes safetensors)")
             self.read_header(path)
-        differ = weight_map.keys() ^ self.tensors.keys()
-        if differ and index.exists():
-            raise ValueError(f"{index}: does not list what the files hold: {listing(differ)}")
 
     def read_header(self, path):
         try:
@@ -853,8 +850,8 @@ ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["non
                 "init_lora_weights": [True, False, "gaussian"],  # PiSSA and others change the base weights
                 "layers_to_transform": [],  # 0 and false are layer 0
                 "rank_pattern": [{}], "alpha_pattern": [{}], "loftq_config": [{}]}
-ADAPTER_FREE = ("r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path", "revision",
-                "auto_mapping", "inference_mode", "peft_version", "megatron_core", "qalora_group_size")
+ADAPTER_FREE = ("r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path", "auto_mapping",
+                "revision", "inference_mode", "peft_version", "megatron_core", "qalora_group_size", "target_parameters")
 
 
 def open_adapter(folder):
@@ -986,6 +983,9 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
     write_safetensors(out / "adapter_model.safetensors", layout, tensors.values())
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "bias": "none",
               "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets), "inference_mode": True}
+    if any(".experts." in name for name in tensors):  # PEFT stacks experts, and then overlooks dense blocks' modules
+        dense = [name for name in targets if any(f".mlp.{name}." in tensor for tensor in tensors)]
+        config |= {"target_parameters": [f"mlp.{name}.weight" for name in dense], "lora_dropout": 0.0}  # it refuses one
     with writing(out, "adapter_config.json"):
         (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -993,7 +993,7 @@ def check_sizes(args, config, world):
     if n_recomputed(args, config) > config.num_hidden_layers:
         raise ValueError(f"--activation_checkpointing {args.activation_checkpointing}: the model has "
                          f"{config.num_hidden_layers} blocks")
-    if config.num_experts and (args.lora_rank or 8) % 8:
+    if config.num_experts and (args.lora_rank or 8) % 8 and {*(args.lora_targets or [])} & {*lm.LORA_TARGETS[4:]}:
         raise ValueError(f"--lora_rank {args.lora_rank}: the products of experts need a multiple of 8")
     if config.sliding_window and args.seq_len > config.sliding_window:
         raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which "
@@ -1462,6 +1462,7 @@ def open_model(args, ranks):
     with ranks.agree():
         files = raw_config, tokenizer_folder, weights_folder, _ = lm.find_model(args.model, args.random_init)
         config = lm.parse_config(raw_config, f"{args.model}: config.json")
+        adapter = open_adapter(args)
         check_sizes(args, config, ranks.world)
         if args.precision is None:
             native = (torch.cuda.is_bf16_supported(False) if ranks.device.type == "cuda" else
@@ -1473,7 +1474,6 @@ def open_model(args, ranks):
             vanilla = lm.Transformer(config)
         source = lm.Checkpoint(weights_folder) if weights_folder else lm.RandomWeights(vanilla, args.seed, ranks.device)
         lm.check_weights(vanilla, source, args.model)
-        adapter = open_adapter(args)
         model = lm.on_meta(config, args)
         if adapter:
             lm.check_weights(model, adapter, args.adapter)

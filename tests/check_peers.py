@@ -95,8 +95,8 @@ def write_random_models(folder):
         "qwen2-tied": (transformers.Qwen2Config(**shape, tie_word_embeddings=True, rope_parameters=theta),
                        torch.bfloat16, "5GB"),
         "qwen3": (transformers.Qwen3Config(**shape, head_dim=32, rope_parameters=theta), torch.float32, "5GB"),
-        "qwen3-moe": (transformers.Qwen3MoeConfig(**shape, head_dim=32, rope_parameters=theta, **MOE),
-                      torch.bfloat16, "400KB"),
+        "qwen3-moe": (transformers.Qwen3MoeConfig(**shape, head_dim=32, rope_parameters=theta, mlp_only_layers=[1],
+                                                  **MOE), torch.bfloat16, "400KB"),
     }
     for number, (name, (config, dtype, file_size)) in enumerate(cases.items()):
         random_model(config, number).to(dtype).save_pretrained(folder / name, max_shard_size=file_size)

@@ -244,6 +244,15 @@ def test_an_adapter_is_read_back_with_the_layers_that_its_tensors_name(tmp_path,
     lm.check_weights(build_random("lora"), source, tmp_path)
 
 
+def test_an_adapter_of_experts_names_the_dense_blocks_as_parameters_for_peft(tmp_path):
+    names = [f"layers.0.mlp.experts.1.{name}" for name in ("gate_proj", "down_proj")] + ["layers.1.mlp.down_proj"]
+    tensors = {f"model.{name}.lora_A.weight": torch.zeros(8, 16) for name in names}
+    lm.save_adapter(tensors, tmp_path, "base", 8, 16, 0.1, ["gate_proj", "down_proj"])
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["target_parameters"], config["lora_dropout"]) == (["mlp.down_proj.weight"], 0)
+    assert lm.open_adapter(tmp_path)[1]["lora_targets"] == ["gate_proj", "down_proj"]
+
+
 # ---------------------------------------------------------------- tiles
 
 
