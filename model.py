@@ -211,23 +211,20 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     T*T bytes. Padding gets arbitrary finite values."""
     if spans.group is not None:
         return attend_split(q_BTHK, k_BTGK, v_BTGK, spans)
-    B, T, H, K = q_BTHK.shape
-    if k_BTGK.shape[1] > T:  # a cache, and one new token, which sees all others: no mask
-        q, k, v = (t.transpose(1, 2) for t in (q_BTHK, k_BTGK, v_BTGK))
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != H).reshape(B, T, H * K)
-    q, k, v = (t.reshape(B * T, -1, K) for t in (q_BTHK, k_BTGK, v_BTGK))
+    (B, T, H, K), one_more = q_BTHK.shape, k_BTGK.shape[1] > q_BTHK.shape[1]  # a token behind a cache sees all of it
+    q, k, v = (t.flatten(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK))
     if spans.bounds is not None and takes_documents(q.dtype, K, q.device):
         limits = spans.bounds, spans.bounds, spans.longest, spans.longest
         return varlen_attn(q, k, v, *limits, window_size=(-1, 0), **GQA).view(B, T, H * K)
     if q.is_cuda and not takes_documents(q.dtype, K, q.device):  # else the math kernel, which holds all scores
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
-    sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=k.shape[1] != H)
+    sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=not one_more, enable_gqa=k.shape[1] != H)
     # oneDNN keeps a bf16 kernel for each length, 1 GB after 500. So lengths are rounded up to multiples of 32: causal
     # attention hides the added tokens, which come later, and their outputs are cut off.
     step = 32 if q.device.type == "cpu" else 1
-    lengths = {stop - start for start, stop in spans.pairs}
-    if len(lengths) == 1 and len(spans.pairs) * max(lengths) == B * T and max(lengths) % step == 0:  # no copy is saved
-        q, k, v = (t.view(len(spans.pairs), -1, t.shape[1], K).transpose(1, 2) for t in (q, k, v))
+    lengths, n = {stop - start for start, stop in spans.pairs}, len(spans.pairs)
+    if one_more or (len(lengths) == 1 and n * max(lengths) == B * T and max(lengths) % step == 0):  # no copy is saved
+        q, k, v = (t.unflatten(0, (n, -1)).transpose(1, 2) for t in (q, k, v))
         return sdpa(q, k, v).transpose(1, 2).reshape(B, T, H * K)
     pieces, end = [], 0
     for start, stop in spans.pairs:
@@ -249,13 +246,15 @@ class Route(torch.autograd.Function):
     sums. One is the backward of the other. Autograd's own adds atomically on a GPU: other bits in each run."""
 
     @staticmethod
-    def forward(ctx, x, order, k, back):
-        ctx.route = order, k, not back  # no saved tensor: a recomputation would run up to the last product for it
-        return x[order.argsort()].unflatten(0, (-1, k)).sum(1) if back else x[order // k]
+    def forward(ctx, x, order, k, N, back):
+        ctx.route = order, k, N, not back  # no saved tensor: a recomputation would run up to the last product for it
+        if back:
+            return x[order.argsort()[: N * k]].unflatten(0, (N, k)).sum(1)
+        return x[(order // k).clamp_max(N - 1)]
 
     @staticmethod
     def backward(ctx, grad):
-        return Route.apply(grad, *ctx.route), None, None, None
+        return Route.apply(grad, *ctx.route), None, None, None, None
 
 
 class MoE(nn.Module):
@@ -269,17 +268,21 @@ class MoE(nn.Module):
         self.gate, self.experts = Linear(D, E, bias=False), gated_mlp(D, width, E)
 
     def forward(self, h):
-        k, h_ND = self.n_chosen, h.flatten(0, -2)
+        k, h_ND, E = self.n_chosen, h.flatten(0, -2), self.n_experts
         odds_Nk, chosen_Nk = self.gate(h_ND).softmax(-1, dtype=torch.float32).topk(k)
         if self.normalize:
             odds_Nk = odds_Nk / odds_Nk.sum(-1, keepdim=True)
-        chosen, order = chosen_Nk.flatten().sort(stable=True)  # rows by expert, order[i] // k is the token of row i
-        ends = torch.searchsorted(chosen, torch.arange(self.n_experts, device=h.device), right=True, out_int32=True)
-        rows = Route.apply(h_ND, order, k, False)
+        chosen, route = chosen_Nk.flatten(), (k, len(h_ND))
+        if h.device.type == "cpu" and h.dtype is not torch.float32:  # as in attend: rows of odds 0, to multiples of 32
+            n_more = -chosen.bincount(minlength=E) % 32
+            chosen = torch.cat([chosen, torch.arange(E).repeat_interleave(n_more)])
+        chosen, order = chosen.sort(stable=True)  # rows by expert, order[i] // k is the token of row i
+        ends = torch.searchsorted(chosen, torch.arange(E, device=h.device), right=True, out_int32=True)
+        rows = Route.apply(h_ND, order, *route, False)
         gated = F.silu(self.experts.gate_proj(rows, ends)) * self.experts.up_proj(rows, ends)
         # scaled before the last product: the sums are the same, and a recomputation can end here
-        out = self.experts.down_proj(gated * odds_Nk.flatten()[order, None].to(h.dtype), ends)
-        return Route.apply(out, order, k, True).view_as(h)
+        odds = F.pad(odds_Nk.flatten(), (0, len(order) - odds_Nk.numel()))[order, None]
+        return Route.apply(self.experts.down_proj(gated * odds.to(h.dtype), ends), order, *route, True).view_as(h)
 
 
 class Block(nn.Module):
@@ -338,9 +341,8 @@ class SaveNow(torch.autograd.Function):
 
 def tile_mlp_(model, tile):
     """Runs what follows attention in every block `tile` tokens at a time, each tile a checkpoint: 6*F values a token
-    live for one tile (ALST, arXiv:2506.13996; 8B at 128k: 0.7 GiB, not 21). In a checkpointed block tiles would run
-    three times, as its second forward goes on to the last tensor that it saves, the input of the last tile. So SaveNow
-    saves all inputs first, and the tiles save theirs outside the block's hooks."""
+    live for one tile (ALST, arXiv:2506.13996). In a checkpointed block tiles would run three times: its second forward
+    ends at its last saved tensor, the last tile's input. So SaveNow saves all inputs first, tiles outside these hooks."""
 
     def after_attention(plain, x, attention):
         inputs = SaveNow.apply(torch.empty(0, requires_grad=True), x, attention).grad_fn
@@ -501,9 +503,8 @@ def next_logits(model, tokens, device, cache):
 def generate(model, tokens, n, stop, device, temperature=0.0):
     """Continues a list of token ids: yields at most n more, and ends before an id in `stop` or where a sliding window
     is full. Temperature 0 takes the likeliest token. Under FSDP2 every rank makes the same calls."""
-    room = (model.config.sliding_window or math.inf) - len(tokens)
     cache, generator = {}, torch.Generator().manual_seed(next(SEEDS))
-    for _ in range(min(n, room)):
+    for _ in range(min(n, (model.config.sliding_window or math.inf) - len(tokens))):
         logits_V = next_logits(model, tokens, device, cache)
         token = int(logits_V.argmax())
         if temperature:
@@ -969,12 +970,11 @@ def save_model(tensors, layout, out, raw_config, write):
     try:
         if write:
             write_safetensors(out / "model.safetensors", layout, tensors)
+            with writing(out, "config"):
+                (out / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
     finally:  # also where the disk is full: the other ranks wait in the iterator's collectives
         for _ in tensors:
             pass
-    if write:
-        with writing(out, "config"):
-            (out / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
 
 
 def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
