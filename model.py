@@ -342,7 +342,7 @@ class SaveNow(torch.autograd.Function):
 def tile_mlp_(model, tile):
     """Runs what follows attention in every block `tile` tokens at a time, each tile a checkpoint: 6*F values a token
     live for one tile (ALST, arXiv:2506.13996). In a checkpointed block tiles would run three times: its second forward
-    ends at its last saved tensor, the last tile's input. So SaveNow saves all inputs first, tiles outside these hooks."""
+    ends at its last saved tensor, a tile's input. So SaveNow saves all inputs first, tiles outside those hooks."""
 
     def after_attention(plain, x, attention):
         inputs = SaveNow.apply(torch.empty(0, requires_grad=True), x, attention).grad_fn

@@ -28,6 +28,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -51,6 +52,31 @@ processes.set_forkserver_preload(["train", "torch._dynamo", "numpy.ma", "pytest"
 HANG_S = 600
 
 
+WAITS = "test_what_is_marked_gpu_passes_on_an_emulated_device"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def emulated(request, tmp_path_factory):
+    """The tests marked gpu on an emulated device, beside all others: (process, its output), or why there is none."""
+    import torch
+
+    if torch.cuda.is_available() or not any(item.name == WAITS for item in request.session.items):
+        yield None
+        return
+    try:
+        emulated_cuda.library()
+    except (OSError, subprocess.CalledProcessError) as error:
+        yield error
+        return
+    log = tmp_path_factory.mktemp("gpu") / "log"
+    files = [path for path in HERE.glob("test_*.py") if "mark.gpu" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"OOMPH_EMULATED_CUDA": "1"})
+    yield process, log
+    process.kill()
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or an emulated one (test_cuda.py)")
 
@@ -61,6 +87,7 @@ def pytest_collection_modifyitems(items):
     for item in items if not torch.cuda.is_available() else []:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device in this process: test_cuda.py emulates one"))
+    items.sort(key=lambda item: item.name == WAITS)  # the last one: nothing is left to do beside it
     if emulated_cuda.LOADED:  # ranks are forks, and a process may not fork once it has threads
         items.sort(key=lambda item: item.path.name != "test_cuda.py")
         torch.set_num_threads(1)

@@ -8,14 +8,13 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 
 import pytest
 import standins
 import torch
-from conftest import HERE, MOE, SHAPE, build, curve, run_ranks, start_ranks
-from emulated_cuda import LOADED, library
+from conftest import MOE, SHAPE, build, curve, run_ranks, start_ranks
+from emulated_cuda import LOADED
 from safetensors.torch import load_file, save_file
 
 import model as lm
@@ -31,17 +30,14 @@ PAIRS = [" ".join(["--fsdp2", *(flag[not on] for flag, on in zip(FLAGS, row))]) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this process has a GPU")
-def test_what_is_marked_gpu_passes_on_an_emulated_device():
-    try:
-        library()
-    except (OSError, subprocess.CalledProcessError) as error:
-        assert os.environ.get("OOMPH_EMULATED_CUDA") != "required", error
-        pytest.skip(f"no C++ compiler: {error}")
-    files = [path for path in HERE.glob("test_*.py") if "mark.gpu" in path.read_text()]
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OOMPH_EMULATED_CUDA": "1"})
-    assert done.returncode == 0, done.stdout
-    print(done.stdout)
+def test_what_is_marked_gpu_passes_on_an_emulated_device(emulated):
+    if isinstance(emulated, Exception):
+        assert os.environ.get("OOMPH_EMULATED_CUDA") != "required", emulated
+        pytest.skip(f"no C++ compiler: {emulated}")
+    process, log = emulated
+    code = process.wait()
+    print(log.read_text())
+    assert code == 0, log.read_text()
 
 
 @pytest.fixture(scope="module")
