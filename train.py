@@ -249,9 +249,8 @@ def conflicts(args):
     needs = {  # flag: (whether what it needs is given, what that is)
         **dict.fromkeys(("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge"), adapters),
         "stochastic_rounding": (args.precision == "bf16", "--precision bf16"),
-        "ce_chunk": (args.chunked_ce, "--chunked_ce"), "eval_every": (args.eval_data, "--eval_data"),
+        "eval_every": (args.eval_data, "--eval_data"),
         "world": (args.dry_run, "--dry_run; a run has the ranks of torchrun --nproc_per_node"),
-        "async_save": (args.save_every, "--save_every above 0"),
         "optim_in_backward": (args.grad_accum == 1 and not args.clip, "--grad_accum 1, no --clip: it frees gradients"),
         "chat": (not args.fsdp2 and "RANK" not in os.environ, "one device: no torchrun, no --fsdp2"),
         "tensorboard": (importlib.util.find_spec("tensorboard"), "a package: pip install tensorboard"),
@@ -880,8 +879,7 @@ def fewest_recomputed(args, config, world, length, room):
         changed = argparse.Namespace(**{**vars(args), "activation_checkpointing": n})
         return peak_of(plan(changed, config, world, tokens_of(args, length))[0])[1] + OVERHEAD <= 0.9 * room
 
-    blocks = range(config.num_hidden_layers)
-    return bisect.bisect_left(blocks, True, key=fits)
+    return bisect.bisect_left(range(config.num_hidden_layers), True, key=fits)
 
 
 def tokens_of(args, length):
@@ -983,7 +981,7 @@ def dry_run(args, argv):
 
 
 def check_sizes(args, config, world):
-    """ValueError where the ranks, or the query heads of the model, cannot be dealt out evenly."""
+    """ValueError where a flag does not fit the ranks or the model."""
     heads = config.num_attention_heads
     for flag, n in (("replicas", world), ("sequence_parallel", math.gcd(world, heads))):
         if n % getattr(args, flag):
@@ -991,9 +989,11 @@ def check_sizes(args, config, world):
             raise ValueError(f"--{flag} {getattr(args, flag)} does not divide the {world} rank(s) or the {heads} heads "
                              f"of attention; these do: {', '.join(fit)}")
     if n_recomputed(args, config) > config.num_hidden_layers:
-        raise ValueError(f"--activation_checkpointing {args.activation_checkpointing}: the model has "
-                         f"{config.num_hidden_layers} blocks")
-    if config.num_experts and (args.lora_rank or 8) % 8 and {*(args.lora_targets or [])} & {*lm.LORA_TARGETS[4:]}:
+        raise ValueError(f"--activation_checkpointing: the model has {config.num_hidden_layers} blocks")
+    of_experts = {*(args.lora_targets or [])} & {*lm.LORA_TARGETS[4:]} if config.num_experts else set()
+    if len(of_experts & {"gate_proj", "up_proj"}) == 1:
+        raise ValueError("--lora_targets: PEFT takes gate_proj and up_proj of experts together: give both or none")
+    if of_experts and (args.lora_rank or 8) % 8:
         raise ValueError(f"--lora_rank {args.lora_rank}: the products of experts need a multiple of 8")
     if config.sliding_window and args.seq_len > config.sliding_window:
         raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which "
@@ -1344,7 +1344,7 @@ class Log:
         curve, tenth = self.draw(), self.state["steps"] / 10
         first = [loss for step, loss in curve if step <= tenth or step == curve[0][0]]
         last = [loss for step, loss in curve if step > 9 * tenth]
-        if last:
+        if last and self.state["step"] > self.start_step:  # not a finished run, exported again
             self.ranks.say(f"{self.state['step'] - self.start_step} steps in {time.perf_counter() - self.start:.0f} s, "
                            f"mean loss of the first tenth {sum(first) / len(first):.4f}, of the last "
                            f"{sum(last) / len(last):.4f}")
