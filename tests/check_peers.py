@@ -150,7 +150,7 @@ def theirs(folder):
 
 def round_to_file(model, folder):
     """The model with every weight rounded to the dtype that it has in a checkpoint, in float32 again."""
-    *_, dtype = lm.Checkpoint(folder).tensors["lm_head.weight"]
+    *_, dtype = lm.Checkpoint(folder).tensors["model.embed_tokens.weight"]
     for p in model.parameters():
         p.data = p.data.to(dtype).float()
     return model
@@ -178,7 +178,8 @@ def check_model(name, base, runs, tokens):
         unloaded = round_to_file(model.merge_and_unload(), merged)
         same(f"{name}: {run}, merged/ against PEFT's merge, rounded alike", merged_logits, unloaded(tokens).logits)
         ratio = ((merged_logits - logits).std() / (start - logits).std()).item()
-        check(f"{name}: {run}, merged/ against base + adapter", ratio < 0.02,
+        limit = 0.1 if "moe" in name else 0.02  # a token whose experts were a near tie goes to another one
+        check(f"{name}: {run}, merged/ against base + adapter", ratio < limit,
               f"rounded weights move the logits {ratio:.2%} as far as the adapter does")
         check_tokenizer(f"{name}: {run}, merged/", merged)
 

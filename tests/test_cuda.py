@@ -33,7 +33,7 @@ PAIRS = [" ".join(["--fsdp2", *(flag[not on] for flag, on in zip(FLAGS, row))]) 
 def test_what_is_marked_gpu_passes_on_an_emulated_device(emulated):
     if isinstance(emulated, Exception):
         assert os.environ.get("OOMPH_EMULATED_CUDA") != "required", emulated
-        pytest.skip(f"no C++ compiler: {emulated}")
+        pytest.skip(f"no emulated GPU: {emulated}")
     process, log = emulated
     code = process.wait()
     print(log.read_text())
