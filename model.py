@@ -785,11 +785,11 @@ def file_names(name, config):
 
 
 def rows_of(source, names, start, stop):
-    """Rows [start, stop) of the matrices `names` of a Checkpoint or RandomWeights, as if they were one."""
-    n, parts = source.tensors[names[0]][1][0], []
+    """Yields (rows of one matrix, their slice of [start, stop)) of the matrices `names`, as if these were one."""
+    n = source.tensors[names[0]][1][0]
     for i in range(start // n, -(-stop // n)):
-        parts.append(source.rows(names[i], max(start - i * n, 0), min(stop - i * n, n)))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        first, last = max(start, i * n), min(stop, i * n + n)
+        yield source.rows(names[i], first - i * n, last - i * n), slice(first - start, last - start)
 
 
 class RandomWeights:
@@ -905,17 +905,17 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
             continue  # an empty shard, or written along with the codes
         if name.endswith("weight_codes"):
             names = [name.removesuffix("_codes") for name in names]
-            codes, scales = nf4.quantize(rows_of(source, names, start, stop).to(device), name)
-            out.copy_(codes)
-            local(params[name.removesuffix("codes") + "scales"])[0].copy_(scales)
-        elif adapter is not None and ".lora_" in name:
-            out.copy_(rows_of(adapter, [PEFT_PREFIX + name for name in names], start, stop))
-        elif name.endswith("lora_B.weight"):
+            scales, _ = local(params[name.removesuffix("codes") + "scales"])
+            for rows, place in rows_of(source, names, start, stop):
+                out[place], scales[place] = nf4.quantize(rows.to(device), name)
+        elif adapter is None and name.endswith("lora_B.weight"):
             out.zero_()
-        elif name.endswith("lora_A.weight"):  # PEFT's and torch's default, U(-1/sqrt(in), 1/sqrt(in))
+        elif adapter is None and name.endswith("lora_A.weight"):  # PEFT's default, U(-1/sqrt(in), 1/sqrt(in))
             out.copy_(random_rows(name, out.shape[1], start, stop, seed, "cpu", uniform=True) * out.shape[1] ** -0.5)
         else:
-            out.copy_(rows_of(source, names, start, stop))
+            files = (adapter, [PEFT_PREFIX + name for name in names]) if ".lora_" in name else (source, names)
+            for rows, place in rows_of(*files, start, stop):
+                out[place] = rows
         duplicate = name == "model.embed_tokens.weight" and HEAD not in params and HEAD in source.tensors
         if duplicate and not torch.equal(source.rows(name, start, stop), source.rows(HEAD, start, stop)):
             raise ValueError(f"config.json ties the head to the embedding, but the checkpoint's {HEAD} differs: "

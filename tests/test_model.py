@@ -199,18 +199,22 @@ def test_no_supervised_token_gives_zero_loss_and_a_working_backward():
 # ---------------------------------------------------------------- attention by documents
 
 
-def test_attention_by_documents_equals_a_block_diagonal_mask():
+@pytest.mark.parametrize("T, pairs", [
+    (40, [(0, 7), (7, 8), (8, 33), (40, 80)]),  # 33..40 is padding
+    (64, [(0, 32), (32, 64), (64, 96), (96, 128)]),  # equal documents, in one call
+])
+def test_attention_by_documents_equals_a_block_diagonal_mask(T, pairs):
     g = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, 40, heads, 8, generator=g) for heads in (4, 2, 2))
-    pairs = [(0, 7), (7, 8), (8, 33), (40, 80)]  # 33..40 is padding
-    mask = torch.zeros(80, 80, dtype=torch.bool)
+    q, k, v = (torch.randn(2, T, heads, 8, generator=g) for heads in (4, 2, 2))
+    mask = torch.zeros(2 * T, 2 * T, dtype=torch.bool)
     for start, stop in pairs:
         mask[start:stop, start:stop] = torch.ones(stop - start, stop - start).tril().bool()
-    mask[range(33, 40), range(33, 40)] = True  # softmax needs something there
-    flat = [t.reshape(1, 80, -1, 8).transpose(1, 2) for t in (q, k, v)]
-    expected = F.scaled_dot_product_attention(*flat, attn_mask=mask, enable_gqa=True).transpose(1, 2).reshape(2, 40, 32)
-    expected[0, 33:] = 0
-    torch.testing.assert_close(lm.attend(q, k, v, data.pack_spans(pairs, 80)), expected, atol=1e-6, rtol=1e-5)
+    padding = (~mask.any(1)).nonzero().flatten()
+    mask[padding, padding] = True  # softmax needs something there
+    flat = [t.reshape(1, 2 * T, -1, 8).transpose(1, 2) for t in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*flat, attn_mask=mask, enable_gqa=True).transpose(1, 2).reshape(2, T, 32)
+    expected.view(2 * T, 32)[padding] = 0
+    torch.testing.assert_close(lm.attend(q, k, v, data.pack_spans(pairs, 2 * T)), expected, atol=1e-6, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- LoRA

@@ -5,6 +5,8 @@ import filecmp
 import itertools
 import json
 import os
+import re
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -209,15 +211,20 @@ def test_shards_of_rows_have_the_loss_and_the_gradients_of_whole_rows(tmp_path, 
     on_ranks(world, check_shards_of_rows, tmp_path, [*shapes, (heads[0], True, torch.bfloat16)])
 
 
-def check_nf4(ranks, folder, n_replicas):
+def check_nf4(ranks, folder, n_replicas, changes):
     """Bytes, and weights dequantized after the all-gather, against those of the whole weights."""
-    whole, read, rows_of, seen = dict(build()[0].named_parameters()), [], lm.RandomWeights.rows, []
-    lm.RandomWeights.rows = lambda *args: read.append((args[1], args[3] - args[2])) or rows_of(*args)  # name, rows
-    flags = "--fsdp2", "--precision", "mixed", "--qlora", "--lora_rank", 5, "--replicas", n_replicas
-    model, _ = build(*flags, ranks=ranks)
+    whole, read, rows_of, seen = dict(build(**changes)[0].named_parameters()), Counter(), lm.RandomWeights.rows, []
+
+    def rows(self, name, start, stop):
+        read[re.sub(r"experts\.\d+", "experts", name)] += stop - start
+        return rows_of(self, name, start, stop)
+
+    lm.RandomWeights.rows = rows
+    flags = "--fsdp2", "--precision", "mixed", "--qlora", "--lora_rank", 8 if changes else 5, "--replicas", n_replicas
+    model, _ = build(*flags, ranks=ranks, **changes)
     params = dict(model.named_parameters())
     mine = {name.removesuffix("_codes"): len(lm.local(p)[0]) for name, p in params.items() if "lora" not in name}
-    assert sorted(read) == sorted((name, n) for name, n in mine.items() if n and not name.endswith("_scales")), (
+    assert read == {name: n for name, n in mine.items() if n and not name.endswith("_scales")}, (
         "a rank reads its own rows and no others")
 
     def compare(layer, codes, scales):
@@ -234,9 +241,9 @@ def check_nf4(ranks, folder, n_replicas):
     assert len(seen) == 3 * 7 and all(seen)
 
 
-@pytest.mark.parametrize("world, n_replicas", [(1, 1), (3, 1), (4, 1), (4, 2)])
-def test_nf4_bytes_are_the_same_on_every_number_of_ranks(tmp_path, world, n_replicas):
-    on_ranks(world, check_nf4, tmp_path, n_replicas)
+@pytest.mark.parametrize("world, n_replicas, changes", [(1, 1, {}), (3, 1, {}), (4, 1, {}), (4, 2, {}), (3, 1, MOE)])
+def test_nf4_bytes_are_the_same_on_every_number_of_ranks(tmp_path, world, n_replicas, changes):
+    on_ranks(world, check_nf4, tmp_path, n_replicas, changes)
 
 
 BIG = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 5}
