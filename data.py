@@ -477,11 +477,6 @@ def stdlib_questions(name, text):
                 yield {"instruction": question, "output": doc.split("\n\n")[0]}
 
 
-def n_cores():
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
 def unreadable(path, kind):
     """What is wrong with a name in --data, and the line that converts a table or a dataset of the Hub."""
     wrong, code = "" if path.is_file() else "no such file; ", ""

@@ -265,7 +265,7 @@ def conflicts(args):
         (not args.fsdp2 and ("params" in (args.offload or []) or not default_fsdp2), "--replicas, --offload params, "
          "--no-reshard_after_forward and --no-shard_embeddings change how FSDP2 works: add --fsdp2"),
         (args.offload not in (None, ["params"]) and args.activation_checkpointing != "all", "--offload activations "
-         "needs --activation_checkpointing: a block's input is small enough for the bus, all it computes is not"),
+         "needs --activation_checkpointing all: a block's input is small enough for the bus, all it computes is not"),
     ]
 
 
@@ -289,7 +289,8 @@ class Ranks:
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
         if int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:  # torchrun's default leaves CPU work on one core a rank
-            torch.set_num_threads(max(1, data.n_cores() // n_local))
+            n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            torch.set_num_threads(max(1, n_cores // n_local))
         # gloo beside NCCL: tensors on the CPU (offloaded parameters, signals) need collectives too
         backend, store = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", dist.HashStore()
         if "RANK" in os.environ:
