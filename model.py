@@ -27,10 +27,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -202,8 +199,14 @@ def takes_documents(dtype, K, device):
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# torch 2.11 shares key heads between query heads unasked, later versions want to be asked
-GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+@functools.cache
+def attend_documents():
+    """FlashAttention over documents. Its import takes 0.3 s, and only a GPU has it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 shares key heads between query heads unasked, later versions want to be asked
+    gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return functools.partial(varlen_attn, window_size=(-1, 0), **gqa)
 
 
 def attend(q_BTHK, k_BTGK, v_BTGK, spans):
@@ -215,7 +218,7 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     q, k, v = (t.flatten(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK))
     if spans.bounds is not None and takes_documents(q.dtype, K, q.device):
         limits = spans.bounds, spans.bounds, spans.longest, spans.longest
-        return varlen_attn(q, k, v, *limits, window_size=(-1, 0), **GQA).view(B, T, H * K)
+        return attend_documents()(q, k, v, *limits).view(B, T, H * K)
     if q.is_cuda and not takes_documents(q.dtype, K, q.device):  # else the math kernel, which holds all scores
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=not one_more, enable_gqa=k.shape[1] != H)
@@ -452,7 +455,8 @@ class Transformer(nn.Module):
         self.activation_hooks = None  # a context manager around the blocks: train.py's activation offload
         self.sequence_group = None  # the ranks that hold pieces of the same rows: --sequence_parallel
         self.model = nn.ModuleDict({
-            "embed_tokens": nn.Embedding(c.vocab_size, c.hidden_size),
+            # without the initial values, which import torch._dynamo: 0.5 s
+            "embed_tokens": nn.Embedding(c.vocab_size, c.hidden_size, _weight=torch.empty(c.vocab_size, c.hidden_size)),
             "layers": nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers)),
             "norm": RMSNorm(c.hidden_size, c.rms_norm_eps),
         })
@@ -535,7 +539,7 @@ def step_flops(c, counted, n_adapter):
     return attention + (6 * products if n_adapter is None else 4 * products + 6 * n_adapter * n_tokens)
 
 
-def activation_bytes(args, c, size, n_tokens, checkpointed):
+def activation_bytes(args, c, size, n_tokens, checkpointed, keeps_weights):
     """{what: bytes}: a block's input, all it saves for the backward, and the most that its backward holds in attention
     and in the MLP, for products of `size` bytes a number, as CUDA kernels save them. FlashAttention: q, k, v, its
     output, a float32 a head; its backward adds up dq in float32 and makes dk, dv of each query head. The kernel for
@@ -575,11 +579,13 @@ def activation_bytes(args, c, size, n_tokens, checkpointed):
     if args.tiled_mlp:  # gradients of the output, and of what earlier tiles read
         saved = N * (attention + D)
         in_mlp += N * D + (N - tile) * (D + Q)
+    if keeps_weights:
+        saved += 2 * D * (Q + own_G) + 3 * n_weights
     if checkpointed:
         saved = N * (D + (8 * k / size if c.num_experts else 0))  # and the order of the experts' rows
-        if args.qlora:  # weights that the recomputation has dequantized, all but down_proj's
-            in_attention += 2 * D * (Q + own_G)
-            in_mlp += 2 * D * (Q + own_G) + 2 * n_weights
+    if keeps_weights or (checkpointed and args.qlora):  # dequantized, and `weight` is down_proj's
+        in_attention += 2 * D * (Q + own_G)
+        in_mlp += 2 * D * (Q + own_G) + 2 * n_weights
     numbers = {"input": N * D, "saved": saved, "in attention": in_attention, "in mlp": in_mlp}
     return {what: int(size * n) for what, n in numbers.items()}
 
@@ -674,9 +680,14 @@ def checkpoint_activations_(model, preserve_rng, n_blocks=None):
     again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng)
     for block in model.model.layers[:n_blocks]:
         block.forward = functools.partial(again, block.forward)
-        for module in block.modules():
-            if isinstance(module, nf4.NF4Linear):
-                module.checkpointed = True  # its backward uses the weight that the recomputation has dequantized
+        keep_weights_(block)
+
+
+def keep_weights_(module):
+    """The backward uses the NF4 weights that the forward (checkpointed: the second one) has dequantized."""
+    for layer in module.modules():
+        if isinstance(layer, nf4.NF4Linear):
+            layer.keeps_weight = True
 
 
 # -------------------------------- reading weights
@@ -875,9 +886,14 @@ def open_adapter(folder):
                         "lora_targets": [target for target in LORA_TARGETS if target in found]}
 
 
+def is_sharded(tensor):
+    """Whether it is a DTensor of FSDP2. Only what shards imports that class: 0.4 s."""
+    return hasattr(tensor, "placements")
+
+
 def local(param):
     """(this rank's rows of a parameter as a plain tensor, its first row in the full one)."""
-    if not isinstance(param, DTensor):
+    if not is_sharded(param):
         return param.data, 0
     (dim,) = (i for i, placement in enumerate(param.placements) if placement.is_shard(0))
     rows = -(-param.shape[0] // param.device_mesh.size(dim))  # FSDP2 cuts like torch.chunk
@@ -928,7 +944,7 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
 def reshard_(model):
     """Gives modules their shards back after an evaluation: FSDP2 keeps them for a backward to come."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if hasattr(module, "reshard"):
             module.reshard()
 
 
@@ -937,7 +953,7 @@ def full_tensors(model, trainable_only):
     reshard_(model)
     for name, param in model.named_parameters():
         if param.requires_grad or not trainable_only:
-            whole = (param.full_tensor() if isinstance(param, DTensor) else param).detach().cpu()
+            whole = (param.full_tensor() if is_sharded(param) else param).detach().cpu()
             names = file_names(name, model.config)
             yield from zip(names, whole.chunk(len(names)))
 
@@ -1062,7 +1078,7 @@ def rows_of_rank(tensors, rank):
     """{"name:first row": rows} that this rank writes. Of ranks that hold the same, the first writes."""
     rows = {}
     for name, tensor in tensors.items():
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        mesh = tensor.device_mesh if is_sharded(tensor) else None
         first = rank == 0 if mesh is None else mesh.ndim == 1 or mesh.get_local_rank(0) == 0
         part, start = local(tensor)
         if first and part.numel():

@@ -177,7 +177,7 @@ class NF4Linear(nn.Module):
         super().__init__()
         D, N = self.in_features, self.out_features = in_features, out_features
         self.fast = False  # dequantize by torch.compile
-        self.checkpointed = False  # inside a block whose forward runs again in the backward
+        self.keeps_weight = False  # 16 bits from the forward to the backward
         frozen = functools.partial(nn.Parameter, requires_grad=False)
         self.weight_codes = frozen(torch.empty(N, D // 2, dtype=torch.uint8, device=device))
         self.weight_scales = frozen(torch.empty(N, D // BLOCK + ENDS, dtype=torch.uint8, device=device))
@@ -188,9 +188,9 @@ class NF4Linear(nn.Module):
         if ends is not None:  # experts without a row stay in 4 bits
             experts = ends.diff(prepend=ends.new_zeros(1)).nonzero().flatten()
             ends, used = ends[experts], (len(ends), experts)
-        if self.checkpointed:
-            # Autograd saves the weight, and checkpointing drops it until the block's second forward has made it again:
-            # no third dequantization. It is saved before the product runs, so that the second forward can end there.
+        if self.keeps_weight:
+            # Autograd saves the weight. Checkpointing drops it until the block's second forward has made it again: no
+            # third dequantization. It is saved before the product runs, so that the second forward can end there.
             y = linear(x, weight(*nf4, x.detach(), self.fast, used), ends)
         else:
             y = NF4Matmul.apply(x, ends, *nf4, self.fast, used)

@@ -45,9 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor
 
 import data
 import model as lm
@@ -76,7 +74,7 @@ def n_blocks(text):
     """An argparse type."""
     if text not in ("all", "auto") and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: expected a number of blocks, all or auto")
-    return number(int)(text) if text.isdecimal() else text
+    return number(int, True)(text) if text.isdecimal() else text
 
 
 # named at the start
@@ -144,7 +142,8 @@ def parse_args(argv=None):
     add("--offload", str, None, "to host memory: block inputs until the backward; weights, gradients and optimizer",
         "none; bare: all that applies", nargs="*", choices=("activations", "params"))
     add("--activation_checkpointing", n_blocks, "all", "keep only the inputs of the first N blocks and recompute the "
-        "rest in the backward; auto: of as few blocks as memory allows", nargs="?", const="all")
+        "rest in the backward; auto: of as few blocks as memory allows, and with room left dequantize NF4 once a step",
+        nargs="?", const="all")
     group.add_argument("--no-activation_checkpointing", dest="activation_checkpointing", action="store_const", const=0,
                        help="keep all that is computed, which takes the least time")
     switch("--chunked_ce", "head and loss in chunks of tokens, no [tokens, vocabulary] tensor", on=True)
@@ -232,6 +231,7 @@ def complete(args, refuse):
             refuse(message)
     every = ["activations", "params"] if args.fsdp2 else ["activations"]
     args.offload = every if args.offload == [] else args.offload or []
+    args.n_weights_kept = 0  # see choose_blocks()
     if args.clip is None:
         args.clip = 0.0 if args.optim_in_backward else 1.0
     args.ce_chunk = (args.ce_chunk or 1024) if args.chunked_ce else 0
@@ -408,6 +408,8 @@ def shard_(model, args, device):
     One unit per block, one for the embedding and one for the head; the last norm belongs to the root, which stays
     gathered from forward to backward. With replicas, weights are gathered inside a replica only, and replicas exchange
     2 * (N - 1) / N times the bytes of a gradient's shard."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     shard_bytes_on_old_torch_()
     sizes = args.replicas, dist.get_world_size() // args.replicas
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
@@ -666,7 +668,7 @@ def clip_gradients_(params, clip):
     """Scales the gradients to an L2 norm of at most `clip` (0: not at all) -> the norm before, on the device. Under
     FSDP2 it is a DTensor of partial sums: only full_tensor() is the norm of all ranks (pytorch #121020)."""
     norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = norm.full_tensor() if lm.is_sharded(norm) else norm
     if clip:
         nn.utils.clip_grads_with_norm_(params, clip, norm)
     return norm
@@ -785,7 +787,9 @@ def plan(args, config, world, tokens):
     tensors, gradients = [n for unit in whole for n in unit.tensors], sum(unit.gradient for unit in whole)
     always = {kind: sum(unit.always[kind] for unit in whole) for kind in ALWAYS}
 
-    acts = [lm.activation_bytes(args, config, size, tokens, checkpointed) for checkpointed in (False, True)]
+    n_checkpointed, first_kept = n_recomputed(args, config), n_layers - args.n_weights_kept
+    acts = [lm.activation_bytes(args, config, size, tokens, i < n_checkpointed, i >= first_kept)
+            for i in range(n_layers)]
     host, in_step = {}, 0 if args.fused_adamw else 2 * max(tensors)
     if args.optim == "adamw8bit" or args.stochastic_rounding:  # float32 temporaries of a piece of the largest weight
         numbers, kept = (2, 28) if args.precision == "bf16" else (4, 24)
@@ -793,7 +797,7 @@ def plan(args, config, world, tokens):
     if offloaded:
         host, always, in_step = {**always, "gradients": gradients}, {}, 0
     if "activations" in args.offload:
-        host["activations"] = (n_layers - 1) * -(-acts[True]["input"] // PAGE) * PAGE
+        host["activations"] = (n_layers - 1) * -(-acts[0]["input"] // PAGE) * PAGE
     if args.async_save:  # torch's pinned allocator rounds up to powers of two
         host["copy of a checkpoint"] = sum(n if offloaded else 1 << (n - 1).bit_length() for n in tensors)
 
@@ -808,10 +812,9 @@ def plan(args, config, world, tokens):
 
 def moments_of(args, c, shards, units, acts, logits_bytes):
     """{moment: {kind: bytes}} from the loss to the embedding's gradient, without what is there all the time. units: a
-    block, its o_proj and MLP, embedding, head. acts: of activation_bytes(), [without checkpointing, with it]."""
+    block, its o_proj and MLP, embedding, head. acts: activation_bytes() of each block."""
     (block, tail, embedding, head), n_layers, tied = units, c.num_hidden_layers, c.tie_word_embeddings
     n_checkpointed, of_tiles = n_recomputed(args, c), tail.new_gradient if args.tiled_mlp else 0
-    acts = [acts[i < n_checkpointed] for i in range(n_layers)]
 
     # ---- weights in the dtype of products
     own_units = args.fsdp2 and args.shard_embeddings and not tied  # of embedding and head; else they stay gathered
@@ -874,13 +877,19 @@ def n_recomputed(args, config):
     return args.activation_checkpointing if type(args.activation_checkpointing) is int else n
 
 
-def fewest_recomputed(args, config, world, length, room):
-    """--activation_checkpointing auto -> the fewest blocks whose plan fits into 90 % of `room` bytes, or all."""
-    def fits(n):
-        changed = argparse.Namespace(**{**vars(args), "activation_checkpointing": n})
-        return peak_of(plan(changed, config, world, tokens_of(args, length))[0])[1] + OVERHEAD <= 0.9 * room
+def choose_blocks(args, config, world, length, room, say):
+    """--activation_checkpointing auto: the fewest blocks that are recomputed, or else the most, from the last on, that
+    keep their NF4 weights in 16 bits from forward to backward, so that the plan fits into 90 % of `room` bytes."""
+    n, can_keep = config.num_hidden_layers, args.qlora and not args.tiled_mlp  # a tile is a checkpoint of its own
+    choices = [*((0, n_kept) for n_kept in range(n if can_keep else 0, 0, -1)), *((i, 0) for i in range(n + 1))]
 
-    return bisect.bisect_left(range(config.num_hidden_layers), True, key=fits)
+    def fits(choice):
+        args.activation_checkpointing, args.n_weights_kept = choice
+        return peak_of(plan(args, config, world, tokens_of(args, length))[0])[1] + OVERHEAD <= 0.9 * room
+
+    args.activation_checkpointing, args.n_weights_kept = choices[bisect.bisect_left(choices[:-1], True, key=fits)]
+    kept = f", NF4 weights of {args.n_weights_kept} kept in 16 bits" if args.qlora else ""
+    say(f"--activation_checkpointing {args.activation_checkpointing} of {n} blocks{kept}")
 
 
 def tokens_of(args, length):
@@ -976,8 +985,7 @@ def dry_run(args, argv):
         raise SystemExit(str(error)) from error
     room = args.gpu_gib and args.gpu_gib * GIB
     if args.activation_checkpointing == "auto":
-        args.activation_checkpointing = fewest_recomputed(args, config, world, args.seq_len, room or math.inf)
-        print(f"--activation_checkpointing {args.activation_checkpointing} of {config.num_hidden_layers} blocks")
+        choose_blocks(args, config, world, args.seq_len, room or math.inf, print)
     print_plan(args, argv, config, world, args.seq_len, room)
 
 
@@ -1531,7 +1539,7 @@ def main(argv=None):
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     n_adapter = lm.n_met(model) if args.lora or args.qlora else None
     if args.activation_checkpointing == "auto":
-        args.activation_checkpointing = fewest_recomputed(args, config, world, loader.longest, memory_of(args, ranks))
+        choose_blocks(args, config, world, loader.longest, memory_of(args, ranks), say)
     if rank == 0:
         print_start(args, model, source, n_trained, ranks)
     if cuda:
@@ -1542,6 +1550,7 @@ def main(argv=None):
         lm.tile_mlp_(model, args.tiled_mlp)
     if args.activation_checkpointing:
         lm.checkpoint_activations_(model, bool(args.lora_dropout), n_recomputed(args, config))
+    lm.keep_weights_(model.model.layers[config.num_hidden_layers - args.n_weights_kept :])
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
     if args.fsdp2:

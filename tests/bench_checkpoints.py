@@ -238,7 +238,7 @@ def state_rank(folder):
 
     def gather():
         for name, tensor in tensors.items():
-            whole = tensor.full_tensor() if isinstance(tensor, train.DTensor) else tensor
+            whole = tensor.full_tensor() if train.lm.is_sharded(tensor) else tensor
             if ranks.rank == 0:
                 gathered[name] = whole.contiguous().clone()
 

@@ -53,11 +53,11 @@ def test_zero_blocks_and_zero_rows_stay_zero():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("checkpointed", [True, False])
-def test_layer_equals_a_linear_of_the_dequantized_weight(bias, checkpointed):
+@pytest.mark.parametrize("keeps_weight", [True, False])
+def test_layer_equals_a_linear_of_the_dequantized_weight(bias, keeps_weight):
     layer, saved = nf4.NF4Linear(128, 48, bias), []
     layer.weight_codes.data, layer.weight_scales.data = nf4.quantize(weights("normal", 48, 128))
-    layer.checkpointed = checkpointed
+    layer.keeps_weight = keeps_weight
     if bias:
         torch.nn.init.normal_(layer.bias)
     w = nf4.dequantize(layer.weight_codes, layer.weight_scales, torch.float32)
@@ -65,17 +65,17 @@ def test_layer_equals_a_linear_of_the_dequantized_weight(bias, checkpointed):
     x2 = x.detach().clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = layer(x)
-    assert checkpointed or not [t for t in saved if t.is_floating_point()]  # nothing in 16 bits is kept
+    assert keeps_weight or not [t for t in saved if t.is_floating_point()]  # nothing in 16 bits is kept
     y.square().sum().backward()
     F.linear(x2, w, layer.bias).square().sum().backward()
     torch.testing.assert_close(x.grad, x2.grad, rtol=1e-5, atol=1e-6)  # the bias is added apart from the product
 
 
-@pytest.mark.parametrize("checkpointed", [True, False])
-def test_experts_are_products_of_their_own_rows_and_unused_ones_stay_in_four_bits(monkeypatch, checkpointed):
+@pytest.mark.parametrize("keeps_weight", [True, False])
+def test_experts_are_products_of_their_own_rows_and_unused_ones_stay_in_four_bits(monkeypatch, keeps_weight):
     layer, dequantize, n_rows = nf4.NF4Linear(64, 4 * 48, False), nf4.dequantize, []
     layer.weight_codes.data, layer.weight_scales.data = nf4.quantize(weights("normal", 4 * 48, 64))
-    layer.checkpointed = checkpointed
+    layer.keeps_weight = keeps_weight
     w = dequantize(layer.weight_codes, layer.weight_scales, torch.float32).view(4, 48, 64)
     x = torch.randn(8, 64, requires_grad=True)
     x2 = x.detach().clone().requires_grad_()

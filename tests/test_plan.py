@@ -7,8 +7,8 @@ a fake process group that makes one process rank 0 of any number. torch.profiler
 
 import argparse
 import json
+import math
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -59,6 +59,9 @@ CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make
     ("gqa", 1024, 1, "--activation_checkpointing 3"),
     ("deep", 1024, 1, "--qlora --activation_checkpointing 4 --ce_chunk 64"),
     ("gqa", 1024, 2, "--fsdp2 --lora --activation_checkpointing 2 --ce_chunk 64"),
+    ("gqa", 1024, 1, "--qlora --activation_checkpointing auto --ce_chunk 64"),
+    ("deep", 256, 2, "--fsdp2 --qlora --activation_checkpointing auto --gpu_gib 1.17"),
+    ("moe", 1024, 1, "--qlora --activation_checkpointing auto --ce_chunk 64"),
     ("moe", 1024, 1, "--qlora --ce_chunk 64"),
     ("moe", 1024, 1, "--no-activation_checkpointing --precision bf16"),
     ("moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
@@ -135,6 +138,8 @@ def planned(argv, config, world):
     """(moments, host bytes, args) of a command line."""
     args = train.parse_args([*map(str, argv), "--dry_run"])
     args.precision = args.precision or "mixed"
+    if args.activation_checkpointing == "auto":
+        train.choose_blocks(args, config, world, args.seq_len, (args.gpu_gib or math.inf) * 2**30, print)
     return *train.plan(args, config, world, train.tokens_of(args, args.seq_len)), args
 
 
@@ -188,16 +193,19 @@ def test_what_goes_between_replicas_waits_on_the_device():
         assert gradients("--replicas", "2", *more) - gradients(*more) == pytest.approx(7.5, abs=0.3)
 
 
-def test_auto_checkpoints_the_fewest_blocks_that_leave_a_tenth_of_the_memory(capsys):
-    argv = "--model llama-3.1-8b --qlora --seq_len 8192 --dry_run --gpu_gib 40".split()
-    assert train.launch([*argv, "--activation_checkpointing", "auto"]) == 0
-    n = int(re.search(r"--activation_checkpointing (\d+) of 32", capsys.readouterr().out)[1])
-    peaks = [train.peak_of(planned([*argv, "--activation_checkpointing", n], config_of("llama-3.1-8b"), 1)[0])[1]
-             for n in (n, n - 1)]
-    assert 0 < n < 32 and peaks[0] + train.OVERHEAD <= 36 * 2**30 < peaks[1] + train.OVERHEAD
-    args = planned(argv, config_of("llama-3.1-8b"), 1)[2]
-    for gib, expected in (400, 0), (10, 32):
-        assert train.fewest_recomputed(args, config_of("llama-3.1-8b"), 1, 8192, gib * 2**30) == expected
+@pytest.mark.parametrize("flag, gib, n_recomputed, n_kept", [
+    ("--qlora", 10, 32, 0), ("--qlora", 40, range(1, 32), 0), ("--qlora", 60, 0, range(1, 32)), ("--qlora", 400, 0, 32),
+    ("--lora", 400, 0, 0)])
+def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_memory(flag, gib, n_recomputed, n_kept):
+    argv, config = ["--model", "llama-3.1-8b", flag, "--seq_len", 8192], config_of("llama-3.1-8b")
+    moments, _, args = planned([*argv, "--activation_checkpointing", "auto", "--gpu_gib", gib], config, 1)
+    for n, expected in (args.activation_checkpointing, n_recomputed), (args.n_weights_kept, n_kept):
+        assert n in expected if isinstance(expected, range) else n == expected
+    assert gib == 10 or train.peak_of(moments)[1] + train.OVERHEAD <= 0.9 * gib * 2**30
+    if isinstance(n_recomputed, range) or isinstance(n_kept, range):  # one block more would not have fitted
+        args.activation_checkpointing, args.n_weights_kept = args.activation_checkpointing - 1, args.n_weights_kept + 1
+        moments, _ = train.plan(args, config, 1, 8192)
+        assert train.peak_of(moments)[1] + train.OVERHEAD > 0.9 * gib * 2**30
 
 
 # ---------------------------------------------------------------- the search for what fits

@@ -95,9 +95,10 @@ def test_ranks_and_flags_change_no_losses_norms_and_weights(plain, tmp_path, met
         torch.testing.assert_close(tensor, tensors[name], atol=1e-3, rtol=1e-3)
 
 
-def test_checkpointing_changes_no_bit(plain, tmp_path):
-    argv = [*plain["full", False].argv, *SPLITS[1], "--no-activation_checkpointing"]
-    assert losses(1, argv, tmp_path / "run") == plain["full", False].losses  # recomputing repeats the same operations
+@pytest.mark.parametrize("method, n_blocks", [("full", 0), ("qlora", "auto")])  # auto: and NF4 is dequantized once
+def test_checkpointing_changes_no_bit(plain, tmp_path, method, n_blocks):
+    argv = [*plain[method, False].argv, *SPLITS[1], "--activation_checkpointing", n_blocks]
+    assert losses(1, argv, tmp_path / "run") == plain[method, False].losses  # recomputing repeats the same operations
 
 
 @pytest.mark.parametrize("method, precision", [("full", "mixed"), ("qlora", "bf16")])
