@@ -90,6 +90,14 @@ def sync(path):
         os.close(handle)
 
 
+def put_in_place(part):
+    """final.part/ -> final/. An older folder of that name, if there is one, stays until this one is whole."""
+    sync(part)
+    shutil.rmtree(part.with_suffix(""), ignore_errors=True)
+    part.rename(part.with_suffix(""))
+    sync(part.parent)
+
+
 # -------------------------------- chat templates and examples
 
 CHATML = """\

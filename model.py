@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import nf4
-from data import IGNORE, Spans, listing, read_json, sync, writing
+from data import IGNORE, Spans, listing, put_in_place, read_json, writing
 
 HEAD = "lm_head.weight"
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
@@ -116,7 +116,7 @@ def parse_config(raw, where="config.json"):
 
 
 def parse_rope(given, family, values, where, refuse):
-    """(theta, scaling) from `rope_theta` + `rope_scaling` or transformers 5's `rope_parameters`; they must agree."""
+    """-> (theta, scaling). `rope_theta` + `rope_scaling` and transformers 5's `rope_parameters` must agree."""
     fields = {"default": {}, "linear": {"factor": POSITIVE},
               "llama3": {"factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE,
                          "original_max_position_embeddings": (int, 1, 1 << 30, values["max_position_embeddings"])}}
@@ -424,7 +424,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class LMHead(nn.Module):
-    """The head and the loss in one module, because under FSDP2 its weight exists only inside this forward."""
+    """Head and loss are one module: under FSDP2 the weight exists only inside this forward."""
 
     def __init__(self, c):
         super().__init__()
@@ -505,8 +505,8 @@ def next_logits(model, tokens, device, cache):
 
 
 def generate(model, tokens, n, stop, device, temperature=0.0):
-    """Continues a list of token ids: yields at most n more, and ends before an id in `stop` or where a sliding window
-    is full. Temperature 0 takes the likeliest token. Under FSDP2 every rank makes the same calls."""
+    """Yields at most n ids that continue `tokens`. Ends before one in `stop`, or where a sliding window is full.
+    Temperature 0 takes the likeliest. Under FSDP2 every rank makes the same calls."""
     cache, generator = {}, torch.Generator().manual_seed(next(SEEDS))
     for _ in range(min(n, (model.config.sliding_window or math.inf) - len(tokens))):
         logits_V = next_logits(model, tokens, device, cache)
@@ -528,8 +528,8 @@ def n_met(model):
 
 
 def step_flops(c, counted, n_adapter):
-    """FLOP of a step without recomputation. A weight and token: 2 forward, 4 backward; a pair of tokens: 4*H*K forward,
-    half of them masked, 2.5 times that backward. counted: targets, tokens, squared document lengths."""
+    """FLOP of a step without recomputation. A weight and token: 2 forward, 4 backward; two tokens: 4*H*K forward, half
+    of them masked, 2.5 times that backward. counted: targets, tokens, squared document lengths."""
     n_targets, n_tokens, n_squares = counted
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     width = c.num_experts_per_tok * c.moe_intermediate_size if c.num_experts else c.intermediate_size
@@ -658,8 +658,8 @@ def on_meta(config, args):
 
 
 def compile_(model, packing):
-    """torch.compile on the two parts of every block that attention separates, on the loss and on NF4's dequantization.
-    One block is compiled for all. Evaluation runs uncompiled. Call it before tile_mlp_ and checkpoint_activations_."""
+    """torch.compile on both parts of a block around attention, once for all blocks, on the loss and on dequantization.
+    Evaluation runs uncompiled. Call it before tile_mlp_ and checkpoint_activations_."""
 
     def in_training(plain, dynamic):
         fast = torch.compile(plain, fullgraph=True, dynamic=dynamic)  # fullgraph: a graph break is an error
@@ -675,8 +675,8 @@ def compile_(model, packing):
 
 
 def checkpoint_activations_(model, preserve_rng, n_blocks=None):
-    """Keeps the inputs of the first blocks and recomputes the rest in the backward: 2*D bytes a token and block, not
-    about 34*D, for at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back."""
+    """Keeps the inputs of the first blocks, 2*D bytes a token and not about 34*D, and recomputes the rest in the
+    backward, at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back."""
     again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng)
     for block in model.model.layers[:n_blocks]:
         block.forward = functools.partial(again, block.forward)
@@ -710,12 +710,8 @@ def find_model(name, random_init):
     if folder.is_dir():
         name = str(folder.resolve())
     elif name.count("/") != 1 or name.startswith((".", "/", "~")):
-        expected = f"expected tiny, a folder, a Hub id (Qwen/Qwen3-4B) or, with --random_init, {' '.join(PRESETS)}"
-        for preset, raw in PRESETS.items():
-            hub_id = raw["_name_or_path"]
-            if name.lower() in (preset, hub_id.split("/")[1].lower()):
-                expected = f"did you mean {hub_id}, or {preset} with --random_init?"
-        raise ValueError(f"--model {name}: no such folder; {expected}")
+        raise ValueError(f"--model {name}: no such folder; expected tiny, a folder, a Hub id (Qwen/Qwen3-4B) or, with "
+                         f"--random_init, {' '.join(PRESETS)}")
     else:
         from huggingface_hub import snapshot_download
 
@@ -735,8 +731,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U
 
 
 class Checkpoint:
-    """The safetensors files of a folder, read row by row. `tensors`: {name: ((file, its first byte there), shape,
-    dtype)}. ValueError where a file is missing, cut short, in another format, or names a tensor twice."""
+    """The safetensors files of a folder, read by rows. tensors: {name: ((file, first byte), shape, dtype)}. ValueError
+    where a file is missing, cut short, in another format, or names a tensor twice."""
 
     def __init__(self, folder, single="model.safetensors"):
         folder, self.tensors = Path(folder), {}
@@ -804,7 +800,7 @@ def rows_of(source, names, start, stop):
 
 
 class RandomWeights:
-    """Stands for a Checkpoint where there is none: normal weights, norms of one, biases of zero, by name and row."""
+    """In place of a Checkpoint: normal weights, norms of one, biases of zero, by name and row."""
 
     def __init__(self, model, seed, device):
         self.seed, self.device, self.config = seed, device, model.config
@@ -867,8 +863,8 @@ ADAPTER_FREE = ("r", "lora_alpha", "lora_dropout", "target_modules", "base_model
 
 
 def open_adapter(folder):
-    """A PEFT LoRA adapter -> (Checkpoint, {flag: value}). ValueError names a key that is not understood. Names of
-    tensors say which layers are meant: target_modules may be a regular expression, which could run for ever."""
+    """A PEFT LoRA adapter -> (Checkpoint, {flag: value}). ValueError names a key that is not understood. Tensors say
+    which layers are meant: target_modules may be a regular expression, which could run for ever."""
     where = f"{folder}/adapter_config.json"
     config = read_json(where)
     for key, value in config.items():
@@ -911,8 +907,8 @@ def check_finite(tensors, step, ranks):
 
 @torch.no_grad()
 def load_weights_(model, source, adapter, seed, device, progress=False, frozen_only=False):
-    """Fills the parameters of a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time.
-    adapter: Checkpoint of one, or None for a fresh one; frozen_only: leave out what trains."""
+    """Fills a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time. adapter: a
+    Checkpoint, or None for a fresh one; frozen_only: leave out what trains."""
     params = dict(model.named_parameters())
     for name in tqdm(params, "loading weights", unit="tensor", disable=not progress, leave=False):
         out, start = local(params[name])
@@ -942,14 +938,14 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
 
 
 def reshard_(model):
-    """Gives modules their shards back after an evaluation: FSDP2 keeps them for a backward to come."""
+    """After an evaluation, in which FSDP2 leaves modules gathered for a backward to come."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
 
 
 def full_tensors(model, trainable_only):
-    """Yields (name in files, full tensor on the CPU). All ranks must iterate: a sharded parameter is a collective."""
+    """Yields (name in files, full tensor on the CPU). Collective."""
     reshard_(model)
     for name, param in model.named_parameters():
         if param.requires_grad or not trainable_only:
@@ -980,8 +976,8 @@ def write_safetensors(path, layout, tensors, checksum=lambda data, crc: 0):
 
 
 def save_model(tensors, layout, out, raw_config, write):
-    """Writes config.json and model.safetensors from an iterator of (name, tensor), one in memory at a time. Every rank
-    iterates, as the iterator may gather shards; the one with `write` writes."""
+    """Writes config.json and model.safetensors from an iterator of (name, tensor). Every rank iterates, as the iterator
+    may gather shards; the one with `write` writes."""
     tensors = (tensor for _, tensor in tensors)
     try:
         if write:
@@ -1048,14 +1044,6 @@ def merge(args, source, adapter, files, tokenizer, out):
         tokenizer.save(part)
         save_model((merged(name, *entry) for name, entry in layout.items()), layout, part, raw_config, write=True)
         put_in_place(part)
-
-
-def put_in_place(part):
-    """final.part/ -> final/. An older result, if there is one, stays until this one is whole."""
-    sync(part)
-    shutil.rmtree(part.with_suffix(""), ignore_errors=True)
-    part.rename(part.with_suffix(""))
-    sync(part.parent)
 
 
 # -------------------------------- rows of a run's checkpoint

@@ -977,10 +977,7 @@ def dry_run(args, argv):
     """Prints the plan of --world ranks with GPUs: no weights, no data, no GPU."""
     argv, world, args.precision = argv or sys.argv[1:], args.world or 1, args.precision or "mixed"
     try:
-        raw_config, *_ = lm.find_model(args.model, random_init=True)
-        config = lm.parse_config(raw_config, f"{args.model}: config.json")
-        open_adapter(args)
-        check_sizes(args, config, world)
+        _, config, _ = open_config(args, world, random_init=True)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     room = args.gpu_gib and args.gpu_gib * GIB
@@ -1065,11 +1062,11 @@ def sealed(state):
 def read_state(folder, settings, ranks):
     """trainer_state.json of a checkpoint whose files are what it says, to the byte; each rank reads its part of them.
     ValueError names what is damaged, or the settings that change the mathematics and differ from the checkpoint's."""
-    state, files = lm.read_json(folder / STATE), {path.name: path for path in folder.iterdir()}
+    state, files = data.read_json(folder / STATE), {path.name: path for path in folder.iterdir()}
     if state != sealed(state) or folder.name != f"checkpoint-{state.get('step')}":
         raise ValueError(f"{folder / STATE}: damaged, or the folder of another step; {lm.REMOVE}")
     if wrong := files.keys() ^ {*state["files"], STATE}:
-        raise ValueError(f"{folder}: missing, or not written by the save: {lm.listing(wrong)}; {lm.REMOVE}")
+        raise ValueError(f"{folder}: missing, or not written by the save: {data.listing(wrong)}; {lm.REMOVE}")
     for name, entry in list(state["files"].items())[ranks.rank :: ranks.world]:
         if not files[name].is_file() or [files[name].stat().st_size, crc_of(files[name])] != entry:
             raise ValueError(f"{files[name]}: damaged since it was written; {lm.REMOVE}")
@@ -1135,10 +1132,10 @@ class Saver:
 
     def commit(self, part, state):
         """Writes the manifest, waits until all is on the disk, gives the folder its name; then older ones go."""
-        with lm.writing(part / STATE, "manifest"):
+        with data.writing(part / STATE, "manifest"):
             (part / STATE).write_text(json.dumps(sealed(state), indent=2) + "\n")
-        lm.sync(part / STATE)
-        lm.put_in_place(part)
+        data.sync(part / STATE)
+        data.put_in_place(part)
         best = (state.get("best_eval") or {}).get("step")
         for _, old in [entry for entry in checkpoints(self.out)[: -self.keep] if entry[0] != best]:
             with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
@@ -1169,7 +1166,7 @@ def find_run(out, resume, restarted):
     run, chosen = Path("out", datetime.now().strftime("%Y%m%d-%H%M%S")), None
     runs = sorted(Path("out").glob("*/args.json"), key=lambda path: path.stat().st_mtime)
     if not resume:  # a run that another torchrun has left is not ours to continue
-        runs = [path for path in runs if restarted and lm.read_json(path).get("launcher") == launcher()]
+        runs = [path for path in runs if restarted and data.read_json(path).get("launcher") == launcher()]
     if runs:
         run = runs[-1].parent
     if resume not in (None, "auto"):
@@ -1193,17 +1190,14 @@ def read_metrics(out, last_step):
     rows, path = [], out / "metrics.jsonl"
     for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):  # the last line of a process that was killed
-            row = json.loads(line)
-            known = isinstance(row, dict) and all(type(value) in (int, float, type(None)) for value in row.values())
-            if known and row.get("step") in range(1, last_step + 1):
-                rows.append(row)
-    return rows
+            rows.append(json.loads(line))
+    return [row for row in rows if row["step"] <= last_step]
 
 
 def begin_writing(out, args, state):
     """Writes args.json, and takes the rows after the step in `state` out of metrics.jsonl: they will be made again.
     Evaluations that stay are entered in `state`. -> a file that makes the run this process's own while it is open."""
-    with lm.writing(f"--out {out}", "folder"):
+    with data.writing(f"--out {out}", "folder"):
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / "lock", "w")  # noqa: SIM115
     try:
@@ -1339,24 +1333,18 @@ class Log:
             self.board.flush()
 
     def draw(self):
-        """Draws loss.svg on rank 0 -> [(step, loss)] of training."""
-        rows = [] if self.ranks.rank else read_metrics(self.out, self.state["step"])
-        trained, evaluated = ([(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
-                              for key in ("loss", "eval_loss"))
-        curves = {("training loss", "#2f81f7"): trained, ("evaluation loss", "#e5534b"): evaluated}
-        if trained:
+        """Draws loss.svg on rank 0."""
+        rows, curves = [] if self.ranks.rank else read_metrics(self.out, self.state["step"]), {}
+        for key, name, colour in ("loss", "training loss", "#2f81f7"), ("eval_loss", "evaluation loss", "#e5534b"):
+            if curve := [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]:
+                curves[name, colour] = curve
+        if curves:
             with contextlib.suppress(OSError):
-                draw(self.out / "loss.svg", {name: curve for name, curve in curves.items() if curve})
-        return trained
+                draw(self.out / "loss.svg", curves)
 
     def close(self):
-        curve, tenth = self.draw(), self.state["steps"] / 10
-        first = [loss for step, loss in curve if step <= tenth or step == curve[0][0]]
-        last = [loss for step, loss in curve if step > 9 * tenth]
-        if last and self.state["step"] > self.start_step:  # not a finished run, exported again
-            self.ranks.say(f"{self.state['step'] - self.start_step} steps in {time.perf_counter() - self.start:.0f} s, "
-                           f"mean loss of the first tenth {sum(first) / len(first):.4f}, of the last "
-                           f"{sum(last) / len(last):.4f}")
+        self.draw()
+        self.ranks.say(f"{self.state['step'] - self.start_step} steps in {time.perf_counter() - self.start:.0f} s")
 
 
 def print_start(args, model, source, n_trained, ranks):
@@ -1410,7 +1398,7 @@ def tracer(args, out, device):
 def chat(args):
     """--chat: a conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C
     ends an answer, Ctrl-D the chat."""
-    ranks, messages, n_tokens, seconds = Ranks(False, args.timeout), [], 0, 0.0
+    ranks, messages = Ranks(False, args.timeout), []
     _, _, model, source, adapter, tokenizer = open_model(args, ranks)
     model.to_empty(device=ranks.device).tie_()
     with ranks.agree():
@@ -1427,7 +1415,7 @@ def chat(args):
         if question in ("", "/reset"):
             continue
         messages.append({"role": "user", "content": question})
-        tokens, said, started = [], "", time.perf_counter()
+        tokens, said = [], ""
         with ranks.agree():
             prompt = tokenizer.prompt(messages)
         with contextlib.suppress(KeyboardInterrupt):
@@ -1438,9 +1426,7 @@ def chat(args):
                     print(text[len(said):], end="", flush=True)
                     said = text
         print()
-        n_tokens, seconds = n_tokens + len(tokens), seconds + time.perf_counter() - started
         messages.append({"role": "assistant", "content": said})
-    print(f"\n{n_tokens} tokens, {n_tokens / max(seconds, 1e-9):.1f} a second", file=sys.stderr)
 
 
 def end_not_finite(model, loader, step, args, ranks):
@@ -1457,22 +1443,24 @@ def end_not_finite(model, loader, step, args, ranks):
 # -------------------------------- main
 
 
-def open_adapter(args):
-    """-> Checkpoint of --adapter or None. Rank, alpha, targets are the adapter's, and dropout where none is given."""
+def open_config(args, world, random_init):
+    """-> (files of the model as find_model() gives them, Config, Checkpoint of --adapter or None). Rank, alpha, targets
+    are the adapter's, and dropout where none is given."""
+    files, adapter = lm.find_model(args.model, random_init), None
+    config = lm.parse_config(files[0], f"{args.model}: config.json")
     if args.adapter:
         adapter, settings = lm.open_adapter(args.adapter)
         vars(args).update({name: value for name, value in settings.items() if getattr(args, name) is None})
-        return adapter
+    check_sizes(args, config, world)
+    return files, config, adapter
 
 
 def open_model(args, ranks):
-    """-> (files of the model as find_model() gives them, Config, the run's model on meta, Checkpoint or RandomWeights,
-    Checkpoint of --adapter or None, Tokenizer). All of it is checked here, before anything is allocated."""
+    """-> (files, Config, the run's model on meta, Checkpoint or RandomWeights, Checkpoint of --adapter or None,
+    Tokenizer). All of it is checked here, before anything is allocated."""
     with ranks.agree():
-        files = raw_config, tokenizer_folder, weights_folder, _ = lm.find_model(args.model, args.random_init)
-        config = lm.parse_config(raw_config, f"{args.model}: config.json")
-        adapter = open_adapter(args)
-        check_sizes(args, config, ranks.world)
+        files, config, adapter = open_config(args, ranks.world, args.random_init)
+        _, tokenizer_folder, weights_folder, _ = files
         if args.precision is None:
             native = (torch.cuda.is_bf16_supported(False) if ranks.device.type == "cuda" else
                       torch.cpu._is_avx512_bf16_supported())

@@ -244,9 +244,9 @@ def state_rank(folder):
 
     def save_single():
         torch.save(gathered, part)
-        lm.sync(part)
+        train.data.sync(part)
         part.rename(single)
-        lm.sync(folder)
+        train.data.sync(folder)
 
     def resume():
         train.read_state(saved, {}, ranks)

@@ -190,7 +190,6 @@ def bitsandbytes(found):
 ADAPTER, TEMPLATE = "--lora --adapter adapter", "--model tiny --chat_template mine.jinja"
 FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "no model folder": ([], "--model nowhere", "--model nowhere | no such folder | Hub id | qwen3-0.6b"),
-    "an id without its owner": ([], "--model QWEN3-0.6b", "did you mean | Qwen/Qwen3-0.6B"),
     "no such id": ([], "--model nobody/nothing-at-all", "--model nobody/nothing-at-all | not fetched from the Hub"),
     "no config": ([rename("model/config.json", "gone")], "", "model | no config.json"),
     "config cut": ([write("model/config.json", "{")], "", "model/config.json | JSON"),

@@ -1,6 +1,8 @@
 """Size is a promise (DESIGN section 1): these limits are raised by a decision, and not by drift."""
 
 import ast
+import subprocess
+import sys
 
 import pytest
 from conftest import HERE
@@ -48,3 +50,11 @@ def test_functions_are_short_and_take_few_parameters(name):
 def test_the_training_loop_is_one_screen():
     (main,) = (node for node in functions("train.py") if node.name == "main")
     assert max(node.end_lineno - node.lineno + 1 for node in ast.walk(main) if isinstance(node, ast.For)) <= LOOP
+
+
+def test_help_and_plan_import_neither_dtensors_nor_the_compiler():  # 0.7 s of CPU, as much as torch itself
+    code = ("import sys, train; train.main(sys.argv[1:]); "
+            "print({*sys.modules} & {'torch._dynamo', 'torch.distributed.tensor'})")
+    argv = [sys.executable, "-c", code, "--dry_run", "--model", "qwen3-0.6b", "--qlora"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("\nset()\n"), done.stderr
