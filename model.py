@@ -101,6 +101,8 @@ def parse_config(raw, where="config.json"):
     n_experts, dense = values["num_experts"], given.get("mlp_only_layers", [])
     refuse((n_experts > 0) != (family == "qwen3_moe"), "num_experts", "above 0 for qwen3_moe, absent for others")
     refuse(values["num_experts_per_tok"] > max(n_experts, 1), "num_experts_per_tok", f"above {n_experts} experts")
+    for key in ("hidden_size", "moe_intermediate_size"):
+        refuse(n_experts and values[key] % 8, key, "products of experts need a multiple of 8")
     refuse(not isinstance(dense, list) or any(type(i) is not int for i in dense), "mlp_only_layers", "expected numbers")
     full = ["full_attention"] * values["num_hidden_layers"]
     refuse(given.get("layer_types", full) not in ([], full), "layer_types", "only full_attention is implemented")
