@@ -772,11 +772,12 @@ def unit_of(module, args, shards, dtype):
     return Unit(always, tensors, gathered, new_gradient, shards * gradient if args.fsdp2 else 0, gradient)
 
 
-def plan(args, config, world, tokens):
+def plan(args, config, world, length):
     """Where a step's memory goes on rank 0 of `world` GPUs -> ({moment: {kind: bytes}}, {kind: bytes of host memory}).
     Moments are those at which a step can reach its peak. Parameters are counted in a model of one block on meta;
-    activations are formulas, for micro-batches of `tokens` tokens, all supervised, a document a row. CUDA's context,
-    NCCL and fragmentation are OVERHEAD. tests/test_plan.py compares the sums with real steps."""
+    activations are formulas, for rows of `length` tokens, all supervised, a document each. CUDA's context, NCCL and
+    fragmentation are OVERHEAD. tests/test_plan.py compares the sums with real steps."""
+    tokens = -(-args.batch_size * length // args.sequence_parallel)  # of a rank's micro-batch
     one_block = {"num_hidden_layers": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}  # with experts, if any has
     model, n_layers = lm.on_meta(dataclasses.replace(config, **one_block), args), config.num_hidden_layers
     shards, offloaded = world // args.replicas if args.fsdp2 else 1, "params" in args.offload
@@ -885,16 +886,11 @@ def choose_blocks(args, config, world, length, room, say):
 
     def fits(choice):
         args.activation_checkpointing, args.n_weights_kept = choice
-        return peak_of(plan(args, config, world, tokens_of(args, length))[0])[1] + OVERHEAD <= 0.9 * room
+        return planned_bytes(args, config, world, length) <= 0.9 * room
 
     args.activation_checkpointing, args.n_weights_kept = choices[bisect.bisect_left(choices[:-1], True, key=fits)]
     kept = f", NF4 weights of {args.n_weights_kept} kept in 16 bits" if args.qlora else ""
     say(f"--activation_checkpointing {args.activation_checkpointing} of {n} blocks{kept}")
-
-
-def tokens_of(args, length):
-    """Tokens of a rank's micro-batch of rows of `length` tokens."""
-    return -(-args.batch_size * length // args.sequence_parallel)
 
 
 def peak_of(moments):
@@ -903,9 +899,14 @@ def peak_of(moments):
     return name, sum(moments[name].values())
 
 
+def planned_bytes(args, config, world, length):
+    """What a GPU needs in all."""
+    return peak_of(plan(args, config, world, length)[0])[1] + OVERHEAD
+
+
 def ladder(args, argv, config, world, length, room):
-    """Flags, cheapest in time first, that bring the peak of rows of `length` tokens below `room` bytes, or all that
-    lower it -> ([flags], args with them). Behind a command line they replace what it says. Rows a step stay."""
+    """Flags, cheapest in time first, that make rows of `length` tokens fit into `room` bytes, or all that lower a peak
+    -> ([flags], args with them). Behind a command line they replace what it says. Rows a step stay."""
     fused, sharded = "" if args.fused_adamw else "--fused_adamw ", "" if args.fsdp2 else "--fsdp2 "
     rows, more = args.batch_size * args.grad_accum // args.sequence_parallel, " ".join(["", *args.offload])
     few = [f"--activation_checkpointing {config.num_hidden_layers * n // 4}" for n in (1, 2, 3)]
@@ -929,7 +930,7 @@ def ladder(args, argv, config, world, length, room):
         changed.precision = changed.precision or args.precision
         if args.adapter:
             changed.lora_rank, changed.lora_targets = args.lora_rank, args.lora_targets
-        return changed, peak_of(plan(changed, config, world, tokens_of(changed, length))[0])[1]
+        return changed, planned_bytes(changed, config, world, length)
 
     added, (now, best) = [], try_([])
     for rung in rungs + rungs:  # what did not help before may help now
@@ -946,7 +947,7 @@ def ladder(args, argv, config, world, length, room):
 def print_plan(args, argv, config, world, length, room):
     """The plan as a table, whether it fits into `room` bytes (None: not known), and what would make it fit. Of a run
     that takes less than 60 % of them one line."""
-    moments, host = plan(args, config, world, tokens_of(args, length))
+    moments, host = plan(args, config, world, length)
     name, peak = peak_of(moments)
     need, host_text = peak + OVERHEAD, "".join(f", {kind} {n / GIB:.2f}" for kind, n in host.items()) or ": none"
     if not args.dry_run and need < 0.6 * room:
@@ -965,9 +966,8 @@ def print_plan(args, argv, config, world, length, room):
     if need <= room:
         print(f"{says}fits")
         return
-    added, changed = ladder(args, argv, config, world, length, room - OVERHEAD)
-    moments, host = plan(changed, config, world, tokens_of(changed, length))
-    need = peak_of(moments)[1] + OVERHEAD
+    added, changed = ladder(args, argv, config, world, length, room)
+    need, (_, host) = planned_bytes(changed, config, world, length), plan(changed, config, world, length)
     add, more = ("add", "") if need <= room else ("with", ": more ranks, a shorter --seq_len or a smaller model")
     print(f"{says}does not fit; {add}\n    {' '.join(added) or 'every flag'}\n  it takes {need / GIB:.2f} GiB and "
           f"{sum(host.values()) / GIB:.2f} of host memory{more}")

@@ -186,7 +186,7 @@ def kinds_at_peak(flags, world):
     args = train.parse_args([*flags, "--dry_run"])
     args.precision = args.precision or "mixed"
     config = lm.parse_config(lm.find_model(args.model, random_init=True)[0])
-    moments, host = train.plan(args, config, world, train.tokens_of(args, args.seq_len))
+    moments, host = train.plan(args, config, world, args.seq_len)
     return moments[train.peak_of(moments)[0]], sum(host.values())
 
 

@@ -104,7 +104,8 @@ def counted(case):
         write_model(Path(folder), config)
         Path(folder, "data.txt").write_text(" the" * (4 * args.batch_size * args.grad_accum * world * args.seq_len))
         run_steps([*argv, "--model", folder, "--data", f"{folder}/data.txt", "--out", f"{folder}/out"], 3, tick)
-    return steps[-1], formula(args, lm.parse_config(config), world, train.tokens_of(args, args.seq_len))
+    n_tokens = -(-args.batch_size * args.seq_len // args.sequence_parallel)
+    return steps[-1], formula(args, lm.parse_config(config), world, n_tokens)
 
 
 TRAFFIC = [  # flags, ranks

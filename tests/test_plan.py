@@ -140,7 +140,7 @@ def planned(argv, config, world):
     args.precision = args.precision or "mixed"
     if args.activation_checkpointing == "auto":
         train.choose_blocks(args, config, world, args.seq_len, (args.gpu_gib or math.inf) * 2**30, print)
-    return *train.plan(args, config, world, train.tokens_of(args, args.seq_len)), args
+    return *train.plan(args, config, world, args.seq_len), args
 
 
 # ---------------------------------------------------------------- the plan
@@ -232,7 +232,7 @@ def climb(model, gib, world, flags):
         train.check_sizes(changed, config, world)
         return train.peak_of(moments)[1] / 2**30, changed
 
-    return args, *train.ladder(args, argv, config, world, args.seq_len, gib * 2**30), peak
+    return args, *train.ladder(args, argv, config, world, args.seq_len, (gib + 1) * 2**30), peak
 
 
 @pytest.mark.parametrize("model, gib, world, flags", RUNS)
