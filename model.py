@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import shutil
 import zlib
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -548,7 +547,7 @@ def activation_bytes(args, c, size, n_tokens, checkpointed, keeps_weights):
     float32 has no such sums and needs keys of each query head. attention, mlp, down are numbers a token."""
     D, F, N, k = c.hidden_size, c.intermediate_size, n_tokens, 1
     Q, own_G = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    adapters, split = args.lora_targets if args.lora or args.qlora else [], args.sequence_parallel > 1
+    adapters, split = args.lora_targets if args.lora else [], args.sequence_parallel > 1
     n_weights, rows, router = D * F, 0, 0  # of down_proj
     if c.num_experts:
         k, n_weights = c.num_experts_per_tok, D * c.num_experts * c.moe_intermediate_size
@@ -594,7 +593,7 @@ def activation_bytes(args, c, size, n_tokens, checkpointed, keeps_weights):
 
 def loss_bytes(args, c, size, n_tokens):
     """Of the logits, their gradient and the head's, while the loss computes them chunk by chunk."""
-    n_head, chunk = 0 if args.lora or args.qlora else c.vocab_size * c.hidden_size, min(args.ce_chunk, n_tokens)
+    n_head, chunk = 0 if args.lora else c.vocab_size * c.hidden_size, min(args.ce_chunk, n_tokens)
     if not args.chunked_ce:
         return 12 * n_tokens * c.vocab_size
     sums = 4 * n_head if chunk < n_tokens else 0  # gradients of several chunks are added up in float32
@@ -652,7 +651,7 @@ def on_meta(config, args):
         model = Transformer(config)
     if args.qlora:
         nf4.quantize_linears_(model.model.layers)
-    if args.lora or args.qlora:
+    if args.lora:
         add_lora_(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets)
     set_precision_(model, args.precision)
     model.lm_head.chunk = args.ce_chunk
@@ -1006,10 +1005,9 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
 
 def export(args, model, source, files, tokenizer, out, ranks):
     """Writes final/, the PEFT adapter or the whole model. Collective -> on rank 0 the adapter's tensors, or None."""
-    part, adapters, first, adapter = out / "final.part", args.lora or args.qlora, ranks.rank == 0, None
+    part, adapters, first, adapter = out / "final.part", args.lora, ranks.rank == 0, None
     with ranks.agree():  # before the first collective
         if first:
-            shutil.rmtree(part, ignore_errors=True)  # a killed process may have left it
             part.mkdir()
             tokenizer.save(part)
     tensors = full_tensors(model, trainable_only=adapters)
@@ -1041,7 +1039,6 @@ def merge(args, source, adapter, files, tokenizer, out):
         return name, w.to(dtype)
 
     with writing(f"--merge, {out}/final is complete", "merged/"):
-        shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         tokenizer.save(part)
         save_model((merged(name, *entry) for name, entry in layout.items()), layout, part, raw_config, write=True)

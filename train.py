@@ -117,8 +117,8 @@ def parse_args(argv=None):
         choices=("mixed", "bf16", "fp32"))
     add("--adapter", str, None, "folder of a PEFT adapter to train on, with its rank, alpha and targets")
     group = parser.add_argument_group("method (default: full fine-tuning)")
-    switch("--lora", "train low-rank adapters, weights frozen in 16 bits")
-    switch("--qlora", "train low-rank adapters, weights frozen in NF4, 4.14 bits")
+    switch("--lora", "train low-rank adapters, all weights are frozen, in 16 bits")
+    switch("--qlora", "--lora with the blocks' weights in NF4, 4.14 bits")
     add("--lora_rank", whole, None, "rank of the adapters", 16)
     add("--lora_alpha", amount, None, "adapters are scaled by alpha / rank", 32)
     add("--lora_dropout", number(float, True, 1), None, "fraction of an adapter's inputs zeroed in training", "0")
@@ -220,7 +220,7 @@ def complete(args, refuse):
             args.model, args.adapter = lm.find_result(args.model)
         except (ValueError, OSError) as error:
             refuse(str(error))
-    args.lora = not args.qlora and (args.lora or bool(args.adapter))
+    args.lora = args.lora or args.qlora or bool(args.adapter)
     if args.lora_targets:
         given = set(",".join(args.lora_targets).split(","))
         if wrong := given - {*lm.LORA_TARGETS, "all-linear"}:
@@ -235,7 +235,7 @@ def complete(args, refuse):
     if args.clip is None:
         args.clip = 0.0 if args.optim_in_backward else 1.0
     args.ce_chunk = (args.ce_chunk or 1024) if args.chunked_ce else 0
-    if (args.lora or args.qlora) and not args.adapter:
+    if args.lora and not args.adapter:
         args.lora_rank, args.lora_alpha = args.lora_rank or 16, args.lora_alpha or 32
         args.lora_dropout, args.lora_targets = args.lora_dropout or 0.0, args.lora_targets or list(lm.LORA_TARGETS)
     if args.sample is None and not args.random_init:
@@ -244,7 +244,7 @@ def complete(args, refuse):
 
 def conflicts(args):
     """[(whether it is so, what to change)] of flags that cannot work together."""
-    preset, adapters = lm.PRESETS.get(args.model), (args.lora or args.qlora, "--lora or --qlora")
+    preset, adapters = lm.PRESETS.get(args.model), (args.lora, "--lora or --qlora")
     default_fsdp2 = args.reshard_after_forward and args.shard_embeddings and args.replicas == 1
     needs = {  # flag: (whether what it needs is given, what that is)
         **dict.fromkeys(("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge"), adapters),
@@ -839,7 +839,7 @@ def moments_of(args, c, shards, units, acts, logits_bytes):
     everything = n_layers * block.gradient + embedding.gradient + (0 if tied else head.gradient)
 
     def gradients(done):  # of units that are done, and of earlier micro-batches
-        if args.grad_accum > 1 and args.fsdp2 and (args.lora or args.qlora):  # reduced after the last one
+        if args.grad_accum > 1 and args.fsdp2 and args.lora:  # reduced after the last one
             return shards * everything
         return 0 if not stay else everything if args.grad_accum > 1 else done
 
@@ -920,10 +920,9 @@ def ladder(args, argv, config, world, length, room):
     rungs += ["--optim_in_backward --clip 0", f"{fused}--precision bf16 --stochastic_rounding",
               f"{sharded}--offload params{more}", f"{sharded}--offload params activations", "--qlora"]
 
-    def try_(added):  # --qlora in place of --lora
-        given = [flag for flag in argv if flag != "--lora" or "--qlora" not in added]
+    def try_(added):
         try:
-            changed = parse_args([*given, *" ".join(added).split()])
+            changed = parse_args([*argv, *" ".join(added).split()])
             check_sizes(changed, config, world)
         except (argparse.ArgumentError, ValueError):
             return None, math.inf
@@ -1228,7 +1227,7 @@ def fixed_settings(args, config, rows_a_step, loader, source):
         "weight_decay", "clip")}
     settings |= {"rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)": rows_a_step,
                  "the tokens and masks of --data": loader.documents.crc()}
-    if args.lora or args.qlora:
+    if args.lora:
         settings["the frozen weights of --model"] = source.crc()
     return json.loads(json.dumps(settings, default=str))
 
@@ -1466,7 +1465,7 @@ def open_model(args, ranks):
                       torch.cpu._is_avx512_bf16_supported())
             args.precision = "fp32" if not native else "bf16" if args.chat else "mixed"
         if args.lr is None:  # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
-            args.lr = (2e-4 if args.lora or args.qlora else 2e-5) * 4096 / config.hidden_size
+            args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
         with torch.device("meta"):
             vanilla = lm.Transformer(config)
         source = lm.Checkpoint(weights_folder) if weights_folder else lm.RandomWeights(vanilla, args.seed, ranks.device)
@@ -1525,7 +1524,7 @@ def main(argv=None):
     start, steps = state["step"], state["steps"]
     # ---- the model: each feature applied to it, and last the weights
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    n_adapter = lm.n_met(model) if args.lora or args.qlora else None
+    n_adapter = lm.n_met(model) if args.lora else None
     if args.activation_checkpointing == "auto":
         choose_blocks(args, config, world, loader.longest, memory_of(args, ranks), say)
     if rank == 0:

@@ -227,8 +227,7 @@ def climb(model, gib, world, flags):
     _, _, args = planned(argv, config, world)
 
     def peak(added):
-        given = [flag for flag in argv if flag != "--lora" or "--qlora" not in added]
-        moments, _, changed = planned([*given, *" ".join(added).split()], config, world)
+        moments, _, changed = planned([*argv, *" ".join(added).split()], config, world)
         train.check_sizes(changed, config, world)
         return train.peak_of(moments)[1] / 2**30, changed
 
