@@ -179,7 +179,7 @@ def rotate(q_BTHK, rope):
 
 def attend_split(q_BTHK, k_BTGK, v_BTGK, spans):
     """attend() of rows on S ranks (Ulysses, arXiv:2309.14509): an all-to-all turns a piece of the tokens with all heads
-    into all tokens with some heads, another turns it back. A rank sends 2 * tokens * (2*H + 2*G) * K / S bytes."""
+    into all tokens with some heads, another turns it back: 2 * tokens * (2*H + 2*G) * K / S bytes a rank."""
 
     def exchange(x):  # [S, ...]: row i goes to rank i
         return all_to_all_single(torch.empty_like(x), x, group=spans.group)
@@ -211,8 +211,8 @@ def attend_documents():
 
 
 def attend(q_BTHK, k_BTGK, v_BTGK, spans):
-    """Causal attention inside each document of the flattened B*T tokens: no token sees a neighbour's, and nothing takes
-    T*T bytes. Padding gets arbitrary finite values."""
+    """Causal attention inside each document of the flattened B*T tokens. Nothing takes T*T bytes. Padding gets any
+    finite values."""
     if spans.group is not None:
         return attend_split(q_BTHK, k_BTGK, v_BTGK, spans)
     (B, T, H, K), one_more = q_BTHK.shape, k_BTGK.shape[1] > q_BTHK.shape[1]  # a token behind a cache sees all of it
@@ -247,7 +247,7 @@ def gated_mlp(D, width, n_experts=1):
 
 class Route(torch.autograd.Function):
     """[N, D] -> [N * k, D]: tokens for each of their k experts, sorted by expert; with `back` [N * k, D] -> [N, D], the
-    sums. One is the backward of the other. Autograd's own adds atomically on a GPU: other bits in each run."""
+    sums: each is the other's backward. Autograd's own adds atomically on a GPU: other bits in each run."""
 
     @staticmethod
     def forward(ctx, x, order, k, N, back):
@@ -262,8 +262,8 @@ class Route(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """The MLP of Qwen3-MoE: of E experts each token takes the k with the highest odds. A stack of experts is one matrix
-    of E * N rows, so that NF4, FSDP2 and LoRA see a matrix like any other. Nothing balances the load of the experts."""
+    """The MLP of Qwen3-MoE: each token takes the k of E experts with the highest odds. A stack of experts is one matrix
+    of E * N rows: NF4, FSDP2 and LoRA see a matrix like any other. Nothing balances the load of the experts."""
 
     def __init__(self, c):
         super().__init__()
@@ -344,9 +344,9 @@ class SaveNow(torch.autograd.Function):
 
 
 def tile_mlp_(model, tile):
-    """Runs what follows attention in every block `tile` tokens at a time, each tile a checkpoint: 6*F values a token
-    live for one tile (ALST, arXiv:2506.13996). In a checkpointed block tiles would run three times: its second forward
-    ends at its last saved tensor, a tile's input. So SaveNow saves all inputs first, tiles outside those hooks."""
+    """Runs what follows attention `tile` tokens at a time, each tile a checkpoint: 6*F values a token live for one tile
+    (ALST, arXiv:2506.13996). In a checkpointed block tiles would run three times: its second forward ends at its last
+    saved tensor, a tile's input. So SaveNow saves all inputs first, tiles outside those hooks."""
 
     def after_attention(plain, x, attention):
         inputs = SaveNow.apply(torch.empty(0, requires_grad=True), x, attention).grad_fn
@@ -371,8 +371,8 @@ def tile_mlp_(model, tile):
 
 
 def softmax_gradient(logits_CV, targets_C1, with_grad):
-    """-> (summed cross-entropy, its gradient softmax - one-hot in the dtype of the logits, or None), without the rows
-    whose target is IGNORE. Works in place on one float32 copy; --compile makes two passes over the logits, no copy."""
+    """-> (summed cross-entropy, its gradient softmax - one-hot in the dtype of the logits, or None), without rows whose
+    target is IGNORE. Works in place on one float32 copy; --compile makes two passes over the logits, no copy."""
     dtype, logits_CV = logits_CV.dtype, logits_CV.float()
     real_C1, targets_C1 = (targets_C1 != IGNORE).float(), targets_C1.clamp_min(0)
     logits_CV -= logits_CV.amax(-1, keepdim=True)
@@ -636,7 +636,7 @@ def add_lora_(model, rank, alpha, dropout, targets):
 
 
 def set_precision_(model, precision):
-    """Sets dtypes. float32 masters: an update below 1/256 of a bf16 weight is lost (accelerate #2624)."""
+    """float32 masters: an update below 1/256 of a bf16 weight is lost (accelerate #2624)."""
     trained = torch.bfloat16 if precision == "bf16" else torch.float32
     frozen = torch.float32 if precision == "fp32" else torch.bfloat16
     for param in model.parameters():
@@ -646,7 +646,7 @@ def set_precision_(model, precision):
 
 
 def on_meta(config, args):
-    """The model of a run on the meta device: vanilla, then NF4, LoRA, dtypes. `main` and the plan both start here."""
+    """The model of a run on the meta device: vanilla, then NF4, LoRA, dtypes. `main` and the plan start here."""
     with torch.device("meta"):
         model = Transformer(config)
     if args.qlora:
@@ -694,7 +694,7 @@ def keep_weights_(module):
 # -------------------------------- reading weights
 
 def find_result(name):
-    """--model, which may be the folder of a run (merged/, else final/) or of an adapter -> (model, adapter or None)."""
+    """--model, also the folder of a run (merged/, else final/) or of an adapter -> (model, adapter or None)."""
     for folder in (Path(name), Path(name) / "merged", Path(name) / "final"):
         if (folder / "config.json").exists():
             return str(folder), None
@@ -777,7 +777,7 @@ class Checkpoint:
         return out
 
     def crc(self):
-        """Checksum of 1 MB from the middle of each file: tells base from Instruct, and one download from another."""
+        """Checksum of 1 MB from the middle of each file: tells base from Instruct."""
         crc = 0
         for path in self.files:
             with open(path, "rb") as file:
@@ -787,13 +787,13 @@ class Checkpoint:
 
 
 def file_names(name, config):
-    """Names in files of a parameter, or of its adapter: there each expert of a stack has a matrix of its own."""
+    """Names in files of a parameter, or of its adapter: each expert of a stack has a matrix of its own there."""
     before, is_stack, after = name.partition(".experts.")
     return [f"{before}.experts.{i}.{after}" for i in range(config.num_experts)] if is_stack else [name]
 
 
 def rows_of(source, names, start, stop):
-    """Yields (rows of one matrix, their slice of [start, stop)) of the matrices `names`, as if these were one."""
+    """Yields (rows of a matrix, their slice of [start, stop)) of the matrices `names`, as if these were one."""
     n = source.tensors[names[0]][1][0]
     for i in range(start // n, -(-stop // n)):
         first, last = max(start, i * n), min(stop, i * n + n)
@@ -818,7 +818,7 @@ class RandomWeights:
 
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):
-    """Rows [start, stop) of a random matrix, normal or uniform in [-1, 1), equal for any sharding: 256 rows a seed."""
+    """Rows [start, stop) of a random matrix, normal or uniform in [-1, 1), for any sharding: 256 rows a seed."""
     out = torch.empty(stop - start, width, device=device)
     for block in range(start // 256, -(-stop // 256)):
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
@@ -898,7 +898,7 @@ def local(param):
 
 
 def check_finite(tensors, step, ranks):
-    """Ends the run where a tensor of {name: tensor} is inf or nan after a number of steps. Collective."""
+    """Ends the run where a tensor of {name: tensor} is inf or nan. Collective."""
     wrong = [name for name, tensor in tensors.items() if not local(tensor)[0].isfinite().all()]
     if wrong := list(itertools.chain(*ranks.gather(wrong))):
         ranks.leave()

@@ -96,8 +96,8 @@ def dequantize(codes_ND2, scales_NS, dtype):
 
 
 def dequantize_pairs(codes_M32, scales_M1):
-    """Blocks of 64 weights for torch.compile: [M, 32] int32, each the two bf16 of a byte. Vector units have 15 selects
-    but no fast gather, and a byte in and four out keep loads and stores contiguous."""
+    """Blocks of 64 weights for torch.compile: [M, 32] int32, each the two bf16 of a byte. 15 selects are faster than a
+    gather, and a byte in and four out keep loads and stores contiguous."""
     codes_M32 = codes_M32.int()
 
     def choose(bits, levels):
@@ -127,8 +127,8 @@ def dequantize_compiled(codes_ND2, scales_NS):
 
 @torch.library.custom_op("oomph::nf4_weight", mutates_args=())
 def fast_weight(codes_ND2: torch.Tensor, scales_NS: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The weight in the dtype of `factor`, x or the gradient. If the backward's did not depend on that gradient,
-    torch.compile would move it into the forward and keep all weights in 16 bits."""
+    """The weight in the dtype of `factor`, x or the gradient. If the backward's did not depend on the gradient,
+    torch.compile would make it in the forward and keep all weights in 16 bits."""
     if factor.dtype is torch.bfloat16:
         return dequantize_compiled(codes_ND2, scales_NS)
     return dequantize(codes_ND2, scales_NS, factor.dtype)
@@ -198,8 +198,8 @@ class NF4Linear(nn.Module):
 
 
 def quantize_linears_(module):
-    """Replaces every linear layer below `module` by an NF4Linear, to be filled. ValueError for a layer whose
-    rows do not divide into blocks; no Llama or Qwen has one."""
+    """Replaces each linear layer below `module` by an NF4Linear, to be filled. ValueError where rows do not divide into
+    blocks; no Llama or Qwen has such."""
     for name, parent in list(module.named_modules()):
         for child_name, child in parent.named_children():
             if isinstance(child, nn.Linear) and child_name != "gate":  # the router's products stay in 16 bits

@@ -318,8 +318,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def agree(self):
-        """An input error (ValueError, OSError) inside the block on any rank ends all, with one message. Without this,
-        ranks that saw no error would wait in their next collective."""
+        """A ValueError or OSError inside the block on any rank ends all, with one message. Without this, ranks that saw
+        no error would wait in their next collective."""
         error = None
         try:
             yield
@@ -331,8 +331,8 @@ class Ranks:
             raise SystemExit(errors[0])
 
     def alive(self):
-        """Called at each step. When the next call does not come within `timeout` seconds, this rank prints where each
-        of its threads stands and ends: a collective that hangs says nothing (torchtitan #3065)."""
+        """Called at each step. If the next call does not come within `timeout` seconds, this rank prints where its
+        threads stand and ends: a collective that hangs says nothing (torchtitan #3065)."""
         if self.world > 1:
             faulthandler.dump_traceback_later(self.timeout, exit=True)
 
@@ -345,8 +345,8 @@ class Ranks:
 
 
 class StopSignal:
-    """SIGTERM (torchrun's shutdown), SIGUSR1 or Ctrl-C on any rank, seen by all at one step. A second Ctrl-C ends a
-    single process at once; torchrun itself sends each rank a second one."""
+    """SIGTERM, SIGUSR1 or Ctrl-C on any rank, seen by all at one step. A second Ctrl-C ends a single process at once;
+    torchrun itself sends each rank a second one."""
 
     def __init__(self):
         self.number = 0
@@ -370,7 +370,7 @@ class StopSignal:
 
 
 def keep_freed_memory(on):
-    """Tells glibc to keep what is freed. It maps tensors of 32 MiB and more anew: a fifth of a step on a CPU."""
+    """Tells glibc to keep what is freed. Mapping large tensors anew takes a fifth of a step on a CPU."""
     if on and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large block
@@ -378,8 +378,8 @@ def keep_freed_memory(on):
 
 
 def shard_bytes_on_old_torch_():
-    """Lets fully_shard of torch 2.11 take frozen integer parameters, as 2.12 does by itself: it asks each of them for a
-    gradient, which integers refuse, and MixedPrecisionPolicy would cast them to bf16."""
+    """Lets fully_shard of torch 2.11 take frozen integer parameters, as 2.12 does: it asks each for a gradient, which
+    integers refuse, and would cast them to bf16."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12) or hasattr(_fsdp_param, "bytes_fixed"):
@@ -675,9 +675,9 @@ def clip_gradients_(params, clip):
 
 
 class StepInBackward:
-    """--optim_in_backward: each parameter is updated as soon as its gradient is complete, and the gradient freed
-    (LOMO, arXiv:2306.09782): the gradients of one FSDP unit are alive, or one without FSDP2. autograd calls the hooks,
-    or FSDP2 after its reduce-scatter. A gradient that is not finite sets `bad` and stops this rank's updates."""
+    """--optim_in_backward: each parameter is updated as soon as its gradient is complete, and the gradient freed (LOMO,
+    arXiv:2306.09782): the gradients of one FSDP unit are alive, or one without FSDP2, which calls the hooks after its
+    reduce-scatter. A gradient that is not finite sets `bad` and stops this rank's updates."""
 
     def __init__(self, optimizer, params, bad, ranks, args):
         self.optimizer, self.bad, self.ranks, self.args = optimizer, bad, ranks, args
@@ -708,8 +708,7 @@ class StepInBackward:
 
 
 def evaluate(model, loader, ranks, stop):
-    """-> (mean loss per supervised token, number of those), over all rows once, through the loss path of training; None
-    once a signal has arrived."""
+    """-> (mean loss per supervised token, number of those) over all rows, or None once a signal has arrived."""
     model.eval()
     loss_sum, n_targets, stopped = torch.zeros((), dtype=torch.float64, device=ranks.device), 0, 0
     with torch.no_grad():
@@ -812,8 +811,8 @@ def plan(args, config, world, length):
 
 
 def moments_of(args, c, shards, units, acts, logits_bytes):
-    """{moment: {kind: bytes}} from the loss to the embedding's gradient, without what is there all the time. units: a
-    block, its o_proj and MLP, embedding, head. acts: activation_bytes() of each block."""
+    """{moment: {kind: bytes}} from the loss to the embedding's gradient, beside what is always there. units: a block,
+    its o_proj and MLP, embedding, head. acts: activation_bytes() of each block."""
     (block, tail, embedding, head), n_layers, tied = units, c.num_hidden_layers, c.tie_word_embeddings
     n_checkpointed, of_tiles = n_recomputed(args, c), tail.new_gradient if args.tiled_mlp else 0
 
@@ -944,8 +943,8 @@ def ladder(args, argv, config, world, length, room):
 
 
 def print_plan(args, argv, config, world, length, room):
-    """The plan as a table, whether it fits into `room` bytes (None: not known), and what would make it fit. Of a run
-    that takes less than 60 % of them one line."""
+    """The plan as a table, whether it fits into `room` bytes (None: not known), and what would make it fit. A run that
+    takes less than 60 % of them gets one line."""
     moments, host = plan(args, config, world, length)
     name, peak = peak_of(moments)
     need, host_text = peak + OVERHEAD, "".join(f", {kind} {n / GIB:.2f}" for kind, n in host.items()) or ": none"
@@ -973,7 +972,7 @@ def print_plan(args, argv, config, world, length, room):
 
 
 def dry_run(args, argv):
-    """Prints the plan of --world ranks with GPUs: no weights, no data, no GPU."""
+    """Prints the plan of --world ranks: no weights, no data, no GPU."""
     argv, world, args.precision = argv or sys.argv[1:], args.world or 1, args.precision or "mixed"
     try:
         _, config, _ = open_config(args, world, random_init=True)
@@ -1027,7 +1026,7 @@ def is_out_of_memory(error):
 
 
 def report_out_of_memory(error):
-    """Where memory ran out, in --out as oom.json, too -> a message. The frame of main has the run's own variables."""
+    """Writes oom.json into --out -> a message. The frame of main has the run's own variables."""
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.name == "main"]
     run = {frame.f_code: frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)}.get(main.__code__, {})
     report = {"phase": lines[-1] if lines else "start", "error": str(error)[:500], "step": run.get("n", 0),
@@ -1059,8 +1058,8 @@ def sealed(state):
 
 
 def read_state(folder, settings, ranks):
-    """trainer_state.json of a checkpoint whose files are what it says, to the byte; each rank reads its part of them.
-    ValueError names what is damaged, or the settings that change the mathematics and differ from the checkpoint's."""
+    """trainer_state.json of a checkpoint whose files are what it says, to the byte; each rank compares a part of them.
+    ValueError names what is damaged, or the settings that differ from the checkpoint's."""
     state, files = data.read_json(folder / STATE), {path.name: path for path in folder.iterdir()}
     if state != sealed(state) or folder.name != f"checkpoint-{state.get('step')}":
         raise ValueError(f"{folder / STATE}: damaged, or the folder of another step; {lm.REMOVE}")
@@ -1080,8 +1079,8 @@ def read_state(folder, settings, ranks):
 
 class Saver:
     """Writes checkpoint-<step>/: each rank its rows, then rank 0 the manifest, and one rename commits them. A full disk
-    costs this save and nothing else: the folder is removed, the reason said, and training continues. With --async_save
-    a thread writes a copy in host memory; `ranks.gather` is then its alone until finish()."""
+    costs this save and nothing else. With --async_save a thread writes a copy in host memory; `ranks.gather` is then
+    its alone until finish()."""
 
     def __init__(self, out, args, ranks):
         self.out, self.keep, self.background, self.ranks = out, args.keep, args.async_save, ranks
@@ -1130,7 +1129,7 @@ class Saver:
         return f"checkpoint-{step}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s"
 
     def commit(self, part, state):
-        """Writes the manifest, waits until all is on the disk, gives the folder its name; then older ones go."""
+        """Writes the manifest and gives the folder its name; then older ones go."""
         with data.writing(part / STATE, "manifest"):
             (part / STATE).write_text(json.dumps(sealed(state), indent=2) + "\n")
         data.sync(part / STATE)
@@ -1141,7 +1140,7 @@ class Saver:
                 shutil.rmtree(old.rename(old.with_suffix(".part")))  # renamed first: half of one must not look whole
 
     def finish(self):
-        """Waits for the save in the background and says what became of it. Its errors but OSError are raised here."""
+        """Waits for the save in the background and says what became of it."""
         faulthandler.cancel_dump_traceback_later()  # until the next alive(): a slow disk is no hang
         if self.report:
             self.ranks.say(self.report.result())
@@ -1160,8 +1159,8 @@ def launcher():
 
 
 def find_run(out, resume, restarted):
-    """--out, --resume, whether torchrun has restarted the ranks -> (folder of the run, checkpoint to continue from or
-    None). ValueError where a run would be overwritten or there is nothing to continue."""
+    """-> (folder of the run, checkpoint to continue from or None). restarted: by torchrun. ValueError where a run would
+    be overwritten or there is nothing to continue."""
     run, chosen = Path("out", datetime.now().strftime("%Y%m%d-%H%M%S")), None
     runs = sorted(Path("out").glob("*/args.json"), key=lambda path: path.stat().st_mtime)
     if not resume:  # a run that another torchrun has left is not ours to continue
@@ -1194,8 +1193,8 @@ def read_metrics(out, last_step):
 
 
 def begin_writing(out, args, state):
-    """Writes args.json, and takes the rows after the step in `state` out of metrics.jsonl: they will be made again.
-    Evaluations that stay are entered in `state`. -> a file that makes the run this process's own while it is open."""
+    """Writes args.json, takes the rows after the step in `state` out of metrics.jsonl, and enters evaluations that stay
+    in `state` -> a file that makes the run this process's own while it is open."""
     with data.writing(f"--out {out}", "folder"):
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / "lock", "w")  # noqa: SIM115
@@ -1219,7 +1218,7 @@ def begin_writing(out, args, state):
 
 
 def fixed_settings(args, config, rows_a_step, loader, source):
-    """{name: value} of all that changes the mathematics of a run and must be the same when it is resumed."""
+    """{name: value} of all that changes the mathematics of a run: a resumed run must have the same."""
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()}
     settings |= {f"--{name}": getattr(args, name) for name in (
         "random_init", "lora", "qlora", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "seq_len", "packing",
@@ -1262,8 +1261,8 @@ def draw(path, curves):
 
 
 class Log:
-    """metrics.jsonl and loss.svg, and the same on the console. Times, tokens and FLOP are means over the steps since
-    the last line. state, which trainer_state.json holds, is kept up to date here."""
+    """metrics.jsonl, loss.svg and the console. Times, tokens and FLOP are means over the steps since the last line.
+    state, which trainer_state.json holds, is kept up to date here."""
 
     def __init__(self, out, state, loader, ranks, tensorboard):
         self.out, self.state, self.loader, self.ranks, self.board = out, state, loader, ranks, None
@@ -1347,7 +1346,7 @@ class Log:
 
 
 def print_start(args, model, source, n_trained, ranks):
-    """What is trained, on what, a line for each feature that is on, and one line of what is off."""
+    """What is trained, a line for each feature that is on, and one of what is off."""
     c = model.config
     trained, frozen = "bf16" if args.precision == "bf16" else "float32", str(model.compute_dtype).removeprefix("torch.")
     n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
@@ -1395,8 +1394,8 @@ def tracer(args, out, device):
 
 
 def chat(args):
-    """--chat: a conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C
-    ends an answer, Ctrl-D the chat."""
+    """A conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C ends an
+    answer, Ctrl-D the chat."""
     ranks, messages = Ranks(False, args.timeout), []
     _, _, model, source, adapter, tokenizer = open_model(args, ranks)
     model.to_empty(device=ranks.device).tie_()
@@ -1477,8 +1476,8 @@ def open_model(args, ranks):
 
 
 def open_run(args, config, loader, source, ranks):
-    """-> (folder of the run, checkpoint to continue from or None, state). state is what trainer_state.json holds and
-    all that a run carries from step to step beside its tensors."""
+    """-> (folder of the run, checkpoint to continue from or None, state). state is all that a run carries from step to
+    step beside its tensors."""
     restarted, run = any(ranks.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))), None
     rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
     with ranks.agree():
@@ -1657,8 +1656,8 @@ def main(argv=None):
 
 
 def launch(argv=None):
-    """main() -> the exit code. An error is one message, the last thing on the screen: rank 0 prints it, and torchrun,
-    which has more to say, ends with what is in its error file."""
+    """main() -> the exit code. An error is one message, the last thing on the screen: rank 0 prints it, and torchrun
+    ends with what is in its error file."""
     code, message, speaks = 1, "", os.environ.get("RANK", "0") == "0"
     try:
         main(argv)
