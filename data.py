@@ -151,13 +151,12 @@ def errors_of(source, limit_s=0):
 
 
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-          "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
+          "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")
 
 
 class Tokenizer:
     """Tokens and chat templates of a model folder. bos_ids and eos_ids stand around a plain text, stop_ids end answers,
-    special_ids [n] are all special tokens. new_template: what an export must write as chat_template.jinja, or None.
-    Only for the main thread, in which a signal ends slow templates."""
+    special_ids [n] are all special tokens. Only for the main thread, in which a signal ends slow templates."""
 
     def __init__(self, folder, template_file=None):
         self.folder, self.path = Path(folder), Path(folder, "tokenizer.json")
@@ -175,8 +174,8 @@ class Tokenizer:
             self.core.no_padding()
             for t in self.core.get_added_tokens_decoder().values():
                 if t.special and t.normalized:  # Llama 2's are searched after a blank (transformers #23833)
-                    options = {"single_word": t.single_word, "lstrip": t.lstrip, "rstrip": t.rstrip}
-                    self.core.add_special_tokens([tokenizers.AddedToken(t.content, normalized=False, **options)])
+                    as_written = tokenizers.AddedToken(**(t.__getstate__() | {"normalized": False}))
+                    self.core.add_special_tokens([as_written])
             encoded = self.core.encode("a")
             of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added] or [len(encoded)]
             self.bos_ids, self.eos_ids = encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
@@ -195,30 +194,28 @@ class Tokenizer:
         self.stop_ids = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
         self.special_ids = np.array(sorted({*special, *self.stop_ids}), np.int32)
 
-        text = self.find_template(config.get("chat_template"), template_file, end_of_turn)
-        with errors_of(self.source, MAX_RENDER_S):
-            self.template = compile_template(text)
-        self.made_of = self.path.read_text("utf-8"), self.bos_ids, self.variables, text  # all that tokens depend on
+        self.load_template(config.get("chat_template"), template_file, end_of_turn)
+        # what the cache of tokens depends on
+        self.made_of = self.path.read_text("utf-8"), self.bos_ids, self.variables, self.template_text
 
-    def find_template(self, template, template_file, end_of_turn):
-        """chat_template of tokenizer_config.json -> the text of the one that is used."""
-        path, self.new_template = Path(template_file or self.folder / "chat_template.jinja"), None
+    def load_template(self, template, template_file, end_of_turn):
+        """Compiles --chat_template, or the folder's file, or chat_template of tokenizer_config.json, or ChatML."""
+        path = Path(template_file or self.folder / "chat_template.jinja")
         has_file = template_file or path.exists()
         self.source = f"chat template ({path if has_file else 'tokenizer_config.json'})"
-        with errors_of(self.source):
+        with errors_of(self.source, MAX_RENDER_S):
             if has_file:
                 template = path.read_text("utf-8-sig")
-                self.new_template = template if template_file else None
             elif template is None:
                 self.source = "ChatML (the model has no template)"
                 bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
                 bos, end_of_turn = (json.dumps(text, ensure_ascii=False) for text in (bos, end_of_turn))
-                self.new_template = template = CHATML.replace("end_of_turn", end_of_turn).replace("bos", bos, 1)
+                template = CHATML.replace("end_of_turn", end_of_turn).replace("bos", bos, 1)
             elif isinstance(template, list):  # several, by name
                 template = {one["name"]: one["template"] for one in template}["default"]
             if not isinstance(template, str) or not template.strip():
                 raise ValueError("expected text; --chat_template FILE replaces it")
-        return template
+            self.template, self.template_text = compile_template(template), template
 
     def render(self, messages, tools=None, generation_prompt=False):
         """Messages -> (text, [(start, stop) of each generation block]). ValueError where the template objects."""
@@ -299,20 +296,20 @@ class Tokenizer:
             yield np.array(bos + ids + eos, np.int32), mask
 
     def save(self, out):
-        """Copies the files. A template that training has used in place of the model's own replaces it."""
+        """Copies the files, and writes the chat template that training has used."""
         with writing(out, "tokenizer"):
             for name in COPIED:
                 if (self.folder / name).exists():
                     shutil.copyfile(self.folder / name, out / name)
-            if self.new_template is not None:
-                (out / "chat_template.jinja").write_text(self.new_template, "utf-8")  # comes before all others
+            (out / "chat_template.jinja").write_text(self.template_text, "utf-8")  # comes before all others
 
     def prompt(self, ask):
         """Token ids that ask for a continuation of a text (str), or for the answer to messages (list)."""
-        is_text = isinstance(ask, str)
-        text = ask if is_text else self.render(ask, generation_prompt=True)[0]
-        ((ids, _),) = self.encode([(text, None, False)])
-        return [*(self.bos_ids if is_text else []), *ids.tolist()]
+        bos, text = self.bos_ids, ask
+        if isinstance(ask, list):
+            bos, (text, _) = [], self.render(ask, generation_prompt=True)
+        with errors_of(self.path):
+            return bos + self.core.encode(text, add_special_tokens=False).ids
 
 
 def tokens_in(encoding, spans, special_ids):
@@ -525,7 +522,8 @@ def tokenize(path, kind, held_out, tokenizer, folder):
     """Writes a file's documents into a folder, a file for each of ARRAYS -> the report: counts, checksums, errors."""
     report = Counter(bad="")
     for chunk in tqdm(chunks_of(path, kind, held_out), "tokenizing", leave=False, disable=None):
-        for key, array in encode_chunk(tokenizer, chunk, report).items():
+        for (key, dtype), values in zip(ARRAYS.items(), encode_chunk(tokenizer, chunk, report)):
+            array = np.array(values, dtype)
             report["crc"] = zlib.crc32(array, report["crc"])
             with open(folder / key, "ab") as file:
                 file.write(array)
@@ -536,7 +534,7 @@ def tokenize(path, kind, held_out, tokenizer, folder):
 
 
 def encode_chunk(tokenizer, chunk, report):
-    """Lines -> {key: array} of ARRAYS. Adds to the counts in the report, and to its first five bad lines."""
+    """Lines -> the values of ARRAYS. Adds to the counts in the report, and to its first five bad lines."""
     texts, lines = [], []
     for line, row in enumerate(chunk, report["lines"] + 1):
         if row.strip():
@@ -559,33 +557,30 @@ def encode_chunk(tokenizer, chunk, report):
             report["without_end"] += int((~(special[ends] | special[ends - 1])).sum())
     report["tokens"] += len(tokens)
     report["largest_id"] = max([report["largest_id"], *tokens])
-    columns = zip(ARRAYS.items(), (tokens, supervised, lengths, lines))
-    return {key: np.array(values, kind) for (key, kind), values in columns}
+    return tokens, supervised, lengths, lines
+
 
 
 # -------------------------------- documents, packing and loading
 
 
 class Documents:
-    """Parts of documents that fit into a row. names, tokens, supervised: of each file. file, start, stop, n_targets,
-    line: [n] int64, of each part; its first token is no target."""
+    """Parts of documents that fit into a row. files: of each its (name, tokens, supervised). file, start, stop,
+    n_targets, line: [n] int64, of each part; its first token is no target."""
 
-    def __init__(self, names, tokens, supervised, columns, checksum=0):
-        self.names, self.tokens, self.supervised = names, tokens, supervised
-        self.columns, self.checksum = columns, checksum
+    def __init__(self, files, columns, checksum=0):
+        self.files, self.checksum = files, zlib.crc32(np.ascontiguousarray(columns[:4]), checksum)
         self.file, self.start, self.stop, self.n_targets, self.line = columns
-
-    def crc(self):
-        return zlib.crc32(np.ascontiguousarray(self.columns[:4]), self.checksum)
 
     def part(self, number):
         """(tokens [n] int32, supervised [n] bool) of a part."""
-        file, place = self.file[number], slice(self.start[number], self.stop[number])
-        return self.tokens[file][place], self.supervised[file][place]
+        _, tokens, supervised = self.files[self.file[number]]
+        place = slice(self.start[number], self.stop[number])
+        return tokens[place], supervised[place]
 
     def place(self, number):
         """The "FILE:LINE" of a part."""
-        return f"{self.names[self.file[number]]}:{self.line[number]}"
+        return f"{self.files[self.file[number]][0]}:{self.line[number]}"
 
 
 def open_documents(folders, names, seq_len, train_on="targets", overflow=None, vocab_size=1 << 31):
@@ -621,7 +616,7 @@ def open_documents(folders, names, seq_len, train_on="targets", overflow=None, v
             if refused:
                 raise ValueError(f"{name}: {why.format_map(n)}")
         columns.append(np.stack([np.full(len(start), number), start, stop, n_targets, lines[document]])[:, used])
-    return Documents(*zip(*files), np.concatenate(columns, 1), checksum), counts
+    return Documents(files, np.concatenate(columns, 1), checksum), counts
 
 
 def parts_of(lengths, seq_len, policy):
@@ -639,14 +634,11 @@ def parts_of(lengths, seq_len, policy):
 
 def pack(lengths, seq_len):
     """Best-fit decreasing: lengths of documents -> rows, each a list of document numbers that fit into seq_len."""
-    rows, rooms, rows_with = [], [], defaultdict(list)  # sorted numbers of free positions; a heap of rows for each
+    rows, rooms, rows_with = defaultdict(list), [seq_len], defaultdict(list)
+    rows_with[seq_len] = list(range(len(lengths)))  # of each number of free positions a heap of rows; rooms are sorted
     order = np.argsort(-lengths, kind="stable")
     for document, length in zip(order.tolist(), lengths[order].tolist()):
         place = bisect.bisect_left(rooms, length)
-        if place == len(rooms):  # a new row
-            rooms.append(seq_len)
-            rows_with[seq_len].append(len(rows))
-            rows.append([])
         room = rooms[place]
         row = heapq.heappop(rows_with[room])
         if not rows_with[room]:
@@ -655,7 +647,7 @@ def pack(lengths, seq_len):
             bisect.insort(rooms, room - length)
         heapq.heappush(rows_with[room - length], row)
         rows[row].append(document)
-    return rows
+    return list(rows.values())
 
 
 class Spans:
@@ -677,19 +669,15 @@ class Batch(namedtuple("Batch", "tokens targets positions keep_S spans")):
     """A micro-batch of one rank. tokens, targets (IGNORE where untrained), positions: [B, T] int64. keep_S: flat places
     of the targets. Under --sequence_parallel a rank holds one of N pieces of the tokens, [1, T]; spans are of all."""
 
-    def each(self, move):
-        bounds = None if self.spans.bounds is None else move(self.spans.bounds)
-        return Batch(*map(move, self[:4]), Spans(self.spans.pairs, bounds, self.spans.longest))
-
-    def pin(self):
-        """In pinned memory, so that copies are asynchronous."""
-        return self.each(torch.Tensor.pin_memory)
-
     def to(self, device):
         """On a GPU by asynchronous copies out of pinned memory."""
         if device.type != "cuda":
             return self
-        return self.pin().each(lambda tensor: tensor.to(device, non_blocking=True))
+
+        def copied(tensor):
+            return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
+
+        return Batch(*map(copied, self[:4]), Spans(self.spans.pairs, copied(self.spans.bounds), self.spans.longest))
 
 
 class Loader:
@@ -724,27 +712,25 @@ class Loader:
         rows = [int(self.order(epoch)[place]) for epoch, place in places]
         return rows, [rows[i : i + B] for i in range(0, n, B)][self.rank :: self.world]
 
-    def step(self, step, grad_accum, pin=False):
+    def step(self, step, grad_accum):
         """-> (this rank's micro-batches, [targets, tokens, squared document lengths] of the step over all ranks)."""
         rows, rows_by_batch = self.rows_of(step, grad_accum)
-        batches = [self.batch(rows).pin() if pin else self.batch(rows) for rows in rows_by_batch]
-        return batches, self.per_row[rows].sum(0).tolist()
+        return [self.batch(rows) for rows in rows_by_batch], self.per_row[rows].sum(0).tolist()
 
     def places(self, step, grad_accum):
         """["FILE:LINE"] of what is in this rank's rows of a step."""
         parts = np.concatenate([self.rows[row] for rows in self.rows_of(step, grad_accum)[1] for row in rows])
         return [self.documents.place(part) for part in parts]
 
-    def ahead(self, start, stop, grad_accum, pin):
+    def ahead(self, start, stop, grad_accum):
         """Yields step(start), ... step(stop - 1). A thread makes the next one while the caller works on this one."""
         with ThreadPoolExecutor(1) as thread:
-            future = thread.submit(self.step, start, grad_accum, pin)
+            future = thread.submit(self.step, start, grad_accum)
             for step in range(start, stop):
                 started = time.perf_counter()
                 made = future.result()
                 self.waited_s += time.perf_counter() - started
-                if step + 1 < stop:
-                    future = thread.submit(self.step, step + 1, grad_accum, pin)
+                future = thread.submit(self.step, step + 1, grad_accum)
                 yield made
 
     def once(self):

@@ -1225,7 +1225,7 @@ def fixed_settings(args, config, rows_a_step, loader, source):
         "train_on", "seed", "precision", "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule",
         "weight_decay", "clip")}
     settings |= {"rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)": rows_a_step,
-                 "the tokens and masks of --data": loader.documents.crc()}
+                 "the tokens and masks of --data": loader.documents.checksum}
     if args.lora or args.qlora:
         settings["the frozen weights of --model"] = source.crc()
     return json.loads(json.dumps(settings, default=str))
@@ -1595,7 +1595,7 @@ def main(argv=None):
         evaluate_now()  # the run was stopped between the save and the evaluation of this step
     n_finite = torch.zeros_like(bad)  # steps before a gradient was inf or nan
     profiler = tracer(args, out, device) if rank == 0 and (args.profile or args.memory_snapshot) else None
-    for batches, counted in loader.ahead(start, steps, args.grad_accum, pin=cuda):
+    for batches, counted in loader.ahead(start, steps, args.grad_accum):
         step, n, n_targets = state["step"], state["step"] + 1, int(counted[0])
         ranks.alive()
         torch.manual_seed(nf4.mix(nf4.mix(nf4.mix(args.seed) + rank) + step))  # dropout: the same in a resumed run

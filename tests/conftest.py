@@ -260,7 +260,7 @@ def documents_of(tokens, supervised, starts):
     n_targets = [int(supervised[start + 1 : stop].sum()) for start, stop in zip(starts, stops)]
     lines = np.arange(1, len(starts) + 1)
     columns = np.stack([np.zeros_like(starts), starts, stops, n_targets, lines]).astype(np.int64)
-    return data.Documents(["file"], [tokens], [supervised], columns)
+    return data.Documents([("file", tokens, supervised)], columns)
 
 
 def read_data(path, tokenizer, seq_len=1000, **options):

@@ -248,7 +248,7 @@ def transformer():
 def packed_row(lengths, change=None):
     """One row of documents with random tokens; those of document `change` are others."""
     documents = make_documents(lengths)
-    tokens = documents.tokens[0]
+    _, tokens, _ = documents.files[0]
     tokens[:] = np.random.default_rng(0).integers(0, 64, size=len(tokens))
     if change is not None:
         tokens[documents.start[change] : documents.stop[change]] ^= 1

@@ -465,7 +465,8 @@ def test_exports_carry_the_template_that_was_trained_on(tmp_path, own, mine, pro
     assert written.source == f"chat template ({tmp_path}/out/chat_template.jinja)"
     for prompt in (False, True):
         assert written.render([QUESTION, ANSWER], None, prompt) == tokenizer.render([QUESTION, ANSWER], None, prompt)
-    assert (tokenizer.new_template is None) == (own is not None and mine is None)
+    assert written.template_text == tokenizer.template_text == (mine or own or written.template_text)
+
 
 
 PIECES = ["a", "word", " ", "  ", "\n", "\n\n", "\t", "\r\n", "é", "e\u0301", "☃", "🙂", "👩\u200d👩\u200d👧", "日本語",
