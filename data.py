@@ -62,8 +62,6 @@ def listing(names):
 def read_json(path):
     """A JSON object from a file. ValueError names the file and the place."""
     try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise ValueError("a folder or a device, no file")  # reading a pipe would wait for ever
         value = json.loads(Path(path).read_text("utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, thousands of digits, endless brackets
         raise ValueError(f"{path}: not valid JSON: {error}") from error
@@ -156,7 +154,7 @@ COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "
 
 class Tokenizer:
     """Tokens and chat templates of a model folder. bos_ids and eos_ids stand around a plain text, stop_ids end answers,
-    special_ids [n] are all special tokens. Only for the main thread, in which a signal ends slow templates."""
+    special_ids are all special tokens. Only for the main thread, in which a signal ends slow templates."""
 
     def __init__(self, folder, template_file=None):
         self.folder, self.path = Path(folder), Path(folder, "tokenizer.json")
@@ -172,12 +170,12 @@ class Tokenizer:
             self.core = tokenizers.Tokenizer.from_file(str(self.path))
             self.core.no_truncation()
             self.core.no_padding()
-            for t in self.core.get_added_tokens_decoder().values():
-                if t.special and t.normalized:  # Llama 2's are searched after a blank (transformers #23833)
-                    as_written = tokenizers.AddedToken(**(t.__getstate__() | {"normalized": False}))
-                    self.core.add_special_tokens([as_written])
+            added = self.core.get_added_tokens_decoder()
+            special = {number: token for number, token in added.items() if token.special}
+            as_written = [tokenizers.AddedToken(**(t.__getstate__() | {"normalized": False})) for t in special.values()]
+            self.core.add_special_tokens(as_written)  # Llama 2's are searched after a blank (transformers #23833)
             encoded = self.core.encode("a")
-            of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added] or [len(encoded)]
+            of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
             self.bos_ids, self.eos_ids = encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
             self.core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
         bos, self.eos = (self.core.token_to_id(self.variables.get(key, "")) for key in ("bos_token", "eos_token"))
@@ -186,13 +184,11 @@ class Tokenizer:
         if self.eos is not None and self.eos_ids[-1:] != [self.eos]:
             self.eos_ids.append(self.eos)
 
-        added = self.core.get_added_tokens_decoder()
         self.added = tuple(token.content for token in added.values())
-        special = {number: token.content for number, token in added.items() if token.special}
-        self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, *special.values()])))
+        self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, *(t.content for t in special.values())])))
         end_of_turn = "<|im_end|>" if "<|im_end|>" in self.added else self.variables.get("eos_token", "")
         self.stop_ids = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
-        self.special_ids = np.array(sorted({*special, *self.stop_ids}), np.int32)
+        self.special_ids = sorted({*special, *self.stop_ids})
 
         self.load_template(config.get("chat_template"), template_file, end_of_turn)
         # what the cache of tokens depends on
@@ -273,14 +269,12 @@ class Tokenizer:
     def spans_by_prefix(self, messages, tools, text, turns):
         """Yields the span of each turn for which the renderings without and with it are prefixes of the whole text."""
         for i in turns:
-            try:
+            with contextlib.suppress(ValueError):  # a template may want a question first
                 before, _ = self.render(messages[:i], tools, generation_prompt=True)
                 after, _ = self.render(messages[: i + 1], tools)
-            except ValueError:  # a template may want a question first
-                continue
-            if after.startswith(before) and text.startswith(after):
-                stripped = after.rstrip()  # the model never says the newline that follows the end of turn
-                yield len(before), len(stripped if stripped.endswith(self.added) else after)
+                if after.startswith(before) and text.startswith(after):
+                    stripped = after.rstrip()  # the model never says the newline that follows the end of turn
+                    yield len(before), len(stripped if stripped.endswith(self.added) else after)
 
     def encode(self, texts):
         """[(text, spans or None for all of it, is it plain)] -> an iterator of (ids [n] int32, supervised [n] bool).
@@ -327,7 +321,6 @@ def tokens_in(encoding, spans, special_ids):
 
 FORMATS = "messages", "conversations", "prompt + completion", "instruction + output", "text"  # the keys of an example
 ROLES = "system", "developer", "user", "assistant", "tool"
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def parse_example(line, tokenizer):
@@ -346,10 +339,11 @@ def parse_example(line, tokenizer):
             spans = [(len(example["prompt"]), len(text))]
         else:
             messages, tools = check_messages(messages_of(example, form)), example.get("tools") or None
-            tools = json.loads(tools) if isinstance(tools, str) else tools
+            if isinstance(tools, str):
+                tools = json.loads(tools) or None
             if not isinstance(tools, list | None):
                 raise ValueError("'tools' must be a list of JSON schemas")
-            text, spans, counts = tokenizer.conversation(messages, tools or None)
+            text, spans, counts = tokenizer.conversation(messages, tools)
         if text:
             text.encode()  # no half a surrogate pair
     except Exception as error:  # a row can hold anything: other types, endless brackets
@@ -373,7 +367,8 @@ def messages_of(example, form):
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     else:
         for turn in example["conversations"]:
-            role = SHAREGPT_ROLES.get(turn.get("from"), turn.get("from"))
+            role = turn.get("from")
+            role = {"human": "user", "gpt": "assistant"}.get(role, role)
             messages.append({"role": role, "content": turn.get("value"), **turn})
     if example.get("system") and not (messages and messages[0].get("role") == "system"):
         messages.insert(0, {"role": "system", "content": example["system"]})
@@ -409,8 +404,8 @@ def check_messages(messages):
 
 def functions_of(messages, tools=None):
     """The functions that tool calls in messages name, and those of tools, each a dict."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())] + (tools or [])
-    return [call.get("function", call) for call in calls]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    return [call.get("function", call) for call in [*calls, *(tools or [])]]
 
 
 # -------------------------------- files, and tokenizing them
@@ -476,13 +471,15 @@ def stdlib_questions(name, text):
 
 def unreadable(path, kind):
     """What is wrong with a name in --data, and the line that converts a table or a dataset of the Hub."""
-    wrong, code = "" if path.is_file() else "no such file; ", ""
+    wrong, source = "expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code", None
     if kind in ("csv", "parquet"):
-        code = f"import pandas as d; d.read_{kind}('{path}').to_json('{path.stem}.jsonl', orient='records', lines=True)"
-    elif wrong and len(path.parts) == 2 and kind not in KINDS:
-        code = f"import datasets as d; d.load_dataset('{path}', split='train').to_json('{path.name}.jsonl')"
-    convert = f': pip install {code.split()[1]} && python -c "{code}"' if code else ""
-    return f"{wrong}expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code{convert}"
+        source = f"'{kind}', data_files='{path}'"
+    elif not path.exists() and len(path.parts) == 2 and kind not in KINDS:
+        source = f"'{path}'"
+    if source:
+        code = f"import datasets as d; d.load_dataset({source}, split='train').to_json('{path.stem}.jsonl')"
+        wrong += f': pip install datasets && python -c "{code}"'
+    return wrong if path.is_file() else f"no such file; {wrong}"
 
 
 def tokenized(spec, held_out, tokenizer):
@@ -502,15 +499,14 @@ def tokenized(spec, held_out, tokenizer):
         return folder
     part = folder.with_suffix(f".{os.urandom(8).hex()}.part")
     try:
-        part.mkdir(parents=True)
-        report = tokenize(path, kind, held_out, tokenizer, part)
-        (part / "report.json").write_text(json.dumps(report))
-        for made in [*part.iterdir(), part]:
-            sync(made)  # what has its name is whole, power cut or not
-        if not folder.is_dir():
-            part.rename(folder)
-    except OSError as error:
-        raise OSError(f"{spec}: {error}, while writing tokens to {part} (XDG_CACHE_HOME moves this cache)") from error
+        with writing(f"{spec}: {part} (XDG_CACHE_HOME moves this cache)", "tokens"):
+            part.mkdir(parents=True)
+            report = tokenize(chunks_of(path, kind, held_out), tokenizer, part)
+            (part / "report.json").write_text(json.dumps(report))
+            for made in [*part.iterdir(), part]:
+                sync(made)  # what has its name is whole, power cut or not
+            if not folder.is_dir():
+                part.rename(folder)
     except (EOFError, RecursionError, ValueError, zlib.error) as error:
         raise ValueError(f"{spec}: {error}") from error
     finally:
@@ -518,10 +514,10 @@ def tokenized(spec, held_out, tokenizer):
     return folder
 
 
-def tokenize(path, kind, held_out, tokenizer, folder):
-    """Writes a file's documents into a folder, a file for each of ARRAYS -> the report: counts, checksums, errors."""
+def tokenize(chunks, tokenizer, folder):
+    """Writes documents into a folder, a file for each of ARRAYS -> the report: counts, a checksum, errors."""
     report = Counter(bad="")
-    for chunk in tqdm(chunks_of(path, kind, held_out), "tokenizing", leave=False, disable=None):
+    for chunk in tqdm(chunks, "tokenizing", leave=False, disable=None):
         for (key, dtype), values in zip(ARRAYS.items(), encode_chunk(tokenizer, chunk, report)):
             array = np.array(values, dtype)
             report["crc"] = zlib.crc32(array, report["crc"])
@@ -560,7 +556,6 @@ def encode_chunk(tokenizer, chunk, report):
     return tokens, supervised, lengths, lines
 
 
-
 # -------------------------------- documents, packing and loading
 
 
@@ -588,21 +583,20 @@ def open_documents(folders, names, seq_len, train_on="targets", overflow=None, v
     than seq_len positions; None splits texts and drops the others. ValueError where a file should not be trained on."""
     files, columns, counts, checksum = [], [], [], 0
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
-        report = Counter(read_json(folder / "report.json"))
+        n = defaultdict(int, read_json(folder / "report.json"))
         tokens, supervised, lengths, lines = (
             np.asarray(np.memmap(folder / key, kind, "r")) for key, kind in ARRAYS.items())
         if train_on == "all":
             supervised = np.broadcast_to(True, len(tokens))
         files.append((name, tokens, supervised))
-        checksum = zlib.crc32(str(report["crc"]).encode(), checksum)
-        policy = overflow or ("split" if report["text"] == report["examples"] - report["n_bad"] else "drop")
-        document, start, stop = parts_of(lengths, seq_len, policy)
+        checksum = zlib.crc32(b"%d" % n["crc"], checksum)
+        n["policy"] = overflow or ("split" if n["text"] == n["examples"] - n["n_bad"] else "drop")
+        document, start, stop = parts_of(lengths, seq_len, n["policy"])
         n_targets = np.array([np.count_nonzero(supervised[i + 1 : j]) for i, j in zip(start, stop)], np.int64)
         used = np.flatnonzero(n_targets)
-        n = Counter(dict(
-            report, name=name, policy=policy, seq_len=seq_len, vocab_size=vocab_size, n_trained=int(n_targets.sum()),
-            n_tokens=int((stop - start - 1)[used].sum()), n_untrained=len(np.setdiff1d(document, document[used])),
-            n_long=int((lengths - 1 > seq_len).sum()), longest=int(lengths.max(initial=1)) - 1))
+        n |= {"name": name, "seq_len": seq_len, "vocab_size": vocab_size, "n_trained": int(n_targets.sum()),
+              "n_tokens": int((stop - start - 1)[used].sum()), "n_long": int((lengths - 1 > seq_len).sum()),
+              "longest": int(lengths.max(initial=1)) - 1, "n_untrained": len(np.setdiff1d(document, document[used]))}
         counts.append(n)
         for refused, why in (
             (n["n_bad"] > 0.01 * n["examples"], "{n_bad:,} of {examples:,} examples cannot be trained on:{bad}"),
@@ -764,13 +758,13 @@ class Loader:
         return Batch(*map(torch.from_numpy, (*grids, keep_S)), spans)
 
 
-def show(tokenizer, documents, number, before="⟦", after="⟧"):
-    """A document as text, with marks around the tokens that are trained on."""
+def show(tokenizer, documents, number):
+    """A document as text, with brackets around the tokens that are trained on."""
     ids, supervised = documents.part(number)
     text = ""
     for is_trained, run in itertools.groupby(range(len(ids)), lambda i: bool(supervised[i]) and i > 0):
         run_text = printable(tokenizer.core.decode(ids[list(run)].tolist(), skip_special_tokens=False))
-        text += f"{before}{run_text}{after}" if is_trained else run_text
+        text += f"⟦{run_text}⟧" if is_trained else run_text
     return text
 
 
@@ -792,10 +786,9 @@ def print_data(args, loader, eval_loader, counts, tokenizer):
                     print(f"  {n[key]:,} {note.format_map(n)}")
         full = one.per_row[:, 1].sum() / (len(one.rows) * one.seq_len)
         print(f"  {len(one.rows):,} rows of at most {one.seq_len} tokens, {full:.1%} full")
-    marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else "⟦⟧"
     for i in range(min(args.inspect or 0, len(loader.documents.start))):
-        print(f"--- example {i + 1}, {printable(loader.documents.place(i))}, trained on: {marks[0]}this{marks[1]}")
-        print(show(tokenizer, loader.documents, i, *marks) + "\n---")
+        print(f"--- example {i + 1}, {printable(loader.documents.place(i))}, trained on: ⟦this⟧")
+        print(show(tokenizer, loader.documents, i) + "\n---")
 
 
 def open_data(args, tokenizer, vocab_size, ranks):

@@ -134,7 +134,7 @@ def parse_args(argv=None):
     switch("--packing", "several documents in a row, kept apart", on=True)
     add("--train_on", str, "targets", "targets: answers, texts; all: every token", choices=("targets", "all"))
     add("--chat_template", str, None, "jinja file in place of the model's own")
-    add("--inspect", whole, None, "print N examples, trained tokens in green, and exit")
+    add("--inspect", whole, None, "print N examples, trained tokens in brackets, and exit")
     group = parser.add_argument_group("memory and speed")
     switch("--fsdp2", "shard parameters, gradients and optimizer over the ranks")
     switch("--reshard_after_forward", "free a block's gathered weights between forward and backward", on=True)

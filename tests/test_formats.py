@@ -399,7 +399,7 @@ def test_one_line_in_a_hundred_may_be_bad(tiny, tmp_path):
     ("a.json", b"[ \n]", "nothing to train on"), ("a.txt.gz", gzip.compress(b""), "nothing to train on"),
     ("a.jsonl", b"\n \r\n\n\t\n", "nothing to train on"),
     ("a.jsonl", b'{"question": "q"}\n', r"nothing to train on\n  line 1: .*expected an object"),
-    ("a.csv", b"x", r"pip install pandas.*read_csv\('.*a\.csv'\)\.to_json\('a\.jsonl'"),
+    ("a.csv", b"x", r"datasets.*load_dataset\('csv', data_files='.*a\.csv', split='train'\)\.to_json\('a\.j"),
     ("a.txt", b"abc\xff", "'utf-8' codec can't decode byte 0xff in position 3"),
     ("a.json", b'[{"text": "a"}, {"text": "b"]', "Expecting ',' delimiter: line 1 column 29"),
     ("a.json", b'[{"text": "a"}]\ngarbage', "Extra data: line 2"), ("a.json", b"[" * 100_000, "recursion"),
