@@ -449,9 +449,10 @@ def stdlib_modules():
     """Yields (module path, source) of the installed Python's standard library, in a fixed order."""
     root = Path(os.__file__).parent
     for path in sorted(root.rglob("*.py")):
-        if not SKIPPED & set(path.relative_to(root).parts):
+        name = path.relative_to(root)
+        if not SKIPPED.intersection(name.parts):
             with contextlib.suppress(UnicodeDecodeError):  # a handful declare another encoding
-                yield str(path.relative_to(root)), path.read_text("utf-8")
+                yield str(name), path.read_text("utf-8")
 
 
 def stdlib_questions(name, text):
@@ -524,7 +525,7 @@ def tokenize(chunks, tokenizer, folder):
             with open(folder / key, "ab") as file:
                 file.write(array)
         report["lines"] += len(chunk)
-    if not report["tokens"]:
+    if not report["n_tokens"]:
         raise ValueError("nothing to train on" + report["bad"])
     return report
 
@@ -551,7 +552,7 @@ def encode_chunk(tokenizer, chunk, report):
         if not is_plain:  # the last trained token of a turn, or the one before a newline, should be special
             ends, special = np.flatnonzero(mask & ~np.append(mask[1:], False)), np.isin(ids, tokenizer.special_ids)
             report["without_end"] += int((~(special[ends] | special[ends - 1])).sum())
-    report["tokens"] += len(tokens)
+    report["n_tokens"] += len(tokens)
     report["largest_id"] = max([report["largest_id"], *tokens])
     return tokens, supervised, lengths, lines
 
@@ -560,8 +561,8 @@ def encode_chunk(tokenizer, chunk, report):
 
 
 class Documents:
-    """Parts of documents that fit into a row. files: of each its (name, tokens, supervised). file, start, stop,
-    n_targets, line: [n] int64, of each part; its first token is no target."""
+    """Parts of documents that fit into a row. files: of each a dict of its name, tokens, supervised and counts. file,
+    start, stop, n_targets, line: [n] int64, of each part; its first token is no target."""
 
     def __init__(self, files, columns, checksum=0):
         self.files, self.checksum = files, zlib.crc32(np.ascontiguousarray(columns[:4]), checksum)
@@ -569,35 +570,34 @@ class Documents:
 
     def part(self, number):
         """(tokens [n] int32, supervised [n] bool) of a part."""
-        _, tokens, supervised = self.files[self.file[number]]
-        place = slice(self.start[number], self.stop[number])
-        return tokens[place], supervised[place]
+        file, place = self.files[self.file[number]], slice(self.start[number], self.stop[number])
+        return file["tokens"][place], file["supervised"][place]
 
     def place(self, number):
         """The "FILE:LINE" of a part."""
-        return f"{self.files[self.file[number]][0]}:{self.line[number]}"
+        return f"{self.files[self.file[number]]['name']}:{self.line[number]}"
 
 
 def open_documents(folders, names, seq_len, train_on="targets", overflow=None, vocab_size=1 << 31):
-    """Folders of the cache -> (Documents, a dict of counts for each file). overflow: what becomes of documents of more
-    than seq_len positions; None splits texts and drops the others. ValueError where a file should not be trained on."""
-    files, columns, counts, checksum = [], [], [], 0
+    """Folders of the cache -> Documents. overflow: what becomes of those of more than seq_len positions; None splits
+    texts and drops the others. ValueError where a file should not be trained on."""
+    files, columns, checksum = [], [], 0
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         n = defaultdict(int, read_json(folder / "report.json"))
         tokens, supervised, lengths, lines = (
             np.asarray(np.memmap(folder / key, kind, "r")) for key, kind in ARRAYS.items())
         if train_on == "all":
             supervised = np.broadcast_to(True, len(tokens))
-        files.append((name, tokens, supervised))
         checksum = zlib.crc32(b"%d" % n["crc"], checksum)
         n["policy"] = overflow or ("split" if n["text"] == n["examples"] - n["n_bad"] else "drop")
         document, start, stop = parts_of(lengths, seq_len, n["policy"])
         n_targets = np.array([np.count_nonzero(supervised[i + 1 : j]) for i, j in zip(start, stop)], np.int64)
         used = np.flatnonzero(n_targets)
-        n |= {"name": name, "seq_len": seq_len, "vocab_size": vocab_size, "n_trained": int(n_targets.sum()),
-              "n_tokens": int((stop - start - 1)[used].sum()), "n_long": int((lengths - 1 > seq_len).sum()),
-              "longest": int(lengths.max(initial=1)) - 1, "n_untrained": len(np.setdiff1d(document, document[used]))}
-        counts.append(n)
+        n |= {"name": name, "tokens": tokens, "supervised": supervised, "seq_len": seq_len, "vocab_size": vocab_size,
+              "n_trained": int(n_targets.sum()), "n_tokens": int((stop - start - 1)[used].sum()),
+              "n_long": int((lengths - 1 > seq_len).sum()), "longest": int(lengths.max(initial=1)) - 1,
+              "n_untrained": len(np.setdiff1d(document, document[used]))}
+        files.append(n)
         for refused, why in (
             (n["n_bad"] > 0.01 * n["examples"], "{n_bad:,} of {examples:,} examples cannot be trained on:{bad}"),
             (n["largest_id"] >= vocab_size,
@@ -610,7 +610,7 @@ def open_documents(folders, names, seq_len, train_on="targets", overflow=None, v
             if refused:
                 raise ValueError(f"{name}: {why.format_map(n)}")
         columns.append(np.stack([np.full(len(start), number), start, stop, n_targets, lines[document]])[:, used])
-    return Documents(files, np.concatenate(columns, 1), checksum), counts
+    return Documents(files, np.concatenate(columns, 1), checksum)
 
 
 def parts_of(lengths, seq_len, policy):
@@ -688,6 +688,7 @@ class Loader:
         per_part = np.stack([documents.n_targets, lengths, lengths**2], 1)[np.concatenate(self.rows)]
         self.per_row = np.add.reduceat(per_part, np.cumsum([0, *map(len, self.rows)])[:-1])
         self.longest = seq_len if packing else int(self.per_row[:, 1].max())  # tokens of the longest row as it is run
+
         self.order = functools.lru_cache(maxsize=2)(self.make_order)
 
     def make_order(self, epoch):
@@ -701,9 +702,8 @@ class Loader:
 
     def rows_of(self, step, grad_accum):
         """-> (rows of the global batch, [rows of each micro-batch of this rank])."""
-        B, n = self.batch_size, self.batch_size * self.world * grad_accum
-        places = (divmod(i, len(self.rows)) for i in range(step * n, step * n + n))
-        rows = [int(self.order(epoch)[place]) for epoch, place in places]
+        B, n, n_rows = self.batch_size, self.batch_size * self.world * grad_accum, len(self.rows)
+        rows = [int(self.order(i // n_rows)[i % n_rows]) for i in range(step * n, step * n + n)]
         return rows, [rows[i : i + B] for i in range(0, n, B)][self.rank :: self.world]
 
     def step(self, step, grad_accum):
@@ -735,7 +735,7 @@ class Loader:
 
     def batch(self, rows):
         """Row numbers -> Batch on the CPU. No rows make a row of one padding token."""
-        T = self.seq_len if self.packing else max((int(self.per_row[row, 1]) for row in rows), default=1)
+        T = self.seq_len if self.packing else int(self.per_row[list(rows), 1].max(initial=1))
         B = max(len(rows), 1)
         N = B * T + -B * T % self.n_shards
         tokens, positions = np.zeros((2, N), np.int64)
@@ -768,10 +768,10 @@ def show(tokenizer, documents, number):
     return text
 
 
-def print_data(args, loader, eval_loader, counts, tokenizer):
+def print_data(args, loader, eval_loader, tokenizer):
     """Prints what was read, what was dropped and why, and the first --inspect documents."""
-    for one, files in zip((loader, eval_loader), counts):
-        for n in files:
+    for one in filter(None, (loader, eval_loader)):
+        for n in one.documents.files:
             formats = ", ".join(form for form in FORMATS if n[form])
             print(f"{printable(n['name'])}: {n['examples']:,} examples ({formats})\n"
                   f"  {n['n_tokens']:,} tokens, {n['n_trained'] / n['n_tokens']:.1%} trained on")
@@ -792,19 +792,18 @@ def print_data(args, loader, eval_loader, counts, tokenizer):
 
 
 def open_data(args, tokenizer, vocab_size, ranks):
-    """-> (loader of --data, loader of --eval_data or None, counts of each file). A machine tokenizes a file once."""
+    """-> [loader of --data, loader of --eval_data or None]. A machine tokenizes a file once."""
     sets, folders = [args.data, args.eval_data or []], []
     with ranks.agree():
         for held_out, specs in enumerate(sets if ranks.local == 0 else []):
             folders.append([tokenized(spec, held_out, tokenizer) for spec in specs])
     every = ranks.gather(folders)
-    folders, loaders, counts = every[ranks.rank - ranks.local], [None, None], []
+    folders, loaders = every[ranks.rank - ranks.local], [None, None]
     with ranks.agree():
         if any(a.name != b.name for mine, first in zip(folders, every[0]) for a, b in zip(mine, first)):
             raise ValueError(f"--data: {os.uname().nodename} has other files or package versions than rank 0's machine")
         for i, specs in enumerate(specs for specs in sets if specs):
-            documents, count = open_documents(folders[i], specs, args.seq_len, args.train_on, args.overflow, vocab_size)
+            documents = open_documents(folders[i], specs, args.seq_len, args.train_on, args.overflow, vocab_size)
             loaders[i] = Loader(documents, args.seq_len, args.packing, args.batch_size, args.seed, ranks.rank,
                                 ranks.world, args.sequence_parallel)
-            counts.append(count)
-    return *loaders, counts
+    return loaders

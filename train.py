@@ -1365,11 +1365,11 @@ def print_start(args, model, source, n_trained, ranks):
         print(textwrap.fill(f"{name}: {what}", 80, subsequent_indent=" " * 6))
 
 
-def sample(args, model, tokenizer, counts, ranks):
+def sample(args, model, tokenizer, documents, ranks):
     """What the model makes of --sample. All ranks call it: under FSDP2 each forward is a collective."""
     if not args.sample:
         return ""
-    is_chat = any(count["chats"] for count in counts)
+    is_chat = any(file["chats"] for file in documents.files)
     with ranks.agree():
         prompt = tokenizer.prompt([{"role": "user", "content": args.sample}] if is_chat else args.sample)
     model.eval()
@@ -1520,9 +1520,9 @@ def main(argv=None):
     ranks = Ranks(args.fsdp2, args.timeout)
     device, rank, world, say, cuda = ranks.device, ranks.rank, ranks.world, ranks.say, ranks.device.type == "cuda"
     files, config, model, source, adapter, tokenizer = open_model(args, ranks)
-    loader, eval_loader, counts = data.open_data(args, tokenizer, config.vocab_size, ranks)
+    loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
     if rank == 0:
-        data.print_data(args, loader, eval_loader, counts, tokenizer)
+        data.print_data(args, loader, eval_loader, tokenizer)
     if args.inspect:
         return ranks.leave()
     out, resumed, state = open_run(args, config, loader, source, ranks)
@@ -1564,7 +1564,7 @@ def main(argv=None):
     saver = Saver(out, args, ranks)
     begin = f"continuing after step {start:,} of {resumed}" if resumed else "from the start"
     say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}\nwriting to {out}")
-    sampled = "" if resumed else sample(args, model, tokenizer, counts[0], ranks)
+    sampled = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
     log, stop = Log(out, state, loader, ranks, args.tensorboard), StopSignal()
 
     def save():
@@ -1651,7 +1651,7 @@ def main(argv=None):
     adapter = lm.export(args, model, source, files, tokenizer, out, ranks)
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()
-    if after := sample(args, model, tokenizer, counts[0], ranks):
+    if after := sample(args, model, tokenizer, loader.documents, ranks):
         say(f"--- {args.sample.strip()}\nbefore: {sampled}\nafter:  {after}\n---")
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges

@@ -182,11 +182,6 @@ def test_turns_without_a_mask_and_without_an_end_are_counted(tmp_path, with_temp
     assert (count["without_mask"], count["without_end"]) == counts
 
 
-def test_template_whose_turns_cannot_be_delimited_is_refused(with_template):
-    with pytest.raises(ValueError, match=r"chat_template\.jinja.*\{% generation %\}"):
-        with_template("{{ messages | length }}" + CHATML).conversation(TURNS)
-
-
 # ---------------------------------------------------------------- templates: transformers' texts, its sandbox, limits
 
 GOLDENS = json.loads((HERE / "goldens-chat" / "goldens.json").read_text("utf-8"))
@@ -241,14 +236,6 @@ def test_sandbox_is_that_of_transformers(load, tmp_path):
     assert wrong == [] and f"{data.TODAY:%Y-%m-%d}" == GOLDENS["today"]
 
 
-@pytest.mark.parametrize("expression", [
-    "messages.__class__.__base__.__subclasses__()", "raise_exception.__globals__.os", "cycler.__init__.__globals__.os",
-    "messages.append(1)", "messages[0]['content'] + 1", "range(10**9)", "'x' * 10**18", "raise_exception('no')"])
-def test_template_that_reaches_out_or_fails_is_refused_by_name(with_template, expression):
-    with pytest.raises(ValueError, match=r"chat_template\.jinja"):
-        with_template("{{ " + expression + " }}").render([dict(one) for one in TURNS])
-
-
 PANIC = {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<a>", "type_id": 0}}],
                             "pair": [], "special_tokens": {}}}  # the library's Rust finds no such token
 BLOCK = "{% generation %}BODY{% endgeneration %}"
@@ -257,7 +244,12 @@ TEMPLATES = {  # what is odd: words of the message
     "{% macro a() %}" + BLOCK + "{% endmacro %}" + BLOCK.replace("BODY", "{{ a() }}"): "inside each other, or cut",
     "{% for m in messages %}" + BLOCK.replace("BODY", "{% break %}") + "{% endfor %}": "inside each other, or cut",
     "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2: "took more than 0.1 seconds",
-    "{{ 9 ** (9 ** 9) }}": "took more than 0.1 seconds", "{{ " + "-" * 9999 + "1 }}": "recursion"}
+    "{{ 9 ** (9 ** 9) }}": "took more than 0.1 seconds", "{{ " + "-" * 9999 + "1 }}": "recursion",
+    "{% for i in range(20000) %}{{ 'x' }}{% if i > 3000 %}{{ 1 // 0 }}{% endif %}{% endfor %}": "than 3000 characters",
+    "{{ messages | length }}" + CHATML: "cannot delimit any assistant turn; put {% generation %}",
+    **{"{{ " + expression + " }}": "" for expression in (
+        "messages.__class__.__base__.__subclasses__()", "raise_exception.__globals__.os", "messages.append(1)",
+        "cycler.__init__.__globals__.os", "messages[0]['content'] + 1", "range(10**9)", "'x' * 10**18")}}
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -270,11 +262,12 @@ TEMPLATES = {  # what is odd: words of the message
 ], ids=lambda part: str(part)[:60] if isinstance(part, dict) else "")
 def test_tokenizer_files_that_are_odd_are_refused_by_name(tmp_path, monkeypatch, changes, words):
     monkeypatch.setattr(data, "MAX_RENDER_S", 0.1)
+    monkeypatch.setattr(data, "MAX_RENDERED", 3000)
     folder, handler = model_folder(tmp_path, changes.get("chat_template.jinja")), signal.getsignal(signal.SIGVTALRM)
     path = folder / ("tokenizer.json" if changes is PANIC else "tokenizer_config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError) as error:
-        data.Tokenizer(folder).render(TURNS)
+        data.Tokenizer(folder).conversation([dict(one) for one in TURNS])
     assert words in str(error.value) and str(error.value).startswith((str(path), "chat template ("))
     assert signal.getsignal(signal.SIGVTALRM) == handler and signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
@@ -286,13 +279,6 @@ def test_of_several_templates_the_default_is_used_and_tools_never_get_lost(tmp_p
     assert data.Tokenizer(folder).render(TURNS, [SCHEMA])[0].startswith(SCHEMA_TEXT)
     with pytest.raises(ValueError, match=r"chat_template\.jinja\): leaves out the tool 'add'"):
         with_template(CHATML).conversation(TURNS, [SCHEMA])
-
-
-def test_endless_output_stops_at_the_limit(with_template, monkeypatch):
-    monkeypatch.setattr(data, "MAX_RENDERED", 1000)
-    body = "{% for i in range(20000) %}{{ 'x' }}{% if i > 1000 %}{{ 1 // 0 }}{% endif %}{% endfor %}"
-    with pytest.raises(ValueError, match="more than 1000 characters"):  # and no division by zero: it went no further
-        with_template(BLOCK.replace("BODY", body)).render(TURNS)
 
 
 @pytest.mark.parametrize("row", [
@@ -330,8 +316,6 @@ def test_the_same_rows_are_the_same_documents_in_every_container(tiny, tmp_path,
     documents, _ = read_data(path, tiny)
     assert pieces(documents) == pieces(read_data(jsonl(tmp_path / "reference.jsonl", *rows), tiny)[0])
     assert documents.line.tolist() == lines
-    folder = data.tokenized(str(path), False, tiny)
-    assert {path.name for path in folder.iterdir()} == {*data.ARRAYS, "report.json"}  # no copy of the lines stays
 
 
 def test_long_text_is_a_document_for_each_chunk_of_whole_lines(tiny, tmp_path, monkeypatch):
@@ -463,8 +447,7 @@ def test_exports_carry_the_template_that_was_trained_on(tmp_path, own, mine, pro
     tokenizer.save(tmp_path / "out")
     written = data.Tokenizer(tmp_path / "out")
     assert written.source == f"chat template ({tmp_path}/out/chat_template.jinja)"
-    for prompt in (False, True):
-        assert written.render([QUESTION, ANSWER], None, prompt) == tokenizer.render([QUESTION, ANSWER], None, prompt)
+    assert written.render([QUESTION, ANSWER]) == tokenizer.render([QUESTION, ANSWER])
     assert written.template_text == tokenizer.template_text == (mine or own or written.template_text)
 
 
