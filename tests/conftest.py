@@ -51,8 +51,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 processes = multiprocessing.get_context("fork" if emulated_cuda.LOADED else "forkserver")
 processes.set_forkserver_preload(["train", "torch._dynamo", "numpy.ma", "pytest", "conftest"])  # not in each rank
 HANG_S = 600
-
-
 WAITS = "test_what_is_marked_gpu_passes_on_an_emulated_device"
 
 

@@ -55,13 +55,9 @@ def test_what_becomes_of_long_documents(tiny, tmp_path, kind, policy, seq_len):
     assert count["n_tokens"] == sum(len(ids) - 1 for _, (ids, _) in expected)
 
 
-@pytest.mark.parametrize(("row", "vocab_size", "what"), [
-    (chat(QUESTION), 4096, "nothing to train on: of 2 examples .* 2 without a supervised token"),
-    ({"prompt": "word " * 500, "completion": "x"}, 4096, "only 4 of 1,002 tokens are trained on"),
-    ({"text": "word"}, 300, r"token \d+ of 300 embeddings: the tokenizer belongs to another model")])
-def test_file_that_should_not_be_trained_on_is_refused(tiny, tmp_path, row, vocab_size, what):
-    with pytest.raises(ValueError, match=rf"a\.jsonl: {what}"):
-        read_data(jsonl(tmp_path / "a.jsonl", row, row), tiny, vocab_size=vocab_size)
+def test_tokens_beyond_the_embeddings_are_refused(tiny, tmp_path):
+    with pytest.raises(ValueError, match=r"a\.jsonl: token \d+ of 300 embeddings: the tokenizer belongs to another"):
+        read_data(jsonl(tmp_path / "a.jsonl", {"text": "word"}), tiny, vocab_size=300)
 
 
 def test_files_follow_each_other_in_the_documents_and_may_come_twice(tiny, tmp_path):
