@@ -62,8 +62,6 @@ def listing(names):
 def read_json(path):
     """A JSON object from a file. ValueError names the file and the place."""
     try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise ValueError("a folder or a device, no file")  # reading a pipe would wait for ever
         value = json.loads(Path(path).read_text("utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, thousands of digits, endless brackets
         raise ValueError(f"{path}: not valid JSON: {error}") from error
@@ -159,13 +157,12 @@ def errors_of(source, limit_s=0):
 
 
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-          "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
+          "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")
 
 
 class Tokenizer:
     """Tokens and chat templates of a model folder. bos_ids and eos_ids stand around a plain text, stop_ids end answers,
-    special_ids [n] are all special tokens. new_template: what an export must write as chat_template.jinja, or None.
-    Only for the main thread, in which a signal ends slow templates."""
+    special_ids are all special tokens. Only for the main thread, in which a signal ends slow templates."""
 
     def __init__(self, folder, template_file=None):
         self.folder, self.path = Path(folder), Path(folder, "tokenizer.json")
@@ -181,12 +178,12 @@ class Tokenizer:
             self.core = tokenizers.Tokenizer.from_file(str(self.path))
             self.core.no_truncation()
             self.core.no_padding()
-            for t in self.core.get_added_tokens_decoder().values():
-                if t.special and t.normalized:  # Llama 2's are searched after a blank (transformers #23833)
-                    options = {"single_word": t.single_word, "lstrip": t.lstrip, "rstrip": t.rstrip}
-                    self.core.add_special_tokens([tokenizers.AddedToken(t.content, normalized=False, **options)])
+            added = self.core.get_added_tokens_decoder()
+            special = {number: token for number, token in added.items() if token.special}
+            as_written = [tokenizers.AddedToken(**(t.__getstate__() | {"normalized": False})) for t in special.values()]
+            self.core.add_special_tokens(as_written)  # Llama 2's are searched after a blank (transformers #23833)
             encoded = self.core.encode("a")
-            of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added] or [len(encoded)]
+            of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
             self.bos_ids, self.eos_ids = encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
             self.core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
         bos, self.eos = (self.core.token_to_id(self.variables.get(key, "")) for key in ("bos_token", "eos_token"))
@@ -195,38 +192,34 @@ class Tokenizer:
         if self.eos is not None and self.eos_ids[-1:] != [self.eos]:
             self.eos_ids.append(self.eos)
 
-        added = self.core.get_added_tokens_decoder()
         self.added = tuple(token.content for token in added.values())
-        special = {number: token.content for number, token in added.items() if token.special}
-        self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, *special.values()])))
+        self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, *(t.content for t in special.values())])))
         end_of_turn = "<|im_end|>" if "<|im_end|>" in self.added else self.variables.get("eos_token", "")
         self.stop_ids = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
-        self.special_ids = np.array(sorted({*special, *self.stop_ids}), np.int32)
+        self.special_ids = sorted({*special, *self.stop_ids})
 
-        text = self.find_template(config.get("chat_template"), template_file, end_of_turn)
-        with errors_of(self.source, MAX_RENDER_S):
-            self.template = compile_template(text)
-        self.made_of = self.path.read_text("utf-8"), self.bos_ids, self.variables, text  # all that tokens depend on
+        self.load_template(config.get("chat_template"), template_file, end_of_turn)
+        # what the cache of tokens depends on
+        self.made_of = self.path.read_text("utf-8"), self.bos_ids, self.variables, self.template_text
 
-    def find_template(self, template, template_file, end_of_turn):
-        """chat_template of tokenizer_config.json -> the text of the one that is used."""
-        path, self.new_template = Path(template_file or self.folder / "chat_template.jinja"), None
+    def load_template(self, template, template_file, end_of_turn):
+        """Compiles --chat_template, or the folder's file, or chat_template of tokenizer_config.json, or ChatML."""
+        path = Path(template_file or self.folder / "chat_template.jinja")
         has_file = template_file or path.exists()
         self.source = f"chat template ({path if has_file else 'tokenizer_config.json'})"
-        with errors_of(self.source):
+        with errors_of(self.source, MAX_RENDER_S):
             if has_file:
                 template = path.read_text("utf-8-sig")
-                self.new_template = template if template_file else None
             elif template is None:
                 self.source = "ChatML (the model has no template)"
                 bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
                 bos, end_of_turn = (json.dumps(text, ensure_ascii=False) for text in (bos, end_of_turn))
-                self.new_template = template = CHATML.replace("end_of_turn", end_of_turn).replace("bos", bos, 1)
+                template = CHATML.replace("end_of_turn", end_of_turn).replace("bos", bos, 1)
             elif isinstance(template, list):  # several, by name
                 template = {one["name"]: one["template"] for one in template}["default"]
             if not isinstance(template, str) or not template.strip():
                 raise ValueError("expected text; --chat_template FILE replaces it")
-        return template
+            self.template, self.template_text = compile_template(template), template
 
     def render(self, messages, tools=None, generation_prompt=False):
         """Messages -> (text, [(start, stop) of each generation block]). ValueError where the template objects."""
@@ -284,14 +277,12 @@ class Tokenizer:
     def spans_by_prefix(self, messages, tools, text, turns):
         """Yields the span of each turn for which the renderings without and with it are prefixes of the whole text."""
         for i in turns:
-            try:
+            with contextlib.suppress(ValueError):  # a template may want a question first
                 before, _ = self.render(messages[:i], tools, generation_prompt=True)
                 after, _ = self.render(messages[: i + 1], tools)
-            except ValueError:  # a template may want a question first
-                continue
-            if after.startswith(before) and text.startswith(after):
-                stripped = after.rstrip()  # the model never says the newline that follows the end of turn
-                yield len(before), len(stripped if stripped.endswith(self.added) else after)
+                if after.startswith(before) and text.startswith(after):
+                    stripped = after.rstrip()  # the model never says the newline that follows the end of turn
+                    yield len(before), len(stripped if stripped.endswith(self.added) else after)
 
     def encode(self, texts):
         """[(text, spans or None for all of it, is it plain)] -> an iterator of (ids [n] int32, supervised [n] bool).
@@ -307,20 +298,20 @@ class Tokenizer:
             yield np.array(bos + ids + eos, np.int32), mask
 
     def save(self, out):
-        """Copies the files. A template that training has used in place of the model's own replaces it."""
+        """Copies the files, and writes the chat template that training has used."""
         with writing(out, "tokenizer"):
             for name in COPIED:
                 if (self.folder / name).exists():
                     shutil.copyfile(self.folder / name, out / name)
-            if self.new_template is not None:
-                (out / "chat_template.jinja").write_text(self.new_template, "utf-8")  # comes before all others
+            (out / "chat_template.jinja").write_text(self.template_text, "utf-8")  # comes before all others
 
     def prompt(self, ask):
         """Token ids that ask for a continuation of a text (str), or for the answer to messages (list)."""
-        is_text = isinstance(ask, str)
-        text = ask if is_text else self.render(ask, generation_prompt=True)[0]
-        ((ids, _),) = self.encode([(text, None, False)])
-        return [*(self.bos_ids if is_text else []), *ids.tolist()]
+        bos, text = self.bos_ids, ask
+        if isinstance(ask, list):
+            bos, (text, _) = [], self.render(ask, generation_prompt=True)
+        with errors_of(self.path):
+            return bos + self.core.encode(text, add_special_tokens=False).ids
 
 
 def tokens_in(encoding, spans, special_ids):
@@ -338,7 +329,6 @@ def tokens_in(encoding, spans, special_ids):
 
 FORMATS = "messages", "conversations", "prompt + completion", "instruction + output", "text"  # the keys of an example
 ROLES = "system", "developer", "user", "assistant", "tool"
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def parse_example(line, tokenizer):
@@ -357,10 +347,11 @@ def parse_example(line, tokenizer):
             spans = [(len(example["prompt"]), len(text))]
         else:
             messages, tools = check_messages(messages_of(example, form)), example.get("tools") or None
-            tools = json.loads(tools) if isinstance(tools, str) else tools
+            if isinstance(tools, str):
+                tools = json.loads(tools) or None
             if not isinstance(tools, list | None):
                 raise ValueError("'tools' must be a list of JSON schemas")
-            text, spans, counts = tokenizer.conversation(messages, tools or None)
+            text, spans, counts = tokenizer.conversation(messages, tools)
         if text:
             text.encode()  # no half a surrogate pair
     except Exception as error:  # a row can hold anything: other types, endless brackets
@@ -384,7 +375,8 @@ def messages_of(example, form):
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     else:
         for turn in example["conversations"]:
-            role = SHAREGPT_ROLES.get(turn.get("from"), turn.get("from"))
+            role = turn.get("from")
+            role = {"human": "user", "gpt": "assistant"}.get(role, role)
             messages.append({"role": role, "content": turn.get("value"), **turn})
     if example.get("system") and not (messages and messages[0].get("role") == "system"):
         messages.insert(0, {"role": "system", "content": example["system"]})
@@ -420,8 +412,8 @@ def check_messages(messages):
 
 def functions_of(messages, tools=None):
     """The functions that tool calls in messages name, and those of tools, each a dict."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())] + (tools or [])
-    return [call.get("function", call) for call in calls]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    return [call.get("function", call) for call in [*calls, *(tools or [])]]
 
 
 # -------------------------------- files, and tokenizing them
@@ -465,9 +457,10 @@ def stdlib_modules():
     """Yields (module path, source) of the installed Python's standard library, in a fixed order."""
     root = Path(os.__file__).parent
     for path in sorted(root.rglob("*.py")):
-        if not SKIPPED & set(path.relative_to(root).parts):
+        name = path.relative_to(root)
+        if not SKIPPED.intersection(name.parts):
             with contextlib.suppress(UnicodeDecodeError):  # a handful declare another encoding
-                yield str(path.relative_to(root)), path.read_text("utf-8")
+                yield str(name), path.read_text("utf-8")
 
 
 def stdlib_questions(name, text):
@@ -487,13 +480,15 @@ def stdlib_questions(name, text):
 
 def unreadable(path, kind):
     """What is wrong with a name in --data, and the line that converts a table or a dataset of the Hub."""
-    wrong, code = "" if path.is_file() else "no such file; ", ""
+    wrong, source = "expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code", None
     if kind in ("csv", "parquet"):
-        code = f"import pandas as d; d.read_{kind}('{path}').to_json('{path.stem}.jsonl', orient='records', lines=True)"
-    elif wrong and len(path.parts) == 2 and kind not in KINDS:
-        code = f"import datasets as d; d.load_dataset('{path}', split='train').to_json('{path.name}.jsonl')"
-    convert = f': pip install {code.split()[1]} && python -c "{code}"' if code else ""
-    return f"{wrong}expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code{convert}"
+        source = f"'{kind}', data_files='{path}'"
+    elif not path.exists() and len(path.parts) == 2 and kind not in KINDS:
+        source = f"'{path}'"
+    if source:
+        code = f"import datasets as d; d.load_dataset({source}, split='train').to_json('{path.stem}.jsonl')"
+        wrong += f': pip install datasets && python -c "{code}"'
+    return wrong if path.is_file() else f"no such file; {wrong}"
 
 
 def tokenized(spec, held_out, tokenizer):
@@ -513,15 +508,14 @@ def tokenized(spec, held_out, tokenizer):
         return folder
     part = folder.with_suffix(f".{os.urandom(8).hex()}.part")
     try:
-        part.mkdir(parents=True)
-        report = tokenize(path, kind, held_out, tokenizer, part)
-        (part / "report.json").write_text(json.dumps(report))
-        for made in [*part.iterdir(), part]:
-            sync(made)  # what has its name is whole, power cut or not
-        if not folder.is_dir():
-            part.rename(folder)
-    except OSError as error:
-        raise OSError(f"{spec}: {error}, while writing tokens to {part} (XDG_CACHE_HOME moves this cache)") from error
+        with writing(f"{spec}: {part} (XDG_CACHE_HOME moves this cache)", "tokens"):
+            part.mkdir(parents=True)
+            report = tokenize(chunks_of(path, kind, held_out), tokenizer, part)
+            (part / "report.json").write_text(json.dumps(report))
+            for made in [*part.iterdir(), part]:
+                sync(made)  # what has its name is whole, power cut or not
+            if not folder.is_dir():
+                part.rename(folder)
     except (EOFError, RecursionError, ValueError, zlib.error) as error:
         raise ValueError(f"{spec}: {error}") from error
     finally:
@@ -529,22 +523,23 @@ def tokenized(spec, held_out, tokenizer):
     return folder
 
 
-def tokenize(path, kind, held_out, tokenizer, folder):
-    """Writes a file's documents into a folder, a file for each of ARRAYS -> the report: counts, checksums, errors."""
+def tokenize(chunks, tokenizer, folder):
+    """Writes documents into a folder, a file for each of ARRAYS -> the report: counts, a checksum, errors."""
     report = Counter(bad="")
-    for chunk in tqdm(chunks_of(path, kind, held_out), "tokenizing", leave=False, disable=None):
-        for key, array in encode_chunk(tokenizer, chunk, report).items():
+    for chunk in tqdm(chunks, "tokenizing", leave=False, disable=None):
+        for (key, dtype), values in zip(ARRAYS.items(), encode_chunk(tokenizer, chunk, report)):
+            array = np.array(values, dtype)
             report["crc"] = zlib.crc32(array, report["crc"])
             with open(folder / key, "ab") as file:
                 file.write(array)
         report["lines"] += len(chunk)
-    if not report["tokens"]:
+    if not report["n_tokens"]:
         raise ValueError("nothing to train on" + report["bad"])
     return report
 
 
 def encode_chunk(tokenizer, chunk, report):
-    """Lines -> {key: array} of ARRAYS. Adds to the counts in the report, and to its first five bad lines."""
+    """Lines -> the values of ARRAYS. Adds to the counts in the report, and to its first five bad lines."""
     texts, lines = [], []
     for line, row in enumerate(chunk, report["lines"] + 1):
         if row.strip():
@@ -565,58 +560,52 @@ def encode_chunk(tokenizer, chunk, report):
         if not is_plain:  # the last trained token of a turn, or the one before a newline, should be special
             ends, special = np.flatnonzero(mask & ~np.append(mask[1:], False)), np.isin(ids, tokenizer.special_ids)
             report["without_end"] += int((~(special[ends] | special[ends - 1])).sum())
-    report["tokens"] += len(tokens)
+    report["n_tokens"] += len(tokens)
     report["largest_id"] = max([report["largest_id"], *tokens])
-    columns = zip(ARRAYS.items(), (tokens, supervised, lengths, lines))
-    return {key: np.array(values, kind) for (key, kind), values in columns}
+    return tokens, supervised, lengths, lines
 
 
 # -------------------------------- documents, packing and loading
 
 
 class Documents:
-    """Parts of documents that fit into a row. names, tokens, supervised: of each file. file, start, stop, n_targets,
-    line: [n] int64, of each part; its first token is no target."""
+    """Parts of documents that fit into a row. files: of each a dict of its name, tokens, supervised and counts. file,
+    start, stop, n_targets, line: [n] int64, of each part; its first token is no target."""
 
-    def __init__(self, names, tokens, supervised, columns, checksum=0):
-        self.names, self.tokens, self.supervised = names, tokens, supervised
-        self.columns, self.checksum = columns, checksum
+    def __init__(self, files, columns, checksum=0):
+        self.files, self.checksum = files, zlib.crc32(np.ascontiguousarray(columns[:4]), checksum)
         self.file, self.start, self.stop, self.n_targets, self.line = columns
-
-    def crc(self):
-        return zlib.crc32(np.ascontiguousarray(self.columns[:4]), self.checksum)
 
     def part(self, number):
         """(tokens [n] int32, supervised [n] bool) of a part."""
-        file, place = self.file[number], slice(self.start[number], self.stop[number])
-        return self.tokens[file][place], self.supervised[file][place]
+        file, place = self.files[self.file[number]], slice(self.start[number], self.stop[number])
+        return file["tokens"][place], file["supervised"][place]
 
     def place(self, number):
         """The "FILE:LINE" of a part."""
-        return f"{self.names[self.file[number]]}:{self.line[number]}"
+        return f"{self.files[self.file[number]]['name']}:{self.line[number]}"
 
 
 def open_documents(folders, names, seq_len, train_on="targets", overflow=None, vocab_size=1 << 31):
-    """Folders of the cache -> (Documents, a dict of counts for each file). overflow: what becomes of documents of more
-    than seq_len positions; None splits texts and drops the others. ValueError where a file should not be trained on."""
-    files, columns, counts, checksum = [], [], [], 0
+    """Folders of the cache -> Documents. overflow: what becomes of those of more than seq_len positions; None splits
+    texts and drops the others. ValueError where a file should not be trained on."""
+    files, columns, checksum = [], [], 0
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
-        report = Counter(read_json(folder / "report.json"))
+        n = defaultdict(int, read_json(folder / "report.json"))
         tokens, supervised, lengths, lines = (
             np.asarray(np.memmap(folder / key, kind, "r")) for key, kind in ARRAYS.items())
         if train_on == "all":
             supervised = np.broadcast_to(True, len(tokens))
-        files.append((name, tokens, supervised))
-        checksum = zlib.crc32(str(report["crc"]).encode(), checksum)
-        policy = overflow or ("split" if report["text"] == report["examples"] - report["n_bad"] else "drop")
-        document, start, stop = parts_of(lengths, seq_len, policy)
+        checksum = zlib.crc32(b"%d" % n["crc"], checksum)
+        n["policy"] = overflow or ("split" if n["text"] == n["examples"] - n["n_bad"] else "drop")
+        document, start, stop = parts_of(lengths, seq_len, n["policy"])
         n_targets = np.array([np.count_nonzero(supervised[i + 1 : j]) for i, j in zip(start, stop)], np.int64)
         used = np.flatnonzero(n_targets)
-        n = Counter(dict(
-            report, name=name, policy=policy, seq_len=seq_len, vocab_size=vocab_size, n_trained=int(n_targets.sum()),
-            n_tokens=int((stop - start - 1)[used].sum()), n_untrained=len(np.setdiff1d(document, document[used])),
-            n_long=int((lengths - 1 > seq_len).sum()), longest=int(lengths.max(initial=1)) - 1))
-        counts.append(n)
+        n |= {"name": name, "tokens": tokens, "supervised": supervised, "seq_len": seq_len, "vocab_size": vocab_size,
+              "n_trained": int(n_targets.sum()), "n_tokens": int((stop - start - 1)[used].sum()),
+              "n_long": int((lengths - 1 > seq_len).sum()), "longest": int(lengths.max(initial=1)) - 1,
+              "n_untrained": len(np.setdiff1d(document, document[used]))}
+        files.append(n)
         for refused, why in (
             (n["n_bad"] > 0.01 * n["examples"], "{n_bad:,} of {examples:,} examples cannot be trained on:{bad}"),
             (n["largest_id"] >= vocab_size,
@@ -629,7 +618,7 @@ def open_documents(folders, names, seq_len, train_on="targets", overflow=None, v
             if refused:
                 raise ValueError(f"{name}: {why.format_map(n)}")
         columns.append(np.stack([np.full(len(start), number), start, stop, n_targets, lines[document]])[:, used])
-    return Documents(*zip(*files), np.concatenate(columns, 1), checksum), counts
+    return Documents(files, np.concatenate(columns, 1), checksum)
 
 
 def parts_of(lengths, seq_len, policy):
@@ -647,14 +636,11 @@ def parts_of(lengths, seq_len, policy):
 
 def pack(lengths, seq_len):
     """Best-fit decreasing: lengths of documents -> rows, each a list of document numbers that fit into seq_len."""
-    rows, rooms, rows_with = [], [], defaultdict(list)  # sorted numbers of free positions; a heap of rows for each
+    rows, rooms, rows_with = defaultdict(list), [seq_len], defaultdict(list)
+    rows_with[seq_len] = list(range(len(lengths)))  # of each number of free positions a heap of rows; rooms are sorted
     order = np.argsort(-lengths, kind="stable")
     for document, length in zip(order.tolist(), lengths[order].tolist()):
         place = bisect.bisect_left(rooms, length)
-        if place == len(rooms):  # a new row
-            rooms.append(seq_len)
-            rows_with[seq_len].append(len(rows))
-            rows.append([])
         room = rooms[place]
         row = heapq.heappop(rows_with[room])
         if not rows_with[room]:
@@ -663,7 +649,7 @@ def pack(lengths, seq_len):
             bisect.insort(rooms, room - length)
         heapq.heappush(rows_with[room - length], row)
         rows[row].append(document)
-    return rows
+    return list(rows.values())
 
 
 class Spans:
@@ -685,19 +671,15 @@ class Batch(namedtuple("Batch", "tokens targets positions keep_S spans")):
     """A micro-batch of one rank. tokens, targets (IGNORE where untrained), positions: [B, T] int64. keep_S: flat places
     of the targets. Under --sequence_parallel a rank holds one of N pieces of the tokens, [1, T]; spans are of all."""
 
-    def each(self, move):
-        bounds = None if self.spans.bounds is None else move(self.spans.bounds)
-        return Batch(*map(move, self[:4]), Spans(self.spans.pairs, bounds, self.spans.longest))
-
-    def pin(self):
-        """In pinned memory, so that copies are asynchronous."""
-        return self.each(torch.Tensor.pin_memory)
-
     def to(self, device):
         """On a GPU by asynchronous copies out of pinned memory."""
         if device.type != "cuda":
             return self
-        return self.pin().each(lambda tensor: tensor.to(device, non_blocking=True))
+
+        def copied(tensor):
+            return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
+
+        return Batch(*map(copied, self[:4]), Spans(self.spans.pairs, copied(self.spans.bounds), self.spans.longest))
 
 
 class Loader:
@@ -714,6 +696,7 @@ class Loader:
         per_part = np.stack([documents.n_targets, lengths, lengths**2], 1)[np.concatenate(self.rows)]
         self.per_row = np.add.reduceat(per_part, np.cumsum([0, *map(len, self.rows)])[:-1])
         self.longest = seq_len if packing else int(self.per_row[:, 1].max())  # tokens of the longest row as it is run
+
         self.order = functools.lru_cache(maxsize=2)(self.make_order)
 
     def make_order(self, epoch):
@@ -727,32 +710,29 @@ class Loader:
 
     def rows_of(self, step, grad_accum):
         """-> (rows of the global batch, [rows of each micro-batch of this rank])."""
-        B, n = self.batch_size, self.batch_size * self.world * grad_accum
-        places = (divmod(i, len(self.rows)) for i in range(step * n, step * n + n))
-        rows = [int(self.order(epoch)[place]) for epoch, place in places]
+        B, n, n_rows = self.batch_size, self.batch_size * self.world * grad_accum, len(self.rows)
+        rows = [int(self.order(i // n_rows)[i % n_rows]) for i in range(step * n, step * n + n)]
         return rows, [rows[i : i + B] for i in range(0, n, B)][self.rank :: self.world]
 
-    def step(self, step, grad_accum, pin=False):
+    def step(self, step, grad_accum):
         """-> (this rank's micro-batches, [targets, tokens, squared document lengths] of the step over all ranks)."""
         rows, rows_by_batch = self.rows_of(step, grad_accum)
-        batches = [self.batch(rows).pin() if pin else self.batch(rows) for rows in rows_by_batch]
-        return batches, self.per_row[rows].sum(0).tolist()
+        return [self.batch(rows) for rows in rows_by_batch], self.per_row[rows].sum(0).tolist()
 
     def places(self, step, grad_accum):
         """["FILE:LINE"] of what is in this rank's rows of a step."""
         parts = np.concatenate([self.rows[row] for rows in self.rows_of(step, grad_accum)[1] for row in rows])
         return [self.documents.place(part) for part in parts]
 
-    def ahead(self, start, stop, grad_accum, pin):
+    def ahead(self, start, stop, grad_accum):
         """Yields step(start), ... step(stop - 1). A thread makes the next one while the caller works on this one."""
         with ThreadPoolExecutor(1) as thread:
-            future = thread.submit(self.step, start, grad_accum, pin)
+            future = thread.submit(self.step, start, grad_accum)
             for step in range(start, stop):
                 started = time.perf_counter()
                 made = future.result()
                 self.waited_s += time.perf_counter() - started
-                if step + 1 < stop:
-                    future = thread.submit(self.step, step + 1, grad_accum, pin)
+                future = thread.submit(self.step, step + 1, grad_accum)
                 yield made
 
     def once(self):
@@ -763,7 +743,7 @@ class Loader:
 
     def batch(self, rows):
         """Row numbers -> Batch on the CPU. No rows make a row of one padding token."""
-        T = self.seq_len if self.packing else max((int(self.per_row[row, 1]) for row in rows), default=1)
+        T = self.seq_len if self.packing else int(self.per_row[list(rows), 1].max(initial=1))
         B = max(len(rows), 1)
         N = B * T + -B * T % self.n_shards
         tokens, positions = np.zeros((2, N), np.int64)
@@ -786,20 +766,20 @@ class Loader:
         return Batch(*map(torch.from_numpy, (*grids, keep_S)), spans)
 
 
-def show(tokenizer, documents, number, before="⟦", after="⟧"):
-    """A document as text, with marks around the tokens that are trained on."""
+def show(tokenizer, documents, number):
+    """A document as text, with brackets around the tokens that are trained on."""
     ids, supervised = documents.part(number)
     text = ""
     for is_trained, run in itertools.groupby(range(len(ids)), lambda i: bool(supervised[i]) and i > 0):
         run_text = printable(tokenizer.core.decode(ids[list(run)].tolist(), skip_special_tokens=False))
-        text += f"{before}{run_text}{after}" if is_trained else run_text
+        text += f"⟦{run_text}⟧" if is_trained else run_text
     return text
 
 
-def print_data(args, loader, eval_loader, counts, tokenizer):
+def print_data(args, loader, eval_loader, tokenizer):
     """Prints what was read, what was dropped and why, and the first --inspect documents."""
-    for one, files in zip((loader, eval_loader), counts):
-        for n in files:
+    for one in filter(None, (loader, eval_loader)):
+        for n in one.documents.files:
             formats = ", ".join(form for form in FORMATS if n[form])
             print(f"{printable(n['name'])}: {n['examples']:,} examples ({formats})\n"
                   f"  {n['n_tokens']:,} tokens, {n['n_trained'] / n['n_tokens']:.1%} trained on")
@@ -814,26 +794,24 @@ def print_data(args, loader, eval_loader, counts, tokenizer):
                     print(f"  {n[key]:,} {note.format_map(n)}")
         full = one.per_row[:, 1].sum() / (len(one.rows) * one.seq_len)
         print(f"  {len(one.rows):,} rows of at most {one.seq_len} tokens, {full:.1%} full")
-    marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else "⟦⟧"
     for i in range(min(args.inspect or 0, len(loader.documents.start))):
-        print(f"--- example {i + 1}, {printable(loader.documents.place(i))}, trained on: {marks[0]}this{marks[1]}")
-        print(show(tokenizer, loader.documents, i, *marks) + "\n---")
+        print(f"--- example {i + 1}, {printable(loader.documents.place(i))}, trained on: ⟦this⟧")
+        print(show(tokenizer, loader.documents, i) + "\n---")
 
 
 def open_data(args, tokenizer, vocab_size, ranks):
-    """-> (loader of --data, loader of --eval_data or None, counts of each file). A machine tokenizes a file once."""
+    """-> [loader of --data, loader of --eval_data or None]. A machine tokenizes a file once."""
     sets, folders = [args.data, args.eval_data or []], []
     with ranks.agree():
         for held_out, specs in enumerate(sets if ranks.local == 0 else []):
             folders.append([tokenized(spec, held_out, tokenizer) for spec in specs])
     every = ranks.gather(folders)
-    folders, loaders, counts = every[ranks.rank - ranks.local], [None, None], []
+    folders, loaders = every[ranks.rank - ranks.local], [None, None]
     with ranks.agree():
         if any(a.name != b.name for mine, first in zip(folders, every[0]) for a, b in zip(mine, first)):
             raise ValueError(f"--data: {os.uname().nodename} has other files or package versions than rank 0's machine")
         for i, specs in enumerate(specs for specs in sets if specs):
-            documents, count = open_documents(folders[i], specs, args.seq_len, args.train_on, args.overflow, vocab_size)
+            documents = open_documents(folders[i], specs, args.seq_len, args.train_on, args.overflow, vocab_size)
             loaders[i] = Loader(documents, args.seq_len, args.packing, args.batch_size, args.seed, ranks.rank,
                                 ranks.world, args.sequence_parallel)
-            counts.append(count)
-    return *loaders, counts
+    return loaders

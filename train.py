@@ -132,7 +132,7 @@ def parse_args(argv=None):
     switch("--packing", "several documents in a row, kept apart", on=True)
     add("--train_on", str, "targets", "targets: answers, texts; all: every token", choices=("targets", "all"))
     add("--chat_template", str, None, "jinja file in place of the model's own")
-    add("--inspect", whole, None, "print N examples, trained tokens in green, and exit")
+    add("--inspect", whole, None, "print N examples, trained tokens in brackets, and exit")
     group = parser.add_argument_group("memory and speed")
     switch("--fsdp2", "shard parameters, gradients and optimizer over the ranks")
     switch("--reshard_after_forward", "free a block's gathered weights between forward and backward", on=True)
@@ -1225,7 +1225,7 @@ def fixed_settings(args, config, rows_a_step, loader, source):
         "train_on", "seed", "precision", "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule",
         "weight_decay", "clip")}
     settings |= {"rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)": rows_a_step,
-                 "the tokens and masks of --data": loader.documents.crc()}
+                 "the tokens and masks of --data": loader.documents.checksum}
     if args.lora:
         settings["the frozen weights of --model"] = source.crc()
     return json.loads(json.dumps(settings, default=str))
@@ -1359,11 +1359,11 @@ def print_start(args, model, source, n_trained, ranks):
         print(textwrap.fill(f"{name}: {what}", 80, subsequent_indent=" " * 6))
 
 
-def sample(args, model, tokenizer, counts, ranks):
+def sample(args, model, tokenizer, documents, ranks):
     """What the model makes of --sample. All ranks call it: under FSDP2 each forward is a collective."""
     if not args.sample:
         return ""
-    is_chat = any(count["chats"] for count in counts)
+    is_chat = any(file["chats"] for file in documents.files)
     with ranks.agree():
         prompt = tokenizer.prompt([{"role": "user", "content": args.sample}] if is_chat else args.sample)
     model.eval()
@@ -1514,9 +1514,9 @@ def main(argv=None):
     ranks = Ranks(args.fsdp2, args.timeout)
     device, rank, world, say, cuda = ranks.device, ranks.rank, ranks.world, ranks.say, ranks.device.type == "cuda"
     files, config, model, source, adapter, tokenizer = open_model(args, ranks)
-    loader, eval_loader, counts = data.open_data(args, tokenizer, config.vocab_size, ranks)
+    loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
     if rank == 0:
-        data.print_data(args, loader, eval_loader, counts, tokenizer)
+        data.print_data(args, loader, eval_loader, tokenizer)
     if args.inspect:
         return ranks.leave()
     out, resumed, state = open_run(args, config, loader, source, ranks)
@@ -1559,7 +1559,7 @@ def main(argv=None):
     saver = Saver(out, args, ranks)
     begin = f"continuing after step {start:,} of {resumed}" if resumed else "from the start"
     say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}\nwriting to {out}")
-    sampled = "" if resumed else sample(args, model, tokenizer, counts[0], ranks)
+    sampled = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
     log, stop = Log(out, state, loader, ranks, args.tensorboard), StopSignal()
 
     def save():
@@ -1590,7 +1590,7 @@ def main(argv=None):
         evaluate_now()  # the run was stopped between the save and the evaluation of this step
     n_finite = torch.zeros_like(bad)  # steps before a gradient was inf or nan
     profiler = tracer(args, out, device) if rank == 0 and (args.profile or args.memory_snapshot) else None
-    for batches, counted in loader.ahead(start, steps, args.grad_accum, pin=cuda):
+    for batches, counted in loader.ahead(start, steps, args.grad_accum):
         step, n, n_targets = state["step"], state["step"] + 1, int(counted[0])
         ranks.alive()
         torch.manual_seed(nf4.mix(nf4.mix(nf4.mix(args.seed) + rank) + step))  # dropout: the same in a resumed run
@@ -1646,7 +1646,7 @@ def main(argv=None):
     adapter = lm.export(args, model, source, files, tokenizer, out, ranks)
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()
-    if after := sample(args, model, tokenizer, counts[0], ranks):
+    if after := sample(args, model, tokenizer, loader.documents, ranks):
         say(f"--- {args.sample.strip()}\nbefore: {sampled}\nafter:  {after}\n---")
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges

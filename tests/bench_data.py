@@ -57,14 +57,14 @@ def measure(path, n_cores):
     marks = [time.perf_counter()]
     folder = data.tokenized(path, False, tokenizer)
     marks.append(time.perf_counter())
-    documents, (count,) = data.open_documents([folder], [path], SEQ_LEN)
+    documents = data.open_documents([folder], [path], SEQ_LEN)
     marks.append(time.perf_counter())
     loader = data.Loader(documents, SEQ_LEN, True, 1, 0, 0, 1)
     loader.step(0, 8)
     marks.append(time.perf_counter())
     seconds = dict(zip(("found_s", "open_s", "pack_s"), (end - start for start, end in itertools.pairwise(marks))))
     cpu_s = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    print(json.dumps({**seconds, "cpu_s": cpu_s, "peak_mib": max(samples), "tokens": count["n_tokens"]}))
+    print(json.dumps({**seconds, "cpu_s": cpu_s, "peak_mib": max(samples), "tokens": documents.files[0]["n_tokens"]}))
 
 
 def main():

@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from pathlib import Path
 
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # before torch: threads that spin starve the others
@@ -50,8 +51,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 processes = multiprocessing.get_context("fork" if emulated_cuda.LOADED else "forkserver")
 processes.set_forkserver_preload(["train", "torch._dynamo", "numpy.ma", "pytest", "conftest"])  # not in each rank
 HANG_S = 600
-
-
 WAITS = "test_what_is_marked_gpu_passes_on_an_emulated_device"
 
 
@@ -260,7 +259,7 @@ def documents_of(tokens, supervised, starts):
     n_targets = [int(supervised[start + 1 : stop].sum()) for start, stop in zip(starts, stops)]
     lines = np.arange(1, len(starts) + 1)
     columns = np.stack([np.zeros_like(starts), starts, stops, n_targets, lines]).astype(np.int64)
-    return data.Documents(["file"], [tokens], [supervised], columns)
+    return data.Documents([defaultdict(int, name="file", tokens=tokens, supervised=supervised)], columns)
 
 
 def read_data(path, tokenizer, seq_len=1000, **options):
@@ -268,8 +267,8 @@ def read_data(path, tokenizer, seq_len=1000, **options):
     import data
 
     folder = data.tokenized(str(path), False, tokenizer)
-    documents, (count,) = data.open_documents([folder], [str(path)], seq_len, **options)
-    return documents, count
+    documents = data.open_documents([folder], [str(path)], seq_len, **options)
+    return documents, documents.files[0]
 
 
 def pieces(documents):

@@ -235,7 +235,7 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "template's syntax": ([write("mine.jinja", "{% for m in messages %}\n{{ m }")], TEMPLATE, "mine.jinja | line 2"),
     "template that objects": ([write("mine.jinja", "{{ raise_exception('no \x1b[31m system') }}")], TEMPLATE,
                               "chat.jsonl | line 1 | mine.jinja | system"),
-    "a table": ([write("bad.parquet", "")], "--model tiny --data bad.parquet", "pandas | read_parquet('bad.p"),
+    "a table": ([write("bad.parquet", "")], "--model tiny --data bad.parquet", "datasets | 'parquet', data_files='bad"),
     "a name of the Hub": ([], "--model tiny --data a/b", "a/b: | pip install datasets | load_dataset('a/b' | b.js"),
     "escapes in a name": ([], "--model tiny --data \x1b[31m.jsonl", r"\x1b[31m.jsonl: no such file"),
     "rows too short": ([], "--model tiny --seq_len 8", "nothing to train on | 2 are longer than --seq_len 8"),

@@ -326,8 +326,8 @@ def not_finite(argv, what):
     mark = 4095  # a token of no document
     step, forward, end = data.Loader.step, lm.Transformer.forward, train.end_not_finite
 
-    def marked_step(self, number, grad_accum, pin=False):
-        batches, counted = step(self, number, grad_accum, pin)
+    def marked_step(self, number, grad_accum):
+        batches, counted = step(self, number, grad_accum)
         if self.rank == 1 and number == 2:
             batches[0].tokens[:] = mark
         return batches, counted

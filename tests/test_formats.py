@@ -57,11 +57,6 @@ def agent(tmp_path_factory):
     return data.Tokenizer(model_folder(tmp_path_factory.mktemp("agent"), AGENT))
 
 
-@pytest.fixture
-def with_template(tmp_path):
-    return lambda template: data.Tokenizer(model_folder(tmp_path, template))
-
-
 def jsonl(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -151,9 +146,9 @@ def test_examples_become_these_texts_with_these_parts_trained_on(agent, tmp_path
      ASKED + said('add{"a": 2, "b": "é"}</call>')),  # wants arguments as JSON
     (CHATML.replace("m.content", "(m.tool_calls[0].function.name if m['content'] is none else '' + m['content'])"),
      ASKED + said("add"))], ids=["arguments", "content"])
-def test_calls_become_what_the_template_takes(tmp_path, with_template, template, expected):
+def test_calls_become_what_the_template_takes(tmp_path, template, expected):
     rows = [chat(*calling({"function": call})[:2]) for call in (CALL, AS_TEXT)]
-    assert trained_on(tmp_path, with_template(template), *rows) == [expected] * 2
+    assert trained_on(tmp_path, data.Tokenizer(model_folder(tmp_path, template)), *rows) == [expected] * 2
 
 
 TURNS = [message("system", "Answer in one line."), message("user", "What is 2 + 2?"), message("assistant", "It is 4."),
@@ -169,22 +164,14 @@ ANSWERS = [one["content"] + END for one in TURNS if one["role"] == "assistant"]
     (LLAMA2, TURNS, [f" {answer.removesuffix(END)} {END}" for answer in ANSWERS]),  # the blanks are the template's
     (FORGETFUL, THINKING, ["<think>hm</think>6" + END]),  # it rewrites the first answer
     (FORGETFUL, [THINKING[0], message("assistant", "4"), *THINKING[2:]], ["4" + END, "<think>hm</think>6" + END]),
-], ids=["none", "question-last", "llama2", "rewrites", "rewrites-nothing"])
-def test_answers_are_marked_to_the_token(tmp_path, template, messages, expected):
-    (text,) = trained_on(tmp_path, data.Tokenizer(model_folder(tmp_path, template)), chat(*messages))
-    assert re.findall("⟦(.*?)⟧", text, re.DOTALL) == expected
-
-
-@pytest.mark.parametrize(("template", "counts"), [
-    (FORGETFUL, (1, 0)), (CHATML.replace("m.content + '<|im_end|>'", "m.content"), (0, 2))], ids=["mask", "end"])
-def test_turns_without_a_mask_and_without_an_end_are_counted(tmp_path, with_template, template, counts):
-    _, count = read_data(jsonl(tmp_path / "a.jsonl", chat(*THINKING)), with_template(template))
-    assert (count["without_mask"], count["without_end"]) == counts
-
-
-def test_template_whose_turns_cannot_be_delimited_is_refused(with_template):
-    with pytest.raises(ValueError, match=r"chat_template\.jinja.*\{% generation %\}"):
-        with_template("{{ messages | length }}" + CHATML).conversation(TURNS)
+    (CHATML.replace("+ '<|im_end|>'", ""), THINKING, ["<think>easy</think>4\n", "<think>hm</think>6\n"]),
+], ids=["none", "question-last", "llama2", "rewrites", "rewrites-nothing", "no-end"])
+def test_answers_are_marked_to_the_token_and_counted_without_a_mask_or_an_end(tmp_path, template, messages, expected):
+    tokenizer = data.Tokenizer(model_folder(tmp_path, template))
+    documents, count = read_data(jsonl(tmp_path / "a.jsonl", chat(*messages)), tokenizer)
+    assert re.findall("⟦(.*?)⟧", marked(tokenizer, *pieces(documents)[0]), re.DOTALL) == expected
+    assert count["without_mask"] == [one["role"] for one in messages].count("assistant") - len(expected)
+    assert count["without_end"] == sum(not answer.endswith(END) for answer in expected)
 
 
 # ---------------------------------------------------------------- templates: transformers' texts, its sandbox, limits
@@ -241,14 +228,6 @@ def test_sandbox_is_that_of_transformers(load, tmp_path):
     assert wrong == [] and f"{data.TODAY:%Y-%m-%d}" == GOLDENS["today"]
 
 
-@pytest.mark.parametrize("expression", [
-    "messages.__class__.__base__.__subclasses__()", "raise_exception.__globals__.os", "cycler.__init__.__globals__.os",
-    "messages.append(1)", "messages[0]['content'] + 1", "range(10**9)", "'x' * 10**18", "raise_exception('no')"])
-def test_template_that_reaches_out_or_fails_is_refused_by_name(with_template, expression):
-    with pytest.raises(ValueError, match=r"chat_template\.jinja"):
-        with_template("{{ " + expression + " }}").render([dict(one) for one in TURNS])
-
-
 PANIC = {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<a>", "type_id": 0}}],
                             "pair": [], "special_tokens": {}}}  # the library's Rust finds no such token
 BLOCK = "{% generation %}BODY{% endgeneration %}"
@@ -257,7 +236,12 @@ TEMPLATES = {  # what is odd: words of the message
     "{% macro a() %}" + BLOCK + "{% endmacro %}" + BLOCK.replace("BODY", "{{ a() }}"): "inside each other, or cut",
     "{% for m in messages %}" + BLOCK.replace("BODY", "{% break %}") + "{% endfor %}": "inside each other, or cut",
     "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2: "took more than 0.1 seconds",
-    "{{ 9 ** (9 ** 9) }}": "took more than 0.1 seconds", "{{ " + "-" * 9999 + "1 }}": "recursion"}
+    "{{ 9 ** (9 ** 9) }}": "took more than 0.1 seconds", "{{ " + "-" * 9999 + "1 }}": "recursion",
+    "{% for i in range(20000) %}{{ 'x' }}{% if i > 3000 %}{{ 1 // 0 }}{% endif %}{% endfor %}": "than 3000 characters",
+    "{{ messages | length }}" + CHATML: "cannot delimit any assistant turn; put {% generation %}",
+    **{"{{ " + expression + " }}": "" for expression in (
+        "messages.__class__.__base__.__subclasses__()", "raise_exception.__globals__.os", "messages.append(1)",
+        "cycler.__init__.__globals__.os", "messages[0]['content'] + 1", "range(10**9)", "'x' * 10**18")}}
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -270,29 +254,23 @@ TEMPLATES = {  # what is odd: words of the message
 ], ids=lambda part: str(part)[:60] if isinstance(part, dict) else "")
 def test_tokenizer_files_that_are_odd_are_refused_by_name(tmp_path, monkeypatch, changes, words):
     monkeypatch.setattr(data, "MAX_RENDER_S", 0.1)
+    monkeypatch.setattr(data, "MAX_RENDERED", 3000)
     folder, handler = model_folder(tmp_path, changes.get("chat_template.jinja")), signal.getsignal(signal.SIGVTALRM)
     path = folder / ("tokenizer.json" if changes is PANIC else "tokenizer_config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError) as error:
-        data.Tokenizer(folder).render(TURNS)
+        data.Tokenizer(folder).conversation([dict(one) for one in TURNS])
     assert words in str(error.value) and str(error.value).startswith((str(path), "chat template ("))
     assert signal.getsignal(signal.SIGVTALRM) == handler and signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
-def test_of_several_templates_the_default_is_used_and_tools_never_get_lost(tmp_path, with_template):
+def test_of_several_templates_the_default_is_used_and_tools_never_get_lost(tmp_path):
     folder, named = model_folder(tmp_path), {"rag": "{{", "default": AGENT, "tool_use": CHATML}
     config = {"chat_template": [{"name": name, "template": text} for name, text in named.items()]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert data.Tokenizer(folder).render(TURNS, [SCHEMA])[0].startswith(SCHEMA_TEXT)
     with pytest.raises(ValueError, match=r"chat_template\.jinja\): leaves out the tool 'add'"):
-        with_template(CHATML).conversation(TURNS, [SCHEMA])
-
-
-def test_endless_output_stops_at_the_limit(with_template, monkeypatch):
-    monkeypatch.setattr(data, "MAX_RENDERED", 1000)
-    body = "{% for i in range(20000) %}{{ 'x' }}{% if i > 1000 %}{{ 1 // 0 }}{% endif %}{% endfor %}"
-    with pytest.raises(ValueError, match="more than 1000 characters"):  # and no division by zero: it went no further
-        with_template(BLOCK.replace("BODY", body)).render(TURNS)
+        data.Tokenizer(model_folder(tmp_path, CHATML)).conversation(TURNS, [SCHEMA])
 
 
 @pytest.mark.parametrize("row", [
@@ -330,8 +308,6 @@ def test_the_same_rows_are_the_same_documents_in_every_container(tiny, tmp_path,
     documents, _ = read_data(path, tiny)
     assert pieces(documents) == pieces(read_data(jsonl(tmp_path / "reference.jsonl", *rows), tiny)[0])
     assert documents.line.tolist() == lines
-    folder = data.tokenized(str(path), False, tiny)
-    assert {path.name for path in folder.iterdir()} == {*data.ARRAYS, "report.json"}  # no copy of the lines stays
 
 
 def test_long_text_is_a_document_for_each_chunk_of_whole_lines(tiny, tmp_path, monkeypatch):
@@ -366,7 +342,6 @@ BAD = {  # name: (the line, what is said of it)
     "weight": (chat(message("assistant", "a", weight=2)), "'weight' must be 0 or 1, got 2"),
     "image": (chat(message("user", [{"type": "image_url"}, {"text": "q"}])), "must be text, got .*image_url"),
     "tool-number": (chat(QUESTION, ANSWER, tools=[{"function": 7}]), "'int' object"),
-    "call-number": (chat(*calling({"function": 7})), "'int' object"),
     "preferences": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "data for DPO"),
     "question-answer": ({"question": "q", "answer": "a"}, "'question' to 'instruction', 'answer' to 'output'"),
     "tools-object": (chat(QUESTION, ANSWER, tools=SCHEMA), "'tools' must be a list of JSON schemas"),
@@ -384,13 +359,9 @@ def test_bad_line_is_left_out_and_named(agent, tmp_path, line, what):
     assert count["bad"].startswith("\n  line 3: ") and re.search(what, count["bad"], re.DOTALL), count["bad"]
 
 
-def test_one_line_in_a_hundred_may_be_bad(tiny, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"{\n" + b'{"text": "a b"}\n' * 99)
-    assert read_data(path, tiny)[1]["policy"] == "split"  # still a file of texts
-    path.write_bytes(b"{\n" + b'{"text": "a b"}\n' * 98)
-    with pytest.raises(ValueError, match=r"a\.jsonl: 1 of 99 examples cannot be trained on:\n  line 1: not"):
-        read_data(path, tiny)
+def test_one_line_in_a_hundred_may_be_bad_and_texts_are_still_split(tiny, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"{\n" + b'{"text": "a b"}\n' * 99)
+    assert read_data(tmp_path / "a.jsonl", tiny)[1]["policy"] == "split"
 
 
 @pytest.mark.parametrize(("name", "raw", "what"), [
@@ -399,7 +370,10 @@ def test_one_line_in_a_hundred_may_be_bad(tiny, tmp_path):
     ("a.json", b"[ \n]", "nothing to train on"), ("a.txt.gz", gzip.compress(b""), "nothing to train on"),
     ("a.jsonl", b"\n \r\n\n\t\n", "nothing to train on"),
     ("a.jsonl", b'{"question": "q"}\n', r"nothing to train on\n  line 1: .*expected an object"),
-    ("a.csv", b"x", r"pip install pandas.*read_csv\('.*a\.csv'\)\.to_json\('a\.jsonl'"),
+    ("a.jsonl", b"{\n" + b'{"text": "a b"}\n' * 98, r"1 of 99 examples cannot be trained on:\n  line 1: not"),
+    ("a.jsonl", json.dumps(chat(QUESTION)).encode(), "nothing to train on: of 1 examples .* 1 without a supervised"),
+    ("a.jsonl", b'{"prompt": "' + b"word " * 500 + b'", "completion": "x"}', "only 2 of 501 tokens are trained on"),
+    ("a.csv", b"x", r"datasets.*load_dataset\('csv', data_files='.*a\.csv', split='train'\)\.to_json\('a\.j"),
     ("a.txt", b"abc\xff", "'utf-8' codec can't decode byte 0xff in position 3"),
     ("a.json", b'[{"text": "a"}, {"text": "b"]', "Expecting ',' delimiter: line 1 column 29"),
     ("a.json", b'[{"text": "a"}]\ngarbage', "Extra data: line 2"), ("a.json", b"[" * 100_000, "recursion"),
@@ -463,9 +437,9 @@ def test_exports_carry_the_template_that_was_trained_on(tmp_path, own, mine, pro
     tokenizer.save(tmp_path / "out")
     written = data.Tokenizer(tmp_path / "out")
     assert written.source == f"chat template ({tmp_path}/out/chat_template.jinja)"
-    for prompt in (False, True):
-        assert written.render([QUESTION, ANSWER], None, prompt) == tokenizer.render([QUESTION, ANSWER], None, prompt)
-    assert (tokenizer.new_template is None) == (own is not None and mine is None)
+    assert written.render([QUESTION, ANSWER]) == tokenizer.render([QUESTION, ANSWER])
+    assert written.template_text == tokenizer.template_text == (mine or own or written.template_text)
+
 
 
 PIECES = ["a", "word", " ", "  ", "\n", "\n\n", "\t", "\r\n", "é", "e\u0301", "☃", "🙂", "👩\u200d👩\u200d👧", "日本語",
