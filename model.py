@@ -977,9 +977,8 @@ def write_safetensors(path, layout, tensors, checksum=lambda data, crc: 0):
 
 
 def save_model(tensors, layout, out, raw_config, write):
-    """Writes config.json and model.safetensors from an iterator of (name, tensor). Every rank iterates, as the iterator
-    may gather shards; the one with `write` writes."""
-    tensors = (tensor for _, tensor in tensors)
+    """Writes config.json and model.safetensors from an iterator of tensors. Every rank iterates, as the iterator may
+    gather shards; the one with `write` writes."""
     try:
         if write:
             write_safetensors(out / "model.safetensors", layout, tensors)
@@ -1005,20 +1004,20 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
 
 def export(args, model, source, files, tokenizer, out, ranks):
     """Writes final/, the PEFT adapter or the whole model. Collective -> on rank 0 the adapter's tensors, or None."""
-    part, adapters, first, adapter = out / "final.part", args.lora, ranks.rank == 0, None
+    part, first, adapter = out / "final.part", ranks.rank == 0, None
     with ranks.agree():  # before the first collective
         if first:
             part.mkdir()
             tokenizer.save(part)
-    tensors = full_tensors(model, trainable_only=adapters)
-    if adapters:
+    tensors = full_tensors(model, trainable_only=args.lora)
+    if args.lora:
         adapter = {name: tensor for name, tensor in tensors if first}
     with ranks.agree():
-        if adapters and first:
+        if args.lora and first:
             save_adapter(adapter, part, files[3], args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets)
-        if not adapters:
+        if not args.lora:
             layout = {name: source.tensors[name][1:] for name in shapes_in_files(model)}
-            tensors = ((name, tensor.to(layout[name][1])) for name, tensor in tensors)
+            tensors = (tensor.to(layout[name][1]) for name, tensor in tensors)
             save_model(tensors, layout, part, files[0], write=first)
         if first:
             put_in_place(part)
@@ -1036,7 +1035,7 @@ def merge(args, source, adapter, files, tokenizer, out):
         if stem + "lora_A.weight" in adapter:
             delta = adapter[stem + "lora_B.weight"].float() @ adapter[stem + "lora_A.weight"].float()
             w = w.float().add_(delta, alpha=args.lora_alpha / args.lora_rank)
-        return name, w.to(dtype)
+        return w.to(dtype)
 
     with writing(f"--merge, {out}/final is complete", "merged/"):
         part.mkdir()
