@@ -223,20 +223,20 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     if q.is_cuda and not takes_documents(q.dtype, K, q.device):  # else the math kernel, which holds all scores
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=not one_more, enable_gqa=k.shape[1] != H)
-    # oneDNN keeps a bf16 kernel for each length, 1 GB after 500. So lengths are rounded up to multiples of 32: causal
+    # oneDNN keeps 4 MiB of bf16 kernels for each length. So every length is filled up to a multiple of 64: causal
     # attention hides the added tokens, which come later, and their outputs are cut off.
-    step = 32 if q.device.type == "cpu" else 1
+    step = 64 if q.device.type == "cpu" else 1
     lengths, n = {stop - start for start, stop in spans.pairs}, len(spans.pairs)
     if one_more or (len(lengths) == 1 and n * max(lengths) == B * T and max(lengths) % step == 0):  # no copy is saved
         q, k, v = (t.unflatten(0, (n, -1)).transpose(1, 2) for t in (q, k, v))
         return sdpa(q, k, v).transpose(1, 2).reshape(B, T, H * K)
-    pieces, end = [], 0
-    for start, stop in spans.pairs:
-        rounded = min(start + math.ceil((stop - start) / step) * step, B * T)
-        out = sdpa(*(t[start:rounded].transpose(0, 1)[None] for t in (q, k, v)))[0]
-        pieces += [q.new_zeros(start - end, H, K), out.transpose(0, 1)[: stop - start]]
-        end = stop
-    return torch.cat([*pieces, q.new_zeros(B * T - end, H, K)]).view(B, T, H * K)
+    sizes = [stop - start for start, stop in itertools.pairwise([0, *itertools.chain(*spans.pairs), B * T])]
+    parts = [t.split(sizes) for t in (q, k, v)]  # gap, document, gap, ... document, gap
+    out = list(parts[0])
+    for i in range(1, len(sizes), 2):
+        qkv = (F.pad(t[i], (0, 0, 0, 0, 0, -sizes[i] % step)) if sizes[i] % step else t[i] for t in parts)
+        out[i] = sdpa(*(t.transpose(0, 1)[None] for t in qkv))[0].transpose(0, 1)[: sizes[i]]
+    return torch.cat(out).view(B, T, H * K)
 
 
 def gated_mlp(D, width, n_experts=1):
