@@ -662,9 +662,10 @@ class Spans:
 
 
 def pack_spans(pairs, n_tokens):
-    """[(start, stop)] -> Spans with bounds, on the CPU."""
+    """[(start, stop)] -> Spans on the CPU. Equal documents without padding need no bounds."""
     bounds = torch.tensor(sorted({0, n_tokens, *itertools.chain(*pairs)}), dtype=torch.int32)
-    return Spans(pairs, bounds, int(bounds.diff().max()))
+    longest, n = int(bounds.diff().max()), len(bounds) - 1
+    return Spans(pairs) if n == len(pairs) and n * longest == n_tokens else Spans(pairs, bounds, longest)
 
 
 class Batch(namedtuple("Batch", "tokens targets positions keep_S spans")):
@@ -760,10 +761,7 @@ class Loader:
         if self.n_shards > 1:
             B, T = 1, N // self.n_shards
         grids = [grid[self.shard * T :][: B * T].reshape(B, T) for grid in (tokens, targets, positions)]
-        keep_S, spans = np.flatnonzero(grids[1] != IGNORE), pack_spans(pairs, N)
-        if spans.longest * (len(spans.bounds) - 1) == N:  # equal documents need no bounds
-            spans = Spans(pairs)
-        return Batch(*map(torch.from_numpy, (*grids, keep_S)), spans)
+        return Batch(*map(torch.from_numpy, (*grids, np.flatnonzero(grids[1] != IGNORE))), pack_spans(pairs, N))
 
 
 def show(tokenizer, documents, number):

@@ -223,12 +223,11 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans):
     if q.is_cuda and not takes_documents(q.dtype, K, q.device):  # else the math kernel, which holds all scores
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=not one_more, enable_gqa=k.shape[1] != H)
-    # oneDNN keeps 4 MiB of bf16 kernels for each length. So every length is filled up to a multiple of 64: causal
+    # oneDNN keeps 4 MiB of bf16 kernels for each length. So every length is filled up to a multiple of 32: causal
     # attention hides the added tokens, which come later, and their outputs are cut off.
-    step = 64 if q.device.type == "cpu" else 1
-    lengths, n = {stop - start for start, stop in spans.pairs}, len(spans.pairs)
-    if one_more or (len(lengths) == 1 and n * max(lengths) == B * T and max(lengths) % step == 0):  # no copy is saved
-        q, k, v = (t.unflatten(0, (n, -1)).transpose(1, 2) for t in (q, k, v))
+    step = 32 if q.device.type == "cpu" else 1
+    if one_more or (spans.bounds is None and spans.pairs[0][1] % step == 0):  # equal documents: no copy is saved
+        q, k, v = (t.unflatten(0, (len(spans.pairs), -1)).transpose(1, 2) for t in (q, k, v))
         return sdpa(q, k, v).transpose(1, 2).reshape(B, T, H * K)
     sizes = [stop - start for start, stop in itertools.pairwise([0, *itertools.chain(*spans.pairs), B * T])]
     parts = [t.split(sizes) for t in (q, k, v)]  # gap, document, gap, ... document, gap

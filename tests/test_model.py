@@ -224,7 +224,7 @@ def test_attention_by_documents_equals_a_block_diagonal_mask(T, pairs, dtype, to
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     grads = [torch.autograd.grad(y, qkv, torch.ones_like(y)) for y in (out, expected)]
     torch.testing.assert_close(*grads, atol=4 * tolerance, rtol=tolerance)
-    assert set(lengths) == {64}  # oneDNN keeps kernels for each length, so the last document is filled up as well
+    assert {length % 32 for length in lengths} == {0}  # oneDNN keeps kernels for each length, the last one's as well
 
 
 # ---------------------------------------------------------------- LoRA
