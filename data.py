@@ -161,8 +161,8 @@ COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "
 
 
 class Tokenizer:
-    """Tokens and chat templates of a model folder. bos_ids and eos_ids stand around a plain text, stop_ids end answers,
-    special_ids are all special tokens. Only for the main thread, in which a signal ends slow templates."""
+    """Tokens and chat templates of a model folder. bos_ids and eos_ids stand around a plain text, stop_ids end answers.
+    Only for the main thread, in which a signal ends slow templates."""
 
     def __init__(self, folder, template_file=None):
         self.folder, self.path = Path(folder), Path(folder, "tokenizer.json")
@@ -479,7 +479,7 @@ def stdlib_questions(name, text):
 
 
 def unreadable(path, kind):
-    """What is wrong with a name in --data, and the line that converts a table or a dataset of the Hub."""
+    """What is wrong with a name in --data, and a line that converts tables and datasets of the Hub."""
     wrong, source = "expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code", None
     if kind in ("csv", "parquet"):
         source = f"'{kind}', data_files='{path}'"

@@ -6,8 +6,8 @@
     python train.py --chat --model out/RUN
 
 In the order of this file: flags, ranks, FSDP2, activation offload, optimizers, the memory plan, checkpoints, what a run
-prints, and `main`, a whole training run from top to bottom. A memory feature is one function or one small class on a
-finished vanilla module, and one call in `main`.
+prints, and `main`, a run from top to bottom. A memory feature is one function or small class on a finished vanilla
+module, and one call in `main`.
 """
 
 import argparse
@@ -273,8 +273,8 @@ def conflicts(args):
 
 
 class Ranks:
-    """This process among the others, and how ranks talk outside of training. `gather` and `agree` have a group that
-    never times out: one rank may load or save for an hour. In the loop `alive` ends a job in which a rank hangs."""
+    """This process among the others. `gather` and `agree` have a group that never times out: one rank may load or save
+    for an hour. In the loop `alive` ends a job in which a rank hangs."""
 
     def __init__(self, want_group, timeout):
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -291,7 +291,7 @@ class Ranks:
         if int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:  # torchrun's default leaves CPU work on one core a rank
             n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, n_cores // n_local))
-        # gloo beside NCCL: tensors on the CPU (offloaded parameters, signals) need collectives too
+        # gloo beside NCCL, for tensors on the CPU: offloaded parameters, signals
         backend, store = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", dist.HashStore()
         if "RANK" in os.environ:
             store, self.rank, self.world = next(rendezvous("env://", timeout=self.wait))
@@ -451,9 +451,9 @@ def pages_of(tensor):
 
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Keeps the tensors that autograd saves inside the context in host memory: copied out behind the forward, brought
-    back ahead of the backward, both on a side stream. With checkpointing these are the blocks' inputs, 2*D bytes a
-    token and layer, hidden behind a block's compute on any PCIe 4 card (ALST, arXiv:2506.13996).
+    """Keeps what autograd saves inside the context in host memory: copied out behind the forward, brought back ahead of
+    the backward, both on a side stream. With checkpointing these are the blocks' inputs, 2*D bytes a token and layer,
+    hidden behind a block's compute on any PCIe 4 card (ALST, arXiv:2506.13996).
 
     Two ways to corrupt this silently, both met by torchtune, and what prevents them here:
     - memory reused while the side stream still reads it: a tensor on its way out is held until the compute stream has
@@ -519,7 +519,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
 def make_optimizer(params, args, bad):
     """AdamW, decay on matrices only: pulling norms and biases towards zero regularises nothing. Fused, it reads `bad`
-    on the device and changes nothing where that is 1. All state is allocated here: no later step takes more memory."""
+    on the device and changes nothing where that is 1. All state is allocated here: no later step takes more."""
     groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": args.weight_decay},
               {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
     if args.optim == "adamw8bit" or args.stochastic_rounding:
@@ -640,7 +640,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 def matrix_of(x):
-    """This rank's rows of a parameter or its state as a plain matrix."""
+    """This rank's rows of a parameter or its state, a plain matrix."""
     return lm.local(x)[0].reshape(-1, *(x.shape[1:] or [1]))
 
 
@@ -665,8 +665,8 @@ def average_gradients_(params, world):
 
 
 def clip_gradients_(params, clip):
-    """Scales the gradients to an L2 norm of at most `clip` (0: not at all) -> the norm before, on the device. Under
-    FSDP2 it is a DTensor of partial sums: only full_tensor() is the norm of all ranks (pytorch #121020)."""
+    """Scales the gradients to an L2 norm of at most `clip` (0: not at all) -> the norm before, on the device. FSDP2's
+    is a DTensor of partial sums: only full_tensor() is the norm of all ranks (pytorch #121020)."""
     norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
     norm = norm.full_tensor() if lm.is_sharded(norm) else norm
     if clip:
@@ -699,7 +699,7 @@ class StepInBackward:
         p.grad = None
 
     def norm(self):
-        """The gradient norm of the step. Where gradients are shards, the norm and `bad` become those of all ranks."""
+        """The gradient norm of the step. It and `bad` become those of all ranks where gradients are shards."""
         norm_squared, self.norm_squared = self.norm_squared, torch.zeros_like(self.bad)
         if self.args.fsdp2:
             dist.all_reduce(norm_squared)
@@ -1523,7 +1523,6 @@ def main(argv=None):
     start, steps = state["step"], state["steps"]
     # ---- the model: each feature applied to it, and last the weights
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    n_adapter = lm.n_met(model) if args.lora else None
     if args.activation_checkpointing == "auto":
         choose_blocks(args, config, world, loader.longest, memory_of(args, ranks), say)
     if rank == 0:
@@ -1601,11 +1600,11 @@ def main(argv=None):
         for i, batch in enumerate(batches):
             if args.fsdp2:
                 last = i == len(batches) - 1  # adapters are small enough to be reduced once a step, all weights are not
-                model.set_requires_gradient_sync(last or not n_adapter)
+                model.set_requires_gradient_sync(last or not args.lora)
                 model.set_requires_all_reduce(last)  # between replicas once a step, however often inside them
             b = batch.to(device)
             loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
-            # the sum over ranks and micro-batches, divided by all their targets; * world undoes the mean over ranks
+            # a sum over ranks and micro-batches, by all their targets; * world undoes the mean over ranks
             (loss * (world / n_targets)).backward()
             loss_sum += loss.detach()
         if in_backward:
@@ -1619,7 +1618,7 @@ def main(argv=None):
                 optimizer.step()
             optimizer.zero_grad()
         n_finite += 1 - bad
-        log.count(counted, lm.step_flops(config, counted, n_adapter) / world)
+        log.count(counted, lm.step_flops(config, counted, args.lora) / world)
         stopped, due = stop.asked(ranks, time.perf_counter() - log.mark > 10)
         saving = stopped or (args.save_every and (n % args.save_every == 0 or n == steps))
         if saving or step == start or n <= 10 or n % args.log_every == 0 or n == steps or due:

@@ -55,7 +55,7 @@ def formula(args, c, world, tokens):
 
     trained = L * numbers(p for p in block if p.requires_grad) + numbers(p for p in ends if p.requires_grad)
     n_gathers = 2 * L - 1 if args.reshard_after_forward else L  # again in the backward; the last block stays gathered
-    n_reduces = 1 if args.lora or args.qlora else M  # adapters are reduced once a step
+    n_reduces = 1 if args.lora else M  # adapters are reduced once a step
     heads_bytes = 2 * q + 2 * math.lcm(c.num_key_value_heads, args.sequence_parallel) * c.head_dim  # copied
     n_passes = 3 if args.activation_checkpointing else 2  # forward, backward, and the forward again
     exchanged = M * L * n_passes * tokens * size * heads_bytes
@@ -160,12 +160,10 @@ def on_paper(name, flags, seq_len, world, replicas, speed):
     """-> (a cell of the table, seconds of the products)."""
     argv = ["--model", name, "--seq_len", str(seq_len), "--fsdp2", *flags.split(), "--replicas", str(replicas)]
     args, config = train.parse_args(["--dry_run", *argv]), lm.parse_config(lm.PRESETS[name])
-    args.precision, n_adapter = args.precision or "mixed", None
-    if args.lora or args.qlora:
-        n_adapter = sum(p.numel() for p in lm.on_meta(config, args).parameters() if p.requires_grad)
+    args.precision = args.precision or "mixed"
     n = seq_len // args.sequence_parallel
-    again = 8 / 6 if n_adapter is None else 6 / 4  # the blocks' forward runs again
-    products = args.grad_accum * lm.step_flops(config, (n, n, n * seq_len), n_adapter) * again / (FLOPS * FRACTION)
+    again = 6 / 4 if args.lora else 8 / 6  # the blocks' forward runs again
+    products = args.grad_accum * lm.step_flops(config, (n, n, n * seq_len), args.lora) * again / (FLOPS * FRACTION)
     moved = formula(args, config, world, n)
     link = NVLINK if world // replicas <= NODE else min(NVLINK, speed)
     between = moved["gradients between replicas"] / (speed / NODE)  # as many rings at once

@@ -71,7 +71,7 @@ ASKED_FOR = [  # a family, what its config.json asks for, words of the message b
     ("qwen3-moe", {"num_experts_per_tok": None}, "null"), ("qwen3-moe", {"moe_intermediate_size": None}, "null"),
     ("qwen2", {"num_experts": 8}, "8"), ("qwen3-moe", {"num_experts_per_tok": 13}, "12"),
     ("qwen3-moe", {"mlp_only_layers": [1.5]}, "1.5"), ("qwen3-moe", {"output_router_logits": True}, "true"),
-    ("qwen3-moe", {"moe_intermediate_size": 44}, "44 | multiple of 8"),
+    ("qwen3-moe", {"moe_intermediate_size": 44}, "44 | multiples of 8"),
     ("llama2", {"mlp_bias": True}, ""), ("llama2", {"attention_bias": True}, ""),
     ("llama2", {"attention_dropout": 0.1}, "0.1"),
     ("llama2", {"partial_rotary_factor": 0.5}, "0.5"), ("qwen2", {"num_key_value_heads": 3}, "divide"),
