@@ -117,7 +117,7 @@ def parse_args(argv=None):
         choices=("mixed", "bf16", "fp32"))
     add("--adapter", str, None, "folder of a PEFT adapter to train on, with its rank, alpha and targets")
     group = parser.add_argument_group("method (default: full fine-tuning)")
-    switch("--lora", "train low-rank adapters, all weights are frozen, in 16 bits")
+    switch("--lora", "train low-rank adapters, all weights are frozen")
     switch("--qlora", "--lora with the blocks' weights in NF4, 4.14 bits")
     add("--lora_rank", whole, None, "rank of the adapters", 16)
     add("--lora_alpha", amount, None, "adapters are scaled by alpha / rank", 32)
@@ -1524,7 +1524,7 @@ def main(argv=None):
     # ---- the model: each feature applied to it, and last the weights
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if args.activation_checkpointing == "auto":
-        choose_blocks(args, config, world, loader.longest, memory_of(args, ranks), say)
+        choose_blocks(args, config, world, loader.longest, min(ranks.gather(memory_of(args, ranks))), say)
     if rank == 0:
         print_start(args, model, source, n_trained, ranks)
     if cuda:

@@ -47,6 +47,7 @@ SHAPES = {
     "small": Shape(4, 512, 1536, 8, 2, 512, 8),
     "large": Shape(12, 1024, 2816, 16, 1, 1024, 4),
     "chat": Shape(4, 512, 1536, 8, 2, 512, 8, chat=True),
+    "chats": Shape(4, 512, 1536, 8, 2, 512, 100, chat=True),  # to see whether memory grows
     "nano": Shape(2, 64, 192, 4, 2, 512, 2, chat=True),  # only to see it run
 }
 
