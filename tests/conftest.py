@@ -259,7 +259,8 @@ def documents_of(tokens, supervised, starts):
     n_targets = [int(supervised[start + 1 : stop].sum()) for start, stop in zip(starts, stops)]
     lines = np.arange(1, len(starts) + 1)
     columns = np.stack([np.zeros_like(starts), starts, stops, n_targets, lines]).astype(np.int64)
-    return data.Documents([defaultdict(int, name="file", tokens=tokens, supervised=supervised)], columns)
+    file = defaultdict(int, name="file", tokens=tokens, supervised=supervised, n_tokens=len(tokens))
+    return data.Documents([file], columns)
 
 
 def read_data(path, tokenizer, seq_len=1000, **options):
