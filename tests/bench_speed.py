@@ -105,7 +105,7 @@ def oomph(spec, clock):
 
     with np.load(Path(spec["folder"], "documents.npz")) as arrays:
         documents = documents_of(arrays["tokens"], arrays["supervised"], arrays["starts"])
-    data.open_documents = lambda *_, **__: documents
+    data.open_documents = lambda *_, **__: documents if hasattr(documents, "files") else (documents, [])  # older ones
     torch.cuda.reset_peak_memory_stats = lambda *_: None  # train.py's log would
     method, out = ["--precision", "bf16"], Path(spec["folder"], "out")
     if spec["method"] != "full":
