@@ -487,7 +487,7 @@ def unreadable(path, kind):
         source = f"'{path}'"
     if source:
         code = f"import datasets as d; d.load_dataset({source}, split='train').to_json('{path.stem}.jsonl')"
-        wrong += f': pip install datasets && python -c "{code}"'
+        wrong += f'; convert it: pip install datasets && python -c "{code}"'
     return wrong if path.is_file() else f"no such file; {wrong}"
 
 
