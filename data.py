@@ -62,6 +62,8 @@ def listing(names):
 def read_json(path):
     """A JSON object from a file. ValueError names the file and the place."""
     try:
+        if Path(path).exists() and not Path(path).is_file():  # reading a pipe would wait for ever
+            raise ValueError("not a file")
         value = json.loads(Path(path).read_text("utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, thousands of digits, endless brackets
         raise ValueError(f"{path}: not valid JSON: {error}") from error
@@ -733,7 +735,8 @@ class Loader:
                 started = time.perf_counter()
                 made = future.result()
                 self.waited_s += time.perf_counter() - started
-                future = thread.submit(self.step, step + 1, grad_accum)
+                if step + 1 < stop:
+                    future = thread.submit(self.step, step + 1, grad_accum)
                 yield made
 
     def once(self):

@@ -965,7 +965,8 @@ def print_plan(args, argv, config, world, length, room):
         print(f"{says}fits")
         return
     added, changed = ladder(args, argv, config, world, length, room)
-    need, (_, host) = planned_bytes(changed, config, world, length), plan(changed, config, world, length)
+    moments, host = plan(changed, config, world, length)
+    need = peak_of(moments)[1] + OVERHEAD
     add, more = ("add", "") if need <= room else ("with", ": more ranks, a shorter --seq_len or a smaller model")
     print(f"{says}does not fit; {add}\n    {' '.join(added) or 'every flag'}\n  it takes {need / GIB:.2f} GiB and "
           f"{sum(host.values()) / GIB:.2f} of host memory{more}")
@@ -1458,7 +1459,6 @@ def open_model(args, ranks):
     Tokenizer). All of it is checked here, before anything is allocated."""
     with ranks.agree():
         files, config, adapter = open_config(args, ranks.world, args.random_init)
-        _, tokenizer_folder, weights_folder, _ = files
         if args.precision is None:
             native = (torch.cuda.is_bf16_supported(False) if ranks.device.type == "cuda" else
                       torch.cpu._is_avx512_bf16_supported())
@@ -1467,12 +1467,12 @@ def open_model(args, ranks):
             args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
         with torch.device("meta"):
             vanilla = lm.Transformer(config)
-        source = lm.Checkpoint(weights_folder) if weights_folder else lm.RandomWeights(vanilla, args.seed, ranks.device)
+        source = lm.Checkpoint(files[2]) if files[2] else lm.RandomWeights(vanilla, args.seed, ranks.device)
         lm.check_weights(vanilla, source, args.model)
         model = lm.on_meta(config, args)
         if adapter:
             lm.check_weights(model, adapter, args.adapter)
-        return files, config, model, source, adapter, data.Tokenizer(tokenizer_folder, args.chat_template)
+        return files, config, model, source, adapter, data.Tokenizer(files[1], args.chat_template)
 
 
 def open_run(args, config, loader, source, ranks):
