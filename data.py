@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
 
-# -------------------------------- texts and files
+# ---------------- texts and files
 
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # the last ones reorder what follows
 
@@ -98,7 +98,7 @@ def put_in_place(part):
     sync(part.parent)
 
 
-# -------------------------------- chat templates and examples
+# ---------------- chat templates and examples
 
 CHATML = """\
 {{ bos }}{% for m in messages %}<|im_start|>{{ m.role }}
@@ -418,7 +418,7 @@ def functions_of(messages, tools=None):
     return [call.get("function", call) for call in [*calls, *(tools or [])]]
 
 
-# -------------------------------- files, and tokenizing them
+# ---------------- files, and tokenizing them
 
 ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64}  # the last two per document
 BUILT_IN = "stdlib:code", "stdlib:docs"
@@ -567,7 +567,7 @@ def encode_chunk(tokenizer, chunk, report):
     return tokens, supervised, lengths, lines
 
 
-# -------------------------------- documents, packing and loading
+# ---------------- documents, packing and loading
 
 
 class Documents:

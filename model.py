@@ -36,7 +36,7 @@ from data import IGNORE, Spans, listing, put_in_place, read_json, writing
 HEAD = "lm_head.weight"
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 
-# -------------------------------- config
+# ---------------- config
 
 PRESETS = json.loads((TINY.parent / "presets.json").read_text())  # {short name: config.json of a Hub model}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -142,7 +142,7 @@ def parse_rope(given, family, values, where, refuse):
     return read_field({"rope_theta": theta}, "rope_theta", (*POSITIVE[:3], 1e4), where), scalings[-1]
 
 
-# -------------------------------- blocks
+# ---------------- blocks
 
 
 class RMSNorm(nn.RMSNorm):
@@ -348,12 +348,12 @@ def tile_mlp_(model, tile):
     saved tensor, a tile's input. So SaveNow saves all inputs first, tiles outside those hooks."""
 
     def after_attention(plain, x, attention):
-        inputs = SaveNow.apply(torch.empty(0, requires_grad=True), x, attention).grad_fn
+        saved = SaveNow.apply(torch.empty(0, requires_grad=True), x, attention)
         tiles = list(zip(x.flatten(0, 1).split(tile), attention.flatten(0, 1).split(tile)))
 
         def run(i):
             if not tiles:  # in the backward
-                again = (t.detach().requires_grad_().flatten(0, 1).split(tile) for t in inputs.saved_tensors)
+                again = (t.detach().requires_grad_().flatten(0, 1).split(tile) for t in saved.grad_fn.saved_tensors)
                 tiles.extend(zip(*again))
             return plain(*tiles[i])
 
@@ -366,7 +366,7 @@ def tile_mlp_(model, tile):
         block.after_attention = functools.partial(after_attention, block.after_attention)
 
 
-# -------------------------------- loss
+# ---------------- loss
 
 
 def softmax_gradient(logits_CV, targets_C1, with_grad):
@@ -593,7 +593,7 @@ def loss_bytes(args, c, size, n_tokens):
     return sums + max(chunk * c.vocab_size * (6 if size == 2 else 4), (chunk * c.vocab_size + n_head) * size)
 
 
-# -------------------------------- LoRA
+# ---------------- LoRA
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
@@ -625,7 +625,7 @@ def add_lora_(model, rank, alpha, dropout, targets):
             linear.__class__ = WITH_LORA[type(linear)]
 
 
-# -------------------------------- precision, checkpointing, compile
+# ---------------- precision, checkpointing, compile
 
 
 def set_precision_(model, precision):
@@ -684,7 +684,7 @@ def keep_weights_(module):
             layer.keeps_weight = True
 
 
-# -------------------------------- reading weights
+# ---------------- reading weights
 
 def find_result(name):
     """--model, also the folder of a run (merged/, else final/) or of an adapter -> (model, adapter or None)."""
@@ -928,7 +928,7 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
                              "set tie_word_embeddings to false")
 
 
-# -------------------------------- writing models and adapters
+# ---------------- writing models and adapters
 
 
 def reshard_(model):
@@ -1037,7 +1037,7 @@ def merge(args, source, adapter, files, tokenizer, out):
         put_in_place(part)
 
 
-# -------------------------------- rows of a run's checkpoint
+# ---------------- rows of a run's checkpoint
 
 REMOVE = "remove this checkpoint to continue from an older one"
 
