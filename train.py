@@ -2,8 +2,6 @@
 
     python train.py                                             # the built-in model and data, any machine
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chat.jsonl
-    torchrun --nproc_per_node 8 train.py --fsdp2 --model /models/Llama-3.1-8B --data a.jsonl b.txt --lr 1e-5
-    python train.py --chat --model out/RUN
 
 In the order of this file: flags, ranks, FSDP2, activation offload, optimizers, the memory plan, checkpoints, what a run
 prints, and `main`, a run from top to bottom. A memory feature is one function or small class on a finished vanilla
@@ -54,7 +52,7 @@ import nf4
 SAMPLES = {"stdlib:docs": "What does `shutil.copytree(src, dst)` do?", "stdlib:code": "def read_json(path):\n"}
 NOT_FINITE, OUT_OF_MEMORY = 3, 4  # exit codes
 
-# -------------------------------- flags
+# ---------------- flags
 
 
 def number(kind, zero_too=False, below=1e12):
@@ -269,7 +267,7 @@ def conflicts(args):
     ]
 
 
-# -------------------------------- ranks
+# ---------------- ranks
 
 
 class Ranks:
@@ -366,7 +364,7 @@ class StopSignal:
         return numbers.tolist()
 
 
-# -------------------------------- memory of the CPU, FSDP2, activation offload
+# ---------------- memory of the CPU, FSDP2, activation offload
 
 
 def keep_freed_memory(on):
@@ -514,7 +512,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
 
-# -------------------------------- optimizers, learning rate, evaluation
+# ---------------- optimizers, learning rate, evaluation
 
 
 def make_optimizer(params, args, bad):
@@ -595,7 +593,6 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups, args, bad):
         super().__init__(groups, {"lr": args.lr})
-        # a graph each for whole blocks, for the shorter ones, for vectors
         self.adamw_ = torch.compile(adamw_, dynamic=True) if args.compile else adamw_
         self.stochastic_rounding, self.found_inf, self.numbers = args.stochastic_rounding, bad, {}
         for p in itertools.chain(*(group["params"] for group in self.param_groups)):
@@ -625,8 +622,9 @@ class CompactAdamW(torch.optim.Optimizer):
         numbers = 1 - lr * weight_decay, lr / (1 - BETA1**step), (1 - BETA2**step) ** 0.5
         numbers = torch.tensor(numbers, dtype=torch.float64)  # torch.compile would take a float for a constant
         skip = self.found_inf > 0
-        # float32 temporaries of 16 MiB each on a GPU; of 4 MiB on a CPU, where larger ones are new pages
-        n_rows, whole = max(1, (1 << (20 if w.device.type == "cpu" else 22)) // D), D // BLOCK * BLOCK
+        # float32 temporaries of 16 MiB on a GPU, where compiled code has few; of 4 on a CPU: larger ones are new pages
+        n = 1 << (20 if w.device.type == "cpu" else 22 if self.adamw_ is adamw_ else 24)
+        n_rows, whole = max(1, n // D), D // BLOCK * BLOCK
         for i, (first, last) in itertools.product(range(0, N, n_rows), ((0, whole), (whole, D))):
             if first == last:
                 continue  # whole blocks, then the shorter one at the end of a row
@@ -730,10 +728,10 @@ PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12
          "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "L40S": 362e12, "A6000": 155e12, "A10G": 70e12}
 
 
-# -------------------------------- the memory plan
+# ---------------- the memory plan
 
 GIB = 2**30
-OVERHEAD = GIB  # assumed for CUDA's context, NCCL and fragmentation; not measured
+OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
 ALWAYS = "weights", "NF4 weights", "adapters", "optimizer"
 KINDS = *ALWAYS, "gradients", "saved activations", "block workspace", "logits chunk", "unsharded units"
 
@@ -1040,7 +1038,7 @@ def report_out_of_memory(error):
     return f"out of memory: {text}\n--dry_run --gpu_gib G with the same flags says which others would make it fit"
 
 
-# -------------------------------- checkpoints
+# ---------------- checkpoints
 
 STATE = "trainer_state.json"  # the last file of a checkpoint; a folder that lacks it is none
 
@@ -1232,7 +1230,7 @@ def fixed_settings(args, config, rows_a_step, loader, source):
     return json.loads(json.dumps(settings, default=str))
 
 
-# -------------------------------- what a run prints and writes
+# ---------------- what a run prints and writes
 
 
 def memory_gib(device):
@@ -1439,7 +1437,7 @@ def end_not_finite(model, loader, step, args, ranks):
                              + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
 
 
-# -------------------------------- main
+# ---------------- main
 
 
 def open_config(args, world, random_init):
@@ -1688,6 +1686,6 @@ if __name__ == "__main__":
     code = launch()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
-    # FSDP2's mesh keeps gloo's threads beyond destroy_process_group(); one of them freeing a tensor while the
-    # interpreter shuts down aborts a finished run, seen once in 130 (pytorch #179291)
+    # gloo's threads outlive destroy_process_group() under FSDP2: one that frees a tensor while the interpreter shuts
+    # down aborts a finished run, once in 130 (pytorch #179291)
     os._exit(code)

@@ -18,6 +18,7 @@ from emulated_cuda import LOADED
 from safetensors.torch import load_file, save_file
 
 import model as lm
+import nf4
 import train
 
 # Plackett and Burman's twelve runs: any two of the eleven flags meet in all four combinations.
@@ -124,7 +125,8 @@ def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(job, tmp_path, flags):
     assert code == 0, text
     (row,) = map(json.loads, (tmp_path / "out/metrics.jsonl").read_text().splitlines())
     moments, _ = train.plan(train.parse_args(argv), lm.parse_config(config), 1, 96)  # tokens of a row
-    assert train.peak_of(moments)[1] / 2**30 == pytest.approx(row["mem_gib"], rel=0.05)
+    peak, more = train.peak_of(moments)[1] / 2**30, 0 if LOADED else 0.07  # cuBLAS's workspaces: 64 MiB on Hopper
+    assert 0.95 * peak <= row["mem_gib"] <= 1.05 * peak + more
 
 
 @contextlib.contextmanager
@@ -135,6 +137,8 @@ def strict():  # an error where the host waits for the device
 
 
 def strict_steps():
+    for table in (nf4.levels_of_bytes, nf4.code_levels):  # else copied in the first step
+        table(torch.device("cuda", 0))
     for owner, name in ((lm.Transformer, "forward"), (torch.Tensor, "backward"), (train, "clip_gradients_"),
                         (torch.optim.AdamW, "step"), (train.CompactAdamW, "step"), (train.data.Batch, "to")):
         setattr(owner, name, strict()(getattr(owner, name)))

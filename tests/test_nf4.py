@@ -113,7 +113,8 @@ def test_a_recomputed_block_dequantizes_each_weight_once_for_its_backward(monkey
 def test_every_pair_of_levels_is_rounded_to_the_nearest_even_bf16():
     codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
     scales = torch.tensor([1.0, 0.3, 7e-5, 1.5, 2.0**-126, 0.0, 123.456, 3e38]).view(-1, 1)
-    packed = nf4.dequantize_pairs(codes, scales).view(torch.bfloat16).view(8, 32, 2)
     levels = torch.tensor(nf4.CODEBOOK)
     expected = torch.stack([levels[codes.long() >> 4], levels[codes.long() & 15]], -1) * scales[..., None]
-    assert torch.equal(packed, expected.bfloat16())
+    for table in (None, nf4.levels_of_bytes(torch.device("cpu"))):  # a GPU's
+        packed = nf4.dequantize_pairs(codes, scales, table).view(torch.bfloat16).view(8, 32, 2)
+        assert torch.equal(packed, expected.bfloat16())
