@@ -195,13 +195,39 @@ def planned(flags, world):
     return sum(kinds.values()), host
 
 
+def three_steps(flags, out):
+    """Of a run on this machine's GPU -> (peak GiB as torch's allocator counts it, tokens a second)."""
+    harness.run_steps([*flags, "--data", "stdlib:code", "--out", f"{out}/run"], 3)
+    rows = harness.metrics(Path(out, "run"))
+    return max(row["mem_gib"] for row in rows), rows[-1]["tokens_per_s"]
+
+
+def measured(flags, world):
+    """three_steps() where there is such a GPU, else '-'; or why it failed -> (GiB, tokens a second), as text."""
+    import torch
+
+    if not torch.cuda.is_available() or world > 1:
+        return "-", "-"
+    if planned(flags, 1)[0] + GIB > torch.cuda.get_device_properties(0).total_memory:
+        return "too large", "-"
+    try:
+        with tempfile.TemporaryDirectory() as out:
+            ((gib, speed),) = harness.in_processes(three_steps, [flags], out)
+    except Exception as error:  # out of memory, of whichever of the two
+        return f"{type(error).__name__}", "-"
+    return f"{gib:.2f}", f"{speed:,.0f}"
+
+
 def show(title, theirs, shared, cases):
     """A row for each case: (name, flags, others' figure, ranks)."""
     rows = []
     for name, more, figure, world in cases:
-        peak, host = planned([*shared.split(), *more.split()], world)
-        rows.append((name, f"`{more or '(defaults)'}`", world, f"{peak / GIB:.2f}", f"{host / GIB:.1f}", figure))
-    table(f"{title}\n\nAll with `{shared}`", ("case", "flags", "ranks", "planned GiB", "host GiB", theirs), rows)
+        flags = [*shared.split(), *more.split()]
+        peak, host = planned(flags, world)
+        rows.append((name, f"`{more or '(defaults)'}`", world, f"{peak / GIB:.2f}", *measured(flags, world),
+                     f"{host / GIB:.1f}", figure))
+    columns = "case", "flags", "ranks", "planned GiB", "measured GiB", "tok/s", "planned host GiB", theirs
+    table(f"{title}\n\nAll with `{shared}`", columns, rows)
 
 
 HALVES = "--optim adamw8bit --precision bf16 --stochastic_rounding"
@@ -220,15 +246,20 @@ DRAWN = {  # kind of memory: (colour that reads on white and on black, its names
 
 
 def draw_ladder(path):
-    """Writes an SVG, a bar for each of STEPS cut by kind of memory; 2.6 pixels are a GiB. No background."""
+    """Writes an SVG, a bar for each of STEPS cut by kind of memory, behind it what a GPU here took; 2.6 pixels are a
+    GiB. No background."""
+    title = "Llama-3.1-8B, rows of 8,192, one GPU: GiB, planned; measured on an H100, without the 1 for CUDA"
     parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 340" font-family="sans-serif" font-size="12" '
-             'fill="#848d97">', '<text x="4" y="16">Llama-3.1-8B, rows of 8,192, one GPU: GiB, planned</text>']
+             f'fill="#848d97">\n<text x="4" y="16">{title}</text>']
     parts += [f'<path d="M{300 + 2.6 * gib} 46V316" stroke="#848d97" stroke-dasharray="2 3"/>'
               f'<text x="{300 + 2.6 * gib}" y="332" text-anchor="middle">{gib} GiB card</text>' for gib in (24, 80)]
     parts += [f'<path d="M{4 + 102 * i} 28h10v10h-10" fill="{colour}"/><text x="{18 + 102 * i}" y="37">{kind}</text>'
               for i, (kind, (colour, _)) in enumerate(DRAWN.items())]
     for i, (name, flags) in enumerate(STEPS):
-        kinds, _ = kinds_at_peak(f"--model llama-3.1-8b --random_init --seq_len 8192 {flags}".split(), 1)
+        flags = f"--model llama-3.1-8b --random_init --seq_len 8192 {flags}".split()
+        kinds, _ = kinds_at_peak(flags, 1)
+        gib, speed = measured(flags, 1)
+        print(f"{name}: {sum(kinds.values()) / GIB:.2f} GiB planned without CUDA's, {gib} measured, {speed} tok/s")
         kinds["overhead"], x, y = GIB, 300, 54 + 24 * i
         parts += [f'<text x="4" y="{y + 12}">{name}</text>',
                   f'<text x="292" y="{y + 12}" text-anchor="end">{sum(kinds.values()) / GIB:.1f}</text>']
@@ -236,6 +267,8 @@ def draw_ladder(path):
             width = 2.6 * sum(kinds.get(name, 0) for name in names) / GIB
             parts.append(f'<path d="M{x:.1f} {y}h{width:.1f}v16h-{width:.1f}" fill="{colour}"/>')
             x += width
+        if speed != "-":
+            parts.append(f'<text x="{x + 4:.1f}" y="{y + 12}">{gib} measured</text>')
     path.write_text("\n".join([*parts, "</svg>\n"]))
 
 

@@ -42,13 +42,14 @@ TOLERANCE = {"full": 0.012, "lora": 0.012, "qlora": 0.025}
 GAIN = 1.36  # of a random matrix: attention is then far from uniform, and the loss shows what is wrong with it
 
 # B rows of T tokens are a step; `steps` are timed in a round; a chat has documents of 20 to 400 tokens, with prompts
-Shape = collections.namedtuple("Shape", "layers D F heads B T steps chat V", defaults=(False, 32000))
+Shape = collections.namedtuple("Shape", "layers D F heads B T steps chat V kv_heads", defaults=(False, 32000, None))
 SHAPES = {
     "small": Shape(4, 512, 1536, 8, 2, 512, 8),
     "large": Shape(12, 1024, 2816, 16, 1, 1024, 4),
     "chat": Shape(4, 512, 1536, 8, 2, 512, 8, chat=True),
     "chats": Shape(4, 512, 1536, 8, 2, 512, 100, chat=True),  # to see whether memory grows
     "nano": Shape(2, 64, 192, 4, 2, 512, 2, chat=True),  # only to see it run
+    "gpu": Shape(4, 4096, 14336, 32, 1, 8192, 20, kv_heads=8),  # an eighth of the blocks of Llama-3.1-8B
 }
 
 
@@ -125,6 +126,8 @@ def transformers(spec, clock):
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    if spec["name"] == "liger":
+        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
     quantization = None
     if spec["method"] == "qlora":
         quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -167,8 +170,9 @@ def unsloth(spec, clock):
 PEERS = {  # name: (folder under --peers, function, imports that neither its time nor its memory counts)
     "transformers": ("hf", transformers, "transformers.models.llama.modeling_llama peft bitsandbytes"),
     "unsloth": ("unsloth", unsloth, "unsloth"),
+    "liger": ("hf", transformers, "transformers.models.llama.modeling_llama peft bitsandbytes"),  # a GPU's kernels
 }
-PEER_ARMS = ["transformers", "transformers+compile", "unsloth"]
+PEER_ARMS = ["transformers", "transformers+compile", "unsloth", "liger"]
 
 
 def work(spec):
@@ -187,8 +191,8 @@ def make_config(shape):
 
     return lm.PRESETS["llama-2-7b"] | {
         "vocab_size": shape.V, "hidden_size": shape.D, "intermediate_size": shape.F, "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.heads, "head_dim": shape.D // shape.heads,
-        "max_position_embeddings": 2048, "initializer_range": GAIN / shape.D**0.5}
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads or shape.heads,
+        "head_dim": shape.D // shape.heads, "max_position_embeddings": 8192, "initializer_range": GAIN / shape.D**0.5}
 
 
 def write_steps(folder, shape, n_steps):
