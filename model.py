@@ -368,19 +368,18 @@ def tile_mlp_(model, tile):
 
 # ---------------- loss
 
+PIECE = 256  # rows of logits that are in float32 at once
 
-def softmax_gradient(logits_CV, targets_C1, with_grad):
-    """-> (summed cross-entropy, its gradient softmax - one-hot in the dtype of the logits, or None), without rows whose
-    target is IGNORE. Works in place on one float32 copy; --compile makes two passes over the logits, no copy."""
+
+def softmax_gradient(logits_CV, targets_C1):
+    """-> (summed cross-entropy, its gradient softmax - one-hot in the dtype of the logits), without rows whose target
+    is IGNORE. Works in place on one float32 copy; --compile makes two passes over the logits, no copy."""
     dtype, logits_CV = logits_CV.dtype, logits_CV.float()
     real_C1, targets_C1 = (targets_C1 != IGNORE).float(), targets_C1.clamp_min(0)
     logits_CV -= logits_CV.amax(-1, keepdim=True)
     target_logit_C1 = logits_CV.gather(-1, targets_C1)
     total_C1 = logits_CV.exp_().sum(-1, keepdim=True)
-    loss = ((total_C1.log() - target_logit_C1) * real_C1).sum()
-    if not with_grad:
-        return loss, None
-    scale_C1 = real_C1 / total_C1
+    loss, scale_C1 = ((total_C1.log() - target_logit_C1) * real_C1).sum(), real_C1 / total_C1
     logits_CV *= scale_C1  # softmax
     grad_CV, rows_C1 = logits_CV.to(dtype), torch.arange(len(targets_C1), device=targets_C1.device)[:, None]
     # from the float32 logit: where the model is sure, softmax - 1 is far below a 16-bit softmax's rounding
@@ -390,25 +389,30 @@ def softmax_gradient(logits_CV, targets_C1, with_grad):
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S, float32, gradients computed in the forward. Alive at
-    once: a chunk of logits (C*V*6 bytes in bf16, C*V*4 in float32) and, if the head trains, its gradient, added up in
-    float32 (V*D*4 bytes). S = 0 has zero gradients: a rank without a target joins every collective all the same."""
+    once: a chunk of logits, which become their gradient (C*V*2 bytes in bf16), PIECE rows of both (V*6 bytes each), and
+    the gradient of a head that trains, a float32 sum (V*D*4 bytes). S = 0 has zero gradients: a rank without a target
+    joins every collective all the same."""
 
     @staticmethod
     def forward(ctx, h_SD, w_VD, targets_S, chunk, with_grad, softmax_gradient=softmax_gradient):
         loss_sum = torch.zeros((), dtype=torch.float32, device=h_SD.device)
         grad_h = torch.empty_like(h_SD) if with_grad and ctx.needs_input_grad[0] else None
         trained, grad_w = with_grad and ctx.needs_input_grad[1], None
+        memory_CV = h_SD.new_empty(min(chunk, len(h_SD)), len(w_VD))
         for start in range(0, len(h_SD), chunk):
             h_CD, targets_C1 = h_SD[start : start + chunk], targets_S[start : start + chunk, None]
-            loss, grad_logits_CV = softmax_gradient(h_CD @ w_VD.T, targets_C1, grad_h is not None or trained)
-            loss_sum += loss
+            logits_CV = torch.mm(h_CD, w_VD.T, out=memory_CV[: len(h_CD)])
+            for piece, targets in zip(logits_CV.split(PIECE), targets_C1.split(PIECE)):
+                loss, grad = softmax_gradient(piece, targets)
+                piece.copy_(grad)
+                del grad  # or it would stay alive beside the next piece's
+                loss_sum += loss
             if grad_h is not None:
-                torch.mm(grad_logits_CV, w_VD, out=grad_h[start : start + chunk])
+                torch.mm(logits_CV, w_VD, out=grad_h[start : start + chunk])
             if trained and grad_w is not None:
-                grad_w += grad_logits_CV.T @ h_CD
+                grad_w += logits_CV.T @ h_CD
             elif trained:
-                grad_w = (grad_logits_CV.T @ h_CD).to(w_VD.dtype if len(h_SD) <= chunk else torch.float32)
-            del grad_logits_CV  # or it would stay alive beside the next chunk's logits
+                grad_w = (logits_CV.T @ h_CD).to(w_VD.dtype if len(h_SD) <= chunk else torch.float32)
         if trained:
             grad_w = torch.zeros_like(w_VD) if grad_w is None else grad_w.to(w_VD.dtype)
         ctx.grads = grad_h, grad_w
@@ -590,7 +594,8 @@ def loss_bytes(args, c, size, n_tokens):
     if not args.chunked_ce:
         return 12 * n_tokens * c.vocab_size
     sums = 4 * n_head if chunk < n_tokens else 0  # gradients of several chunks are added up in float32
-    return sums + max(chunk * c.vocab_size * (6 if size == 2 else 4), (chunk * c.vocab_size + n_head) * size)
+    piece = min(chunk, PIECE) * c.vocab_size * (6 if size == 2 else 0)
+    return sums + chunk * c.vocab_size * size + max(piece, n_head * size)
 
 
 # ---------------- LoRA

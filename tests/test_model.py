@@ -182,7 +182,7 @@ def test_chunked_cross_entropy_equals_the_full_one_and_holds_a_chunk_of_logits(c
 def test_a_sure_targets_gradient_is_not_rounded_away_in_16_bits():
     logits = torch.zeros(1, 8, dtype=torch.bfloat16)
     logits[0, 3] = 12
-    _, grad = lm.softmax_gradient(logits, torch.tensor([[3]]), True)
+    _, grad = lm.softmax_gradient(logits, torch.tensor([[3]]))
     exact = torch.softmax(torch.tensor([0.0] * 3 + [12.0] + [0.0] * 4), 0)[3].item() - 1  # -4e-5; bf16's 1 - 4e-5 is 1
     assert grad[0, 3].item() == pytest.approx(exact, rel=0.01)  # bf16 has 8 bits, float32's 1 - 4e-5 another 8
 
