@@ -316,12 +316,12 @@ def main():
         return work(args.worker)
     args.checkouts = {"oomph": harness.ROOT} | {folder.resolve().name: folder.resolve() for folder in args.oomph}
     own = [name + suffix for name in args.checkouts for suffix in ("", "+compile")]
-    args.arms = args.arms or [*own, *PEER_ARMS]
-    if unknown := set(args.arms) - {*own, *PEER_ARMS}:
-        parser.error(f"--arms {', '.join(unknown)}: expected some of {', '.join([*own, *PEER_ARMS])}")
     import torch
 
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.arms = args.arms or [*own, *(PEER_ARMS if args.device == "cuda" else PEER_ARMS[:-1])]
+    if unknown := set(args.arms) - {*own, *PEER_ARMS}:
+        parser.error(f"--arms {', '.join(unknown)}: expected some of {', '.join([*own, *PEER_ARMS])}")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     agreed = True
     with tempfile.TemporaryDirectory() as models:

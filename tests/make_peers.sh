@@ -3,12 +3,12 @@
 #
 #     tests/make_peers.sh FOLDER          # then: python tests/bench_speed.py --peers FOLDER
 #
-# FOLDER/hf (transformers, PEFT, bitsandbytes; check_peers.py runs there too) and FOLDER/unsloth: 3 GB with a CPU
+# FOLDER/hf (transformers, PEFT, bitsandbytes, Liger; check_peers.py runs there too) and FOLDER/unsloth: 3 GB with a CPU
 # build of torch. What is there is left alone, unless its versions below have changed. A peer that does not install is
 # named in one line, with the file that says why, and the others go on; the exit code is then 1.
 #
-# torch comes first and a constraint keeps it, so that all peers have the same one. unsloth and its zoo also ask for
-# packages that only a GPU can use: they are installed without their requirements, beside those that a CPU imports.
+# torch comes first and a constraint keeps it, so that all peers have the same one. Liger, unsloth and its zoo also ask
+# for packages that only a GPU can use: they are installed without their requirements, beside those that a CPU imports.
 
 set -u
 TORCH=${TORCH:-2.13.0}
@@ -48,6 +48,6 @@ peer() {
 }
 
 echo "torch==$TORCH" > "$folder/constraint.txt"
-peer hf peft "$HF"
+peer hf peft "$HF" "liger-kernel==0.8.5"  # whose kernels need a GPU
 peer unsloth unsloth "$UNSLOTH" "$UNSLOTH_ALONE"
 exit $code
