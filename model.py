@@ -348,7 +348,7 @@ def tile_mlp_(model, tile):
     saved tensor, a tile's input. So SaveNow saves all inputs first, tiles outside those hooks."""
 
     def after_attention(plain, x, attention):
-        saved = SaveNow.apply(torch.empty(0, requires_grad=True), x, attention)
+        saved = SaveNow.apply(torch.empty(0, requires_grad=True), x, attention)  # torch 2.11 frees them with it
         tiles = list(zip(x.flatten(0, 1).split(tile), attention.flatten(0, 1).split(tile)))
 
         def run(i):
@@ -379,7 +379,8 @@ def softmax_gradient(logits_CV, targets_C1):
     logits_CV -= logits_CV.amax(-1, keepdim=True)
     target_logit_C1 = logits_CV.gather(-1, targets_C1)
     total_C1 = logits_CV.exp_().sum(-1, keepdim=True)
-    loss, scale_C1 = ((total_C1.log() - target_logit_C1) * real_C1).sum(), real_C1 / total_C1
+    loss = ((total_C1.log() - target_logit_C1) * real_C1).sum()
+    scale_C1 = real_C1 / total_C1
     logits_CV *= scale_C1  # softmax
     grad_CV, rows_C1 = logits_CV.to(dtype), torch.arange(len(targets_C1), device=targets_C1.device)[:, None]
     # from the float32 logit: where the model is sure, softmax - 1 is far below a 16-bit softmax's rounding
@@ -390,8 +391,7 @@ def softmax_gradient(logits_CV, targets_C1):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S, float32, gradients computed in the forward. Alive at
     once: a chunk of logits, which become their gradient (C*V*2 bytes in bf16), PIECE rows of both (V*6 bytes each), and
-    the gradient of a head that trains, a float32 sum (V*D*4 bytes). S = 0 has zero gradients: a rank without a target
-    joins every collective all the same."""
+    a trained head's gradient in float32 (V*D*4 bytes). A rank without a target (S = 0) joins every collective, too."""
 
     @staticmethod
     def forward(ctx, h_SD, w_VD, targets_S, chunk, with_grad, softmax_gradient=softmax_gradient):
@@ -670,7 +670,7 @@ def compile_(model, packing):
     for module in model.modules():
         if isinstance(module, nf4.NF4Linear):
             module.fast = True
-    model.lm_head.softmax_gradient = in_training(softmax_gradient, dynamic=True)  # the last chunk is shorter
+    model.lm_head.softmax_gradient = in_training(softmax_gradient, dynamic=True)  # the last piece is shorter
 
 
 def checkpoint_activations_(model, preserve_rng, n_blocks=None):

@@ -622,9 +622,9 @@ class CompactAdamW(torch.optim.Optimizer):
         numbers = 1 - lr * weight_decay, lr / (1 - BETA1**step), (1 - BETA2**step) ** 0.5
         numbers = torch.tensor(numbers, dtype=torch.float64)  # torch.compile would take a float for a constant
         skip = self.found_inf > 0
-        # float32 temporaries of 16 MiB on a GPU, where compiled code has few; of 4 on a CPU: larger ones are new pages
-        n = 1 << (20 if w.device.type == "cpu" else 22 if self.adamw_ is adamw_ else 24)
-        n_rows, whole = max(1, n // D), D // BLOCK * BLOCK
+        # float32 temporaries of 4 MiB on a CPU, where larger ones are new pages, else of 16; compiled code has few
+        n_weights = 1 << 20 if w.device.type == "cpu" else 1 << 22 if self.adamw_ is adamw_ else 1 << 24
+        n_rows, whole = max(1, n_weights // D), D // BLOCK * BLOCK
         for i, (first, last) in itertools.product(range(0, N, n_rows), ((0, whole), (whole, D))):
             if first == last:
                 continue  # whole blocks, then the shorter one at the end of a row

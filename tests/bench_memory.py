@@ -1,4 +1,5 @@
-"""What the trainer's memory promises cost, as markdown tables. Run by hand; the last three print the memory plan:
+"""What the trainer's memory promises cost, as markdown tables. Run by hand; the last three print the memory plan, and
+on a GPU what three steps take:
 
     python tests/bench_memory.py ce        # head and loss, 8,192 tokens x 128,256 words; 12 GiB, less with --tokens
     python tests/bench_memory.py load      # host memory of 4 ranks that load a model of 0.5 and 0.9 GB; 3 GiB
@@ -202,19 +203,19 @@ def three_steps(flags, out):
     return max(row["mem_gib"] for row in rows), rows[-1]["tokens_per_s"]
 
 
-def measured(flags, world):
-    """three_steps() where there is such a GPU, else '-'; or why it failed -> (GiB, tokens a second), as text."""
+def measured(flags, world, peak):
+    """three_steps() where there is a GPU that holds `peak` bytes -> (GiB or why not, tokens a second or '-'), texts."""
     import torch
 
     if not torch.cuda.is_available() or world > 1:
         return "-", "-"
-    if planned(flags, 1)[0] + GIB > torch.cuda.get_device_properties(0).total_memory:
+    if peak + GIB > torch.cuda.get_device_properties(0).total_memory:
         return "too large", "-"
     try:
         with tempfile.TemporaryDirectory() as out:
             ((gib, speed),) = harness.in_processes(three_steps, [flags], out)
-    except Exception as error:  # out of memory, of whichever of the two
-        return f"{type(error).__name__}", "-"
+    except Exception as error:  # out of memory, of the GPU or of the host
+        return f"{type(error).__name__}: {error}".splitlines()[0][:80], "-"
     return f"{gib:.2f}", f"{speed:,.0f}"
 
 
@@ -224,7 +225,7 @@ def show(title, theirs, shared, cases):
     for name, more, figure, world in cases:
         flags = [*shared.split(), *more.split()]
         peak, host = planned(flags, world)
-        rows.append((name, f"`{more or '(defaults)'}`", world, f"{peak / GIB:.2f}", *measured(flags, world),
+        rows.append((name, f"`{more or '(defaults)'}`", world, f"{peak / GIB:.2f}", *measured(flags, world, peak),
                      f"{host / GIB:.1f}", figure))
     columns = "case", "flags", "ranks", "planned GiB", "measured GiB", "tok/s", "planned host GiB", theirs
     table(f"{title}\n\nAll with `{shared}`", columns, rows)
@@ -248,7 +249,7 @@ DRAWN = {  # kind of memory: (colour that reads on white and on black, its names
 def draw_ladder(path):
     """Writes an SVG, a bar for each of STEPS cut by kind of memory, behind it what a GPU here took; 2.6 pixels are a
     GiB. No background."""
-    title = "Llama-3.1-8B, rows of 8,192, one GPU: GiB, planned; measured on an H100, without the 1 for CUDA"
+    title = "Llama-3.1-8B, rows of 8,192, one GPU: GiB, planned; measured without the 1 for CUDA"
     parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 340" font-family="sans-serif" font-size="12" '
              f'fill="#848d97">\n<text x="4" y="16">{title}</text>']
     parts += [f'<path d="M{300 + 2.6 * gib} 46V316" stroke="#848d97" stroke-dasharray="2 3"/>'
@@ -258,8 +259,9 @@ def draw_ladder(path):
     for i, (name, flags) in enumerate(STEPS):
         flags = f"--model llama-3.1-8b --random_init --seq_len 8192 {flags}".split()
         kinds, _ = kinds_at_peak(flags, 1)
-        gib, speed = measured(flags, 1)
-        print(f"{name}: {sum(kinds.values()) / GIB:.2f} GiB planned without CUDA's, {gib} measured, {speed} tok/s")
+        peak = sum(kinds.values())
+        gib, speed = measured(flags, 1, peak)
+        print(f"{name}: {peak / GIB:.2f} GiB planned without CUDA's, {gib} measured, {speed} tok/s")
         kinds["overhead"], x, y = GIB, 300, 54 + 24 * i
         parts += [f'<text x="4" y="{y + 12}">{name}</text>',
                   f'<text x="292" y="{y + 12}" text-anchor="end">{sum(kinds.values()) / GIB:.1f}</text>']
