@@ -1,9 +1,9 @@
 """The decoder of Llama 2/3, Mistral, Qwen2/2.5, Qwen3 and Qwen3-MoE, its loss, LoRA, and the files it is kept in.
 
 Vanilla modules with Hugging Face's parameter names: no mapping table. The families differ in biases on q, k, v (Qwen2),
-RMSNorm on each head of q and k (Qwen3), experts, a head tied to the embedding, and RoPE. The loss is part of the model:
-logits are its largest tensor (8,192 tokens x 128,256 words x 4 bytes = 3.9 GiB). `ChunkedCrossEntropy` computes the
-gradient in the forward, chunk by chunk (Liger, arXiv:2410.10989; Cut Cross-Entropy, arXiv:2411.09009).
+RMSNorm on each head of q and k (Qwen3), experts, a tied head, and RoPE. Logits are the largest tensor (8,192 x 128,256
+x 4 bytes = 3.9 GiB), so they become their gradient in the forward, chunk by chunk (Liger, arXiv:2410.10989; Cut
+Cross-Entropy, arXiv:2411.09009).
 
 B rows, T tokens per row, D model, F mlp, H query heads, G kv heads, K head size, V vocabulary, R LoRA rank, N tokens of
 a micro-batch or rows of a matrix, S supervised tokens, C tokens in a loss chunk. x is the residual stream.
@@ -353,8 +353,8 @@ def tile_mlp_(model, tile):
 
         def run(i):
             if not tiles:  # in the backward
-                again = (t.detach().requires_grad_().flatten(0, 1).split(tile) for t in saved.grad_fn.saved_tensors)
-                tiles.extend(zip(*again))
+                inputs = (t.detach().requires_grad_(t.requires_grad) for t in saved.grad_fn.saved_tensors)
+                tiles.extend(zip(*(t.flatten(0, 1).split(tile) for t in inputs)))
             return plain(*tiles[i])
 
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):

@@ -22,8 +22,8 @@ import model as lm
 import nf4
 import train
 
-METHODS = {"full": ["--lr", "3e-3"], "lora": ["--lora", "--lora_rank", 5, "--lr", "1e-2"],
-           "qlora": ["--qlora", "--lora_rank", 5, "--lr", "1e-2"]}
+METHODS = {"full": ["--lr", "3e-3"], "qlora": ["--qlora", "--lora_rank", 5, "--lr", "1e-2"],
+           "lora": "--lora --lora_rank 5 --lr 1e-2 --lora_targets o_proj gate_proj up_proj down_proj".split()}
 # twelve rows a step, split in every way
 SPLITS = {1: ("--batch_size", 4, "--grad_accum", 3), 2: ("--batch_size", 3, "--grad_accum", 2),
           3: ("--batch_size", 2, "--grad_accum", 2), 4: ("--batch_size", 3, "--grad_accum", 1)}
@@ -75,10 +75,10 @@ PAIRS = [(method, tied, 2, ["--fsdp2", *(word for flag, on in zip(FLAGS, chosen)
     ("full", False, 2, []), ("qlora", False, 3, []),  # every rank holds the whole model
     ("qlora", False, 4, ["--fsdp2", "--replicas", 2, "--offload", "--no-reshard_after_forward"]),
     ("full", False, 4, ["--fsdp2", "--replicas", 2, "--batch_size", 1, "--grad_accum", 3]),
-    ("lora", False, 2, ["--sequence_parallel", 2]),
+    ("lora", False, 2, ["--sequence_parallel", 2, "--tiled_mlp", 20]),  # tiles without a gradient of their input
     ("lora", False, 4, ["--fsdp2", "--sequence_parallel", 2, "--no-activation_checkpointing", "--no-chunked_ce"]),
     ("qlora", False, 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 20]),
-    ("full", "moe", 3, ["--fsdp2", "--activation_checkpointing", 1]), ("lora", "moe", 2, ["--sequence_parallel", 2]),
+    ("full", "moe", 3, ["--fsdp2", "--activation_checkpointing", 1]), ("lora", "moe", 2, ["--tiled_mlp", 20]),
     ("qlora", "moe", 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 20]),
 ], ids=str)
 def test_ranks_and_flags_change_no_losses_norms_and_weights(plain, tmp_path, method, tied, world, flags):
