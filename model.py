@@ -509,8 +509,7 @@ def next_logits(model, tokens, device, cache):
 
 
 def generate(model, tokens, n, stop, device, temperature=0.0):
-    """Yields at most n ids that continue `tokens`. Ends before one in `stop`, or where a sliding window is full.
-    Temperature 0 takes the likeliest. Under FSDP2 every rank makes the same calls."""
+    """Yields up to n ids after `tokens`, none of `stop`, inside a sliding window. Temperature 0: the likeliest."""
     cache, generator = {}, torch.Generator().manual_seed(next(SEEDS))
     for _ in range(min(n, (model.config.sliding_window or math.inf) - len(tokens))):
         logits_V = next_logits(model, tokens, device, cache)
