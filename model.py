@@ -566,12 +566,12 @@ def activation_bytes(args, c, size, n_tokens, checkpointed, keeps_weights):
     kernel = (2 * Q if size == 2 else 0) + (2 * Q if G < Q else 0)
     in_attention = N * (attention + D + Q + (Q + 2 * G) * (2 if split else 1) + kernel)
 
-    mlp, down, tile = 3 * F + router, input_of(F, "down_proj"), min(args.tiled_mlp or N, N)
-    mlp += input_of(k * D, "gate_proj", "up_proj")
+    down, tile, weight = input_of(F, "down_proj"), min(args.tiled_mlp or N, N), n_weights if args.qlora else 0
+    mlp = 3 * F + router + input_of(k * D, "gate_proj", "up_proj")
     mlp += input_of(Q, "o_proj") if args.lora_dropout else 0  # else it is attention's output
-    weight, pieces = (n_weights, 6 / size * min(nf4.CHUNK, n_weights)) if args.qlora else (0, 0)  # dequantized
+    dequantizing = 6 / size * min(nf4.CHUNK, weight) + (tile * rows if weight and "down_proj" in adapters else 0)
     in_mlp = N * attention + tile * (mlp + 2 * D) + max(
-        tile * max(3 * F, down + 2 * F, 3 * rows), tile * (down + 2 * rows) + weight + max(tile * F, pieces))
+        tile * max(3 * F, down + 2 * F, 3 * rows), tile * (F + 2 * rows) + weight + max(tile * down, dequantizing))
     saved = N * (attention + mlp + down + 2 * D)
     if args.tiled_mlp:  # gradients of the output, and of what earlier tiles read
         saved = N * (attention + D)
@@ -663,6 +663,7 @@ def compile_(model, packing):
         fast = torch.compile(plain, fullgraph=True, dynamic=dynamic)  # fullgraph: a graph break is an error
         return lambda *args: (fast if model.training else plain)(*args)
 
+    torch._dynamo.config.recompile_limit = 64  # beyond it a run ends; torch's is 8
     for block in model.model.layers:
         block.before_attention = in_training(block.before_attention, dynamic=not packing)
         block.before_down_proj = in_training(block.before_down_proj, dynamic=not packing)

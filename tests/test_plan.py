@@ -62,7 +62,7 @@ CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make
     ("gqa", 1024, 1, "--qlora --activation_checkpointing auto --ce_chunk 64"),
     ("deep", 256, 2, "--fsdp2 --qlora --activation_checkpointing auto --gpu_gib 1.17"),
     ("moe", 1024, 1, "--qlora --activation_checkpointing auto --ce_chunk 64"),
-    ("moe", 1024, 1, "--qlora --ce_chunk 64"),
+    ("moe", 2048, 1, "--qlora --lora_targets q_proj k_proj v_proj o_proj --ce_chunk 64"),
     ("moe", 1024, 1, "--no-activation_checkpointing --precision bf16"),
     ("moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
 ]
