@@ -127,7 +127,7 @@ ROWS = {
         {"prompt": [QUESTION, message("assistant", "5"), QUESTION], "tools": [SCHEMA],
          "completion": [ANSWER, message("user", "☃"), message("assistant", "🙂")]},
         SCHEMA_TEXT + ASKED + turn("assistant", "5") + ASKED + ANSWERED + turn("user", "☃") + said("🙂")),
-    "alpaca": ({"instruction": "Add.", "output": "4"}, turn("user", "Add.") + said("4")),
+    "alpaca": ({"instruction": "Add.", "input": "2, 2", "output": "4"}, turn("user", "Add.\n2, 2") + said("4")),
     "alpaca-history": ({"instruction": "And?", "input": None, "output": "8", "history": [["a", "b"]], "system": "s"},
                        turn("system", "s") + turn("user", "a") + said("b") + turn("user", "And?") + said("8")),
     "text": ({"text": "one\n\ntwo ☃", "id": 7}, f"⟦one\n\ntwo ☃{END}⟧"),
@@ -504,13 +504,14 @@ def test_special_tokens_that_are_searched_in_normalized_text_are_found(tmp_path)
     core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     core.normalizer = tokenizers.normalizers.Sequence([
         tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
-    core.add_special_tokens([tokenizers.AddedToken(token, normalized=True) for token in ("<unk>", "<s>", "</s>")])
+    special = [tokenizers.AddedToken(token, normalized=True, rstrip=token == "<s>") for token in list(vocab)[:3]]
+    core.add_special_tokens(special)
     core.save(str(tmp_path / "tokenizer.json"))  # as Llama 2's
-    template = "{% for m in messages %}<|a|>{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
+    template = "{% for m in messages %}<|a|><s>{% generation %} {{ m.content }}</s>{% endgeneration %}{% endfor %}"
     config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = data.Tokenizer(tmp_path)
     rows = [chat(message("assistant", "yes")), {"text": "a b"}]
     (ids, supervised), (text_ids, _) = pieces(read_data(jsonl(tmp_path / "a.jsonl", *rows), tokenizer)[0])
-    assert ids.count(2) == 1 and ids[-1] == 2 and supervised[-1]
+    assert ids.count(2) == 1 and ids[-1] == 2 and supervised[-1] and not supervised[ids.index(1)]  # "<s> " is no answer
     assert (text_ids.index(1), text_ids.count(1), text_ids[-1]) == (0, 1, 2)  # BOS by tokenizer_config.json alone
