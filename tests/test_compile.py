@@ -105,7 +105,7 @@ def test_a_block_is_compiled_once_without_graph_breaks_and_computes_the_same(mon
     # two parts of a block and the loss. Each part is compiled again for the first block where the embedding is frozen
     # (its input needs no gradient), and the second part for the last tile, which is shorter.
     assert 3 <= graphs[0] <= 1 + (2 + 4) * (2 if "packing" in how else 1) and graphs[0] == graphs[-1]
-    assert not torch._dynamo.utils.counters["graph_break"]
+    assert not torch._dynamo.utils.counters["graph_break"] and all(getattr(m, "fast", True) for m in compiled.modules())
 
 
 def check_compiled_shards(ranks, folder):

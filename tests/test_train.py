@@ -129,11 +129,12 @@ def test_unpacked_rows_have_the_loss_and_the_gradients_of_packed_ones(chats):
         torch.testing.assert_close(packed, unpacked, rtol=1e-4, atol=1e-3 * packed.abs().max().item())
 
 
-def test_dropout_depends_on_the_seed_and_is_off_in_evaluation():
+def test_adapters_start_as_in_peft_and_their_dropout_depends_on_the_seed_and_is_off_in_evaluation():
     tokens, losses_of_seeds = torch.arange(30)[None], []
     model, _ = build("--lora", "--lora_dropout", 0.5)
     for p in model.parameters():
         if p.requires_grad:
+            assert 0.9 < p.abs().max() * p.shape[1] ** 0.5 <= 1 or not p.any()  # A in U(-1/sqrt(in), 1/sqrt(in)), B 0
             torch.nn.init.normal_(p)
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
