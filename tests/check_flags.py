@@ -10,7 +10,6 @@ weights must be the plain run's within the rounding of float32.
 """
 
 import argparse
-import json
 import random
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from conftest import HERE, MOE, SHAPE, emulated_cuda, run_ranks
+from conftest import MOE, emulated_cuda, random_chats, random_model, run_ranks
 from safetensors.numpy import load_file
 
 ROWS, STEPS, ON_GPU = 12, 4, bool(emulated_cuda.LOADED)  # rows a step, however they are split
@@ -41,15 +40,8 @@ def some(rng, flags, odds):
 
 def new_case(rng, folder):
     """Flags of a model, a method and data."""
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(HERE / "tiny" / file, folder)
-    (folder / "config.json").write_text(json.dumps(SHAPE | rng.choice(MODELS)))
-    words = "the file is read from disk and returned as a list".split()
-    with open(folder / "chats.jsonl", "w") as file:
-        for _ in range(120):
-            messages = [{"role": role, "content": " ".join(rng.choices(words, k=rng.randint(1, 20)))}
-                        for role in ("user", "assistant") * rng.randint(1, 3)]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    random_model(folder, **rng.choice(MODELS))
+    random_chats(folder / "chats.jsonl", rng, 120)
     method = rng.choice(METHODS)
     return (f"--model {folder} --random_init --data {folder}/chats.jsonl --precision fp32 --steps {STEPS} --lr 1e-3 "
             f"--log_every 1 --seq_len 96 {method} {'--lora_rank 8' if method else ''} "
@@ -114,8 +106,9 @@ def main():
             case, out = new_case(rng, Path(top)), Path(top, "plain")
             rows, text, codes = run_ranks(1, [*case, "--batch_size", ROWS], out, ON_GPU)
             assert codes == [0], f"{' '.join(case)}\n{text}"
+            plain = results(out, rows)
             for _ in range(4):
-                wrong, said = check(rng, case, Path(top), results(out, rows), args.compile)
+                wrong, said = check(rng, case, Path(top), plain, args.compile)
                 shutil.rmtree(Path(top, "run"), ignore_errors=True)
                 answers.append(wrong)
                 if wrong:

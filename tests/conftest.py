@@ -197,14 +197,29 @@ SHAPE = {
 }
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """A model folder with config and tokenizer for --random_init."""
-    path = tmp_path_factory.mktemp("model")
+def random_model(path, **changes):
+    """A folder with a config, SHAPE with changes, and the built-in tokenizer, for --random_init."""
+    path.mkdir(exist_ok=True)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(HERE / "tiny" / file, path)
-    (path / "config.json").write_text(json.dumps(SHAPE))
+    (path / "config.json").write_text(json.dumps(SHAPE | changes, indent=2) + "\n")
     return path
+
+
+def random_chats(path, rng, n=80):
+    """A file of n conversations of uneven length."""
+    words = "the file is read from disk and returned as a list of str self None import def".split()
+    with open(path, "w") as file:
+        for _ in range(n):
+            messages = [{"role": role, "content": " ".join(rng.choices(words, k=rng.randint(1, 20)))}
+                        for role in ("user", "assistant") * rng.randint(1, 2)]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return random_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
@@ -217,16 +232,7 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory):
-    """A file of 80 conversations of uneven length."""
-    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    rng = random.Random(0)
-    words = "the file is read from disk and returned as a list of str self None import def".split()
-    with open(path, "w") as file:
-        for _ in range(80):
-            messages = [{"role": role, "content": " ".join(rng.choices(words, k=rng.randint(1, 20)))}
-                        for role in ("user", "assistant") * rng.randint(1, 2)]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    return path
+    return random_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", random.Random(0))
 
 
 def build(*flags, ranks=None, **changes):

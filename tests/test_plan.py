@@ -9,11 +9,10 @@ import argparse
 import json
 import math
 import os
-import shutil
 from pathlib import Path
 
 import pytest
-from conftest import HERE, SHAPE, start_fake_group, start_ranks
+from conftest import random_model, start_fake_group, start_ranks
 
 import model as lm
 import train
@@ -121,11 +120,7 @@ def folders(tmp_path_factory):
     """{name: folder} of the models, and a text that fills every row."""
     root = tmp_path_factory.mktemp("plan")
     for name, changes in MODELS.items():
-        (root / name).mkdir()
-        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(HERE / "tiny" / file, root / name)
-        config = SHAPE | MODELS["gqa"] | changes | {"max_position_embeddings": 4096}
-        (root / name / "config.json").write_text(json.dumps(config))
+        random_model(root / name, **MODELS["gqa"] | changes | {"max_position_embeddings": 4096})
     (root / "text.txt").write_text("the file is read from disk and returned as a list of str self None def " * 3000)
     return root
 

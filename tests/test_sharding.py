@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_scale import counted
-from conftest import MOE, SHAPE, build, curve, documents_of, losses, on_ranks, run_ranks, start_ranks
+from conftest import MOE, SHAPE, build, curve, documents_of, losses, on_ranks, random_model, run_ranks, start_ranks
 from safetensors.torch import load_file, save_file
 
 import data
@@ -34,15 +34,6 @@ def job(folder, chats):
     return ["--model", folder, "--random_init", "--data", chats, "--seq_len", 96, "--steps", 2, "--precision", "fp32"]
 
 
-def other_model(folder, path, **changes):
-    """A copy of the model folder with another config.json."""
-    path.mkdir()
-    for file in folder.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    (path / "config.json").write_text(json.dumps(SHAPE | changes, indent=2) + "\n")
-    return path
-
-
 def exported(out):
     return load_file(next((out / "final").glob("*.safetensors")))
 
@@ -51,8 +42,8 @@ def exported(out):
 def plain(job, tmp_path_factory):
     """{(method, whether the embeddings are tied, or "moe"): its run on one rank without sharding}."""
     path, results = tmp_path_factory.mktemp("plain"), {}
-    folders = {False: job[1], True: other_model(job[1], path / "tied", tie_word_embeddings=True),
-               "moe": other_model(job[1], path / "moe", **MOE)}
+    folders = {False: job[1], True: random_model(path / "tied", tie_word_embeddings=True),
+               "moe": random_model(path / "moe", **MOE)}
     for method, kind in [*itertools.product(METHODS, [False, "moe"]), ("full", True), ("qlora", True)]:
         argv, out = ["--model", folders[kind], *job[2:], *METHODS[method]], path / f"{method}{kind}"
         argv += ["--lora_rank", 8] if kind == "moe" and method != "full" else []
@@ -112,7 +103,7 @@ def test_bf16_follows_float32(plain, tmp_path, method, precision):
 @pytest.fixture(scope="module")
 def base(job, tmp_path_factory):
     """A checkpoint with the weights that --random_init gives, in bf16, so that all dtypes are passed through."""
-    path = other_model(job[1], tmp_path_factory.mktemp("base") / "model")
+    path = random_model(tmp_path_factory.mktemp("base") / "model")
     tensors = {name: p.detach().bfloat16() for name, p in build()[0].named_parameters()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
