@@ -92,10 +92,10 @@ def trace_only(set_attribute=setattr):
     ("full", {"tile": 16, "checkpointing": True}),
     ("lora", {"precision": "mixed", "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}),
     ("lora", {"checkpointing": True, "dropout": 0.3}),
+    ("lora", {"checkpointing": True, "dropout": 0.3, "tile": 48}),
     ("qlora", {"precision": "mixed", "checkpointing": True}),
     ("qlora", {"precision": "mixed", "checkpointing": True, **MOE}),
-    # two kinds of blocks, a tile of one token
-    ("lora", {"checkpointing": True, "dropout": 0.3, "tile": 127, "packing": False, **MOE}),
+    ("lora", {"checkpointing": True, "tile": 127, "packing": False, **MOE}),  # two kinds of blocks, a tile of one token
 ], ids=str)
 def test_a_block_is_compiled_once_without_graph_breaks_and_computes_the_same(monkeypatch, method, how):
     trace_only(monkeypatch.setattr)
