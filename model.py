@@ -1,4 +1,4 @@
-"""The decoder of Llama 2/3, Mistral, Qwen2/2.5, Qwen3 and Qwen3-MoE, its loss, LoRA, and the files it is kept in.
+"""The decoder of Llama 2/3, Mistral, Qwen2/2.5, Qwen3 and Qwen3-MoE, its loss, and LoRA: torch and nf4.py alone.
 
 Vanilla modules with Hugging Face's parameter names: no mapping table. The families differ in biases on q, k, v (Qwen2),
 RMSNorm on each head of q and k (Qwen3), experts, a tied head, and RoPE. Logits are the largest tensor (8,192 x 128,256
@@ -15,30 +15,21 @@ import inspect
 import itertools
 import json
 import math
-import os
-import re
-import zlib
 from dataclasses import make_dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 import nf4
-from data import IGNORE, Spans, listing, put_in_place, read_json, writing
 
-HEAD = "lm_head.weight"
-TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
+IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
 
 # ---------------- config
 
-PRESETS = json.loads((TINY.parent / "presets.json").read_text())  # {short name: config.json of a Hub model}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # Bounds, before memory is allocated. key: type, smallest, largest, default (None: the key must be there)
 FIELDS = {
@@ -175,6 +166,15 @@ def rotate(q_BTHK, rope):
     """Hugging Face's pairing: element i turns with element i + K/2."""
     (cos, sin), (a, b) = rope, q_BTHK.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(q_BTHK.dtype)
+
+
+class Spans:
+    """The documents of packed rows: pairs, their (start, stop) in the flattened tokens; bounds, int32 on the device;
+    group, the ranks that each hold an equal piece of the tokens; cache, {block: its keys and values so far}. No tuple
+    and no dataclass: FSDP2 walks those in Python at every forward."""
+
+    def __init__(self, pairs, bounds=None, longest=0, group=None, cache=None):
+        self.pairs, self.bounds, self.longest, self.group, self.cache = pairs, bounds, longest, group, cache
 
 
 def attend_split(q_BTHK, k_BTGK, v_BTGK, spans):
@@ -600,7 +600,6 @@ def loss_bytes(args, c, size, n_tokens):
 # ---------------- LoRA
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
 
 
 class LoRA:
@@ -621,7 +620,7 @@ def add_lora_(model, rank, alpha, dropout, targets):
     model.requires_grad_(False)
     for name, linear in list(model.model.layers.named_modules()):
         if name.rsplit(".")[-1] in targets:
-            n = len(file_names(name, model.config))
+            n = model.config.num_experts if ".experts." in name else 1  # an adapter for each expert
             with torch.device(next(linear.parameters()).device):
                 linear.lora_A = Linear(linear.in_features, n * rank, bias=False)
                 linear.lora_B = Linear(rank, linear.out_features, bias=False)
@@ -682,260 +681,6 @@ def checkpoint_activations_(model, preserve_rng, n_blocks=None):
         keep_weights_(block)
 
 
-def keep_weights_(module):
-    """The backward uses the NF4 weights that the forward (checkpointed: the second one) has dequantized."""
-    for layer in module.modules():
-        if isinstance(layer, nf4.NF4Linear):
-            layer.keeps_weight = True
-
-
-# ---------------- reading weights
-
-def find_result(name):
-    """--model, also the folder of a run (merged/, else final/) or of an adapter -> (model, adapter or None)."""
-    for folder in (Path(name), Path(name) / "merged", Path(name) / "final"):
-        if (folder / "config.json").exists():
-            return str(folder), None
-        if (folder / "adapter_config.json").exists():
-            return str(read_json(folder / "adapter_config.json").get("base_model_name_or_path")), str(folder)
-    return name, None
-
-
-def find_model(name, random_init):
-    """--model -> (raw config, folder of the tokenizer, folder of the weights or None for random ones, base name)."""
-    if name in PRESETS:
-        return PRESETS[name], TINY, None, name
-    folder = TINY if name == "tiny" else Path(name)
-    if folder.is_dir():
-        name = str(folder.resolve())
-    elif name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ValueError(f"--model {name}: no such folder; expected tiny, a folder, a Hub id (Qwen/Qwen3-4B) or, with "
-                         f"--random_init, {' '.join(PRESETS)}")
-    else:
-        from huggingface_hub import snapshot_download
-
-        weights = [] if random_init else ["model*.safetensors"]  # not consolidated.safetensors, the same again
-        wanted = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", *weights]
-        try:
-            folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"]))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--model {name}: no such folder, and not fetched from the Hub: {error}") from error
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder}: no config.json: expected a model folder as transformers saves it")
-    return read_json(folder / "config.json"), folder, None if random_init else folder, name
-
-
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of checkpoints
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U8"}
-
-
-class Checkpoint:
-    """The safetensors files of a folder, read by rows. tensors: {name: ((file, first byte), shape, dtype)}. ValueError
-    where a file is missing, cut short, in another format, or names a tensor twice."""
-
-    def __init__(self, folder, single="model.safetensors"):
-        folder, self.tensors = Path(folder), {}
-        index = folder / f"{single}.index.json"
-        weight_map = read_json(index).get("weight_map") if index.exists() else {"": single}
-        plain = re.compile(r"[\w.-]+\.safetensors", re.ASCII).fullmatch
-        if not isinstance(weight_map, dict) or not all(plain(str(file)) for file in weight_map.values()):
-            raise ValueError(f"{index}: weight_map: expected plain names of files in the same folder")
-        self.files = [folder / file for file in sorted(set(weight_map.values()))]
-        for path in self.files:
-            if not path.is_file():
-                raise ValueError(f"{path}: no such file: the download is incomplete, or the weights are .bin files, "
-                                 "which can run code (transformers' save_pretrained writes safetensors)")
-            self.read_header(path)
-
-    def read_header(self, path):
-        try:
-            with safe_open(path, framework="pt"), open(path, "rb") as file:  # the library checks header and length
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
-        except SafetensorError as error:
-            raise ValueError(f"{path}: damaged or cut short ({listing([str(error)])}): download it again") from error
-        header.pop("__metadata__", None)
-        for name, part in header.items():
-            if part["dtype"] not in DTYPES:
-                raise ValueError(f"{path}: {listing([name])}: expected float32, float16 or bfloat16, got "
-                                 f"{part['dtype']}; for 4 bits use the unquantized model and --qlora")
-            if name in self.tensors:
-                raise ValueError(f"{path}: {listing([name])} is in {self.tensors[name][0][0].name} as well")
-            place = path, 8 + length + part["data_offsets"][0]
-            self.tensors[name] = place, tuple(part["shape"]), DTYPES[part["dtype"]]
-
-    def rows(self, name, start, stop):
-        """Rows [start, stop) of a tensor, on the CPU. Not by the library: its mapped pages pile up."""
-        (path, first), (_, *shape), dtype = self.tensors[name]
-        out = torch.empty(stop - start, *shape, dtype=dtype)
-        with open(path, "rb") as file:
-            file.seek(first + start * math.prod(shape) * dtype.itemsize)
-            if file.readinto(out.view(torch.uint8).numpy()) != out.nbytes:
-                raise OSError(f"{path}: {name}: the file became shorter while it was read")
-        return out
-
-    def crc(self):
-        """Checksum of 1 MB from the middle of each file: tells base from Instruct."""
-        crc = 0
-        for path in self.files:
-            with open(path, "rb") as file:
-                file.seek(path.stat().st_size // 2)
-                crc = zlib.crc32(file.read(1 << 20), crc)
-        return crc
-
-
-def file_names(name, config):
-    """Names in files of a parameter, or of its adapter: each expert of a stack has a matrix of its own there."""
-    before, is_stack, after = name.partition(".experts.")
-    return [f"{before}.experts.{i}.{after}" for i in range(config.num_experts)] if is_stack else [name]
-
-
-def rows_of(source, names, start, stop):
-    """Yields (rows of a matrix, their slice of [start, stop)) of the matrices `names`, as if these were one."""
-    n = source.tensors[names[0]][1][0]
-    for i in range(start // n, -(-stop // n)):
-        first, last = max(start, i * n), min(stop, i * n + n)
-        yield source.rows(names[i], first - i * n, last - i * n), slice(first - start, last - start)
-
-
-class RandomWeights:
-    """In place of a Checkpoint: normal weights, norms of one, biases of zero, by name and row."""
-
-    def __init__(self, model, seed, device):
-        self.seed, self.device, self.config = seed, device, model.config
-        self.tensors = {name: (None, shape, self.config.dtype) for name, shape in shapes_in_files(model).items()}
-
-    def rows(self, name, start, stop):
-        shape = self.tensors[name][1]
-        if len(shape) == 1:
-            return torch.full((stop - start,), float(name.endswith("norm.weight")))
-        return random_rows(name, shape[1], start, stop, self.seed, self.device).mul_(self.config.initializer_range)
-
-    def crc(self):
-        return zlib.crc32(repr((self.seed, self.config)).encode())
-
-
-def random_rows(name, width, start, stop, seed, device, uniform=False):
-    """Rows [start, stop) of a random matrix, normal or uniform in [-1, 1), for any sharding: 256 rows a seed."""
-    out = torch.empty(stop - start, width, device=device)
-    for block in range(start // 256, -(-stop // 256)):
-        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
-        rows, first = torch.empty(256, width, device=device), max(start, block * 256)
-        rows.uniform_(-1, 1, generator=generator) if uniform else rows.normal_(generator=generator)
-        rows = rows[first - block * 256 : stop - block * 256]
-        out[first - start : first - start + len(rows)] = rows
-    return out
-
-
-def shapes_in_files(model):
-    """{name: shape} of a model's parameters as files hold them."""
-    shapes = {}
-    for stack, p in model.named_parameters():
-        names = file_names(stack, model.config)
-        shapes |= {name: (len(p) // len(names), *p.shape[1:]) for name in names}
-    return shapes
-
-
-def check_weights(model, checkpoint, folder):
-    """Compares the names and shapes of a model, or of its LoRA layers if it has any, with a file's, or raises."""
-    shapes = shapes_in_files(model)
-    expected = {PEFT_PREFIX + name: shape for name, shape in shapes.items() if ".lora_" in name} or shapes
-    if model.config.tie_word_embeddings and HEAD in checkpoint.tensors and expected is shapes:
-        expected[HEAD] = expected["model.embed_tokens.weight"]  # a duplicate, compared when it is read
-    found = {name: shape for name, (_, shape, _) in checkpoint.tensors.items()
-             if not name.endswith("rotary_emb.inv_freq")}  # old Llama-2 files have it
-    other = [f"{name} is {list(found[name])}, not {list(shape)}"
-             for name, shape in expected.items() if found.get(name, shape) != shape]
-    differ = {"missing": expected.keys() - found, "unexpected": found.keys() - expected, "wrong shape": other}
-    if any(differ.values()):
-        text = "; ".join(f"{what}: {listing(names)}" for what, names in differ.items() if names)
-        raise ValueError(f"{folder}: {text}")
-
-
-# These keys may have these values, those any; every other one must be unset.
-ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["none"],
-                "init_lora_weights": [True, False, "gaussian"],  # PiSSA and others change the base weights
-                "layers_to_transform": [],  # 0 and false are layer 0
-                "rank_pattern": [{}], "alpha_pattern": [{}], "loftq_config": [{}]}
-ADAPTER_FREE = ("r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path", "auto_mapping",
-                "revision", "inference_mode", "peft_version", "megatron_core", "qalora_group_size", "target_parameters")
-
-
-def open_adapter(folder):
-    """A PEFT LoRA adapter -> (Checkpoint, {flag: value}). ValueError names a key that is not understood. Tensors say
-    which layers are meant: target_modules may be a regular expression, which could run for ever."""
-    where = f"{folder}/adapter_config.json"
-    config = read_json(where)
-    for key, value in config.items():
-        if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
-            raise ValueError(f"{where}: {listing([key])} = {json.dumps(value)[:200]} is not implemented")
-    checkpoint, modules = Checkpoint(folder, "adapter_model.safetensors"), config.get("target_modules")
-    found = {name.split(".lora_")[0].rsplit(".")[-1] for name in checkpoint.tensors}
-    named = {str(module).rsplit(".")[-1] for module in modules} if isinstance(modules, list) else found
-    if not isinstance(modules, list | str) or not found or found != named or found - set(LORA_TARGETS):
-        raise ValueError(f"{where}: target_modules = {json.dumps(modules)[:200]}: adapter_model.safetensors has "
-                         f"{listing(found)}, expected some of {', '.join(LORA_TARGETS)}")
-    fields = {"r": (int, 1, 4096, None), "lora_alpha": POSITIVE, "lora_dropout": (float, 0, 0.99, 0.0)}
-    rank, alpha, dropout = (read_field(config, key, field, where) for key, field in fields.items())
-    return checkpoint, {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout,
-                        "lora_targets": [target for target in LORA_TARGETS if target in found]}
-
-
-def is_sharded(tensor):
-    """Whether it is a DTensor of FSDP2. Only what shards imports that class: 0.4 s."""
-    return hasattr(tensor, "placements")
-
-
-def local(param):
-    """(this rank's rows of a parameter as a plain tensor, its first row in the full one)."""
-    if not is_sharded(param):
-        return param.data, 0
-    (dim,) = (i for i, placement in enumerate(param.placements) if placement.is_shard(0))
-    rows = -(-param.shape[0] // param.device_mesh.size(dim))  # FSDP2 cuts like torch.chunk
-    return param.to_local().data, min(rows * param.device_mesh.get_local_rank(dim), param.shape[0])
-
-
-def check_finite(tensors, step, ranks):
-    """Ends the run where a tensor of {name: tensor} is inf or nan. Collective."""
-    wrong = [name for name, tensor in tensors.items() if not local(tensor)[0].isfinite().all()]
-    if wrong := list(itertools.chain(*ranks.gather(wrong))):
-        ranks.leave()
-        cause = "lower --lr" if step else "the files of --model are damaged"
-        raise FloatingPointError(f"{wrong[0]} holds inf or nan after {step} steps, nothing is saved: {cause}")
-
-
-@torch.no_grad()
-def load_weights_(model, source, adapter, seed, device, progress=False, frozen_only=False):
-    """Fills a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time. adapter: a
-    Checkpoint, or None for a fresh one; frozen_only: leave out what trains."""
-    params = dict(model.named_parameters())
-    for name in tqdm(params, "loading weights", unit="tensor", disable=not progress, leave=False):
-        out, start = local(params[name])
-        stop, names = start + len(out), file_names(name, model.config)
-        if start == stop or name.endswith("weight_scales") or (frozen_only and params[name].requires_grad):
-            continue  # an empty shard, or written along with the codes
-        if name.endswith("weight_codes"):
-            names = [name.removesuffix("_codes") for name in names]
-            scales, _ = local(params[name.removesuffix("codes") + "scales"])
-            for rows, place in rows_of(source, names, start, stop):
-                out[place], scales[place] = nf4.quantize(rows.to(device), name)
-        elif adapter is None and name.endswith("lora_B.weight"):
-            out.zero_()
-        elif adapter is None and name.endswith("lora_A.weight"):  # PEFT's default, U(-1/sqrt(in), 1/sqrt(in))
-            out.copy_(random_rows(name, out.shape[1], start, stop, seed, "cpu", uniform=True) * out.shape[1] ** -0.5)
-        else:
-            files = (adapter, [PEFT_PREFIX + name for name in names]) if ".lora_" in name else (source, names)
-            for rows, place in rows_of(*files, start, stop):
-                out[place] = rows
-        duplicate = name == "model.embed_tokens.weight" and HEAD not in params and HEAD in source.tensors
-        if duplicate and not torch.equal(source.rows(name, start, stop), source.rows(HEAD, start, stop)):
-            raise ValueError(f"config.json ties the head to the embedding, but the checkpoint's {HEAD} differs: "
-                             "set tie_word_embeddings to false")
-
-
-# ---------------- writing models and adapters
-
-
 def reshard_(model):
     """After an evaluation, in which FSDP2 leaves modules gathered for a backward to come."""
     for module in model.modules():
@@ -943,158 +688,8 @@ def reshard_(model):
             module.reshard()
 
 
-def full_tensors(model, trainable_only):
-    """Yields (name in files, full tensor on the CPU). Collective."""
-    reshard_(model)
-    for name, param in model.named_parameters():
-        if param.requires_grad or not trainable_only:
-            whole = (param.full_tensor() if is_sharded(param) else param).detach().cpu()
-            names = file_names(name, model.config)
-            yield from zip(names, whole.chunk(len(names)))
-
-
-def write_safetensors(path, layout, tensors, checksum=lambda data, crc: 0):
-    """Writes tensors in the order of layout, {name: (shape, dtype)}, one in memory at a time (the library wants all)
-    -> [size of the file, its checksum]. OSError names path and tensor."""
-    header, end, crc = {"__metadata__": {"format": "pt"}}, 0, 0  # older transformers need the format
-    for name, (shape, dtype) in layout.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    data_of = ((name, t.contiguous().flatten().view(torch.uint8).numpy()) for name, t in zip(layout, tensors))
-    with open(path, "wb", buffering=0) as file:  # closing it has nothing to write, so a full disk fails once
-        for what, data in itertools.chain([("header", len(text).to_bytes(8, "little") + text)], data_of):
-            crc, data = checksum(data, crc), memoryview(data)
-            with writing(path, what):
-                while data:
-                    data = data[file.write(data) :]
-        with writing(path, "end"):
-            os.fsync(file.fileno())
-    return [path.stat().st_size, crc]
-
-
-def save_model(tensors, layout, out, raw_config, write):
-    """Writes config.json and model.safetensors from an iterator of tensors. Every rank iterates, as the iterator may
-    gather shards; the one with `write` writes."""
-    try:
-        if write:
-            write_safetensors(out / "model.safetensors", layout, tensors)
-            with writing(out, "config"):
-                (out / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
-    finally:  # also where the disk is full: the other ranks wait in the iterator's collectives
-        for _ in tensors:
-            pass
-
-
-def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
-    """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them."""
-    layout = {PEFT_PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    write_safetensors(out / "adapter_model.safetensors", layout, tensors.values())
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "bias": "none",
-              "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets), "inference_mode": True}
-    if any(".experts." in name for name in tensors):  # PEFT stacks experts, and then overlooks dense blocks' modules
-        dense = [name for name in targets if any(f".mlp.{name}." in tensor for tensor in tensors)]
-        config |= {"target_parameters": [f"mlp.{name}.weight" for name in dense], "lora_dropout": 0.0}  # it refuses one
-    with writing(out, "adapter_config.json"):
-        (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def export(args, model, source, files, tokenizer, out, ranks):
-    """Writes final/, the PEFT adapter or the whole model. Collective -> on rank 0 the adapter's tensors, or None."""
-    part, first, adapter = out / "final.part", ranks.rank == 0, None
-    with ranks.agree():  # before the first collective
-        if first:
-            part.mkdir()
-            tokenizer.save(part)
-    tensors = full_tensors(model, trainable_only=args.lora)
-    if args.lora:
-        adapter = {name: tensor for name, tensor in tensors if first}
-    with ranks.agree():
-        if args.lora and first:
-            save_adapter(adapter, part, files[3], args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets)
-        if not args.lora:
-            layout = {name: source.tensors[name][1:] for name in shapes_in_files(model)}
-            tensors = (tensor.to(layout[name][1]) for name, tensor in tensors)
-            save_model(tensors, layout, part, files[0], write=first)
-        if first:
-            put_in_place(part)
-    return adapter
-
-
-def merge(args, source, adapter, files, tokenizer, out):
-    """Writes merged/: the original weights, without NF4's error, + alpha / rank * B A, summed in float32."""
-    raw_config, part = files[0], out / "merged.part"
-    layout = {name: shape_dtype for name, (_, *shape_dtype) in source.tensors.items()
-              if name != HEAD or not raw_config.get("tie_word_embeddings")}
-
-    def merged(name, shape, dtype):
-        w, stem = source.rows(name, 0, shape[0]).cpu(), name.removesuffix("weight")  # random: made on the GPU
-        if stem + "lora_A.weight" in adapter:
-            delta = adapter[stem + "lora_B.weight"].float() @ adapter[stem + "lora_A.weight"].float()
-            w = w.float().add_(delta, alpha=args.lora_alpha / args.lora_rank)
-        return w.to(dtype)
-
-    with writing(f"--merge, {out}/final is complete", "merged/"):
-        part.mkdir()
-        tokenizer.save(part)
-        save_model((merged(name, *entry) for name, entry in layout.items()), layout, part, raw_config, write=True)
-        put_in_place(part)
-
-
-# ---------------- rows of a run's checkpoint
-
-REMOVE = "remove this checkpoint to continue from an older one"
-
-
-def training_tensors(model, optimizer):
-    """{name: tensor or DTensor} of all that training changes: trained weights and their optimizer state."""
-    reshard_(model)
-    tensors = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            tensors[name] = p.detach()
-            tensors |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
-    return tensors
-
-
-def rows_of_rank(tensors, rank):
-    """{"name:first row": rows} that this rank writes. Of ranks that hold the same, the first writes."""
-    rows = {}
-    for name, tensor in tensors.items():
-        mesh = tensor.device_mesh if is_sharded(tensor) else None
-        first = rank == 0 if mesh is None else mesh.ndim == 1 or mesh.get_local_rank(0) == 0
-        part, start = local(tensor)
-        if first and part.numel():
-            rows[f"{name}:{start}"] = part.reshape(-1) if part.dim() == 0 else part
-    return rows
-
-
-def write_rows(path, rows):
-    """Writes the file of a rank, synced -> [its size, its checksum]. Wide numbers first, so that all are aligned."""
-    rows = dict(sorted(rows.items(), key=lambda row: -row[1].dtype.itemsize))
-    layout = {key: (tuple(part.shape), part.dtype) for key, part in rows.items()}
-    return write_safetensors(path, layout, (part.cpu() for part in rows.values()), zlib.crc32)
-
-
-def load_checkpoint(folder, tensors):
-    """Fills this rank's rows of `tensors` from the files of any number of ranks. ValueError names what is wrong."""
-    n_missing = {name: len(local(tensor)[0].reshape(-1, *tensor.shape[1:])) for name, tensor in tensors.items()}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as reader:
-            for key in reader.keys():  # noqa: SIM118
-                name, _, first = key.rpartition(":")
-                if name not in tensors:
-                    raise ValueError(f"{path}: {key}: this run trains no such tensor; {REMOVE}")
-                (mine, start), rows, first = local(tensors[name]), reader.get_slice(key), int(first)
-                mine = mine.reshape(-1) if mine.dim() == 0 else mine
-                n_rows, *shape = rows.get_shape()
-                if list(mine.shape[1:]) != shape or DTYPE_NAMES[mine.dtype] != rows.get_dtype():
-                    raise ValueError(f"{path}: {key}: {rows.get_dtype()} {rows.get_shape()}, this run has "
-                                     f"{DTYPE_NAMES[mine.dtype]} {list(tensors[name].shape)}; {REMOVE}")
-                begin, end = max(start, first), min(start + len(mine), first + n_rows)
-                if begin < end:
-                    mine[begin - start : end - start].copy_(rows[begin - first : end - first])
-                    n_missing[name] -= end - begin
-    if wrong := [name for name, n in n_missing.items() if n]:
-        raise ValueError(f"{folder}: rows are missing or there twice: {listing(wrong)}; {REMOVE}")
+def keep_weights_(module):
+    """The backward uses the NF4 weights that the forward (checkpointed: the second one) has dequantized."""
+    for layer in module.modules():
+        if isinstance(layer, nf4.NF4Linear):
+            layer.keeps_weight = True

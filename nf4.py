@@ -18,6 +18,7 @@ N out features, D in features. codes_ND2 is [N, D/2], scales_NS is [N, D/64 + 8]
 """
 
 import functools
+import itertools
 import math
 
 import torch
@@ -213,7 +214,24 @@ def quantize_linears_(module):
                 setattr(parent, child_name, NF4Linear(D, child.out_features, bias, child.weight.device))
 
 
-# ---------------- 8-bit floats of --optim adamw8bit
+# ---------------- a rank's rows
+
+
+def is_sharded(tensor):
+    """Whether it is a DTensor of FSDP2. Only what shards imports that class: 0.4 s."""
+    return hasattr(tensor, "placements")
+
+
+def local(param):
+    """(this rank's rows of a parameter as a plain tensor, its first row in the full one)."""
+    if not is_sharded(param):
+        return param.data, 0
+    (dim,) = (i for i, placement in enumerate(param.placements) if placement.is_shard(0))
+    rows = -(-param.shape[0] // param.device_mesh.size(dim))  # FSDP2 cuts like torch.chunk
+    return param.to_local().data, min(rows * param.device_mesh.get_local_rank(dim), param.shape[0])
+
+
+# ---------------- 8-bit floats, and the AdamW that keeps its moments in them
 
 # The codes of a moment are small floats with 3 bits of mantissa, relative to the largest magnitude of the block: bits
 # 20 to 27 of a float32 from 2 up. A shift encodes them; between two codes the value is linear, which dithering needs.
@@ -248,3 +266,114 @@ def round_to(dtype, x, dither):
     if dtype is torch.float32:
         return x
     return drop_bits(x, dither, 16).bitwise_left_shift_(16).view(torch.float32).to(dtype)
+
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # torch's defaults
+MOMENTS = "exp_avg", "exp_avg_sq"  # torch's names
+MOMENT_BLOCK = 256  # neighbours in a row that share a scale
+
+
+def dither_words(step, number, start, stop, D, device):
+    """Odd int32 factors for rows start..stop of the number-th parameter: rows_3N (for m, v, the weight) and cols_D. The
+    low bits of rows[i] * cols[j] are the random bits of element (i, j): uniform, independent between elements and
+    steps, the same for any world size, with no generator to save. torch.rand takes six times as long on a CPU."""
+    key = mix(mix(step) + number)  # plain ints: nothing is copied to the device
+    rows_N, cols_D = torch.arange(start, stop, device=device), torch.arange(D, device=device)
+    rows_3N = torch.stack([mix(mix(key + salt) + rows_N) for salt in (1, 2, 3)])
+    return (rows_3N | 1).to(torch.int32), (mix(key + cols_D) | 1).to(torch.int32)
+
+
+def read_moment(stored, scales, levels):
+    """-> float32, which may be `stored` itself."""
+    if stored.dtype is not torch.uint8:
+        return stored.float()
+    return levels.index_select(0, stored.reshape(-1).int()).view(stored.shape).mul_(scales)
+
+
+def write_moment_(moment, x, signed, dither, skip):
+    stored, scales, _ = moment
+    if stored.dtype is not torch.uint8:
+        stored.copy_(torch.where(skip, stored, round_to(stored.dtype, x, dither)))
+        return
+    y = x.abs() if signed else x
+    largest = y.amax(-1, keepdim=True)
+    up = (M_TOP if signed else V_TOP) / largest.clamp_min(1e-28)  # a smaller block is nothing beside eps
+    y = (y * up).add_(2) if signed else (y * up).clamp_min_(2)
+    codes = drop_bits(y, dither, 20)
+    if signed:
+        codes = codes.bitwise_and_(127).bitwise_or_((x.view(torch.int32) >> 24).bitwise_and_(128))
+    stored += (codes.to(torch.uint8) - stored) * ~skip  # modulo 256; torch.where is ten times slower on a CPU's bytes
+    scales.copy_(torch.where(skip, scales, largest))
+
+
+def adamw_(w, grad, m, v, dither, numbers, skip, stochastic_rounding):
+    """A step of AdamW on w, m and v in place, computed in float32. Where the bool `skip` is true nothing changes.
+    w, grad: [n, b, 256], b blocks of n rows. m, v: (stored [n, b, 256], scales [n, b, 1], levels). dither: (rows
+    [3, n, 1, 1], cols [b, 256]) of dither_words. numbers: 1 - lr * decay, lr over the bias of m, root of the bias of v.
+    v decays by 0.1 % a step, far below a step of its code (or of bf16): rounded to the nearest it would never change.
+    So rounding is random and right on average, of v and not of its root, because v is what is averaged over steps."""
+    (rows, cols), (keep, lr, v_unbias), grad = dither, numbers, grad.float()
+    new_m = torch.lerp(read_moment(*m), grad, 1 - BETA1)
+    new_v = (read_moment(*v) * BETA2).addcmul_(grad, grad, value=1 - BETA2)
+    write_moment_(m, new_m, True, rows[0] * cols, skip)
+    write_moment_(v, new_v, False, rows[1] * cols, skip)
+    size = new_v.sqrt_().div_(v_unbias).add_(EPS)
+    new_w = (w.float() * keep).sub_(new_m.mul_(lr).div_(size))
+    new_w = round_to(w.dtype, new_w, rows[2] * cols) if stochastic_rounding else new_w.to(w.dtype)
+    w.copy_(torch.where(skip, w, new_w))
+
+
+class CompactAdamW(torch.optim.Optimizer):
+    """AdamW of --optim adamw8bit (blocks as in arXiv:2110.02861): 2 + 8/256 bytes of state a parameter, not 8; and of
+    --stochastic_rounding, for moments too: 0.999 of a bf16 number is that number again. Blocks lie within a row: their
+    bytes do not depend on the world size. The scales of [N, D] are [N, D/256]. Vectors keep float32 moments."""
+
+    def __init__(self, groups, args, bad):
+        super().__init__(groups, {"lr": args.lr})
+        self.adamw_ = torch.compile(adamw_, dynamic=True) if args.compile else adamw_
+        self.stochastic_rounding, self.found_inf, self.numbers = args.stochastic_rounding, bad, {}
+        for p in itertools.chain(*(group["params"] for group in self.param_groups)):
+            self.numbers[p] = len(self.numbers)
+            dtype = torch.float32 if p.dim() < 2 else torch.uint8 if args.optim == "adamw8bit" else p.dtype
+            self.state[p] = {"step": torch.zeros(())}  # on the CPU: reading it does not wait for the device
+            for moment in MOMENTS:
+                self.state[p][moment] = torch.zeros_like(p, dtype=dtype)
+                if dtype is torch.uint8:  # [N, D/256] with the sharding of p [N, D]
+                    n_scales = -(-p.shape[1] // MOMENT_BLOCK)
+                    self.state[p][f"{moment}_scales"] = torch.zeros_like(p.detach()[:, :n_scales], dtype=torch.float32)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update_(p, group["lr"], group["weight_decay"])
+
+    def update_(self, p, lr, weight_decay):
+        state, (_, start) = self.state[p], local(p)
+        state["step"] += 1
+        w, grad, m, v = (matrix_of(x) for x in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+        scales = [matrix_of(state[f"{moment}_scales"]) if m.dtype is torch.uint8 else None for moment in MOMENTS]
+        step, (N, D) = int(state["step"]), w.shape
+        rows_3N, cols_D = dither_words(step, self.numbers[p], start, start + N, D, w.device)
+        numbers = 1 - lr * weight_decay, lr / (1 - BETA1**step), (1 - BETA2**step) ** 0.5
+        numbers = torch.tensor(numbers, dtype=torch.float64)  # torch.compile would take a float for a constant
+        skip = self.found_inf > 0
+        # float32 temporaries of 4 MiB on a CPU, where larger ones are new pages, else of 16; compiled code has few
+        n_weights = 1 << 20 if w.device.type == "cpu" else 1 << 22 if self.adamw_ is adamw_ else 1 << 24
+        n_rows, whole = max(1, n_weights // D), D // MOMENT_BLOCK * MOMENT_BLOCK
+        for i, (first, last) in itertools.product(range(0, N, n_rows), ((0, whole), (whole, D))):
+            if first == last:
+                continue  # whole blocks, then the shorter one at the end of a row
+            rows, blocks = slice(i, i + n_rows), slice(first // MOMENT_BLOCK, -(-last // MOMENT_BLOCK))
+            split = functools.partial(torch.unflatten, dim=-1, sizes=(-1, min(MOMENT_BLOCK, last - first)))
+            moments = [(split(stored[rows, first:last]), s if s is None else s[rows, blocks, None], levels)
+                       for stored, s, levels in zip((m, v), scales, code_levels(w.device))]
+            self.adamw_(split(w[rows, first:last]), split(grad[rows, first:last]), *moments,
+                        (rows_3N[:, rows, None, None], split(cols_D[first:last])), numbers.unbind(), skip,
+                        self.stochastic_rounding)
+
+
+def matrix_of(x):
+    """This rank's rows of a parameter or its state, a plain matrix."""
+    return local(x)[0].reshape(-1, *(x.shape[1:] or [1]))

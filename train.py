@@ -3,9 +3,9 @@
     python train.py                                             # the built-in model and data, any machine
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chat.jsonl
 
-In the order of this file: flags, ranks, FSDP2, activation offload, optimizers, the memory plan, checkpoints, what a run
-prints, and `main`, a run from top to bottom. A memory feature is one function or small class on a finished vanilla
-module, and one call in `main`.
+In the order of this file: flags; `main`, a run from top to bottom; then what `main` uses: ranks, FSDP2, activation
+offload, optimizers, evaluation, the log, checkpoints; and last the memory plan. A memory feature is one function or
+small class on a finished vanilla module, and one call in `main`.
 """
 
 import argparse
@@ -41,6 +41,7 @@ import safetensors
 import tokenizers
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
@@ -109,7 +110,7 @@ def parse_args(argv=None):
 
     parser.error, group = refuse, parser.add_argument_group("model")
     add("--model", str, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a run, or with "
-        "--random_init one of " + ", ".join(lm.PRESETS))
+        "--random_init one of " + ", ".join(data.PRESETS))
     switch("--random_init", "shapes of --model, random weights")
     add("--precision", str, None, "mixed: train in float32, multiply in bf16", "mixed; fp32 where bf16 is not native",
         choices=("mixed", "bf16", "fp32"))
@@ -215,7 +216,7 @@ def complete(args, refuse):
     """Fills in what depends on other flags, or calls refuse(message)."""
     if not args.adapter:  # the folder of a run may stand for its model and adapter
         try:
-            args.model, args.adapter = lm.find_result(args.model)
+            args.model, args.adapter = data.find_result(args.model)
         except (ValueError, OSError) as error:
             refuse(str(error))
     args.lora = args.lora or args.qlora or bool(args.adapter)
@@ -242,7 +243,7 @@ def complete(args, refuse):
 
 def conflicts(args):
     """[(whether it is so, what to change)] of flags that cannot work together."""
-    preset, adapters = lm.PRESETS.get(args.model), (args.lora, "--lora or --qlora")
+    preset, adapters = data.PRESETS.get(args.model), (args.lora, "--lora or --qlora")
     default_fsdp2 = args.reshard_after_forward and args.shard_embeddings and args.replicas == 1
     needs = {  # flag: (whether what it needs is given, what that is)
         **dict.fromkeys(("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge"), adapters),
@@ -265,6 +266,224 @@ def conflicts(args):
         (args.offload not in (None, ["params"]) and args.activation_checkpointing != "all", "--offload activations "
          "needs --activation_checkpointing all: a block's input is small enough for the bus, all it computes is not"),
     ]
+
+
+# ---------------- main
+
+
+def open_config(args, world, random_init):
+    """-> (files of the model as find_model() gives them, Config, Checkpoint of --adapter or None). Rank, alpha, targets
+    are the adapter's, and dropout where none is given."""
+    files, adapter = data.find_model(args.model, random_init), None
+    config = lm.parse_config(files.config, f"{args.model}: config.json")
+    if args.adapter:
+        adapter, settings = data.open_adapter(args.adapter)
+        vars(args).update({name: value for name, value in settings.items() if getattr(args, name) is None})
+    check_sizes(args, config, world)
+    return files, config, adapter
+
+
+def open_model(args, ranks):
+    """-> (files, Config, the run's model on meta, Checkpoint or RandomWeights, Checkpoint of --adapter or None,
+    Tokenizer). All of it is checked here, before anything is allocated."""
+    with ranks.agree():
+        files, config, adapter = open_config(args, ranks.world, args.random_init)
+        if args.precision is None:
+            native = (torch.cuda.is_bf16_supported(False) if ranks.device.type == "cuda" else
+                      torch.cpu._is_avx512_bf16_supported())
+            args.precision = "fp32" if not native else "bf16" if args.chat else "mixed"
+        if args.lr is None:  # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
+            args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
+        with torch.device("meta"):
+            vanilla = lm.Transformer(config)
+        if files.weights:
+            source = data.Checkpoint(files.weights)
+        else:
+            source = data.RandomWeights(vanilla, args.seed, ranks.device)
+        data.check_weights(vanilla, source, args.model)
+        model = lm.on_meta(config, args)
+        if adapter:
+            data.check_weights(model, adapter, args.adapter)
+        return files, config, model, source, adapter, data.Tokenizer(files.tokenizer, args.chat_template)
+
+
+def open_run(args, config, loader, source, ranks):
+    """-> (folder of the run, checkpoint to continue from or None, state). state is all that a run carries from step to
+    step beside its tensors."""
+    restarted, run = any(ranks.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))), None
+    rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
+    with ranks.agree():
+        if len(loader.rows) < rows_a_step:
+            raise ValueError(f"a step takes {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
+                             f"{len(loader.rows)}: lower one of them or --seq_len, or give more data")
+        if ranks.rank == 0:
+            run = find_run(args.out, args.resume, restarted)
+    out, resumed = ranks.gather(run)[0]
+    steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
+    with ranks.agree():
+        settings = fixed_settings(args, config, rows_a_step, loader, source)
+        state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "steps": steps, "rows_a_step": rows_a_step,
+                 "settings": settings}
+        if resumed:
+            state = read_state(resumed, settings, ranks)
+        if state["step"] > steps:
+            raise ValueError(f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
+    if steps < 20 and not args.steps:
+        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
+    if state["steps"] != steps:
+        ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate changes")
+    about = {"launcher": launcher(), "world": ranks.world, "python": platform.python_version(),
+             **{module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}}
+    return out, resumed, {**state, "steps": steps, "about": about}
+
+
+def main(argv=None):
+    """A training run from top to bottom."""
+    args = parse_args(argv)
+    if args.dry_run or args.chat:
+        return dry_run(args, argv) if args.dry_run else chat(args)
+    # ---- what the user gave
+    ranks = Ranks(args.fsdp2, args.timeout)
+    device, rank, world, say, cuda = ranks.device, ranks.rank, ranks.world, ranks.say, ranks.device.type == "cuda"
+    files, config, model, source, adapter, tokenizer = open_model(args, ranks)
+    loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
+    if rank == 0:
+        data.print_data(args, loader, eval_loader, tokenizer)
+    if args.inspect:
+        return ranks.leave()
+    out, resumed, state = open_run(args, config, loader, source, ranks)
+    start, steps = state["step"], state["steps"]
+    # ---- the model: each feature applied to it, and last the weights
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if args.activation_checkpointing == "auto":
+        choose_blocks(args, config, world, loader.longest, min(ranks.gather(memory_of(args, ranks))), say)
+    if rank == 0:
+        print_start(args, model, source, n_trained, ranks)
+    if cuda:
+        limit_gpu(args, argv or sys.argv[1:], config, loader.longest, ranks)
+    if args.compile:
+        lm.compile_(model, args.packing)
+    if args.tiled_mlp:
+        lm.tile_mlp_(model, args.tiled_mlp)
+    if args.activation_checkpointing:
+        lm.checkpoint_activations_(model, bool(args.lora_dropout), n_recomputed(args, config))
+    lm.keep_weights_(model.model.layers[config.num_hidden_layers - args.n_weights_kept :])
+    if args.sequence_parallel > 1:
+        model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
+    if args.fsdp2:
+        shard_(model, args, device)
+    model.to_empty(device="cpu" if "params" in args.offload else device).tie_()
+    with ranks.agree():
+        data.load_weights_(model, source, adapter, args.seed, device, rank == 0 and sys.stderr.isatty(), bool(resumed))
+    if "activations" in args.offload and cuda:
+        model.activation_hooks = OffloadActivations(device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    bad = torch.zeros((), device=trained[0].device)  # 1 once a gradient was inf or nan: nothing is updated any more
+    optimizer = make_optimizer(trained, args, bad)
+    in_backward = StepInBackward(optimizer, trained, bad, ranks, args) if args.optim_in_backward else None
+    with ranks.agree():
+        if resumed:
+            load_checkpoint(resumed, training_tensors(model, optimizer))
+        if rank == 0:
+            ranks.lock = begin_writing(out, args, state)
+    state = ranks.gather(state)[0]
+    saver = Saver(out, args, ranks)
+    begin = f"continuing after step {start:,} of {resumed}" if resumed else "from the start"
+    say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}\nwriting to {out}")
+    sampled = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
+    log, stop = Log(out, state, loader, ranks, args.tensorboard), StopSignal()
+
+    def save():
+        with log.paused():
+            saver.save(training_tensors(model, optimizer), state)
+            log.draw()
+
+    def end_early():
+        save()
+        saver.finish()
+        number, saved = signal.Signals(stop.asked(ranks)[0]), saver.last_step == state["step"]
+        say(f"stopped by {number.name} after step {state['step']} of {steps}, "
+            + (f"saved: the same command with --resume {out} continues" if saved else "NOT saved, see above"))
+        ranks.leave()
+        # torchrun relays its own signal; an exit code would make it start the run again
+        raise SystemExit(1 if not saved else 0 if launcher() else 128 + number)
+
+    def evaluate_now():
+        with log.paused():
+            result = evaluate(model, eval_loader, ranks, stop)
+        if result is None:  # a signal
+            end_early()
+        log.write_eval(*result)
+
+    # ---- training
+    keep_freed_memory(on=not cuda and not args.fsdp2)  # FSDP2's gathered units would leave holes between the shards
+    if args.eval_every and start % args.eval_every == 0 and state["evaluated"] < start < steps:
+        evaluate_now()  # the run was stopped between the save and the evaluation of this step
+    n_finite = torch.zeros_like(bad)  # steps before a gradient was inf or nan
+    profiler = tracer(args, out, device) if rank == 0 and (args.profile or args.memory_snapshot) else None
+    for batches, counted in loader.ahead(start, steps, args.grad_accum):
+        step, n, n_targets = state["step"], state["step"] + 1, int(counted[0])
+        ranks.alive()
+        torch.manual_seed(nf4.mix(nf4.mix(nf4.mix(args.seed) + rank) + step))  # dropout: the same in a resumed run
+        lr = lr_at(step, steps, args)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss_sum = torch.zeros((), device=device)
+        for i, batch in enumerate(batches):
+            if args.fsdp2:
+                last = i == len(batches) - 1  # adapters are small enough to be reduced once a step, all weights are not
+                model.set_requires_gradient_sync(last or not args.lora)
+                model.set_requires_all_reduce(last)  # between replicas once a step, however often inside them
+            b = batch.to(device)
+            loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
+            # a sum over ranks and micro-batches, by all their targets; * world undoes the mean over ranks
+            (loss * (world / n_targets)).backward()
+            loss_sum += loss.detach()
+        if in_backward:
+            norm = in_backward.norm()
+        else:
+            if world > 1 and not args.fsdp2:
+                average_gradients_(trained, world)
+            norm = clip_gradients_(trained, args.clip)
+            torch.maximum(bad, (~norm.isfinite()).float(), out=bad)
+            if args.fused_adamw or not bad:
+                optimizer.step()
+            optimizer.zero_grad()
+        n_finite += 1 - bad
+        log.count(counted, lm.step_flops(config, counted, args.lora) / world)
+        stopped, due = stop.asked(ranks, time.perf_counter() - log.mark > 10)
+        saving = stopped or (args.save_every and (n % args.save_every == 0 or n == steps))
+        if saving or step == start or n <= 10 or n % args.log_every == 0 or n == steps or due:
+            if world > 1:
+                dist.all_reduce(loss_sum)
+            figures = [x.to(device) for x in (loss_sum / n_targets, norm, bad, n_finite)]
+            loss, norm, is_bad, n_good = torch.stack(figures).tolist()  # the only host sync of the step
+            if is_bad or not math.isfinite(loss):
+                saver.finish()
+                end_not_finite(model, loader, min(start + int(n_good), step), args, ranks)
+            log.write(loss, norm, lr)
+        if profiler:
+            profiler.step()
+        if saving:
+            save()
+        if stopped:
+            end_early()
+        if args.eval_every and n % args.eval_every == 0 and n < steps:
+            evaluate_now()
+
+    # ---- the result, before an evaluation or a sample could fail
+    saver.finish()
+    check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, state["step"], ranks)
+    adapter = data.export(args, model, source, files, tokenizer, out, ranks)
+    if eval_loader and state["evaluated"] < steps:
+        evaluate_now()
+    if after := sample(args, model, tokenizer, loader.documents, ranks):
+        say(f"--- {args.sample.strip()}\nbefore: {sampled}\nafter:  {after}\n---")
+    log.close()
+    ranks.leave()  # no rank waits while rank 0 merges
+    if args.merge and rank == 0:
+        data.merge(args, source, adapter, files, tokenizer, out)
+    say(f"done: {out}/final{f' and {out}/merged' if args.merge else ''}; --chat --model {out} talks with it")
 
 
 # ---------------- ranks
@@ -521,7 +740,7 @@ def make_optimizer(params, args, bad):
     groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": args.weight_decay},
               {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
     if args.optim == "adamw8bit" or args.stochastic_rounding:
-        return CompactAdamW(groups, args, bad)
+        return nf4.CompactAdamW(groups, args, bad)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
     for p in params:  # as torch would at the first step
         optimizer.state[p] = {"step": torch.zeros((), device=p.device if args.fused_adamw else "cpu"),
@@ -529,117 +748,6 @@ def make_optimizer(params, args, bad):
     if args.fused_adamw:
         optimizer.found_inf = bad
     return optimizer
-
-
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # torch's defaults
-MOMENTS = "exp_avg", "exp_avg_sq"  # torch's names
-BLOCK = 256  # neighbours in a row that share a scale
-
-
-def dither_words(step, number, start, stop, D, device):
-    """Odd int32 factors for rows start..stop of the number-th parameter: rows_3N (for m, v, the weight) and cols_D. The
-    low bits of rows[i] * cols[j] are the random bits of element (i, j): uniform, independent between elements and
-    steps, the same for any world size, with no generator to save. torch.rand takes six times as long on a CPU."""
-    key = nf4.mix(nf4.mix(step) + number)  # plain ints: nothing is copied to the device
-    rows_N, cols_D = torch.arange(start, stop, device=device), torch.arange(D, device=device)
-    rows_3N = torch.stack([nf4.mix(nf4.mix(key + salt) + rows_N) for salt in (1, 2, 3)])
-    return (rows_3N | 1).to(torch.int32), (nf4.mix(key + cols_D) | 1).to(torch.int32)
-
-
-def read_moment(stored, scales, levels):
-    """-> float32, which may be `stored` itself."""
-    if stored.dtype is not torch.uint8:
-        return stored.float()
-    return levels.index_select(0, stored.reshape(-1).int()).view(stored.shape).mul_(scales)
-
-
-def write_moment_(moment, x, signed, dither, skip):
-    stored, scales, _ = moment
-    if stored.dtype is not torch.uint8:
-        stored.copy_(torch.where(skip, stored, nf4.round_to(stored.dtype, x, dither)))
-        return
-    y = x.abs() if signed else x
-    largest = y.amax(-1, keepdim=True)
-    up = (nf4.M_TOP if signed else nf4.V_TOP) / largest.clamp_min(1e-28)  # a smaller block is nothing beside eps
-    y = (y * up).add_(2) if signed else (y * up).clamp_min_(2)
-    codes = nf4.drop_bits(y, dither, 20)
-    if signed:
-        codes = codes.bitwise_and_(127).bitwise_or_((x.view(torch.int32) >> 24).bitwise_and_(128))
-    stored += (codes.to(torch.uint8) - stored) * ~skip  # modulo 256; torch.where is ten times slower on a CPU's bytes
-    scales.copy_(torch.where(skip, scales, largest))
-
-
-def adamw_(w, grad, m, v, dither, numbers, skip, stochastic_rounding):
-    """A step of AdamW on w, m and v in place, computed in float32. Where the bool `skip` is true nothing changes.
-    w, grad: [n, b, 256], b blocks of n rows. m, v: (stored [n, b, 256], scales [n, b, 1], levels). dither: (rows
-    [3, n, 1, 1], cols [b, 256]) of dither_words. numbers: 1 - lr * decay, lr over the bias of m, root of the bias of v.
-    v decays by 0.1 % a step, far below a step of its code (or of bf16): rounded to the nearest it would never change.
-    So rounding is random and right on average, of v and not of its root, because v is what is averaged over steps."""
-    (rows, cols), (keep, lr, v_unbias), grad = dither, numbers, grad.float()
-    new_m = torch.lerp(read_moment(*m), grad, 1 - BETA1)
-    new_v = (read_moment(*v) * BETA2).addcmul_(grad, grad, value=1 - BETA2)
-    write_moment_(m, new_m, True, rows[0] * cols, skip)
-    write_moment_(v, new_v, False, rows[1] * cols, skip)
-    size = new_v.sqrt_().div_(v_unbias).add_(EPS)
-    new_w = (w.float() * keep).sub_(new_m.mul_(lr).div_(size))
-    new_w = nf4.round_to(w.dtype, new_w, rows[2] * cols) if stochastic_rounding else new_w.to(w.dtype)
-    w.copy_(torch.where(skip, w, new_w))
-
-
-class CompactAdamW(torch.optim.Optimizer):
-    """AdamW of --optim adamw8bit (blocks as in arXiv:2110.02861): 2 + 8/256 bytes of state a parameter, not 8; and of
-    --stochastic_rounding, for moments too: 0.999 of a bf16 number is that number again. Blocks lie within a row: their
-    bytes do not depend on the world size. The scales of [N, D] are [N, D/256]. Vectors keep float32 moments."""
-
-    def __init__(self, groups, args, bad):
-        super().__init__(groups, {"lr": args.lr})
-        self.adamw_ = torch.compile(adamw_, dynamic=True) if args.compile else adamw_
-        self.stochastic_rounding, self.found_inf, self.numbers = args.stochastic_rounding, bad, {}
-        for p in itertools.chain(*(group["params"] for group in self.param_groups)):
-            self.numbers[p] = len(self.numbers)
-            dtype = torch.float32 if p.dim() < 2 else torch.uint8 if args.optim == "adamw8bit" else p.dtype
-            self.state[p] = {"step": torch.zeros(())}  # on the CPU: reading it does not wait for the device
-            for moment in MOMENTS:
-                self.state[p][moment] = torch.zeros_like(p, dtype=dtype)
-                if dtype is torch.uint8:  # [N, D/256] with the sharding of p [N, D]
-                    n_scales = -(-p.shape[1] // BLOCK)
-                    self.state[p][f"{moment}_scales"] = torch.zeros_like(p.detach()[:, :n_scales], dtype=torch.float32)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update_(p, group["lr"], group["weight_decay"])
-
-    def update_(self, p, lr, weight_decay):
-        state, (_, start) = self.state[p], lm.local(p)
-        state["step"] += 1
-        w, grad, m, v = (matrix_of(x) for x in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
-        scales = [matrix_of(state[f"{moment}_scales"]) if m.dtype is torch.uint8 else None for moment in MOMENTS]
-        step, (N, D) = int(state["step"]), w.shape
-        rows_3N, cols_D = dither_words(step, self.numbers[p], start, start + N, D, w.device)
-        numbers = 1 - lr * weight_decay, lr / (1 - BETA1**step), (1 - BETA2**step) ** 0.5
-        numbers = torch.tensor(numbers, dtype=torch.float64)  # torch.compile would take a float for a constant
-        skip = self.found_inf > 0
-        # float32 temporaries of 4 MiB on a CPU, where larger ones are new pages, else of 16; compiled code has few
-        n_weights = 1 << 20 if w.device.type == "cpu" else 1 << 22 if self.adamw_ is adamw_ else 1 << 24
-        n_rows, whole = max(1, n_weights // D), D // BLOCK * BLOCK
-        for i, (first, last) in itertools.product(range(0, N, n_rows), ((0, whole), (whole, D))):
-            if first == last:
-                continue  # whole blocks, then the shorter one at the end of a row
-            rows, blocks = slice(i, i + n_rows), slice(first // BLOCK, -(-last // BLOCK))
-            split = functools.partial(torch.unflatten, dim=-1, sizes=(-1, min(BLOCK, last - first)))
-            moments = [(split(stored[rows, first:last]), s if s is None else s[rows, blocks, None], levels)
-                       for stored, s, levels in zip((m, v), scales, nf4.code_levels(w.device))]
-            self.adamw_(split(w[rows, first:last]), split(grad[rows, first:last]), *moments,
-                        (rows_3N[:, rows, None, None], split(cols_D[first:last])), numbers.unbind(), skip,
-                        self.stochastic_rounding)
-
-
-def matrix_of(x):
-    """This rank's rows of a parameter or its state, a plain matrix."""
-    return lm.local(x)[0].reshape(-1, *(x.shape[1:] or [1]))
 
 
 def lr_at(step, steps, args):
@@ -666,7 +774,7 @@ def clip_gradients_(params, clip):
     """Scales the gradients to an L2 norm of at most `clip` (0: not at all) -> the norm before, on the device. FSDP2's
     is a DTensor of partial sums: only full_tensor() is the norm of all ranks (pytorch #121020)."""
     norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    norm = norm.full_tensor() if lm.is_sharded(norm) else norm
+    norm = norm.full_tensor() if nf4.is_sharded(norm) else norm
     if clip:
         nn.utils.clip_grads_with_norm_(params, clip, norm)
     return norm
@@ -689,7 +797,7 @@ class StepInBackward:
             torch.cuda.current_stream().synchronize()
         if self.ranks.world > 1 and not self.args.fsdp2:
             average_gradients_([p], self.ranks.world)
-        norm = torch.linalg.vector_norm(lm.local(p.grad)[0]).float()  # dtype=float32 would copy a bf16 gradient
+        norm = torch.linalg.vector_norm(nf4.local(p.grad)[0]).float()  # dtype=float32 would copy a bf16 gradient
         self.norm_squared += norm.square()
         torch.maximum(self.bad, (~norm.isfinite()).float(), out=self.bad)
         if self.args.fused_adamw or not self.bad:  # only the fused kernel (and ours) reads found_inf on the device
@@ -728,6 +836,468 @@ PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12
          "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "L40S": 362e12, "A6000": 155e12, "A10G": 70e12}
 
 
+# ---------------- what a run prints and writes
+
+
+def memory_gib(device):
+    """(peak allocated, peak reserved) on the GPU since the last call; on a CPU (peak resident memory, None)."""
+    if device.type != "cuda":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, None
+    peaks = torch.cuda.max_memory_allocated(device) / 2**30, torch.cuda.max_memory_reserved(device) / 2**30
+    torch.cuda.reset_peak_memory_stats(device)
+    return peaks
+
+
+def draw(path, curves):
+    """Writes an SVG. curves: {(name, colour): [(step, loss)]}. No background, a grey that reads on white and black."""
+    steps, losses = zip(*(point for curve in curves.values() for point in curve))
+    (first, last), (low, high) = (min(steps), max(steps)), (min(losses), max(losses))
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-family="sans-serif" font-size="12" '
+             'fill="#848d97">', '<path d="M52 14V356H708" fill="none" stroke="#848d97"/>']
+    for at, loss, step in ((0, low, first), (1, high, last)):
+        parts += [f'<text x="46" y="{356 - 334 * at}" text-anchor="end">{loss:.2f}</text>',
+                  f'<text x="{52 + 636 * at}" y="374" text-anchor="middle">step {step}</text>']
+    for i, ((name, colour), curve) in enumerate(curves.items()):
+        places = (f"{52 + 656 * (step - first) / max(last - first, 1):.1f},"
+                  f"{356 - 342 * (loss - low) / max(high - low, 1e-9):.1f}" for step, loss in curve)
+        parts += [f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" stroke-width="2"/>',
+                  f'<text x="702" y="{30 + 18 * i}" text-anchor="end" style="fill:{colour}">{name}</text>']
+    path.write_text("\n".join([*parts, "</svg>\n"]))
+
+
+class Log:
+    """metrics.jsonl, loss.svg and the console. Times, tokens and FLOP are means over the steps since the last line.
+    state, which trainer_state.json holds, is kept up to date here."""
+
+    def __init__(self, out, state, loader, ranks, tensorboard):
+        self.out, self.state, self.loader, self.ranks, self.board = out, state, loader, ranks, None
+        if tensorboard and ranks.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(out, purge_step=state["step"] + 1)
+        self.peak_flops = next((peak for name, peak in PEAKS.items() if name in ranks.device_name), None)
+        memory_gib(ranks.device)  # loading does not count
+        self.start, self.start_step = time.perf_counter(), state["step"]
+        self.reset()
+
+    def reset(self):
+        self.mark, self.waited_s = time.perf_counter(), self.loader.waited_s
+        self.n_steps, self.n_tokens, self.flops = 0, 0, 0.0
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Evaluations and saves are no part of a step's time."""
+        started = time.perf_counter()
+        yield
+        self.mark += time.perf_counter() - started
+
+    def count(self, counted, flops):
+        """counted: supervised tokens, tokens, squares of a step over all ranks. flops: of one rank."""
+        self.state["step"] += 1
+        self.state["tokens"] += int(counted[0])
+        self.n_steps, self.n_tokens, self.flops = self.n_steps + 1, self.n_tokens + int(counted[1]), self.flops + flops
+
+    def write(self, loss, norm, lr):
+        seconds, state, steps = time.perf_counter() - self.mark, self.state, self.state["steps"]
+        mem_gib, reserved_gib = memory_gib(self.ranks.device)
+        mfu = self.flops / seconds / self.peak_flops if self.peak_flops else None
+        row = {
+            "step": state["step"], "epoch": state["step"] * state["rows_a_step"] / len(self.loader.rows), "loss": loss,
+            "lr": lr, "grad_norm": norm, "tokens": state["tokens"], "tokens_per_s": self.n_tokens / seconds, "mfu": mfu,
+            "mem_gib": mem_gib, "mem_reserved_gib": reserved_gib, "step_s": seconds / self.n_steps,
+            "data_s": (self.loader.waited_s - self.waited_s) / self.n_steps,
+        }
+        left_s = (steps - row["step"]) * (time.perf_counter() - self.start) / (row["step"] - self.start_step)
+        self.append(row, f"step {row['step']:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {lr:.1e}  norm "
+                         f"{norm:<5.3g}  {row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
+                         + (f"mfu {mfu:.1%}  " if mfu else "") + f"{timedelta(seconds=int(left_s))}")
+        self.reset()
+
+    def write_eval(self, loss, n_targets):
+        row = {"step": self.state["step"], "eval_loss": loss, "eval_tokens": n_targets}
+        best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
+        self.state |= {"best_eval": best, "evaluated": row["step"]}
+        self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_targets:,} tokens, best "
+                         f"{best['eval_loss']:.4f} at step {best['step']}")
+
+    def append(self, row, line):
+        self.ranks.say(line)
+        if self.ranks.rank:
+            return
+        try:
+            with open(self.out / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:  # a full disk ends no training
+            self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
+        if self.board:
+            for name in row.keys() - {"step"}:
+                if row[name] is not None:
+                    self.board.add_scalar(name, row[name], row["step"])
+            self.board.flush()
+
+    def draw(self):
+        """Draws loss.svg on rank 0."""
+        rows, curves = [] if self.ranks.rank else read_metrics(self.out, self.state["step"]), {}
+        for key, name, colour in ("loss", "training loss", "#2f81f7"), ("eval_loss", "evaluation loss", "#e5534b"):
+            if curve := [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]:
+                curves[name, colour] = curve
+        if curves:
+            with contextlib.suppress(OSError):
+                draw(self.out / "loss.svg", curves)
+
+    def close(self):
+        self.draw()
+        self.ranks.say(f"{self.state['step'] - self.start_step} steps in {time.perf_counter() - self.start:.0f} s")
+
+
+def print_start(args, model, source, n_trained, ranks):
+    """What is trained, a line for each feature that is on, and one of what is off."""
+    c = model.config
+    trained, frozen = "bf16" if args.precision == "bf16" else "float32", str(model.compute_dtype).removeprefix("torch.")
+    n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
+    lines = {f"{args.model} ({c.model_type})": f"{n_total:,} parameters, {n_trained:,} trained, {ranks.world} x "
+             f"{ranks.device_name}", f"  --precision {args.precision}": f"trained {trained}, all else {frozen}"}
+    lines |= {f"  {flag}": what for flag, what in args.features.items()}
+    if args.seq_len > c.max_position_embeddings:
+        lines["  note"] = f"--seq_len is beyond the {c.max_position_embeddings} positions that the model has seen"
+    for name, what in lines.items():
+        print(textwrap.fill(f"{name}: {what}", 80, subsequent_indent=" " * 6))
+
+
+def sample(args, model, tokenizer, documents, ranks):
+    """What the model makes of --sample. All ranks call it: under FSDP2 each forward is a collective."""
+    if not args.sample:
+        return ""
+    is_chat = any(file["chats"] for file in documents.files)
+    with ranks.agree():
+        prompt = tokenizer.prompt([{"role": "user", "content": args.sample}] if is_chat else args.sample)
+    model.eval()
+    tokens = lm.generate(model, prompt, args.max_new_tokens or 48, tokenizer.stop_ids, ranks.device, args.temperature)
+    text = data.printable(tokenizer.core.decode(list(tokens)))
+    model.train()
+    lm.reshard_(model)
+    return textwrap.shorten(text, 400)
+
+
+def tracer(args, out, device):
+    """--profile, --memory_snapshot -> a profiler whose step() is called after each step; the third is written."""
+    snapshot = args.memory_snapshot and device.type == "cuda"
+
+    def write(profiler):
+        if args.profile:
+            profiler.export_chrome_trace(str(out / "trace.json.gz"))
+            print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
+        if snapshot:
+            torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
+
+    if snapshot:
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)  # everything is warm by then
+    profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
+    profiler.start()
+    return profiler
+
+
+def chat(args):
+    """A conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C ends an
+    answer, Ctrl-D the chat."""
+    ranks, messages = Ranks(False, args.timeout), []
+    _, _, model, source, adapter, tokenizer = open_model(args, ranks)
+    model.to_empty(device=ranks.device).tie_()
+    with ranks.agree():
+        data.load_weights_(model, source, adapter, args.seed, ranks.device, sys.stderr.isatty())
+    model.eval()
+    n, stop = args.max_new_tokens or 512, tokenizer.stop_ids
+    while True:
+        try:
+            question = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if question == "/reset":
+            messages = []
+        if question in ("", "/reset"):
+            continue
+        messages.append({"role": "user", "content": question})
+        tokens, said = [], ""
+        with ranks.agree():
+            prompt = tokenizer.prompt(messages)
+        with contextlib.suppress(KeyboardInterrupt):
+            for token in lm.generate(model, prompt, n, stop, ranks.device, args.temperature):
+                tokens.append(token)
+                text = data.printable(tokenizer.core.decode(tokens))
+                if not text.endswith("\ufffd"):  # the first bytes of a character
+                    print(text[len(said):], end="", flush=True)
+                    said = text
+        print()
+        messages.append({"role": "assistant", "content": said})
+
+
+def check_finite(tensors, step, ranks):
+    """Ends the run where a tensor of {name: tensor} is inf or nan. Collective."""
+    wrong = [name for name, tensor in tensors.items() if not nf4.local(tensor)[0].isfinite().all()]
+    if wrong := list(itertools.chain(*ranks.gather(wrong))):
+        ranks.leave()
+        cause = "lower --lr" if step else "the files of --model are damaged"
+        raise FloatingPointError(f"{wrong[0]} holds inf or nan after {step} steps, nothing is saved: {cause}")
+
+
+def end_not_finite(model, loader, step, args, ranks):
+    """Ends a run whose loss or gradient is inf or nan, and names the documents of that step."""
+    check_finite(dict(model.named_parameters()), step, ranks)
+    places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
+    changed = "earlier gradients of it were applied" if args.optim_in_backward else "no weight was changed by it"
+    ranks.leave()
+    raise FloatingPointError(f"step {step + 1}: the loss or a gradient is not finite; {changed}, checkpoints are as "
+                             "they were. Lower --lr, raise --warmup, or look at the documents of that step:"
+                             + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
+
+
+# ---------------- checkpoints
+
+REMOVE = "remove this checkpoint to continue from an older one"
+STATE = "trainer_state.json"  # the last file of a checkpoint; a folder that lacks it is none
+
+
+def crc_of(path):
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def sealed(state):
+    """trainer_state.json with its checksum."""
+    return {**state, "checksum": zlib.crc32(json.dumps({**state, "checksum": 0}, sort_keys=True).encode())}
+
+
+def read_state(folder, settings, ranks):
+    """trainer_state.json of a checkpoint whose files are what it says, to the byte; each rank compares a part of them.
+    ValueError names what is damaged, or the settings that differ from the checkpoint's."""
+    state, files = data.read_json(folder / STATE), {path.name: path for path in folder.iterdir()}
+    if state != sealed(state) or folder.name != f"checkpoint-{state.get('step')}":
+        raise ValueError(f"{folder / STATE}: damaged, or the folder of another step; {REMOVE}")
+    if wrong := files.keys() ^ {*state["files"], STATE}:
+        raise ValueError(f"{folder}: missing, or not written by the save: {data.listing(wrong)}; {REMOVE}")
+    for name, entry in list(state["files"].items())[ranks.rank :: ranks.world]:
+        if not files[name].is_file() or [files[name].stat().st_size, crc_of(files[name])] != entry:
+            raise ValueError(f"{files[name]}: damaged since it was written; {REMOVE}")
+    saved = state["settings"]
+    changed = [f"{name} differ" if name.startswith("the ") else f"{name} was {saved.get(name)}, is {value}"
+               for name, value in settings.items() if saved.get(name) != value]
+    if changed:
+        raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, or start a "
+                         "new run with another --out")
+    return state
+
+
+def training_tensors(model, optimizer):
+    """{name: tensor or DTensor} of all that training changes: trained weights and their optimizer state."""
+    lm.reshard_(model)
+    tensors = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            tensors[name] = p.detach()
+            tensors |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
+    return tensors
+
+
+def rows_of_rank(tensors, rank):
+    """{"name:first row": rows} that this rank writes. Of ranks that hold the same, the first writes."""
+    rows = {}
+    for name, tensor in tensors.items():
+        mesh = tensor.device_mesh if nf4.is_sharded(tensor) else None
+        first = rank == 0 if mesh is None else mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+        part, start = nf4.local(tensor)
+        if first and part.numel():
+            rows[f"{name}:{start}"] = part.reshape(-1) if part.dim() == 0 else part
+    return rows
+
+
+def write_rows(path, rows):
+    """Writes the file of a rank, synced -> [its size, its checksum]. Wide numbers first, so that all are aligned."""
+    rows = dict(sorted(rows.items(), key=lambda row: -row[1].dtype.itemsize))
+    layout = {key: (tuple(part.shape), part.dtype) for key, part in rows.items()}
+    return data.write_safetensors(path, layout, (part.cpu() for part in rows.values()), zlib.crc32)
+
+
+def load_checkpoint(folder, tensors):
+    """Fills this rank's rows of `tensors` from the files of any number of ranks. ValueError names what is wrong."""
+    n_missing = {name: len(nf4.local(tensor)[0].reshape(-1, *tensor.shape[1:])) for name, tensor in tensors.items()}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as reader:
+            for key in reader.keys():  # noqa: SIM118
+                name, _, first = key.rpartition(":")
+                if name not in tensors:
+                    raise ValueError(f"{path}: {key}: this run trains no such tensor; {REMOVE}")
+                (mine, start), rows, first = nf4.local(tensors[name]), reader.get_slice(key), int(first)
+                mine = mine.reshape(-1) if mine.dim() == 0 else mine
+                n_rows, *shape = rows.get_shape()
+                if list(mine.shape[1:]) != shape or data.DTYPE_NAMES[mine.dtype] != rows.get_dtype():
+                    raise ValueError(f"{path}: {key}: {rows.get_dtype()} {rows.get_shape()}, this run has "
+                                     f"{data.DTYPE_NAMES[mine.dtype]} {list(tensors[name].shape)}; {REMOVE}")
+                begin, end = max(start, first), min(start + len(mine), first + n_rows)
+                if begin < end:
+                    mine[begin - start : end - start].copy_(rows[begin - first : end - first])
+                    n_missing[name] -= end - begin
+    if wrong := [name for name, n in n_missing.items() if n]:
+        raise ValueError(f"{folder}: rows are missing or there twice: {data.listing(wrong)}; {REMOVE}")
+
+
+class Saver:
+    """Writes checkpoint-<step>/: each rank its rows, then rank 0 the manifest, and one rename commits them. A full disk
+    costs this save and nothing else. With --async_save a thread writes a copy in host memory; `ranks.gather` is then
+    its alone until finish()."""
+
+    def __init__(self, out, args, ranks):
+        self.out, self.keep, self.background, self.ranks = out, args.keep, args.async_save, ranks
+        self.last_step = max((step for step, _ in checkpoints(out)), default=None)
+        self.writer, self.report, self.copies = ThreadPoolExecutor(1), None, {}
+
+    def save(self, tensors, state):
+        """Collective. tensors: of training_tensors(). state: for trainer_state.json."""
+        self.finish()
+        if state["step"] == self.last_step:
+            return
+        check_finite(tensors, state["step"], self.ranks)
+        rows = rows_of_rank(tensors, self.ranks.rank)
+        if self.background:
+            for key, part in rows.items():
+                if key not in self.copies:
+                    self.copies[key] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+                self.copies[key].copy_(part, non_blocking=True)
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize()
+            rows = self.copies
+        self.report = self.writer.submit(self.write, rows, {**state})
+        if not self.background:
+            self.finish()
+
+    def write(self, rows, state):
+        """-> what to say. All ranks learn of an error on any of them."""
+        step, started, rank = state["step"], time.perf_counter(), self.ranks.rank
+        part, file = self.out / f"checkpoint-{step}.part", f"rank-{rank:05}-of-{self.ranks.world:05}.safetensors"
+        try:
+            part.mkdir(parents=True, exist_ok=True)
+            answer = {file: write_rows(part / file, rows)} if rows else {}
+        except OSError as error:
+            answer = f"rank {rank}: {error}"
+        answers = self.ranks.gather(answer)
+        errors = [answer for answer in answers if isinstance(answer, str)]
+        if rank == 0 and not errors:
+            try:
+                self.commit(part, {**state, "files": {k: v for files in answers for k, v in files.items()}})
+            except OSError as error:
+                errors = [str(error)]
+        if errors := self.ranks.gather(errors)[0]:
+            shutil.rmtree(part, ignore_errors=True)
+            return f"checkpoint-{step} was NOT written: {errors[0]}. Older ones are untouched, training continues"
+        self.last_step, gib = step, sum(size for files in answers for size, _ in files.values()) / GIB
+        return f"checkpoint-{step}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s"
+
+    def commit(self, part, state):
+        """Writes the manifest and gives the folder its name; then older ones go."""
+        with data.writing(part / STATE, "manifest"):
+            (part / STATE).write_text(json.dumps(sealed(state), indent=2) + "\n")
+        data.sync(part / STATE)
+        data.put_in_place(part)
+        best = (state.get("best_eval") or {}).get("step")
+        for _, old in [entry for entry in checkpoints(self.out)[: -self.keep] if entry[0] != best]:
+            with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
+                shutil.rmtree(old.rename(old.with_suffix(".part")))  # renamed first: half of one must not look whole
+
+    def finish(self):
+        """Waits for the save in the background and says what became of it."""
+        faulthandler.cancel_dump_traceback_later()  # until the next alive(): a slow disk is no hang
+        if self.report:
+            self.ranks.say(self.report.result())
+            self.report = None
+
+
+def checkpoints(out):
+    """[(step, folder)] of the complete checkpoints of a run, oldest first."""
+    paths = [path for path in Path(out).glob("checkpoint-*") if (path / STATE).is_file()]
+    return sorted((int(path.name[11:]), path) for path in paths if re.fullmatch("[0-9]{1,12}", path.name[11:]))
+
+
+def launcher():
+    """The torchrun that started this process, or None: the same before and after it restarts its ranks."""
+    return f"{platform.node()} {os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def find_run(out, resume, restarted):
+    """-> (folder of the run, checkpoint to continue from or None). restarted: by torchrun. ValueError where a run would
+    be overwritten or there is nothing to continue."""
+    run, chosen = Path("out", datetime.now().strftime("%Y%m%d-%H%M%S")), None
+    runs = sorted(Path("out").glob("*/args.json"), key=lambda path: path.stat().st_mtime)
+    if not resume:  # a run that another torchrun has left is not ours to continue
+        runs = [path for path in runs if restarted and data.read_json(path).get("launcher") == launcher()]
+    if runs:
+        run = runs[-1].parent
+    if resume not in (None, "auto"):
+        given = Path(resume).resolve()
+        found = [given] if (given / STATE).is_file() else [folder for _, folder in checkpoints(given)]
+        if not found:
+            raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
+        chosen, run = found[-1], found[-1].parent
+    run = Path(out) if out else run
+    own = [folder for _, folder in checkpoints(run)]
+    if resume == "auto" or restarted or (own and chosen == own[-1].resolve()):
+        return run, own[-1] if own else chosen
+    if own or (run / "args.json").exists() or (run / "final").exists():
+        raise ValueError(f"--out {run}: holds a run, which is never overwritten: --resume continues its newest "
+                         "checkpoint, or give another folder")
+    return run, chosen
+
+
+def read_metrics(out, last_step):
+    """The rows of metrics.jsonl up to a step."""
+    rows, path = [], out / "metrics.jsonl"
+    for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):  # the last line of a process that was killed
+            rows.append(json.loads(line))
+    return [row for row in rows if row["step"] <= last_step]
+
+
+def begin_writing(out, args, state):
+    """Writes args.json, takes the rows after the step in `state` out of metrics.jsonl, and enters evaluations that stay
+    in `state` -> a file that makes the run this process's own while it is open."""
+    with data.writing(f"--out {out}", "folder"):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"--out {out}: another process writes to it: wait for it, or end it") from None
+    for part in out.glob("*.part"):  # of a process that was killed while it wrote
+        shutil.rmtree(part, ignore_errors=True)
+    rows, about = read_metrics(out, state["step"]), {**vars(args), **state["about"]}
+    about.pop("features", None)
+    evaluations = [row for row in rows if "eval_loss" in row]
+    state["best_eval"] = min(evaluations, key=lambda row: row["eval_loss"], default=None)
+    state["evaluated"] = max([state["evaluated"], *(row["step"] for row in evaluations)])
+    for name, text in (("args.json", json.dumps(about, indent=2) + "\n"),
+                       ("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))):
+        part = out / f"{name}.part"  # never half a file, wherever the process ends
+        part.write_text(text)
+        part.replace(out / name)
+    return lock
+
+
+def fixed_settings(args, config, rows_a_step, loader, source):
+    """{name: value} of all that changes the mathematics of a run: a resumed run must have the same."""
+    settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()}
+    settings |= {f"--{name}": getattr(args, name) for name in (
+        "random_init", "lora", "qlora", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "seq_len", "packing",
+        "train_on", "seed", "precision", "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule",
+        "weight_decay", "clip")}
+    settings |= {"rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)": rows_a_step,
+                 "the tokens and masks of --data": loader.documents.checksum}
+    if args.lora:
+        settings["the frozen weights of --model"] = source.crc()
+    return json.loads(json.dumps(settings, default=str))
+
+
 # ---------------- the memory plan
 
 GIB = 2**30
@@ -761,7 +1331,7 @@ def unit_of(module, args, shards, dtype):
         if p.requires_grad:
             moments = [n * p.itemsize] * 2
             if args.optim == "adamw8bit" and p.dim() > 1:
-                moments = [n, n] + [4 * n_rows * -(-width // BLOCK)] * 2  # codes, and scales in float32
+                moments = [n, n] + [4 * n_rows * -(-width // nf4.MOMENT_BLOCK)] * 2  # codes, and scales in float32
             always["optimizer"] += sum(moments)
             tensors += [n * p.itemsize, *moments]
             gradient += n * p.itemsize  # --precision bf16 reduces in bf16, the others in float32
@@ -1038,618 +1608,7 @@ def report_out_of_memory(error):
     return f"out of memory: {text}\n--dry_run --gpu_gib G with the same flags says which others would make it fit"
 
 
-# ---------------- checkpoints
-
-STATE = "trainer_state.json"  # the last file of a checkpoint; a folder that lacks it is none
-
-
-def crc_of(path):
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
-def sealed(state):
-    """trainer_state.json with its checksum."""
-    return {**state, "checksum": zlib.crc32(json.dumps({**state, "checksum": 0}, sort_keys=True).encode())}
-
-
-def read_state(folder, settings, ranks):
-    """trainer_state.json of a checkpoint whose files are what it says, to the byte; each rank compares a part of them.
-    ValueError names what is damaged, or the settings that differ from the checkpoint's."""
-    state, files = data.read_json(folder / STATE), {path.name: path for path in folder.iterdir()}
-    if state != sealed(state) or folder.name != f"checkpoint-{state.get('step')}":
-        raise ValueError(f"{folder / STATE}: damaged, or the folder of another step; {lm.REMOVE}")
-    if wrong := files.keys() ^ {*state["files"], STATE}:
-        raise ValueError(f"{folder}: missing, or not written by the save: {data.listing(wrong)}; {lm.REMOVE}")
-    for name, entry in list(state["files"].items())[ranks.rank :: ranks.world]:
-        if not files[name].is_file() or [files[name].stat().st_size, crc_of(files[name])] != entry:
-            raise ValueError(f"{files[name]}: damaged since it was written; {lm.REMOVE}")
-    saved = state["settings"]
-    changed = [f"{name} differ" if name.startswith("the ") else f"{name} was {saved.get(name)}, is {value}"
-               for name, value in settings.items() if saved.get(name) != value]
-    if changed:
-        raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, or start a "
-                         "new run with another --out")
-    return state
-
-
-class Saver:
-    """Writes checkpoint-<step>/: each rank its rows, then rank 0 the manifest, and one rename commits them. A full disk
-    costs this save and nothing else. With --async_save a thread writes a copy in host memory; `ranks.gather` is then
-    its alone until finish()."""
-
-    def __init__(self, out, args, ranks):
-        self.out, self.keep, self.background, self.ranks = out, args.keep, args.async_save, ranks
-        self.last_step = max((step for step, _ in checkpoints(out)), default=None)
-        self.writer, self.report, self.copies = ThreadPoolExecutor(1), None, {}
-
-    def save(self, tensors, state):
-        """Collective. tensors: of training_tensors(). state: for trainer_state.json."""
-        self.finish()
-        if state["step"] == self.last_step:
-            return
-        lm.check_finite(tensors, state["step"], self.ranks)
-        rows = lm.rows_of_rank(tensors, self.ranks.rank)
-        if self.background:
-            for key, part in rows.items():
-                if key not in self.copies:
-                    self.copies[key] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
-                self.copies[key].copy_(part, non_blocking=True)
-            if self.ranks.device.type == "cuda":
-                torch.cuda.synchronize()
-            rows = self.copies
-        self.report = self.writer.submit(self.write, rows, {**state})
-        if not self.background:
-            self.finish()
-
-    def write(self, rows, state):
-        """-> what to say. All ranks learn of an error on any of them."""
-        step, started, rank = state["step"], time.perf_counter(), self.ranks.rank
-        part, file = self.out / f"checkpoint-{step}.part", f"rank-{rank:05}-of-{self.ranks.world:05}.safetensors"
-        try:
-            part.mkdir(parents=True, exist_ok=True)
-            answer = {file: lm.write_rows(part / file, rows)} if rows else {}
-        except OSError as error:
-            answer = f"rank {rank}: {error}"
-        answers = self.ranks.gather(answer)
-        errors = [answer for answer in answers if isinstance(answer, str)]
-        if rank == 0 and not errors:
-            try:
-                self.commit(part, {**state, "files": {k: v for files in answers for k, v in files.items()}})
-            except OSError as error:
-                errors = [str(error)]
-        if errors := self.ranks.gather(errors)[0]:
-            shutil.rmtree(part, ignore_errors=True)
-            return f"checkpoint-{step} was NOT written: {errors[0]}. Older ones are untouched, training continues"
-        self.last_step, gib = step, sum(size for files in answers for size, _ in files.values()) / GIB
-        return f"checkpoint-{step}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s"
-
-    def commit(self, part, state):
-        """Writes the manifest and gives the folder its name; then older ones go."""
-        with data.writing(part / STATE, "manifest"):
-            (part / STATE).write_text(json.dumps(sealed(state), indent=2) + "\n")
-        data.sync(part / STATE)
-        data.put_in_place(part)
-        best = (state.get("best_eval") or {}).get("step")
-        for _, old in [entry for entry in checkpoints(self.out)[: -self.keep] if entry[0] != best]:
-            with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
-                shutil.rmtree(old.rename(old.with_suffix(".part")))  # renamed first: half of one must not look whole
-
-    def finish(self):
-        """Waits for the save in the background and says what became of it."""
-        faulthandler.cancel_dump_traceback_later()  # until the next alive(): a slow disk is no hang
-        if self.report:
-            self.ranks.say(self.report.result())
-            self.report = None
-
-
-def checkpoints(out):
-    """[(step, folder)] of the complete checkpoints of a run, oldest first."""
-    paths = [path for path in Path(out).glob("checkpoint-*") if (path / STATE).is_file()]
-    return sorted((int(path.name[11:]), path) for path in paths if re.fullmatch("[0-9]{1,12}", path.name[11:]))
-
-
-def launcher():
-    """The torchrun that started this process, or None: the same before and after it restarts its ranks."""
-    return f"{platform.node()} {os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
-def find_run(out, resume, restarted):
-    """-> (folder of the run, checkpoint to continue from or None). restarted: by torchrun. ValueError where a run would
-    be overwritten or there is nothing to continue."""
-    run, chosen = Path("out", datetime.now().strftime("%Y%m%d-%H%M%S")), None
-    runs = sorted(Path("out").glob("*/args.json"), key=lambda path: path.stat().st_mtime)
-    if not resume:  # a run that another torchrun has left is not ours to continue
-        runs = [path for path in runs if restarted and data.read_json(path).get("launcher") == launcher()]
-    if runs:
-        run = runs[-1].parent
-    if resume not in (None, "auto"):
-        given = Path(resume).resolve()
-        found = [given] if (given / STATE).is_file() else [folder for _, folder in checkpoints(given)]
-        if not found:
-            raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
-        chosen, run = found[-1], found[-1].parent
-    run = Path(out) if out else run
-    own = [folder for _, folder in checkpoints(run)]
-    if resume == "auto" or restarted or (own and chosen == own[-1].resolve()):
-        return run, own[-1] if own else chosen
-    if own or (run / "args.json").exists() or (run / "final").exists():
-        raise ValueError(f"--out {run}: holds a run, which is never overwritten: --resume continues its newest "
-                         "checkpoint, or give another folder")
-    return run, chosen
-
-
-def read_metrics(out, last_step):
-    """The rows of metrics.jsonl up to a step."""
-    rows, path = [], out / "metrics.jsonl"
-    for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):  # the last line of a process that was killed
-            rows.append(json.loads(line))
-    return [row for row in rows if row["step"] <= last_step]
-
-
-def begin_writing(out, args, state):
-    """Writes args.json, takes the rows after the step in `state` out of metrics.jsonl, and enters evaluations that stay
-    in `state` -> a file that makes the run this process's own while it is open."""
-    with data.writing(f"--out {out}", "folder"):
-        out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / "lock", "w")  # noqa: SIM115
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"--out {out}: another process writes to it: wait for it, or end it") from None
-    for part in out.glob("*.part"):  # of a process that was killed while it wrote
-        shutil.rmtree(part, ignore_errors=True)
-    rows, about = read_metrics(out, state["step"]), {**vars(args), **state["about"]}
-    about.pop("features", None)
-    evaluations = [row for row in rows if "eval_loss" in row]
-    state["best_eval"] = min(evaluations, key=lambda row: row["eval_loss"], default=None)
-    state["evaluated"] = max([state["evaluated"], *(row["step"] for row in evaluations)])
-    for name, text in (("args.json", json.dumps(about, indent=2) + "\n"),
-                       ("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))):
-        part = out / f"{name}.part"  # never half a file, wherever the process ends
-        part.write_text(text)
-        part.replace(out / name)
-    return lock
-
-
-def fixed_settings(args, config, rows_a_step, loader, source):
-    """{name: value} of all that changes the mathematics of a run: a resumed run must have the same."""
-    settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()}
-    settings |= {f"--{name}": getattr(args, name) for name in (
-        "random_init", "lora", "qlora", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "seq_len", "packing",
-        "train_on", "seed", "precision", "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule",
-        "weight_decay", "clip")}
-    settings |= {"rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)": rows_a_step,
-                 "the tokens and masks of --data": loader.documents.checksum}
-    if args.lora:
-        settings["the frozen weights of --model"] = source.crc()
-    return json.loads(json.dumps(settings, default=str))
-
-
-# ---------------- what a run prints and writes
-
-
-def memory_gib(device):
-    """(peak allocated, peak reserved) on the GPU since the last call; on a CPU (peak resident memory, None)."""
-    if device.type != "cuda":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, None
-    peaks = torch.cuda.max_memory_allocated(device) / 2**30, torch.cuda.max_memory_reserved(device) / 2**30
-    torch.cuda.reset_peak_memory_stats(device)
-    return peaks
-
-
-def draw(path, curves):
-    """Writes an SVG. curves: {(name, colour): [(step, loss)]}. No background, a grey that reads on white and black."""
-    steps, losses = zip(*(point for curve in curves.values() for point in curve))
-    (first, last), (low, high) = (min(steps), max(steps)), (min(losses), max(losses))
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-family="sans-serif" font-size="12" '
-             'fill="#848d97">', '<path d="M52 14V356H708" fill="none" stroke="#848d97"/>']
-    for at, loss, step in ((0, low, first), (1, high, last)):
-        parts += [f'<text x="46" y="{356 - 334 * at}" text-anchor="end">{loss:.2f}</text>',
-                  f'<text x="{52 + 636 * at}" y="374" text-anchor="middle">step {step}</text>']
-    for i, ((name, colour), curve) in enumerate(curves.items()):
-        places = (f"{52 + 656 * (step - first) / max(last - first, 1):.1f},"
-                  f"{356 - 342 * (loss - low) / max(high - low, 1e-9):.1f}" for step, loss in curve)
-        parts += [f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" stroke-width="2"/>',
-                  f'<text x="702" y="{30 + 18 * i}" text-anchor="end" style="fill:{colour}">{name}</text>']
-    path.write_text("\n".join([*parts, "</svg>\n"]))
-
-
-class Log:
-    """metrics.jsonl, loss.svg and the console. Times, tokens and FLOP are means over the steps since the last line.
-    state, which trainer_state.json holds, is kept up to date here."""
-
-    def __init__(self, out, state, loader, ranks, tensorboard):
-        self.out, self.state, self.loader, self.ranks, self.board = out, state, loader, ranks, None
-        if tensorboard and ranks.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(out, purge_step=state["step"] + 1)
-        self.peak_flops = next((peak for name, peak in PEAKS.items() if name in ranks.device_name), None)
-        memory_gib(ranks.device)  # loading does not count
-        self.start, self.start_step = time.perf_counter(), state["step"]
-        self.reset()
-
-    def reset(self):
-        self.mark, self.waited_s = time.perf_counter(), self.loader.waited_s
-        self.n_steps, self.n_tokens, self.flops = 0, 0, 0.0
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Evaluations and saves are no part of a step's time."""
-        started = time.perf_counter()
-        yield
-        self.mark += time.perf_counter() - started
-
-    def count(self, counted, flops):
-        """counted: supervised tokens, tokens, squares of a step over all ranks. flops: of one rank."""
-        self.state["step"] += 1
-        self.state["tokens"] += int(counted[0])
-        self.n_steps, self.n_tokens, self.flops = self.n_steps + 1, self.n_tokens + int(counted[1]), self.flops + flops
-
-    def write(self, loss, norm, lr):
-        seconds, state, steps = time.perf_counter() - self.mark, self.state, self.state["steps"]
-        mem_gib, reserved_gib = memory_gib(self.ranks.device)
-        mfu = self.flops / seconds / self.peak_flops if self.peak_flops else None
-        row = {
-            "step": state["step"], "epoch": state["step"] * state["rows_a_step"] / len(self.loader.rows), "loss": loss,
-            "lr": lr, "grad_norm": norm, "tokens": state["tokens"], "tokens_per_s": self.n_tokens / seconds, "mfu": mfu,
-            "mem_gib": mem_gib, "mem_reserved_gib": reserved_gib, "step_s": seconds / self.n_steps,
-            "data_s": (self.loader.waited_s - self.waited_s) / self.n_steps,
-        }
-        left_s = (steps - row["step"]) * (time.perf_counter() - self.start) / (row["step"] - self.start_step)
-        self.append(row, f"step {row['step']:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {lr:.1e}  norm "
-                         f"{norm:<5.3g}  {row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
-                         + (f"mfu {mfu:.1%}  " if mfu else "") + f"{timedelta(seconds=int(left_s))}")
-        self.reset()
-
-    def write_eval(self, loss, n_targets):
-        row = {"step": self.state["step"], "eval_loss": loss, "eval_tokens": n_targets}
-        best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
-        self.state |= {"best_eval": best, "evaluated": row["step"]}
-        self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_targets:,} tokens, best "
-                         f"{best['eval_loss']:.4f} at step {best['step']}")
-
-    def append(self, row, line):
-        self.ranks.say(line)
-        if self.ranks.rank:
-            return
-        try:
-            with open(self.out / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:  # a full disk ends no training
-            self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
-        if self.board:
-            for name in row.keys() - {"step"}:
-                if row[name] is not None:
-                    self.board.add_scalar(name, row[name], row["step"])
-            self.board.flush()
-
-    def draw(self):
-        """Draws loss.svg on rank 0."""
-        rows, curves = [] if self.ranks.rank else read_metrics(self.out, self.state["step"]), {}
-        for key, name, colour in ("loss", "training loss", "#2f81f7"), ("eval_loss", "evaluation loss", "#e5534b"):
-            if curve := [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]:
-                curves[name, colour] = curve
-        if curves:
-            with contextlib.suppress(OSError):
-                draw(self.out / "loss.svg", curves)
-
-    def close(self):
-        self.draw()
-        self.ranks.say(f"{self.state['step'] - self.start_step} steps in {time.perf_counter() - self.start:.0f} s")
-
-
-def print_start(args, model, source, n_trained, ranks):
-    """What is trained, a line for each feature that is on, and one of what is off."""
-    c = model.config
-    trained, frozen = "bf16" if args.precision == "bf16" else "float32", str(model.compute_dtype).removeprefix("torch.")
-    n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
-    lines = {f"{args.model} ({c.model_type})": f"{n_total:,} parameters, {n_trained:,} trained, {ranks.world} x "
-             f"{ranks.device_name}", f"  --precision {args.precision}": f"trained {trained}, all else {frozen}"}
-    lines |= {f"  {flag}": what for flag, what in args.features.items()}
-    if args.seq_len > c.max_position_embeddings:
-        lines["  note"] = f"--seq_len is beyond the {c.max_position_embeddings} positions that the model has seen"
-    for name, what in lines.items():
-        print(textwrap.fill(f"{name}: {what}", 80, subsequent_indent=" " * 6))
-
-
-def sample(args, model, tokenizer, documents, ranks):
-    """What the model makes of --sample. All ranks call it: under FSDP2 each forward is a collective."""
-    if not args.sample:
-        return ""
-    is_chat = any(file["chats"] for file in documents.files)
-    with ranks.agree():
-        prompt = tokenizer.prompt([{"role": "user", "content": args.sample}] if is_chat else args.sample)
-    model.eval()
-    tokens = lm.generate(model, prompt, args.max_new_tokens or 48, tokenizer.stop_ids, ranks.device, args.temperature)
-    text = data.printable(tokenizer.core.decode(list(tokens)))
-    model.train()
-    lm.reshard_(model)
-    return textwrap.shorten(text, 400)
-
-
-def tracer(args, out, device):
-    """--profile, --memory_snapshot -> a profiler whose step() is called after each step; the third is written."""
-    snapshot = args.memory_snapshot and device.type == "cuda"
-
-    def write(profiler):
-        if args.profile:
-            profiler.export_chrome_trace(str(out / "trace.json.gz"))
-            print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
-        if snapshot:
-            torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
-
-    if snapshot:
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-    third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)  # everything is warm by then
-    profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
-    profiler.start()
-    return profiler
-
-
-def chat(args):
-    """A conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C ends an
-    answer, Ctrl-D the chat."""
-    ranks, messages = Ranks(False, args.timeout), []
-    _, _, model, source, adapter, tokenizer = open_model(args, ranks)
-    model.to_empty(device=ranks.device).tie_()
-    with ranks.agree():
-        lm.load_weights_(model, source, adapter, args.seed, ranks.device, sys.stderr.isatty())
-    model.eval()
-    n, stop = args.max_new_tokens or 512, tokenizer.stop_ids
-    while True:
-        try:
-            question = input("> " if sys.stdin.isatty() else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            break
-        if question == "/reset":
-            messages = []
-        if question in ("", "/reset"):
-            continue
-        messages.append({"role": "user", "content": question})
-        tokens, said = [], ""
-        with ranks.agree():
-            prompt = tokenizer.prompt(messages)
-        with contextlib.suppress(KeyboardInterrupt):
-            for token in lm.generate(model, prompt, n, stop, ranks.device, args.temperature):
-                tokens.append(token)
-                text = data.printable(tokenizer.core.decode(tokens))
-                if not text.endswith("\ufffd"):  # the first bytes of a character
-                    print(text[len(said):], end="", flush=True)
-                    said = text
-        print()
-        messages.append({"role": "assistant", "content": said})
-
-
-def end_not_finite(model, loader, step, args, ranks):
-    """Ends a run whose loss or gradient is inf or nan, and names the documents of that step."""
-    lm.check_finite(dict(model.named_parameters()), step, ranks)
-    places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
-    changed = "earlier gradients of it were applied" if args.optim_in_backward else "no weight was changed by it"
-    ranks.leave()
-    raise FloatingPointError(f"step {step + 1}: the loss or a gradient is not finite; {changed}, checkpoints are as "
-                             "they were. Lower --lr, raise --warmup, or look at the documents of that step:"
-                             + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
-
-
-# ---------------- main
-
-
-def open_config(args, world, random_init):
-    """-> (files of the model as find_model() gives them, Config, Checkpoint of --adapter or None). Rank, alpha, targets
-    are the adapter's, and dropout where none is given."""
-    files, adapter = lm.find_model(args.model, random_init), None
-    config = lm.parse_config(files[0], f"{args.model}: config.json")
-    if args.adapter:
-        adapter, settings = lm.open_adapter(args.adapter)
-        vars(args).update({name: value for name, value in settings.items() if getattr(args, name) is None})
-    check_sizes(args, config, world)
-    return files, config, adapter
-
-
-def open_model(args, ranks):
-    """-> (files, Config, the run's model on meta, Checkpoint or RandomWeights, Checkpoint of --adapter or None,
-    Tokenizer). All of it is checked here, before anything is allocated."""
-    with ranks.agree():
-        files, config, adapter = open_config(args, ranks.world, args.random_init)
-        if args.precision is None:
-            native = (torch.cuda.is_bf16_supported(False) if ranks.device.type == "cuda" else
-                      torch.cpu._is_avx512_bf16_supported())
-            args.precision = "fp32" if not native else "bf16" if args.chat else "mixed"
-        if args.lr is None:  # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
-            args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
-        with torch.device("meta"):
-            vanilla = lm.Transformer(config)
-        source = lm.Checkpoint(files[2]) if files[2] else lm.RandomWeights(vanilla, args.seed, ranks.device)
-        lm.check_weights(vanilla, source, args.model)
-        model = lm.on_meta(config, args)
-        if adapter:
-            lm.check_weights(model, adapter, args.adapter)
-        return files, config, model, source, adapter, data.Tokenizer(files[1], args.chat_template)
-
-
-def open_run(args, config, loader, source, ranks):
-    """-> (folder of the run, checkpoint to continue from or None, state). state is all that a run carries from step to
-    step beside its tensors."""
-    restarted, run = any(ranks.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))), None
-    rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
-    with ranks.agree():
-        if len(loader.rows) < rows_a_step:
-            raise ValueError(f"a step takes {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
-                             f"{len(loader.rows)}: lower one of them or --seq_len, or give more data")
-        if ranks.rank == 0:
-            run = find_run(args.out, args.resume, restarted)
-    out, resumed = ranks.gather(run)[0]
-    steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
-    with ranks.agree():
-        settings = fixed_settings(args, config, rows_a_step, loader, source)
-        state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "steps": steps, "rows_a_step": rows_a_step,
-                 "settings": settings}
-        if resumed:
-            state = read_state(resumed, settings, ranks)
-        if state["step"] > steps:
-            raise ValueError(f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
-    if steps < 20 and not args.steps:
-        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
-    if state["steps"] != steps:
-        ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate changes")
-    about = {"launcher": launcher(), "world": ranks.world, "python": platform.python_version(),
-             **{module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}}
-    return out, resumed, {**state, "steps": steps, "about": about}
-
-
-def main(argv=None):
-    """A training run from top to bottom."""
-    args = parse_args(argv)
-    if args.dry_run or args.chat:
-        return dry_run(args, argv) if args.dry_run else chat(args)
-    # ---- what the user gave
-    ranks = Ranks(args.fsdp2, args.timeout)
-    device, rank, world, say, cuda = ranks.device, ranks.rank, ranks.world, ranks.say, ranks.device.type == "cuda"
-    files, config, model, source, adapter, tokenizer = open_model(args, ranks)
-    loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
-    if rank == 0:
-        data.print_data(args, loader, eval_loader, tokenizer)
-    if args.inspect:
-        return ranks.leave()
-    out, resumed, state = open_run(args, config, loader, source, ranks)
-    start, steps = state["step"], state["steps"]
-    # ---- the model: each feature applied to it, and last the weights
-    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if args.activation_checkpointing == "auto":
-        choose_blocks(args, config, world, loader.longest, min(ranks.gather(memory_of(args, ranks))), say)
-    if rank == 0:
-        print_start(args, model, source, n_trained, ranks)
-    if cuda:
-        limit_gpu(args, argv or sys.argv[1:], config, loader.longest, ranks)
-    if args.compile:
-        lm.compile_(model, args.packing)
-    if args.tiled_mlp:
-        lm.tile_mlp_(model, args.tiled_mlp)
-    if args.activation_checkpointing:
-        lm.checkpoint_activations_(model, bool(args.lora_dropout), n_recomputed(args, config))
-    lm.keep_weights_(model.model.layers[config.num_hidden_layers - args.n_weights_kept :])
-    if args.sequence_parallel > 1:
-        model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
-    if args.fsdp2:
-        shard_(model, args, device)
-    model.to_empty(device="cpu" if "params" in args.offload else device).tie_()
-    with ranks.agree():
-        lm.load_weights_(model, source, adapter, args.seed, device, rank == 0 and sys.stderr.isatty(), bool(resumed))
-    if "activations" in args.offload and cuda:
-        model.activation_hooks = OffloadActivations(device)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    bad = torch.zeros((), device=trained[0].device)  # 1 once a gradient was inf or nan: nothing is updated any more
-    optimizer = make_optimizer(trained, args, bad)
-    in_backward = StepInBackward(optimizer, trained, bad, ranks, args) if args.optim_in_backward else None
-    with ranks.agree():
-        if resumed:
-            lm.load_checkpoint(resumed, lm.training_tensors(model, optimizer))
-        if rank == 0:
-            ranks.lock = begin_writing(out, args, state)
-    state = ranks.gather(state)[0]
-    saver = Saver(out, args, ranks)
-    begin = f"continuing after step {start:,} of {resumed}" if resumed else "from the start"
-    say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}\nwriting to {out}")
-    sampled = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
-    log, stop = Log(out, state, loader, ranks, args.tensorboard), StopSignal()
-
-    def save():
-        with log.paused():
-            saver.save(lm.training_tensors(model, optimizer), state)
-            log.draw()
-
-    def end_early():
-        save()
-        saver.finish()
-        number, saved = signal.Signals(stop.asked(ranks)[0]), saver.last_step == state["step"]
-        say(f"stopped by {number.name} after step {state['step']} of {steps}, "
-            + (f"saved: the same command with --resume {out} continues" if saved else "NOT saved, see above"))
-        ranks.leave()
-        # torchrun relays its own signal; an exit code would make it start the run again
-        raise SystemExit(1 if not saved else 0 if launcher() else 128 + number)
-
-    def evaluate_now():
-        with log.paused():
-            result = evaluate(model, eval_loader, ranks, stop)
-        if result is None:  # a signal
-            end_early()
-        log.write_eval(*result)
-
-    # ---- training
-    keep_freed_memory(on=not cuda and not args.fsdp2)  # FSDP2's gathered units would leave holes between the shards
-    if args.eval_every and start % args.eval_every == 0 and state["evaluated"] < start < steps:
-        evaluate_now()  # the run was stopped between the save and the evaluation of this step
-    n_finite = torch.zeros_like(bad)  # steps before a gradient was inf or nan
-    profiler = tracer(args, out, device) if rank == 0 and (args.profile or args.memory_snapshot) else None
-    for batches, counted in loader.ahead(start, steps, args.grad_accum):
-        step, n, n_targets = state["step"], state["step"] + 1, int(counted[0])
-        ranks.alive()
-        torch.manual_seed(nf4.mix(nf4.mix(nf4.mix(args.seed) + rank) + step))  # dropout: the same in a resumed run
-        lr = lr_at(step, steps, args)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        loss_sum = torch.zeros((), device=device)
-        for i, batch in enumerate(batches):
-            if args.fsdp2:
-                last = i == len(batches) - 1  # adapters are small enough to be reduced once a step, all weights are not
-                model.set_requires_gradient_sync(last or not args.lora)
-                model.set_requires_all_reduce(last)  # between replicas once a step, however often inside them
-            b = batch.to(device)
-            loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
-            # a sum over ranks and micro-batches, by all their targets; * world undoes the mean over ranks
-            (loss * (world / n_targets)).backward()
-            loss_sum += loss.detach()
-        if in_backward:
-            norm = in_backward.norm()
-        else:
-            if world > 1 and not args.fsdp2:
-                average_gradients_(trained, world)
-            norm = clip_gradients_(trained, args.clip)
-            torch.maximum(bad, (~norm.isfinite()).float(), out=bad)
-            if args.fused_adamw or not bad:
-                optimizer.step()
-            optimizer.zero_grad()
-        n_finite += 1 - bad
-        log.count(counted, lm.step_flops(config, counted, args.lora) / world)
-        stopped, due = stop.asked(ranks, time.perf_counter() - log.mark > 10)
-        saving = stopped or (args.save_every and (n % args.save_every == 0 or n == steps))
-        if saving or step == start or n <= 10 or n % args.log_every == 0 or n == steps or due:
-            if world > 1:
-                dist.all_reduce(loss_sum)
-            figures = [x.to(device) for x in (loss_sum / n_targets, norm, bad, n_finite)]
-            loss, norm, is_bad, n_good = torch.stack(figures).tolist()  # the only host sync of the step
-            if is_bad or not math.isfinite(loss):
-                saver.finish()
-                end_not_finite(model, loader, min(start + int(n_good), step), args, ranks)
-            log.write(loss, norm, lr)
-        if profiler:
-            profiler.step()
-        if saving:
-            save()
-        if stopped:
-            end_early()
-        if args.eval_every and n % args.eval_every == 0 and n < steps:
-            evaluate_now()
-
-    # ---- the result, before an evaluation or a sample could fail
-    saver.finish()
-    lm.check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, state["step"], ranks)
-    adapter = lm.export(args, model, source, files, tokenizer, out, ranks)
-    if eval_loader and state["evaluated"] < steps:
-        evaluate_now()
-    if after := sample(args, model, tokenizer, loader.documents, ranks):
-        say(f"--- {args.sample.strip()}\nbefore: {sampled}\nafter:  {after}\n---")
-    log.close()
-    ranks.leave()  # no rank waits while rank 0 merges
-    if args.merge and rank == 0:
-        lm.merge(args, source, adapter, files, tokenizer, out)
-    say(f"done: {out}/final{f' and {out}/merged' if args.merge else ''}; --chat --model {out} talks with it")
+# ---------------- the exit code
 
 
 def launch(argv=None):

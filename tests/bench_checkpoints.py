@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 import model as lm
+import data
 import train
 
 os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # it misses the ranks that were killed
@@ -201,18 +202,18 @@ ROUNDS = 5
 
 def state_after_a_step(folder, args, ranks):
     """All that training changes, sharded over the ranks."""
-    model = lm.on_meta(lm.parse_config(lm.read_json(folder / "config.json")), args)
-    source = lm.RandomWeights(model, 0, ranks.device)
+    model = lm.on_meta(lm.parse_config(data.read_json(folder / "config.json")), args)
+    source = data.RandomWeights(model, 0, ranks.device)
     train.shard_(model, args, ranks.device)
     model.to_empty(device=ranks.device)
     model.tie_()
-    lm.load_weights_(model, source, None, 0, ranks.device)
+    data.load_weights_(model, source, None, 0, ranks.device)
     optimizer = train.make_optimizer(list(model.parameters()), args, torch.zeros(()))
     for p in model.parameters():
         p.grad = p.detach().clone()
     optimizer.step()
     optimizer.zero_grad()
-    return lm.training_tensors(model, optimizer)
+    return train.training_tensors(model, optimizer)
 
 
 def state_rank(folder):
@@ -234,7 +235,7 @@ def state_rank(folder):
 
     def gather():
         for name, tensor in tensors.items():
-            whole = tensor.full_tensor() if train.lm.is_sharded(tensor) else tensor
+            whole = tensor.full_tensor() if train.nf4.is_sharded(tensor) else tensor
             if ranks.rank == 0:
                 gathered[name] = whole.contiguous().clone()
 
@@ -246,7 +247,7 @@ def state_rank(folder):
 
     def resume():
         train.read_state(saved, {}, ranks)
-        lm.load_checkpoint(saved, tensors)
+        train.load_checkpoint(saved, tensors)
 
     for step in range(1, ROUNDS + 2):  # the first round warms up
         for what, saver, n in (("--async_save", savers[1], step), ("save", savers[0], 100 + step)):

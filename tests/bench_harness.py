@@ -113,10 +113,10 @@ def write_model(folder, config):
 
     with torch.device("meta"):
         model = lm.Transformer(lm.parse_config(config))
-    source, bf16 = lm.RandomWeights(model, 0, torch.device("cpu")), torch.bfloat16
-    layout = {name: (shape, bf16) for name, shape in lm.shapes_in_files(model).items()}
+    source, bf16 = data.RandomWeights(model, 0, torch.device("cpu")), torch.bfloat16
+    layout = {name: (shape, bf16) for name, shape in data.shapes_in_files(model).items()}
     weights = (source.rows(name, 0, shape[0]).to(bf16) for name, (shape, _) in layout.items())
     folder.mkdir(exist_ok=True)
     data.Tokenizer(TESTS / "tiny").save(folder)
-    lm.save_model(weights, layout, folder, config, write=True)
+    data.save_model(weights, layout, folder, config, write=True)
     return 2 * sum(p.numel() for p in model.parameters())

@@ -21,11 +21,12 @@ def ce_case(case, tokens, V, D):
     """Forward and backward of head and loss -> (peak MiB, loss per token, norms of the gradients)."""
     import torch
 
+    import data
     import model as lm
 
     trained, chunk = case
     torch.manual_seed(0)
-    head = lm.LMHead(lm.parse_config(lm.PRESETS["llama-2-7b"] | {"vocab_size": V, "hidden_size": D}))
+    head = lm.LMHead(lm.parse_config(data.PRESETS["llama-2-7b"] | {"vocab_size": V, "hidden_size": D}))
     torch.nn.init.normal_(head.weight, std=D**-0.5)
     head.bfloat16().requires_grad_(trained)
     x_BTD = torch.randn(1, tokens, D, dtype=torch.bfloat16).requires_grad_()
@@ -60,23 +61,25 @@ def load_rank(rank, folder, world, flags):
     import torch.distributed as dist
 
     import model as lm
+    import data
     import train
+    import nf4
 
     torch.set_num_threads(1)
     args, device = train.parse_args(["--fsdp2", *flags.split()]), torch.device("cpu")
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{flags}", world), rank=rank, world_size=world)
     try:
-        config, source = lm.parse_config(lm.read_json(folder / "config.json")), lm.Checkpoint(folder)
+        config, source = lm.parse_config(data.read_json(folder / "config.json")), data.Checkpoint(folder)
         model = lm.on_meta(config, args)
         train.shard_(model, args, device)
         model.to_empty(device=device)
         model.tie_()
-        shard = [lm.local(p)[0] for p in model.parameters()]
+        shard = [nf4.local(p)[0] for p in model.parameters()]
         for p in shard:
             p.detach().zero_()  # memory is resident once it is written to: the shard is in place before the peak counts
         dist.barrier()
         with harness.peak_growth() as peak:
-            lm.load_weights_(model, source, None, 0, device)
+            data.load_weights_(model, source, None, 0, device)
         dist.barrier()
         return sum(p.nbytes for p in shard) / MIB, peak[0]
     finally:
@@ -85,13 +88,13 @@ def load_rank(rank, folder, world, flags):
 
 def load(world=4):
     """Host memory of ranks that load a checkpoint together, above the parameters they keep."""
-    import model as lm
+    import data
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for layers in (12, 24):
             model = Path(folder, str(layers))
-            n_bytes = harness.write_model(model, lm.PRESETS["llama-2-7b"] | {
+            n_bytes = harness.write_model(model, data.PRESETS["llama-2-7b"] | {
                 "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": layers, "num_attention_heads": 16,
                 "num_key_value_heads": 16, "head_dim": 64})
             for given in ("--precision bf16", "--precision mixed --lora", "--precision mixed --qlora"):
@@ -127,10 +130,10 @@ def counted(case, folder, tokens):
     import torch
     from torch.profiler import profile
 
-    import model as lm
+    import data
     import train
 
-    events, load_weights_ = [], lm.load_weights_
+    events, load_weights_ = [], data.load_weights_
 
     class InNumpy(train.Parked):  # whose memory stands for the host's
         def __init__(self, tensor, before):
@@ -151,7 +154,7 @@ def counted(case, folder, tokens):
             walk(event.children)
 
     harness.be_rank_0(world)
-    lm.load_weights_ = load_and_offload
+    data.load_weights_ = load_and_offload
     with profile(profile_memory=True) as profiler, tempfile.TemporaryDirectory() as out:
         harness.run_steps(["--model", folder, "--data", f"{folder}/data.txt", "--seq_len", str(tokens),
                            "--precision", "fp32", "--out", f"{out}/run", *given.split()], 1)
@@ -161,11 +164,11 @@ def counted(case, folder, tokens):
 
 def flags(tokens=2048):
     """Every memory flag without and with: what torch's allocator counts of rank 0."""
-    import model as lm
+    import data
 
     rows, known = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        harness.write_model(Path(folder), lm.PRESETS["llama-2-7b"] | SHAPE)
+        harness.write_model(Path(folder), data.PRESETS["llama-2-7b"] | SHAPE)
         Path(folder, "data.txt").write_text("the file is read from disk and returned as a list of str " * 9000)
         for flag, world, *pair in PAIRS:
             for given in pair:
@@ -181,11 +184,12 @@ def flags(tokens=2048):
 def kinds_at_peak(flags, world):
     """Of rank 0 on a GPU -> ({kind: bytes} at the peak, bytes of host memory)."""
     import model as lm
+    import data
     import train
 
     args = train.parse_args([*flags, "--dry_run"])
     args.precision = args.precision or "mixed"
-    config = lm.parse_config(lm.find_model(args.model, random_init=True)[0])
+    config = lm.parse_config(data.find_model(args.model, random_init=True)[0])
     moments, host = train.plan(args, config, world, args.seq_len)
     return moments[train.peak_of(moments)[0]], sum(host.values())
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import model as lm
+import data
 import train
 
 KINDS = ("weights gathered", "gradients scattered", "gradients between replicas", "rows exchanged", "everything else")
@@ -159,7 +160,7 @@ def paper():
 def on_paper(name, flags, seq_len, world, replicas, speed):
     """-> (a cell of the table, seconds of the products)."""
     argv = ["--model", name, "--seq_len", str(seq_len), "--fsdp2", *flags.split(), "--replicas", str(replicas)]
-    args, config = train.parse_args(["--dry_run", *argv]), lm.parse_config(lm.PRESETS[name])
+    args, config = train.parse_args(["--dry_run", *argv]), lm.parse_config(data.PRESETS[name])
     args.precision = args.precision or "mixed"
     n = seq_len // args.sequence_parallel
     again = 6 / 4 if args.lora else 8 / 6  # the blocks' forward runs again

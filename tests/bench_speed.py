@@ -187,9 +187,9 @@ def work(spec):
 
 
 def make_config(shape):
-    import model as lm
+    import data
 
-    return lm.PRESETS["llama-2-7b"] | {
+    return data.PRESETS["llama-2-7b"] | {
         "vocab_size": shape.V, "hidden_size": shape.D, "intermediate_size": shape.F, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads or shape.heads,
         "head_dim": shape.D // shape.heads, "max_position_embeddings": 8192, "initializer_range": GAIN / shape.D**0.5}

@@ -127,20 +127,20 @@ def train(what, model, out, *flags, ranks=1):
 def fill(model, source, adapter=None):
     model.to_empty(device="cpu")
     model.tie_()
-    lm.load_weights_(model, source, adapter, 0, torch.device("cpu"), False)
+    data.load_weights_(model, source, adapter, 0, torch.device("cpu"), False)
     return model
 
 
 def ours(folder, adapter_folder=None):
     """oomph's model of a folder in float32, with an adapter where one is given."""
     with torch.device("meta"):
-        model = lm.Transformer(lm.parse_config(lm.read_json(folder / "config.json")))
-    source, adapter = lm.Checkpoint(folder), None
-    lm.check_weights(model, source, folder)
+        model = lm.Transformer(lm.parse_config(data.read_json(folder / "config.json")))
+    source, adapter = data.Checkpoint(folder), None
+    data.check_weights(model, source, folder)
     if adapter_folder:
-        adapter, flags = lm.open_adapter(adapter_folder)
+        adapter, flags = data.open_adapter(adapter_folder)
         lm.add_lora_(model, flags["lora_rank"], flags["lora_alpha"], 0.0, flags["lora_targets"])
-        lm.check_weights(model, adapter, adapter_folder)
+        data.check_weights(model, adapter, adapter_folder)
     return fill(model, source, adapter).eval()
 
 
@@ -150,7 +150,7 @@ def theirs(folder):
 
 def round_to_file(model, folder):
     """The model with every weight rounded to the dtype that it has in a checkpoint, in float32 again."""
-    *_, dtype = lm.Checkpoint(folder).tensors["model.embed_tokens.weight"]
+    *_, dtype = data.Checkpoint(folder).tensors["model.embed_tokens.weight"]
     for p in model.parameters():
         p.data = p.data.to(dtype).float()
     return model
@@ -214,7 +214,7 @@ def check_tokenizer(what, folder):
     expected = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
     # AutoTokenizer puts Qwen2's own byte-level pipeline around any vocabulary that lies beside a qwen2 config.json, the
     # built-in model's too, which has another one; the class below reads tokenizer.json as it is
-    qwen2 = lm.read_json(folder / "config.json")["model_type"] == "qwen2"
+    qwen2 = data.read_json(folder / "config.json")["model_type"] == "qwen2"
     kind = transformers.PreTrainedTokenizerFast if qwen2 else AutoTokenizer
     encoded = kind.from_pretrained(folder)(TEXT)["input_ids"]
     check(f"{what} {kind.__name__}", encoded == expected, f"{len(expected)} ids, {len(set(expected))} distinct")

@@ -241,17 +241,18 @@ def build(*flags, ranks=None, **changes):
     import torch
 
     import model as lm
+    import data
     import train
 
     args, cpu = train.parse_args(["--precision", "fp32", *map(str, flags)]), torch.device("cpu")
     config = lm.parse_config(SHAPE | changes)
     with torch.device("meta"):
-        source = lm.RandomWeights(lm.Transformer(config), 0, cpu)
+        source = data.RandomWeights(lm.Transformer(config), 0, cpu)
     model = lm.on_meta(config, args)
     if args.fsdp2:
         train.shard_(model, args, ranks.device)
     model.to_empty(device="cpu").tie_()
-    lm.load_weights_(model, source, None, 0, cpu)
+    data.load_weights_(model, source, None, 0, cpu)
     return model, args
 
 

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import model as lm
+import data
 import train
 
 
@@ -96,7 +97,7 @@ ASKED_FOR = [  # a family, what its config.json asks for, words of the message b
                          ids=lambda part: json.dumps(part)[1:50] if isinstance(part, dict) else "")
 def test_config_that_asks_for_something_else_is_refused_by_key(family, changes, words):
     with pytest.raises(ValueError) as error:
-        lm.parse_config(lm.read_json(HERE / "goldens" / family / "config.json") | changes, "model/config.json")
+        lm.parse_config(data.read_json(HERE / "goldens" / family / "config.json") | changes, "model/config.json")
     (key,) = changes
     key = "rope_" if key.startswith("rope_") else key  # rope_theta is in rope_parameters
     assert_says(str(error.value), f"model/config.json: | {key} | {words}")
@@ -105,7 +106,7 @@ def test_config_that_asks_for_something_else_is_refused_by_key(family, changes, 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                                  "num_attention_heads", "num_key_value_heads", "max_position_embeddings"])
 def test_absurd_sizes_are_refused_before_anything_is_allocated(key):
-    raw = lm.read_json(HERE / "goldens/qwen3-tied/config.json")
+    raw = data.read_json(HERE / "goldens/qwen3-tied/config.json")
     for value in (10**12, -1, 0, True, "64", 64.0, None, [64]):
         with pytest.raises(ValueError) as error:
             lm.parse_config(raw | {key: value})
@@ -161,9 +162,9 @@ def tiny(*files):
 def index(head, copy=False):
     """Puts the weights into a.safetensors behind an index, which says that the head is in another file."""
     def spoil():
-        places = dict.fromkeys(load_file(WEIGHTS), "a.safetensors") | {lm.HEAD: head}
+        places = dict.fromkeys(load_file(WEIGHTS), "a.safetensors") | {data.HEAD: head}
         if head is None:
-            del places[lm.HEAD]
+            del places[data.HEAD]
         Path(WEIGHTS).rename("model/a.safetensors")
         if copy:
             shutil.copy("model/a.safetensors", "model/b.safetensors")
@@ -178,7 +179,7 @@ def adapter(blocks=2, **changes):
         stems = [f"model.layers.{block}.self_attn.q_proj" for block in range(blocks)]
         values = {f"{stem}.lora_A.weight": torch.zeros(2, 32) for stem in stems}
         values |= {f"{stem}.lora_B.weight": torch.zeros(32, 2) for stem in stems}
-        lm.save_adapter(values, Path("adapter"), "base", 2, 4.0, 0.0, ["q_proj"])
+        data.save_adapter(values, Path("adapter"), "base", 2, 4.0, 0.0, ["q_proj"])
         edit("adapter/adapter_config.json", **changes)()
     return spoil
 
@@ -207,14 +208,14 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
                       "wrong shape | model.layers.0.mlp.down_proj.weight is [32, 48] | [32, 56]"),
     "a tensor less": ([tensors(lambda t: t.pop("model.norm.weight"))], "", "missing: model.norm.weight"),
     "escapes": ([tensors(lambda t: t.update({"\x1b[2J": t[EMBEDDING] + 0}))], "", "unexpected: \\x1b[2J"),
-    "int8": ([tensors(lambda t: t.update({lm.HEAD: t[lm.HEAD].to(torch.int8)}))], "", "lm_head.weight | bfloat16"),
+    "int8": ([tensors(lambda t: t.update({data.HEAD: t[data.HEAD].to(torch.int8)}))], "", "lm_head.weight | bfloat16"),
     "bitsandbytes": ([tensors(bitsandbytes)], "", "unquantized model | --qlora"),
     **{f"index of {file!r}": ([index(file)], "", f"{INDEX} | plain names")
        for file in ("../x.safetensors", "/x.safetensors", "sub/x.safetensors", "x.bin", "x\n.safetensors", 5)},
     "index of a missing file": ([index("b.safetensors")], "", "model/b.safetensors | no such file | incomplete"),
     "a tensor twice": ([index("b.safetensors", copy=True)], "", "lm_head.weight | a.safetensors | as well"),
     "empty index": ([write(INDEX, "{}")], "", f"{INDEX} | weight_map"),
-    "a head that differs": ([tiny(*MODEL), tensors(lambda t: t.update({lm.HEAD: t[EMBEDDING] + 1}))], "",
+    "a head that differs": ([tiny(*MODEL), tensors(lambda t: t.update({data.HEAD: t[EMBEDDING] + 1}))], "",
                             "lm_head.weight | set tie_word_embeddings to false"),
     "nan under NF4": ([tiny(*MODEL), tensors(lambda t: t[UP][3, 5].fill_(NAN))], "--qlora",
                       "inf or nan | model.layers.0.mlp.up_proj"),
@@ -249,7 +250,7 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "groups of a plan": ([], "--sequence_parallel 4 --dry_run --world 6", "--sequence_parallel 4 | 6 rank | 1, 2"),
     "blocks of a plan": ([], "--activation_checkpointing 999 --dry_run --model qwen3-8b", "36 blocks"),
     "half of the experts": ([], "--lora --lora_targets up_proj --dry_run --model qwen3-30b-a3b", "up_proj | give both"),
-    "rank in an adapter": ([lambda: lm.save_adapter({"mlp.experts.0.down_proj.lora_A.weight": torch.ones(12, 8)},
+    "rank in an adapter": ([lambda: data.save_adapter({"mlp.experts.0.down_proj.lora_A.weight": torch.ones(12, 8)},
         Path("model"), "", 12, 8, 0, ["down_proj"])], "--dry_run --model qwen3-30b-a3b --adapter model", "12 | of 8"),
     "ranks of experts": ([], "--lora --lora_rank 4 --dry_run --model qwen3-30b-a3b", "--lora_rank 4 | multiple of 8"),
     "groups of heads": ([], "--model qwen2.5-0.5b --sequence_parallel 4 --dry_run --world 28",

@@ -66,7 +66,7 @@ def losses_and_gradients(model, after_step=lambda: None):
             keep = keep[keep // n == row.start] % n
         loss = model(tokens, targets, positions, spans, keep)
         loss.backward()
-        grads = {name: lm.local(p.grad)[0].clone() for name, p in model.named_parameters() if p.grad is not None}
+        grads = {name: nf4.local(p.grad)[0].clone() for name, p in model.named_parameters() if p.grad is not None}
         results.append({"loss": loss.detach(), **grads})
         model.zero_grad()
         after_step()

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import model as lm
 import nf4
+import data
 import train
 
 # Plackett and Burman's twelve runs: any two of the eleven flags meet in all four combinations.
@@ -120,7 +121,7 @@ def change_and_run(change, argv):
 def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(job, tmp_path, flags):
     flags = ["--batch_size", 8, "--steps", 1, *flags.split()]
     change = standins.install_with_zeros if LOADED else list
-    config = lm.PRESETS["llama-3.2-1b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
+    config = data.PRESETS["llama-3.2-1b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
     code, text, argv = run_changed(job, tmp_path, change, *flags, **config)
     assert code == 0, text
     (row,) = map(json.loads, (tmp_path / "out/metrics.jsonl").read_text().splitlines())
@@ -140,7 +141,7 @@ def strict_steps():
     for table in (nf4.levels_of_bytes, nf4.code_levels):  # else copied in the first step
         table(torch.device("cuda", 0))
     for owner, name in ((lm.Transformer, "forward"), (torch.Tensor, "backward"), (train, "clip_gradients_"),
-                        (torch.optim.AdamW, "step"), (train.CompactAdamW, "step"), (train.data.Batch, "to")):
+                        (torch.optim.AdamW, "step"), (nf4.CompactAdamW, "step"), (train.data.Batch, "to")):
         setattr(owner, name, strict()(getattr(owner, name)))
 
 
@@ -164,8 +165,8 @@ def test_experts_train_on_a_gpu_to_the_losses_of_the_cpu(job, tmp_path, flags):
     config = SHAPE | MOE | {"num_hidden_layers": 2}
     (path / "config.json").write_text(json.dumps(config))
     vanilla = lm.Transformer(lm.parse_config(config))
-    lm.load_weights_(vanilla, lm.RandomWeights(vanilla, 0, torch.device("cpu")), None, 0, torch.device("cpu"))
-    save_file(dict(lm.full_tensors(vanilla, False)), path / "model.safetensors")
+    data.load_weights_(vanilla, data.RandomWeights(vanilla, 0, torch.device("cpu")), None, 0, torch.device("cpu"))
+    save_file(dict(data.full_tensors(vanilla, False)), path / "model.safetensors")
     argv = ["--model", path, *job[2:], "--steps", 2, *flags.split()]
     (got, _), (expected, _) = (curve(1, argv, tmp_path / str(gpu), gpu) for gpu in (True, False))
     assert got == pytest.approx(expected, abs=0.02)  # 8 bits of mantissa

@@ -111,7 +111,7 @@ def test_chunks_make_no_difference_but_for_texts(tiny, tmp_path, cache, monkeypa
     folder = data.tokenized(str(tmp_path / "a.jsonl"), False, tiny)
     for key in data.ARRAYS:
         assert (folder / key).read_bytes() == (whole / key).read_bytes()
-    reports = [lm.read_json(path / "report.json") for path in (folder, whole)]
+    reports = [data.read_json(path / "report.json") for path in (folder, whole)]
     assert reports[0] | {"crc": 0} == reports[1] | {"crc": 0} and reports[0]["n_bad"] == 8
     assert re.findall(r"\n  line (\d+): not valid JSON", reports[0]["bad"]) == ["8", "208", "408", "608", "808"]
 
@@ -225,7 +225,7 @@ def test_inspected_example_shows_what_is_trained_on(tiny, tmp_path):
 @pytest.fixture(scope="module")
 def transformer():
     """A tiny random Qwen3 in float32."""
-    config = lm.parse_config(lm.read_json(HERE / "goldens" / "qwen3-tied" / "config.json"))
+    config = lm.parse_config(data.read_json(HERE / "goldens" / "qwen3-tied" / "config.json"))
     model = lm.Transformer(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # so large that a neighbour's token would move every logit far beyond rounding

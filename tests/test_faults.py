@@ -148,9 +148,9 @@ def test_a_checkpoint_renamed_to_another_step_is_refused(saved):
 ])
 def test_tensors_other_than_those_of_the_run_are_refused_by_name(tmp_path, tensor, files, words):
     for number, shapes in enumerate(files):
-        lm.write_rows(tmp_path / f"{number}.safetensors", {key: torch.ones(shape) for key, shape in shapes.items()})
+        train.write_rows(tmp_path / f"{number}.safetensors", {key: torch.ones(shape) for key, shape in shapes.items()})
     with pytest.raises(ValueError, match=words + ".*remove this checkpoint"):
-        lm.load_checkpoint(tmp_path, {"a": tensor})
+        train.load_checkpoint(tmp_path, {"a": tensor})
 
 
 def test_a_damaged_checkpoint_ends_with_one_message_and_the_older_one_continues(job, saved, undisturbed):
@@ -206,7 +206,7 @@ def test_a_result_that_cannot_be_written_is_named_and_loses_no_checkpoint(job, u
 def test_a_slow_save_is_no_hang(tmp_path, monkeypatch):
     calls, args = [], SimpleNamespace(keep=1, async_save=False)
     monkeypatch.setattr(train.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("not watched"))
-    monkeypatch.setattr(lm, "write_rows", lambda path, rows: calls.append("written") or [1, 1])
+    monkeypatch.setattr(train, "write_rows", lambda path, rows: calls.append("written") or [1, 1])
     ranks = SimpleNamespace(rank=0, world=1, gather=lambda value: [value], say=calls.append)
     train.Saver(tmp_path, args, ranks).save({"a": torch.ones(1)}, {"step": 1})
     assert calls[0] == "not watched" and "written" in calls and steps_of(tmp_path) == [1]
@@ -265,12 +265,12 @@ def signalled(argv, number, moment):
             send()
             yield batch
 
-    def write_rows(path, rows, original=lm.write_rows):
+    def write_rows(path, rows, original=train.write_rows):
         if moment == "save" and "checkpoint-3" in str(path):
             send()
         return original(path, rows)
 
-    data.Loader.ahead, data.Loader.once, lm.write_rows = ahead, once, write_rows
+    data.Loader.ahead, data.Loader.once, train.write_rows = ahead, once, write_rows
     return train_main(argv)
 
 
@@ -341,7 +341,7 @@ def not_finite(argv, what):
         return loss
 
     def end_not_finite(model, loader, number, args, ranks):
-        rows = lm.rows_of_rank({name: p.detach() for name, p in model.named_parameters()}, ranks.rank)
+        rows = train.rows_of_rank({name: p.detach() for name, p in model.named_parameters()}, ranks.rank)
         save_file(rows, f"{args.out}/end-{ranks.rank}.safetensors")
         print("documents: " + ", ".join(loader.places(2, 1)))
         end(model, loader, number, args, ranks)

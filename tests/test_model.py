@@ -25,22 +25,22 @@ TOKENS = torch.arange(96).view(2, 48)
 
 def build(folder, config="config.json"):
     with torch.device("meta"):
-        model = lm.Transformer(lm.parse_config(lm.read_json(folder / config)))
-    source = lm.Checkpoint(folder)
-    lm.check_weights(model, source, folder)
+        model = lm.Transformer(lm.parse_config(data.read_json(folder / config)))
+    source = data.Checkpoint(folder)
+    data.check_weights(model, source, folder)
     return load(model, source)
 
 
 def load(model, source):
     model.to_empty(device="cpu").tie_()
-    lm.load_weights_(model, source, None, 0, CPU)
+    data.load_weights_(model, source, None, 0, CPU)
     return model
 
 
 def build_random(method="full", tile=0, checkpointing=False, dropout=0.0, **shape):
     with torch.device("meta"):
         model = lm.Transformer(lm.parse_config(SHAPE | shape))
-    source = lm.RandomWeights(model, 0, CPU)
+    source = data.RandomWeights(model, 0, CPU)
     if method == "qlora":
         nf4.quantize_linears_(model.model.layers)
     if method != "full":
@@ -91,7 +91,7 @@ def test_loss_and_gradients_equal_transformers(folder, chunk):
 
 
 def test_long_positions_keep_float32_angles_in_bf16():
-    c = lm.parse_config(lm.read_json(GOLDENS[0] / "config.json"))
+    c = lm.parse_config(data.read_json(GOLDENS[0] / "config.json"))
     cos, _ = lm.rope_table(torch.tensor([[100_001]]), c)
     expected = torch.cos(torch.tensor(100_001, dtype=torch.float64) / c.rope_scaling.get("factor", 1.0))
     assert cos.dtype == torch.float32
@@ -107,7 +107,7 @@ def continuation(model, n, **options):
 
 @pytest.mark.parametrize("method", ["tiny", "qlora"])
 def test_the_cache_changes_no_token_and_holds_keys_and_values_only(method):
-    model = build(lm.TINY) if method == "tiny" else build_random("qlora", tile=32, checkpointing=True)
+    model = build(data.TINY) if method == "tiny" else build_random("qlora", tile=32, checkpointing=True)
     got, tokens, cache, c = continuation(model, 24), list(range(20, 60)), {}, model.config
     while len(tokens) < 40 + 24 and (token := int(model(torch.tensor([tokens]))[0, -1].argmax())) != 1:
         tokens.append(token)
@@ -138,10 +138,10 @@ def test_presets_hold_the_published_parameter_counts():
         "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
         "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09,
     }
-    assert published.keys() == lm.PRESETS.keys()
+    assert published.keys() == data.PRESETS.keys()
     for name, count in published.items():
         with torch.device("meta"):
-            model = lm.Transformer(lm.parse_config(lm.PRESETS[name]))
+            model = lm.Transformer(lm.parse_config(data.PRESETS[name]))
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(count, abs=0.006), name  # two decimals
 
 
@@ -250,21 +250,21 @@ DOTTED = [f"proj.{target}" for target in lm.LORA_TARGETS]
 @pytest.mark.parametrize("modules", ["all-linear", r".*\.(q|k|v|o|gate|up|down)_proj", DOTTED], ids=str)
 def test_an_adapter_is_read_back_with_the_layers_that_its_tensors_name(tmp_path, modules):
     tensors = {name: p.data for name, p in build_random("lora").named_parameters() if p.requires_grad}
-    lm.save_adapter(tensors, tmp_path, "base", 4, 8, 0.1, modules)
+    data.save_adapter(tensors, tmp_path, "base", 4, 8, 0.1, modules)
     config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"target_modules": modules}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    source, flags = lm.open_adapter(tmp_path)
+    source, flags = data.open_adapter(tmp_path)
     assert flags == dict(lora_rank=4, lora_alpha=8, lora_dropout=0.1, lora_targets=list(lm.LORA_TARGETS))
-    lm.check_weights(build_random("lora"), source, tmp_path)
+    data.check_weights(build_random("lora"), source, tmp_path)
 
 
 def test_an_adapter_of_experts_names_the_dense_blocks_as_parameters_for_peft(tmp_path):
     names = [f"layers.0.mlp.experts.1.{name}" for name in ("gate_proj", "down_proj")] + ["layers.1.mlp.down_proj"]
     tensors = {f"model.{name}.lora_A.weight": torch.zeros(8, 16) for name in names}
-    lm.save_adapter(tensors, tmp_path, "base", 8, 16, 0.1, ["gate_proj", "down_proj"])
+    data.save_adapter(tensors, tmp_path, "base", 8, 16, 0.1, ["gate_proj", "down_proj"])
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["target_parameters"], config["lora_dropout"]) == (["mlp.down_proj.weight"], 0)
-    assert lm.open_adapter(tmp_path)[1]["lora_targets"] == ["gate_proj", "down_proj"]
+    assert data.open_adapter(tmp_path)[1]["lora_targets"] == ["gate_proj", "down_proj"]
 
 
 # ---------------------------------------------------------------- tiles
@@ -298,16 +298,16 @@ def test_the_backward_drops_the_same_inputs_as_the_forward(tile):
 def test_a_model_in_several_files_is_read_bit_for_bit(tmp_path, n_files):
     model = build_random()
     layout = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
-    lm.save_model((t for _, t in lm.full_tensors(model, False)), layout, tmp_path, SHAPE, write=True)
+    data.save_model((t for _, t in data.full_tensors(model, False)), layout, tmp_path, SHAPE, write=True)
     if n_files > 1:
         tensors = load_file(tmp_path / "model.safetensors")
         weight_map = {name: f"model-{i % n_files}.safetensors" for i, name in enumerate(tensors)}
         for file in set(weight_map.values()):
             save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, tmp_path / file)
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    source = lm.Checkpoint(tmp_path)
+    source = data.Checkpoint(tmp_path)
     assert len(source.files) == n_files
-    lm.check_weights(model, source, tmp_path)
+    data.check_weights(model, source, tmp_path)
     for name, p in model.named_parameters():
         assert torch.equal(source.rows(name, 0, len(p)), p.data)
 
@@ -317,21 +317,22 @@ def test_a_full_disk_is_named_with_path_and_tensor_and_every_rank_finishes():
     layout = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
     tensors = iter(list(model.parameters()))
     with pytest.raises(OSError, match=r"/dev/full: header not written: No space left"):
-        lm.write_safetensors("/dev/full", layout, [])
+        data.write_safetensors("/dev/full", layout, [])
     with pytest.raises(OSError):
-        lm.save_model(tensors, layout, Path("/dev/null"), SHAPE, write=True)
+        data.save_model(tensors, layout, Path("/dev/null"), SHAPE, write=True)
     assert next(tensors, None) is None  # what the iterator gathers, the other ranks gather too
     with pytest.raises(OSError, match="--merge, /dev/null/final is complete: merged/ not written: Not a directory"):
-        lm.merge(SimpleNamespace(), lm.Checkpoint(lm.TINY), {}, ({},), None, Path("/dev/null"))
+        files = data.ModelFiles({}, data.TINY, data.TINY, "tiny")
+        data.merge(SimpleNamespace(), data.Checkpoint(data.TINY), {}, files, None, Path("/dev/null"))
 
 
 def test_a_run_or_an_adapter_is_a_model_and_folders_are_named_absolutely(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert lm.find_result("tiny") == ("tiny", None) and lm.find_result("Qwen/Qwen3-4B") == ("Qwen/Qwen3-4B", None)
+    assert data.find_result("tiny") == ("tiny", None) and data.find_result("Qwen/Qwen3-4B") == ("Qwen/Qwen3-4B", None)
     (tmp_path / "run/final").mkdir(parents=True)
-    assert lm.find_result("run") == ("run", None)
-    lm.save_adapter({}, tmp_path / "run/final", "base", 4, 8, 0.1, [])
-    assert lm.find_result("run") == lm.find_result("run/final") == ("base", "run/final")
-    shutil.copytree(lm.TINY, tmp_path / "run/merged")
-    assert lm.find_result("run") == ("run/merged", None)
-    assert lm.find_model("run/merged", False)[3] == str(tmp_path / "run/merged")
+    assert data.find_result("run") == ("run", None)
+    data.save_adapter({}, tmp_path / "run/final", "base", 4, 8, 0.1, [])
+    assert data.find_result("run") == data.find_result("run/final") == ("base", "run/final")
+    shutil.copytree(data.TINY, tmp_path / "run/merged")
+    assert data.find_result("run") == ("run/merged", None)
+    assert data.find_model("run/merged", False)[3] == str(tmp_path / "run/merged")

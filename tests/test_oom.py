@@ -23,7 +23,7 @@ def flags(folder, text, out):
 # ---------------------------------------------------------------- running out
 
 PHASES = {  # function that fails: its owner, the step it fails in, words of main's line there
-    "tokenized": (data, 0, "open_data("), "load_weights_": (lm, 0, "load_weights_("),
+    "tokenized": (data, 0, "open_data("), "load_weights_": (data, 0, "load_weights_("),
     "forward": (lm.Transformer, 2, "model("), "backward": (torch.Tensor, 2, "backward("),
     "step": (torch.optim.AdamW, 2, "optimizer.step("),
 }
@@ -88,7 +88,7 @@ def dry_run(capsys, line):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("preset", lm.PRESETS)
+@pytest.mark.parametrize("preset", data.PRESETS)
 def test_dry_run_prints_the_plan_of_every_preset_and_writes_nothing(capsys, tmp_path, monkeypatch, preset):
     monkeypatch.chdir(tmp_path)
     for world in (1, 4):

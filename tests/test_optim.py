@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import model as lm
 import nf4
 import train
 
@@ -38,15 +37,15 @@ def log_uniform(shape, decades):
 
 
 def dither(step, shape, number=0, salt=0):
-    rows, cols = train.dither_words(step, number, 0, shape[0], shape[1], "cpu")
+    rows, cols = nf4.dither_words(step, number, 0, shape[0], shape[1], "cpu")
     return rows[salt][:, None] * cols
 
 
 def rounded_moment(x_ND, signed, step):
     """x after it was stored in codes and read back; every row is one block."""
     moment = torch.zeros(x_ND.shape, dtype=torch.uint8), torch.zeros(len(x_ND), 1), M_LEVELS if signed else V_LEVELS
-    train.write_moment_(moment, x_ND, signed, dither(step, x_ND.shape), torch.tensor(False))
-    return train.read_moment(*moment)
+    nf4.write_moment_(moment, x_ND, signed, dither(step, x_ND.shape), torch.tensor(False))
+    return nf4.read_moment(*moment)
 
 
 def test_dither_is_uniform_and_neighbours_steps_and_moments_are_independent():
@@ -138,7 +137,7 @@ def test_moments_in_8_bits_follow_adamw_and_do_not_freeze():
     for i in range(400):
         step(normal((64, 300), i) * (spread if i < 200 else spread / 4))  # v has to follow, 0.1 % a step
     exact, state = optimizers[0].state[weights[0]], optimizers[1].state[weights[1]]
-    m, v = (levels[state[name].int()] * state[f"{name}_scales"].repeat_interleave(train.BLOCK, 1)[:, :300]
+    m, v = (levels[state[name].int()] * state[f"{name}_scales"].repeat_interleave(nf4.MOMENT_BLOCK, 1)[:, :300]
             for name, levels in (("exp_avg", M_LEVELS), ("exp_avg_sq", V_LEVELS)))
     ratio = v / exact["exp_avg_sq"]
     assert ratio.mean() == pytest.approx(1, abs=0.01)  # 19,200 random walks of 0.2 each: 0.0015
@@ -169,7 +168,7 @@ def check_state_does_not_depend_on_ranks(ranks, folder, kind, dtype):
     for step in range(5):
         for number, (p, q) in enumerate(pairs):
             p.grad, q.grad = normal(p.shape, 100 * step + number, dtype), torch.zeros_like(q)
-            mine, start = lm.local(q.grad)
+            mine, start = nf4.local(q.grad)
             mine.copy_(p.grad[start : start + len(mine)])
         for optimizer in optimizers:
             optimizer.step()
@@ -236,13 +235,13 @@ def check_gradients_are_gone(ranks, folder, flags, tied):
     alive, step = [], optimizer.step
     optimizer.step = lambda: (alive.append([p for p in trained if p.grad is not None]), step())
     hooks = train.StepInBackward(optimizer, trained, bad, ranks, args)
-    before = [lm.local(p)[0].clone() for p in trained]
+    before = [nf4.local(p)[0].clone() for p in trained]
     tokens = torch.arange(16)[None]
     model(tokens, tokens).backward()
     assert all(len(params) == 1 for params in alive), "more than one gradient alive"
     assert sorted(id(params[0]) for params in alive) == sorted(map(id, trained)), "each steps once, tied ones too"
     assert all(p.grad is None for p in trained) and hooks.norm() > 0
-    assert all(not torch.equal(a, lm.local(p)[0]) for a, p in zip(before, trained) if len(a))
+    assert all(not torch.equal(a, nf4.local(p)[0]) for a, p in zip(before, trained) if len(a))
 
 
 @pytest.mark.parametrize("tied, flags", [

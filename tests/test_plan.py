@@ -15,6 +15,7 @@ import pytest
 from conftest import random_model, start_fake_group, start_ranks
 
 import model as lm
+import data
 import train
 
 MODELS = {
@@ -83,7 +84,7 @@ def count(argv, world, result):
             if world > 1 or want_group:
                 start_fake_group(world)
 
-    hooks, load = [], lm.load_weights_
+    hooks, load = [], data.load_weights_
 
     def load_weights_(model, *rest):
         load(model, *rest)
@@ -109,7 +110,7 @@ def count(argv, world, result):
     standins.install()
     del os.environ["RANK"]
     train.PAGE = 1 << 19
-    train.Ranks, lm.export, lm.load_weights_ = Alone, stop, load_weights_
+    train.Ranks, data.export, data.load_weights_ = Alone, stop, load_weights_
     profiler = profile(profile_memory=True)
     profiler.start()
     return train.launch(argv)
@@ -126,7 +127,7 @@ def folders(tmp_path_factory):
 
 
 def config_of(preset):
-    return lm.parse_config(lm.PRESETS[preset])
+    return lm.parse_config(data.PRESETS[preset])
 
 
 def planned(argv, config, world):
@@ -151,7 +152,7 @@ def test_the_plan_is_what_a_step_holds(folders, tmp_path, monkeypatch, model, to
     counted, pages = json.loads(result.read_text())
 
     monkeypatch.setattr(train, "PAGE", 1 << 19)
-    config = lm.parse_config(lm.read_json(folders / model / "config.json"))
+    config = lm.parse_config(data.read_json(folders / model / "config.json"))
     moments, host, _ = planned(argv, config, world)
     assert host.pop("activations", 0) == pages
     counted -= pages
@@ -168,12 +169,12 @@ def test_the_plan_is_what_a_step_holds(folders, tmp_path, monkeypatch, model, to
 
 @pytest.mark.parametrize("flags", ["", "--qlora --precision mixed", "--optim adamw8bit", "--precision bf16"])
 def test_the_copy_of_async_save_is_the_training_state(folders, flags):
-    config = lm.parse_config(lm.read_json(folders / "tied/config.json"))
+    config = lm.parse_config(data.read_json(folders / "tied/config.json"))
     _, host, args = planned(["--precision", "fp32", "--async_save", "--lr", 1, *flags.split()], config, 1)
     model = lm.on_meta(config, args).to_empty(device="cpu")
     model.tie_()
     optimizer = train.make_optimizer([p for p in model.parameters() if p.requires_grad], args, bad=None)
-    sizes = [t.nbytes for t in lm.training_tensors(model, optimizer).values() if t.dim()]
+    sizes = [t.nbytes for t in train.training_tensors(model, optimizer).values() if t.dim()]
     # torch's pinned allocator rounds up to powers of two. 0.1 %: adamw8bit's moments of vectors, and the last norm
     assert host["copy of a checkpoint"] == pytest.approx(sum(1 << (n - 1).bit_length() for n in sizes), rel=1e-3)
 

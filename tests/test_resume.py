@@ -16,6 +16,8 @@ from conftest import HERE, on_ranks, run_ranks, start_ranks, train_main
 
 import model as lm
 import train
+import data
+import nf4
 
 STEPS, EDGE = 5, 3  # six rows, two a step: the first epoch ends with step 3, the run in the middle of the second
 
@@ -77,14 +79,14 @@ LAYOUTS = [(1, ""), (2, ""), (2, "--fsdp2"), (3, "--fsdp2"), (4, "--fsdp2"), (4,
 def save_and_load(ranks, folder, model_folder, flags):
     """Writes a checkpoint of this layout of ranks, then reads those that other layouts have written."""
     args = train.parse_args(["--precision", "fp32", "--optim", "adamw8bit", *flags.split()])
-    model = lm.on_meta(lm.parse_config(lm.read_json(model_folder / "config.json")), args)
+    model = lm.on_meta(lm.parse_config(data.read_json(model_folder / "config.json")), args)
     if args.fsdp2:
         train.shard_(model, args, ranks.device)
     model.to_empty(device="cpu")
-    tensors = lm.training_tensors(model, train.make_optimizer(list(model.parameters()), args, torch.zeros(())))
+    tensors = train.training_tensors(model, train.make_optimizer(list(model.parameters()), args, torch.zeros(())))
     expected = {}
     for name, tensor in tensors.items():  # every number depends on its tensor and its place
-        mine, start = lm.local(tensor)
+        mine, start = nf4.local(tensor)
         whole = torch.arange(tensor.numel()).reshape(tensor.shape) * 7 + zlib.crc32(name.encode()) % 1000
         expected[name] = (whole[start : start + len(mine)] if mine.dim() else whole).to(mine.dtype)
         mine.copy_(expected[name])
@@ -93,9 +95,9 @@ def save_and_load(ranks, folder, model_folder, flags):
     for checkpoint in folder.glob("run*/checkpoint-1"):
         train.read_state(checkpoint, {}, ranks)
         for tensor in tensors.values():
-            lm.local(tensor)[0].zero_()
-        lm.load_checkpoint(checkpoint, tensors)
-        assert all(torch.equal(lm.local(tensor)[0], expected[name]) for name, tensor in tensors.items()), checkpoint
+            nf4.local(tensor)[0].zero_()
+        train.load_checkpoint(checkpoint, tensors)
+        assert all(torch.equal(nf4.local(tensor)[0], expected[name]) for name, tensor in tensors.items()), checkpoint
 
 
 def test_any_layout_of_ranks_loads_what_any_other_wrote_bit_for_bit(folder, tmp_path):

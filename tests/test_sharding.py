@@ -137,11 +137,11 @@ def test_experts_are_written_as_they_are_read(job, plain, tmp_path):
     for name in ("0.mlp.experts.4.up_proj", "2.mlp.experts.5.down_proj", "1.mlp.gate_proj", "0.mlp.gate"):
         stem, w = f"model.layers.{name}.", old[f"model.layers.{name}.weight"]
         if name != "0.mlp.gate":
-            a, b = (tensors[f"{lm.PEFT_PREFIX}{stem}lora_{half}.weight"] for half in "AB")
+            a, b = (tensors[f"{data.PEFT_PREFIX}{stem}lora_{half}.weight"] for half in "AB")
             w = w + 32 / 8 * b @ a
         torch.testing.assert_close(merged[f"{stem}weight"], w)
-    model, loaded = lm.Transformer(lm.parse_config(SHAPE | MOE)), lm.Checkpoint(tmp_path / "run/merged")
-    lm.load_weights_(model, loaded, None, 0, torch.device("cpu"))
+    model, loaded = lm.Transformer(lm.parse_config(SHAPE | MOE)), data.Checkpoint(tmp_path / "run/merged")
+    data.load_weights_(model, loaded, None, 0, torch.device("cpu"))
     stack = model.model.layers[2].mlp.experts.down_proj.weight.unflatten(0, (6, -1))
     assert torch.equal(stack[5], merged["model.layers.2.mlp.experts.5.down_proj.weight"])
 
@@ -205,17 +205,17 @@ def test_shards_of_rows_have_the_loss_and_the_gradients_of_whole_rows(tmp_path, 
 
 def check_nf4(ranks, folder, n_replicas, changes):
     """Bytes, and weights dequantized after the all-gather, against those of the whole weights."""
-    whole, read, rows_of, seen = dict(build(**changes)[0].named_parameters()), Counter(), lm.RandomWeights.rows, []
+    whole, read, rows_of, seen = dict(build(**changes)[0].named_parameters()), Counter(), data.RandomWeights.rows, []
 
     def rows(self, name, start, stop):
         read[re.sub(r"experts\.\d+", "experts", name)] += stop - start
         return rows_of(self, name, start, stop)
 
-    lm.RandomWeights.rows = rows
+    data.RandomWeights.rows = rows
     flags = "--fsdp2", "--precision", "mixed", "--qlora", "--lora_rank", 8 if changes else 5, "--replicas", n_replicas
     model, _ = build(*flags, ranks=ranks, **changes)
     params = dict(model.named_parameters())
-    mine = {name.removesuffix("_codes"): len(lm.local(p)[0]) for name, p in params.items() if "lora" not in name}
+    mine = {name.removesuffix("_codes"): len(nf4.local(p)[0]) for name, p in params.items() if "lora" not in name}
     assert read == {name: n for name, n in mine.items() if n and not name.endswith("_scales")}, (
         "a rank reads its own rows and no others")
 
@@ -248,12 +248,12 @@ def mib(key):
 def check_host_memory_stays_flat(ranks, folder):
     model, _ = build("--fsdp2", "--precision", "bf16", ranks=ranks, **BIG)  # which touches the pages of the parameters
     for measured in (False, True):  # the first time touches all code on the way
-        source, before = lm.Checkpoint(folder), mib("VmRSS")
+        source, before = data.Checkpoint(folder), mib("VmRSS")
         if measured:
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # the kernel's high-water mark starts anew
-        lm.load_weights_(model, source, None, 0, ranks.device)
-    above, held = mib("VmHWM") - before, sum(lm.local(p)[0].nbytes for p in model.parameters()) / 2**20
+        data.load_weights_(model, source, None, 0, ranks.device)
+    above, held = mib("VmHWM") - before, sum(nf4.local(p)[0].nbytes for p in model.parameters()) / 2**20
     # the rows of one tensor, 8 MiB, as a copy and as mapped pages, and some noise; a file that stays mapped adds 129
     assert held > 100 and above < 64, f"{above:.0f} MiB above the {held:.0f} MiB of parameters"
 

@@ -85,7 +85,7 @@ def test_merged_model_is_base_plus_adapter(main_job):
     assert {t.dtype for t in adapter.values()} == {torch.float32}  # the parameters that train, not their bf16 copies
     assert base.keys() == merged.keys()
     for name, w in base.items():
-        stem = lm.PEFT_PREFIX + name.removesuffix("weight")
+        stem = data.PEFT_PREFIX + name.removesuffix("weight")
         if stem + "lora_A.weight" in adapter:
             w = w.float() + 2.0 * (adapter[stem + "lora_B.weight"] @ adapter[stem + "lora_A.weight"])
             assert not torch.equal(merged[name], base[name])
@@ -166,7 +166,7 @@ def test_decay_spares_norms_and_biases():
 
 
 def test_flops_of_a_step_are_six_per_weight_and_token():
-    c = lm.parse_config(lm.PRESETS["llama-3.1-8b"])
+    c = lm.parse_config(data.PRESETS["llama-3.1-8b"])
     counted = 4096, 4096, 4096**2
     assert lm.step_flops(c, counted, False) / 4096 == pytest.approx(48.8e9, rel=0.01)  # 6 * 7.5e9 + attention, by hand
     assert lm.step_flops(c, counted, True) / 4096 == pytest.approx(33.8e9, rel=0.01)
@@ -269,3 +269,49 @@ def test_the_third_step_is_profiled(tmp_path):
         torch.ones(step).sum()
         profiler.step()
         assert names(tmp_path) == ({"trace.json.gz"} if step > 2 else set())
+
+
+# ---------------------------------------------------------------- imports
+
+
+def test_help_and_plan_import_neither_dtensors_nor_the_compiler():  # 0.7 s of CPU, as much as torch itself
+    code = ("import sys, train; train.main(sys.argv[1:]); "
+            "print({*sys.modules} & {'torch._dynamo', 'torch.distributed.tensor'})")
+    done = shell("-c", code, "--dry_run", "--model", "qwen3-0.6b", "--qlora")
+    assert done.stdout.endswith("\nset()\n"), done.stderr
+
+
+TRAIN_ON_TENSORS = """
+import json, torch, model, nf4
+config = model.parse_config(json.load(open("config.json")))
+torch.manual_seed(0)
+transformer = model.Transformer(config)
+for p in transformer.parameters():
+    torch.nn.init.normal_(p, std=0.05) if p.dim() > 1 else torch.nn.init.ones_(p)
+optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-2)
+tokens = torch.randint(0, config.vocab_size, (2, 16))
+for _ in range(5):
+    loss = transformer(tokens, tokens.roll(-1, 1)) / tokens.numel()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+"""
+
+
+def test_model_and_nf4_train_on_tensors_as_a_copy_elsewhere(folder, tmp_path):
+    for path in (MAIN.parent / "model.py", MAIN.parent / "nf4.py", folder / "config.json"):
+        shutil.copy(path, tmp_path)
+    done = shell("-c", TRAIN_ON_TENSORS, cwd=tmp_path)
+    losses = [float(line) for line in done.stdout.split()]
+    assert len(losses) == 5 and losses[-1] < losses[0] - 1, done.stderr  # the same rows again are soon learnt
+
+
+def test_a_fork_without_tests_has_all_but_the_built_in_model(folder, chats, tmp_path):
+    for path in MAIN.parent.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    assert "--random_init one of llama-2-7b" in " ".join(shell("train.py", "--help", cwd=tmp_path).stdout.split())
+    done = shell("train.py", "--model", folder, "--random_init", "--data", chats, "--steps", 1, cwd=tmp_path)
+    assert "done: " in done.stdout, done.stderr
+    done = shell("train.py", cwd=tmp_path)
+    assert "--model tiny: no such folder" in done.stderr and "Traceback" not in done.stderr
