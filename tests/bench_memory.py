@@ -236,13 +236,19 @@ def show(title, theirs, shared, cases):
 
 
 HALVES = "--optim adamw8bit --precision bf16 --stochastic_rounding"
-STEPS = [  # name, flags
-    ("all weights, both defaults off", "--no-activation_checkpointing --no-chunked_ce"),
-    ("+ chunked cross-entropy (default)", "--no-activation_checkpointing"),
-    ("+ activation checkpointing (default)", ""), ("+ --optim adamw8bit", "--optim adamw8bit"),
-    ("+ --precision bf16 --stochastic_rounding", HALVES), ("+ --optim_in_backward", f"{HALVES} --optim_in_backward"),
-    ("+ --offload", f"{HALVES} --optim_in_backward --offload"),
-    *((flags, flags) for flags in ("--lora", "--qlora", "--qlora --offload", "--qlora --offload --tiled_mlp 4096"))]
+STEPS = [  # name, flags, GiB that one H100 took on 2026-11-22 (tests/LOG.md), where it was measured
+    ("all weights, both defaults off", "--no-activation_checkpointing --no-chunked_ce", None),
+    ("+ chunked cross-entropy (default)", "--no-activation_checkpointing", None),
+    ("+ activation checkpointing (default)", "", None),
+    ("+ --optim adamw8bit", "--optim adamw8bit", 75.35),
+    ("+ --precision bf16 --stochastic_rounding", HALVES, 45.68),
+    ("+ --optim_in_backward", f"{HALVES} --optim_in_backward", 35.65),
+    ("+ --offload", f"{HALVES} --optim_in_backward --offload", 33.77),
+    ("--lora", "--lora", 19.22),
+    ("--qlora", "--qlora", 9.88),
+    ("--qlora --offload", "--qlora --offload", 8.15),
+    ("--qlora --offload --tiled_mlp 4096", "--qlora --offload --tiled_mlp 4096", None),
+]
 DRAWN = {  # kind of memory: (colour that reads on white and on black, its names in the plan)
     "weights": ("#2f81f7", ("weights", "NF4 weights", "adapters")), "optimizer": ("#e5534b", ("optimizer",)),
     "gradients": ("#bf8700", ("gradients",)), "activations": ("#2da44e", ("saved activations", "block workspace")),
@@ -250,32 +256,51 @@ DRAWN = {  # kind of memory: (colour that reads on white and on black, its names
     "1 for CUDA": ("#848d97", ("overhead",))}
 
 
+BAR_X, BAR_Y, ROW, PIXELS_A_GIB = 300, 68, 24, 2.6  # of the picture
+CARDS = 24, 80  # GiB
+
+
 def draw_ladder(path):
-    """Writes an SVG, a bar for each of STEPS cut by kind of memory, behind it what a GPU here took; 2.6 pixels are a
-    GiB. No background."""
-    title = "Llama-3.1-8B, rows of 8,192, one GPU: GiB, planned; measured without the 1 for CUDA"
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 340" font-family="sans-serif" font-size="12" '
-             f'fill="#848d97">\n<text x="4" y="16">{title}</text>']
-    parts += [f'<path d="M{300 + 2.6 * gib} 46V316" stroke="#848d97" stroke-dasharray="2 3"/>'
-              f'<text x="{300 + 2.6 * gib}" y="332" text-anchor="middle">{gib} GiB card</text>' for gib in (24, 80)]
-    parts += [f'<path d="M{4 + 102 * i} 28h10v10h-10" fill="{colour}"/><text x="{18 + 102 * i}" y="37">{kind}</text>'
-              for i, (kind, (colour, _)) in enumerate(DRAWN.items())]
-    for i, (name, flags) in enumerate(STEPS):
+    """Writes an SVG: a bar for each of STEPS, cut by kind of memory, and behind it what a GPU took. No background."""
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 354" font-family="sans-serif" font-size="12" '
+             'fill="#848d97">\n<text x="4" y="16">Llama-3.1-8B, rows of 8,192, one GPU. Bars: GiB that the planner '
+             'expects.</text>\n<text x="4" y="32">Behind a bar: GiB that an H100 took, without CUDA\'s own 1.</text>']
+    for i, (kind, (colour, _)) in enumerate(DRAWN.items()):
+        parts.append(f'<path d="M{4 + 102 * i} 42h10v10h-10" fill="{colour}"/>'
+                     f'<text x="{18 + 102 * i}" y="51">{kind}</text>')
+    for gib in CARDS:
+        parts.append(f'<text x="{BAR_X + PIXELS_A_GIB * gib}" y="346" text-anchor="middle">{gib} GiB card</text>')
+    for i, (name, flags, recorded) in enumerate(STEPS):
         flags = f"--model llama-3.1-8b --random_init --seq_len 8192 {flags}".split()
         kinds, _ = kinds_at_peak(flags, 1)
         peak = sum(kinds.values())
         gib, speed = measured(flags, 1, peak)
         print(f"{name}: {peak / GIB:.2f} GiB planned without CUDA's, {gib} measured, {speed} tok/s")
-        kinds["overhead"], x, y = GIB, 300, 54 + 24 * i
-        parts += [f'<text x="4" y="{y + 12}">{name}</text>',
-                  f'<text x="292" y="{y + 12}" text-anchor="end">{sum(kinds.values()) / GIB:.1f}</text>']
-        for colour, names in DRAWN.values():
-            width = 2.6 * sum(kinds.get(name, 0) for name in names) / GIB
-            parts.append(f'<path d="M{x:.1f} {y}h{width:.1f}v16h-{width:.1f}" fill="{colour}"/>')
-            x += width
         if speed != "-":
-            parts.append(f'<text x="{x + 4:.1f}" y="{y + 12}">{gib} measured</text>')
+            recorded = float(gib)
+        parts += bar(name, kinds | {"overhead": GIB}, recorded, BAR_Y + ROW * i)
     path.write_text("\n".join([*parts, "</svg>\n"]))
+
+
+def bar(name, kinds, recorded, y):
+    """Parts of the SVG: a step's name, its bar, what a GPU took, and the lines of the cards between texts."""
+    total = sum(kinds.values()) / GIB
+    parts = [f'<text x="4" y="{y + 12}">{name}</text>',
+             f'<text x="292" y="{y + 12}" text-anchor="end">{total:.1f}</text>']
+    text_start = text_end = BAR_X + PIXELS_A_GIB * total + 4
+    if recorded:
+        parts.append(f'<text x="{text_start:.1f}" y="{y + 12}">H100: {recorded:.2f}</text>')
+        text_end += 80
+    for gib in CARDS:  # a card's line stops where the text is
+        x = BAR_X + PIXELS_A_GIB * gib
+        if not text_start - 4 < x < text_end:
+            parts.append(f'<path d="M{x} {y - 4}v{ROW}" stroke="#848d97" stroke-dasharray="2 3"/>')
+    x = BAR_X
+    for colour, names in DRAWN.values():
+        width = PIXELS_A_GIB * sum(kinds.get(name, 0) for name in names) / GIB
+        parts.append(f'<path d="M{x:.1f} {y}h{width:.1f}v16h-{width:.1f}" fill="{colour}"/>')
+        x += width
+    return parts
 
 
 def ladder():
