@@ -32,7 +32,6 @@ import textwrap
 import time
 import traceback
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -310,14 +309,15 @@ def open_model(args, ranks):
 def open_run(args, config, loader, source, ranks):
     """-> (folder of the run, checkpoint to continue from or None, state). state is all that a run carries from step to
     step beside its tensors."""
-    restarted, run = any(ranks.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))), None
+    run = None
     rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
     with ranks.agree():
         if len(loader.rows) < rows_a_step:
             raise ValueError(f"a step takes {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
                              f"{len(loader.rows)}: lower one of them or --seq_len, or give more data")
         if ranks.rank == 0:
-            run = find_run(args.out, args.resume, restarted)
+            checkpoint = checkpoint_to_resume(args.out, args.resume)
+            run = folder_of_run(args.out, args.resume, checkpoint), checkpoint
     out, resumed = ranks.gather(run)[0]
     steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
     with ranks.agree():
@@ -332,7 +332,7 @@ def open_run(args, config, loader, source, ranks):
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
     if state["steps"] != steps:
         ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate changes")
-    about = {"launcher": launcher(), "world": ranks.world, "python": platform.python_version(),
+    about = {"world": ranks.world, "python": platform.python_version(),
              **{module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}}
     return out, resumed, {**state, "steps": steps, "about": about}
 
@@ -385,9 +385,13 @@ def main(argv=None):
         if resumed:
             load_checkpoint(resumed, training_tensors(model, optimizer))
         if rank == 0:
-            ranks.lock = begin_writing(out, args, state)
+            ranks.lock = lock_folder(out)  # of this process for as long as the file is open
+            write_args(out, args, state["about"])
+            evaluations = prune_metrics(out, start)
+            state["best_eval"] = min(evaluations, key=lambda row: row["eval_loss"], default=None)
+            state["evaluated"] = max([state["evaluated"], *(row["step"] for row in evaluations)])
     state = ranks.gather(state)[0]
-    saver = Saver(out, args, ranks)
+    saver = Saver(out, args.keep, ranks)
     begin = f"continuing after step {start:,} of {resumed}" if resumed else "from the start"
     say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}\nwriting to {out}")
     sampled = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
@@ -400,13 +404,12 @@ def main(argv=None):
 
     def end_early():
         save()
-        saver.finish()
         number, saved = signal.Signals(stop.asked(ranks)[0]), saver.last_step == state["step"]
         say(f"stopped by {number.name} after step {state['step']} of {steps}, "
             + (f"saved: the same command with --resume {out} continues" if saved else "NOT saved, see above"))
         ranks.leave()
         # torchrun relays its own signal; an exit code would make it start the run again
-        raise SystemExit(1 if not saved else 0 if launcher() else 128 + number)
+        raise SystemExit(1 if not saved else 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + number)
 
     def evaluate_now():
         with log.paused():
@@ -459,7 +462,6 @@ def main(argv=None):
             figures = [x.to(device) for x in (loss_sum / n_targets, norm, bad, n_finite)]
             loss, norm, is_bad, n_good = torch.stack(figures).tolist()  # the only host sync of the step
             if is_bad or not math.isfinite(loss):
-                saver.finish()
                 end_not_finite(model, loader, min(start + int(n_good), step), args, ranks)
             log.write(loss, norm, lr)
         if profiler:
@@ -472,7 +474,7 @@ def main(argv=None):
             evaluate_now()
 
     # ---- the result, before an evaluation or a sample could fail
-    saver.finish()
+    faulthandler.cancel_dump_traceback_later()  # set by alive(): an export may take longer than a step
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, state["step"], ranks)
     adapter = data.export(args, model, source, files, tokenizer, out, ranks)
     if eval_loader and state["evaluated"] < steps:
@@ -1054,11 +1056,122 @@ def end_not_finite(model, loader, step, args, ranks):
 
 # ---------------- checkpoints
 
+# Each rank writes one plain safetensors file with its own rows of what training changes: trained weights and
+# optimizer state. Nothing is gathered, so a save needs no memory beyond one tensor and all ranks write at
+# once. A key is "name:number of the first row": any number of ranks finds the rows that it needs. There is no
+# pickle, which could execute code. Rank 0 adds trainer_state.json: the state that main carries, the size and
+# checksum of every file, and a checksum of itself.
+#
+# All this is written to checkpoint-<step>.part/ and synced; renaming the folder commits it. A process that is
+# killed at any byte leaves a complete checkpoint or a .part, which the next process removes.
+
+STATE = "trainer_state.json"  # a folder without it is not a checkpoint
 REMOVE = "remove this checkpoint to continue from an older one"
-STATE = "trainer_state.json"  # the last file of a checkpoint; a folder that lacks it is none
+
+
+def checkpoints(run):
+    """Returns {step: folder} of the complete checkpoints in a run's folder."""
+    found = {}
+    for folder in Path(run).glob("checkpoint-*"):
+        step = re.fullmatch("checkpoint-([0-9]{1,12})", folder.name)  # a folder being written ends in .part
+        if step and (folder / STATE).is_file():
+            found[int(step[1])] = folder
+    return found
+
+
+def newest_checkpoint(run):
+    """Returns the folder of the newest complete checkpoint, or None."""
+    found = checkpoints(run)
+    return found[max(found)] if found else None
+
+
+def checkpoint_to_resume(out, resume):
+    """Returns the folder of the checkpoint to continue from, or None to start at step 0. --resume names it,
+    or its run; without a value it asks for the newest one of --out, or else of the newest run under out/."""
+    if resume is None:
+        return None
+    if resume == "auto":
+        # folder_of_run() names runs by date and time: the last name is the newest run
+        runs = [Path(out)] if out else sorted(Path("out").glob("20*-*"))
+        return newest_checkpoint(runs[-1]) if runs else None
+    given = Path(resume).resolve()
+    found = given if (given / STATE).is_file() else newest_checkpoint(given)
+    if not found:
+        raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
+    return found
+
+
+def folder_of_run(out, resume, checkpoint):
+    """Returns the folder to write to: --out, or else the one that contains `checkpoint`, or else a new one.
+    ValueError if this run would overwrite another one there instead of continuing it."""
+    if out:
+        folder = Path(out)
+    elif checkpoint:
+        folder = checkpoint.parent
+    else:
+        folder = Path("out", datetime.now().strftime("%Y%m%d-%H%M%S"))
+    newest = newest_checkpoint(folder)
+    # --resume without a value may also repeat a run that ended before its first checkpoint, as a restart by
+    # torchrun does. A run from an older checkpoint than the newest must not write over what follows it.
+    if resume == "auto" or (newest and newest.resolve() == checkpoint):
+        return folder
+    if newest or (folder / "args.json").exists() or (folder / "final").exists():
+        raise ValueError(f"--out {folder}: already contains a run, which is never overwritten: --resume "
+                         "continues its newest checkpoint, or give another folder")
+    return folder
+
+
+def lock_folder(out):
+    """Makes the run's folder and locks it for this process for as long as the returned file is open."""
+    with data.writing(f"--out {out}", "folder"):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / "lock", "w")  # noqa: SIM115
+    try:
+        # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
+    for part in out.glob("*.part"):  # left by a process that was killed during a save
+        shutil.rmtree(part, ignore_errors=True)
+    return lock
+
+
+def replace_file(path, text):
+    """Writes a file beside its place first: a process that is killed never leaves half of it."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def write_args(out, args, about):
+    """Writes args.json: the value of every flag, and versions of what the run uses."""
+    settings = vars(args) | about
+    settings.pop("features", None)
+    replace_file(out / "args.json", json.dumps(settings, indent=2) + "\n")
+
+
+def read_metrics(out, last_step):
+    """Returns the rows of metrics.jsonl up to a step."""
+    path = out / "metrics.jsonl"
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text("utf-8", "replace").splitlines():
+        with contextlib.suppress(ValueError):  # a process was killed while it wrote this line
+            rows.append(json.loads(line))
+    return [row for row in rows if row["step"] <= last_step]
+
+
+def prune_metrics(out, last_step):
+    """Removes the rows after `last_step` from metrics.jsonl: the resumed run repeats these steps. Returns the
+    rows of the evaluations that stay."""
+    rows = read_metrics(out, last_step)
+    replace_file(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return [row for row in rows if "eval_loss" in row]
 
 
 def crc_of(path):
+    """Returns the CRC-32 of a file. It reveals damage by disks and copies, not forgery."""
     crc = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -1066,22 +1179,27 @@ def crc_of(path):
     return crc
 
 
-def sealed(state):
-    """trainer_state.json with its checksum."""
-    return {**state, "checksum": zlib.crc32(json.dumps({**state, "checksum": 0}, sort_keys=True).encode())}
+def with_checksum(state):
+    """Returns the content of trainer_state.json. Its checksum is that of the rest, with 0 in its own
+    place."""
+    text = json.dumps(state | {"checksum": 0}, sort_keys=True)
+    return state | {"checksum": zlib.crc32(text.encode())}
 
 
 def read_state(folder, settings, ranks):
-    """trainer_state.json of a checkpoint whose files are what it says, to the byte; each rank compares a part of them.
-    ValueError names what is damaged, or the settings that differ from the checkpoint's."""
-    state, files = data.read_json(folder / STATE), {path.name: path for path in folder.iterdir()}
-    if state != sealed(state) or folder.name != f"checkpoint-{state.get('step')}":
+    """Returns the state in trainer_state.json. ValueError names a file that is not as it was saved, to the
+    byte, or the settings in which this run differs from the checkpoint's."""
+    state = data.read_json(folder / STATE)
+    if state != with_checksum(state) or folder.name != f"checkpoint-{state['step']}":
         raise ValueError(f"{folder / STATE}: damaged, or the folder of another step; {REMOVE}")
-    if wrong := files.keys() ^ {*state["files"], STATE}:
+    wrong = {path.name for path in folder.iterdir()} ^ {*state["files"], STATE}
+    if wrong:
         raise ValueError(f"{folder}: missing, or not written by the save: {data.listing(wrong)}; {REMOVE}")
-    for name, entry in list(state["files"].items())[ranks.rank :: ranks.world]:
-        if not files[name].is_file() or [files[name].stat().st_size, crc_of(files[name])] != entry:
-            raise ValueError(f"{files[name]}: damaged since it was written; {REMOVE}")
+    # Every byte is read, so the ranks divide the files among them. The caller is inside Ranks.agree().
+    for name in list(state["files"])[ranks.rank :: ranks.world]:
+        path = folder / name
+        if not path.is_file() or [path.stat().st_size, crc_of(path)] != state["files"][name]:
+            raise ValueError(f"{path}: damaged since it was written; {REMOVE}")
     saved = state["settings"]
     changed = [f"{name} differ" if name.startswith("the ") else f"{name} was {saved.get(name)}, is {value}"
                for name, value in settings.items() if saved.get(name) != value]
@@ -1092,196 +1210,148 @@ def read_state(folder, settings, ranks):
 
 
 def training_tensors(model, optimizer):
-    """{name: tensor or DTensor} of all that training changes: trained weights and their optimizer state."""
-    lm.reshard_(model)
+    """Returns {name: tensor or DTensor} of all that training changes: weights and optimizer state."""
+    lm.reshard_(model)  # after an evaluation FSDP2 may still have whole weights where the shards belong
     tensors = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             tensors[name] = p.detach()
-            tensors |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
+            for key, value in optimizer.state[p].items():
+                tensors[f"{name}.{key}"] = value
     return tensors
 
 
+def local_rows(tensor):
+    """Returns this rank's rows of a tensor, of which a scalar is one, and the number of the first."""
+    rows, first = nf4.local(tensor)
+    return torch.atleast_1d(rows), first
+
+
+def is_first_copy(tensor, rank):
+    """Whether this rank is the first of those that have the same rows: it alone writes them."""
+    if not nf4.is_sharded(tensor):
+        return rank == 0
+    mesh = tensor.device_mesh  # [shards], or [replicas, shards]
+    return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+
+
 def rows_of_rank(tensors, rank):
-    """{"name:first row": rows} that this rank writes. Of ranks that hold the same, the first writes."""
-    rows = {}
+    """Returns {"name:first row": rows} that this rank writes."""
+    rows_of = {}
     for name, tensor in tensors.items():
-        mesh = tensor.device_mesh if nf4.is_sharded(tensor) else None
-        first = rank == 0 if mesh is None else mesh.ndim == 1 or mesh.get_local_rank(0) == 0
-        part, start = nf4.local(tensor)
-        if first and part.numel():
-            rows[f"{name}:{start}"] = part.reshape(-1) if part.dim() == 0 else part
-    return rows
+        rows, first = local_rows(tensor)
+        if is_first_copy(tensor, rank) and rows.numel():
+            rows_of[f"{name}:{first}"] = rows
+    return rows_of
 
 
-def write_rows(path, rows):
-    """Writes the file of a rank, synced -> [its size, its checksum]. Wide numbers first, so that all are aligned."""
-    rows = dict(sorted(rows.items(), key=lambda row: -row[1].dtype.itemsize))
-    layout = {key: (tuple(part.shape), part.dtype) for key, part in rows.items()}
-    return data.write_safetensors(path, layout, (part.cpu() for part in rows.values()), zlib.crc32)
+def write_rows(path, rows_of):
+    """Writes and syncs the file of a rank -> [its size, its checksum]."""
+    # Wide numbers come first, so that each tensor begins at a multiple of its element size.
+    ordered = dict(sorted(rows_of.items(), key=lambda item: -item[1].dtype.itemsize))
+    layout = {key: (tuple(rows.shape), rows.dtype) for key, rows in ordered.items()}
+    return data.write_safetensors(path, layout, (rows.cpu() for rows in ordered.values()), zlib.crc32)
+
+
+def copy_rows_(tensor, saved, first_saved):
+    """Copies the saved rows that belong to this rank, and reads no others -> how many there were."""
+    rows, first = local_rows(tensor)
+    begin = max(first, first_saved)
+    end = min(first + len(rows), first_saved + saved.get_shape()[0])
+    if begin >= end:
+        return 0
+    rows[begin - first : end - first].copy_(saved[begin - first_saved : end - first_saved])
+    return end - begin
 
 
 def load_checkpoint(folder, tensors):
-    """Fills this rank's rows of `tensors` from the files of any number of ranks. ValueError names what is wrong."""
-    n_missing = {name: len(nf4.local(tensor)[0].reshape(-1, *tensor.shape[1:])) for name, tensor in tensors.items()}
+    """Fills this rank's rows of `tensors` from the files of any number of ranks. ValueError names what is
+    wrong."""
+    n_missing = {name: len(local_rows(tensor)[0]) for name, tensor in tensors.items()}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as reader:
             for key in reader.keys():  # noqa: SIM118
                 name, _, first = key.rpartition(":")
                 if name not in tensors:
                     raise ValueError(f"{path}: {key}: this run trains no such tensor; {REMOVE}")
-                (mine, start), rows, first = nf4.local(tensors[name]), reader.get_slice(key), int(first)
-                mine = mine.reshape(-1) if mine.dim() == 0 else mine
-                n_rows, *shape = rows.get_shape()
-                if list(mine.shape[1:]) != shape or data.DTYPE_NAMES[mine.dtype] != rows.get_dtype():
-                    raise ValueError(f"{path}: {key}: {rows.get_dtype()} {rows.get_shape()}, this run has "
-                                     f"{data.DTYPE_NAMES[mine.dtype]} {list(tensors[name].shape)}; {REMOVE}")
-                begin, end = max(start, first), min(start + len(mine), first + n_rows)
-                if begin < end:
-                    mine[begin - start : end - start].copy_(rows[begin - first : end - first])
-                    n_missing[name] -= end - begin
-    if wrong := [name for name, n in n_missing.items() if n]:
-        raise ValueError(f"{folder}: rows are missing or there twice: {data.listing(wrong)}; {REMOVE}")
+                tensor = tensors[name]
+                saved = reader.get_slice(key)
+                dtype = data.DTYPE_NAMES[tensor.dtype]
+                if saved.get_dtype() != dtype or saved.get_shape()[1:] != list(tensor.shape[1:]):
+                    raise ValueError(f"{path}: {key}: {saved.get_dtype()} {saved.get_shape()}, this run has "
+                                     f"{dtype} {list(tensor.shape)}; {REMOVE}")
+                n_missing[name] -= copy_rows_(tensor, saved, int(first))
+    wrong = [name for name, n in n_missing.items() if n]
+    if wrong:
+        raise ValueError(f"{folder}: rows are missing or stored twice: {data.listing(wrong)}; {REMOVE}")
 
 
 class Saver:
-    """Writes checkpoint-<step>/: each rank its rows, then rank 0 the manifest, and one rename commits them. A full disk
-    costs this save and nothing else. With --async_save a thread writes a copy in host memory; `ranks.gather` is then
-    its alone until finish()."""
+    """Writes the checkpoints of a run and removes the old ones. If the disk is full, this save is lost and
+    nothing else: training continues, and older checkpoints stay."""
 
-    def __init__(self, out, args, ranks):
-        self.out, self.keep, self.background, self.ranks = out, args.keep, args.async_save, ranks
-        self.last_step = max((step for step, _ in checkpoints(out)), default=None)
-        self.writer, self.report, self.copies = ThreadPoolExecutor(1), None, {}
+    def __init__(self, out, keep, ranks):
+        self.out = out
+        self.keep = keep
+        self.ranks = ranks
+        self.last_step = max(checkpoints(out), default=None)
 
     def save(self, tensors, state):
-        """Collective. tensors: of training_tensors(). state: for trainer_state.json."""
-        self.finish()
+        """Saves what training_tensors() returns, and `state`. All ranks must call it."""
+        faulthandler.cancel_dump_traceback_later()  # until the next alive(): a slow disk is no hang
         if state["step"] == self.last_step:
             return
         check_finite(tensors, state["step"], self.ranks)
-        rows = rows_of_rank(tensors, self.ranks.rank)
-        if self.background:
-            for key, part in rows.items():
-                if key not in self.copies:
-                    self.copies[key] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
-                self.copies[key].copy_(part, non_blocking=True)
-            if self.ranks.device.type == "cuda":
-                torch.cuda.synchronize()
-            rows = self.copies
-        self.report = self.writer.submit(self.write, rows, {**state})
-        if not self.background:
-            self.finish()
+        message = self.write(rows_of_rank(tensors, self.ranks.rank), state)
+        self.ranks.say(message)
 
-    def write(self, rows, state):
-        """-> what to say. All ranks learn of an error on any of them."""
-        step, started, rank = state["step"], time.perf_counter(), self.ranks.rank
-        part, file = self.out / f"checkpoint-{step}.part", f"rank-{rank:05}-of-{self.ranks.world:05}.safetensors"
+    def write(self, rows_of, state):
+        """Returns the message to print. All ranks learn of an error on any rank, as the others would wait for
+        it."""
+        started = time.perf_counter()
+        rank = self.ranks.rank
+        name = f"checkpoint-{state['step']}"
+        part = self.out / f"{name}.part"
+        file = f"rank-{rank:05}-of-{self.ranks.world:05}.safetensors"
+        files = {}  # {name: [size, checksum]}
+        error = ""
         try:
             part.mkdir(parents=True, exist_ok=True)
-            answer = {file: write_rows(part / file, rows)} if rows else {}
-        except OSError as error:
-            answer = f"rank {rank}: {error}"
-        answers = self.ranks.gather(answer)
-        errors = [answer for answer in answers if isinstance(answer, str)]
-        if rank == 0 and not errors:
+            if rows_of:  # a second replica has none
+                files[file] = write_rows(part / file, rows_of)
+        except OSError as caught:
+            error = f"rank {rank}: {caught}"
+        for others in self.ranks.gather(files):
+            files |= others
+        error = next(filter(None, self.ranks.gather(error)), "")
+        if rank == 0 and not error:
             try:
-                self.commit(part, {**state, "files": {k: v for files in answers for k, v in files.items()}})
-            except OSError as error:
-                errors = [str(error)]
-        if errors := self.ranks.gather(errors)[0]:
+                self.commit(part, state | {"files": files})
+            except OSError as caught:
+                error = str(caught)
+        error = self.ranks.gather(error)[0]
+        if error:
             shutil.rmtree(part, ignore_errors=True)
-            return f"checkpoint-{step} was NOT written: {errors[0]}. Older ones are untouched, training continues"
-        self.last_step, gib = step, sum(size for files in answers for size, _ in files.values()) / GIB
-        return f"checkpoint-{step}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s"
+            return f"{name} was NOT written: {error}. Older checkpoints are intact, training continues"
+        self.last_step = state["step"]
+        gib = sum(size for size, _ in files.values()) / GIB
+        return f"{name}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s"
 
     def commit(self, part, state):
-        """Writes the manifest and gives the folder its name; then older ones go."""
+        """On rank 0: writes trainer_state.json, renames the folder, and then removes old checkpoints, except
+        the newest `keep` and the one with the best evaluation."""
         with data.writing(part / STATE, "manifest"):
-            (part / STATE).write_text(json.dumps(sealed(state), indent=2) + "\n")
+            (part / STATE).write_text(json.dumps(with_checksum(state), indent=2) + "\n")
         data.sync(part / STATE)
         data.put_in_place(part)
         best = (state.get("best_eval") or {}).get("step")
-        for _, old in [entry for entry in checkpoints(self.out)[: -self.keep] if entry[0] != best]:
-            with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
-                shutil.rmtree(old.rename(old.with_suffix(".part")))  # renamed first: half of one must not look whole
-
-    def finish(self):
-        """Waits for the save in the background and says what became of it."""
-        faulthandler.cancel_dump_traceback_later()  # until the next alive(): a slow disk is no hang
-        if self.report:
-            self.ranks.say(self.report.result())
-            self.report = None
-
-
-def checkpoints(out):
-    """[(step, folder)] of the complete checkpoints of a run, oldest first."""
-    paths = [path for path in Path(out).glob("checkpoint-*") if (path / STATE).is_file()]
-    return sorted((int(path.name[11:]), path) for path in paths if re.fullmatch("[0-9]{1,12}", path.name[11:]))
-
-
-def launcher():
-    """The torchrun that started this process, or None: the same before and after it restarts its ranks."""
-    return f"{platform.node()} {os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
-def find_run(out, resume, restarted):
-    """-> (folder of the run, checkpoint to continue from or None). restarted: by torchrun. ValueError where a run would
-    be overwritten or there is nothing to continue."""
-    run, chosen = Path("out", datetime.now().strftime("%Y%m%d-%H%M%S")), None
-    runs = sorted(Path("out").glob("*/args.json"), key=lambda path: path.stat().st_mtime)
-    if not resume:  # a run that another torchrun has left is not ours to continue
-        runs = [path for path in runs if restarted and data.read_json(path).get("launcher") == launcher()]
-    if runs:
-        run = runs[-1].parent
-    if resume not in (None, "auto"):
-        given = Path(resume).resolve()
-        found = [given] if (given / STATE).is_file() else [folder for _, folder in checkpoints(given)]
-        if not found:
-            raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
-        chosen, run = found[-1], found[-1].parent
-    run = Path(out) if out else run
-    own = [folder for _, folder in checkpoints(run)]
-    if resume == "auto" or restarted or (own and chosen == own[-1].resolve()):
-        return run, own[-1] if own else chosen
-    if own or (run / "args.json").exists() or (run / "final").exists():
-        raise ValueError(f"--out {run}: holds a run, which is never overwritten: --resume continues its newest "
-                         "checkpoint, or give another folder")
-    return run, chosen
-
-
-def read_metrics(out, last_step):
-    """The rows of metrics.jsonl up to a step."""
-    rows, path = [], out / "metrics.jsonl"
-    for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):  # the last line of a process that was killed
-            rows.append(json.loads(line))
-    return [row for row in rows if row["step"] <= last_step]
-
-
-def begin_writing(out, args, state):
-    """Writes args.json, takes the rows after the step in `state` out of metrics.jsonl, and enters evaluations that stay
-    in `state` -> a file that makes the run this process's own while it is open."""
-    with data.writing(f"--out {out}", "folder"):
-        out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / "lock", "w")  # noqa: SIM115
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"--out {out}: another process writes to it: wait for it, or end it") from None
-    for part in out.glob("*.part"):  # of a process that was killed while it wrote
-        shutil.rmtree(part, ignore_errors=True)
-    rows, about = read_metrics(out, state["step"]), {**vars(args), **state["about"]}
-    about.pop("features", None)
-    evaluations = [row for row in rows if "eval_loss" in row]
-    state["best_eval"] = min(evaluations, key=lambda row: row["eval_loss"], default=None)
-    state["evaluated"] = max([state["evaluated"], *(row["step"] for row in evaluations)])
-    for name, text in (("args.json", json.dumps(about, indent=2) + "\n"),
-                       ("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))):
-        part = out / f"{name}.part"  # never half a file, wherever the process ends
-        part.write_text(text)
-        part.replace(out / name)
-    return lock
+        saved = checkpoints(self.out)
+        for step in sorted(saved)[: -self.keep]:
+            if step != best:
+                # If removing fails, the next save tries again. The folder is renamed first: when the process
+                # ends in between, what is left of a checkpoint must not look complete.
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(saved[step].rename(saved[step].with_suffix(".part")))
 
 
 def fixed_settings(args, config, rows_a_step, loader, source):
@@ -1366,8 +1436,6 @@ def plan(args, config, world, length):
         host, always, in_step = {**always, "gradients": gradients}, {}, 0
     if "activations" in args.offload:
         host["activations"] = (n_layers - 1) * -(-acts[0]["input"] // PAGE) * PAGE
-    if args.async_save:  # torch's pinned allocator rounds up to powers of two
-        host["copy of a checkpoint"] = sum(n if offloaded else 1 << (n - 1).bit_length() for n in tensors)
 
     moments = moments_of(args, config, shards, units, acts, lm.loss_bytes(args, config, size, tokens))
     if not args.optim_in_backward:

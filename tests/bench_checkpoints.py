@@ -128,16 +128,15 @@ def kill_once(argv, out, reference, rng, everyone):
 
 
 def newest(out):
-    found = train.checkpoints(out)
-    return found[-1][0] if found else 0
+    return max(train.checkpoints(out), default=0)
 
 
 def check(out, reference, at_least):
     """What is wrong with what a run has left, whose newest checkpoint must be of step `at_least` or later."""
     wrong, found = [], train.checkpoints(out)
     if newest(out) < at_least or len(found) < min(KEEP, newest(out)):
-        wrong.append(f"complete are {[folder.name for _, folder in found]}, there was checkpoint-{at_least}")
-    for _, folder in found:
+        wrong.append(f"complete are steps {sorted(found)}, there was checkpoint-{at_least}")
+    for folder in found.values():
         wrong += [f"{folder.name}/{name} differs" for name in different_files(folder, reference / folder.name)]
     losses, expected = curve(out), curve(reference)
     if losses != {step: expected[step] for step in range(1, len(losses) + 1)}:
@@ -167,29 +166,30 @@ def kill(n=200, seed=0):
             reference = Path(folder, method)
             _, said, codes = run_ranks(WORLD, [*shared, *flags, "--keep", 100], reference)
             assert codes == [0] * WORLD, said
-            for mode, more in (("waits", []), ("async", ["--async_save"])):
-                chains.append((mode, [*shared, *flags, *more, "--keep", KEEP], reference, f"{method}-{mode}"))
+            chains.append(([*shared, *flags, "--keep", KEEP], reference, method))
         runs = [0] * len(chains)  # finished ones of each kind
         for number in range(n):
-            which, everyone = number % 4, number // 4 % 2 == 0
-            mode, argv, reference, name = chains[which]
+            which = number % len(chains)
+            everyone = number // len(chains) % 2 == 0
+            argv, reference, name = chains[which]
             out = Path(folder, f"{name}-{runs[which]}")
             phase, seconds, wrong = kill_once(argv, out, reference, rng, everyone)
-            phases[phase, mode, everyone] += 1
+            phases[phase, everyone] += 1
             if not everyone:
                 alone_s.append(seconds)
-            if not wrong and (newest(out) >= STEPS - 1 or number >= n - 4):
+            if not wrong and (newest(out) >= STEPS - 1 or number >= n - len(chains)):
                 wrong = check_end(argv, out, reference)
                 runs[which], n_finished = runs[which] + 1, n_finished + 1
             if wrong:
                 runs[which], n_bad = runs[which] + 1, n_bad + 1
                 print(f"kill {number + 1}, {name}, {list(PHASES)[phase]}: " + "\n  ".join(wrong), flush=True)
-    columns, rows = [(mode, everyone) for mode in ("waits", "async") for everyone in (True, False)], []
+    rows = []
     for phase, what in enumerate(PHASES):
-        counts = [phases[phase, mode, everyone] for mode, everyone in columns]
-        rows.append((what, *counts, sum(counts)))
+        of_all = phases[phase, True]
+        of_one = phases[phase, False]
+        rows.append((what, of_all, of_one, of_all + of_one))
     table(f"{n} kills, seed {seed}, {WORLD} ranks, {STEPS} steps, a save after each; how far the save was",
-          ("the kill came when", "all ranks", "one rank", "--async_save, all", "--async_save, one", "sum"), rows)
+          ("the kill came when", "all ranks", "one rank", "sum"), rows)
     print(f"\nrounds with anything wrong: {n_bad} of {n}; {n_finished} runs continued to their end. A rank whose peer "
           f"was killed ended by itself in {max(alone_s):.1f} s at most. {time.perf_counter() - started:.0f} s")
     return n_bad
@@ -220,10 +220,9 @@ def state_rank(folder):
     """One of 4 ranks: saves and loads the same state in both ways, in turns; rank 0 writes how long it took."""
     ranks, seconds = train.Ranks(True, 1800), collections.defaultdict(list)
     single, part = folder / "single.pt", folder / "single.part"
-    args = [train.parse_args(["--fsdp2", "--precision", "fp32", "--keep", "1", "--lr", "1e-3", *more])
-            for more in ([], ["--async_save"])]
-    tensors, gathered = state_after_a_step(folder, args[0], ranks), {}
-    savers = [train.Saver(folder, each, ranks) for each in args]
+    args = train.parse_args(["--fsdp2", "--precision", "fp32", "--lr", "1e-3"])
+    tensors, gathered = state_after_a_step(folder, args, ranks), {}
+    saver = train.Saver(folder, 1, ranks)
 
     def took(what, work, on_all=True):
         dist.barrier()
@@ -250,12 +249,10 @@ def state_rank(folder):
         train.load_checkpoint(saved, tensors)
 
     for step in range(1, ROUNDS + 2):  # the first round warms up
-        for what, saver, n in (("--async_save", savers[1], step), ("save", savers[0], 100 + step)):
-            took(what, lambda: saver.save(tensors, {"step": n, "settings": {}}))  # noqa: B023
-            saver.finish()
+        took("save", lambda: saver.save(tensors, {"step": step, "settings": {}}))  # noqa: B023
         took("gather", gather)
         took("torch: save", save_single, on_all=False)
-        saved = train.checkpoints(folder)[-1][1]
+        saved = train.newest_checkpoint(folder)
         for file in (single, *saved.iterdir()):
             with open(file) as handle:
                 os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # out of the page cache
@@ -281,8 +278,7 @@ def times():
         rows.append((what, spread(ours), spread(theirs), f"{statistics.median(ours) / statistics.median(theirs):.2f}"))
     table(f"{n_bytes / 1e9:.2f} GB of training state, seconds, median of {ROUNDS} (least to most)",
           ("", "4 ranks, sharded", "1 process, torch.save / load", "ratio"), rows)
-    print(f"\nNot counted: gathering the state for torch.save, {spread(seconds['gather'])} s. "
-          f"With --async_save the loop stalls for {spread(seconds['--async_save'], 3)} s.")
+    print(f"\nNot counted: gathering the state for torch.save, {spread(seconds['gather'])} s.")
 
 
 if __name__ == "__main__":

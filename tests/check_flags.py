@@ -31,7 +31,7 @@ TRAINING = ["--no-packing", "--train_on all", "--clip 0", "--weight_decay 0.1", 
 BLOCKS = ["", "--offload activations", "--no-activation_checkpointing", "--activation_checkpointing 1",
           "--activation_checkpointing auto"]
 SHARDED = ["--no-reshard_after_forward", "--no-shard_embeddings", "--replicas 2", "--offload params"]
-OTHERS = ["--no-chunked_ce", "--tiled_mlp 7", "--tiled_mlp 40", "--no-fused_adamw", "--async_save"]
+OTHERS = ["--no-chunked_ce", "--tiled_mlp 7", "--tiled_mlp 40", "--no-fused_adamw"]
 
 
 def some(rng, flags, odds):

@@ -244,7 +244,7 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "rows too short": ([], "--model tiny --seq_len 8", "nothing to train on | 2 are longer than --seq_len 8"),
     "step beyond the data": ([], "--model tiny --batch_size 3 --grad_accum 5", "15 rows | --batch_size | has 1"),
     "out a file": ([write("file", "")], "--model tiny --out file", "--out file | folder"),
-    "out of a run": ([write("taken/args.json", "{}")], "--model tiny --out taken", "taken | holds a run | --resume"),
+    "out of a run": ([write("taken/args.json", "{}")], "--model tiny --out taken", "taken | contains a run | --resume"),
     "nothing to resume": ([], "--model tiny --resume model", "--resume model | no complete checkpoint"),
     "replicas of a plan": ([], "--fsdp2 --replicas 3 --dry_run --world 8", "--replicas 3 | 8 rank | 1, 2, 4, 8"),
     "groups of a plan": ([], "--sequence_parallel 4 --dry_run --world 6", "--sequence_parallel 4 | 6 rank | 1, 2"),

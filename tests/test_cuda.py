@@ -25,7 +25,7 @@ import train
 # Plackett and Burman's twelve runs: any two of the eleven flags meet in all four combinations.
 FLAGS = [("--offload", "--no-activation_checkpointing"), ("--no-chunked_ce", "--ce_chunk 64"), ("--tiled_mlp 200", ""),
          ("--no-reshard_after_forward", ""), ("--no-shard_embeddings", ""), ("--no-packing", ""),
-         ("--optim adamw8bit", ""), ("--optim_in_backward", "--grad_accum 2"), ("--async_save --save_every 2", ""),
+         ("--optim adamw8bit", ""), ("--optim_in_backward", "--grad_accum 2"), ("--save_every 2", ""),
          ("--qlora", ""), ("--precision fp32", "")]
 ROWS = [["+-+++---+-+"[column - shift] == "+" for column in range(11)] for shift in range(11)] + [[False] * 11]
 PAIRS = [" ".join(["--fsdp2", *(flag[not on] for flag, on in zip(FLAGS, row))]) for row in ROWS]
@@ -74,7 +74,7 @@ def chat(folder):
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_writes_all_that_was_asked_for_and_resumes(job, chats, tmp_path):
-    argv = [*job, *"--random_init --lora --lora_dropout 0.1 --save_every 1 --keep 9 --async_save".split()]
+    argv = [*job, *"--random_init --lora --lora_dropout 0.1 --save_every 1 --keep 9".split()]
     more = ["--eval_every", 2, "--eval_data", chats, "--merge", "--sample", "hello", "--profile", "--memory_snapshot"]
     out = tmp_path / "whole"
     rows, text, codes = run_ranks(1, [*argv, *more], out, gpu=True)

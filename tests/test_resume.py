@@ -1,7 +1,6 @@
 """Resume is exact: k steps, a new process, the rest: bit for bit the uninterrupted run; on another world within
 rounding."""
 
-import json
 import os
 import shutil
 import signal
@@ -9,10 +8,11 @@ import subprocess
 import sys
 import time
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import HERE, on_ranks, run_ranks, start_ranks, train_main
+from conftest import HERE, on_ranks, run_ranks
 
 import model as lm
 import train
@@ -49,9 +49,9 @@ def assert_same_end(one, other, step=STEPS):
 
 
 @pytest.mark.parametrize("world, step, flags", [
-    (1, EDGE - 1, "--grad_accum 2"), (1, EDGE, "--batch_size 2 --lora --lora_dropout 0.1 --async_save"),
+    (1, EDGE - 1, "--grad_accum 2"), (1, EDGE, "--batch_size 2 --lora --lora_dropout 0.1"),
     (1, EDGE - 1, "--batch_size 2 --precision bf16 --stochastic_rounding --optim adamw8bit --optim_in_backward"),
-    (2, EDGE - 1, "--lora --lora_dropout 0.1"), (2, EDGE, "--fsdp2 --optim adamw8bit --async_save"),
+    (2, EDGE - 1, "--lora --lora_dropout 0.1"), (2, EDGE, "--fsdp2 --optim adamw8bit"),
     (2, EDGE - 1, "--fsdp2 --qlora --lora_dropout 0.1 --offload --tiled_mlp 64"),
 ])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(job, tmp_path, world, step, flags):
@@ -90,7 +90,7 @@ def save_and_load(ranks, folder, model_folder, flags):
         whole = torch.arange(tensor.numel()).reshape(tensor.shape) * 7 + zlib.crc32(name.encode()) % 1000
         expected[name] = (whole[start : start + len(mine)] if mine.dim() else whole).to(mine.dtype)
         mine.copy_(expected[name])
-    saver = train.Saver(folder / f"run {ranks.world} {flags}", args, ranks)
+    saver = train.Saver(folder / f"run {ranks.world} {flags}", args.keep, ranks)
     saver.save(tensors, {"step": 1, "settings": {}})
     for checkpoint in folder.glob("run*/checkpoint-1"):
         train.read_state(checkpoint, {}, ranks)
@@ -182,44 +182,48 @@ def test_what_does_not_change_the_mathematics_is_accepted(lora_run, tmp_path):
 # ---------------------------------------------------------------- which run, which checkpoint
 
 
-RUNS = [  # --out, --resume, restarted by torchrun: folder of the run, its checkpoint, or words of the refusal
-    (None, None, False, "out/2", None), (None, "auto", False, "out/newer", "out/newer/checkpoint-5"),
-    ("run", "auto", False, "run", "run/checkpoint-10"), ("nothing", "auto", False, "nothing", None),
-    ("early", "auto", False, "early", None), ("early", None, False, "holds a run", None),
-    ("run", None, False, "holds a run", None), ("early", "run", False, "holds a run", None),
-    (None, "nowhere", False, "no complete checkpoint", None), (None, "early", False, "no complete checkpoint", None),
-    (None, "run/checkpoint-2", False, "holds a run, which is never overwritten", None),
-    *((None, resume, False, "run", "run/checkpoint-10")
+OLDER, NEWER = "out/20251231-235959", "out/20260101-000000"
+RUNS = [  # --out, --resume: folder of the run, its checkpoint, or words of the refusal
+    (None, None, "out/2", None), (None, "auto", NEWER, f"{NEWER}/checkpoint-5"),
+    ("run", "auto", "run", "run/checkpoint-10"), ("nothing", "auto", "nothing", None),
+    # a run that ended before its first save starts again, as a restart by torchrun does; without --resume it stays
+    ("early", "auto", "early", None), ("early", None, "contains a run", None),
+    ("run", None, "contains a run", None), ("early", "run", "contains a run", None),
+    (None, "nowhere", "no complete checkpoint", None), (None, "early", "no complete checkpoint", None),
+    (None, "run/checkpoint-2", "contains a run, which is never overwritten", None),
+    *((None, resume, "run", "run/checkpoint-10")
       for resume in ("run", "run/checkpoint-10", ".", "../checkpoint-10", "..")),  # the dots: inside the checkpoint
-    ("branch", "run/checkpoint-2", False, "branch", "run/checkpoint-2"),
-    ("branch", "run", False, "branch", "run/checkpoint-10"),
-    # a restart continues its own run, without --resume and without --out; before its first save it starts again
-    (None, None, True, "out/older", "out/older/checkpoint-3"), ("run", None, True, "run", "run/checkpoint-10"),
-    ("early", None, True, "early", None), ("early", "run/checkpoint-2", True, "early", "run/checkpoint-2"),
-    ("branched", "run/checkpoint-2", True, "branched", "branched/checkpoint-3"),
+    ("branch", "run/checkpoint-2", "branch", "run/checkpoint-2"), ("branch", "run", "branch", "run/checkpoint-10"),
+    ("branched", "run/checkpoint-2", "contains a run", None),
+    ("branched", "auto", "branched", "branched/checkpoint-3"),
 ]
 
 
-@pytest.mark.parametrize("out, resume, restarted, run, checkpoint", RUNS)
-def test_resume_finds_the_run_and_never_overwrites_one(tmp_path, monkeypatch, out, resume, restarted, run, checkpoint):
+@pytest.mark.parametrize("out, resume, run, checkpoint", RUNS)
+def test_resume_finds_the_run_and_never_overwrites_one(tmp_path, monkeypatch, out, resume, run, checkpoint):
     for name in ("run/checkpoint-2", "run/checkpoint-9", "run/checkpoint-10", "run/checkpoint-300.part",
-                 "out/newer/checkpoint-5", "out/older/checkpoint-3", "branched/checkpoint-3"):
+                 f"{NEWER}/checkpoint-5", f"{OLDER}/checkpoint-30", "out/named/checkpoint-7", "branched/checkpoint-3"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / train.STATE).write_text("{}")
     for name in ("run/checkpoint-200", "early"):
         (tmp_path / name).mkdir()  # never completed
-    for age, name in enumerate(("run", "branched", "early", "out/newer", "out/older")):
-        launcher = train.launcher() if name == "out/older" else "another torchrun"
-        (tmp_path / name / "args.json").write_text(json.dumps({"launcher": launcher}))
-        os.utime(tmp_path / name / "args.json", (1000 - age, 1000 - age))
+    for name in ("run", "branched", "early", NEWER, OLDER):
+        (tmp_path / name / "args.json").write_text("{}")
     monkeypatch.chdir(tmp_path / "run/checkpoint-10" if (resume or "").startswith(".") else tmp_path)
     if " " in run:
         with pytest.raises(ValueError, match=run):
-            train.find_run(out, resume, restarted)
+            train.folder_of_run(out, resume, train.checkpoint_to_resume(out, resume))
         return
-    found, continued = train.find_run(out, resume, restarted)
+    continued = train.checkpoint_to_resume(out, resume)
+    found = train.folder_of_run(out, resume, continued)
     assert str(found.resolve()).startswith(str(tmp_path / run))
     assert (continued and continued.resolve()) == (checkpoint and tmp_path / checkpoint)
+
+
+def test_a_resume_under_an_empty_out_begins_a_new_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train.checkpoint_to_resume(None, "auto") is None
+    assert train.folder_of_run(None, "auto", None).parent == Path("out")
 
 
 # ---------------------------------------------------------------- torchrun
@@ -238,7 +242,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_continues(long_job, tmp_pat
     (argv, whole), out, log = long_job, tmp_path / "run", tmp_path / "log"
     command = [sys.executable, *"-m torch.distributed.run --standalone --max-restarts 1 --nproc_per_node 2".split()]
     with open(log, "w") as file:
-        agent = subprocess.Popen([*command, HERE.parent / "train.py", *argv, "--out", out], stdout=file,
+        agent = subprocess.Popen([*command, HERE.parent / "train.py", *argv, "--out", out, "--resume"], stdout=file,
                                  stderr=subprocess.STDOUT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     try:
         deadline = time.monotonic() + 600
@@ -250,21 +254,4 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_continues(long_job, tmp_pat
         assert agent.wait(600) == 0 and "continuing after step" in log.read_text(), log.read_text()
     finally:
         agent.terminate()  # and its ranks
-    assert_same_end(whole, out, 20)
-
-
-def restarted_on_a_node(argv):
-    """train.py on two nodes with a torchrun each, of which the second alone has counted the restart."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
-    return train_main(argv)
-
-
-def test_a_restart_that_one_of_two_nodes_counts_continues_the_run(long_job, tmp_path):
-    (argv, whole), out = long_job, tmp_path / "run"
-    shutil.copytree(whole, out)
-    for name in ("final", "checkpoint-20"):
-        shutil.rmtree(out / name)
-    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
-    codes = start_ranks(2, restarted_on_a_node, ([*argv, "--out", str(out)],), logs)
-    assert codes == [0, 0] and "continuing after step 18" in logs[0].read_text(), logs[0].read_text()
     assert_same_end(whole, out, 20)

@@ -218,7 +218,7 @@ def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
 
 @pytest.mark.parametrize("step, cause", [(0, "files of --model are damaged"), (3, "lower --lr")])
 def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, step, cause):
-    saver = train.Saver(tmp_path, SimpleNamespace(keep=1, async_save=False), ALONE)
+    saver = train.Saver(tmp_path, 1, ALONE)
     with pytest.raises(FloatingPointError, match=f"w holds inf or nan after {step} steps, nothing is saved: .*{cause}"):
         saver.save({"v": torch.ones(2), "w": torch.tensor([1, torch.nan])}, {"step": step})
     assert not names(tmp_path)
@@ -253,9 +253,9 @@ def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
     rows = ['{"step": 1, "loss": 2.5}', '{"step": 2, "eval_loss": Infinity}', '{"step": 3, "lo',
             '{"step": 3, "loss": 2.0}', '{"step": 4, "loss": 1.0}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
-    state = {"step": 3, "steps": 3, "best_eval": None, "evaluated": 0, "about": {}}
-    train.begin_writing(tmp_path, SimpleNamespace(), state)
-    assert state["evaluated"] == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert train.prune_metrics(tmp_path, 3) == [{"step": 2, "eval_loss": math.inf}]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    state = {"step": 3, "steps": 3}
     log = train.Log(tmp_path, state, SimpleNamespace(waited_s=0.0), ALONE, tensorboard=False)
     log.draw()
     picture = (tmp_path / "loss.svg").read_text()
