@@ -1094,7 +1094,7 @@ def checkpoint_to_resume(out, resume):
         # folder_of_run() names runs by date and time: the last name is the newest run
         runs = [Path(out)] if out else sorted(Path("out").glob("20*-*"))
         return newest_checkpoint(runs[-1]) if runs else None
-    given = Path(resume).resolve()
+    given = Path(resume).resolve()  # "." inside a checkpoint has a name, too
     found = given if (given / STATE).is_file() else newest_checkpoint(given)
     if not found:
         raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
@@ -1230,7 +1230,7 @@ def local_rows(tensor):
 def is_first_copy(tensor, rank):
     """Whether this rank is the first of those that have the same rows: it alone writes them."""
     if not nf4.is_sharded(tensor):
-        return rank == 0
+        return rank == 0  # without FSDP2 every rank has all rows
     mesh = tensor.device_mesh  # [shards], or [replicas, shards]
     return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
 
@@ -1254,12 +1254,13 @@ def write_rows(path, rows_of):
 
 
 def copy_rows_(tensor, saved, first_saved):
-    """Copies the saved rows that belong to this rank, and reads no others -> how many there were."""
+    """Copies the saved rows that belong to this rank -> how many there were."""
     rows, first = local_rows(tensor)
     begin = max(first, first_saved)
     end = min(first + len(rows), first_saved + saved.get_shape()[0])
     if begin >= end:
         return 0
+    # A slice of `saved` is read when it is taken: a rank never has a whole tensor in memory.
     rows[begin - first : end - first].copy_(saved[begin - first_saved : end - first_saved])
     return end - begin
 
@@ -1267,6 +1268,7 @@ def copy_rows_(tensor, saved, first_saved):
 def load_checkpoint(folder, tensors):
     """Fills this rank's rows of `tensors` from the files of any number of ranks. ValueError names what is
     wrong."""
+    # {name: rows that no file has had yet}. Below zero, some were in two files.
     n_missing = {name: len(local_rows(tensor)[0]) for name, tensor in tensors.items()}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as reader:
@@ -1306,8 +1308,7 @@ class Saver:
         self.ranks.say(message)
 
     def write(self, rows_of, state):
-        """Returns the message to print. All ranks learn of an error on any rank, as the others would wait for
-        it."""
+        """Returns the message to print: the size of the checkpoint, or why it was not written."""
         started = time.perf_counter()
         rank = self.ranks.rank
         name = f"checkpoint-{state['step']}"
@@ -1321,6 +1322,7 @@ class Saver:
                 files[file] = write_rows(part / file, rows_of)
         except OSError as caught:
             error = f"rank {rank}: {caught}"
+        # A rank with an error takes part in every gather(), or the others would wait for it for ever.
         for others in self.ranks.gather(files):
             files |= others
         error = next(filter(None, self.ranks.gather(error)), "")
@@ -1332,7 +1334,7 @@ class Saver:
         error = self.ranks.gather(error)[0]
         if error:
             shutil.rmtree(part, ignore_errors=True)
-            return f"{name} was NOT written: {error}. Older checkpoints are intact, training continues"
+            return f"{name} was NOT written: {error}. Older checkpoints are intact and training continues"
         self.last_step = state["step"]
         gib = sum(size for size, _ in files.values()) / GIB
         return f"{name}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s"
@@ -1344,7 +1346,7 @@ class Saver:
             (part / STATE).write_text(json.dumps(with_checksum(state), indent=2) + "\n")
         data.sync(part / STATE)
         data.put_in_place(part)
-        best = (state.get("best_eval") or {}).get("step")
+        best = (state.get("best_eval") or {}).get("step")  # there may be no evaluation yet
         saved = checkpoints(self.out)
         for step in sorted(saved)[: -self.keep]:
             if step != best:
