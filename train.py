@@ -404,7 +404,7 @@ def main(argv=None):
 
     def end_early():
         save()
-        number, saved = signal.Signals(stop.asked(ranks)[0]), saver.last_step == state["step"]
+        number, saved = signal.Signals(ranks.largest(stop.number)[0]), saver.last_step == state["step"]
         say(f"stopped by {number.name} after step {state['step']} of {steps}, "
             + (f"saved: the same command with --resume {out} continues" if saved else "NOT saved, see above"))
         ranks.leave()
@@ -419,54 +419,73 @@ def main(argv=None):
         log.write_eval(*result)
 
     # ---- training
-    keep_freed_memory(on=not cuda and not args.fsdp2)  # FSDP2's gathered units would leave holes between the shards
+    # FSDP2's gathered units would leave holes between the shards
+    keep_freed_memory(on=not cuda and not args.fsdp2)
+    # a run that was stopped between the save and the evaluation of a step makes up for it
     if args.eval_every and start % args.eval_every == 0 and state["evaluated"] < start < steps:
-        evaluate_now()  # the run was stopped between the save and the evaluation of this step
-    n_finite = torch.zeros_like(bad)  # steps before a gradient was inf or nan
-    profiler = tracer(args, out, device) if rank == 0 and (args.profile or args.memory_snapshot) else None
+        evaluate_now()
+    n_bad = torch.zeros_like(bad)  # steps since a gradient was inf or nan, counted without a host sync
+    profiler = None
+    if rank == 0 and (args.profile or args.memory_snapshot):
+        profiler = tracer(args, out, device)
     for batches, counted in loader.ahead(start, steps, args.grad_accum):
-        step, n, n_targets = state["step"], state["step"] + 1, int(counted[0])
+        step = state["step"]  # steps done before this one: data, dropout and schedule count from 0
+        n = step + 1
+        n_targets = int(counted[0])  # supervised tokens of this step, over all micro-batches and ranks
         ranks.alive()
-        torch.manual_seed(nf4.mix(nf4.mix(nf4.mix(args.seed) + rank) + step))  # dropout: the same in a resumed run
+        torch.manual_seed(dropout_seed(args.seed, rank, step))
         lr = lr_at(step, steps, args)
         for group in optimizer.param_groups:
             group["lr"] = lr
+
+        # forward and backward of each micro-batch
         loss_sum = torch.zeros((), device=device)
         for i, batch in enumerate(batches):
             if args.fsdp2:
-                last = i == len(batches) - 1  # adapters are small enough to be reduced once a step, all weights are not
+                # Gradients of all weights are too large to wait unsharded for the last micro-batch, so each
+                # one reduces them. Those of adapters wait, and so does the exchange between replicas: once a
+                # step is enough.
+                last = i == len(batches) - 1
                 model.set_requires_gradient_sync(last or not args.lora)
-                model.set_requires_all_reduce(last)  # between replicas once a step, however often inside them
+                model.set_requires_all_reduce(last)
             b = batch.to(device)
             loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
-            # a sum over ranks and micro-batches, by all their targets; * world undoes the mean over ranks
+            # The model returns a sum. We divide it by the targets of all micro-batches and ranks, so each
+            # token counts the same however a step is split; `* world` undoes the mean over ranks that is
+            # taken of gradients.
             (loss * (world / n_targets)).backward()
             loss_sum += loss.detach()
+
+        # update the weights
         if in_backward:
-            norm = in_backward.norm()
+            norm = in_backward.norm()  # they were updated during the backward
         else:
             if world > 1 and not args.fsdp2:
                 average_gradients_(trained, world)
             norm = clip_gradients_(trained, args.clip)
-            torch.maximum(bad, (~norm.isfinite()).float(), out=bad)
-            if args.fused_adamw or not bad:
-                optimizer.step()
+            step_if_finite(optimizer, norm, bad)
             optimizer.zero_grad()
-        n_finite += 1 - bad
-        log.count(counted, lm.step_flops(config, counted, args.lora) / world)
-        stopped, due = stop.asked(ranks, time.perf_counter() - log.mark > 10)
-        saving = stopped or (args.save_every and (n % args.save_every == 0 or n == steps))
-        if saving or step == start or n <= 10 or n % args.log_every == 0 or n == steps or due:
-            if world > 1:
-                dist.all_reduce(loss_sum)
-            figures = [x.to(device) for x in (loss_sum / n_targets, norm, bad, n_finite)]
-            loss, norm, is_bad, n_good = torch.stack(figures).tolist()  # the only host sync of the step
-            if is_bad or not math.isfinite(loss):
-                end_not_finite(model, loader, min(start + int(n_good), step), args, ranks)
-            log.write(loss, norm, lr)
+        n_bad += bad
+        state["step"] = n
+        state["tokens"] += n_targets
+        log.count(loss_sum, counted, lm.step_flops(config, counted, args.lora) / world)
+
+        # once in a while: log, and see whether the numbers are still finite
+        stopped, overdue = ranks.largest(stop.number, log.seconds() > 10)
+        save_due = args.save_every and (n % args.save_every == 0 or n == steps)
+        log_due = n <= 10 or n == start + 1 or n == steps or n % args.log_every == 0
+        if log_due or overdue or save_due or stopped:
+            figures = [*log.mean_losses(), norm, n_bad]
+            # the only host sync of the step
+            *losses, grad_norm, n_bad_steps = torch.stack([x.to(device) for x in figures]).tolist()
+            if n_bad_steps or not math.isfinite(sum(losses)):
+                end_not_finite(model, loader, n - max(int(n_bad_steps), 1), args, ranks)
+            log.write(losses, grad_norm, lr)
         if profiler:
             profiler.step()
-        if saving:
+
+        # once in a while: save, stop, evaluate
+        if save_due or stopped:
             save()
         if stopped:
             end_early()
@@ -492,53 +511,81 @@ def main(argv=None):
 
 
 class Ranks:
-    """This process among the others. `gather` and `agree` have a group that never times out: one rank may load or save
-    for an hour. In the loop `alive` ends a job in which a rank hangs."""
+    """This process among the others: its number, its device, and the small values that they exchange.
+
+    gather() and agree() use a group without a timeout, because one rank may spend an hour loading or saving.
+    In the training loop alive() ends the job if a rank hangs."""
 
     def __init__(self, want_group, timeout):
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        self.timeout, self.wait = timeout, timedelta(seconds=timeout + 60)  # of collectives: alive() speaks first
-        self.rank, self.world, self.control, self.device, self.device_name = 0, 1, None, torch.device("cpu"), "CPU"
-        self.local, n_local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.timeout = timeout
+        self.wait = timedelta(seconds=timeout + 60)  # of a collective: longer, so that alive() reports first
+        self.rank = 0
+        self.world = 1
+        self.control = None
+        self.local = int(os.environ.get("LOCAL_RANK", 0))
+        n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.choose_device(n_local)
+        if int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:
+            # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
+            n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            torch.set_num_threads(max(1, n_cores // n_local))
+        self.join(want_group)
+
+    def choose_device(self, n_local):
+        self.device = torch.device("cpu")
+        self.device_name = "CPU"
         if torch.cuda.is_available():
             if n_local > torch.cuda.device_count():
                 raise SystemExit(f"--nproc_per_node {n_local}: there are {torch.cuda.device_count()} GPUs")
             self.device = torch.device("cuda", self.local)
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
-        if int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:  # torchrun's default leaves CPU work on one core a rank
-            n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-            torch.set_num_threads(max(1, n_cores // n_local))
-        # gloo beside NCCL, for tensors on the CPU: offloaded parameters, signals
-        backend, store = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", dist.HashStore()
-        if "RANK" in os.environ:
+
+    def join(self, want_group):
+        """Joins the process group that torchrun's variables describe, or with `want_group` a group of this
+        process alone, which FSDP2 needs under plain python."""
+        under_torchrun = "RANK" in os.environ
+        store = dist.HashStore()
+        if under_torchrun:
             store, self.rank, self.world = next(rendezvous("env://", timeout=self.wait))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                # torchrun keeps its store over restarts, and in it the addresses of dead processes (pytorch #135712)
+                # torchrun keeps its store when it restarts the ranks, and the store keeps the addresses of
+                # the dead processes, so each start gets names of its own (pytorch #135712)
                 store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-        if "RANK" in os.environ or want_group:
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=self.wait)
+        if under_torchrun or want_group:
+            # NCCL cannot move tensors on the CPU (offloaded parameters, signals), so gloo stands beside it
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.world, timeout=self.wait)
         if self.world > 1:
             self.control = dist.new_group(backend="gloo", timeout=timedelta(days=30))
 
     def say(self, text):
         """Prints on rank 0."""
         if self.rank == 0:
-            with contextlib.suppress(BrokenPipeError):  # a reader that went away is no reason to stop
+            with contextlib.suppress(BrokenPipeError):  # a reader that has left, such as `head`, stops no run
                 print(text, flush=True)
 
     def gather(self, value):
-        """[value of each rank] on every rank: anything that pickles. Never times out."""
+        """[value of each rank] on every rank, for anything that can be pickled. Never times out."""
         values = [value] * self.world
         if self.control is not None:
             dist.all_gather_object(values, value, self.control)
         return values
 
+    def largest(self, *numbers):
+        """[the largest of each number over all ranks]: an all-reduce on the CPU, which waits for no GPU."""
+        highest = torch.tensor(numbers)
+        if self.world > 1:
+            dist.all_reduce(highest, dist.ReduceOp.MAX)
+        return highest.tolist()
+
     @contextlib.contextmanager
     def agree(self):
-        """A ValueError or OSError inside the block on any rank ends all, with one message. Without this, ranks that saw
-        no error would wait in their next collective."""
+        """If any rank raises ValueError or OSError inside the block, all ranks end, with one message.
+        Otherwise the ranks that saw no error would wait forever in their next collective."""
         error = None
         try:
             yield
@@ -550,13 +597,15 @@ class Ranks:
             raise SystemExit(errors[0])
 
     def alive(self):
-        """Called at each step. If the next call does not come within `timeout` seconds, this rank prints where its
-        threads stand and ends: a collective that hangs says nothing (torchtitan #3065)."""
+        """Call it at each step: if the next call does not come within `timeout` seconds, this rank prints
+        where its threads stand and ends. A collective that hangs prints nothing by itself (torchtitan
+        #3065)."""
         if self.world > 1:
             faulthandler.dump_traceback_later(self.timeout, exit=True)
 
     def leave(self):
-        """Ends the process group on all ranks at once: gloo aborts a process that leaves while others talk to it."""
+        """Ends the process group on all ranks together: with gloo, a process that leaves while others still
+        talk to it makes them abort."""
         faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized():
             dist.barrier(self.control)
@@ -564,8 +613,10 @@ class Ranks:
 
 
 class StopSignal:
-    """SIGTERM, SIGUSR1 or Ctrl-C on any rank, seen by all at one step. A second Ctrl-C ends a single process at once;
-    torchrun itself sends each rank a second one."""
+    """Notes SIGTERM, SIGUSR1 or Ctrl-C, so that a run can finish its step, save and end. `number` is the
+    signal's, or 0; only ranks.largest(stop.number) makes all ranks see it after the same step.
+
+    A second Ctrl-C ends a process at once, except under torchrun, which itself sends each rank a second."""
 
     def __init__(self):
         self.number = 0
@@ -577,91 +628,105 @@ class StopSignal:
             raise KeyboardInterrupt
         self.number = number
 
-    def asked(self, ranks, due=False):
-        """[the signal's number or 0, whether `due` is true on any rank]: an all-reduce on the CPU."""
-        numbers = torch.tensor([self.number, due])
-        if ranks.world > 1:
-            dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        return numbers.tolist()
-
 
 # ---------------- memory of the CPU, FSDP2, activation offload
 
 
 def keep_freed_memory(on):
-    """Tells glibc to keep what is freed. Mapping large tensors anew takes a fifth of a step on a CPU."""
+    """Tells glibc to keep freed memory. Mapping large tensors anew would take a fifth of a step on a CPU."""
     if on and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large block
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: a large block gets no mapping of its own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
+@functools.cache  # a second call would wrap the method again
 def shard_bytes_on_old_torch_():
-    """Lets fully_shard of torch 2.11 take frozen integer parameters, as 2.12 does: it asks each for a gradient, which
-    integers refuse, and would cast them to bf16."""
+    """Lets fully_shard of torch 2.11 shard frozen integer parameters such as NF4 weights, as 2.12 does by itself.
+    Delete this function when 2.12 is the oldest torch that you use.
+
+    2.11 takes every parameter for one of floating point, in two places. It wraps a shard in nn.Parameter(), which
+    asks for a gradient, and integers refuse that. And it notes a dtype to cast to before the all-gather, which
+    would turn packed bytes into bf16 numbers. Both are replaced inside FSDP2's module alone."""
+    if torch.__version__ >= (2, 12):
+        return
+    from types import SimpleNamespace
+
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12) or hasattr(_fsdp_param, "bytes_fixed"):
-        return
-    cls, Parameter = _fsdp_param.FSDPParam, nn.Parameter
-    old_init, old_dtypes = cls._init_sharded_param, cls.init_dtype_attrs
+    old_init_dtypes = _fsdp_param.FSDPParam.init_dtype_attrs
 
-    def init_sharded_param(self, *args):
-        nn.Parameter = lambda data, requires_grad=True: Parameter(data, requires_grad and data.is_floating_point())
-        try:
-            old_init(self, *args)
-        finally:
-            nn.Parameter = Parameter
+    def parameter(tensor, requires_grad=True):
+        return nn.Parameter(tensor, requires_grad and tensor.is_floating_point())
 
-    def init_dtype_attrs(self, policy):
-        old_dtypes(self, policy)
+    def init_dtypes(self, policy):
+        old_init_dtypes(self, policy)
         if not self.orig_dtype.is_floating_point:
             self.param_dtype = None
 
-    cls._init_sharded_param, cls.init_dtype_attrs = init_sharded_param, init_dtype_attrs
-    _fsdp_param.bytes_fixed = True
+    _fsdp_param.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
+    _fsdp_param.FSDPParam.init_dtype_attrs = init_dtypes
 
 
 def shard_(model, args, device):
-    """FSDP2 (arXiv:2304.11277, each parameter sharded on dim 0): a block is gathered before it runs and freed after.
-    One unit per block, one for the embedding and one for the head; the last norm belongs to the root, which stays
-    gathered from forward to backward. With replicas, weights are gathered inside a replica only, and replicas exchange
-    2 * (N - 1) / N times the bytes of a gradient's shard."""
+    """FSDP2 (arXiv:2304.11277) shards each parameter on dim 0. A block is gathered before it runs and freed
+    after it, in the forward and in the backward.
+
+    One unit per block, one for the embedding and one for the head. The last norm belongs to the root unit,
+    which stays gathered from forward to backward. With --replicas N, weights are gathered inside a replica
+    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shard_bytes_on_old_torch_()
     sizes = args.replicas, dist.get_world_size() // args.replicas
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
-    mesh = mesh if args.replicas > 1 else mesh["shard"]
+    if args.replicas == 1:
+        mesh = mesh["shard"]
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype,
         reduce_dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32,
-        cast_forward_inputs=False,  # or RoPE's float32 angles would arrive in bf16
+        cast_forward_inputs=False,  # a cast would round RoPE's float32 angles to bf16
     )
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if "params" in args.offload else OffloadPolicy()
+    offload = OffloadPolicy()
+    if "params" in args.offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     *blocks, last = model.model.layers
     for block in blocks:
         shard(block, reshard_after_forward=args.reshard_after_forward)
-    shard(last, reshard_after_forward=False)  # the backward starts here: freeing it would gather it twice
+    # the last block stays gathered: the backward needs it first, and freeing it would gather it twice
+    shard(last, reshard_after_forward=False)
+    # FSDP2 keeps a shared parameter shared only inside one unit, so a tied pair stays in the root
     if args.shard_embeddings and not model.config.tie_word_embeddings:
-        # FSDP2 keeps a shared parameter shared only inside one unit, so a tied pair stays in the root
-        shard(model.model.embed_tokens, reshard_after_forward=True).set_unshard_in_backward(False)
+        embedding = shard(model.model.embed_tokens, reshard_after_forward=True)
+        embedding.set_unshard_in_backward(False)  # its gradient does not need its weights
+        # the chunked loss computes the head's gradients in the forward: the backward needs no weights
         head = shard(model.lm_head, reshard_after_forward=args.chunked_ce)
-        head.set_unshard_in_backward(not args.chunked_ce)  # the chunked loss has its gradients before the backward
+        head.set_unshard_in_backward(not args.chunked_ce)
     shard(model, reshard_after_forward=False)
 
 
 PAGE = 1 << 22  # bytes: a power of two, because torch's pinned allocator rounds up to one; 0.16 ms on PCIe 4
 
 
-class Parked:
-    """A saved tensor in pages of host memory. before: the one parked before it. On its way back `arriving` is (tensor,
-    event of its copy)."""
+class Copy(NamedTuple):
+    """A tensor on the device that the side stream copies. end: the event after the copy, None on a CPU."""
 
-    def __init__(self, tensor, before):
-        self.shape, self.dtype, self.before, self.arriving = tensor.shape, tensor.dtype, before, None
-        self.pages = [torch.empty_like(page, device="cpu", pin_memory=page.is_cuda) for page in pages_of(tensor)]
+    tensor: torch.Tensor
+    end: torch.Event | None
+
+
+class Parked:
+    """A saved tensor in pages of host memory. previous: the one that was parked before it, which the backward
+    needs after it. in_flight: the Copy that brings it back, from its start until it is used."""
+
+    def __init__(self, tensor, previous):
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.previous = previous
+        self.in_flight = None
+        self.pages = [
+            torch.empty_like(page, device="cpu", pin_memory=page.is_cuda) for page in pages_of(tensor)]
 
 
 def pages_of(tensor):
@@ -670,66 +735,79 @@ def pages_of(tensor):
 
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Keeps what autograd saves inside the context in host memory: copied out behind the forward, brought back ahead of
-    the backward, both on a side stream. With checkpointing these are the blocks' inputs, 2*D bytes a token and layer,
-    hidden behind a block's compute on any PCIe 4 card (ALST, arXiv:2506.13996).
+    """Keeps what autograd saves inside the context in host memory: copied out behind the forward, brought
+    back ahead of the backward, both on a side stream. With checkpointing these are the blocks' inputs, 2*D
+    bytes per token and layer, which any PCIe 4 card moves while a block computes (ALST, arXiv:2506.13996).
 
-    Two ways to corrupt this silently, both met by torchtune, and what prevents them here:
-    - memory reused while the side stream still reads it: a tensor on its way out is held until the compute stream has
-      waited for its copy.
-    - memory reused while a view of it lives on in the backward (torchtune #1860, #1936): a tensor on its way in is
-      allocated on the compute stream and nobody counts its uses; it is free when its last view is."""
+        forward:   pack 1, pack 2, pack 3         each starts the copy out, and links to the tensor before it
+        backward:  unpack 3, unpack 2, unpack 1   each starts the copy back of the tensor before it
+
+    There are two ways to corrupt this silently. torchtune met both; this is what prevents them here:
+    - Memory is reused while the side stream still reads it. So a tensor that leaves is held until the compute
+      stream has waited for its copy.
+    - Memory is reused while a view of it lives on in the backward (torchtune #1860, #1936). So a tensor that
+      returns is allocated on the compute stream and nobody counts its uses: it is free when its last view
+      is."""
 
     def __init__(self, device, min_bytes=1 << 16):
         super().__init__(self.pack, self.unpack)
-        self.device, self.min_bytes, self.last = device, min_bytes, None
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.leaving = []  # (tensor, event of its copy)
+        self.device = device
+        self.min_bytes = min_bytes
+        self.last = None  # the newest Parked
+        self.leaving = []  # the Copy of each tensor that is on its way out
+        self.stream = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
 
     def __enter__(self):
-        self.last = None  # of the forward before
+        self.last = None  # else the first tensor would link to the last one of the previous forward
         return super().__enter__()
 
     def copy_aside(self, targets, sources):
-        """target <- source on the side stream after all compute issued so far -> the event of its end (CPU: None)."""
+        """Copies on the side stream, after all compute that was issued so far -> Copy.end."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):  # a no-op for None
+        with torch.cuda.stream(self.stream):  # does nothing if it is None
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            return self.stream and self.stream.record_event()
+        if self.stream is not None:
+            return self.stream.record_event()
 
     def wait_for(self, event):
+        """Makes the compute stream wait, not the host."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def release(self, n_held):
-        """Drops tensors that were copied out, all but the newest `n_held`, once the compute stream waits for it."""
+        """Drops tensors on their way out, all but the newest `n_held`, after a wait for their copies."""
         while len(self.leaving) > n_held:
-            self.wait_for(self.leaving.pop(0)[1])
+            self.wait_for(self.leaving.pop(0).end)
 
     def pack(self, tensor):
-        if isinstance(tensor, nn.Parameter) or tensor.device.type != self.device.type or tensor.nbytes < self.min_bytes:
+        elsewhere = tensor.device.type != self.device.type
+        if elsewhere or tensor.nbytes < self.min_bytes or isinstance(tensor, nn.Parameter):
             return tensor
         tensor = tensor.contiguous()
         self.last = Parked(tensor, self.last)
-        self.leaving.append((tensor, self.copy_aside(self.last.pages, pages_of(tensor))))
-        self.release(n_held=1)  # one copy behind the compute; more would only keep more on the device
+        self.leaving.append(Copy(tensor, self.copy_aside(self.last.pages, pages_of(tensor))))
+        self.release(n_held=1)  # one copy behind the compute: more would only keep more on the device
         return self.last
 
     def bring_back(self, parked):
-        if parked is not None and parked.arriving is None:
+        """Starts the copy to the device, unless it has been started."""
+        if parked is not None and parked.in_flight is None:
             tensor = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
-            parked.arriving = tensor, self.copy_aside(pages_of(tensor), parked.pages)
+            parked.in_flight = Copy(tensor, self.copy_aside(pages_of(tensor), parked.pages))
 
-    def unpack(self, parked):
-        if isinstance(parked, torch.Tensor):
-            return parked
+    def unpack(self, saved):
+        if isinstance(saved, torch.Tensor):  # pack() has left it where it was
+            return saved
         self.release(n_held=0)
-        self.bring_back(parked)
-        (tensor, event), parked.arriving = parked.arriving, None
-        self.wait_for(event)
-        self.bring_back(parked.before)  # the next one starts its way back while this block computes
+        self.bring_back(saved)
+        tensor, end = saved.in_flight
+        saved.in_flight = None  # a second backward brings it back again
+        self.wait_for(end)
+        self.bring_back(saved.previous)  # on its way while this block computes
         return tensor
 
 
@@ -764,8 +842,17 @@ def lr_at(step, steps, args):
     return args.min_lr + (args.lr - args.min_lr) * height
 
 
+def dropout_seed(*numbers):
+    """A hash of (seed, rank, step). Dropout depends on it alone, so a run that resumes draws the same."""
+    mixed = 0
+    for number in numbers:
+        mixed = nf4.mix(mixed + number)
+    return mixed
+
+
 def average_gradients_(params, world):
-    """The mean over ranks where every rank holds the whole model. All-reduces are queued, then waited for."""
+    """Replaces gradients by their means over ranks, for ranks that each have the whole model. Starts all
+    all-reduces before it waits for the first."""
     work = [dist.all_reduce(p.grad, async_op=True) for p in params]
     for handle, p in zip(work, params, strict=True):
         handle.wait()
@@ -773,42 +860,59 @@ def average_gradients_(params, world):
 
 
 def clip_gradients_(params, clip):
-    """Scales the gradients to an L2 norm of at most `clip` (0: not at all) -> the norm before, on the device. FSDP2's
-    is a DTensor of partial sums: only full_tensor() is the norm of all ranks (pytorch #121020)."""
+    """Scales gradients to an L2 norm of at most `clip` (0: leaves them) -> the norm before, on the device."""
     norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    norm = norm.full_tensor() if nf4.is_sharded(norm) else norm
+    if nf4.is_sharded(norm):  # FSDP2's is a DTensor of partial sums (pytorch #121020)
+        norm = norm.full_tensor()
     if clip:
         nn.utils.clip_grads_with_norm_(params, clip, norm)
     return norm
 
 
+def step_if_finite(optimizer, norm, bad):
+    """optimizer.step(), unless this norm or an earlier one was inf or nan. From then on `bad` is 1 and the
+    weights stay as they were, until the next logged step ends the run.
+
+    Fused AdamW and CompactAdamW read `bad` on the device, where they have it as `found_inf` (GradScaler's
+    protocol), and change nothing if it is 1. An optimizer without found_inf, such as one that you add, would
+    apply inf: for its sake the host waits for `bad` here."""
+    torch.maximum(bad, (~norm.isfinite()).float(), out=bad)
+    if hasattr(optimizer, "found_inf") or not bad:
+        optimizer.step()
+
+
 class StepInBackward:
-    """--optim_in_backward: each parameter is updated as soon as its gradient is complete, and the gradient freed (LOMO,
-    arXiv:2306.09782): the gradients of one FSDP unit are alive, or one without FSDP2, which calls the hooks after its
-    reduce-scatter. A gradient that is not finite sets `bad` and stops this rank's updates."""
+    """--optim_in_backward: updates each parameter as soon as its gradient is complete and frees the gradient
+    (LOMO, arXiv:2306.09782). So only one gradient is alive, or those of one FSDP unit, because FSDP2 calls
+    the hooks after the unit's reduce-scatter. A gradient that is not finite stops all later updates of this
+    rank; the earlier ones of that step stay applied."""
 
     def __init__(self, optimizer, params, bad, ranks, args):
-        self.optimizer, self.bad, self.ranks, self.args = optimizer, bad, ranks, args
+        self.optimizer = optimizer
+        self.bad = bad
+        self.ranks = ranks
+        self.args = args
         self.norm_squared = torch.zeros_like(bad)
         for p in params:
             p.register_post_accumulate_grad_hook(self.update)
 
     @torch.no_grad()
     def update(self, p):
-        if self.ranks.device.type != self.bad.device.type:  # torch 2.11 calls before an offloaded gradient has arrived
+        # torch 2.11 calls this hook before an offloaded gradient has arrived on the CPU (`bad` is there, too)
+        if self.ranks.device.type != self.bad.device.type:
             torch.cuda.current_stream().synchronize()
         if self.ranks.world > 1 and not self.args.fsdp2:
             average_gradients_([p], self.ranks.world)
-        norm = torch.linalg.vector_norm(nf4.local(p.grad)[0]).float()  # dtype=float32 would copy a bf16 gradient
+        # dtype=float32 would copy a bf16 gradient
+        norm = torch.linalg.vector_norm(nf4.local(p.grad)[0]).float()
         self.norm_squared += norm.square()
-        torch.maximum(self.bad, (~norm.isfinite()).float(), out=self.bad)
-        if self.args.fused_adamw or not self.bad:  # only the fused kernel (and ours) reads found_inf on the device
-            self.optimizer.step()  # for p alone: no other gradient is alive
+        step_if_finite(self.optimizer, norm, self.bad)  # updates p alone, the only one that has a gradient
         p.grad = None
 
     def norm(self):
-        """The gradient norm of the step. It and `bad` become those of all ranks where gradients are shards."""
-        norm_squared, self.norm_squared = self.norm_squared, torch.zeros_like(self.bad)
+        """The gradient norm of the step, and under FSDP2 `bad`, over all ranks: each saw only its shards."""
+        norm_squared = self.norm_squared
+        self.norm_squared = torch.zeros_like(self.bad)
         if self.args.fsdp2:
             dist.all_reduce(norm_squared)
             dist.all_reduce(self.bad, dist.ReduceOp.MAX)
@@ -816,109 +920,168 @@ class StepInBackward:
 
 
 def evaluate(model, loader, ranks, stop):
-    """-> (mean loss per supervised token, number of those) over all rows, or None once a signal has arrived."""
+    """-> (mean loss per supervised token, number of these tokens) over all rows. None if a signal has arrived
+    on any rank: the mean of a part of the rows could not be compared with others."""
+    loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    n_targets = 0
+    stopped = 0
     model.eval()
-    loss_sum, n_targets, stopped = torch.zeros((), dtype=torch.float64, device=ranks.device), 0, 0
     with torch.no_grad():
         for batch in loader.once():
             ranks.alive()
-            if stopped := stop.asked(ranks)[0]:
+            (stopped,) = ranks.largest(stop.number)
+            if stopped:
                 break
             b = batch.to(ranks.device)
             loss_sum += model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
             n_targets += len(b.keep_S)
     model.train()
     lm.reshard_(model)
-    sums = [sum(values) for values in zip(*ranks.gather((loss_sum.item(), n_targets)))]
-    return None if stopped else (sums[0] / sums[1], sums[1])
+    if stopped:
+        return None
+    loss_sums, counts = zip(*ranks.gather((loss_sum.item(), n_targets)))
+    return sum(loss_sums) / sum(counts), sum(counts)
 
 
-# bf16 matrix products, dense, FLOP/s, by a part of the device's name; the first that fits
-PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12,
-         "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "L40S": 362e12, "A6000": 155e12, "A10G": 70e12}
+# FLOP/s of dense bf16 matrix products, by a part of the device's name; the first that fits counts
+PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
+         "A100": 312e12, "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "L40S": 362e12,
+         "A6000": 155e12, "A10G": 70e12}
 
 
 # ---------------- what a run prints and writes
 
 
 def memory_gib(device):
-    """(peak allocated, peak reserved) on the GPU since the last call; on a CPU (peak resident memory, None)."""
+    """(peak allocated, peak reserved) on a GPU since the last call; (peak resident memory, None) on a CPU."""
     if device.type != "cuda":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, None
-    peaks = torch.cuda.max_memory_allocated(device) / 2**30, torch.cuda.max_memory_reserved(device) / 2**30
+    allocated = torch.cuda.max_memory_allocated(device)
+    reserved = torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return peaks
+    return allocated / 2**30, reserved / 2**30
 
 
 def draw(path, curves):
-    """Writes an SVG. curves: {(name, colour): [(step, loss)]}. No background, a grey that reads on white and black."""
+    """Writes curves as SVG. curves: {(name, colour): [(step, loss)]}. There is no background, and the grey of
+    axes and words can be read on white and on black."""
     steps, losses = zip(*(point for curve in curves.values() for point in curve))
-    (first, last), (low, high) = (min(steps), max(steps)), (min(losses), max(losses))
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-family="sans-serif" font-size="12" '
-             'fill="#848d97">', '<path d="M52 14V356H708" fill="none" stroke="#848d97"/>']
-    for at, loss, step in ((0, low, first), (1, high, last)):
-        parts += [f'<text x="46" y="{356 - 334 * at}" text-anchor="end">{loss:.2f}</text>',
-                  f'<text x="{52 + 636 * at}" y="374" text-anchor="middle">step {step}</text>']
+    first, last = min(steps), max(steps)
+    low, high = min(losses), max(losses)
+    parts = [  # the axes go from (52, 14) down to (52, 356) and right to (708, 356)
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" '
+        'font-family="sans-serif" font-size="12" fill="#848d97">',
+        '<path d="M52 14V356H708" fill="none" stroke="#848d97"/>',
+        f'<text x="46" y="356" text-anchor="end">{low:.2f}</text>',
+        f'<text x="52" y="374" text-anchor="middle">step {first}</text>',
+        f'<text x="46" y="22" text-anchor="end">{high:.2f}</text>',
+        f'<text x="688" y="374" text-anchor="middle">step {last}</text>',
+    ]
     for i, ((name, colour), curve) in enumerate(curves.items()):
-        places = (f"{52 + 656 * (step - first) / max(last - first, 1):.1f},"
-                  f"{356 - 342 * (loss - low) / max(high - low, 1e-9):.1f}" for step, loss in curve)
-        parts += [f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" stroke-width="2"/>',
-                  f'<text x="702" y="{30 + 18 * i}" text-anchor="end" style="fill:{colour}">{name}</text>']
+        points = []
+        for step, loss in curve:
+            x = 52 + 656 * (step - first) / max(last - first, 1)
+            y = 356 - 342 * (loss - low) / max(high - low, 1e-9)
+            points.append(f"{x:.1f},{y:.1f}")
+        line = " ".join(points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="702" y="{30 + 18 * i}" text-anchor="end" style="fill:{colour}">{name}</text>')
     path.write_text("\n".join([*parts, "</svg>\n"]))
 
 
 class Log:
-    """metrics.jsonl, loss.svg and the console. Times, tokens and FLOP are means over the steps since the last line.
-    state, which trainer_state.json holds, is kept up to date here."""
+    """metrics.jsonl, loss.svg and the lines on the console. A row of training has means over the steps since
+    the row before it. The step and its tokens stand in `state`, where main's loop counts them; evaluations
+    are entered here."""
 
     def __init__(self, out, state, loader, ranks, tensorboard):
-        self.out, self.state, self.loader, self.ranks, self.board = out, state, loader, ranks, None
+        self.out = out
+        self.state = state
+        self.loader = loader
+        self.ranks = ranks
+        self.board = None
         if tensorboard and ranks.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(out, purge_step=state["step"] + 1)
         self.peak_flops = next((peak for name, peak in PEAKS.items() if name in ranks.device_name), None)
-        memory_gib(ranks.device)  # loading does not count
-        self.start, self.start_step = time.perf_counter(), state["step"]
+        memory_gib(ranks.device)  # resets the peak: loading does not count
+        self.start = time.perf_counter()
+        self.start_step = state["step"]
         self.reset()
 
     def reset(self):
-        self.mark, self.waited_s = time.perf_counter(), self.loader.waited_s
-        self.n_steps, self.n_tokens, self.flops = 0, 0, 0.0
+        """Begins a row."""
+        self.mark = time.perf_counter()
+        self.waited_s = self.loader.waited_s
+        self.loss_sums = []
+        self.n_targets = []
+        self.n_tokens = 0
+        self.flops = 0.0
 
     @contextlib.contextmanager
     def paused(self):
-        """Evaluations and saves are no part of a step's time."""
+        """Evaluations and saves do not count as time of a step."""
         started = time.perf_counter()
         yield
         self.mark += time.perf_counter() - started
 
-    def count(self, counted, flops):
-        """counted: supervised tokens, tokens, squares of a step over all ranks. flops: of one rank."""
-        self.state["step"] += 1
-        self.state["tokens"] += int(counted[0])
-        self.n_steps, self.n_tokens, self.flops = self.n_steps + 1, self.n_tokens + int(counted[1]), self.flops + flops
+    def seconds(self):
+        """Since the last row, without pauses."""
+        return time.perf_counter() - self.mark
 
-    def write(self, loss, norm, lr):
-        seconds, state, steps = time.perf_counter() - self.mark, self.state, self.state["steps"]
-        mem_gib, reserved_gib = memory_gib(self.ranks.device)
-        mfu = self.flops / seconds / self.peak_flops if self.peak_flops else None
+    def count(self, loss_sum, counted, flops):
+        """Adds a step to the row. loss_sum, flops: of this rank. counted: supervised tokens, tokens, squared
+        document lengths of all ranks."""
+        self.loss_sums.append(loss_sum)
+        self.n_targets.append(int(counted[0]))
+        self.n_tokens += int(counted[1])
+        self.flops += flops
+
+    def mean_losses(self):
+        """-> [loss per supervised token, a scalar on the device] of the steps since the last row. Collective."""
+        # In float64 the sum over ranks is exact. In float32 it would depend on the order in which a backend adds
+        # ranks, which depends on the number of steps: a run that stops and resumes would log other losses.
+        sums = torch.stack(self.loss_sums).double()
+        if self.ranks.world > 1:
+            dist.all_reduce(sums)
+        return [loss_sum / n for loss_sum, n in zip(sums.float(), self.n_targets, strict=True)]
+
+    def write(self, losses, norm, lr):
+        """Writes the row of this step. losses: of all steps since the last row, for loss.svg."""
+        seconds = self.seconds()
+        n_steps = len(losses)
+        step = self.state["step"]
+        steps = self.state["steps"]
+        mem_gib, mem_reserved_gib = memory_gib(self.ranks.device)
         row = {
-            "step": state["step"], "epoch": state["step"] * state["rows_a_step"] / len(self.loader.rows), "loss": loss,
-            "lr": lr, "grad_norm": norm, "tokens": state["tokens"], "tokens_per_s": self.n_tokens / seconds, "mfu": mfu,
-            "mem_gib": mem_gib, "mem_reserved_gib": reserved_gib, "step_s": seconds / self.n_steps,
-            "data_s": (self.loader.waited_s - self.waited_s) / self.n_steps,
+            "step": step,
+            "epoch": step * self.state["rows_a_step"] / len(self.loader.rows),
+            "loss": losses[-1],
+            "losses": losses,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens": self.state["tokens"],
+            "tokens_per_s": self.n_tokens / seconds,
+            "mfu": self.flops / seconds / self.peak_flops if self.peak_flops else None,
+            "mem_gib": mem_gib,
+            "mem_reserved_gib": mem_reserved_gib,
+            "step_s": seconds / n_steps,
+            "data_s": (self.loader.waited_s - self.waited_s) / n_steps,
         }
-        left_s = (steps - row["step"]) * (time.perf_counter() - self.start) / (row["step"] - self.start_step)
-        self.append(row, f"step {row['step']:>{len(str(steps))}}/{steps}  loss {loss:.4f}  lr {lr:.1e}  norm "
-                         f"{norm:<5.3g}  {row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
-                         + (f"mfu {mfu:.1%}  " if mfu else "") + f"{timedelta(seconds=int(left_s))}")
+        mfu = f"mfu {row['mfu']:.1%}  " if row["mfu"] else ""
+        left_s = (steps - step) * (time.perf_counter() - self.start) / (step - self.start_step)
+        self.append(row, f"step {step:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}  lr {lr:.1e}  "
+                         f"norm {norm:<5.3g}  {row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
+                         f"{mfu}{timedelta(seconds=int(left_s))}")
         self.reset()
 
     def write_eval(self, loss, n_targets):
+        """Writes the row of an evaluation and enters it in `state`."""
         row = {"step": self.state["step"], "eval_loss": loss, "eval_tokens": n_targets}
         best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
-        self.state |= {"best_eval": best, "evaluated": row["step"]}
+        self.state["best_eval"] = best
+        self.state["evaluated"] = row["step"]
         self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_targets:,} tokens, best "
                          f"{best['eval_loss']:.4f} at step {best['step']}")
 
@@ -929,27 +1092,36 @@ class Log:
         try:
             with open(self.out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(row) + "\n")
-        except OSError as error:  # a full disk ends no training
+        except OSError as error:  # a full disk does not end a training
             self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
         if self.board:
-            for name in row.keys() - {"step"}:
+            for name in row.keys() - {"step", "losses"}:
                 if row[name] is not None:
                     self.board.add_scalar(name, row[name], row["step"])
             self.board.flush()
 
     def draw(self):
-        """Draws loss.svg on rank 0."""
-        rows, curves = [] if self.ranks.rank else read_metrics(self.out, self.state["step"]), {}
-        for key, name, colour in ("loss", "training loss", "#2f81f7"), ("eval_loss", "evaluation loss", "#e5534b"):
-            if curve := [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]:
-                curves[name, colour] = curve
+        """Draws loss.svg on rank 0, with the loss of every step and of every evaluation."""
+        if self.ranks.rank:
+            return
+        training = []
+        evaluation = []
+        for row in read_metrics(self.out, self.state["step"]):
+            if "loss" in row:
+                losses = row.get("losses", [row["loss"]])
+                training += enumerate(losses, row["step"] - len(losses) + 1)
+            elif math.isfinite(row["eval_loss"]):
+                evaluation.append((row["step"], row["eval_loss"]))
+        curves = {("training loss", "#2f81f7"): training, ("evaluation loss", "#e5534b"): evaluation}
+        curves = {label: curve for label, curve in curves.items() if curve}
         if curves:
             with contextlib.suppress(OSError):
                 draw(self.out / "loss.svg", curves)
 
     def close(self):
         self.draw()
-        self.ranks.say(f"{self.state['step'] - self.start_step} steps in {time.perf_counter() - self.start:.0f} s")
+        n_steps = self.state["step"] - self.start_step
+        self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s")
 
 
 def print_start(args, model, source, n_trained, ranks):
@@ -967,14 +1139,15 @@ def print_start(args, model, source, n_trained, ranks):
 
 
 def sample(args, model, tokenizer, documents, ranks):
-    """What the model makes of --sample. All ranks call it: under FSDP2 each forward is a collective."""
+    """What the model makes of --sample. All ranks must call it: under FSDP2 each forward is a collective."""
     if not args.sample:
         return ""
     is_chat = any(file["chats"] for file in documents.files)
     with ranks.agree():
         prompt = tokenizer.prompt([{"role": "user", "content": args.sample}] if is_chat else args.sample)
     model.eval()
-    tokens = lm.generate(model, prompt, args.max_new_tokens or 48, tokenizer.stop_ids, ranks.device, args.temperature)
+    tokens = lm.generate(
+        model, prompt, args.max_new_tokens or 48, tokenizer.stop_ids, ranks.device, args.temperature)
     text = data.printable(tokenizer.core.decode(list(tokens)))
     model.train()
     lm.reshard_(model)
@@ -982,34 +1155,36 @@ def sample(args, model, tokenizer, documents, ranks):
 
 
 def tracer(args, out, device):
-    """--profile, --memory_snapshot -> a profiler whose step() is called after each step; the third is written."""
+    """--profile, --memory_snapshot -> a profiler whose step() main calls after each step; it writes the third."""
     snapshot = args.memory_snapshot and device.type == "cuda"
-
-    def write(profiler):
-        if args.profile:
-            profiler.export_chrome_trace(str(out / "trace.json.gz"))
-            print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
-        if snapshot:
-            torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
-
     if snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)  # everything is warm by then
+    write = functools.partial(write_trace, out, device, args.profile, snapshot)
     profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
     profiler.start()
     return profiler
 
 
+def write_trace(out, device, profile, snapshot, profiler):
+    if profile:
+        profiler.export_chrome_trace(str(out / "trace.json.gz"))
+        print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
+    if snapshot:
+        torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
+
+
 def chat(args):
-    """A conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C ends an
-    answer, Ctrl-D the chat."""
-    ranks, messages = Ranks(False, args.timeout), []
+    """A conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C
+    ends an answer, Ctrl-D the chat."""
+    ranks = Ranks(False, args.timeout)
     _, _, model, source, adapter, tokenizer = open_model(args, ranks)
     model.to_empty(device=ranks.device).tie_()
     with ranks.agree():
         data.load_weights_(model, source, adapter, args.seed, ranks.device, sys.stderr.isatty())
     model.eval()
-    n, stop = args.max_new_tokens or 512, tokenizer.stop_ids
+    n_tokens = args.max_new_tokens or 512
+    messages = []
     while True:
         try:
             question = input("> " if sys.stdin.isatty() else "").strip()
@@ -1020,14 +1195,17 @@ def chat(args):
         if question in ("", "/reset"):
             continue
         messages.append({"role": "user", "content": question})
-        tokens, said = [], ""
+        tokens = []
+        said = ""
         with ranks.agree():
             prompt = tokenizer.prompt(messages)
+        answer = lm.generate(model, prompt, n_tokens, tokenizer.stop_ids, ranks.device, args.temperature)
         with contextlib.suppress(KeyboardInterrupt):
-            for token in lm.generate(model, prompt, n, stop, ranks.device, args.temperature):
+            for token in answer:
                 tokens.append(token)
+                # all tokens are decoded again, because one alone may be a part of a character
                 text = data.printable(tokenizer.core.decode(tokens))
-                if not text.endswith("\ufffd"):  # the first bytes of a character
+                if not text.endswith("\ufffd"):  # the first bytes of a character: wait for the rest
                     print(text[len(said):], end="", flush=True)
                     said = text
         print()
@@ -1035,23 +1213,28 @@ def chat(args):
 
 
 def check_finite(tensors, step, ranks):
-    """Ends the run where a tensor of {name: tensor} is inf or nan. Collective."""
+    """Ends the run if any rank has inf or nan in a tensor of {name: tensor}. Collective."""
     wrong = [name for name, tensor in tensors.items() if not nf4.local(tensor)[0].isfinite().all()]
-    if wrong := list(itertools.chain(*ranks.gather(wrong))):
+    names = list(itertools.chain(*ranks.gather(wrong)))
+    if names:
         ranks.leave()
         cause = "lower --lr" if step else "the files of --model are damaged"
-        raise FloatingPointError(f"{wrong[0]} holds inf or nan after {step} steps, nothing is saved: {cause}")
+        raise FloatingPointError(
+            f"{names[0]} contains inf or nan after {step} steps, nothing is saved: {cause}")
 
 
 def end_not_finite(model, loader, step, args, ranks):
-    """Ends a run whose loss or gradient is inf or nan, and names the documents of that step."""
+    """Ends a run whose loss or a gradient was inf or nan in `step` (from 0), and names that step's documents."""
     check_finite(dict(model.named_parameters()), step, ranks)
     places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
-    changed = "earlier gradients of it were applied" if args.optim_in_backward else "no weight was changed by it"
+    changed = "no weight was changed by it"
+    if args.optim_in_backward:
+        changed = "those of its gradients that came earlier were applied"
     ranks.leave()
-    raise FloatingPointError(f"step {step + 1}: the loss or a gradient is not finite; {changed}, checkpoints are as "
-                             "they were. Lower --lr, raise --warmup, or look at the documents of that step:"
-                             + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
+    raise FloatingPointError(
+        f"step {step + 1}: the loss or a gradient is not finite; {changed}, checkpoints are as they were. "
+        "Lower --lr, raise --warmup, or look at the documents of that step:"
+        + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
 
 
 # ---------------- checkpoints

@@ -37,7 +37,7 @@ def parked(hooks):
     found, last = [], hooks.last
     while last is not None:
         found.append(last)
-        last = last.before
+        last = last.previous
     return found
 
 

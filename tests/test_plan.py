@@ -103,7 +103,7 @@ def count(argv, world, result):
         _, total, size = min(events)
         pages, parked = 0, hooks[0].last if hooks else None
         while parked is not None:
-            pages, parked = pages + sum(page.nbytes for page in parked.pages), parked.before
+            pages, parked = pages + sum(page.nbytes for page in parked.pages), parked.previous
         Path(result).write_text(json.dumps([max(event[1] for event in events) - (total - size), pages]))
         os._exit(0)
 

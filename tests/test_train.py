@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HERE, build, read_data, run_ranks
+from conftest import HERE, build, losses, read_data, run_ranks
 from safetensors.torch import load_file
 
 import data
@@ -20,7 +20,7 @@ import model as lm
 import train
 
 CPU, MAIN = torch.device("cpu"), HERE.parent / "train.py"
-ALONE, NO_SIGNAL = train.Ranks(False, 1800), SimpleNamespace(asked=lambda ranks: [0])
+ALONE, NO_SIGNAL = train.Ranks(False, 1800), SimpleNamespace(number=0)
 ALONE.device = CPU
 
 
@@ -58,7 +58,7 @@ def test_main_job_writes_what_it_promises(main_job):
     assert names(out / "merged") == names(HERE / "tiny")
     args = json.loads((out / "args.json").read_text())
     assert args["world"] == 2 and args["torch"] == torch.__version__ and args["qlora"] is True
-    keys = {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "mem_gib",
+    keys = {"step", "epoch", "loss", "losses", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "mem_gib",
             "mem_reserved_gib", "step_s", "data_s"}
     assert [set(row) for row in rows] == [keys] * (len(rows) - 1) + [{"step", "eval_loss", "eval_tokens"}]
     assert {*range(1, 11), 12} <= {row["step"] for row in rows}  # on a slow machine 11 as well
@@ -185,12 +185,14 @@ def log(tmp_path, monkeypatch):
 def test_an_evaluation_between_log_lines_does_not_count_as_training(log, tmp_path, monkeypatch):
     clock = iter([log.mark + 5.0, log.mark + 25.0])  # an evaluation of 20 seconds, and the log line after it
     monkeypatch.setattr(train.time, "perf_counter", lambda: next(clock, log.mark + 10.0))
-    log.count([10, 100, 0], 0)
+    log.count(torch.tensor(20.0), [10, 100, 0], 0)
     with log.paused():
         log.write_eval(1.0, 5)
-    log.count([10, 100, 0], 0)
-    log.write(1.0, 1e-3, 1.0)
+    log.count(torch.tensor(10.0), [10, 100, 0], 0)
+    log.state["step"] = 6
+    log.write([loss.item() for loss in log.mean_losses()], 1e-3, 1.0)
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["losses"] == [2.0, 1.0] and row["loss"] == 1.0
     assert row["step_s"] == pytest.approx(5.0) and row["tokens_per_s"] == pytest.approx(20.0)  # 200 tokens, 10 s
 
 
@@ -219,7 +221,8 @@ def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
 @pytest.mark.parametrize("step, cause", [(0, "files of --model are damaged"), (3, "lower --lr")])
 def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, step, cause):
     saver = train.Saver(tmp_path, 1, ALONE)
-    with pytest.raises(FloatingPointError, match=f"w holds inf or nan after {step} steps, nothing is saved: .*{cause}"):
+    message = f"w contains inf or nan after {step} steps, nothing is saved: .*{cause}"
+    with pytest.raises(FloatingPointError, match=message):
         saver.save({"v": torch.ones(2), "w": torch.tensor([1, torch.nan])}, {"step": step})
     assert not names(tmp_path)
 
@@ -247,6 +250,21 @@ def test_help_is_short_and_help_all_has_every_flag(capsys):
     assert {"--model", "--data", "--qlora"} <= shown["--help"] < shown["--help_all"] and len(shown["--help"]) <= 27
     names = {f"--{name}" for name in vars(train.parse_args([])).keys() - {"features", "n_weights_kept"}}
     assert names == shown["--help_all"] - {"--no"}
+
+
+def test_the_curve_has_every_step_however_often_a_run_logs_and_stops(folder, chats, tmp_path):
+    argv = ["--model", folder, "--random_init", "--data", chats, "--seq_len", 64, "--precision", "fp32", "--lora",
+            "--schedule", "constant", "--warmup", 2]
+    # three ranks: a float32 sum of more than two numbers depends on their order
+    expected = losses(3, [*argv, "--steps", 16], tmp_path / "each")
+    run_ranks(3, [*argv, "--steps", 13, "--log_every", 99, "--save_every", 13], tmp_path / "few")
+    rows, text, codes = run_ranks(3, [*argv, "--steps", 16, "--log_every", 99, "--resume"], tmp_path / "few")
+    assert codes == [0] * 3 and "continuing after step 13" in text, text
+    logged = [row for row in rows if "loss" in row]
+    assert [loss for row in logged for loss in row["losses"]] == expected
+    assert [row["loss"] for row in logged] == [expected[row["step"] - 1] for row in logged]
+    (points,) = re.findall('<polyline points="(.*?)"', (tmp_path / "few/loss.svg").read_text())
+    assert len(points.split()) == 16 and len(logged) < 16
 
 
 def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
