@@ -1069,11 +1069,10 @@ class Log:
             "step_s": seconds / n_steps,
             "data_s": (self.loader.waited_s - self.waited_s) / n_steps,
         }
-        mfu = f"mfu {row['mfu']:.1%}  " if row["mfu"] else ""
         left_s = (steps - step) * (time.perf_counter() - self.start) / (step - self.start_step)
-        self.append(row, f"step {step:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}  lr {lr:.1e}  "
-                         f"norm {norm:<5.3g}  {row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
-                         f"{mfu}{timedelta(seconds=int(left_s))}")
+        # The line has 80 columns. What follows from the flags (lr) and from tok/s (mfu) stands in the row alone
+        self.append(row, f"step {step:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}  norm {norm:<5.3g}  "
+                         f"{row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  {timedelta(seconds=int(left_s))}")
         self.reset()
 
     def write_eval(self, loss, n_targets):

@@ -196,6 +196,18 @@ def test_an_evaluation_between_log_lines_does_not_count_as_training(log, tmp_pat
     assert row["step_s"] == pytest.approx(5.0) and row["tokens_per_s"] == pytest.approx(20.0)  # 200 tokens, 10 s
 
 
+def test_a_line_of_a_long_run_on_a_large_gpu_has_80_columns(log, monkeypatch, capsys):
+    log.state |= {"step": 2000, "steps": 10_000}
+    log.start -= 10_000  # seconds: more than ten hours are left
+    log.mark -= 1.0
+    log.n_tokens = 123_000
+    monkeypatch.setattr(train, "memory_gib", lambda device: (139.51, 140.0))
+    log.write([12.3456], 0.0123, 2e-4)
+    line = capsys.readouterr().out.strip()
+    assert "step  2000/10000  loss 12.3456  norm 0.0123  12" in line and "139.51 GiB  11:" in line
+    assert len(line) <= 80
+
+
 def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
     log.write_eval(2.5, 100)
     assert log.board.purge_step == 5 and log.board.scalars == {("eval_loss", 2.5, 4), ("eval_tokens", 100, 4)}
