@@ -56,215 +56,302 @@ NOT_FINITE, OUT_OF_MEMORY = 3, 4  # exit codes
 
 
 def number(kind, zero_too=False, below=1e12):
-    """An argparse type: a positive number of `kind`, or zero as well."""
+    """An argparse type: a number of `kind` above 0 and below `below`, with zero_too also 0."""
+    expected = "0 or above 0" if zero_too else "above 0"
 
     def parse(text):
         value = kind(text)
-        if not (0 < value < below or (zero_too and value == 0)):
-            raise argparse.ArgumentTypeError(f"{text}: expected {'0 or ' if zero_too else ''}above 0, below {below:g}")
-        return value
+        if 0 < value < below or (zero_too and value == 0):
+            return value
+        raise argparse.ArgumentTypeError(f"{text}: expected {expected}, below {below:g}")
 
     parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
     return parse
 
 
 def n_blocks(text):
-    """An argparse type."""
-    if text not in ("all", "auto") and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of blocks, all or auto")
-    return number(int, True)(text) if text.isdecimal() else text
+    """An argparse type: all, auto or a number of blocks."""
+    if text in ("all", "auto"):
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text}: expected a number of blocks, all or auto")
 
 
-# named at the start
-FEATURES = set("""lora qlora lora_rank fsdp2 replicas sequence_parallel offload activation_checkpointing chunked_ce
-    compile tiled_mlp optim stochastic_rounding optim_in_backward fused_adamw packing save_every""".split())
-EVERYDAY = set("""model lora qlora lora_rank data eval_data seq_len inspect fsdp2 offload optim tiled_mlp compile help
-    batch_size grad_accum steps epochs lr out resume save_every merge chat dry_run gpu_gib""".split())
+# -h shows these flags, --help_all shows every flag
+EVERYDAY = set("""model lora qlora lora_rank data eval_data seq_len inspect fsdp2 offload optim tiled_mlp
+    compile help batch_size grad_accum steps epochs lr out resume save_every merge chat dry_run
+    gpu_gib""".split())
 OTHER_NAMES = {  # flags of TRL, axolotl, torchtune and Unsloth that difflib does not find
-    "model_name_or_path": "--model", "use_peft": "--lora", "load_in_4bit": "--qlora", "dataset_name": "--data",
-    "train_file": "--data", "max_length": "--seq_len", "bf16": "--precision", "output_dir": "--out",
-    "enable_activation_offloading": "--offload", "per_device_train_batch_size": "--batch_size", "learning_rate": "--lr",
+    "model_name_or_path": "--model", "use_peft": "--lora", "load_in_4bit": "--qlora",
+    "dataset_name": "--data", "train_file": "--data", "max_length": "--seq_len", "bf16": "--precision",
+    "output_dir": "--out", "enable_activation_offloading": "--offload",
+    "per_device_train_batch_size": "--batch_size", "learning_rate": "--lr",
     "gradient_accumulation_steps": "--grad_accum", "num_train_epochs": "--epochs", "max_grad_norm": "--clip",
-    "gradient_clipping": "--clip", "save_total_limit": "--keep", "resume_from_checkpoint": "--resume",
-    "eval_steps": "--eval_every", "save_steps": "--save_every", "logging_steps": "--log_every"}
+    "gradient_clipping": "--clip", "save_total_limit": "--keep",
+    "resume_from_checkpoint": "--resume", "eval_steps": "--eval_every",
+    "save_steps": "--save_every", "logging_steps": "--log_every"}
+
+
+def add(group, flag, kind, default, text, fixed=False, **options):
+    """Adds a flag that has a value. Where the default is None, the text says what that means. Mark a flag as
+    `fixed` if it changes the mathematics: fixed_settings() and print_start() then find it by themselves."""
+    if default is not None:
+        text += f" (default: {default})"
+    if kind is not str:
+        options["metavar"] = "N"
+    group.add_argument(flag, type=kind, default=default, help=text, **options).fixed = fixed
+
+
+def switch(group, flag, text, on=False, fixed=False):
+    """Adds a flag that is on or off. One that is on by default also gets a --no-flag."""
+    action = argparse.BooleanOptionalAction if on else "store_true"
+    shown = "on" if on else "off"
+    group.add_argument(flag, action=action, default=on, help=f"{text} (default: {shown})").fixed = fixed
+
+
+def make_parser():
+    """Declares every flag, with the text of --help."""
+    # exit_on_error=False: argparse raises instead of printing its usage, and launch() prints one line
+    parser = argparse.ArgumentParser(
+        usage="[torchrun --nproc_per_node N | python] train.py [flags]", description=__doc__.split("\n\n")[0],
+        add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-h", "--help", "--help_all", action="help",
+                        help="print the most used flags, with --help_all all flags, and exit")
+    whole = number(int)
+    whole_or_0 = number(int, zero_too=True)
+    amount = number(float)
+    amount_or_0 = number(float, zero_too=True)
+
+    model = parser.add_argument_group("model")
+    add(model, "--model", str, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
+        "run, or with --random_init one of " + ", ".join(data.PRESETS))
+    switch(model, "--random_init", "start from random weights in the shapes of --model", fixed=True)
+    add(model, "--precision", str, None,
+        "mixed: train in float32, multiply in bf16; bf16, fp32: do both in that format (default: mixed; fp32 "
+        "where the device has no bf16 instructions)",
+        choices=("mixed", "bf16", "fp32"), fixed=True)
+    add(model, "--adapter", str, None,
+        "folder of a PEFT adapter to train further, with its rank, alpha and targets (default: none)")
+
+    method = parser.add_argument_group("method (default: full fine-tuning)")
+    switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True)
+    switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True)
+    add(method, "--lora_rank", whole, None, "rank of the adapters (default: 16)", fixed=True)
+    add(method, "--lora_alpha", amount, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True)
+    add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
+        "fraction of an adapter's inputs that is zeroed in training (default: 0)", fixed=True)
+    add(method, "--lora_targets", str, None,
+        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them)",
+        nargs="+", fixed=True)
+
+    dataset = parser.add_argument_group("data")
+    add(dataset, "--data", str, None, "files to train on, .jsonl, .json, .txt or .gz of these, or the "
+        "built-in stdlib:docs and stdlib:code; a file given twice is read twice per epoch (default: "
+        "stdlib:docs)", nargs="+")
+    add(dataset, "--eval_data", str, None,
+        "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training (default: none)",
+        nargs="+")
+    add(dataset, "--seq_len", whole, 1024, "tokens per row", fixed=True)
+    add(dataset, "--overflow", str, None,
+        "what to do with documents longer than a row (default: split texts, drop others)",
+        choices=("split", "drop", "truncate"))
+    switch(dataset, "--packing", "put several documents into a row; they do not see each other", on=True,
+           fixed=True)
+    add(dataset, "--train_on", str, "targets",
+        "tokens that count in the loss; targets: answers and plain texts, all: every token",
+        choices=("targets", "all"), fixed=True)
+    add(dataset, "--chat_template", str, None, "jinja file, in place of the model's own (default: none)")
+    add(dataset, "--inspect", whole, None,
+        "print N examples, with the trained tokens in brackets, and exit (default: off)")
+
+    memory = parser.add_argument_group("memory and speed")
+    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks")
+    switch(memory, "--reshard_after_forward",
+           "free the gathered weights of a block between its forward and its backward", on=True)
+    switch(memory, "--shard_embeddings",
+           "gather embedding and head only while they are in use; a tied pair stays gathered", on=True)
+    add(memory, "--replicas", whole, 1, "number of model replicas (HSDP): shard within each group of world/N "
+        "ranks, usually one node, and all-reduce between groups")
+    add(memory, "--sequence_parallel", whole, 1,
+        "split each row over a group of N ranks; --batch_size then counts rows per group")
+    add(memory, "--offload", str, None, "what to keep in host memory; activations: block inputs until the "
+        "backward, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
+        "applies)",
+        nargs="*", choices=("activations", "params"))
+    add(memory, "--activation_checkpointing", n_blocks, "all", "recompute the first N blocks (or all) in "
+        "the backward, keeping only their inputs; auto: recompute as few as fit in memory; if there is room, "
+        "keep the dequantized NF4 weights", nargs="?", const="all")
+    memory.add_argument("--no-activation_checkpointing", action="store_const", const=0,
+                        dest="activation_checkpointing", help="recompute nothing: least time, most memory")
+    switch(memory, "--chunked_ce",
+           "compute head and loss in chunks of tokens, without a [tokens, vocabulary] tensor", on=True)
+    add(memory, "--ce_chunk", whole, 1024, "tokens per chunk of the loss")
+    add(memory, "--tiled_mlp", whole, None, "run the MLP on N tokens at a time, e.g. 4096 (default: off)")
+    add(memory, "--optim", str, "adamw", "adamw8bit keeps 2 bytes of state per parameter instead of 8",
+        choices=("adamw", "adamw8bit"), fixed=True)
+    switch(memory, "--stochastic_rounding",
+           "round bf16 weights and moments at random, so that small updates count on average", fixed=True)
+    switch(memory, "--optim_in_backward",
+           "update each weight as soon as its gradient is complete, then free the gradient; rules out --clip")
+    switch(memory, "--fused_adamw", "run AdamW as one kernel, on GPU and CPU", on=True)
+    switch(memory, "--compile",
+           "torch.compile the blocks, the loss and NF4; the first step takes half a minute longer")
+
+    schedule = parser.add_argument_group("schedule")
+    add(schedule, "--batch_size", whole, 1, "rows per rank and micro-batch")
+    add(schedule, "--grad_accum", whole, 1, "micro-batches per step")
+    add(schedule, "--steps", whole, None, "number of optimizer steps (default: from --epochs)")
+    add(schedule, "--epochs", amount, 1.0, "passes over the data; --steps overrides it")
+    add(schedule, "--lr", amount_or_0, None,
+        "peak learning rate (default: 2e-4 with adapters, 2e-5 without, times 4096 / hidden size)",
+        fixed=True)
+    add(schedule, "--min_lr", amount_or_0, 0.0, "learning rate at the end of cosine and linear", fixed=True)
+    add(schedule, "--warmup", amount_or_0, 0.03,
+        "steps of linear warmup, from lr / (warmup + 1); below 1: fraction of all steps", fixed=True)
+    add(schedule, "--schedule", str, "cosine", "course of the learning rate after the warmup",
+        choices=("cosine", "linear", "constant"), fixed=True)
+    add(schedule, "--weight_decay", amount_or_0, 0.01, "weight decay, on matrices only", fixed=True)
+    add(schedule, "--clip", amount_or_0, None,
+        "largest gradient norm; 0: no limit (default: 1; 0 with --optim_in_backward)", fixed=True)
+    add(schedule, "--seed", whole_or_0, 0,
+        "seed of data order, random weights, adapters, dropout", fixed=True)
+
+    run = parser.add_argument_group("run")
+    add(run, "--out", str, None, "folder that a new run writes to (default: out/<date-time>)")
+    add(run, "--save_every", whole_or_0, 500,
+        "steps between checkpoints; the last step is saved, too. 0: save only on a signal")
+    add(run, "--keep", whole, 2, "newest checkpoints to keep, besides the one with the best evaluation")
+    add(run, "--resume", str, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
+        "checkpoint of --out or of the newest run in out/, or start a new one if there is none (default: "
+        "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN")
+    add(run, "--timeout", amount, 1800.0,
+        "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first")
+    add(run, "--log_every", whole, 10,
+        "log every N steps, and also the first ten steps and at least every ten seconds")
+    add(run, "--eval_every", whole, None, "steps between evaluations (default: evaluate only at the end)")
+    switch(run, "--dry_run", "print the memory plan for --world GPUs and exit")
+    add(run, "--world", whole, None, "number of GPUs that --dry_run plans for (default: 1)")
+    add(run, "--gpu_gib", amount, None, "GiB per GPU that the run or the plan may use (default: all)")
+    switch(run, "--tensorboard", "write metrics for TensorBoard, too (pip install tensorboard)")
+    switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
+    switch(run, "--memory_snapshot",
+           "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
+    switch(run, "--merge", "also write the 16-bit model with the adapter merged in")
+    add(run, "--sample", str, None,
+        "text to continue or question to answer before and after training (default: one for built-in data)")
+    switch(run, "--chat", "talk with --model instead of training")
+    add(run, "--temperature", amount_or_0, 0.0, "temperature of --chat and --sample; 0: the likeliest token")
+    add(run, "--max_new_tokens", whole, None, "longest answer, in tokens (default: --chat 512, --sample 48)")
+    return parser
+
+
+def fixed_flags():
+    """{name: default} of the flags that change the mathematics of a run."""
+    actions = make_parser()._actions  # argparse has no public list of them
+    return {action.dest: action.default for action in actions if getattr(action, "fixed", False)}
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser("train.py", "[torchrun --nproc_per_node N | python] train.py [flags]",
-                                     __doc__.split("\n\n")[0], allow_abbrev=False, add_help=False)
-    parser.add_argument("-h", "--help", "--help_all", action="help", help="print these flags, or all of them, and exit")
-    whole, whole_or_0, amount, amount_or_0 = number(int), number(int, True), number(float), number(float, True)
-
-    def refuse(message):  # without argparse's list of all flags
-        raise argparse.ArgumentError(None, message)
-
-    def add(flag, kind, default, text, otherwise=None, **options):  # otherwise: the default in words
-        shown = otherwise or ("none" if default is None else default)
-        options = {"type": kind, "default": default, "metavar": None if kind is str else "N"} | options
-        group.add_argument(flag, help=f"{text} (default: {shown})", **options)
-
-    def switch(flag, text, on=False):
-        action, shown = (argparse.BooleanOptionalAction, "on") if on else ("store_true", "off")
-        group.add_argument(flag, action=action, default=on, help=f"{text} (default: {shown})")
-
-    parser.error, group = refuse, parser.add_argument_group("model")
-    add("--model", str, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a run, or with "
-        "--random_init one of " + ", ".join(data.PRESETS))
-    switch("--random_init", "shapes of --model, random weights")
-    add("--precision", str, None, "mixed: train in float32, multiply in bf16", "mixed; fp32 where bf16 is not native",
-        choices=("mixed", "bf16", "fp32"))
-    add("--adapter", str, None, "folder of a PEFT adapter to train on, with its rank, alpha and targets")
-    group = parser.add_argument_group("method (default: full fine-tuning)")
-    switch("--lora", "train low-rank adapters, all weights are frozen")
-    switch("--qlora", "--lora with the blocks' weights in NF4, 4.14 bits")
-    add("--lora_rank", whole, None, "rank of the adapters", 16)
-    add("--lora_alpha", amount, None, "adapters are scaled by alpha / rank", 32)
-    add("--lora_dropout", number(float, True, 1), None, "fraction of an adapter's inputs zeroed in training", "0")
-    add("--lora_targets", str, None, "of " + ", ".join(lm.LORA_TARGETS), "all-linear: all of them", nargs="+")
-    group = parser.add_argument_group("data")
-    add("--data", str, ["stdlib:docs"], ".jsonl, .json, .txt files (or .gz), or the built-in stdlib:docs, stdlib:code; "
-        "a file given twice is taken twice", "stdlib:docs", nargs="+")
-    add("--eval_data", str, None, "the same; stdlib:* is the 5 %% held out", nargs="+")
-    add("--seq_len", whole, 1024, "tokens in a row")
-    add("--overflow", str, None, "longer documents", "split texts, drop others", choices=("split", "drop", "truncate"))
-    switch("--packing", "several documents in a row, kept apart", on=True)
-    add("--train_on", str, "targets", "targets: answers, texts; all: every token", choices=("targets", "all"))
-    add("--chat_template", str, None, "jinja file in place of the model's own")
-    add("--inspect", whole, None, "print N examples, trained tokens in brackets, and exit")
-    group = parser.add_argument_group("memory and speed")
-    switch("--fsdp2", "shard parameters, gradients and optimizer over the ranks")
-    switch("--reshard_after_forward", "free a block's gathered weights between forward and backward", on=True)
-    switch("--shard_embeddings", "gather embedding and head only while in use; a tied pair stays gathered", on=True)
-    add("--replicas", whole, 1, "copies of the sharded model, each on world / N consecutive ranks, usually one node")
-    add("--sequence_parallel", whole, 1, "split each row over N ranks; --batch_size counts rows of such a group")
-    add("--offload", str, None, "to host memory: block inputs until the backward; weights, gradients and optimizer",
-        "none; bare: all that applies", nargs="*", choices=("activations", "params"))
-    add("--activation_checkpointing", n_blocks, "all", "keep only the inputs of the first N blocks and recompute the "
-        "rest in the backward; auto: of as few blocks as memory allows, and with room left dequantize NF4 once a step",
-        nargs="?", const="all")
-    group.add_argument("--no-activation_checkpointing", dest="activation_checkpointing", action="store_const", const=0,
-                       help="keep all that is computed, which takes the least time")
-    switch("--chunked_ce", "head and loss in chunks of tokens, no [tokens, vocabulary] tensor", on=True)
-    add("--ce_chunk", whole, None, "tokens in a chunk of the loss", 1024)
-    add("--tiled_mlp", whole, None, "the MLP in tiles of N tokens, e.g. of 4096", "off")
-    add("--optim", str, "adamw", "adamw8bit: 2 bytes of state a parameter, not 8", choices=("adamw", "adamw8bit"))
-    switch("--stochastic_rounding", "round bf16 weights and moments at random: small updates count on average")
-    switch("--optim_in_backward", "update each weight as soon as its gradient is complete and free it; no clipping")
-    switch("--fused_adamw", "AdamW as one kernel, on GPU and CPU", on=True)
-    switch("--compile", "torch.compile on the blocks, the loss and NF4, half a minute in the first step")
-    group = parser.add_argument_group("schedule")
-    add("--batch_size", whole, 1, "rows per rank and micro-batch")
-    add("--grad_accum", whole, 1, "micro-batches per step")
-    add("--steps", whole, None, "optimizer steps", "from --epochs")
-    add("--epochs", amount, 1.0, "passes over the data, unless --steps is given")
-    add("--lr", amount_or_0, None, "peak learning rate", "2e-4 with adapters, 2e-5 without, times 4096 / hidden size")
-    add("--min_lr", amount_or_0, 0.0, "learning rate at the end of cosine and linear")
-    add("--warmup", amount_or_0, 0.03, "steps of linear warmup, from lr / (warmup + 1); below 1 a fraction of all")
-    add("--schedule", str, "cosine", "after warmup", choices=("cosine", "linear", "constant"))
-    add("--weight_decay", amount_or_0, 0.01, "on matrices, not on norms and biases")
-    add("--clip", amount_or_0, None, "largest gradient norm, 0: off", "1; 0 with --optim_in_backward")
-    add("--seed", whole_or_0, 0, "of data order, adapters, random weights and dropout")
-    group = parser.add_argument_group("run")
-    add("--out", str, None, "folder of the run; to continue one, --resume", "out/<date-time>")
-    add("--save_every", whole_or_0, 500, "steps between checkpoints, and one at the end; 0: only after a signal")
-    add("--keep", whole, 2, "newest checkpoints that are kept, beside the one of the best evaluation")
-    add("--resume", str, None, "continue the newest checkpoint of --out, or of the newest run under out/, or start if "
-        "there is none; or a checkpoint or the folder of a run", "a new run", nargs="?", const="auto")
-    switch("--async_save", "write checkpoints in the background")
-    add("--timeout", amount, 1800.0, "seconds of a step that end a run of several ranks; each says where it stands")
-    add("--log_every", whole, 10, "steps between log lines, of which the first ten steps and each ten seconds have one")
-    add("--eval_every", whole, None, "steps between evaluations", "at the end only")
-    switch("--dry_run", "print the memory plan of --world GPUs and exit")
-    add("--world", whole, None, "ranks of --dry_run", 1)
-    add("--gpu_gib", amount, None, "memory of a GPU that plan and run may use", "all")
-    switch("--tensorboard", "metrics for TensorBoard (pip install tensorboard)")
-    switch("--profile", "trace.json.gz of the third step, for Perfetto")
-    switch("--memory_snapshot", "memory.pickle of the GPU's first three steps, for pytorch.org/memory_viz")
-    switch("--merge", "also write the 16-bit model with the adapter merged in")
-    add("--sample", str, None, "text to continue or question to answer before and after", "one for the built-in data")
-    switch("--chat", "talk with --model")
-    add("--temperature", amount_or_0, 0.0, "of --chat and --sample; 0 takes the likeliest token")
-    add("--max_new_tokens", whole, None, "longest answer", "--chat 512, --sample 48")
-
+    """The flags of a run, checked and completed. argparse.ArgumentError names the flag to change."""
+    parser = make_parser()
     argv = sys.argv[1:] if argv is None else argv
-    for action in parser._actions if {"-h", "--help"} & set(argv) else ():
-        if action.dest not in EVERYDAY:
-            action.help = argparse.SUPPRESS
+    if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
+        for action in parser._actions:
+            if action.dest not in EVERYDAY:
+                action.help = argparse.SUPPRESS
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        word = next((word for word in unknown if word.startswith("-")), unknown[0])
-        flags = OTHER_NAMES | {flag.lstrip("-").replace("-", "_"): flag for flag in parser._option_string_actions}
-        found = difflib.get_close_matches(word.split("=")[0].lstrip("-").replace("-", "_").lower(), flags, 1)
-        refuse(f"{word}: no such flag; " + (f"did you mean {flags[found[0]]}?" if found else "--help_all lists all"))
-    complete(args, refuse)
-    args.features, off = {}, []  # for the lines of the start
-    for action in parser._actions:
-        name, value = action.dest, getattr(args, action.dest, None)
-        if name not in FEATURES or f"--{name}" not in action.option_strings:
-            continue
-        if value not in (None, False, [], "adamw") and (value is True or action.default != value or value != 1):
-            shown = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
-            args.features[f"--{name}{shown}"] = action.help.split(" (default")[0]
-        else:
-            off.append(name)
-    args.features["off"] = ", ".join(off)
+        refuse_unknown(unknown[0], parser._option_string_actions)
+    complete(args)
     return args
 
 
-def complete(args, refuse):
-    """Fills in what depends on other flags, or calls refuse(message)."""
+def refuse(message):
+    """launch() prints the message alone and ends with exit code 2."""
+    raise argparse.ArgumentError(None, message)
+
+
+def refuse_unknown(word, flags):
+    """Names the flag that was probably meant by a word: another trainer's flag, - for _, or a misspelling."""
+    name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
+    known = OTHER_NAMES | {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
+    similar = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {known[similar[0]]}?" if similar else "--help_all lists all"
+    refuse(f"{word}: no such flag; {hint}")
+
+
+def complete(args):
+    """Refuses what cannot work, and writes the final value of flags that depend on others. Decided later, when
+    the model is known: rank, alpha, dropout and targets of --adapter (in open_config); --precision and --lr (in
+    open_model); --activation_checkpointing auto and n_weights_kept (in choose_blocks)."""
     if not args.adapter:  # the folder of a run may stand for its model and adapter
         try:
             args.model, args.adapter = data.find_result(args.model)
         except (ValueError, OSError) as error:
             refuse(str(error))
-    args.lora = args.lora or args.qlora or bool(args.adapter)
+    if args.qlora or args.adapter:
+        args.lora = True
     if args.lora_targets:
-        given = set(",".join(args.lora_targets).split(","))
-        if wrong := given - {*lm.LORA_TARGETS, "all-linear"}:
-            refuse(f"--lora_targets {', '.join(wrong)}: expected all-linear or some of {', '.join(lm.LORA_TARGETS)}")
-        args.lora_targets = [name for name in lm.LORA_TARGETS if {name, "all-linear"} & given]
-    for wrong, message in conflicts(args):
-        if wrong:
-            refuse(message)
-    every = ["activations", "params"] if args.fsdp2 else ["activations"]
-    args.offload = every if args.offload == [] else args.offload or []
-    args.n_weights_kept = 0  # see choose_blocks()
-    if args.clip is None:
+        given = ",".join(args.lora_targets).split(",")  # commas are as good as spaces
+        unknown = {*given} - {*lm.LORA_TARGETS, "all-linear"}
+        if unknown:
+            refuse(f"--lora_targets {', '.join(unknown)}: expected all-linear or some of "
+                   + ", ".join(lm.LORA_TARGETS))
+        args.lora_targets = [name for name in lm.LORA_TARGETS if name in given or "all-linear" in given]
+    if args.offload == []:  # --offload without a value
+        args.offload = ["activations", "params"] if args.fsdp2 else ["activations"]
+    args.offload = args.offload or []
+    refuse_conflicts(args)  # from here on, defaults look like values that were given
+
+    args.data = args.data or ["stdlib:docs"]
+    args.n_weights_kept = 0  # blocks that keep their NF4 weights in 16 bits from the forward to the backward
+    args.async_save = False
+    if not args.chunked_ce:
+        args.ce_chunk = 0  # the head sees all tokens at once
+    if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
         args.clip = 0.0 if args.optim_in_backward else 1.0
-    args.ce_chunk = (args.ce_chunk or 1024) if args.chunked_ce else 0
-    if args.lora and not args.adapter:
-        args.lora_rank, args.lora_alpha = args.lora_rank or 16, args.lora_alpha or 32
-        args.lora_dropout, args.lora_targets = args.lora_dropout or 0.0, args.lora_targets or list(lm.LORA_TARGETS)
+    if args.lora and not args.adapter:  # an adapter brings its own, see open_config()
+        args.lora_rank = args.lora_rank or 16
+        args.lora_alpha = args.lora_alpha or 32
+        args.lora_dropout = args.lora_dropout or 0.0
+        args.lora_targets = args.lora_targets or list(lm.LORA_TARGETS)
     if args.sample is None and not args.random_init:
         args.sample = SAMPLES.get(args.data[0], "")
 
 
-def conflicts(args):
-    """[(whether it is so, what to change)] of flags that cannot work together."""
-    preset, adapters = data.PRESETS.get(args.model), (args.lora, "--lora or --qlora")
-    default_fsdp2 = args.reshard_after_forward and args.shard_embeddings and args.replicas == 1
-    needs = {  # flag: (whether what it needs is given, what that is)
-        **dict.fromkeys(("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge"), adapters),
-        "stochastic_rounding": (args.precision == "bf16", "--precision bf16"),
-        "eval_every": (args.eval_data, "--eval_data"),
-        "world": (args.dry_run, "--dry_run; a run has the ranks of torchrun --nproc_per_node"),
-        "optim_in_backward": (args.grad_accum == 1 and not args.clip, "--grad_accum 1, no --clip: it frees gradients"),
-        "chat": (not args.fsdp2 and "RANK" not in os.environ, "one device: no torchrun, no --fsdp2"),
-        "tensorboard": (importlib.util.find_spec("tensorboard"), "a package: pip install tensorboard"),
-        **dict.fromkeys(("profile", "memory_snapshot"), ((args.steps or 3) > 2, "--steps above 2: it is of the third")),
-    }
-    return [
-        *((getattr(args, flag) and not given, f"--{flag} needs {what}") for flag, (given, what) in needs.items()),
-        *((args.adapter and getattr(args, flag), f"--{flag} and --adapter: leave one out, the adapter has its own")
-          for flag in ("lora_rank", "lora_alpha", "lora_targets", "random_init")),
-        (preset and not args.random_init and not args.dry_run, f"--model {args.model} is a preset of shapes: add "
-         f"--random_init, or for the trained weights --model {preset and preset['_name_or_path']}"),
-        (not args.fsdp2 and ("params" in (args.offload or []) or not default_fsdp2), "--replicas, --offload params, "
-         "--no-reshard_after_forward and --no-shard_embeddings change how FSDP2 works: add --fsdp2"),
-        (args.offload not in (None, ["params"]) and args.activation_checkpointing != "all", "--offload activations "
-         "needs --activation_checkpointing all: a block's input is small enough for the bus, all it computes is not"),
-    ]
+def refuse_conflicts(args):
+    """Refuses flags that cannot work together, before any process group or download."""
+    for flag in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge"):
+        if getattr(args, flag) and not args.lora:
+            refuse(f"--{flag} needs --lora or --qlora")
+    for flag in ("lora_rank", "lora_alpha", "lora_targets", "random_init"):
+        if getattr(args, flag) and args.adapter:
+            refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
+    if args.stochastic_rounding and args.precision != "bf16":
+        refuse("--stochastic_rounding needs --precision bf16")
+    if args.eval_every and not args.eval_data:
+        refuse("--eval_every needs --eval_data")
+    if args.world and not args.dry_run:
+        refuse("--world needs --dry_run; a run has the ranks of torchrun --nproc_per_node")
+    if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
+        refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
+    if args.chat and (args.fsdp2 or "RANK" in os.environ):
+        refuse("--chat needs one device: no torchrun, no --fsdp2")
+    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
+        refuse("--tensorboard needs a package: pip install tensorboard")
+    if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
+        refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
+    if args.model in data.PRESETS and not (args.random_init or args.dry_run):
+        refuse(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
+               f"--model {data.PRESETS[args.model]['_name_or_path']}")
+    sharding = args.replicas > 1 or not args.reshard_after_forward or not args.shard_embeddings
+    if not args.fsdp2 and (sharding or "params" in args.offload):
+        refuse("--replicas, --offload params, --no-reshard_after_forward and --no-shard_embeddings change "
+               "how FSDP2 works: add --fsdp2")
+    if "activations" in args.offload and args.activation_checkpointing != "all":
+        refuse("--offload activations needs --activation_checkpointing all: the bus is fast enough for the "
+               "input of a block, not for all that the block computes")
 
 
 # ---------------- main
@@ -1124,17 +1211,64 @@ class Log:
 
 
 def print_start(args, model, source, n_trained, ranks):
-    """What is trained, a line for each feature that is on, and one of what is off."""
+    """Prints what is trained, what each feature does in this run, and what is off. Flags with fixed=True that
+    have no words here are printed where they are not at their default."""
     c = model.config
-    trained, frozen = "bf16" if args.precision == "bf16" else "float32", str(model.compute_dtype).removeprefix("torch.")
     n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
-    lines = {f"{args.model} ({c.model_type})": f"{n_total:,} parameters, {n_trained:,} trained, {ranks.world} x "
-             f"{ranks.device_name}", f"  --precision {args.precision}": f"trained {trained}, all else {frozen}"}
-    lines |= {f"  {flag}": what for flag, what in args.features.items()}
-    if args.seq_len > c.max_position_embeddings:
-        lines["  note"] = f"--seq_len is beyond the {c.max_position_embeddings} positions that the model has seen"
-    for name, what in lines.items():
-        print(textwrap.fill(f"{name}: {what}", 80, subsequent_indent=" " * 6))
+    trained = "bfloat16" if args.precision == "bf16" else "float32"
+    features = {
+        "precision": f"trained {trained}, all else {str(model.compute_dtype).removeprefix('torch.')}",
+        "lora": f"adapters of rank {args.lora_rank} are trained, all else is frozen",
+        "qlora": "the weights of the blocks are in NF4, 4.14 bits each",
+        "fsdp2": f"parameters, gradients and optimizer state in {ranks.world // args.replicas} shards",
+        "replicas": "gradients are averaged over the replicas once per step",
+        "sequence_parallel": f"the {c.num_attention_heads} heads are split over that many ranks in attention",
+        "offload": "kept in host memory until they are needed",
+        "activation_checkpointing":
+            f"{n_recomputed(args, c)} of {c.num_hidden_layers} blocks keep only their input for the backward",
+        "chunked_ce": f"head and loss see {args.ce_chunk} tokens at a time",
+        "tiled_mlp": "the MLPs see that many tokens at a time",
+        "optim": "AdamW's two moments take 8 bits per weight each",
+        "stochastic_rounding": "updates too small for bf16 count on average",
+        "optim_in_backward": "a gradient is freed as soon as its weight is updated",
+        "fused_adamw": "one kernel updates all weights",
+        "compile": "blocks, loss and NF4 are compiled in the first step",
+        "packing": f"documents share rows of {args.seq_len} tokens, and see only themselves",
+        "save_every": f"the newest {args.keep} checkpoints are kept",
+    }
+    no_fused_kernel = args.optim != "adamw" or args.stochastic_rounding  # see make_optimizer()
+    # values that mean off, beside False, 0, None and []
+    off_values = {"replicas": 1, "sequence_parallel": 1, "optim": "adamw", "fused_adamw": no_fused_kernel}
+    lines = [f"{args.model} ({c.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
+             f"{ranks.world} x {ranks.device_name}"]
+    off = []
+    for name, words in features.items():
+        value = getattr(args, name)
+        if value and value != off_values.get(name):
+            lines.append(f"  {flag_of(name, value)}: {words}")
+        else:
+            off.append(name)
+    lines.append(f"  off: {', '.join(off)}")
+    others = []
+    for name, default in fixed_flags().items():
+        value = getattr(args, name)
+        if value != default and name not in features:
+            others.append(flag_of(name, value))
+    lines.append(f"  settings: {' '.join(others)}")
+    seen = c.max_position_embeddings
+    if args.seq_len > seen:
+        lines.append(f"  note: --seq_len is beyond the {seen} positions that the model was trained on")
+    for line in lines:
+        print(textwrap.fill(line, 80, subsequent_indent=" " * 6))
+
+
+def flag_of(name, value):
+    """A flag and its value as on a command line."""
+    if value is True:
+        return f"--{name}"
+    if isinstance(value, list):
+        return f"--{name} {' '.join(value)}"
+    return f"--{name} {value}"
 
 
 def sample(args, model, tokenizer, documents, ranks):
@@ -1383,7 +1517,7 @@ def read_state(folder, settings, ranks):
         if not path.is_file() or [path.stat().st_size, crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: damaged since it was written; {REMOVE}")
     saved = state["settings"]
-    changed = [f"{name} differ" if name.startswith("the ") else f"{name} was {saved.get(name)}, is {value}"
+    changed = [f"{name} was {saved.get(name)}, is {value}"
                for name, value in settings.items() if saved.get(name) != value]
     if changed:
         raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, or start a "
@@ -1539,16 +1673,17 @@ class Saver:
 
 
 def fixed_settings(args, config, rows_a_step, loader, source):
-    """{name: value} of all that changes the mathematics of a run: a resumed run must have the same."""
+    """{name: value} of all that changes the mathematics of a run, among them each flag with fixed=True.
+    read_state() refuses a checkpoint of other settings."""
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()}
-    settings |= {f"--{name}": getattr(args, name) for name in (
-        "random_init", "lora", "qlora", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "seq_len", "packing",
-        "train_on", "seed", "precision", "optim", "stochastic_rounding", "lr", "min_lr", "warmup", "schedule",
-        "weight_decay", "clip")}
-    settings |= {"rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel)": rows_a_step,
-                 "the tokens and masks of --data": loader.documents.checksum}
+    settings |= {f"--{name}": getattr(args, name) for name in fixed_flags()}
+    settings["rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
+    settings["the checksum of --data's tokens and masks"] = loader.documents.checksum
     if args.lora:
-        settings["the frozen weights of --model"] = source.crc()
+        settings["the checksum of --model's frozen weights"] = source.crc()
+    if args.qlora:
+        # adapters that were trained on the weights of one codebook do not fit those of another
+        settings["the checksum of NF4's codebook"] = zlib.crc32(str(nf4.CODEBOOK).encode())
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -1807,22 +1942,27 @@ def dry_run(args, argv):
 
 def check_sizes(args, config, world):
     """ValueError where a flag does not fit the ranks or the model."""
-    heads = config.num_attention_heads
-    for flag, n in (("replicas", world), ("sequence_parallel", math.gcd(world, heads))):
-        if n % getattr(args, flag):
-            fit = [str(i) for i in range(1, n + 1) if n % i == 0]
-            raise ValueError(f"--{flag} {getattr(args, flag)} does not divide the {world} rank(s) or the {heads} heads "
-                             f"of attention; these do: {', '.join(fit)}")
+    n_heads = config.num_attention_heads
+    # each rank of a --sequence_parallel group attends with its share of the heads
+    for flag, n in (("replicas", world), ("sequence_parallel", math.gcd(world, n_heads))):
+        given = getattr(args, flag)
+        if n % given:
+            divisors = [str(i) for i in range(1, n + 1) if n % i == 0]
+            raise ValueError(f"--{flag} {given} does not divide the {world} rank(s) or the {n_heads} heads "
+                             f"of attention; these do: {', '.join(divisors)}")
     if n_recomputed(args, config) > config.num_hidden_layers:
         raise ValueError(f"--activation_checkpointing: the model has {config.num_hidden_layers} blocks")
-    of_experts = {*(args.lora_targets or [])} & {*lm.LORA_TARGETS[4:]} if config.num_experts else set()
-    if len(of_experts & {"gate_proj", "up_proj"}) == 1:
-        raise ValueError("--lora_targets: PEFT takes gate_proj and up_proj of experts together: give both or none")
-    if of_experts and (args.lora_rank or 8) % 8:
-        raise ValueError(f"--lora_rank {args.lora_rank}: the products of experts need a multiple of 8")
+    if config.num_experts:
+        expert_targets = set(args.lora_targets or []) & {"gate_proj", "up_proj", "down_proj"}
+        if len(expert_targets & {"gate_proj", "up_proj"}) == 1:
+            raise ValueError("--lora_targets: PEFT adapts gate_proj and up_proj of experts together: "
+                             "give both or none")
+        if expert_targets and (args.lora_rank or 8) % 8:
+            raise ValueError(f"--lora_rank {args.lora_rank}: the products of experts need a multiple of 8")
     if config.sliding_window and args.seq_len > config.sliding_window:
-        raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = {config.sliding_window}, which "
-                         "is not implemented; up to that many tokens it changes nothing")
+        raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = "
+                         f"{config.sliding_window}, which is not implemented; up to that many tokens it "
+                         "changes nothing")
 
 
 def memory_of(args, ranks):

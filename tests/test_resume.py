@@ -9,6 +9,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,13 +150,13 @@ def lora_run(job, tmp_path_factory):
 SETTINGS = {
     "--lr 1e-4": "--lr was 0.003, is 0.0001", "--seed 1": "--seed was 0, is 1", "--clip 2": "--clip was 1.0, is 2",
     "--seq_len 64": "--seq_len was 128, is 64", "--weight_decay 0": "--weight_decay was", "--warmup 0": "--warmup was",
-    "--grad_accum 3": "rows a step (--batch_size x --grad_accum x ranks / --sequence_parallel) was 2, is 3",
-    "--train_on all": "masks of --data differ", "--data {chats}": "masks of --data differ",
+    "--grad_accum 3": "rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel) was 2, is 3",
+    "--train_on all": "--data's tokens and masks was", "--data {chats}": "--data's tokens and masks was",
     "--optim adamw8bit": "--optim was adamw, is adamw8bit", "--precision bf16": "--precision was fp32, is bf16",
     "--no-packing": "--packing was True, is False", "--schedule linear": "--schedule was cosine, is linear",
     "--min_lr 1": "--min_lr was 0.0", "--qlora": "--qlora was False, is True", "--lora_alpha 8": "--lora_alpha was 32",
     "--lora_targets q_proj": "--lora_targets was ['q_proj',", "--lora_rank 4": "--lora_rank was 16, is 4",
-    "--lora_dropout 0.5": "--lora_dropout was 0.0, is 0.5", "--model {other}": "the frozen weights of --model differ",
+    "--lora_dropout 0.5": "--lora_dropout was 0.0, is 0.5", "--model {other}": "--model's frozen weights was",
     "--steps 1": "this run ends at step 1: raise --steps",
 }
 
@@ -169,6 +170,19 @@ def test_what_would_change_the_mathematics_is_refused_by_name(lora_run, chats, c
     message = capsys.readouterr().err
     assert SETTINGS[flags] in message and f"--resume {out}/checkpoint-2" in message
     assert (out / "final").exists() and (out / "checkpoint-2" / train.STATE).exists()
+
+
+def test_a_fork_with_another_codebook_does_not_continue_adapters_on_nf4(monkeypatch):
+    def settings(method):
+        loader, source = SimpleNamespace(documents=SimpleNamespace(checksum=1)), SimpleNamespace(crc=lambda: 2)
+        return train.fixed_settings(train.parse_args([method]), config, 4, loader, source)
+
+    config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
+    before = {method: settings(method) for method in ("--lora", "--qlora")}
+    monkeypatch.setattr(nf4, "CODEBOOK", (*nf4.CODEBOOK[:-1], 1.5))
+    assert settings("--lora") == before["--lora"]
+    changed = {name for name, value in settings("--qlora").items() if value != before["--qlora"][name]}
+    assert changed == {"the checksum of NF4's codebook"}
 
 
 def test_what_does_not_change_the_mathematics_is_accepted(lora_run, tmp_path):

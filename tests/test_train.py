@@ -68,14 +68,48 @@ def test_main_job_writes_what_it_promises(main_job):
 
 def test_main_job_says_what_is_on_and_why(main_job):
     said = main_job[1]
-    for feature in ("--precision mixed", "--qlora", "--lora_rank 16", "--fsdp2", "--offload activations params",
-                    "--activation_checkpointing all", "--chunked_ce", "--fused_adamw", "--packing", "off"):
-        assert f"\n  {feature}: " in said
+    precision = "mixed" if torch.cpu._is_avx512_bf16_supported() else "fp32"
+    for line in (f"--precision {precision}: trained float32, all else ", "--lora: adapters of rank 16 are trained",
+                 "--qlora: ", "--fsdp2: parameters, gradients and optimizer state in 2 shards",
+                 "--offload activations params: ", "--activation_checkpointing all: 6 of 6 blocks keep",
+                 "--chunked_ce: head and loss see 1024 tokens at a time", "--fused_adamw: ", "--packing: documents ",
+                 "settings: --lora_alpha 32 ", "off: replicas, sequence_parallel, tiled_mlp, "):
+        assert f"\n  {line}" in said
     for line in ("\nbefore: ", "\nafter: ", "\nstep  1/12  loss ", "checkpoint-12: ", "12 steps in ",
                  "step 12  eval loss ", f"done: {main_job[0]}/final and {main_job[0]}/merged"):
         assert line in said
     shown = said[said.index("\ntiny (") : said.index("\n12 steps of ")].splitlines()[1:]
     assert len(shown) <= 25 and all(len(line) <= 80 for line in shown), said
+
+
+def start_of(flags, capsys):
+    """What print_start() prints for a run of qwen3-0.6b on eight ranks."""
+    model = SimpleNamespace(config=lm.parse_config(data.PRESETS["qwen3-0.6b"]), compute_dtype=torch.bfloat16)
+    source, ranks = SimpleNamespace(tensors={}), SimpleNamespace(world=8, device_name="CPU")
+    train.print_start(train.parse_args(flags.split()), model, source, 0, ranks)
+    return capsys.readouterr().out
+
+
+def test_the_start_fits_a_screen_with_every_feature_on(capsys):
+    said = start_of("--precision bf16 --qlora --seq_len 99999 --fsdp2 --replicas 2 --sequence_parallel 2 --offload "
+                    "--tiled_mlp 4096 --optim adamw8bit --stochastic_rounding --optim_in_backward --compile --clip 0 "
+                    "--lora_dropout 0.1 --min_lr 0.1 --warmup 0 --schedule linear --weight_decay 0 --seed 1", capsys)
+    assert "  off: fused_adamw\n" in said  # AdamW of 8 bits has no fused kernel
+    assert len(said.splitlines()) <= 25 and max(map(len, said.splitlines())) <= 80, said
+
+
+def test_a_new_flag_that_changes_the_mathematics_needs_no_list(monkeypatch, capsys):
+    make_parser = train.make_parser
+
+    def make_fork():
+        parser = make_parser()
+        train.add(parser, "--z_loss", float, 0.0, "weight of the z-loss", fixed=True)
+        return parser
+
+    monkeypatch.setattr(train, "make_parser", make_fork)
+    assert "--z_loss 0.5" in start_of("--z_loss 0.5", capsys) and "z_loss" not in start_of("", capsys)
+    config, loader = lm.parse_config(data.PRESETS["qwen3-0.6b"]), SimpleNamespace(documents=SimpleNamespace(checksum=0))
+    assert train.fixed_settings(train.parse_args(["--z_loss", "0.5"]), config, 4, loader, None)["--z_loss"] == 0.5
 
 
 def test_merged_model_is_base_plus_adapter(main_job):
@@ -260,7 +294,7 @@ def test_help_is_short_and_help_all_has_every_flag(capsys):
         assert train.launch([flag]) == 0
         shown[flag] = set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.M))
     assert {"--model", "--data", "--qlora"} <= shown["--help"] < shown["--help_all"] and len(shown["--help"]) <= 27
-    names = {f"--{name}" for name in vars(train.parse_args([])).keys() - {"features", "n_weights_kept"}}
+    names = {f"--{name}" for name in vars(train.parse_args([])).keys() - {"n_weights_kept", "async_save"}}
     assert names == shown["--help_all"] - {"--no"}
 
 
