@@ -77,7 +77,7 @@ def in_place(self, other):
 def install():
     torch.Tensor.__iadd__ = in_place
     F.rms_norm = lambda x, shape, weight, eps: RMSNorm.apply(x, weight)
-    F.scaled_dot_product_attention, model.attend_documents = attention, lambda: attention_of_documents
+    F.scaled_dot_product_attention, model.flash_attention = attention, lambda: attention_of_documents
     F.dropout = lambda x, p, training: Dropout.apply(x) if p and training else x
 
 

@@ -108,6 +108,21 @@ def test_a_block_is_compiled_once_without_graph_breaks_and_computes_the_same(mon
     assert not torch._dynamo.utils.counters["graph_break"] and all(getattr(m, "fast", True) for m in compiled.modules())
 
 
+def scaled(logits, targets, factor):
+    loss, grad = lm.softmax_gradient(logits, targets)
+    return factor * loss, factor * grad
+
+
+def test_a_loss_that_a_fork_puts_on_the_head_is_the_one_that_is_compiled(monkeypatch):
+    trace_only(monkeypatch.setattr)
+    eager, compiled = build_random(), build_random()
+    for model in (eager, compiled):
+        model.lm_head.softmax_gradient = functools.partial(scaled, factor=2)
+    lm.compile_(compiled, packing=True)
+    check_equal(losses_and_gradients(compiled), losses_and_gradients(eager))
+    assert losses_and_gradients(compiled)[0]["loss"] == 2 * losses_and_gradients(build_random())[0]["loss"]
+
+
 def check_compiled_shards(ranks, folder):
     trace_only()
     for group, checkpointing in (None, False), (dist.group.WORLD, True):

@@ -108,13 +108,13 @@ def continuation(model, n, **options):
 @pytest.mark.parametrize("method", ["tiny", "qlora"])
 def test_the_cache_changes_no_token_and_holds_keys_and_values_only(method):
     model = build(data.TINY) if method == "tiny" else build_random("qlora", tile=32, checkpointing=True)
-    got, tokens, cache, c = continuation(model, 24), list(range(20, 60)), {}, model.config
+    got, tokens, cache, c = continuation(model, 24), list(range(20, 60)), lm.Cache(), model.config
     while len(tokens) < 40 + 24 and (token := int(model(torch.tensor([tokens]))[0, -1].argmax())) != 1:
         tokens.append(token)
     assert got == tokens[40:] and len(got) > 3
     lm.next_logits(model, tokens, CPU, cache)
     lm.next_logits(model, [5], CPU, cache)
-    n_bytes = sum(t.nbytes for pair in cache.values() for t in pair)
+    n_bytes = sum(t.nbytes for pair in cache.layers.values() for t in pair)
     assert n_bytes == 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * (len(tokens) + 1) * 4
 
 
