@@ -306,7 +306,6 @@ def complete(args):
 
     args.data = args.data or ["stdlib:docs"]
     args.n_weights_kept = 0  # blocks that keep their NF4 weights in 16 bits from the forward to the backward
-    args.async_save = False
     if not args.chunked_ce:
         args.ce_chunk = 0  # the head sees all tokens at once
     if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
@@ -590,7 +589,7 @@ def main(argv=None):
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and rank == 0:
-        data.merge(args, source, adapter, files, tokenizer, out)
+        data.merge(source, adapter, args.lora_alpha / args.lora_rank, files, tokenizer, out)
     say(f"done: {out}/final{f' and {out}/merged' if args.merge else ''}; --chat --model {out} talks with it")
 
 
@@ -1214,7 +1213,7 @@ def print_start(args, model, source, n_trained, ranks):
     """Prints what is trained, what each feature does in this run, and what is off. Flags with fixed=True that
     have no words here are printed where they are not at their default."""
     c = model.config
-    n_total = sum(math.prod(shape) for _, shape, _ in source.tensors.values())
+    n_total = sum(math.prod(stored.shape) for stored in source.tensors.values())
     trained = "bfloat16" if args.precision == "bf16" else "float32"
     features = {
         "precision": f"trained {trained}, all else {str(model.compute_dtype).removeprefix('torch.')}",
@@ -1275,7 +1274,7 @@ def sample(args, model, tokenizer, documents, ranks):
     """What the model makes of --sample. All ranks must call it: under FSDP2 each forward is a collective."""
     if not args.sample:
         return ""
-    is_chat = any(file["chats"] for file in documents.files)
+    is_chat = any(file.report.n_chats for file in documents.files)
     with ranks.agree():
         prompt = tokenizer.prompt([{"role": "user", "content": args.sample}] if is_chat else args.sample)
     model.eval()

@@ -64,7 +64,7 @@ def measure(path, n_cores):
     marks.append(time.perf_counter())
     seconds = dict(zip(("found_s", "open_s", "pack_s"), (end - start for start, end in itertools.pairwise(marks))))
     cpu_s = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    print(json.dumps({**seconds, "cpu_s": cpu_s, "peak_mib": max(samples), "tokens": documents.files[0]["n_tokens"]}))
+    print(json.dumps({**seconds, "cpu_s": cpu_s, "peak_mib": max(samples), "tokens": documents.files[0].n_tokens}))
 
 
 def main():

@@ -33,7 +33,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
 from pathlib import Path
 
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # before torch: threads that spin starve the others
@@ -266,12 +265,12 @@ def documents_of(tokens, supervised, starts):
     n_targets = [int(supervised[start + 1 : stop].sum()) for start, stop in zip(starts, stops)]
     lines = np.arange(1, len(starts) + 1)
     columns = np.stack([np.zeros_like(starts), starts, stops, n_targets, lines]).astype(np.int64)
-    file = defaultdict(int, name="file", tokens=tokens, supervised=supervised, n_tokens=len(tokens))
+    file = data.DataFile("file", data.FileReport(), tokens, supervised, n_tokens=len(tokens))
     return data.Documents([file], columns)
 
 
 def read_data(path, tokenizer, seq_len=1000, **options):
-    """A data file -> (Documents, counts)."""
+    """A data file -> (Documents, its data.DataFile)."""
     import data
 
     folder = data.tokenized(str(path), False, tokenizer)

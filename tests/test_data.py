@@ -47,12 +47,12 @@ def test_what_becomes_of_long_documents(tiny, tmp_path, kind, policy, seq_len):
     parts_of = POLICIES[policy or ("split" if kind == "text" else "drop")]
     expected = [(line, part) for line, document in enumerate(whole, 1) for part in parts_of(windows(*document, seq_len))
                 if any(part[1][1:])]
-    documents, count = read_data(path, tiny, seq_len, overflow=policy)
+    documents, file = read_data(path, tiny, seq_len, overflow=policy)
     assert list(zip(documents.line.tolist(), pieces(documents), strict=True)) == expected
     assert documents.n_targets.tolist() == [sum(mask[1:]) for _, (_, mask) in expected]
     lengths = [len(ids) - 1 for ids, _ in whole]
-    assert (count["longest"], count["n_long"]) == (max(lengths), sum(n > seq_len for n in lengths))
-    assert count["n_tokens"] == sum(len(ids) - 1 for _, (ids, _) in expected)
+    assert (file.longest, file.n_long) == (max(lengths), sum(n > seq_len for n in lengths))
+    assert file.n_tokens == sum(len(ids) - 1 for _, (ids, _) in expected)
 
 
 def test_tokens_beyond_the_embeddings_are_refused(tiny, tmp_path):
@@ -113,7 +113,7 @@ def test_chunks_make_no_difference_but_for_texts(tiny, tmp_path, cache, monkeypa
         assert (folder / key).read_bytes() == (whole / key).read_bytes()
     reports = [data.read_json(path / "report.json") for path in (folder, whole)]
     assert reports[0] | {"crc": 0} == reports[1] | {"crc": 0} and reports[0]["n_bad"] == 8
-    assert re.findall(r"\n  line (\d+): not valid JSON", reports[0]["bad"]) == ["8", "208", "408", "608", "808"]
+    assert re.findall(r"\n  line (\d+): not valid JSON", reports[0]["errors"]) == ["8", "208", "408", "608", "808"]
 
 
 # ---------------------------------------------------------------- packing and loading
@@ -237,7 +237,7 @@ def transformer():
 def packed_row(lengths, change=None):
     """One row of documents with random tokens; those of document `change` are others."""
     documents = make_documents(lengths)
-    tokens = documents.files[0]["tokens"]
+    tokens = documents.files[0].tokens
     tokens[:] = np.random.default_rng(0).integers(0, 64, size=len(tokens))
     if change is not None:
         tokens[documents.start[change] : documents.stop[change]] ^= 1

@@ -168,10 +168,10 @@ ANSWERS = [one["content"] + END for one in TURNS if one["role"] == "assistant"]
 ], ids=["none", "question-last", "llama2", "rewrites", "rewrites-nothing", "no-end"])
 def test_answers_are_marked_to_the_token_and_counted_without_a_mask_or_an_end(tmp_path, template, messages, expected):
     tokenizer = data.Tokenizer(model_folder(tmp_path, template))
-    documents, count = read_data(jsonl(tmp_path / "a.jsonl", chat(*messages)), tokenizer)
+    documents, file = read_data(jsonl(tmp_path / "a.jsonl", chat(*messages)), tokenizer)
     assert re.findall("⟦(.*?)⟧", marked(tokenizer, *pieces(documents)[0]), re.DOTALL) == expected
-    assert count["without_mask"] == [one["role"] for one in messages].count("assistant") - len(expected)
-    assert count["without_end"] == sum(not answer.endswith(END) for answer in expected)
+    assert file.report.n_without_mask == [one["role"] for one in messages].count("assistant") - len(expected)
+    assert file.report.n_without_end == sum(not answer.endswith(END) for answer in expected)
 
 
 # ---------------------------------------------------------------- templates: transformers' texts, its sandbox, limits
@@ -204,11 +204,12 @@ def test_texts_errors_tokens_and_masks_are_those_of_transformers(load, template)
         if rendered(tokenizer, **row, generation_prompt=prompt) != case.get("text"):
             wrong.append((case["conversation"], prompt))
         if "ids" in case:
-            text, spans, _, error = data.parse_example(json.dumps(row), tokenizer)
-            if error:  # transformers trains on an empty answer, and on answers to questions about tools it cannot see
-                assert template == "chatml_generation" and "tool" in str(row) and "leaves out the tool" in error
+            try:
+                example = data.parse_example(json.dumps(row), tokenizer)
+            except ValueError as error:  # transformers trains on an empty answer, and on answers without their tools
+                assert template == "chatml_generation" and "tool" in str(row) and "leaves out the tool" in str(error)
                 continue
-            ids, mask = next(tokenizer.encode([(text, spans, False)]))
+            ids, mask = next(tokenizer.encode([example]))
             if (ids.tolist(), mask.astype(int).tolist()) != (case["ids"], case["mask"]):
                 wrong.append((case["conversation"], "mask"))
     assert wrong == []
@@ -232,9 +233,9 @@ PANIC = {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialTo
                             "pair": [], "special_tokens": {}}}  # the library's Rust finds no such token
 BLOCK = "{% generation %}BODY{% endgeneration %}"
 TEMPLATES = {  # what is odd: words of the message
-    BLOCK.replace("BODY", "\n" + BLOCK): "blocks inside each other",
-    "{% macro a() %}" + BLOCK + "{% endmacro %}" + BLOCK.replace("BODY", "{{ a() }}"): "inside each other, or cut",
-    "{% for m in messages %}" + BLOCK.replace("BODY", "{% break %}") + "{% endfor %}": "inside each other, or cut",
+    BLOCK.replace("BODY", "\n" + BLOCK): "blocks are nested or not closed",
+    "{% macro a() %}" + BLOCK + "{% endmacro %}" + BLOCK.replace("BODY", "{{ a() }}"): "nested or not closed",
+    "{% for m in messages %}" + BLOCK.replace("BODY", "{% break %}") + "{% endfor %}": "nested or not closed",
     "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2: "took more than 0.1 seconds",
     "{{ 9 ** (9 ** 9) }}": "took more than 0.1 seconds", "{{ " + "-" * 9999 + "1 }}": "recursion",
     "{% for i in range(20000) %}{{ 'x' }}{% if i > 3000 %}{{ 1 // 0 }}{% endif %}{% endfor %}": "than 3000 characters",
@@ -281,9 +282,10 @@ def test_of_several_templates_the_default_is_used_and_tools_never_get_lost(tmp_p
     chat(message("user", data.OPEN), ANSWER),  # a character that marks generation blocks while a template is rendered
 ], ids=["user", "assistant", "tool", "arguments", "arguments-text", "mark"])
 def test_conversation_that_spells_a_special_token_is_left_out_and_counted(agent, tmp_path, row):
-    documents, count = read_data(jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER), row), agent)
+    documents, file = read_data(jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER), row), agent)
     assert documents.line.tolist() == [1]
-    assert (count["examples"], count["spells_special"], count["n_bad"], count["chats"]) == (2, 1, 0, 1)
+    found = file.report
+    assert (found.n_examples, found.n_spells_special, found.n_bad, found.n_chats) == (2, 1, 0, 1)
 
 
 # ---------------------------------------------------------------- containers
@@ -354,14 +356,15 @@ def test_bad_line_is_left_out_and_named(agent, tmp_path, line, what):
     good = json.dumps(chat(QUESTION, ANSWER)).encode()
     lines = [good] * 2 + [line if isinstance(line, bytes) else json.dumps(line).encode()] + [good] * 98
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    documents, count = read_data(tmp_path / "a.jsonl", agent)
-    assert documents.line.tolist() == [1, 2, *range(4, 102)] and (count["examples"], count["n_bad"]) == (101, 1)
-    assert count["bad"].startswith("\n  line 3: ") and re.search(what, count["bad"], re.DOTALL), count["bad"]
+    documents, file = read_data(tmp_path / "a.jsonl", agent)
+    found = file.report
+    assert documents.line.tolist() == [1, 2, *range(4, 102)] and (found.n_examples, found.n_bad) == (101, 1)
+    assert found.errors.startswith("\n  line 3: ") and re.search(what, found.errors, re.DOTALL), found.errors
 
 
 def test_one_line_in_a_hundred_may_be_bad_and_texts_are_still_split(tiny, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"{\n" + b'{"text": "a b"}\n' * 99)
-    assert read_data(tmp_path / "a.jsonl", tiny)[1]["policy"] == "split"
+    assert read_data(tmp_path / "a.jsonl", tiny)[1].overflow == "split"
 
 
 @pytest.mark.parametrize(("name", "raw", "what"), [
@@ -371,7 +374,7 @@ def test_one_line_in_a_hundred_may_be_bad_and_texts_are_still_split(tiny, tmp_pa
     ("a.jsonl", b"\n \r\n\n\t\n", "nothing to train on"),
     ("a.jsonl", b'{"question": "q"}\n', r"nothing to train on\n  line 1: .*expected an object"),
     ("a.jsonl", b"{\n" + b'{"text": "a b"}\n' * 98, r"1 of 99 examples cannot be trained on:\n  line 1: not"),
-    ("a.jsonl", json.dumps(chat(QUESTION)).encode(), "nothing to train on: of 1 examples .* 1 without a supervised"),
+    ("a.jsonl", json.dumps(chat(QUESTION)).encode(), "nothing to train on: of 1 examples .* 1 have no supervised"),
     ("a.jsonl", b'{"prompt": "' + b"word " * 500 + b'", "completion": "x"}', "only 2 of 501 tokens are trained on"),
     ("a.csv", b"x", r"datasets.*load_dataset\('csv', data_files='.*a\.csv', split='train'\)\.to_json\('a\.j"),
     ("a.txt", b"abc\xff", "'utf-8' codec can't decode byte 0xff in position 3"),
@@ -491,11 +494,11 @@ def test_random_conversations_have_the_ids_and_the_mask_made_by_hand(tmp_path, t
         tokenizer = tiny if kind == "generation" else data.Tokenizer(model_folder(tmp_path, CHATML))
         n_bytes = lambda piece: 1 if re.fullmatch("<0x..>", piece) else len(piece.encode())  # noqa: E731
     chats = random_conversations(seed=len(kind))
-    documents, count = read_data(jsonl(tmp_path / "a.jsonl", *(chat(*one) for one in chats)), tokenizer, 10**6)
+    documents, file = read_data(jsonl(tmp_path / "a.jsonl", *(chat(*one) for one in chats)), tokenizer, 10**6)
     plain = json.dumps({**json.loads(tokenizer.core.to_str()), "added_tokens": []})  # special tokens are text to it
     expected = [by_hand(one, tokenizers.Tokenizer.from_str(plain), n_bytes) for one in chats]
     assert pieces(documents) == [(ids, mask) for ids, mask in expected if any(mask[1:])]
-    assert (count["n_bad"], count["without_mask"], count["without_end"]) == (0, 0, 0)
+    assert (file.report.n_bad, file.report.n_without_mask, file.report.n_without_end) == (0, 0, 0)
 
 
 def test_special_tokens_that_are_searched_in_normalized_text_are_found(tmp_path):

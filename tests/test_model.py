@@ -4,7 +4,6 @@ plain ones, and the files that it reads and writes."""
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -323,7 +322,7 @@ def test_a_full_disk_is_named_with_path_and_tensor_and_every_rank_finishes():
     assert next(tensors, None) is None  # what the iterator gathers, the other ranks gather too
     with pytest.raises(OSError, match="--merge, /dev/null/final is complete: merged/ not written: Not a directory"):
         files = data.ModelFiles({}, data.TINY, data.TINY, "tiny")
-        data.merge(SimpleNamespace(), data.Checkpoint(data.TINY), {}, files, None, Path("/dev/null"))
+        data.merge(data.Checkpoint(data.TINY), {}, 1.0, files, None, Path("/dev/null"))
 
 
 def test_a_run_or_an_adapter_is_a_model_and_folders_are_named_absolutely(tmp_path, monkeypatch):
