@@ -1,119 +1,151 @@
-"""NF4: 4-bit NormalFloat weights (QLoRA, arXiv:2305.14314) in plain uint8 parameters.
+"""Numbers in few bits: weights in 4 (NF4), and the moments of AdamW in 8.
 
-A weight is cut into blocks of 64 along its row. A block keeps its largest magnitude (absmax) and, for each element, the
-index of the nearest of 16 levels, quantiles of a standard normal. The absmaxes are quantized as well ("double
-quantization"): 8 bits each, on a logarithmic scale between the smallest and the largest of the row, two float32.
+NF4 is the 4-bit NormalFloat of QLoRA (arXiv:2305.14314), here in plain uint8 parameters. A weight is cut into
+blocks of 64 along its row. A block stores its largest magnitude (absmax) and, for each element, the index of
+the nearest of 16 levels, which are quantiles of a standard normal. The absmaxes are quantized too ("double
+quantization"): 8 bits each, on a logarithmic scale between the smallest and the largest of the row, which are
+stored as two float32.
 
-    bits per weight = 4 + 8/64 + 64/D = 4.14 at D = 4096      error: 0.092 of the weight's RMS on normal weights
+    bits per weight = 4 + 8/64 + 64/D = 4.14 at D = 4096    error: 0.092 of the weight's RMS on normal weights
 
-Why logarithmic: scales spread over decades when a weight has outlier columns. A linear code spends its 256 levels on
-the outliers; equal steps of ln(absmax) keep the relative error of every scale below half a step.
-Why row by row: FSDP2 shards dim 0. A row needs nothing outside itself, so a rank reads and quantizes its own rows only,
-and the bytes do not depend on the world size.
-Why uint8 parameters: MixedPrecisionPolicy casts every floating parameter, so a float32 scale would arrive in bf16 after
-the all-gather (accelerate #3983, bitsandbytes #1945). uint8 is gathered as it is.
-Given up: a weight is dequantized again for the backward; under checkpointing the second forward's stays (8B: 0.3 GiB).
+Why logarithmic: absmaxes spread over decades when a weight has outlier columns. A linear code would spend its
+levels on the outliers; equal steps of ln(absmax) keep the relative error of every absmax below half a step.
+Why row by row: FSDP2 shards dim 0. A row needs nothing outside itself, so a rank reads and quantizes its own
+rows only, and the bytes do not depend on the world size.
+Why uint8 parameters: MixedPrecisionPolicy casts every floating parameter, so a float32 scale would arrive in
+bf16 after the all-gather (accelerate #3983, bitsandbytes #1945). uint8 is gathered as it is.
+The price: the backward dequantizes again. Under checkpointing it reuses the weight of the recomputation
+(0.3 GiB for 8B).
 
-N out features, D in features. codes_ND2 is [N, D/2], scales_NS is [N, D/64 + 8].
+The 8-bit AdamW stores its moments as 8-bit floats in blocks of 256 along a row (blocks as in
+arXiv:2110.02861): 2 + 8/256 bytes of state per parameter instead of 8. v decays by 0.1 % per step, far less
+than the gap between two codes, so rounding to the nearest would freeze it: rounding is random and right on
+average. Its random bits are a hash of (step, parameter, row, column). So there is no generator to save, and
+the bytes do not depend on the world size.
+
+Shapes: N out features, D in features, M blocks; codes_ND2 is [N, D/2], scales_NS is [N, D/64 + 8].
 """
 
 import functools
-import itertools
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 BLOCK = 64
-ENDS = 8  # bytes: a row's smallest and largest ln(absmax), two float32
-LEVELS = 254  # steps between scale codes 1 and 255; code 0 means the whole block is zero
-CHUNK = 1 << 22  # weights worked on at a time: bounds the float32 temporaries to 16 MiB each
+RANGE_BYTES = 8  # a row's smallest and largest ln(absmax), two float32
+SCALE_STEPS = 254  # between the codes 1 and 255 of an absmax; code 0 means that the whole block is zero
+CHUNK = 1 << 22  # weights that are worked on at a time: bounds the float32 temporaries to 16 MiB each
 
 # Appendix E of the paper; the same 16 numbers as bitsandbytes, so the codes are equal too.
 CODEBOOK = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
-    0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+    1.0,
 )
+
+
+def chunks(*matrices):
+    """Cuts them along their rows, the first one into about CHUNK weights -> a tuple of pieces at a time."""
+    n_rows = max(1, CHUNK // matrices[0].shape[1])
+    return zip(*(matrix.split(n_rows) for matrix in matrices))
 
 
 def quantize(w_ND, name="weight"):
     """[N, D] floating weight -> (codes_ND2, scales_NS), both uint8. ValueError for inf and nan."""
     N, D = w_ND.shape
-    codes_ND2 = torch.empty(N, D // 2, dtype=torch.uint8, device=w_ND.device)
-    scales_NS = torch.empty(N, D // BLOCK + ENDS, dtype=torch.uint8, device=w_ND.device)
+    codes_ND2 = w_ND.new_empty(N, D // 2, dtype=torch.uint8)
+    scales_NS = w_ND.new_empty(N, D // BLOCK + RANGE_BYTES, dtype=torch.uint8)
     midpoints = torch.tensor([(a + b) / 2 for a, b in zip(CODEBOOK, CODEBOOK[1:])], device=w_ND.device)
-    rows = max(1, CHUNK // D)
-    for w, codes, scales in zip(w_ND.split(rows), codes_ND2.split(rows), scales_NS.split(rows)):
+    for w, codes, scales in chunks(w_ND, codes_ND2, scales_NS):
         blocks = w.float().view(len(w), -1, BLOCK)
         absmax = blocks.abs().amax(-1)
         if not absmax.isfinite().all():
-            raise ValueError(f"{name} holds inf or nan: the checkpoint is damaged")
-        unit = blocks / absmax.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
-        nearest = torch.bucketize(unit, midpoints, out_int32=True).to(torch.uint8).view(len(w), D // 2, 2)
-        codes.copy_(nearest[..., 0] << 4 | nearest[..., 1])  # the first in the high nibble, as bitsandbytes packs
+            raise ValueError(f"{name} contains inf or nan: the checkpoint is damaged")
+        relative = blocks / absmax.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        nearest = torch.bucketize(relative, midpoints, out_int32=True).to(torch.uint8)
+        first, second = nearest.view(-1, D // 2, 2).unbind(-1)
+        codes.copy_(first << 4 | second)  # the first in the high nibble, as bitsandbytes packs
         scales.copy_(quantize_scales(absmax))
     return codes_ND2, scales_NS
 
 
 def quantize_scales(absmax):
-    """[N, D/64] float32 absmaxes -> [N, D/64 + 8] uint8: their codes and the two ends of the row."""
-    # float64: far below one of 254 steps, so a vectorised log of the tensor's tail cannot change a code
-    used = absmax > 0
+    """[N, D/64] float32 absmaxes -> [N, D/64 + 8] uint8: their codes, then the range of the row."""
+    is_zero = absmax == 0
+    # In float64 the error is far below one of 254 steps: a vectorised log, which differs in the tail of a
+    # tensor, cannot change a code.
     ln = absmax.double().log()
-    ends = torch.stack([ln.masked_fill(~used, math.inf).amin(-1), ln.amax(-1)], -1)
-    ends = ends.masked_fill(~used.any(-1, keepdim=True), 0.0).float()  # a row of zeros has no ends
-    low, high = ends.double().split(1, -1)
-    codes = 1 + ((ln - low) / ((high - low).clamp_min(1e-30) / LEVELS)).round().clamp(0, LEVELS)
-    return torch.cat([codes.masked_fill(~used, 0).to(torch.uint8), ends.view(torch.uint8)], -1)
+    row_range = torch.stack([ln.masked_fill(is_zero, math.inf).amin(-1), ln.amax(-1)], -1).float()
+    row_range.masked_fill_(row_range.isinf(), 0.0)  # a row of zeros has none
+    low, high = row_range.double().split(1, -1)
+    step = (high - low).clamp_min(1e-30) / SCALE_STEPS
+    codes = 1 + ((ln - low) / step).round().clamp(0, SCALE_STEPS)
+    return torch.cat([codes.masked_fill(is_zero, 0).to(torch.uint8), row_range.view(torch.uint8)], -1)
 
 
-def block_scales(scales_NS):
+def dequantize_scales(scales_NS):
     """[N, D/64 + 8] uint8 -> [N, D/64] float32 absmaxes."""
-    codes, ends = scales_NS.split([scales_NS.shape[-1] - ENDS, ENDS], -1)
-    low, high = ends.contiguous().view(torch.float32).split(1, -1)
-    return torch.exp(low + (codes.float() - 1) * ((high - low) / LEVELS)).masked_fill_(codes == 0, 0.0)
+    codes = scales_NS[:, :-RANGE_BYTES]
+    low, high = scales_NS[:, -RANGE_BYTES:].contiguous().view(torch.float32).split(1, -1)
+    step = (high - low) / SCALE_STEPS
+    return torch.exp(low + (codes.float() - 1) * step).masked_fill_(codes == 0, 0.0)
 
 
 @functools.cache
 def levels_of_bytes(device):
-    """[256] int64: the two float32 levels of each byte of codes. Made once: a copy from the host waits for the GPU."""
+    """[256] int64: the two float32 levels of each byte of codes, the first one in the low half. It is made
+    once, because a copy from the host waits for the GPU."""
     levels = torch.tensor(CODEBOOK, device="cpu")
-    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], -1).view(torch.int64).view(-1).to(device)
+    return torch.cartesian_prod(levels, levels).view(torch.int64).flatten().to(device)
 
 
 def dequantize(codes_ND2, scales_NS, dtype):
-    """(codes_ND2, scales_NS) -> [N, D] in `dtype`; products in float32. One gather fetches a byte's two levels."""
-    N, D, device = len(codes_ND2), codes_ND2.shape[1] * 2, codes_ND2.device
-    pairs, w_ND = levels_of_bytes(device), torch.empty(N, D, dtype=dtype, device=device)
-    rows = max(1, CHUNK // D)
-    for out, codes, scales in zip(w_ND.split(rows), codes_ND2.split(rows), block_scales(scales_NS).split(rows)):
-        unit = pairs.index_select(0, codes.reshape(-1).int()).view(torch.float32).view(*scales.shape, BLOCK)
-        out.copy_(unit.mul_(scales.unsqueeze(-1)).view(out.shape))
-        del unit  # 16 MiB, beside the next one's
+    """(codes_ND2, scales_NS) -> [N, D] in `dtype`; products in float32. One gather fetches both levels of a
+    byte."""
+    N, n_bytes = codes_ND2.shape
+    w_ND = codes_ND2.new_empty(N, 2 * n_bytes, dtype=dtype)
+    table = levels_of_bytes(codes_ND2.device)
+    for w, codes, absmax in chunks(w_ND, codes_ND2, dequantize_scales(scales_NS)):
+        levels = table.index_select(0, codes.flatten().int()).view(torch.float32).view(*absmax.shape, BLOCK)
+        w.copy_(levels.mul_(absmax.unsqueeze(-1)).view(w.shape))
+        del levels  # 16 MiB, which would stay beside those of the next rows
     return w_ND
 
 
+def select(index):
+    """The level of the 4-bit index in the lowest bits. On a CPU these 15 selects are faster than a table."""
+    levels = CODEBOOK
+    for bit in (1, 2, 4, 8):
+        is_set = index & bit != 0
+        levels = [torch.where(is_set, odd, even) for even, odd in zip(levels[::2], levels[1::2])]
+    return levels[0]
+
+
+def round_to_bf16_bits(x):
+    """float32 -> int32 whose upper half is the nearest bf16 (of two, the even one). Drop the lower half."""
+    bits = x.view(torch.int32)
+    return bits + 0x7FFF + (bits >> 16 & 1)
+
+
 def dequantize_pairs(codes_M32, scales_M1, table=None):
-    """Blocks of 64 weights for torch.compile: [M, 32] int32, each the two bf16 of a byte, so that loads and stores are
-    contiguous. A GPU looks levels up in `table`, up to 5 times as fast; on a CPU 15 selects are faster."""
-    codes_M32 = codes_M32.int()
-
-    def choose(bits, levels):
-        half = len(levels) // 2
-        low, high = levels if half == 1 else (choose(bits[1:], levels[:half]), choose(bits[1:], levels[half:]))
-        return torch.where(bits[0], high, low)
-
-    def bf16_bits(shift):  # in the upper half of an int32, rounded to the nearest even
-        if table is None:
-            levels = choose([codes_M32 & (bit << shift) != 0 for bit in (8, 4, 2, 1)], CODEBOOK)
-        else:  # the first level is the low half
-            levels = (table[codes_M32] >> (32 - 8 * shift)).int().view(torch.float32)
-        bits = (levels * scales_M1).view(torch.int32)
-        return bits + 0x7FFF + (bits >> 16 & 1)
-
-    return bf16_bits(4) >> 16 & 0xFFFF | bf16_bits(0) & -0x10000
+    """dequantize() for torch.compile, of M blocks. Each int32 of the result [M, 32] packs the two bf16
+    weights of one byte, so that loads and stores are contiguous. Levels come from `table`, which a GPU reads
+    up to 5 times as fast, or from selects if it is None."""
+    index = codes_M32.int()
+    if table is None:
+        first = select(index >> 4)
+        second = select(index)
+    else:
+        pairs = table[index]  # one load of 8 bytes, whose low half is the first level
+        first = pairs.int().view(torch.float32)
+        second = (pairs >> 32).int().view(torch.float32)
+    low_half = round_to_bf16_bits(first * scales_M1) >> 16 & 0xFFFF
+    high_half = round_to_bf16_bits(second * scales_M1) & -0x10000
+    return low_half | high_half
 
 
 @functools.cache
@@ -122,138 +154,159 @@ def compiled(function):
 
 
 def dequantize_compiled(codes_ND2, scales_NS):
-    """dequantize() in bf16. A Parameter would be compiled for its shape alone, hence detach()."""
-    scales = compiled(block_scales)(scales_NS.detach()).view(-1, 1)
+    """dequantize() in bf16. detach(): torch.compile would make a graph for each shape of a Parameter."""
+    scales = compiled(dequantize_scales)(scales_NS.detach()).view(-1, 1)
     table = levels_of_bytes(codes_ND2.device) if codes_ND2.is_cuda else None
     pairs = compiled(dequantize_pairs)(codes_ND2.detach().view(-1, BLOCK // 2), scales, table)
     return pairs.view(torch.bfloat16).view(len(codes_ND2), -1)
 
 
 @torch.library.custom_op("oomph::nf4_weight", mutates_args=())
-def fast_weight(codes_ND2: torch.Tensor, scales_NS: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The weight in the dtype of `factor`, x or the gradient. If the backward's did not depend on the gradient,
-    torch.compile would make it in the forward and keep all weights in 16 bits."""
-    if factor.dtype is torch.bfloat16:
+def fast_weight(codes_ND2: torch.Tensor, scales_NS: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The weight in the dtype of `like`, which is x in the forward and the gradient in the backward. Without
+    that argument the backward's dequantization would not depend on the gradient, and torch.compile would
+    hoist it into the forward and keep every 16-bit weight alive."""
+    if like.dtype is torch.bfloat16:
         return dequantize_compiled(codes_ND2, scales_NS)
-    return dequantize(codes_ND2, scales_NS, factor.dtype)
+    return dequantize(codes_ND2, scales_NS, like.dtype)
 
 
-fast_weight.register_fake(lambda codes, scales, factor: factor.new_empty(codes.shape[0], codes.shape[1] * 2))
+fast_weight.register_fake(lambda codes, scales, like: like.new_empty(codes.shape[0], codes.shape[1] * 2))
 
 
-def weight(codes_ND2, scales_NS, factor, fast, used=()):
-    """The weight in the dtype of `factor`. used: (number of experts in the stack, those that are wanted)."""
-    if used:
-        E, experts = used
-        codes_ND2, scales_NS = (s.unflatten(0, (E, -1))[experts].flatten(0, 1) for s in (codes_ND2, scales_NS))
-    return fast_weight(codes_ND2, scales_NS, factor) if fast else dequantize(codes_ND2, scales_NS, factor.dtype)
+def weight(codes, scales, used, fast, like):
+    """The weight in the dtype of `like`. With `used`, codes and scales are stacks [E, N, ...] of E experts,
+    and the result is the weight of those in the index `used`."""
+    if used is not None:
+        codes = codes[used].flatten(0, 1)
+        scales = scales[used].flatten(0, 1)
+    if fast:
+        return fast_weight(codes, scales, like)
+    return dequantize(codes, scales, like.dtype)
 
 
 def linear(x, w_ND, ends=None):
-    """x @ w.T. With `ends`, [E] int32, w is a stack of E experts, and expert e has the rows of x up to ends[e]."""
+    """x @ w.T. With `ends`, [E] int32, w is a stack of E experts, and the rows of x that belong to expert e
+    end before ends[e]."""
     if ends is None:
         return F.linear(x, w_ND)
     return F.grouped_mm(x, w_ND.unflatten(0, (len(ends), -1)).transpose(1, 2), offs=ends)
 
 
 class NF4Matmul(torch.autograd.Function):
-    """linear() with w in NF4 and frozen: backward dequantizes again instead of keeping 16 bits a weight."""
+    """linear() with a frozen weight in NF4. The backward dequantizes it again: no 16-bit weight is kept."""
 
     @staticmethod
-    def forward(ctx, x, ends, *nf4):
-        ctx.ends, ctx.nf4 = ends, nf4  # parameters that nothing updates; FSDP2 refills the same storage
-        codes_ND2, scales_NS, *options = nf4
-        return linear(x, weight(codes_ND2, scales_NS, x, *options), ends)
+    def forward(ctx, x, codes, scales, used, fast, ends):
+        # no save_for_backward(): nothing updates them, and FSDP2 gathers them into the same storage again
+        ctx.weight = codes, scales, used, fast
+        ctx.ends = ends
+        return linear(x, weight(codes, scales, used, fast, like=x), ends)
 
     @staticmethod
     def backward(ctx, grad):
-        codes_ND2, scales_NS, *options = ctx.nf4
-        w_ND = weight(codes_ND2, scales_NS, grad, *options)
-        if ctx.ends is not None:
-            grad_x = F.grouped_mm(grad, w_ND.unflatten(0, (len(ctx.ends), -1)), offs=ctx.ends)
-        else:
+        w_ND = weight(*ctx.weight, like=grad)
+        if ctx.ends is None:
             grad_x = grad @ w_ND
-        return grad_x, *[None] * (1 + len(ctx.nf4))
+        else:
+            grad_x = F.grouped_mm(grad, w_ND.unflatten(0, (len(ctx.ends), -1)), offs=ctx.ends)
+        return grad_x, None, None, None, None, None
 
 
 class NF4Linear(nn.Module):
+    """A frozen linear layer in NF4. Set from outside: `fast` by model.compile_ (dequantize by torch.compile),
+    and `keeps_weight` by model.keep_weights_ (the forward's 16-bit weight stays for the backward)."""
+
     def __init__(self, in_features, out_features, bias, device=None):
         super().__init__()
-        D, N = self.in_features, self.out_features = in_features, out_features
-        self.fast = False  # dequantize by torch.compile
-        self.keeps_weight = False  # 16 bits from the forward to the backward
+        self.in_features = in_features
+        self.out_features = out_features
+        self.fast = False
+        self.keeps_weight = False
         frozen = functools.partial(nn.Parameter, requires_grad=False)
-        self.weight_codes = frozen(torch.empty(N, D // 2, dtype=torch.uint8, device=device))
-        self.weight_scales = frozen(torch.empty(N, D // BLOCK + ENDS, dtype=torch.uint8, device=device))
-        self.bias = frozen(torch.empty(N, device=device)) if bias else None
+        packed = functools.partial(torch.empty, dtype=torch.uint8, device=device)
+        self.weight_codes = frozen(packed(out_features, in_features // 2))
+        self.weight_scales = frozen(packed(out_features, in_features // BLOCK + RANGE_BYTES))
+        self.bias = frozen(torch.empty(out_features, device=device)) if bias else None
 
     def forward(self, x, ends=None):
-        nf4, used = (self.weight_codes, self.weight_scales), ()
-        if ends is not None:  # experts without a row stay in 4 bits
-            experts = ends.diff(prepend=ends.new_zeros(1)).nonzero().flatten()
-            ends, used = ends[experts], (len(ends), experts)
+        codes, scales, used = self.weight_codes, self.weight_scales, None
+        if ends is not None:
+            # experts without a row of x stay in 4 bits
+            used = ends.diff(prepend=ends.new_zeros(1)).nonzero().flatten()
+            codes = codes.unflatten(0, (len(ends), -1))
+            scales = scales.unflatten(0, (len(ends), -1))
+            ends = ends[used]
         if self.keeps_weight:
-            # Autograd saves the weight. Checkpointing drops it until the block's second forward has made it again: no
-            # third dequantization. It is saved before the product runs, so that the second forward can end there.
-            y = linear(x, weight(*nf4, x.detach(), self.fast, used), ends)
+            # Autograd saves the weight. Checkpointing drops it until the block's recomputation has made it
+            # again, which saves a third dequantization. The weight is saved before the product runs, so that
+            # the recomputation can end there.
+            y = linear(x, weight(codes, scales, used, self.fast, like=x.detach()), ends)
         else:
-            y = NF4Matmul.apply(x, ends, *nf4, self.fast, used)
+            y = NF4Matmul.apply(x, codes, scales, used, self.fast, ends)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
 def quantize_linears_(module):
-    """Replaces each linear layer below `module` by an NF4Linear, to be filled. ValueError where rows do not divide into
-    blocks; no Llama or Qwen has such."""
+    """Replaces each linear layer below `module` by an NF4Linear, whose parameters are to be filled.
+    ValueError where rows do not divide into blocks, which no Llama or Qwen has."""
     for name, parent in list(module.named_modules()):
         for child_name, child in parent.named_children():
-            if isinstance(child, nn.Linear) and child_name != "gate":  # the router's products stay in 16 bits
-                D, bias = child.in_features, child.bias is not None
-                if D % BLOCK:
-                    raise ValueError(f"--qlora: NF4 has blocks of {BLOCK} weights, and {name}.{child_name} has rows of "
-                                     f"{D}: use --lora for this model")
-                setattr(parent, child_name, NF4Linear(D, child.out_features, bias, child.weight.device))
+            if not isinstance(child, nn.Linear) or child_name == "gate":  # the router stays in 16 bits
+                continue
+            D = child.in_features
+            if D % BLOCK:
+                raise ValueError(f"--qlora: NF4 needs rows that divide into blocks of {BLOCK} weights, but "
+                                 f"{name}.{child_name} has rows of {D}: use --lora for this model")
+            layer = NF4Linear(D, child.out_features, child.bias is not None, child.weight.device)
+            setattr(parent, child_name, layer)
 
 
 # ---------------- a rank's rows
 
 
+def ceil_div(a, b):
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 def is_sharded(tensor):
-    """Whether it is a DTensor of FSDP2. Only what shards imports that class: 0.4 s."""
+    """Whether it is a DTensor of FSDP2. isinstance() would have to import that class, which takes 0.4 s."""
     return hasattr(tensor, "placements")
 
 
 def local(param):
-    """(this rank's rows of a parameter as a plain tensor, its first row in the full one)."""
+    """(this rank's rows of a parameter as a plain tensor, the index of its first row in the full one)."""
     if not is_sharded(param):
         return param.data, 0
-    (dim,) = (i for i, placement in enumerate(param.placements) if placement.is_shard(0))
-    rows = -(-param.shape[0] // param.device_mesh.size(dim))  # FSDP2 cuts like torch.chunk
-    return param.to_local().data, min(rows * param.device_mesh.get_local_rank(dim), param.shape[0])
+    mesh = param.device_mesh
+    dim = mesh.ndim - 1  # FSDP2 shards along the last dimension; --replicas puts another one before it
+    n_rows = ceil_div(param.shape[0], mesh.size(dim))  # like torch.chunk
+    start = n_rows * mesh.get_local_rank(dim)
+    return param.to_local().data, min(start, param.shape[0])
 
 
-# ---------------- 8-bit floats, and the AdamW that keeps its moments in them
-
-# The codes of a moment are small floats with 3 bits of mantissa, relative to the largest magnitude of the block: bits
-# 20 to 27 of a float32 from 2 up. A shift encodes them; between two codes the value is linear, which dithering needs.
-FLOATS = (1024 + torch.arange(256, dtype=torch.int32) << 20).view(torch.float32)  # 2, 2.25, ... 1.875 * 2**32
-# a hair below the largest code, so that rounding cannot carry the largest magnitude of a block beyond it
-M_TOP, V_TOP = (FLOATS[127].item() - 2) * (1 - 2**-21), FLOATS[255].item() * (1 - 2**-21)
-
-
-@functools.cache
-def code_levels(device):
-    """The 256 levels of m and of v, relative to the largest magnitude of their block. Steps of v: 6 to 12 %. m: a sign
-    and 127 magnitudes down to 2e-6, closing in on zero evenly. v: down to 2.5e-10, 1.6e-5 in its root, without a zero:
-    smaller values are rounded up, because a v of 0 under an m that is not 0 would divide by eps."""
-    return (torch.cat([FLOATS[:128] - 2, 2 - FLOATS[:128]]) / M_TOP).to(device), (FLOATS / V_TOP).to(device)
+# ---------------- random bits
 
 
 def mix(x):
-    """Index -> 32 well mixed bits (MurmurHash3's finalizer). For an int or an int64 tensor."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+    """The project's hash: index -> 32 well mixed bits (MurmurHash3's finalizer), for an int or an int64
+    tensor. It seeds dropout and random rounding, so that a resumed run has no random state to restore."""
+    for shift, factor in (16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1):
         x = x & 0xFFFFFFFF
         x = (x ^ x >> shift) * factor
     return x
+
+
+def dither_words(step, number, start, stop, D, device):
+    """Odd int32 factors for rows start..stop of the number-th parameter: rows_3N (for m, v and the weight)
+    and cols_D. The low bits of rows[i] * cols[j] are the random bits of element (i, j): uniform, independent
+    between elements and steps, and the same for any world size. torch.rand is six times as slow on a CPU."""
+    key = mix(mix(step) + number)  # plain ints: nothing is copied to the device
+    rows_N = torch.arange(start, stop, device=device)
+    cols_D = torch.arange(D, device=device)
+    rows_3N = torch.stack([mix(mix(key + salt) + rows_N) for salt in (1, 2, 3)])
+    return (rows_3N | 1).to(torch.int32), (mix(key + cols_D) | 1).to(torch.int32)
 
 
 def drop_bits(x, dither, n):
@@ -268,79 +321,141 @@ def round_to(dtype, x, dither):
     return drop_bits(x, dither, 16).bitwise_left_shift_(16).view(torch.float32).to(dtype)
 
 
+# ---------------- 8-bit floats, and the AdamW that keeps its moments in them
+
+MOMENT_BLOCK = 256  # neighbours in a row that share a scale, their largest magnitude
+SIGN = 128  # the sign bit of a code of m; v has none
+MANTISSA_SHIFT = 20  # a float32 has 23 bits of mantissa, a code the upper 3
+# A code is bits 20 to 27 of one of the float32 2, 2.25, ... 1.875 * 2**32, so that a shift encodes it.
+# Between two codes the number is linear in its bits, which random rounding needs. The bits of 2.0 are
+# 0x400 << 20.
+FLOATS = (0x400 + torch.arange(256, dtype=torch.int32) << MANTISSA_SHIFT).view(torch.float32)
+# The largest magnitude of a block becomes a hair less than the largest code, so that rounding up cannot
+# carry it beyond.
+M_TOP = (FLOATS[SIGN - 1].item() - 2) * (1 - 2**-21)
+V_TOP = FLOATS[-1].item() * (1 - 2**-21)
+
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # torch's defaults
-MOMENTS = "exp_avg", "exp_avg_sq"  # torch's names
-MOMENT_BLOCK = 256  # neighbours in a row that share a scale
 
 
-def dither_words(step, number, start, stop, D, device):
-    """Odd int32 factors for rows start..stop of the number-th parameter: rows_3N (for m, v, the weight) and cols_D. The
-    low bits of rows[i] * cols[j] are the random bits of element (i, j): uniform, independent between elements and
-    steps, the same for any world size, with no generator to save. torch.rand takes six times as long on a CPU."""
-    key = mix(mix(step) + number)  # plain ints: nothing is copied to the device
-    rows_N, cols_D = torch.arange(start, stop, device=device), torch.arange(D, device=device)
-    rows_3N = torch.stack([mix(mix(key + salt) + rows_N) for salt in (1, 2, 3)])
-    return (rows_3N | 1).to(torch.int32), (mix(key + cols_D) | 1).to(torch.int32)
+@functools.cache
+def code_levels(device):
+    """What the 256 codes of m and of v stand for, relative to the largest magnitude of their block. m has a
+    sign and 127 magnitudes down to 2e-6, which close in on zero by equal steps. v has steps of 6 to 12 % down
+    to 2.5e-10 (1.6e-5 in its root) and no zero: smaller values are rounded up, because a v of 0 under an m
+    that is not 0 would divide by eps."""
+    m_levels = torch.cat([FLOATS[:SIGN] - 2, 2 - FLOATS[:SIGN]]) / M_TOP
+    return m_levels.to(device), (FLOATS / V_TOP).to(device)
 
 
-def read_moment(stored, scales, levels):
-    """-> float32, which may be `stored` itself."""
-    if stored.dtype is not torch.uint8:
+class Moment(NamedTuple):
+    """m or v of a matrix, or a piece of it in blocks."""
+
+    stored: torch.Tensor  # uint8 codes; without scales float32 or bf16
+    scales: torch.Tensor | None  # float32, the largest magnitude of each block
+    levels: torch.Tensor  # of code_levels()
+    signed: bool
+
+    def piece(self, rows, cols):
+        """[N, D] and [N, D/256] -> [n, b, 256] and [n, b, 1]."""
+        scales = self.scales
+        if scales is not None:
+            scales = scales[rows, cols.start // MOMENT_BLOCK : ceil_div(cols.stop, MOMENT_BLOCK), None]
+        return self._replace(stored=in_blocks(self.stored[rows, cols]), scales=scales)
+
+
+def read_moment(moment):
+    """-> float32, which may be moment.stored itself."""
+    stored = moment.stored
+    if moment.scales is None:
         return stored.float()
-    return levels.index_select(0, stored.reshape(-1).int()).view(stored.shape).mul_(scales)
+    return moment.levels.index_select(0, stored.flatten().int()).view(stored.shape).mul_(moment.scales)
 
 
-def write_moment_(moment, x, signed, dither, skip):
-    stored, scales, _ = moment
-    if stored.dtype is not torch.uint8:
+def write_moment_(moment, x, dither, skip):
+    """Rounds the float32 x randomly into `moment`. Where the bool `skip` is true nothing changes."""
+    stored = moment.stored
+    if moment.scales is None:
         stored.copy_(torch.where(skip, stored, round_to(stored.dtype, x, dither)))
         return
-    y = x.abs() if signed else x
-    largest = y.amax(-1, keepdim=True)
-    up = (M_TOP if signed else V_TOP) / largest.clamp_min(1e-28)  # a smaller block is nothing beside eps
-    y = (y * up).add_(2) if signed else (y * up).clamp_min_(2)
-    codes = drop_bits(y, dither, 20)
-    if signed:
-        codes = codes.bitwise_and_(127).bitwise_or_((x.view(torch.int32) >> 24).bitwise_and_(128))
-    stored += (codes.to(torch.uint8) - stored) * ~skip  # modulo 256; torch.where is ten times slower on a CPU's bytes
-    scales.copy_(torch.where(skip, scales, largest))
+    size = x.abs() if moment.signed else x
+    largest = size.amax(-1, keepdim=True)
+    divisor = largest.clamp_min(1e-28)  # a smaller block is nothing beside eps
+    if moment.signed:
+        size = (size * (M_TOP / divisor)).add_(2)  # by the same name, so that x.abs() is freed
+        codes = drop_bits(size, dither, MANTISSA_SHIFT)
+        codes |= (x.view(torch.int32) >> 24).bitwise_and_(SIGN)  # in place: a copy takes 4 bytes a weight
+    else:
+        codes = drop_bits((size * (V_TOP / divisor)).clamp_min_(2), dither, MANTISSA_SHIFT)
+    # torch.where(skip, stored, codes) as arithmetic modulo 256, which is three times as fast on a CPU's bytes
+    stored += (codes.to(torch.uint8) - stored) * ~skip
+    moment.scales.copy_(torch.where(skip, moment.scales, largest))
 
 
-def adamw_(w, grad, m, v, dither, numbers, skip, stochastic_rounding):
-    """A step of AdamW on w, m and v in place, computed in float32. Where the bool `skip` is true nothing changes.
-    w, grad: [n, b, 256], b blocks of n rows. m, v: (stored [n, b, 256], scales [n, b, 1], levels). dither: (rows
-    [3, n, 1, 1], cols [b, 256]) of dither_words. numbers: 1 - lr * decay, lr over the bias of m, root of the bias of v.
-    v decays by 0.1 % a step, far below a step of its code (or of bf16): rounded to the nearest it would never change.
-    So rounding is random and right on average, of v and not of its root, because v is what is averaged over steps."""
-    (rows, cols), (keep, lr, v_unbias), grad = dither, numbers, grad.float()
-    new_m = torch.lerp(read_moment(*m), grad, 1 - BETA1)
-    new_v = (read_moment(*v) * BETA2).addcmul_(grad, grad, value=1 - BETA2)
-    write_moment_(m, new_m, True, rows[0] * cols, skip)
-    write_moment_(v, new_v, False, rows[1] * cols, skip)
-    size = new_v.sqrt_().div_(v_unbias).add_(EPS)
-    new_w = (w.float() * keep).sub_(new_m.mul_(lr).div_(size))
-    new_w = round_to(w.dtype, new_w, rows[2] * cols) if stochastic_rounding else new_w.to(w.dtype)
-    w.copy_(torch.where(skip, w, new_w))
+def adamw_(w, grad, m, v, dither, rates, skip, stochastic_rounding):
+    """A step of AdamW on w, m and v in place, computed in float32. Where the bool `skip` is true nothing
+    changes. w, grad: [n, b, 256], b blocks of n rows. m, v: Moments of that shape. dither: rows [3, n, 1, 1]
+    and cols [b, 256] of dither_words(). rates: those of CompactAdamW.update_(). We store v and not its root,
+    because v is what the moving average averages: v is right on average then."""
+    rows, cols = dither
+    keep, lr, v_unbias = rates
+    grad = grad.float()
+    new_m = torch.lerp(read_moment(m), grad, 1 - BETA1)
+    new_v = (read_moment(v) * BETA2).addcmul_(grad, grad, value=1 - BETA2)
+    write_moment_(m, new_m, rows[0] * cols, skip)
+    write_moment_(v, new_v, rows[1] * cols, skip)
+    divisor = new_v.sqrt_().div_(v_unbias).add_(EPS)
+    new_w = (w.float() * keep).sub_(new_m.mul_(lr).div_(divisor))
+    if stochastic_rounding:
+        new_w = round_to(w.dtype, new_w, rows[2] * cols)
+    w.copy_(torch.where(skip, w, new_w.to(w.dtype)))
+
+
+def matrix_of(x):
+    """This rank's rows of a parameter or of its state as a plain matrix; a vector becomes a column."""
+    return local(x)[0].reshape(-1, x.shape[1:].numel())
+
+
+def in_blocks(x):
+    """[..., columns] -> [..., b, 256], or one block if there are fewer columns."""
+    return x.unflatten(-1, (-1, min(MOMENT_BLOCK, x.shape[-1])))
+
+
+def pieces(N, D, n_weights):
+    """Cuts [N, D] into (rows, cols) of about n_weights: whole blocks, then the shorter ones that end rows."""
+    n_rows = max(1, n_weights // D)
+    n_whole = D // MOMENT_BLOCK * MOMENT_BLOCK
+    for start in range(0, N, n_rows):
+        for cols in slice(0, n_whole), slice(n_whole, D):
+            if cols.start < cols.stop:
+                yield slice(start, start + n_rows), cols
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """AdamW of --optim adamw8bit (blocks as in arXiv:2110.02861): 2 + 8/256 bytes of state a parameter, not 8; and of
-    --stochastic_rounding, for moments too: 0.999 of a bf16 number is that number again. Blocks lie within a row: their
-    bytes do not depend on the world size. The scales of [N, D] are [N, D/256]. Vectors keep float32 moments."""
+    """AdamW for --optim adamw8bit, and for --stochastic_rounding, which also applies to the moments: in bf16,
+    0.999 * x rounds back to x. The scales of [N, D] are [N, D/256], cut into the same rows. Vectors keep
+    float32 moments. Where the device scalar `bad` is 1, step() changes no weight and no moment."""
 
-    def __init__(self, groups, args, bad):
-        super().__init__(groups, {"lr": args.lr})
-        self.adamw_ = torch.compile(adamw_, dynamic=True) if args.compile else adamw_
-        self.stochastic_rounding, self.found_inf, self.numbers = args.stochastic_rounding, bad, {}
-        for p in itertools.chain(*(group["params"] for group in self.param_groups)):
-            self.numbers[p] = len(self.numbers)
-            dtype = torch.float32 if p.dim() < 2 else torch.uint8 if args.optim == "adamw8bit" else p.dtype
-            self.state[p] = {"step": torch.zeros(())}  # on the CPU: reading it does not wait for the device
-            for moment in MOMENTS:
-                self.state[p][moment] = torch.zeros_like(p, dtype=dtype)
-                if dtype is torch.uint8:  # [N, D/256] with the sharding of p [N, D]
-                    n_scales = -(-p.shape[1] // MOMENT_BLOCK)
-                    self.state[p][f"{moment}_scales"] = torch.zeros_like(p.detach()[:, :n_scales], dtype=torch.float32)
+    def __init__(self, groups, lr, eight_bits, stochastic_rounding, compiled, bad):
+        super().__init__(groups, {"lr": lr})
+        self.adamw_ = torch.compile(adamw_, dynamic=True) if compiled else adamw_
+        # Weights of a piece on a GPU: float32 temporaries are 16 MiB each. Compiled code has few of them.
+        self.n_weights = 1 << 24 if compiled else 1 << 22
+        self.stochastic_rounding = stochastic_rounding
+        self.bad = bad
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.number_of = {p: number for number, p in enumerate(params)}  # for its random bits
+        for p in params:
+            dtype = torch.uint8 if eight_bits else p.dtype
+            if p.dim() < 2:
+                dtype = torch.float32
+            state = {"step": torch.zeros(())}  # on the CPU: reading it does not wait for the device
+            for name in "exp_avg", "exp_avg_sq":  # torch's names of m and v
+                state[name] = torch.zeros_like(p, dtype=dtype)
+                if dtype is torch.uint8:  # one scale per block, with the sharding of p
+                    first_columns = p.detach()[:, : ceil_div(p.shape[1], MOMENT_BLOCK)]
+                    state[f"{name}_scales"] = torch.zeros_like(first_columns, dtype=torch.float32)
+            self.state[p] = state
 
     @torch.no_grad()
     def step(self):
@@ -350,30 +465,35 @@ class CompactAdamW(torch.optim.Optimizer):
                     self.update_(p, group["lr"], group["weight_decay"])
 
     def update_(self, p, lr, weight_decay):
-        state, (_, start) = self.state[p], local(p)
+        state = self.state[p]
         state["step"] += 1
-        w, grad, m, v = (matrix_of(x) for x in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
-        scales = [matrix_of(state[f"{moment}_scales"]) if m.dtype is torch.uint8 else None for moment in MOMENTS]
-        step, (N, D) = int(state["step"]), w.shape
-        rows_3N, cols_D = dither_words(step, self.numbers[p], start, start + N, D, w.device)
-        numbers = 1 - lr * weight_decay, lr / (1 - BETA1**step), (1 - BETA2**step) ** 0.5
-        numbers = torch.tensor(numbers, dtype=torch.float64)  # torch.compile would take a float for a constant
-        skip = self.found_inf > 0
-        # float32 temporaries of 4 MiB on a CPU, where larger ones are new pages, else of 16; compiled code has few
-        n_weights = 1 << 20 if w.device.type == "cpu" else 1 << 22 if self.adamw_ is adamw_ else 1 << 24
-        n_rows, whole = max(1, n_weights // D), D // MOMENT_BLOCK * MOMENT_BLOCK
-        for i, (first, last) in itertools.product(range(0, N, n_rows), ((0, whole), (whole, D))):
-            if first == last:
-                continue  # whole blocks, then the shorter one at the end of a row
-            rows, blocks = slice(i, i + n_rows), slice(first // MOMENT_BLOCK, -(-last // MOMENT_BLOCK))
-            split = functools.partial(torch.unflatten, dim=-1, sizes=(-1, min(MOMENT_BLOCK, last - first)))
-            moments = [(split(stored[rows, first:last]), s if s is None else s[rows, blocks, None], levels)
-                       for stored, s, levels in zip((m, v), scales, code_levels(w.device))]
-            self.adamw_(split(w[rows, first:last]), split(grad[rows, first:last]), *moments,
-                        (rows_3N[:, rows, None, None], split(cols_D[first:last])), numbers.unbind(), skip,
-                        self.stochastic_rounding)
-
-
-def matrix_of(x):
-    """This rank's rows of a parameter or its state, a plain matrix."""
-    return local(x)[0].reshape(-1, *(x.shape[1:] or [1]))
+        step = int(state["step"])
+        matrices = {name: matrix_of(x) for name, x in state.items()}
+        w_ND = matrix_of(p)
+        grad_ND = matrix_of(p.grad)
+        m_levels, v_levels = code_levels(w_ND.device)
+        m_ND = Moment(matrices["exp_avg"], matrices.get("exp_avg_scales"), m_levels, signed=True)
+        v_ND = Moment(matrices["exp_avg_sq"], matrices.get("exp_avg_sq_scales"), v_levels, signed=False)
+        N, D = w_ND.shape
+        _, start = local(p)
+        rows_3N, cols_D = dither_words(step, self.number_of[p], start, start + N, D, w_ND.device)
+        # tensors, because torch.compile would take floats for constants and compile again in each step
+        rates = torch.tensor([
+            1 - lr * weight_decay,  # what decay keeps of w
+            lr / (1 - BETA1**step),  # the learning rate over the bias of m
+            (1 - BETA2**step) ** 0.5,  # the root of the bias of v
+        ], dtype=torch.float64).unbind()
+        skip = self.bad > 0
+        # 4 MiB on a CPU, where larger temporaries would be new pages each time
+        n_weights = 1 << 20 if w_ND.device.type == "cpu" else self.n_weights
+        for rows, cols in pieces(N, D, n_weights):
+            self.adamw_(
+                in_blocks(w_ND[rows, cols]),
+                in_blocks(grad_ND[rows, cols]),
+                m_ND.piece(rows, cols),
+                v_ND.piece(rows, cols),
+                (rows_3N[:, rows, None, None], in_blocks(cols_D[cols])),
+                rates,
+                skip,
+                self.stochastic_rounding,
+            )

@@ -43,9 +43,10 @@ def dither(step, shape, number=0, salt=0):
 
 def rounded_moment(x_ND, signed, step):
     """x after it was stored in codes and read back; every row is one block."""
-    moment = torch.zeros(x_ND.shape, dtype=torch.uint8), torch.zeros(len(x_ND), 1), M_LEVELS if signed else V_LEVELS
-    nf4.write_moment_(moment, x_ND, signed, dither(step, x_ND.shape), torch.tensor(False))
-    return nf4.read_moment(*moment)
+    stored, scales = torch.zeros(x_ND.shape, dtype=torch.uint8), torch.zeros(len(x_ND), 1)
+    moment = nf4.Moment(stored, scales, M_LEVELS if signed else V_LEVELS, signed)
+    nf4.write_moment_(moment, x_ND, dither(step, x_ND.shape), torch.tensor(False))
+    return nf4.read_moment(moment)
 
 
 def test_dither_is_uniform_and_neighbours_steps_and_moments_are_independent():
