@@ -62,8 +62,7 @@ CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text):
-    """Makes text from a file safe for a terminal: control characters except newline and tab become
-    escapes."""
+    """Makes text from a file safe to print: control characters except newline and tab become escapes."""
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
@@ -219,8 +218,7 @@ class Tokenizer:
                 self.variables[key] = text
 
         with errors_of(self.path):
-            added = self.load_core()
-        special = {number: token.content for number, token in added.items() if token.special}
+            special = self.load_core()
         bos = self.core.token_to_id(self.variables.get("bos_token", ""))
         self.eos = self.core.token_to_id(self.variables.get("eos_token", ""))
         # tokenizer.json does not always say that a text begins with BOS and ends with EOS
@@ -229,7 +227,6 @@ class Tokenizer:
         if self.eos is not None and self.eos_ids[-1:] != [self.eos]:
             self.eos_ids.append(self.eos)
 
-        self.added = tuple(token.content for token in added.values())
         self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, *special.values()])))
         end_of_turn = "<|im_end|>" if "<|im_end|>" in self.added else self.variables.get("eos_token", "")
         self.stop_ids = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
@@ -240,26 +237,27 @@ class Tokenizer:
         self.made_of = self.path.read_text("utf-8"), self.bos_ids, self.variables, self.template_text
 
     def load_core(self):
-        """Reads tokenizer.json, and from what it adds to a text the BOS and EOS. Returns {id: added
-        token}."""
+        """Reads tokenizer.json. What it adds to a text gives bos_ids and eos_ids. Returns {id: text} of the
+        special tokens."""
         self.core = tokenizers.Tokenizer.from_file(str(self.path))
         self.core.no_truncation()
         self.core.no_padding()
         added = self.core.get_added_tokens_decoder()
-        # normalized, Llama 2's special tokens would be found only behind a blank (transformers #23833)
+        special = {number: token for number, token in added.items() if token.special}
+        # Llama 2 normalizes its special tokens and so finds them only behind a blank (transformers #23833)
         as_written = [tokenizers.AddedToken(**(token.__getstate__() | {"normalized": False}))
-                      for token in added.values() if token.special]
+                      for token in special.values()]
         self.core.add_special_tokens(as_written)
         encoded = self.core.encode("a")
         of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
         self.bos_ids = encoded.ids[: of_text[0]]
         self.eos_ids = encoded.ids[of_text[-1] + 1 :]
         self.core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
-        return added
+        self.added = tuple(token.content for token in added.values())
+        return {number: token.content for number, token in special.items()}
 
     def load_template(self, template, template_file, end_of_turn):
-        """Compiles --chat_template, else the folder's file, else chat_template of tokenizer_config.json, else
-        ChatML."""
+        """Compiles --chat_template, or else what the folder has, or else ChatML."""
         path = Path(template_file or self.folder / "chat_template.jinja")
         has_file = template_file or path.exists()
         self.source = f"chat template ({path if has_file else 'tokenizer_config.json'})"
@@ -279,8 +277,7 @@ class Tokenizer:
             self.template_text = template
 
     def render(self, messages, tools=None, generation_prompt=False):
-        """Messages -> (text, [(start, stop) of each generation block]). ValueError if the template
-        objects."""
+        """Messages -> (text, [(start, stop) of each generation block]). ValueError if the template raises."""
         rendered = ""
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
             chunks = self.template.generate(messages=messages, tools=tools, documents=None,
@@ -390,13 +387,12 @@ class Tokenizer:
 
 
 def tokens_in(encoding, spans, special_ids):
-    """[n] bool: the tokens that overlap a span of characters, except a special one that absorbed blanks
-    before it."""
+    """[n] bool: the tokens that overlap a span, except a special one that absorbed the blanks before it."""
     ids = encoding.ids
     offsets = encoding.offsets
     mask = np.zeros(len(ids), bool)
     for start, stop in spans:
-        # a character may belong to no token (a blank that a normalizer drops) or to several (an emoji's bytes)
+        # a character may belong to no token (a blank that a normalizer drops) or to several (an emoji)
         first = bisect.bisect_right(offsets, start, key=lambda token: token[1])
         last = bisect.bisect_left(offsets, stop, key=lambda token: token[0])
         if first < last and offsets[first][0] < start and (ids[first] in special_ids or start == stop):
@@ -489,8 +485,7 @@ def messages_of(example, form):
 
 
 def check_messages(messages):
-    """Messages as transformers hands them to templates: no None, parts of text joined, arguments as
-    objects."""
+    """Messages as transformers gives them to templates: no None, texts joined, arguments as objects."""
     if not messages:
         raise ValueError("no messages")
     checked = []
@@ -543,8 +538,7 @@ SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo",
 
 
 def chunks_of(path, kind, held_out):
-    """Yields lists of lines, one example per line: a megabyte of a .jsonl file, or 100 examples of anything
-    else."""
+    """Yields lists of lines, an example per line: a megabyte of a .jsonl file, or 100 of other examples."""
     if kind in BUILT_IN:
         yield from as_lines(stdlib_examples(kind, held_out))
         return
@@ -648,8 +642,7 @@ def tokenized(spec, held_out, tokenizer):
 
 
 def cache_folder(path, kind, held_out, tokenizer):
-    """The name of a file's folder in the cache is a hash of all that its tokens depend on, this program
-    included."""
+    """A file's folder in the cache. Its name is a hash of all that the tokens depend on, data.py included."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     if kind not in BUILT_IN:
         with open(path, "rb") as file:
@@ -731,8 +724,8 @@ def encode_chunk(tokenizer, chunk, report):
 
 
 def count_bad(report, error):
-    """Counts a bad example. If all of the first 20 are bad, the format or the template is wrong: a
-    ValueError."""
+    """Counts a bad example. Raises a ValueError if all of the first 20 are bad: then the format is wrong, or
+    the template."""
     report.n_bad += 1
     if report.n_bad <= 5:
         report.errors += f"\n  line {report.n_lines}: {error}"
@@ -863,8 +856,7 @@ def parts_of(lengths, seq_len, overflow):
 
 
 def pack(lengths, seq_len):
-    """Best-fit decreasing: lengths of documents -> rows, each a list of document numbers that fit into
-    seq_len."""
+    """Best-fit decreasing: lengths of documents -> rows, lists of document numbers that fit into seq_len."""
     rows = defaultdict(list)
     rows_with = defaultdict(list)  # {free positions: heap of the rows with that many}
     rows_with[seq_len] = list(range(len(lengths)))
@@ -960,8 +952,7 @@ class Loader:
         return rows, micro_batches[self.rank :: self.world]
 
     def step(self, step, grad_accum):
-        """-> (this rank's micro-batches, [targets, tokens, squared document lengths] of the step over all
-        ranks)."""
+        """-> (this rank's micro-batches, [targets, tokens, squared document lengths] of the global batch)."""
         rows, rows_by_batch = self.rows_of(step, grad_accum)
         return [self.batch(rows) for rows in rows_by_batch], self.per_row[rows].sum(0).tolist()
 
@@ -972,8 +963,7 @@ class Loader:
         return [self.documents.place(part) for part in parts]
 
     def ahead(self, start, stop, grad_accum):
-        """Yields step(start), ... step(stop - 1). A thread makes the next one while the caller works on this
-        one."""
+        """Yields step(start), ... step(stop - 1). A thread makes the next one while the caller trains."""
         with ThreadPoolExecutor(1) as thread:
             future = thread.submit(self.step, start, grad_accum)
             for step in range(start, stop):
@@ -985,8 +975,7 @@ class Loader:
                 yield made
 
     def once(self):
-        """Yields batches that cover every row once over all ranks, equally many on each; the last may be
-        empty."""
+        """Yields batches that cover every row once, equally many on each rank; the last may be empty."""
         B = self.batch_size
         n_rows = len(self.rows)
         first = self.rank * B
@@ -1282,8 +1271,7 @@ class Checkpoint:
         return rows
 
     def crc(self):
-        """Checksum of 1 MB from the middle of each file: it differs between a base model and its Instruct
-        version."""
+        """Checksum of 1 MB from the middle of each file: it tells a base model from its Instruct version."""
         crc = 0
         for path in self.files:
             with open(path, "rb") as file:
@@ -1354,8 +1342,7 @@ def shapes_in_files(model):
 
 
 def stacked_rows(source, names, start, stop):
-    """Yields (rows, their slice of [start, stop)) of the matrices `names`, as if these were one on top of
-    another."""
+    """Yields (rows, their slice of [start, stop)) of the matrices `names`, as if these were one matrix."""
     n = source.tensors[names[0]].shape[0]
     for i in range(start // n, -(-stop // n)):
         first = max(start, i * n)
@@ -1386,14 +1373,13 @@ def check_weights(model, checkpoint, folder):
 
 
 def check_tied_head(source, start, stop):
-    """Compares rows of a head with the embedding's: a model with tied weights has no place for another
-    head."""
+    """Compares rows of a head with the embedding's: a tied model has no place for another head."""
     if not torch.equal(source.rows(EMBEDDING, start, stop), source.rows(HEAD, start, stop)):
         raise ValueError(f"config.json ties the head to the embedding, but the checkpoint's {HEAD} differs: "
                          "set tie_word_embeddings to false")
 
 
-# These keys of adapter_config.json may have these values, those of ADAPTER_FREE any; all others must be unset.
+# These keys of adapter_config.json may have these values, those of ADAPTER_FREE any; others must be unset.
 ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["none"],
                 "init_lora_weights": [True, False, "gaussian"],  # PiSSA and others change the base weights
                 "layers_to_transform": [],  # 0 and false are layer 0
@@ -1439,19 +1425,20 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
         names = file_names(name, model.config)
         if start == stop or name.endswith("weight_scales") or (frozen_only and params[name].requires_grad):
             continue  # an empty shard has no row to read, and scales are written along with the codes
+        reader = source
+        if ".lora_" in name:
+            reader = adapter
+            names = [PEFT_PREFIX + name for name in names]
         if name.endswith("weight_codes"):
             scales, _ = nf4.local(params[name.removesuffix("codes") + "scales"])
-            for rows, place in stacked_rows(source, names, start, stop):
+            for rows, place in stacked_rows(reader, names, start, stop):
                 out[place], scales[place] = nf4.quantize(rows.to(device), name)
-        elif ".lora_" not in name:
-            for rows, place in stacked_rows(source, names, start, stop):
-                out[place] = rows
-        elif adapter:
-            for rows, place in stacked_rows(adapter, [PEFT_PREFIX + name for name in names], start, stop):
+        elif reader:
+            for rows, place in stacked_rows(reader, names, start, stop):
                 out[place] = rows
         elif name.endswith("lora_B.weight"):
             out.zero_()
-        else:  # PEFT's default for A, U(-1/sqrt(in), 1/sqrt(in))
+        else:  # PEFT's default for a fresh A, U(-1/sqrt(in), 1/sqrt(in))
             width = out.shape[1]
             out.copy_(random_rows(name, width, start, stop, seed, "cpu", uniform=True) * width**-0.5)
         if name == EMBEDDING and HEAD not in params and HEAD in source.tensors:
