@@ -1,15 +1,15 @@
-"""oomph: fine-tunes Llama and Qwen models on the GPUs you have, in pure PyTorch, without running out of memory.
+"""oomph fine-tunes Llama and Qwen models on the GPUs you have, in pure PyTorch, without running out of
+memory.
 
-    python train.py                                             # the built-in model and data, any machine
-    torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chat.jsonl
+    python train.py                                      # the built-in model and data, on any machine
+    python train.py --qlora --compile --model Qwen/Qwen3-4B --data chats.jsonl                       # one GPU
+    torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chats.jsonl
 
-In the order of this file: flags; `main`, a run from top to bottom; then what `main` uses: ranks, FSDP2, activation
-offload, optimizers, evaluation, the log, checkpoints; and last the memory plan. A memory feature is one function or
-small class on a finished vanilla module, and one call in `main`.
-"""
+In the order of this file: flags; `main`, a run from top to bottom; then what main uses: ranks, FSDP2 and
+activation offload, optimizers, evaluation, the log, checkpoints; and last the memory plan. A memory feature
+is one function or small class that edits a finished vanilla module, and one call in main. """
 
 import argparse
-import bisect
 import contextlib
 import ctypes
 import dataclasses
@@ -32,6 +32,7 @@ import textwrap
 import time
 import traceback
 import zlib
+from collections import Counter
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -49,8 +50,13 @@ import data
 import model as lm
 import nf4
 
-SAMPLES = {"stdlib:docs": "What does `shutil.copytree(src, dst)` do?", "stdlib:code": "def read_json(path):\n"}
-NOT_FINITE, OUT_OF_MEMORY = 3, 4  # exit codes
+SAMPLES = {
+    "stdlib:docs": "What does `shutil.copytree(src, dst)` do?",
+    "stdlib:code": "def read_json(path):\n",
+}
+# exit codes
+NOT_FINITE = 3
+OUT_OF_MEMORY = 4
 
 # ---------------- flags
 
@@ -282,9 +288,9 @@ def refuse_unknown(word, flags):
 
 
 def complete(args):
-    """Refuses what cannot work, and writes the final value of flags that depend on others. Decided later, when
-    the model is known: rank, alpha, dropout and targets of --adapter (in open_config); --precision and --lr (in
-    open_model); --activation_checkpointing auto and n_weights_kept (in choose_blocks)."""
+    """Refuses what cannot work, and writes the final value of flags that depend on others. Decided later,
+    when the model is known: rank, alpha, dropout and targets of --adapter (in open_config); --precision and
+    --lr (in open_model); --activation_checkpointing auto and n_weights_kept (in choose_blocks)."""
     if not args.adapter:  # the folder of a run may stand for its model and adapter
         try:
             args.model, args.adapter = data.find_result(args.model)
@@ -356,170 +362,109 @@ def refuse_conflicts(args):
 # ---------------- main
 
 
-def open_config(args, world, random_init):
-    """-> (files of the model as find_model() gives them, Config, Checkpoint of --adapter or None). Rank, alpha, targets
-    are the adapter's, and dropout where none is given."""
-    files, adapter = data.find_model(args.model, random_init), None
-    config = lm.parse_config(files.config, f"{args.model}: config.json")
-    if args.adapter:
-        adapter, settings = data.open_adapter(args.adapter)
-        vars(args).update({name: value for name, value in settings.items() if getattr(args, name) is None})
-    check_sizes(args, config, world)
-    return files, config, adapter
-
-
-def open_model(args, ranks):
-    """-> (files, Config, the run's model on meta, Checkpoint or RandomWeights, Checkpoint of --adapter or None,
-    Tokenizer). All of it is checked here, before anything is allocated."""
-    with ranks.agree():
-        files, config, adapter = open_config(args, ranks.world, args.random_init)
-        if args.precision is None:
-            native = (torch.cuda.is_bf16_supported(False) if ranks.device.type == "cuda" else
-                      torch.cpu._is_avx512_bf16_supported())
-            args.precision = "fp32" if not native else "bf16" if args.chat else "mixed"
-        if args.lr is None:  # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
-            args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
-        with torch.device("meta"):
-            vanilla = lm.Transformer(config)
-        if files.weights:
-            source = data.Checkpoint(files.weights)
-        else:
-            source = data.RandomWeights(vanilla, args.seed, ranks.device)
-        data.check_weights(vanilla, source, args.model)
-        model = lm.on_meta(config, args)
-        if adapter:
-            data.check_weights(model, adapter, args.adapter)
-        return files, config, model, source, adapter, data.Tokenizer(files.tokenizer, args.chat_template)
-
-
-def open_run(args, config, loader, source, ranks):
-    """-> (folder of the run, checkpoint to continue from or None, state). state is all that a run carries from step to
-    step beside its tensors."""
-    run = None
-    rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
-    with ranks.agree():
-        if len(loader.rows) < rows_a_step:
-            raise ValueError(f"a step takes {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
-                             f"{len(loader.rows)}: lower one of them or --seq_len, or give more data")
-        if ranks.rank == 0:
-            checkpoint = checkpoint_to_resume(args.out, args.resume)
-            run = folder_of_run(args.out, args.resume, checkpoint), checkpoint
-    out, resumed = ranks.gather(run)[0]
-    steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
-    with ranks.agree():
-        settings = fixed_settings(args, config, rows_a_step, loader, source)
-        state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "steps": steps, "rows_a_step": rows_a_step,
-                 "settings": settings}
-        if resumed:
-            state = read_state(resumed, settings, ranks)
-        if state["step"] > steps:
-            raise ValueError(f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
-    if steps < 20 and not args.steps:
-        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
-    if state["steps"] != steps:
-        ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate changes")
-    about = {"world": ranks.world, "python": platform.python_version(),
-             **{module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}}
-    return out, resumed, {**state, "steps": steps, "about": about}
-
-
-def main(argv=None):
-    """A training run from top to bottom."""
+def main(argv, progress):
+    """A training run from top to bottom. `progress` is kept up to date for report_out_of_memory()."""
     args = parse_args(argv)
-    if args.dry_run or args.chat:
-        return dry_run(args, argv) if args.dry_run else chat(args)
-    # ---- what the user gave
+    if args.dry_run:
+        return dry_run(args)
+    if args.chat:
+        return chat(args)
+
+    # ---- what the user gave: everything is checked before anything large is allocated
     ranks = Ranks(args.fsdp2, args.timeout)
-    device, rank, world, say, cuda = ranks.device, ranks.rank, ranks.world, ranks.say, ranks.device.type == "cuda"
+    device = ranks.device
+    world = ranks.world
+    on_gpu = device.type == "cuda"
     files, config, model, source, adapter, tokenizer = open_model(args, ranks)
+    progress["phase"] = "data"
     loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
-    if rank == 0:
+    if ranks.rank == 0:
         data.print_data(args, loader, eval_loader, tokenizer)
     if args.inspect:
         return ranks.leave()
     out, resumed, state = open_run(args, config, loader, source, ranks)
-    start, steps = state["step"], state["steps"]
-    # ---- the model: each feature applied to it, and last the weights
-    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    start = state["step"]  # steps that were done before this process began
+    steps = state["steps"]
+    progress.update(phase="weights", out=out)
     if args.activation_checkpointing == "auto":
-        choose_blocks(args, config, world, loader.longest, min(ranks.gather(memory_of(args, ranks))), say)
-    if rank == 0:
-        print_start(args, model, source, n_trained, ranks)
-    if cuda:
-        limit_gpu(args, argv or sys.argv[1:], config, loader.longest, ranks)
+        room = min(ranks.gather(memory_of(args, ranks)))
+        choice = choose_blocks(args, config, world, loader.longest, room)
+        args.activation_checkpointing, args.n_weights_kept = choice
+        ranks.say(describe_blocks(args, config))
+    if ranks.rank == 0:
+        print_start(args, model, source, ranks)
+    if on_gpu:
+        limit_gpu(args, config, loader.longest, ranks)
+
+    # ---- the model: each feature wraps what is there, from the inside out, and the weights come last
     if args.compile:
         lm.compile_(model, args.packing)
     if args.tiled_mlp:
         lm.tile_mlp_(model, args.tiled_mlp)
     if args.activation_checkpointing:
         lm.checkpoint_activations_(model, bool(args.lora_dropout), n_recomputed(args, config))
-    lm.keep_weights_(model.model.layers[config.num_hidden_layers - args.n_weights_kept :])
+    if args.n_weights_kept:
+        lm.keep_weights_(model.model.layers[-args.n_weights_kept :])
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
     if args.fsdp2:
         shard_(model, args, device)
+    # until here the model is on the meta device, so a rank allocates no more than its own shard
     model.to_empty(device="cpu" if "params" in args.offload else device).tie_()
     with ranks.agree():
-        data.load_weights_(model, source, adapter, args.seed, device, rank == 0 and sys.stderr.isatty(), bool(resumed))
-    if "activations" in args.offload and cuda:
+        show_progress = ranks.rank == 0 and sys.stderr.isatty()
+        frozen_only = bool(resumed)  # what trains comes from the checkpoint
+        data.load_weights_(model, source, adapter, args.seed, device, show_progress, frozen_only)
+    if "activations" in args.offload and on_gpu:
         model.activation_hooks = OffloadActivations(device)
+
+    # ---- the optimizer, and the state of a run that is resumed
     trained = [p for p in model.parameters() if p.requires_grad]
-    bad = torch.zeros((), device=trained[0].device)  # 1 once a gradient was inf or nan: nothing is updated any more
+    # 1 once a gradient was inf or nan. It stays on the device, so that no step waits for the host to look
+    bad = torch.zeros((), device=trained[0].device)
     optimizer = make_optimizer(trained, args, bad)
     in_backward = StepInBackward(optimizer, trained, bad, ranks, args) if args.optim_in_backward else None
     with ranks.agree():
         if resumed:
             load_checkpoint(resumed, training_tensors(model, optimizer))
-        if rank == 0:
-            ranks.lock = lock_folder(out)  # of this process for as long as the file is open
-            write_args(out, args, state["about"])
-            evaluations = prune_metrics(out, start)
-            state["best_eval"] = min(evaluations, key=lambda row: row["eval_loss"], default=None)
-            state["evaluated"] = max([state["evaluated"], *(row["step"] for row in evaluations)])
+        if ranks.rank == 0:
+            ranks.lock = lock_folder(out)  # the folder is this process's own while the file is open
+            write_args(out, args, about_versions(world))
+            enter_evaluations(state, prune_metrics(out, start))
     state = ranks.gather(state)[0]
     saver = Saver(out, args.keep, ranks)
-    begin = f"continuing after step {start:,} of {resumed}" if resumed else "from the start"
-    say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}\nwriting to {out}")
-    sampled = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
-    log, stop = Log(out, state, loader, ranks, args.tensorboard), StopSignal()
+    ranks.say(describe_run(args, state, resumed, out))
+    answer_before = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
+    log = Log(out, state, loader, ranks, args.tensorboard)
+    stop = StopSignal()
 
     def save():
         with log.paused():
             saver.save(training_tensors(model, optimizer), state)
             log.draw()
 
-    def end_early():
-        save()
-        number, saved = signal.Signals(ranks.largest(stop.number)[0]), saver.last_step == state["step"]
-        say(f"stopped by {number.name} after step {state['step']} of {steps}, "
-            + (f"saved: the same command with --resume {out} continues" if saved else "NOT saved, see above"))
-        ranks.leave()
-        # torchrun relays its own signal; an exit code would make it start the run again
-        raise SystemExit(1 if not saved else 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + number)
-
     def evaluate_now():
         with log.paused():
             result = evaluate(model, eval_loader, ranks, stop)
-        if result is None:  # a signal
-            end_early()
+        if result is None:  # a signal came: this step is saved, and evaluated again when the run is resumed
+            save()
+            end_early(saver, state, stop, ranks)
         log.write_eval(*result)
 
     # ---- training
-    # FSDP2's gathered units would leave holes between the shards
-    keep_freed_memory(on=not cuda and not args.fsdp2)
+    # not with FSDP2, whose gathered units would leave holes between the shards
+    keep_freed_memory(on=not on_gpu and not args.fsdp2)
     # a run that was stopped between the save and the evaluation of a step makes up for it
     if args.eval_every and start % args.eval_every == 0 and state["evaluated"] < start < steps:
         evaluate_now()
     n_bad = torch.zeros_like(bad)  # steps since a gradient was inf or nan, counted without a host sync
-    profiler = None
-    if rank == 0 and (args.profile or args.memory_snapshot):
-        profiler = tracer(args, out, device)
+    profiler = tracer(args, out, ranks)
     for batches, counted in loader.ahead(start, steps, args.grad_accum):
         step = state["step"]  # steps done before this one: data, dropout and schedule count from 0
         n = step + 1
         n_targets = int(counted[0])  # supervised tokens of this step, over all micro-batches and ranks
         ranks.alive()
-        torch.manual_seed(dropout_seed(args.seed, rank, step))
+        torch.manual_seed(dropout_seed(args.seed, ranks.rank, step))
         lr = lr_at(step, steps, args)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -535,14 +480,17 @@ def main(argv=None):
                 model.set_requires_gradient_sync(last or not args.lora)
                 model.set_requires_all_reduce(last)
             b = batch.to(device)
+            progress.update(phase="forward", step=n, tokens_of_micro_batch=b.tokens.numel())
             loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
             # The model returns a sum. We divide it by the targets of all micro-batches and ranks, so each
             # token counts the same however a step is split; `* world` undoes the mean over ranks that is
             # taken of gradients.
+            progress["phase"] = "backward"
             (loss * (world / n_targets)).backward()
             loss_sum += loss.detach()
 
         # update the weights
+        progress["phase"] = "step"
         if in_backward:
             norm = in_backward.norm()  # they were updated during the backward
         else:
@@ -571,26 +519,160 @@ def main(argv=None):
             profiler.step()
 
         # once in a while: save, stop, evaluate
+        progress["phase"] = "checkpoint or evaluation"
         if save_due or stopped:
             save()
         if stopped:
-            end_early()
+            end_early(saver, state, stop, ranks)
         if args.eval_every and n % args.eval_every == 0 and n < steps:
             evaluate_now()
 
-    # ---- the result, before an evaluation or a sample could fail
+    # ---- the result: written before an evaluation or a sample could fail
+    progress["phase"] = "result"
     faulthandler.cancel_dump_traceback_later()  # set by alive(): an export may take longer than a step
-    check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, state["step"], ranks)
-    adapter = data.export(args, model, source, files, tokenizer, out, ranks)
+    check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
+    adapter_tensors = data.export(args, model, source, files, tokenizer, out, ranks)
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()
-    if after := sample(args, model, tokenizer, loader.documents, ranks):
-        say(f"--- {args.sample.strip()}\nbefore: {sampled}\nafter:  {after}\n---")
+    answer_after = sample(args, model, tokenizer, loader.documents, ranks)
+    if answer_after:
+        ranks.say(f"--- {args.sample.strip()}\nbefore: {answer_before}\nafter:  {answer_after}\n---")
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
-    if args.merge and rank == 0:
-        data.merge(source, adapter, args.lora_alpha / args.lora_rank, files, tokenizer, out)
-    say(f"done: {out}/final{f' and {out}/merged' if args.merge else ''}; --chat --model {out} talks with it")
+    written = f"{out}/final"
+    if args.merge and ranks.rank == 0:
+        data.merge(source, adapter_tensors, args.lora_alpha / args.lora_rank, files, tokenizer, out)
+        written += f" and {out}/merged"
+    ranks.say(f"done: {written}; --chat --model {out} talks with it")
+
+
+class OpenedModel(NamedTuple):
+    """What --model and --adapter stand for."""
+
+    files: data.ModelFiles
+    config: lm.Config
+    model: lm.Transformer  # with its features, on the meta device
+    source: data.Checkpoint | data.RandomWeights  # of the weights
+    adapter: data.Checkpoint | None
+    tokenizer: data.Tokenizer
+
+
+def open_config(args, world, random_init):
+    """-> (ModelFiles, Config, Checkpoint of --adapter or None). Rank, alpha and targets of the adapter become
+    those of the run, and so does its dropout unless --lora_dropout is given."""
+    files = data.find_model(args.model, random_init)
+    config = lm.parse_config(files.config, f"{args.model}: config.json")
+    adapter = None
+    if args.adapter:
+        adapter, settings = data.open_adapter(args.adapter)
+        for name, value in settings.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+    check_sizes(args, config, world)
+    return files, config, adapter
+
+
+def open_model(args, ranks):
+    """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated. Decides
+    --precision and --lr where they are not given."""
+    with ranks.agree():
+        files, config, adapter = open_config(args, ranks.world, args.random_init)
+        if args.precision is None:
+            args.precision = default_precision(args, ranks.device)
+        if args.lr is None:
+            # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
+            args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
+        with torch.device("meta"):
+            vanilla = lm.Transformer(config)
+        if files.weights:
+            source = data.Checkpoint(files.weights)
+        else:
+            source = data.RandomWeights(vanilla, args.seed, ranks.device)
+        data.check_weights(vanilla, source, args.model)
+        model = lm.on_meta(config, args)
+        if adapter:
+            data.check_weights(model, adapter, args.adapter)
+        tokenizer = data.Tokenizer(files.tokenizer, args.chat_template)
+        return OpenedModel(files, config, model, source, adapter, tokenizer)
+
+
+def default_precision(args, device):
+    """bf16 that is emulated takes several times as long as float32."""
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bf16 = torch.cpu._is_avx512_bf16_supported()
+    if not has_bf16:
+        return "fp32"
+    return "bf16" if args.chat else "mixed"  # a chat trains nothing, so it needs no float32 masters
+
+
+def open_run(args, config, loader, source, ranks):
+    """-> (folder of the run, checkpoint to resume from or None, state). `state` is all that a run carries
+    from step to step beside its tensors; trainer_state.json holds it."""
+    folders = None
+    rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
+    with ranks.agree():
+        if len(loader.rows) < rows_a_step:
+            raise ValueError(
+                f"a step needs {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
+                f"{len(loader.rows)}: lower one of them or --seq_len, or give more data")
+        if ranks.rank == 0:
+            checkpoint = checkpoint_to_resume(args.out, args.resume)
+            folders = (folder_of_run(args.out, args.resume, checkpoint), checkpoint)
+    out, resumed = ranks.gather(folders)[0]
+    steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
+    with ranks.agree():
+        settings = fixed_settings(args, config, rows_a_step, loader, source)
+        state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "steps": steps,
+                 "rows_a_step": rows_a_step, "settings": settings}
+        if resumed:
+            state = read_state(resumed, settings, ranks)
+        if state["step"] > steps:
+            raise ValueError(
+                f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
+    if steps < 20 and not args.steps:
+        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
+    if state["steps"] != steps:
+        ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate "
+                  "changes")
+        state["steps"] = steps
+    return out, resumed, state
+
+
+def describe_run(args, state, resumed, out):
+    """The line before the first step: how long the run is, where it begins and where it writes."""
+    begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
+    return (f"{state['steps']:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}\n"
+            f"writing to {out}")
+
+
+def about_versions(world):
+    """What args.json says beside the flags."""
+    modules = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
+    return {"world": world, "python": platform.python_version(), **modules}
+
+
+def enter_evaluations(state, rows):
+    """Enters the evaluations before this step, rows of metrics.jsonl, into the state of a resumed run: the
+    checkpoint was saved before the evaluation of its step."""
+    state["best_eval"] = min(rows, key=lambda row: row["eval_loss"], default=None)
+    state["evaluated"] = max([state["evaluated"], *(row["step"] for row in rows)])
+
+
+def end_early(saver, state, stop, ranks):
+    """Ends a run that a signal has stopped after a step. All ranks must call it."""
+    number = signal.Signals(ranks.largest(stop.number)[0])
+    is_saved = saver.last_step == state["step"]
+    outcome = "NOT saved, see above"
+    if is_saved:
+        outcome = f"saved: the same command with --resume {saver.out} continues"
+    ranks.say(f"stopped by {number.name} after step {state['step']} of {state['steps']}, {outcome}")
+    ranks.leave()
+    if not is_saved:
+        raise SystemExit(1)
+    # torchrun relays its own signal, and would take another exit code as a reason to start the run again
+    raise SystemExit(0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + number)
 
 
 # ---------------- ranks
@@ -728,12 +810,13 @@ def keep_freed_memory(on):
 
 @functools.cache  # a second call would wrap the method again
 def shard_bytes_on_old_torch_():
-    """Lets fully_shard of torch 2.11 shard frozen integer parameters such as NF4 weights, as 2.12 does by itself.
-    Delete this function when 2.12 is the oldest torch that you use.
+    """Lets fully_shard of torch 2.11 shard frozen integer parameters such as NF4 weights, as 2.12 does by
+    itself. Delete this function when 2.12 is the oldest torch that you use.
 
-    2.11 takes every parameter for one of floating point, in two places. It wraps a shard in nn.Parameter(), which
-    asks for a gradient, and integers refuse that. And it notes a dtype to cast to before the all-gather, which
-    would turn packed bytes into bf16 numbers. Both are replaced inside FSDP2's module alone."""
+    2.11 takes every parameter for one of floating point, in two places. It wraps a shard in nn.Parameter(),
+    which asks for a gradient, and integers refuse that. And it notes a dtype to cast to before the
+    all-gather, which would turn packed bytes into bf16 numbers. Both are replaced inside FSDP2's module
+    alone."""
     if torch.__version__ >= (2, 12):
         return
     from types import SimpleNamespace
@@ -901,12 +984,21 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 def make_optimizer(params, args, bad):
-    """AdamW, decay on matrices only: pulling norms and biases towards zero regularises nothing. Fused, it reads `bad`
-    on the device and changes nothing where that is 1. All state is allocated here: no later step takes more."""
+    """AdamW with weight decay on matrices only: pulling norms and biases towards zero regularises nothing.
+
+    An optimizer of your own has to do this:
+    - Allocate all state here, as tensors in optimizer.state[p], and update it in place: a resumed run fills
+      it before the first step, and memory must not grow later. zeros_like(p) is sharded and saved as p is.
+    - Change nothing where the device scalar `bad` is 1 (a gradient was inf or nan), as the fused kernel does
+      with found_inf. Under --fused_adamw (the default) main calls step() without waiting for the device.
+    - Read the learning rate from param_groups, and skip a parameter whose grad is None: --optim_in_backward
+      calls step() once for each parameter, while no other gradient is alive.
+    """
     groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": args.weight_decay},
               {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
-    if args.optim == "adamw8bit" or args.stochastic_rounding:
-        return nf4.CompactAdamW(groups, args, bad)
+    eight_bits = args.optim == "adamw8bit"
+    if eight_bits or args.stochastic_rounding:
+        return nf4.CompactAdamW(groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, bad)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
     for p in params:  # as torch would at the first step
         optimizer.state[p] = {"step": torch.zeros((), device=p.device if args.fused_adamw else "cpu"),
@@ -1125,9 +1217,11 @@ class Log:
         self.flops += flops
 
     def mean_losses(self):
-        """-> [loss per supervised token, a scalar on the device] of the steps since the last row. Collective."""
-        # In float64 the sum over ranks is exact. In float32 it would depend on the order in which a backend adds
-        # ranks, which depends on the number of steps: a run that stops and resumes would log other losses.
+        """-> [loss per supervised token, a scalar on the device] of the steps since the last row.
+        Collective."""
+        # In float64 the sum over ranks is exact. In float32 it would depend on the order in which a backend
+        # adds ranks, which depends on the number of steps: a run that stops and resumes would log other
+        # losses.
         sums = torch.stack(self.loss_sums).double()
         if self.ranks.world > 1:
             dist.all_reduce(sums)
@@ -1156,9 +1250,11 @@ class Log:
             "data_s": (self.loader.waited_s - self.waited_s) / n_steps,
         }
         left_s = (steps - step) * (time.perf_counter() - self.start) / (step - self.start_step)
-        # The line has 80 columns. What follows from the flags (lr) and from tok/s (mfu) stands in the row alone
+        # The line has 80 columns. What follows from the flags (lr) and from tok/s (mfu) stands in the row
+        # alone
         self.append(row, f"step {step:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}  norm {norm:<5.3g}  "
-                         f"{row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  {timedelta(seconds=int(left_s))}")
+                         f"{row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
+                         f"{timedelta(seconds=int(left_s))}")
         self.reset()
 
     def write_eval(self, loss, n_targets):
@@ -1209,10 +1305,11 @@ class Log:
         self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s")
 
 
-def print_start(args, model, source, n_trained, ranks):
+def print_start(args, model, source, ranks):
     """Prints what is trained, what each feature does in this run, and what is off. Flags with fixed=True that
     have no words here are printed where they are not at their default."""
     c = model.config
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     n_total = sum(math.prod(stored.shape) for stored in source.tensors.values())
     trained = "bfloat16" if args.precision == "bf16" else "float32"
     features = {
@@ -1286,8 +1383,12 @@ def sample(args, model, tokenizer, documents, ranks):
     return textwrap.shorten(text, 400)
 
 
-def tracer(args, out, device):
-    """--profile, --memory_snapshot -> a profiler whose step() main calls after each step; it writes the third."""
+def tracer(args, out, ranks):
+    """--profile, --memory_snapshot -> a profiler whose step() main calls after each step, to write what the
+    third did; None without these flags and on ranks other than 0."""
+    if ranks.rank or not (args.profile or args.memory_snapshot):
+        return None
+    device = ranks.device
     snapshot = args.memory_snapshot and device.type == "cuda"
     if snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
@@ -1356,7 +1457,8 @@ def check_finite(tensors, step, ranks):
 
 
 def end_not_finite(model, loader, step, args, ranks):
-    """Ends a run whose loss or a gradient was inf or nan in `step` (from 0), and names that step's documents."""
+    """Ends a run whose loss or a gradient was inf or nan in `step` (from 0), and names that step's
+    documents."""
     check_finite(dict(model.named_parameters()), step, ranks)
     places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
     changed = "no weight was changed by it"
@@ -1461,7 +1563,6 @@ def replace_file(path, text):
 def write_args(out, args, about):
     """Writes args.json: the value of every flag, and versions of what the run uses."""
     settings = vars(args) | about
-    settings.pop("features", None)
     replace_file(out / "args.json", json.dumps(settings, indent=2) + "\n")
 
 
@@ -1519,8 +1620,8 @@ def read_state(folder, settings, ranks):
     changed = [f"{name} was {saved.get(name)}, is {value}"
                for name, value in settings.items() if saved.get(name) != value]
     if changed:
-        raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, or start a "
-                         "new run with another --out")
+        raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, "
+                         "or start a new run with another --out")
     return state
 
 
@@ -1688,255 +1789,436 @@ def fixed_settings(args, config, rows_a_step, loader, source):
 
 # ---------------- the memory plan
 
+# play_step() plays a training step on paper: it goes through the events of main and adds up what each of them
+# allocates and frees. The event with the most bytes says what a GPU needs.
+
 GIB = 2**30
 OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
-ALWAYS = "weights", "NF4 weights", "adapters", "optimizer"
-KINDS = *ALWAYS, "gradients", "saved activations", "block workspace", "logits chunk", "unsharded units"
+KINDS = ("weights", "NF4 weights", "adapters", "optimizer", "gradients", "saved activations",
+         "block workspace", "logits chunk", "unsharded units")
 
 
-class Unit(NamedTuple):  # bytes of a module's parameters on rank 0: FSDP2 cuts rows like torch.chunk
-    always: dict  # {kind: bytes}
-    tensors: list  # trained weights and their optimizer state, one by one
-    gathered: int  # in the dtype of products: the all-gathered unit, or without FSDP2 copies of float32 weights
-    new_gradient: int  # as the backward makes it: under FSDP2 of all rows, in the dtype of products
-    reduce_input: int  # of the reduce-scatter
-    gradient: int  # of this rank's rows, from the reduce-scatter to the step
+@dataclasses.dataclass
+class Unit:
+    """Bytes of a module's parameters on rank 0, which has the most: FSDP2 cuts rows like torch.chunk. A unit
+    is what FSDP2 gathers and reduces at once. Without FSDP2 nothing is gathered or reduced."""
 
-    def reduction(self):  # input and output of the reduce-scatter
+    always: Counter  # {kind: bytes} of weights and optimizer state
+    tensors: list  # bytes of each trained weight and of each tensor of its optimizer state
+    unsharded: int = 0  # gathered, in the dtype of products; without FSDP2 16-bit copies of float32 weights
+    new_gradient: int = 0  # as the backward makes it: with FSDP2 all rows, in the dtype of products
+    reduce_input: int = 0  # all rows in the dtype of the reduce-scatter; 0 without FSDP2
+    gradient: int = 0  # this rank's rows, which the reduce-scatter leaves for the step
+
+    def reduction(self):
+        """Input and output of the reduce-scatter."""
         return self.reduce_input + self.gradient if self.reduce_input else 0
 
 
+class Units(NamedTuple):
+    block: Unit
+    after_attention: Unit  # o_proj and MLP of a block: their gradients exist before the backward of attention
+    embedding: Unit
+    head: Unit
+
+    def of_model(self, config):
+        """All units of the model: the blocks, then embedding and head, which are one if they are tied."""
+        ends = [self.embedding] if config.tie_word_embeddings else [self.embedding, self.head]
+        return [self.block] * config.num_hidden_layers + ends
+
+
 def unit_of(module, args, shards, dtype):
-    """Unit of a module on meta, its rows dealt out to `shards` ranks, its products in `dtype`."""
-    always, tensors, gathered, new_gradient, gradient = dict.fromkeys(ALWAYS, 0), [], 0, 0, 0
+    """Adds up a module on the meta device, its rows dealt out to `shards` ranks, its products in `dtype`."""
+    unit = Unit(Counter(), [])
     for p in module.parameters():
-        n_rows, width, is_nf4 = -(-len(p) // shards), p.numel() // len(p), p.dtype is torch.uint8
-        n, size = n_rows * width, 1 if is_nf4 else dtype.itemsize
-        kind = "NF4 weights" if is_nf4 else "adapters" if p.requires_grad and args.lora_rank else "weights"
-        always[kind] += n * p.itemsize
-        if args.fsdp2 or p.itemsize > size:
-            gathered += shards * n * size
-        if p.requires_grad:
-            moments = [n * p.itemsize] * 2
-            if args.optim == "adamw8bit" and p.dim() > 1:
-                moments = [n, n] + [4 * n_rows * -(-width // nf4.MOMENT_BLOCK)] * 2  # codes, and scales in float32
-            always["optimizer"] += sum(moments)
-            tensors += [n * p.itemsize, *moments]
-            gradient += n * p.itemsize  # --precision bf16 reduces in bf16, the others in float32
-            new_gradient += shards * n * size if args.fsdp2 else n * p.itemsize
-    return Unit(always, tensors, gathered, new_gradient, shards * gradient if args.fsdp2 else 0, gradient)
+        n_rows = nf4.ceil_div(len(p), shards)
+        width = p.numel() // len(p)
+        n = n_rows * width
+        n_bytes = n * p.itemsize
+        product_itemsize = dtype.itemsize
+        kind = "weights"
+        if p.dtype is torch.uint8:  # gathered as it is, and dequantized by its layer
+            product_itemsize = 1
+            kind = "NF4 weights"
+        elif p.requires_grad and args.lora:
+            kind = "adapters"
+        unit.always[kind] += n_bytes
+        if args.fsdp2 or p.itemsize > product_itemsize:
+            unit.unsharded += shards * n * product_itemsize
+        if not p.requires_grad:
+            continue
+        state = [n_bytes, n_bytes]
+        if args.optim == "adamw8bit" and p.dim() > 1:  # one byte per weight, one float32 per block of them
+            scales = 4 * n_rows * nf4.ceil_div(width, nf4.MOMENT_BLOCK)
+            state = [n, n, scales, scales]
+        unit.always["optimizer"] += sum(state)
+        unit.tensors += [n_bytes, *state]
+        unit.gradient += n_bytes  # --precision bf16 reduces in bf16, the others in float32
+        if args.fsdp2:
+            unit.new_gradient += shards * n * product_itemsize
+            unit.reduce_input += shards * n_bytes
+        else:
+            unit.new_gradient += n_bytes
+    return unit
 
 
 def plan(args, config, world, length):
-    """Where a step's memory goes on rank 0 of `world` GPUs -> ({moment: {kind: bytes}}, {kind: bytes of host memory}).
-    Moments are those at which a step can reach its peak. Parameters are counted in a model of one block on meta;
-    activations are formulas, for rows of `length` tokens, all supervised, a document each. CUDA's context, NCCL and
-    fragmentation are OVERHEAD. tests/test_plan.py compares the sums with real steps."""
-    tokens = -(-args.batch_size * length // args.sequence_parallel)  # of a rank's micro-batch
-    one_block = {"num_hidden_layers": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}  # with experts, if any has
-    model, n_layers = lm.on_meta(dataclasses.replace(config, **one_block), args), config.num_hidden_layers
-    shards, offloaded = world // args.replicas if args.fsdp2 else 1, "params" in args.offload
-    one, size = model.model.layers[0], model.compute_dtype.itemsize
-    modules = one, nn.ModuleList([one.self_attn.o_proj, one.mlp]), model.model.embed_tokens, model.lm_head
-    block, _, embedding, head = units = [unit_of(module, args, shards, model.compute_dtype) for module in modules]
-    whole = [block] * n_layers + ([embedding] if config.tie_word_embeddings else [embedding, head])
-    tensors, gradients = [n for unit in whole for n in unit.tensors], sum(unit.gradient for unit in whole)
-    always = {kind: sum(unit.always[kind] for unit in whole) for kind in ALWAYS}
+    """Where the memory of a training step goes on rank 0 of `world` GPUs -> ({moment: {kind: bytes}}, {kind:
+    bytes of host memory}). A moment is an event of the step that may be its peak. Parameters are counted in a
+    model of one block on the meta device. Activations come from formulas, which assume rows of `length`
+    tokens, one document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py compares
+    the sums with real steps."""
+    shards = world // args.replicas if args.fsdp2 else 1
+    n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # of a micro-batch on this rank
+    n_layers = config.num_hidden_layers
+    # One block stands for all. It has experts if any block of the model has them.
+    one_block = dataclasses.replace(config, num_hidden_layers=1, mlp_only_layers=[], decoder_sparse_step=1)
+    model = lm.on_meta(one_block, args)
+    (block,) = model.model.layers
+    after_attention = nn.ModuleList([block.self_attn.o_proj, block.mlp])
+    modules = block, after_attention, model.model.embed_tokens, model.lm_head
+    units = Units(*(unit_of(module, args, shards, model.compute_dtype) for module in modules))
+    whole = units.of_model(config)
+    tensors = [n for unit in whole for n in unit.tensors]
 
-    n_checkpointed, first_kept = n_recomputed(args, config), n_layers - args.n_weights_kept
-    acts = [lm.activation_bytes(args, config, size, tokens, i < n_checkpointed, i >= first_kept)
+    itemsize = model.compute_dtype.itemsize
+    n_checkpointed = n_recomputed(args, config)
+    first_kept = n_layers - args.n_weights_kept
+    acts = [lm.activation_bytes(args, config, itemsize, n_tokens, i < n_checkpointed, i >= first_kept)
             for i in range(n_layers)]
-    host, in_step = {}, 0 if args.fused_adamw else 2 * max(tensors)
-    if args.optim == "adamw8bit" or args.stochastic_rounding:  # float32 temporaries of a piece of the largest weight
-        numbers, kept = (2, 28) if args.precision == "bf16" else (4, 24)
-        in_step = kept * min(1 << 22, max(tensors) // numbers)
+    logits_bytes = lm.loss_bytes(args, config, itemsize, n_tokens)
+
+    always = sum((unit.always for unit in whole), Counter())
+    host = {}
+    offloaded = "params" in args.offload
     if offloaded:
-        host, always, in_step = {**always, "gradients": gradients}, {}, 0
-    if "activations" in args.offload:
-        host["activations"] = (n_layers - 1) * -(-acts[0]["input"] // PAGE) * PAGE
-
-    moments = moments_of(args, config, shards, units, acts, lm.loss_bytes(args, config, size, tokens))
-    if not args.optim_in_backward:
-        moments["step"] = {"gradients": 0 if offloaded else gradients, "block workspace": in_step}
-    tables = tokens * (4 * config.head_dim + 32)  # RoPE's, and the integers of the batch
-    for kinds in moments.values():
-        kinds |= always | {"saved activations": kinds.get("saved activations", 0) + tables}
-    return moments, host
+        host = {**always, "gradients": sum(unit.gradient for unit in whole)}
+        always = Counter()
+    if "activations" in args.offload:  # the input of each block but the last, in pages
+        host["activations"] = (n_layers - 1) * nf4.ceil_div(acts[0]["input"], PAGE) * PAGE
+    always["saved activations"] = n_tokens * (4 * config.head_dim + 32)  # RoPE's tables, the batch's integers
+    workspace = step_workspace(args, max(tensors))
+    events = play_step(args, config, shards, units, acts, logits_bytes, always, workspace)
+    return largest_moments(events), host
 
 
-def moments_of(args, c, shards, units, acts, logits_bytes):
-    """{moment: {kind: bytes}} from the loss to the embedding's gradient, beside what is always there. units: a block,
-    its o_proj and MLP, embedding, head. acts: activation_bytes() of each block."""
-    (block, tail, embedding, head), n_layers, tied = units, c.num_hidden_layers, c.tie_word_embeddings
-    n_checkpointed, of_tiles = n_recomputed(args, c), tail.new_gradient if args.tiled_mlp else 0
+def step_workspace(args, largest):
+    """Bytes of the optimizer's temporaries on the GPU. `largest`: bytes of the largest weight."""
+    if "params" in args.offload:  # the CPU updates the weights
+        return 0
+    if args.optim == "adamw8bit" or args.stochastic_rounding:
+        # CompactAdamW updates 2**22 weights at a time. Each has six float32 temporaries of 4 bytes, and a
+        # bf16 gradient needs a seventh. The number of weights is largest // 2 in bf16 and largest // 4 in
+        # float32.
+        if args.precision == "bf16":
+            return 7 * 4 * min(1 << 22, largest // 2)
+        return 6 * 4 * min(1 << 22, largest // 4)
+    return 0 if args.fused_adamw else 2 * largest
 
-    # ---- weights in the dtype of products
-    own_units = args.fsdp2 and args.shard_embeddings and not tied  # of embedding and head; else they stay gathered
-    ends = head.gathered + (0 if tied else embedding.gathered) if args.fsdp2 and not own_units else 0
-    copies = block.gathered - (tail.gathered if args.tiled_mlp else 0)  # of float32 weights; tiles make them again
 
-    def unsharded(n_done):  # from the forward of n_done blocks to their backward
-        if args.fsdp2:
-            return ends + block.gathered * (1 if args.reshard_after_forward else n_done)
-        return copies * max(n_done - n_checkpointed, 0)
+def weights_of_blocks(args, config, shards, units):
+    """-> (bytes of weights in the dtype of products that the forward of each block leaves for its backward,
+    bytes that its backward adds to them)."""
+    n_layers = config.num_hidden_layers
+    weights = units.block.unsharded
+    if not args.fsdp2:
+        # Autograd keeps the 16-bit copies of float32 weights. Checkpointed blocks and tiles make them again.
+        n_checkpointed = n_recomputed(args, config)
+        n_others = n_layers - n_checkpointed
+        copies = weights - (units.after_attention.unsharded if args.tiled_mlp else 0)
+        left = [0] * n_checkpointed + [copies] * n_others
+        return left, [weights] * n_checkpointed + [0] * n_others
+    if args.reshard_after_forward:
+        # One block is gathered at a time, from the forward of the first block to its backward. In the
+        # backward FSDP2 gathers the next block while one runs; with one shard it has nothing to gather.
+        prefetched = weights if shards > 1 else 0
+        left = [weights] + [0] * (n_layers - 1)
+        return left, [0] + [prefetched] * (n_layers - 1)
+    return [weights] * n_layers, [0] * n_layers
 
-    in_loss = unsharded(n_layers) + (0 if ends else head.gathered)
-    if args.chunked_ce and shards > 1:  # the forward keeps the buffer of its latest all-gather
-        in_loss += (head if own_units else block).gathered
 
-    # ---- gradients. The head's is held until the embedding's is there if they are one weight, or in one FSDP unit
-    held = head.new_gradient if tied or ends else 0
-    done_head = 0 if held else head.gradient
-    # shards stay on the device until the step; what replicas exchange stays until the end of the backward
+def play_step(args, config, shards, units, acts, logits_bytes, always, workspace):
+    """Plays a training step on paper, in the order of main. Yields (moment, {kind: bytes}) for each event
+    that may be the peak. acts: activation_bytes() of each block. always: what is on the GPU from the first
+    event to the last. workspace: temporaries of the optimizer."""
+    block, after_attention, embedding, head = units
+    tied = config.tie_word_embeddings
+    whole = units.of_model(config)
+    n_layers = config.num_hidden_layers
+    all_gradients = sum(unit.gradient for unit in whole)
+    input_bytes = acts[0]["input"]  # of any tensor as large as a block's input
+    saved = [of_block["saved"] for of_block in acts]
+    if "activations" in args.offload:  # two inputs are on the GPU: in use, and on its way to the host or back
+        saved[2:] = [0] * len(saved[2:])
+    left, fetched = weights_of_blocks(args, config, shards, units)
+    alive = always.copy()  # what is on the GPU between two events
+
+    # A tied pair belongs to FSDP2's root unit, and so do embedding and head with --no-shard_embeddings. The
+    # root stays gathered from forward to backward, and its gradients are reduced together at the end.
+    in_root = args.fsdp2 and (tied or not args.shard_embeddings)
+    if in_root:
+        alive["unsharded units"] = sum(unit.unsharded for unit in whole[n_layers:])
+    # A reduced gradient stays until the step, unless the optimizer or the host takes it as soon as it is
+    # there. With replicas it stays in any case, because they exchange gradients at the end of the backward.
     stay = args.replicas > 1 or not (args.optim_in_backward or "params" in args.offload)
-    everything = n_layers * block.gradient + embedding.gradient + (0 if tied else head.gradient)
+    if args.grad_accum > 1 and args.fsdp2 and args.lora:
+        alive["gradients"] = shards * all_gradients  # adapters are reduced after the last micro-batch
+    elif args.grad_accum > 1 and stay:
+        alive["gradients"] = all_gradients  # of earlier micro-batches, to which this one adds
 
-    def gradients(done):  # of units that are done, and of earlier micro-batches
-        if args.grad_accum > 1 and args.fsdp2 and args.lora:  # reduced after the last one
-            return shards * everything
-        return 0 if not stay else everything if args.grad_accum > 1 else done
+    def staying(unit):
+        return unit.gradient if stay and args.grad_accum == 1 else 0
 
-    def activations(n_blocks, n_more):  # saved by n_blocks, and tensors as large as an input; offloaded: two blocks'
-        n_here = min(n_blocks, 2) if "activations" in args.offload else n_blocks
-        return sum(of_block["saved"] for of_block in acts[:n_here]) + n_more * acts[0]["input"]
+    # ---- forward
+    for i in range(n_layers):
+        alive["saved activations"] += saved[i]
+        alive["unsharded units"] += left[i]
 
-    def in_block(i):
-        new, workspace = max((of_tiles, acts[i]["in mlp"]), (tail.new_gradient, acts[i]["in attention"]), key=sum)
-        new_before = block.reduce_input if i < n_layers - 1 else 0 if held else head.reduce_input
-        more = 0  # the next block, on its way, or copies of float32 weights that the recomputation makes
-        if (i and args.reshard_after_forward and shards > 1) or (i < n_checkpointed and not args.fsdp2):
-            more = block.gathered
-        return {"gradients": gradients(done_head + (n_layers - 1 - i) * block.gradient) + held + new_before + new,
-                "saved activations": activations(i + 1, 1) - acts[i]["saved"],
-                "block workspace": workspace, "unsharded units": unsharded(i + 1) + more}
+    # ---- the loss, then the backward of the head
+    n_inputs = 1
+    if args.chunked_ce:
+        n_inputs = 4  # x, its norm, the rows with a target, their gradient
+    elif head.gradient:
+        n_inputs = 2  # x and its norm
+    weights = 0 if in_root else head.unsharded
+    if args.chunked_ce and shards > 1:  # FSDP2 keeps the buffer of its last all-gather until the forward ends
+        weights += (block if in_root else head).unsharded
+    yield "head and loss", alive + Counter({"saved activations": n_inputs * input_bytes,
+                                            "logits chunk": logits_bytes, "unsharded units": weights})
+    waits = in_root or tied  # the head's gradient, for that of the embedding
+    being_reduced = 0 if waits else head.reduce_input
+    alive["gradients"] += head.new_gradient
+    yield "head and loss", alive + Counter({"saved activations": 4 * input_bytes,
+                                            "gradients": 0 if waits else head.reduction()})
+    if not waits:
+        alive["gradients"] += staying(head) - head.new_gradient
 
-    n_inputs = 4 if args.chunked_ce else 2 if head.gradient else 1  # x, its norm, rows with a target, their gradient
-    loss = {"gradients": gradients(0), "saved activations": activations(n_layers, n_inputs),
-            "logits chunk": logits_bytes, "unsharded units": in_loss}
-    turn = {"gradients": gradients(0) + head.new_gradient + (0 if held else head.reduction()),
-            "saved activations": activations(n_layers, 4), "unsharded units": unsharded(n_layers)}
-    blocks = {f"block {i}": in_block(i) for i in range(n_layers)}
-    name, _ = peak_of(blocks)
-    moments = {"head and loss": max(loss, turn, key=lambda kinds: sum(kinds.values())), name: blocks[name]}
+    # ---- backward of the blocks
+    for i in reversed(range(n_layers)):
+        # "in mlp" and "in attention" include what this block has saved. The reduce-scatter of the block
+        # before runs meanwhile.
+        here = alive + Counter({"saved activations": input_bytes - acts[i]["saved"],
+                                "unsharded units": fetched[i], "gradients": being_reduced})
+        of_tiles = after_attention.new_gradient if args.tiled_mlp else 0  # every tile adds to these gradients
+        yield f"block {i}", here + Counter({"block workspace": acts[i]["in mlp"], "gradients": of_tiles})
+        yield f"block {i}", here + Counter({"block workspace": acts[i]["in attention"],
+                                            "gradients": after_attention.new_gradient})
+        being_reduced = block.reduce_input
+        alive["gradients"] += staying(block)
+        alive["saved activations"] -= saved[i]
+        alive["unsharded units"] -= left[i]
+
+    # ---- backward of the embedding, which adapters do not need
     if head.gradient:
-        last = held + embedding.new_gradient + embedding.reduction() + (head.reduction() if ends and not tied else 0)
-        moments["embedding"] = {"gradients": gradients(n_layers * block.gradient + done_head) + last,
-                                "saved activations": activations(0, 2), "unsharded units": ends}
-    return moments
+        of_head = head.reduction() if in_root and not tied else 0
+        gradients = embedding.new_gradient + embedding.reduction() + of_head
+        yield "embedding", alive + Counter({"saved activations": 2 * input_bytes, "gradients": gradients})
+
+    # ---- optimizer.step()
+    if not args.optim_in_backward:
+        gradients = 0 if "params" in args.offload else all_gradients
+        yield "step", always + Counter({"block workspace": workspace, "gradients": gradients})
 
 
-def n_recomputed(args, config):
-    """Blocks of --activation_checkpointing: the first ones, as the last are the first to be freed."""
-    n = config.num_hidden_layers
-    return args.activation_checkpointing if type(args.activation_checkpointing) is int else n
-
-
-def choose_blocks(args, config, world, length, room, say):
-    """--activation_checkpointing auto: the fewest blocks that are recomputed, or else the most, from the last on, that
-    keep their NF4 weights in 16 bits from forward to backward, so that the plan fits into 90 % of `room` bytes."""
-    n, can_keep = config.num_hidden_layers, args.qlora and not args.tiled_mlp  # a tile is a checkpoint of its own
-    choices = [*((0, n_kept) for n_kept in range(n if can_keep else 0, 0, -1)), *((i, 0) for i in range(n + 1))]
-
-    def fits(choice):
-        args.activation_checkpointing, args.n_weights_kept = choice
-        return planned_bytes(args, config, world, length) <= 0.9 * room
-
-    args.activation_checkpointing, args.n_weights_kept = choices[bisect.bisect_left(choices[:-1], True, key=fits)]
-    kept = f", NF4 weights of {args.n_weights_kept} kept in 16 bits" if args.qlora else ""
-    say(f"--activation_checkpointing {args.activation_checkpointing} of {n} blocks{kept}")
+def largest_moments(events):
+    """{moment: {kind: bytes}} of the largest event of each phase: one of the blocks, for example."""
+    largest = {}
+    for moment, kinds in events:
+        phase = moment.split()[0]  # "block 3" -> "block"
+        if phase not in largest or kinds.total() >= largest[phase][1].total():
+            largest[phase] = moment, kinds
+    return dict(largest.values())
 
 
 def peak_of(moments):
     """(name of the largest moment, its bytes)."""
-    name = max(moments, key=lambda moment: sum(moments[moment].values()))
-    return name, sum(moments[name].values())
+    name = max(moments, key=lambda moment: moments[moment].total())
+    return name, moments[name].total()
 
 
 def planned_bytes(args, config, world, length):
-    """What a GPU needs in all."""
-    return peak_of(plan(args, config, world, length)[0])[1] + OVERHEAD
+    """What a GPU needs for a step, CUDA's own memory included."""
+    moments, _ = plan(args, config, world, length)
+    return peak_of(moments)[1] + OVERHEAD
 
 
-def ladder(args, argv, config, world, length, room):
-    """Flags, cheapest in time first, that make rows of `length` tokens fit into `room` bytes, or all that lower a peak
-    -> ([flags], args with them). Behind a command line they replace what it says. Rows a step stay."""
-    fused, sharded = "" if args.fused_adamw else "--fused_adamw ", "" if args.fsdp2 else "--fsdp2 "
-    rows, more = args.batch_size * args.grad_accum // args.sequence_parallel, " ".join(["", *args.offload])
-    few = [f"--activation_checkpointing {config.num_hidden_layers * n // 4}" for n in (1, 2, 3)]
-    rungs = ["--fsdp2"] if world > 1 else []
-    rungs += ["--fused_adamw", "--chunked_ce", "--reshard_after_forward", "--shard_embeddings", "--replicas 1",
-              f"{fused}--optim adamw8bit", *few, "--activation_checkpointing", f"--offload activations{more}",
-              "--tiled_mlp 4096", "--ce_chunk 256"]
-    for n in (1, 2, 4, 8):
-        accumulated = "" if args.optim_in_backward else f" --grad_accum {rows * n}"
-        rungs.append(f"--batch_size 1 --sequence_parallel {n}{accumulated}")
-    rungs += ["--optim_in_backward --clip 0", f"{fused}--precision bf16 --stochastic_rounding",
-              f"{sharded}--offload params{more}", f"{sharded}--offload params activations", "--qlora"]
-
-    def try_(added):
-        try:
-            changed = parse_args([*argv, *" ".join(added).split()])
-            check_sizes(changed, config, world)
-        except (argparse.ArgumentError, ValueError):
-            return None, math.inf
-        changed.precision = changed.precision or args.precision
-        if args.adapter:
-            changed.lora_rank, changed.lora_targets = args.lora_rank, args.lora_targets
-        return changed, planned_bytes(changed, config, world, length)
-
-    added, (now, best) = [], try_([])
-    for rung in rungs + rungs:  # what did not help before may help now
-        changed, peak = try_([*added, rung]) if best > room else (None, math.inf)
-        if peak < 0.99 * best:
-            added, now, best = [*added, rung], changed, peak
-    for rung in added[::-1]:  # what a later one has made needless
-        changed, peak = try_([other for other in added if other != rung])
-        if peak <= max(room, best):
-            added, now = [other for other in added if other != rung], changed
-    return added, now
+def n_recomputed(args, config):
+    """Number of blocks that --activation_checkpointing recomputes. These are the first ones: what the last
+    ones save is freed first."""
+    if args.activation_checkpointing in ("all", "auto"):
+        return config.num_hidden_layers
+    return args.activation_checkpointing
 
 
-def print_plan(args, argv, config, world, length, room):
-    """The plan as a table, whether it fits into `room` bytes (None: not known), and what would make it fit. A run that
-    takes less than 60 % of them gets one line."""
+def choose_blocks(args, config, world, length, room):
+    """Finds what --activation_checkpointing auto stands for -> (number of first blocks to recompute, number
+    of last blocks to keep NF4 weights of in 16 bits from forward to backward). It is the fastest choice that
+    needs at most 90 % of `room` bytes, or else the smallest."""
+    n_layers = config.num_hidden_layers
+    can_keep = args.qlora and not args.tiled_mlp  # a tile is recomputed: it dequantizes its weights again
+    # From the fastest to the smallest. Each choice needs less memory than the one before, so we can bisect.
+    choices = [(0, n_kept) for n_kept in range(n_layers if can_keep else 0, 0, -1)]
+    choices += [(n, 0) for n in range(n_layers + 1)]
+    trial = argparse.Namespace(**vars(args))
+    first = 0
+    last = len(choices) - 1
+    while first < last:
+        middle = (first + last) // 2
+        trial.activation_checkpointing, trial.n_weights_kept = choices[middle]
+        if planned_bytes(trial, config, world, length) <= 0.9 * room:
+            last = middle
+        else:
+            first = middle + 1
+    return choices[first]
+
+
+def describe_blocks(args, config):
+    """The line that a run prints after choose_blocks()."""
+    n_layers = config.num_hidden_layers
+    kept = f", NF4 weights of {args.n_weights_kept} kept in 16 bits" if args.qlora else ""
+    return f"--activation_checkpointing {args.activation_checkpointing} of {n_layers} blocks{kept}"
+
+
+def rungs_of(args, config, world):
+    """Changes of flags that may lower the peak, [{flag: value}], cheapest in time first. Each has the flags
+    that it needs. None changes the number of rows per step, except under --optim_in_backward, which cannot
+    accumulate."""
+    n_layers = config.num_hidden_layers
+    rows = args.batch_size * args.grad_accum
+    activations = {"activation_checkpointing": "all", "offload": sorted({*args.offload, "activations"})}
+    params = {"fsdp2": True, "offload": sorted({*args.offload, "params"})}
+    adapters = {name: value for name, value in vars(parse_args(["--qlora"])).items() if "lora" in name}
+    rungs = [
+        {"fused_adamw": True},
+        {"chunked_ce": True, "ce_chunk": args.ce_chunk or 1024},
+        {"reshard_after_forward": True},
+        {"shard_embeddings": True},
+        {"replicas": 1},
+        {"optim": "adamw8bit"},
+        {"activation_checkpointing": n_layers // 4},
+        {"activation_checkpointing": n_layers // 2},
+        {"activation_checkpointing": n_layers * 3 // 4},
+        {"activation_checkpointing": "all"},
+        activations,
+        {"tiled_mlp": 4096},
+        {"ce_chunk": 256},
+        *({"batch_size": 1, "sequence_parallel": n,
+           "grad_accum": 1 if args.optim_in_backward else rows * n // args.sequence_parallel}
+          for n in (1, 2, 4, 8) if rows * n % args.sequence_parallel == 0),
+        {"optim_in_backward": True, "clip": 0},
+        {"precision": "bf16", "stochastic_rounding": True},
+        params,
+        activations | params | {"offload": ["activations", "params"]},
+        {"qlora": True} if args.lora else adapters,
+    ]
+    return [{"fsdp2": True}, *rungs] if world > 1 else rungs
+
+
+def with_rungs(args, rungs):
+    """A copy of `args` with some rungs applied in order."""
+    changed = argparse.Namespace(**vars(args))
+    for rung in rungs:
+        vars(changed).update(rung)
+    return changed
+
+
+def bytes_with(args, rungs, config, world, length):
+    """What a GPU needs with some rungs, or infinity where their flags cannot be used together."""
+    changed = with_rungs(args, rungs)
+    try:
+        check_sizes(changed, config, world)
+    except ValueError:
+        return math.inf
+    # the two of refuse_conflicts() that a pair of rungs can run into
+    if changed.optim_in_backward and changed.grad_accum > 1:
+        return math.inf
+    if "activations" in changed.offload and changed.activation_checkpointing != "all":
+        return math.inf
+    return planned_bytes(changed, config, world, length)
+
+
+def ladder(args, config, world, length, room):
+    """Finds the flags, cheapest in time first, that make rows of `length` tokens fit into `room` bytes; if
+    none do, all that lower the peak -> ([flags], args with them). Typed behind the command line they override
+    it."""
+    added = []
+    peak = bytes_with(args, added, config, world, length)
+    for rung in 2 * rungs_of(args, config, world):  # what does not help at first may help beside later ones
+        if peak <= room:
+            break
+        lower = bytes_with(args, [*added, rung], config, world, length)
+        if lower < 0.99 * peak:  # less is not worth a flag
+            added.append(rung)
+            peak = lower
+    for rung in added[::-1]:  # drop what a later one has made needless
+        others = [other for other in added if other != rung]
+        if bytes_with(args, others, config, world, length) <= max(room, peak):
+            added = others
+    return [as_flags(args, rung) for rung in added], with_rungs(args, added)
+
+
+def as_flags(args, rung):
+    """A rung as it is typed behind the command line of `args`."""
+    words = []
+    for name, value in rung.items():
+        if value != getattr(args, name) and not name.startswith("lora"):  # --qlora implies those
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *values]
+    return " ".join(str(word) for word in words if word is not True)  # a switch has no value
+
+
+def print_row(name, values):
+    print(f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
+
+
+def print_plan(args, config, world, length, room):
+    """Prints the plan as a table, whether it fits into `room` bytes (infinite: not known), and which flags
+    would make it fit. A run that needs less than 60 % of the room prints one line."""
     moments, host = plan(args, config, world, length)
     name, peak = peak_of(moments)
-    need, host_text = peak + OVERHEAD, "".join(f", {kind} {n / GIB:.2f}" for kind, n in host.items()) or ": none"
+    need = peak + OVERHEAD
+    host_text = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in host.items()) or "none"
     if not args.dry_run and need < 0.6 * room:
-        print(f"memory planned: {need / GIB:.2f} of {room / GIB:.2f} GiB, of the host{host_text}")
+        print(f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}")
         return
     print(f"memory plan, GiB of rank 0 of {world}, micro-batches of {args.batch_size} x {length} tokens")
-    print(" " * 20 + "".join(f"{moment + '*' if moment == name else moment:>15}" for moment in moments))
-    for kind in (*KINDS, "all"):
-        values = [sum(kinds.values()) if kind == "all" else kinds.get(kind, 0) for kinds in moments.values()]
+    titles = [f"{moment}*" if moment == name else moment for moment in moments]
+    print(" " * 20 + "".join(f"{title:>15}" for title in titles))
+    for kind in KINDS:
+        values = [kinds[kind] for kinds in moments.values()]
         if any(values):
-            print(f"  {kind:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
-    print(f"  host memory{host_text}")
-    if room is None:
+            print_row(kind, values)
+    print_row("all", [kinds.total() for kinds in moments.values()])
+    print(f"  host memory: {host_text}")
+    if math.isinf(room):
         return
-    says = f"  {need / GIB:.2f} of {room / GIB:.2f} GiB, 1 for CUDA and NCCL: "
+    verdict = "fits" if need <= room else "does not fit"
+    print(f"  needs {need / GIB:.2f} GiB of {room / GIB:.2f} (including 1 GiB for CUDA and NCCL): {verdict}")
     if need <= room:
-        print(f"{says}fits")
         return
-    added, changed = ladder(args, argv, config, world, length, room)
+    added, changed = ladder(args, config, world, length, room)
     moments, host = plan(changed, config, world, length)
     need = peak_of(moments)[1] + OVERHEAD
-    add, more = ("add", "") if need <= room else ("with", ": more ranks, a shorter --seq_len or a smaller model")
-    print(f"{says}does not fit; {add}\n    {' '.join(added) or 'every flag'}\n  it takes {need / GIB:.2f} GiB and "
-          f"{sum(host.values()) / GIB:.2f} of host memory{more}")
+    print(f"  it needs {need / GIB:.2f} GiB, and {sum(host.values()) / GIB:.2f} GiB of host memory, with")
+    print(f"    {' '.join(added) or 'every flag'}")
+    if need > room:
+        print("  use more ranks, a shorter --seq_len or a smaller model")
 
 
-def dry_run(args, argv):
-    """Prints the plan of --world ranks: no weights, no data, no GPU."""
-    argv, world, args.precision = argv or sys.argv[1:], args.world or 1, args.precision or "mixed"
+def dry_run(args):
+    """Prints the plan of --world ranks without weights, data or a GPU."""
+    world = args.world or 1
+    args.precision = args.precision or "mixed"
     try:
         _, config, _ = open_config(args, world, random_init=True)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
-    room = args.gpu_gib and args.gpu_gib * GIB
+    room = (args.gpu_gib or math.inf) * GIB
     if args.activation_checkpointing == "auto":
-        choose_blocks(args, config, world, args.seq_len, room or math.inf, print)
-    print_plan(args, argv, config, world, args.seq_len, room)
+        chosen = choose_blocks(args, config, world, args.seq_len, room)
+        args.activation_checkpointing, args.n_weights_kept = chosen
+        print(describe_blocks(args, config))
+    print_plan(args, config, world, args.seq_len, room)
 
 
 def check_sizes(args, config, world):
@@ -1965,19 +2247,20 @@ def check_sizes(args, config, world):
 
 
 def memory_of(args, ranks):
-    """Bytes of the GPU that a run may use, or of --gpu_gib alone on a CPU."""
+    """Bytes of the GPU that a run may use. On a CPU only --gpu_gib is a limit."""
     room = (args.gpu_gib or math.inf) * GIB
     if ranks.device.type == "cuda":
         room = min(room, torch.cuda.get_device_properties(ranks.device).total_memory)
     return room
 
 
-def limit_gpu(args, argv, config, length, ranks):
+def limit_gpu(args, config, length, ranks):
     """Limits the process to --gpu_gib of its GPU. Rank 0 prints the plan."""
-    total, room = torch.cuda.get_device_properties(ranks.device).total_memory, memory_of(args, ranks)
+    total = torch.cuda.get_device_properties(ranks.device).total_memory
+    room = memory_of(args, ranks)
     torch.cuda.set_per_process_memory_fraction(room / total, ranks.device)
     if ranks.rank == 0:
-        print_plan(args, argv, config, ranks.world, length, room)
+        print_plan(args, config, ranks.world, length, room)
 
 
 def is_out_of_memory(error):
@@ -1985,49 +2268,61 @@ def is_out_of_memory(error):
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
-def report_out_of_memory(error):
-    """Writes oom.json into --out -> a message. The frame of main has the run's own variables."""
-    lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.name == "main"]
-    run = {frame.f_code: frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)}.get(main.__code__, {})
-    report = {"phase": lines[-1] if lines else "start", "error": str(error)[:500], "step": run.get("n", 0),
-              "tokens_of_micro_batch": run["b"].tokens.numel() if "b" in run else 0,
-              "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB, "rank": int(os.getenv("RANK", 0))}
+def report_out_of_memory(error, progress):
+    """Writes oom.json into the folder of the run -> a message. `progress` is what main has noted: phase,
+    step, tokens_of_micro_batch, and out, which is None until the folder is known."""
+    report = {**progress, "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
+              "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
+    out = report.pop("out")
     text = json.dumps(report, indent=2)
-    if "out" in run:
-        run["out"].mkdir(parents=True, exist_ok=True)
-        (run["out"] / "oom.json").write_text(text + "\n")
-    return f"out of memory: {text}\n--dry_run --gpu_gib G with the same flags says which others would make it fit"
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "oom.json").write_text(text + "\n")
+    advice = "--dry_run --gpu_gib G with the same flags prints which others would make it fit"
+    return f"out of memory: {text}\n{advice}"
 
 
 # ---------------- the exit code
 
 
 def launch(argv=None):
-    """main() -> the exit code. An error is one message, the last thing on the screen: rank 0 prints it, and torchrun
-    ends with what is in its error file."""
-    code, message, speaks = 1, "", os.environ.get("RANK", "0") == "0"
+    """Runs main() -> the exit code. Every error that is expected becomes one message, printed last: by rank 0
+    here, and by torchrun from its error file. An unexpected one keeps its traceback, on each rank."""
+    progress = {"phase": "start", "out": None, "step": 0, "tokens_of_micro_batch": 0}
+    code = 1
+    message = ""
+    speaks = os.environ.get("RANK", "0") == "0"
     try:
-        main(argv)
+        main(sys.argv[1:] if argv is None else argv, progress)
         return 0
-    except SystemExit as end:  # with an exit code, or with what is wrong
-        code, message = (1, end.code) if isinstance(end.code, str) else (end.code or 0, "")
-    except (argparse.ArgumentError, FloatingPointError) as error:
-        code, message = 2 if isinstance(error, argparse.ArgumentError) else NOT_FINITE, str(error)
-    except BrokenPipeError:  # of `| head`
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            return end.code or 0
+        message = end.code
+    except argparse.ArgumentError as error:
+        code = 2
+        message = str(error)
+    except FloatingPointError as error:
+        code = NOT_FINITE
+        message = str(error)
+    except BrokenPipeError:  # the reader of a pipe has enough, as `| head` has
         return 1
     except KeyboardInterrupt:
-        code, message = 130, "interrupted, nothing saved"
+        code = 130
+        message = "interrupted, nothing saved"
     except Exception as error:
-        speaks, message = True, f"{type(error).__name__}: {error}"
+        speaks = True
+        message = f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
-            code, message = OUT_OF_MEMORY, report_out_of_memory(error)
+            code = OUT_OF_MEMORY
+            message = report_out_of_memory(error, progress)
         else:
             traceback.print_exc()
     if message and speaks:
         print(data.printable(f"train.py: error: {message}"), file=sys.stderr)
     if message and "TORCHELASTIC_ERROR_FILE" in os.environ:
-        about = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": about}))
+        report = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": report}))
     return code
 
 
@@ -2036,6 +2331,6 @@ if __name__ == "__main__":
     code = launch()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
-    # gloo's threads outlive destroy_process_group() under FSDP2: one that frees a tensor while the interpreter shuts
-    # down aborts a finished run, once in 130 (pytorch #179291)
+    # gloo's threads outlive destroy_process_group() under FSDP2. One that frees a tensor while the
+    # interpreter shuts down aborts a finished run, once in 130 (pytorch #179291), so nothing shuts down.
     os._exit(code)

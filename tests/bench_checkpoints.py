@@ -78,7 +78,7 @@ def phase_of(out, step, born):
 
 def train_to_log(argv):
     try:
-        train.main(argv)
+        train.main(argv, {})
     except Exception as error:  # of a rank whose peer is gone
         raise SystemExit(f"{type(error).__name__}: {error}") from error
 

@@ -92,7 +92,7 @@ def run_steps(argv, n, tick=lambda: None):
 
     real_ahead, data.Loader.ahead = data.Loader.ahead, ahead
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.suppress(Done):
-        train.main([*argv, "--steps", str(n + 1), "--sample", "", "--save_every", "0", "--log_every", "1"])
+        train.main([*argv, "--steps", str(n + 1), "--sample", "", "--save_every", "0", "--log_every", "1"], {})
 
 
 def metrics(out):

@@ -95,7 +95,7 @@ def test_a_gpu_run_that_fails_says_why(job, tmp_path):
     _, text, codes = run_ranks(1, [*job, "--lr", 1e11], tmp_path / "diverges", gpu=True)
     assert codes == [train.NOT_FINITE] and "not finite; no weight was changed" in text, text
     _, text, codes = run_ranks(1, [*job, "--gpu_gib", 0.002], tmp_path / "small", gpu=True)
-    assert codes == [train.OUT_OF_MEMORY] and "does not fit; with" in text, text
+    assert codes == [train.OUT_OF_MEMORY] and "does not fit\n" in text and "use more ranks" in text, text
     assert 0 < json.loads((tmp_path / "small/oom.json").read_text())["max_memory_allocated_gib"] <= 0.002
 
 
@@ -121,7 +121,8 @@ def change_and_run(change, argv):
 def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(job, tmp_path, flags):
     flags = ["--batch_size", 8, "--steps", 1, *flags.split()]
     change = standins.install_with_zeros if LOADED else list
-    config = data.PRESETS["llama-3.2-1b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
+    config = data.PRESETS["llama-3.2-1b"] | {
+        "num_hidden_layers": 2, "vocab_size": 4096, "architectures": ["LlamaForCausalLM"]}
     code, text, argv = run_changed(job, tmp_path, change, *flags, **config)
     assert code == 0, text
     (row,) = map(json.loads, (tmp_path / "out/metrics.jsonl").read_text().splitlines())

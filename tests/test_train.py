@@ -73,7 +73,7 @@ def test_main_job_says_what_is_on_and_why(main_job):
                  "--qlora: ", "--fsdp2: parameters, gradients and optimizer state in 2 shards",
                  "--offload activations params: ", "--activation_checkpointing all: 6 of 6 blocks keep",
                  "--chunked_ce: head and loss see 1024 tokens at a time", "--fused_adamw: ", "--packing: documents ",
-                 "settings: --lora_alpha 32 ", "off: replicas, sequence_parallel, tiled_mlp, "):
+                 "settings: --lora_rank 16 --lora_alpha 32 ", "off: replicas, sequence_parallel, tiled_mlp, "):
         assert f"\n  {line}" in said
     for line in ("\nbefore: ", "\nafter: ", "\nstep  1/12  loss ", "checkpoint-12: ", "12 steps in ",
                  "step 12  eval loss ", f"done: {main_job[0]}/final and {main_job[0]}/merged"):
@@ -84,9 +84,10 @@ def test_main_job_says_what_is_on_and_why(main_job):
 
 def start_of(flags, capsys):
     """What print_start() prints for a run of qwen3-0.6b on eight ranks."""
-    model = SimpleNamespace(config=lm.parse_config(data.PRESETS["qwen3-0.6b"]), compute_dtype=torch.bfloat16)
+    model = SimpleNamespace(config=lm.parse_config(data.PRESETS["qwen3-0.6b"]), compute_dtype=torch.bfloat16,
+                            parameters=list)
     source, ranks = SimpleNamespace(tensors={}), SimpleNamespace(world=8, device_name="CPU")
-    train.print_start(train.parse_args(flags.split()), model, source, 0, ranks)
+    train.print_start(train.parse_args(flags.split()), model, source, ranks)
     return capsys.readouterr().out
 
 
@@ -328,7 +329,7 @@ def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
 
 
 def test_the_third_step_is_profiled(tmp_path):
-    profiler = train.tracer(SimpleNamespace(profile=True, memory_snapshot=False), tmp_path, CPU)
+    profiler = train.tracer(SimpleNamespace(profile=True, memory_snapshot=False), tmp_path, ALONE)
     for step in range(1, 5):
         torch.ones(step).sum()
         profiler.step()
@@ -339,7 +340,7 @@ def test_the_third_step_is_profiled(tmp_path):
 
 
 def test_help_and_plan_import_neither_dtensors_nor_the_compiler():  # 0.7 s of CPU, as much as torch itself
-    code = ("import sys, train; train.main(sys.argv[1:]); "
+    code = ("import sys, train; train.main(sys.argv[1:], {}); "
             "print({*sys.modules} & {'torch._dynamo', 'torch.distributed.tensor'})")
     done = shell("-c", code, "--dry_run", "--model", "qwen3-0.6b", "--qlora")
     assert done.stdout.endswith("\nset()\n"), done.stderr
