@@ -9,6 +9,12 @@ In the order of this file: flags; `main`, a run from top to bottom; then what ma
 activation offload, optimizers, evaluation, the log, checkpoints; and last the memory plan. A memory feature
 is one function or small class that edits a finished vanilla module, and one call in main. """
 
+import signal
+
+if __name__ == "__main__":
+    # Ctrl-C during the imports, which take seconds, ends the process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import contextlib
 import ctypes
@@ -26,7 +32,6 @@ import platform
 import re
 import resource
 import shutil
-import signal
 import sys
 import textwrap
 import time
@@ -371,6 +376,7 @@ def main(argv, progress):
         return chat(args)
 
     # ---- what the user gave: everything is checked before anything large is allocated
+    stop = StopSignal()
     ranks = Ranks(args.fsdp2, args.timeout)
     device = ranks.device
     world = ranks.world
@@ -436,7 +442,7 @@ def main(argv, progress):
     ranks.say(describe_run(args, state, resumed, out))
     answer_before = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
     log = Log(out, state, loader, ranks, args.tensorboard)
-    stop = StopSignal()
+    stop.number = 0  # from here on a signal waits for the end of a step, which is saved
 
     def save():
         with log.paused():
@@ -781,18 +787,21 @@ class Ranks:
 
 
 class StopSignal:
-    """Notes SIGTERM, SIGUSR1 or Ctrl-C, so that a run can finish its step, save and end. `number` is the
-    signal's, or 0; only ranks.largest(stop.number) makes all ranks see it after the same step.
+    """Notes SIGTERM, SIGUSR1, SIGHUP (its terminal was closed) or Ctrl-C, so that a run can finish its step,
+    save and end. `number` is the signal's, or 0; only ranks.largest(stop.number) makes all ranks see it after
+    the same step.
 
-    A second Ctrl-C ends a process at once, except under torchrun, which itself sends each rank a second."""
+    Until main sets it to 0 it is None: there is nothing to save, and a signal ends the process at once. So
+    does a second Ctrl-C, except under torchrun, which itself sends each rank a second."""
 
     def __init__(self):
-        self.number = 0
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self.note)
+        self.number = None
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self.note)
 
     def note(self, number, _):
-        if number == self.number == signal.SIGINT and "RANK" not in os.environ:
+        if self.number is None or (number == self.number == signal.SIGINT and "RANK" not in os.environ):
             raise KeyboardInterrupt
         self.number = number
 
@@ -2307,7 +2316,7 @@ def launch(argv=None):
         message = str(error)
     except BrokenPipeError:  # the reader of a pipe has enough, as `| head` has
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # Ctrl-C, or another signal that StopSignal knows
         code = 130
         message = "interrupted, nothing saved"
     except Exception as error:
@@ -2327,6 +2336,7 @@ def launch(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(errors="backslashreplace")  # texts of the data, on whatever terminal
     code = launch()
     with contextlib.suppress(BrokenPipeError):

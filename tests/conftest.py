@@ -97,6 +97,8 @@ def start_rank(rank, world, port, function, args, log, gpu=False):
     """A rank's process: function(*args), whose result or SystemExit is the exit code; all it prints goes to `log`."""
     trace = open(f"{log}.trace", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR2, trace)  # where each thread stands, asked for when the rank hangs
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script that runs the tests may ignore it,
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup ignores this
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if not gpu:  # gloo, on any machine
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

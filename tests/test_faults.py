@@ -9,6 +9,8 @@ import pickle
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SHAPE, run_ranks, start_ranks, train_main
+from conftest import HERE, SHAPE, run_ranks, start_ranks, train_main
 from safetensors.torch import load_file, save_file
 
 import data
@@ -276,6 +278,7 @@ def signalled(argv, number, moment):
 @pytest.mark.parametrize("number, moment, flags", [
     (signal.SIGTERM, "data", "--save_every 0"), (signal.SIGINT, "data", "--save_every 3"),
     (signal.SIGUSR1, "save", "--save_every 3"), (signal.SIGTERM, "evaluation", "--save_every 0"),
+    (signal.SIGHUP, "data", "--save_every 0"),
 ], ids=str)
 def test_a_signal_to_one_rank_saves_on_all_and_resume_completes(job, undisturbed, tmp_path, number, moment, flags):
     out, argv, steps = tmp_path / "run", [*job, *flags.split()], []
@@ -301,18 +304,62 @@ def test_a_rank_that_dies_in_a_save_ends_the_run_and_costs_that_save_only(job, u
     assert_resumes(job, out, undisturbed)
 
 
-def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch):
+def early(argv, name, number):
+    """train.py that gets a signal where it calls this function of data.py."""
+    original = getattr(data, name)
+
+    def call(*args, **kwargs):
+        signal.raise_signal(number)
+        return original(*args, **kwargs)
+
+    setattr(data, name, call)
+    return train_main(argv)
+
+
+@pytest.mark.parametrize("name, number", [
+    ("check_weights", signal.SIGUSR1), ("tokenized", signal.SIGTERM), ("load_weights_", signal.SIGHUP)])
+def test_a_signal_before_the_first_step_says_that_nothing_is_saved(job, tmp_path, name, number):
+    log = tmp_path / "log"
+    codes = start_ranks(1, early, ([*job, "--out", str(tmp_path / "run")], name, number), [log])
+    said = log.read_text()
+    assert codes == [130] and said.endswith("train.py: error: interrupted, nothing saved\n"), said
+    assert "Traceback" not in said and said.count("error") == 1 and not (tmp_path / "run").exists()
+
+
+def test_an_interrupt_during_the_imports_leaves_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    done = subprocess.run([sys.executable, HERE.parent / "train.py"], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
+
+
+@pytest.fixture
+def handlers():
+    """Signal handlers as they were, after the test."""
+    before = {number: signal.getsignal(number)
+              for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch, handlers):
     monkeypatch.delenv("RANK", raising=False)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = train.StopSignal()
-    try:
+    stop.number = 0
+    signal.raise_signal(signal.SIGINT)
+    assert stop.number == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-        assert stop.number == signal.SIGINT
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+
+
+def test_a_run_under_nohup_outlives_its_terminal(handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = train.StopSignal()
+    stop.number = 0
+    signal.raise_signal(signal.SIGHUP)
+    assert stop.number == 0
 
 
 # ---------------------------------------------------------------- numbers that are not finite
