@@ -1173,7 +1173,7 @@ def draw(path, curves):
         line = " ".join(points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<text x="702" y="{30 + 18 * i}" text-anchor="end" style="fill:{colour}">{name}</text>')
-    path.write_text("\n".join([*parts, "</svg>\n"]))
+    replace_file(path, "\n".join([*parts, "</svg>\n"]))
 
 
 class Log:
@@ -1195,6 +1195,7 @@ class Log:
         memory_gib(ranks.device)  # resets the peak: loading does not count
         self.start = time.perf_counter()
         self.start_step = state["step"]
+        self.before_row = ""
         self.reset()
 
     def reset(self):
@@ -1281,8 +1282,10 @@ class Log:
             return
         try:
             with open(self.out / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(f"{self.before_row}{json.dumps(row)}\n")
+            self.before_row = ""
         except OSError as error:  # a full disk does not end a training
+            self.before_row = "\n"  # a part of the row may be written, and must not swallow the next one
             self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
         if self.board:
             for name in row.keys() - {"step", "losses"}:
@@ -1294,16 +1297,13 @@ class Log:
         """Draws loss.svg on rank 0, with the loss of every step and of every evaluation."""
         if self.ranks.rank:
             return
-        training = []
-        evaluation = []
+        curves = {}
         for row in read_metrics(self.out, self.state["step"]):
-            if "loss" in row:
-                losses = row.get("losses", [row["loss"]])
-                training += enumerate(losses, row["step"] - len(losses) + 1)
-            elif math.isfinite(row["eval_loss"]):
-                evaluation.append((row["step"], row["eval_loss"]))
-        curves = {("training loss", "#2f81f7"): training, ("evaluation loss", "#e5534b"): evaluation}
-        curves = {label: curve for label, curve in curves.items() if curve}
+            label = ("training loss", "#2f81f7")
+            if "eval_loss" in row:
+                label = ("evaluation loss", "#e5534b")
+            losses = losses_of(row)
+            curves.setdefault(label, []).extend(enumerate(losses, row["step"] - len(losses) + 1))
         if curves:
             with contextlib.suppress(OSError):
                 draw(self.out / "loss.svg", curves)
@@ -1575,16 +1575,26 @@ def write_args(out, args, about):
     replace_file(out / "args.json", json.dumps(settings, indent=2) + "\n")
 
 
+def losses_of(row):
+    """Returns the losses in a row of metrics.jsonl: of its evaluation, or of the steps that it covers."""
+    if "eval_loss" in row:
+        return [row["eval_loss"]]
+    return row.get("losses") or [row["loss"]]
+
+
 def read_metrics(out, last_step):
-    """Returns the rows of metrics.jsonl up to a step."""
+    """Returns the rows of metrics.jsonl up to a step. Lines that are no rows are left out: a process was
+    killed while it wrote them, or somebody has edited the file."""
     path = out / "metrics.jsonl"
-    if not path.exists():
+    if not path.is_file():
         return []
     rows = []
     for line in path.read_text("utf-8", "replace").splitlines():
-        with contextlib.suppress(ValueError):  # a process was killed while it wrote this line
-            rows.append(json.loads(line))
-    return [row for row in rows if row["step"] <= last_step]
+        with contextlib.suppress(ValueError, LookupError, TypeError, OverflowError, RecursionError):
+            row = json.loads(line)
+            if row["step"] in range(last_step + 1) and math.isfinite(sum(losses_of(row))):
+                rows.append(row)
+    return rows
 
 
 def prune_metrics(out, last_step):

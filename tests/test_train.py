@@ -316,15 +316,24 @@ def test_the_curve_has_every_step_however_often_a_run_logs_and_stops(folder, cha
 
 def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
     rows = ['{"step": 1, "loss": 2.5}', '{"step": 2, "eval_loss": Infinity}', '{"step": 3, "lo',
-            '{"step": 3, "loss": 2.0}', '{"step": 4, "loss": 1.0}']
+            '{"step": 3, "loss": 2.0}', '{"step": 4, "loss": 1.0}', '{"step": 3, "eval_loss": 2.25}',
+            # JSON, and no rows
+            "7", "null", "[]", '"step"', "{}", '{"step": 1}', '{"loss": 2.0}', '{"step": "1", "loss": 2.0}',
+            '{"step": 1.5, "loss": 2.0}', '{"step": -1, "loss": 2.0}', '{"step": [1], "loss": 2.0}',
+            '{"step": 1, "loss": "2"}', '{"step": 1, "loss": null}', '{"step": 1, "loss": NaN}',
+            '{"step": 1, "loss": 2.0, "losses": 2.0}', '{"step": 1, "loss": 2.0, "losses": ["2"]}',
+            '{"step": 1, "loss": 2.0, "losses": {"a": 1}}', '{"step": 1, "loss": 1' + "0" * 400 + "}",
+            '{"step": 1, "loss": 2.0, "eval_loss": "x"}', '{"step": 1, "eval_loss": []}', "[" * 100_000]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
-    assert train.prune_metrics(tmp_path, 3) == [{"step": 2, "eval_loss": math.inf}]
+    assert train.prune_metrics(tmp_path, 3) == [{"step": 3, "eval_loss": 2.25}]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write("\n".join(rows))  # edited while the run goes on
     state = {"step": 3, "steps": 3}
     log = train.Log(tmp_path, state, SimpleNamespace(waited_s=0.0), ALONE, tensorboard=False)
     log.draw()
     picture = (tmp_path / "loss.svg").read_text()
-    assert picture.count("<polyline") == 1 and "inf" not in picture and "nan" not in picture
+    assert picture.count("<polyline") == 2 and "inf" not in picture and "nan" not in picture
     assert "2.50<" in picture and "2.00<" in picture and "step 3<" in picture
 
 
