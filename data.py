@@ -1503,7 +1503,7 @@ def save_model(tensors, layout, out, raw_config, write):
 
 
 def write_config(path, config):
-    with writing(path, "config"):
+    with writing(path, "file"):
         path.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -547,7 +547,8 @@ def main(argv, progress):
     ranks.leave()  # no rank waits while rank 0 merges
     written = f"{out}/final"
     if args.merge and ranks.rank == 0:
-        data.merge(source, adapter_tensors, args.lora_alpha / args.lora_rank, files, tokenizer, out)
+        with ranks.agree():
+            data.merge(source, adapter_tensors, args.lora_alpha / args.lora_rank, files, tokenizer, out)
         written += f" and {out}/merged"
     ranks.say(f"done: {written}; --chat --model {out} talks with it")
 
@@ -779,11 +780,12 @@ class Ranks:
 
     def leave(self):
         """Ends the process group on all ranks together: with gloo, a process that leaves while others still
-        talk to it makes them abort."""
+        talk to it makes them abort. From then on gather() and agree() are about this rank alone."""
         faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized():
             dist.barrier(self.control)
             dist.destroy_process_group()
+            self.control = None
 
 
 class StopSignal:
@@ -1409,11 +1411,14 @@ def tracer(args, out, ranks):
 
 
 def write_trace(out, device, profile, snapshot, profiler):
-    if profile:
-        profiler.export_chrome_trace(str(out / "trace.json.gz"))
-        print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
-    if snapshot:
-        torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
+    try:
+        if profile:
+            print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
+            profiler.export_chrome_trace(str(out / "trace.json.gz"))
+        if snapshot:
+            torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
+    except OSError as error:  # a full disk does not end a training
+        print(f"{out}: profile not written: {error}")
 
 
 def chat(args):
@@ -1565,8 +1570,9 @@ def lock_folder(out):
 def replace_file(path, text):
     """Writes a file beside its place first: a process that is killed never leaves half of it."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
+    with data.writing(path, "file"):
+        part.write_text(text)
+        part.replace(path)
 
 
 def write_args(out, args, about):
@@ -1777,8 +1783,7 @@ class Saver:
     def commit(self, part, state):
         """On rank 0: writes trainer_state.json, renames the folder, and then removes old checkpoints, except
         the newest `keep` and the one with the best evaluation."""
-        with data.writing(part / STATE, "manifest"):
-            (part / STATE).write_text(json.dumps(with_checksum(state), indent=2) + "\n")
+        data.write_config(part / STATE, with_checksum(state))
         data.sync(part / STATE)
         data.put_in_place(part)
         best = (state.get("best_eval") or {}).get("step")  # there may be no evaluation yet
@@ -2309,7 +2314,6 @@ def launch(argv=None):
     here, and by torchrun from its error file. An unexpected one keeps its traceback, on each rank."""
     progress = {"phase": "start", "out": None, "step": 0, "tokens_of_micro_batch": 0}
     code = 1
-    message = ""
     speaks = os.environ.get("RANK", "0") == "0"
     try:
         main(sys.argv[1:] if argv is None else argv, progress)
@@ -2337,9 +2341,9 @@ def launch(argv=None):
             message = report_out_of_memory(error, progress)
         else:
             traceback.print_exc()
-    if message and speaks:
+    if speaks:
         print(data.printable(f"train.py: error: {message}"), file=sys.stderr)
-    if message and "TORCHELASTIC_ERROR_FILE" in os.environ:
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
         report = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": report}))
     return code

@@ -204,6 +204,36 @@ def test_a_result_that_cannot_be_written_is_named_and_loses_no_checkpoint(job, u
     assert same(out / "checkpoint-6", undisturbed / "checkpoint-6") and not (out / "final").exists()
 
 
+def test_a_disk_that_is_full_at_the_start_is_named(job, tmp_path):
+    said, codes = start(full, job, tmp_path / "run", "args.json")
+    assert codes == [1] * WORLD and "Traceback" not in "".join(said)
+    assert said[0].endswith(f"error: {tmp_path}/run/args.json: file not written: No space left on device\n")
+
+
+def test_a_merge_that_fails_prints_its_message_alone(job, tmp_path):
+    out = tmp_path / "run"
+    said, codes = start(full, [*job, "--lora", "--merge"], out, "merged.part/model")
+    assert codes == [1, 0] and "Traceback" not in "".join(said), said
+    (message,) = re.findall("^train.py: error: (.*)$", "".join(said), re.M)
+    assert f"{out}/final is complete" in message and "No space left" in message and (out / "final").exists()
+
+
+def test_a_row_that_a_full_disk_has_cut_does_not_swallow_the_next(tmp_path, monkeypatch):
+    def cut(path, mode):
+        path.write_text('{"step": 4, "eval_lo')
+        raise OSError(28, "No space left on device")
+
+    ranks = SimpleNamespace(rank=0, device=torch.device("cpu"), device_name="CPU", say=print)
+    log = train.Log(tmp_path, {"step": 4, "best_eval": None}, SimpleNamespace(waited_s=0.0), ranks, False)
+    monkeypatch.setattr(train, "open", cut, raising=False)
+    log.write_eval(3.0, 10)
+    monkeypatch.delattr(train, "open")
+    for loss in (2.0, 1.0):
+        log.write_eval(loss, 10)
+    assert [row["eval_loss"] for row in train.read_metrics(tmp_path, 4)] == [2.0, 1.0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
 def test_a_slow_save_is_no_hang(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(train.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("not watched"))

@@ -337,6 +337,14 @@ def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
     assert "2.50<" in picture and "2.00<" in picture and "step 3<" in picture
 
 
+def test_a_disk_that_is_full_costs_the_profile_and_not_the_run(tmp_path, capsys):
+    (tmp_path / "trace.json.gz").symlink_to("/dev/full")
+    profiler = train.tracer(SimpleNamespace(profile=True, memory_snapshot=False), tmp_path, CPU)
+    for _ in range(4):
+        profiler.step()
+    assert f"{tmp_path}: profile not written: [Errno 28] No space left on device" in capsys.readouterr().out
+
+
 def test_the_third_step_is_profiled(tmp_path):
     profiler = train.tracer(SimpleNamespace(profile=True, memory_snapshot=False), tmp_path, ALONE)
     for step in range(1, 5):
