@@ -1554,9 +1554,10 @@ def folder_of_run(out, resume, checkpoint):
 
 def lock_folder(out):
     """Makes the run's folder and locks it for this process for as long as the returned file is open."""
-    with data.writing(f"--out {out}", "folder"):
+    with data.writing(f"--out {out}", "folder, or the file lock in it,"):
         out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / "lock", "w")  # noqa: SIM115
+        # "a" empties nothing if this is a link, "+" refuses a pipe, where others wait for its reader for ever
+        lock = open(out / "lock", "a+")  # noqa: SIM115
     try:
         # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
