@@ -288,7 +288,8 @@ class Tokenizer:
                     raise ValueError(f"wrote more than {MAX_RENDERED} characters")
             text, *blocks = rendered.split(OPEN)
             if CLOSE in text or any(block.count(CLOSE) != 1 for block in blocks):
-                raise ValueError("{% generation %} blocks are nested or not closed")
+                raise ValueError("{% generation %} blocks are nested or not closed, or a message contains "
+                                 "U+104000 or U+104001, which mark them")
         spans = []
         for block in blocks:
             answer, _, rest = block.partition(CLOSE)
@@ -383,7 +384,10 @@ class Tokenizer:
             bos = []  # the template writes it
             text, _ = self.render(ask, generation_prompt=True)
         with errors_of(self.path):
-            return bos + self.core.encode(text, add_special_tokens=False).ids
+            ids = bos + self.core.encode(text, add_special_tokens=False).ids
+        if not ids:
+            raise ValueError(f"{self.source}: makes no token of the question")
+        return ids
 
 
 def tokens_in(encoding, spans, special_ids):

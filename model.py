@@ -757,6 +757,8 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
     window = model.config.sliding_window or math.inf
     for _ in range(min(n, window - len(tokens))):
         logits_V = next_logits(model, tokens, device, cache)
+        if logits_V.isnan().any():
+            raise FloatingPointError("the model computes nan: the files of --model are damaged")
         token = int(logits_V.argmax())
         if temperature:
             odds_V = ((logits_V - logits_V.max()) / temperature).softmax(-1)

@@ -1425,12 +1425,14 @@ def chat(args):
     """A conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C
     ends an answer, Ctrl-D the chat."""
     ranks = Ranks(False, args.timeout)
-    _, _, model, source, adapter, tokenizer = open_model(args, ranks)
+    _, config, model, source, adapter, tokenizer = open_model(args, ranks)
     model.to_empty(device=ranks.device).tie_()
     with ranks.agree():
         data.load_weights_(model, source, adapter, args.seed, ranks.device, sys.stderr.isatty())
     model.eval()
-    n_tokens = args.max_new_tokens or 512
+    n = args.max_new_tokens or 512
+    seen = config.sliding_window or config.max_position_embeddings
+    sys.stdin.reconfigure(errors="surrogateescape")  # question.encode() refuses a line that is not UTF-8
     messages = []
     while True:
         try:
@@ -1441,22 +1443,28 @@ def chat(args):
             messages = []
         if question in ("", "/reset"):
             continue
-        messages.append({"role": "user", "content": question})
+        asked = [*messages, {"role": "user", "content": question}]
         tokens = []
         said = ""
-        with ranks.agree():
-            prompt = tokenizer.prompt(messages)
-        answer = lm.generate(model, prompt, n_tokens, tokenizer.stop_ids, ranks.device, args.temperature)
-        with contextlib.suppress(KeyboardInterrupt):
-            for token in answer:
-                tokens.append(token)
-                # all tokens are decoded again, because one alone may be a part of a character
-                text = data.printable(tokenizer.core.decode(tokens))
-                if not text.endswith("\ufffd"):  # the first bytes of a character: wait for the rest
-                    print(text[len(said):], end="", flush=True)
-                    said = text
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                question.encode()
+                prompt = tokenizer.prompt(asked)
+                if len(prompt) > seen:
+                    print(f"note: {len(prompt):,} tokens are beyond the {seen:,} positions that the model "
+                          "was trained on; /reset starts a new conversation", file=sys.stderr)
+                for token in lm.generate(
+                        model, prompt, n, tokenizer.stop_ids, ranks.device, args.temperature):
+                    tokens.append(token)
+                    # all tokens are decoded again, because one alone may be a part of a character
+                    text = data.printable(tokenizer.core.decode(tokens))
+                    if not text.endswith("\ufffd"):  # the first bytes of a character: wait for the rest
+                        print(text[len(said):], end="", flush=True)
+                        said = text
+            messages = [*asked, {"role": "assistant", "content": said}]
+        except ValueError as error:  # the conversation goes on without this question
+            print(data.printable(f"train.py: error: {error}"), file=sys.stderr)
         print()
-        messages.append({"role": "assistant", "content": said})
 
 
 def check_finite(tensors, step, ranks):

@@ -1,6 +1,7 @@
 """train.py as people start it: whole runs, what they print and what they write."""
 
 import fcntl
+import io
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import HERE, build, losses, read_data, run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import data
 import model as lm
@@ -255,6 +256,67 @@ def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
     done = subprocess.run(argv, input=asked, capture_output=True, text=True)
     first, second = done.stdout.splitlines()  # the same question after /reset: the same greedy answer
     assert done.returncode == 0 and first == second != ""
+
+
+QUESTION = b"What does `os.getcwd()` do?\n"
+
+
+def ask(monkeypatch, lines, *argv):
+    """--chat with these bytes as its input, on the built-in model unless argv has another -> the exit code."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
+    return train.launch(["--chat", "--model", "tiny", "--max_new_tokens", "3", *map(str, argv)])
+
+
+def test_chat_goes_on_after_a_question_that_cannot_be_asked(monkeypatch, capsys):
+    assert ask(monkeypatch, b"caf\xe9\n" + "a \U00104000 b\n".encode() + QUESTION) == 0
+    said = capsys.readouterr()
+    one, other = said.err.splitlines()
+    assert "surrogates not allowed" in one and "U+104000" in other
+    *empty, answered = said.out.splitlines()
+    assert empty == ["", ""] and answered
+
+
+def test_chat_goes_on_after_an_interrupt_in_a_long_prompt(monkeypatch, capsys):
+    def prompt(self, messages, original=data.Tokenizer.prompt):
+        if messages[-1]["content"] == "long":
+            raise KeyboardInterrupt
+        return original(self, messages)
+
+    monkeypatch.setattr(data.Tokenizer, "prompt", prompt)
+    assert ask(monkeypatch, b"long\n" + QUESTION) == 0
+    assert [bool(line) for line in capsys.readouterr().out.splitlines()] == [False, True]
+
+
+def test_chat_says_what_is_wrong_with_template_length_and_weights(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.jinja").write_text("{% set nothing = messages %}")
+    assert ask(monkeypatch, b"What?\n", "--chat_template", tmp_path / "mine.jinja") == 0
+    assert "mine.jinja): makes no token of the question" in capsys.readouterr().err
+    model = tmp_path / "model"
+    shutil.copytree(HERE / "tiny", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    assert ask(monkeypatch, b"What?\n", "--model", model) == 0
+    assert re.fullmatch(r"note: \d+ tokens are beyond the 8 positions .*/reset .*\n", capsys.readouterr().err)
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"].fill_(math.nan)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert ask(monkeypatch, b"What?\n", "--model", model) == train.NOT_FINITE
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message == "train.py: error: the model computes nan: the files of --model are damaged"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_lock_that_is_no_file_is_refused_by_name(tmp_path, make):
+    make(tmp_path / "lock")
+    with pytest.raises(OSError, match=f"--out {tmp_path}: folder, or the file lock in it, not written"):
+        train.lock_folder(tmp_path)
+
+
+def test_a_lock_that_is_a_link_empties_nothing(tmp_path):
+    (tmp_path / "mine").write_text("work")
+    (tmp_path / "lock").symlink_to("mine")
+    train.lock_folder(tmp_path)
+    assert (tmp_path / "mine").read_text() == "work"
 
 
 def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
