@@ -1391,6 +1391,8 @@ ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["non
 ADAPTER_FREE = ("r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path",
                 "auto_mapping", "revision", "inference_mode", "peft_version", "megatron_core",
                 "qalora_group_size", "target_parameters")
+# what to do with an adapter that is not read: on transformers 5 PEFT trains stacked experts, for example
+MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that folder as --model"
 
 
 def open_adapter(folder):
@@ -1401,7 +1403,7 @@ def open_adapter(folder):
     config = read_json(where)
     for key, value in config.items():
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
-            raise ValueError(f"{where}: {listing([key])} = {json.dumps(value)[:200]} is not implemented")
+            raise ValueError(f"{where}: {listing([key])} = {json.dumps(value)[:200]} is not implemented: {MERGE}")
     checkpoint = Checkpoint(folder, "adapter_model.safetensors")
     found = {name.split(".lora_")[0].rsplit(".")[-1] for name in checkpoint.tensors}
     modules = config.get("target_modules")
@@ -1411,7 +1413,7 @@ def open_adapter(folder):
     if not is_known or not isinstance(modules, list | str):
         raise ValueError(
             f"{where}: target_modules = {json.dumps(modules)[:200]}: adapter_model.safetensors has "
-            f"{listing(found)}, expected some of {', '.join(lm.LORA_TARGETS)}")
+            f"{listing(found)}, expected some of {', '.join(lm.LORA_TARGETS)}; if it has others, {MERGE}")
     fields = {"r": (int, 1, 4096, None), "lora_alpha": lm.POSITIVE, "lora_dropout": (float, 0, 0.99, 0.0)}
     rank, alpha, dropout = (lm.read_field(config, key, field, where) for key, field in fields.items())
     return checkpoint, {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout,
@@ -1520,10 +1522,12 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
         "bias": "none", "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets),
         "inference_mode": True}
     if any(".experts." in name for name in tensors):
-        # PEFT stacks experts and then overlooks the modules of dense blocks, unless they are named as
-        # parameters. It refuses dropout beside those.
+        # On transformers 5 PEFT stacks experts and then overlooks the modules of dense blocks, unless they are
+        # named as parameters. It refuses dropout beside those, and on transformers 4 what is named twice.
         dense = [name for name in targets if any(f".mlp.{name}." in tensor for tensor in tensors)]
         config["target_parameters"] = [f"mlp.{name}.weight" for name in dense]
+        if dense:  # version 4 numbers the experts, 5 does not
+            config["target_modules"] = rf".*\.(self_attn|experts(\.\d+)?)\.({'|'.join(targets)})"
         config["lora_dropout"] = 0.0
     write_config(out / "adapter_config.json", config)
 

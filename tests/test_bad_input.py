@@ -228,6 +228,10 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
            ("target_modules", ["lm_head"]), ("target_modules", [["q_proj"]]), ("target_modules", ["q_proj", "v_proj"]),
            ("alora_invocation_tokens", [1]), ("loftq_config", {"loftq_bits": 4}), ("key_of_tomorrow", 1),
            ("kasa_config", {}), *(("init_lora_weights", way) for way in ("pissa", "olora", "eva", "corda", "loftq")))},
+    "adapter that PEFT trains on transformers 5": (
+        [adapter(rank_pattern={r".*\.gate_up_proj": 4}, alpha_pattern={r".*\.gate_up_proj": 8},
+                 target_parameters=["gate_up_proj", "down_proj"])], ADAPTER,
+        "adapter_config.json: | gate_up_proj | merge it | merge_and_unload, save_pretrained | --model"),
     "adapter's key of escapes": ([adapter(**{"key_\x1b": 1})], ADAPTER, "adapter_config.json | key_\\x1b"),
     "adapter of one block": ([adapter(blocks=1)], ADAPTER, "missing | model.layers.1.self_attn.q_proj.lora_A.weight"),
     "no adapter": ([], ADAPTER, "adapter/adapter_config.json"),
