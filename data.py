@@ -93,6 +93,8 @@ def writing(path, what):
     """Adds the path and what was being written to an OSError: the message for a full disk names neither."""
     try:
         yield
+    except gzip.BadGzipFile:  # an OSError, but of a file that is read
+        raise
     except OSError as error:
         raise OSError(f"{path}: {what} not written: {error.strerror or error}") from error
 
@@ -164,10 +166,18 @@ def compile_template(template):
     return env.from_string(template)
 
 
+class TextError(ValueError):
+    """A template or a tokenizer fails on one text. Another rendering may succeed."""
+
+
+class TooSlow(ValueError):
+    """A template was stopped. It ends the file: each further rendering could cost as much time."""
+
+
 @contextlib.contextmanager
 def errors_of(source):
-    """Turns any error into a ValueError that names the source. Templates may raise anything, and a panic in
-    the Rust code of tokenizers is a BaseException."""
+    """Turns any error into a TextError or TooSlow that names the source. Templates may raise anything, and a
+    panic in the Rust code of tokenizers is a BaseException."""
     try:
         yield
     except KeyboardInterrupt:
@@ -176,7 +186,8 @@ def errors_of(source):
         line = ""
         if isinstance(error, jinja2.TemplateSyntaxError):
             line = f", line {error.lineno}"
-        raise ValueError(f"{source}{line}: {str(error) or type(error)}") from error
+        kind = TooSlow if isinstance(error, TimeoutError) else TextError
+        raise kind(f"{source}{line}: {listing([str(error) or repr(error)])}") from error
 
 
 @contextlib.contextmanager
@@ -214,9 +225,13 @@ class Tokenizer:
             if value and re.fullmatch("(bos|eos|unk|sep|pad|cls|mask)_token", key):
                 text = value.get("content") if isinstance(value, dict) else value
                 if not isinstance(text, str):
-                    raise ValueError(f"{config_path}: {key}: expected text, got {str(value)[:60]}")
+                    raise ValueError(f"{config_path}: {key}: expected text, got {lm.quoted(value)}")
                 self.variables[key] = text
 
+        if not self.path.exists():
+            code = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
+            raise ValueError(f"{self.path}: no such file; transformers can make it of tokenizer.model: "
+                             f'python -c "from transformers import *; {code}"')
         with errors_of(self.path):
             special = self.load_core()
         bos = self.core.token_to_id(self.variables.get("bos_token", ""))
@@ -299,11 +314,11 @@ class Tokenizer:
 
     def render_calls(self, messages, tools):
         """Renders messages that may call tools. Changes them until the template accepts them."""
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(TextError):
             return self.render(messages, tools)
         for message in messages:  # some templates read the content, if only to see that it is none
             message.setdefault("content", None)
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(TextError):
             return self.render(messages, tools)
         for function in functions_of(messages):  # and some want arguments as JSON, not as objects
             if isinstance(function.get("arguments"), dict):
@@ -319,7 +334,7 @@ class Tokenizer:
         text, spans = self.render_calls(messages, tools)
         for function in functions_of(messages, tools):
             if str(function.get("name")) not in text:
-                raise ValueError(f"{self.source}: leaves out the tool {function.get('name')!r}")
+                raise ValueError(f"{self.source}: leaves out the tool {lm.quoted(function.get('name'))}")
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if messages[i].get("weight") != 0]
         if not spans:
@@ -338,7 +353,7 @@ class Tokenizer:
         """Yields the span of each turn for which the renderings without and with it are prefixes of the whole
         text."""
         for i in turns:
-            with contextlib.suppress(ValueError):  # a template may insist on a question before an answer
+            with contextlib.suppress(TextError):  # a template may insist on a question before an answer
                 before, _ = self.render(messages[:i], tools, generation_prompt=True)
                 after, _ = self.render(messages[: i + 1], tools)
                 if after.startswith(before) and text.startswith(after):
@@ -423,8 +438,8 @@ class Example(NamedTuple):
 
 
 def parse_example(line, tokenizer):
-    """A line of JSON -> Example. Every error becomes a ValueError: a line can hold anything, for example
-    other types or endless brackets."""
+    """A line of JSON -> Example. Every error but TooSlow becomes a ValueError: a line can hold anything, for
+    example other types or endless brackets."""
     form = "JSON in UTF-8"
     try:
         example = json.loads(line)
@@ -432,10 +447,12 @@ def parse_example(line, tokenizer):
         if form == "example":
             raise ValueError(
                 f"expected an object with {' or '.join(FORMATS)}: rename 'question' to 'instruction', "
-                f"'answer' to 'output'; 'chosen' and 'rejected' are data for DPO; got {str(example)[:60]}")
+                f"'answer' to 'output'; 'chosen' and 'rejected' are data for DPO; got {lm.quoted(example)}")
         result = read_example(example, form, tokenizer)
         (result.text or "").encode()  # raises if there is half a surrogate pair
         return result
+    except TooSlow:
+        raise
     except Exception as error:
         raise ValueError(printable(f"not valid {form}: {str(error) or type(error).__name__}")) from error
 
@@ -498,14 +515,14 @@ def check_messages(messages):
         role = message.get("role")
         content = message.get("content")
         if role not in ROLES:
-            raise ValueError(f"unknown role {role!r}; expected {', '.join(ROLES)}")
+            raise ValueError(f"unknown role {lm.quoted(role)}; expected {', '.join(ROLES)}")
         if message.get("weight", 1) not in (0, 1):
-            raise ValueError(f"'weight' must be 0 or 1, got {message['weight']!r}")
+            raise ValueError(f"'weight' must be 0 or 1, got {lm.quoted(message['weight'])}")
         if isinstance(content, list) and all(is_text(part) for part in content):
             content = "".join(part["text"] for part in content)
             message["content"] = content
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
-            raise ValueError(f"'content' of a message of {role!r} must be text, got {str(content)[:60]}")
+            raise ValueError(f"'content' of a message of {role!r} must be text, got {lm.quoted(content)}")
         for name in ("reasoning_content", "thinking", "reasoning"):  # what data and templates call it
             if name in message:
                 message = {"thinking": message[name], **message, "reasoning_content": message[name]}
@@ -554,7 +571,8 @@ def chunks_of(path, kind, held_out):
             yield from as_lines(json.loads(file.read()))
         while lines := file.readlines(CHUNK):
             if kind == "txt":
-                lines = [json.dumps({"text": b"".join(lines).decode()}).encode()]
+                text = b"".join(lines).decode().replace("\r\n", "\n")
+                lines = [json.dumps({"text": text}).encode()]
             yield lines
 
 
@@ -618,7 +636,7 @@ def unreadable(path, kind):
 
 
 def tokenized(spec, held_out, tokenizer):
-    """The folder in the cache with the documents of a file. It is made if it is missing."""
+    """The folder in the cache with the documents of a file. It is made if it is missing or damaged."""
     path = Path(spec)
     kind = spec
     if spec not in BUILT_IN:
@@ -626,23 +644,34 @@ def tokenized(spec, held_out, tokenizer):
         if not path.is_file() or kind not in KINDS:
             raise ValueError(f"{spec}: {unreadable(path, kind)}")
     folder = cache_folder(path, kind, held_out, tokenizer)
-    if folder.is_dir():
-        return folder
+    with contextlib.suppress(OSError, ValueError):
+        if read_json(folder / "checksums.json") == checksums_of(folder):
+            return folder
     part = folder.with_suffix(f".{os.urandom(8).hex()}.part")
     try:
-        with writing(f"{spec}: {part} (XDG_CACHE_HOME moves this cache)", "tokens"):
+        with writing(f"{spec}: {part.parent} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"):
+            if folder.exists():
+                print(f"{folder}: damaged, deleted; {spec} is tokenized again")
+                shutil.rmtree(folder)
             part.mkdir(parents=True)
             report = tokenize(chunks_of(path, kind, held_out), tokenizer, part)
             (part / "report.json").write_text(json.dumps(vars(report)))
+            (part / "checksums.json").write_text(json.dumps(checksums_of(part)))
             for made in [*part.iterdir(), part]:
                 sync(made)  # a folder with its final name is whole, even after a power cut
             if not folder.is_dir():
                 part.rename(folder)
-    except (EOFError, RecursionError, ValueError, zlib.error) as error:
+    except (EOFError, RecursionError, ValueError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{spec}: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def checksums_of(folder):
+    """The content of checksums.json for a folder in the cache, {file: CRC-32}. They reveal damage by disks
+    and by hand. Raises an OSError or a ValueError if a file is missing or empty."""
+    return {name: zlib.crc32(np.memmap(folder / name, mode="r")) for name in ("report.json", *ARRAYS)}
 
 
 def cache_folder(path, kind, held_out, tokenizer):
@@ -702,6 +731,8 @@ def encode_chunk(tokenizer, chunk, report):
         report.n_examples += 1
         try:
             example = parse_example(line, tokenizer)
+        except TooSlow as error:
+            raise ValueError(f"line {report.n_lines}: {error}") from error
         except ValueError as error:
             count_bad(report, error)
             continue
@@ -1175,7 +1206,8 @@ def find_result(name):
         if (folder / "config.json").exists():
             return str(folder), None
         if (folder / "adapter_config.json").exists():
-            return str(read_json(folder / "adapter_config.json").get("base_model_name_or_path")), str(folder)
+            config = read_json(folder / "adapter_config.json")
+            return str(config.get("base_model_name_or_path"))[:1000], str(folder)
     return name, None
 
 
@@ -1206,8 +1238,10 @@ def download(name, random_init):
         wanted.append("model*.safetensors")  # consolidated.safetensors would be the same weights once more
     try:
         return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"]))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {name}: no such folder, and not fetched from the Hub: {error}") from error
+    except Exception as error:  # those of its HTTP library, too, which another version does not have
+        line = " ".join(str(error).split())
+        raise ValueError(f"--model {name}: no such folder, and not fetched from the Hub; the next start "
+                         f"continues: {type(error).__name__}: {listing([line])}") from error
 
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of checkpoints
@@ -1224,14 +1258,17 @@ class Stored(NamedTuple):
 
 
 class Checkpoint:
-    """The safetensors files of a folder, read by rows. tensors: {name: Stored}. Raises a ValueError if a file
-    is missing, cut short or in another format, or if a tensor is in two files."""
+    """The safetensors files of a folder, read by rows: the single one, or else those that an index names, as
+    in transformers. tensors: {name: Stored}. Raises a ValueError if a file is missing, cut short or in
+    another format, or if a tensor is in two files."""
 
     def __init__(self, folder, single="model.safetensors"):
         folder = Path(folder)
         index = folder / f"{single}.index.json"
-        weight_map = read_json(index).get("weight_map") if index.exists() else {"": single}
-        is_plain = re.compile(r"[\w.-]+\.safetensors", re.ASCII).fullmatch
+        weight_map = {"": single}
+        if index.exists() and not (folder / single).is_file():
+            weight_map = read_json(index).get("weight_map")
+        is_plain = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII).fullmatch
         if not isinstance(weight_map, dict) or not all(is_plain(str(file)) for file in weight_map.values()):
             raise ValueError(f"{index}: weight_map: expected plain names of files in the same folder")
         self.files = [folder / file for file in sorted(set(weight_map.values()))]
@@ -1403,7 +1440,7 @@ def open_adapter(folder):
     config = read_json(where)
     for key, value in config.items():
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
-            raise ValueError(f"{where}: {listing([key])} = {json.dumps(value)[:200]} is not implemented: {MERGE}")
+            raise ValueError(f"{where}: {listing([key])} = {lm.quoted(value)} is not implemented: {MERGE}")
     checkpoint = Checkpoint(folder, "adapter_model.safetensors")
     found = {name.split(".lora_")[0].rsplit(".")[-1] for name in checkpoint.tensors}
     modules = config.get("target_modules")
@@ -1412,7 +1449,7 @@ def open_adapter(folder):
         is_known = is_known and found == {str(module).rsplit(".")[-1] for module in modules}
     if not is_known or not isinstance(modules, list | str):
         raise ValueError(
-            f"{where}: target_modules = {json.dumps(modules)[:200]}: adapter_model.safetensors has "
+            f"{where}: target_modules = {lm.quoted(modules)}: adapter_model.safetensors has "
             f"{listing(found)}, expected some of {', '.join(lm.LORA_TARGETS)}; if it has others, {MERGE}")
     fields = {"r": (int, 1, 4096, None), "lora_alpha": lm.POSITIVE, "lora_dropout": (float, 0, 0.99, 0.0)}
     rank, alpha, dropout = (lm.read_field(config, key, field, where) for key, field in fields.items())
@@ -1502,10 +1539,21 @@ def save_model(tensors, layout, out, raw_config, write):
     try:
         if write:
             write_safetensors(out / "model.safetensors", layout, tensors)
-            write_config(out / "config.json", raw_config)
+            write_config(out / "config.json", with_both_ropes(raw_config))
     finally:  # also where the disk is full: the other ranks wait in the iterator's collectives
         for _ in tensors:
             pass
+
+
+def with_both_ropes(raw):
+    """The dict of a config.json with RoPE as transformers 5 spells it, and as 4 does, which takes a theta of
+    10,000 where it finds none."""
+    config = lm.parse_config(raw)
+    scaling = config.rope_scaling
+    theta = config.rope_theta
+    old = None if scaling["rope_type"] == "default" else scaling
+    new = {**scaling, "rope_theta": theta}
+    return raw | {"rope_theta": theta, "rope_scaling": old, "rope_parameters": new}
 
 
 def write_config(path, config):
@@ -1522,8 +1570,8 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
         "bias": "none", "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets),
         "inference_mode": True}
     if any(".experts." in name for name in tensors):
-        # On transformers 5 PEFT stacks experts and then overlooks the modules of dense blocks, unless they are
-        # named as parameters. It refuses dropout beside those, and on transformers 4 what is named twice.
+        # On transformers 5 PEFT stacks experts and then overlooks the modules of dense blocks, unless they
+        # are named as parameters. It refuses dropout beside those, and on transformers 4 what is named twice.
         dense = [name for name in targets if any(f".mlp.{name}." in tensor for tensor in tensors)]
         config["target_parameters"] = [f"mlp.{name}.weight" for name in dense]
         if dense:  # version 4 numbers the experts, 5 does not
@@ -1555,6 +1603,8 @@ def export(args, model, source, files, tokenizer, out, ranks):
             save_adapter(adapter, part, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
                          args.lora_targets)
         if is_first:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(out / "merged")  # of an older final/: find_result() would prefer it to this one
             put_in_place(part)
     return adapter
 

@@ -110,6 +110,11 @@ class Config:
 POSITIVE = Bounds(float, 1e-30, 1e30)
 
 
+def quoted(value):
+    """A value from a file as JSON for a message: all of a short one, the beginning of a long one."""
+    return json.dumps(value, ensure_ascii=False)[:200]
+
+
 def read_field(raw, key, bounds, where):
     """raw[key], or the default where it is absent or null. ValueError if its type or its size is wrong."""
     kind, low, high, default = bounds
@@ -119,7 +124,7 @@ def read_field(raw, key, bounds, where):
     kinds = (int, float) if kind is float else (kind,)  # type() below, because True is an instance of int
     if type(value) not in kinds or not low <= value <= high:
         expected = f"expected {kind.__name__} from {low} to {high}"
-        raise ValueError(f"{where}: {key} = {json.dumps(value)[:200]}: {expected}")
+        raise ValueError(f"{where}: {key} = {quoted(value)}: {expected}")
     return kind(value)
 
 
@@ -129,7 +134,7 @@ def parse_config(raw, where="config.json"):
 
     def refuse(wrong, key, why):
         if wrong:
-            raise ValueError(f"{where}: {key} = {json.dumps(raw.get(key))[:200]}: {why}")
+            raise ValueError(f"{where}: {key} = {quoted(raw.get(key))}: {why}")
 
     family = raw.get("model_type")
     refuse(family not in FAMILIES, "model_type", f"not one of {', '.join(FAMILIES)}")
@@ -220,7 +225,11 @@ def parse_rope(given, family, values, where, refuse):
         crossed = kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]
         refuse(crossed, key, "llama3 needs high_freq_factor above low_freq_factor")
         scalings.append({"rope_type": kind, **scaling})
-        theta = rope.get("rope_theta", theta)
+        other = rope.get("rope_theta")
+        if other is not None:
+            refuse(theta not in (None, other), "rope_theta",
+                   f"{key}.rope_theta = {quoted(other)} differs: leave one of the two out")
+            theta = other
     scalings = scalings or [{"rope_type": "default"}]
     refuse(scalings[0] != scalings[-1], "rope_scaling", "rope_parameters differ: leave one of the two out")
     scaling = scalings[0]

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import HERE
@@ -103,6 +104,20 @@ def test_config_that_asks_for_something_else_is_refused_by_key(family, changes, 
     assert_says(str(error.value), f"model/config.json: | {key} | {words}")
 
 
+@pytest.mark.parametrize("first, second", [
+    (1e4, 1e6), ("many", 1e6), ("1e6", 1e6), (NAN, 1e6), (0, 1e6), (1e6, 0), (1e6, "1e6"), (1e6, NAN)])
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_two_values_of_rope_theta_must_be_equal_numbers(key, first, second):
+    raw = data.read_json(HERE / "goldens/qwen2/config.json") | {"rope_parameters": None}
+    rope = {"rope_type": "default", "rope_theta": second}
+    with pytest.raises(ValueError) as error:
+        lm.parse_config(raw | {"rope_theta": first, key: rope})
+    assert_says(str(error.value), f"rope_theta = {json.dumps(first)} | {key}.rope_theta = {json.dumps(second)} differs")
+    for theta in (1e6, 1_000_000, None):
+        config = lm.parse_config(raw | {"rope_theta": 1e6, key: rope | {"rope_theta": theta}})
+        assert config.rope_theta == 1e6
+
+
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                                  "num_attention_heads", "num_key_value_heads", "max_position_embeddings"])
 def test_absurd_sizes_are_refused_before_anything_is_allocated(key):
@@ -119,6 +134,7 @@ def test_absurd_sizes_are_refused_before_anything_is_allocated(key):
 CHAT = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]}
 GOOD = json.dumps(CHAT) + "\n"
 MODEL = "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+LONG = 300_000  # characters of which a message should quote a few
 WEIGHTS, INDEX = "model/model.safetensors", "model/model.safetensors.index.json"
 EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"
 
@@ -214,7 +230,7 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
        for file in ("../x.safetensors", "/x.safetensors", "sub/x.safetensors", "x.bin", "x\n.safetensors", 5)},
     "index of a missing file": ([index("b.safetensors")], "", "model/b.safetensors | no such file | incomplete"),
     "a tensor twice": ([index("b.safetensors", copy=True)], "", "lm_head.weight | a.safetensors | as well"),
-    "empty index": ([write(INDEX, "{}")], "", f"{INDEX} | weight_map"),
+    "empty index": ([write(INDEX, "{}"), rename(WEIGHTS, "gone")], "", f"{INDEX} | weight_map"),
     "a head that differs": ([tiny(*MODEL), tensors(lambda t: t.update({data.HEAD: t[EMBEDDING] + 1}))], "",
                             "lm_head.weight | set tie_word_embeddings to false"),
     "nan under NF4": ([tiny(*MODEL), tensors(lambda t: t[UP][3, 5].fill_(NAN))], "--qlora",
@@ -234,10 +250,16 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
         "adapter_config.json: | gate_up_proj | merge it | merge_and_unload, save_pretrained | --model"),
     "adapter's key of escapes": ([adapter(**{"key_\x1b": 1})], ADAPTER, "adapter_config.json | key_\\x1b"),
     "adapter of one block": ([adapter(blocks=1)], ADAPTER, "missing | model.layers.1.self_attn.q_proj.lora_A.weight"),
+    "a long name of a base": ([adapter(base_model_name_or_path="x" * LONG)], "--model adapter", "xxx"),
+    "a long name of a file": ([index(f"{'x' * LONG}.safetensors")], "", f"{INDEX} | plain names"),
+    "long keys": ([adapter(**{"k" * LONG: "v" * LONG})], ADAPTER, "adapter_config.json: kkk | = \"vvv"),
+    "a long template": ([write("mine.jinja", f"{{% {'x' * LONG} %}}")], TEMPLATE, "mine.jinja | xxx"),
     "no adapter": ([], ADAPTER, "adapter/adapter_config.json"),
     "adapter in a pickle": ([adapter(), rename("adapter/adapter_model.safetensors", "adapter/adapter_model.bin")],
                             ADAPTER, "adapter/adapter_model.safetensors | .bin | safetensors"),
     "no tokenizer": ([], "", "model | tokenizer.json"),
+    "tokenizer.model alone": ([write("model/tokenizer.model", "")], "",
+                              "model/tokenizer.json: no such file | AutoTokenizer | .save_pretrained('model')"),
     "tokenizer cut": ([write("model/tokenizer.json", '{"version": "1.0"')], "", "model/tokenizer.json"),
     "template's syntax": ([write("mine.jinja", "{% for m in messages %}\n{{ m }")], TEMPLATE, "mine.jinja | line 2"),
     "template that objects": ([write("mine.jinja", "{{ raise_exception('no \x1b[31m system') }}")], TEMPLATE,
@@ -277,8 +299,22 @@ def test_what_is_wrong_is_named_before_anything_is_written(case, tmp_path, monke
     assert train.launch(argv.split()) == 1
     message = capsys.readouterr().err
     assert message.startswith("train.py: error: ") and "\x1b" not in message and "Traceback" not in message
+    assert len(message) < 3000
     assert_says(message, words)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ConnectionError, type("RemoteProtocolError", (Exception,), {})])
+def test_broken_download_is_one_line_with_the_model_and_what_to_do(monkeypatch, capsys, error):
+    """huggingface_hub raises its HTTP library's errors, which are neither OSError nor ValueError."""
+    def fail(*_, **__):
+        raise error("peer closed\n\nconnection " + "x" * LONG)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert train.launch(["--model", "a/b"]) == 1
+    message = capsys.readouterr().err
+    assert_says(message, f"--model a/b: | Hub | next start continues | {error.__name__}: peer closed connection xxx")
+    assert message.count("\n") == 1 and len(message) < 500
 
 
 def test_tensorboard_without_its_package_is_refused(monkeypatch, capsys):

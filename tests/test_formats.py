@@ -2,6 +2,7 @@
 make_chat_goldens.py), what is left out and what is refused, BOS and EOS."""
 
 import codecs
+import contextlib
 import gzip
 import itertools
 import json
@@ -265,12 +266,38 @@ def test_tokenizer_files_that_are_odd_are_refused_by_name(tmp_path, monkeypatch,
     assert signal.getsignal(signal.SIGVTALRM) == handler and signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
+@pytest.mark.parametrize("template", [
+    "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}",
+    CHATML + "{% if add_generation_prompt %}{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}"], ids=["always", "prompt"])
+def test_endless_template_is_refused_after_one_time_limit(tmp_path, monkeypatch, template):
+    monkeypatch.setattr(data, "MAX_RENDER_S", 0.1)
+    tokenizer = data.Tokenizer(model_folder(tmp_path, template))
+    stopped = []
+    limit = data.cpu_time_limit
+
+    @contextlib.contextmanager
+    def counted(seconds):
+        try:
+            with limit(seconds):
+                yield
+        except TimeoutError:
+            stopped.append(seconds)
+            raise
+
+    monkeypatch.setattr(data, "cpu_time_limit", counted)
+    path = jsonl(tmp_path / "a.jsonl", {"text": "a"}, *[chat(*TURNS)] * 30)
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: chat template .*took more than 0\.1 seconds$"):
+        read_data(path, tokenizer)
+    assert len(stopped) == 1
+
+
 def test_of_several_templates_the_default_is_used_and_tools_never_get_lost(tmp_path):
     folder, named = model_folder(tmp_path), {"rag": "{{", "default": AGENT, "tool_use": CHATML}
     config = {"chat_template": [{"name": name, "template": text} for name, text in named.items()]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert data.Tokenizer(folder).render(TURNS, [SCHEMA])[0].startswith(SCHEMA_TEXT)
-    with pytest.raises(ValueError, match=r"chat_template\.jinja\): leaves out the tool 'add'"):
+    with pytest.raises(ValueError, match=r"chat_template\.jinja\): leaves out the tool \"add\""):
         data.Tokenizer(model_folder(tmp_path, CHATML)).conversation(TURNS, [SCHEMA])
 
 
@@ -306,7 +333,7 @@ def test_the_same_rows_are_the_same_documents_in_every_container(tiny, tmp_path,
     text, lines = CONTAINERS[name]
     text, path = text.replace("\n", "\r\n" if crlf else "\n"), tmp_path / (name + suffix)
     path.write_bytes(gzip.compress(bom + text.encode()) if suffix else bom + text.encode())
-    rows = [{"text": text}] if name == "a.txt" else CHATS
+    rows = [{"text": CONTAINERS[name][0]}] if name == "a.txt" else CHATS
     documents, _ = read_data(path, tiny)
     assert pieces(documents) == pieces(read_data(jsonl(tmp_path / "reference.jsonl", *rows), tiny)[0])
     assert documents.line.tolist() == lines
@@ -340,14 +367,14 @@ BAD = {  # name: (the line, what is said of it)
     "text-number": ({"text": 5}, "not valid text"),
     "half-a-surrogate": (b'{"text": "a\\ud83d"}', "surrogates not allowed"),
     "messages-empty": ({"messages": []}, "no messages"),
-    "unknown-role": (chat(message("human", "q")), "unknown role 'human'; expected system"),
+    "unknown-role": (chat(message("human", "q")), "unknown role \"human\"; expected system"),
     "weight": (chat(message("assistant", "a", weight=2)), "'weight' must be 0 or 1, got 2"),
     "image": (chat(message("user", [{"type": "image_url"}, {"text": "q"}])), "must be text, got .*image_url"),
     "tool-number": (chat(QUESTION, ANSWER, tools=[{"function": 7}]), "'int' object"),
     "preferences": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "data for DPO"),
     "question-answer": ({"question": "q", "answer": "a"}, "'question' to 'instruction', 'answer' to 'output'"),
     "tools-object": (chat(QUESTION, ANSWER, tools=SCHEMA), "'tools' must be a list of JSON schemas"),
-    "control-characters": (chat(message("\x1b[31mred", "q")), r"unknown role '\\x1b\[31mred'"),
+    "control-characters": (chat(message("\x1b[31mred", "q")), r'unknown role "\\u001b\[31mred"'),
 }
 
 
@@ -360,6 +387,29 @@ def test_bad_line_is_left_out_and_named(agent, tmp_path, line, what):
     found = file.report
     assert documents.line.tolist() == [1, 2, *range(4, 102)] and (found.n_examples, found.n_bad) == (101, 1)
     assert found.errors.startswith("\n  line 3: ") and re.search(what, found.errors, re.DOTALL), found.errors
+
+
+LONG = "x" * 300_000
+
+
+@pytest.mark.parametrize("row", [
+    {LONG: LONG}, chat(message(LONG, "q")), chat(message("user", [LONG])), chat(message("user", {LONG: LONG})),
+    chat(message("assistant", "a", weight=LONG)), chat(QUESTION, ANSWER, tools=[{"name": LONG}]),
+    chat(QUESTION, ANSWER, tools=LONG), chat(message("user", "raise" + LONG))], ids=range(8))
+def test_message_about_a_bad_line_quotes_little_of_it(tmp_path, row):
+    raising = "{% if 'raise' in messages[0].content %}{{ raise_exception(messages[0].content) }}{% endif %}" + CHATML
+    tokenizer = data.Tokenizer(model_folder(tmp_path, raising))
+    with pytest.raises(ValueError) as error:
+        read_data(jsonl(tmp_path / "a.jsonl", row), tokenizer)
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(("raw", "what"), [
+    (b'{"text": "a b"}\n', "Not a gzipped file"), (gzip.compress(b'{"text": "a b"}\n')[:-8] + bytes(8), "CRC check")])
+def test_file_that_is_no_gzip_is_not_taken_for_a_cache_that_cannot_be_written(tiny, tmp_path, raw, what):
+    (tmp_path / "a.jsonl.gz").write_bytes(raw)
+    with pytest.raises(ValueError, match=rf"a\.jsonl\.gz: {what}"):
+        read_data(tmp_path / "a.jsonl.gz", tiny)
 
 
 def test_one_line_in_a_hundred_may_be_bad_and_texts_are_still_split(tiny, tmp_path):

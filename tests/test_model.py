@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHAPE
+from conftest import HERE, SHAPE
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -318,11 +318,37 @@ def test_a_model_in_several_files_is_read_bit_for_bit(tmp_path, n_files):
         for file in set(weight_map.values()):
             save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, tmp_path / file)
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (tmp_path / "model.safetensors").unlink()
     source = data.Checkpoint(tmp_path)
     assert len(source.files) == n_files
     data.check_weights(model, source, tmp_path)
     for name, p in model.named_parameters():
         assert torch.equal(source.rows(name, 0, len(p)), p.data)
+
+
+def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path):
+    weights = {"a": torch.ones(2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert torch.equal(data.Checkpoint(tmp_path).rows("a", 0, 2), weights["a"])
+    (tmp_path / "model.safetensors").unlink()
+    assert torch.equal(data.Checkpoint(tmp_path).rows("a", 0, 2), torch.zeros(2))
+
+
+@pytest.mark.parametrize("family", ["llama3.1", "llama-linear", "qwen2"])
+@pytest.mark.parametrize("version", [4, 5])
+def test_exported_config_has_rope_as_transformers_4_and_5_spell_it(tmp_path, family, version):
+    raw = data.read_json(HERE / "goldens" / family / "config.json")  # as version 5 writes it
+    rope = raw["rope_parameters"]
+    old = {"rope_theta": rope["rope_theta"], "rope_scaling": {key: rope[key] for key in rope if key != "rope_theta"}}
+    if family == "qwen2":
+        old["rope_scaling"] = None
+    given = raw if version == 5 else {key: raw[key] for key in raw if key != "rope_parameters"} | old
+    data.save_model(iter([]), {}, tmp_path, given, write=True)
+    written = data.read_json(tmp_path / "config.json")
+    assert written == raw | old
+    assert lm.parse_config(written) == lm.parse_config(raw)
 
 
 def test_a_full_disk_is_named_with_path_and_tensor_and_every_rank_finishes():

@@ -65,6 +65,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(job, tmp_path, world
     assert_same_end(tmp_path / "whole", tmp_path / "again")
 
 
+def test_a_newer_result_is_not_hidden_by_an_older_merged_model(job, tmp_path):
+    run(1, [*job, "--lora", "--merge", "--steps", 2], tmp_path / "run")
+    assert data.find_result(str(tmp_path / "run")) == (str(tmp_path / "run/merged"), None)
+    run(1, [*job, "--lora", "--resume", tmp_path / "run"], tmp_path / "run")
+    assert data.find_result(str(tmp_path / "run"))[1] == str(tmp_path / "run/final")
+    assert not (tmp_path / "run/merged").exists()
+
+
 def test_another_world_continues_with_the_same_losses(job, tmp_path):
     argv = [*job, "--fsdp2", "--qlora", "--optim", "adamw8bit"]
     rows, _ = run(2, [*argv, "--grad_accum", 3], tmp_path / "whole")
