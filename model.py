@@ -38,7 +38,10 @@ IGNORE = -100  # a target that is not trained on, as in every Hugging Face datas
 
 # ---------------- config
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = {  # model_type: what `architectures` says
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 # A file that sets one of these keys to another value (absent and null are fine) asks for something that the
 # model does not compute. Training it anyway would be silently wrong.
@@ -143,8 +146,8 @@ def parse_config(raw, where="config.json"):
     key = "quantization_config"
     refuse(raw.get(key) is not None, key, "not implemented, use the unquantized model and --qlora")
     refuse(raw.get("attention_bias") and family != "qwen2", "attention_bias", f"not implemented for {family}")
-    architecture = f"{family.title().replace('_', '')}ForCausalLM"
-    refuse(raw.get("architectures") not in (None, [], [architecture]), "architectures", f"not {architecture}")
+    is_other = raw.get("architectures") not in (None, [], [FAMILIES[family]])
+    refuse(is_other, "architectures", f"not {FAMILIES[family]}")
 
     given = with_implied_values(raw, family)
     values = {f.name: read_field(given, f.name, Bounds(f.type, *f.metadata["limits"]), where)
@@ -661,7 +664,8 @@ class LMHead(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        self.chunk = 1024  # tokens; 0 computes all logits at once and leaves the gradient to autograd
+        # tokens; 0 computes all logits at once by F.cross_entropy, without softmax_gradient
+        self.chunk = 1024
         self.softmax_gradient = softmax_gradient
 
     def forward(self, x, targets_BT=None, keep_S=None):

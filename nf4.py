@@ -442,7 +442,7 @@ class CompactAdamW(torch.optim.Optimizer):
         # Weights of a piece on a GPU: float32 temporaries are 16 MiB each. Compiled code has few of them.
         self.n_weights = 1 << 24 if compiled else 1 << 22
         self.stochastic_rounding = stochastic_rounding
-        self.bad = bad
+        self.found_inf = bad  # by GradScaler's name, which tells main not to wait for it
         params = [p for group in self.param_groups for p in group["params"]]
         self.number_of = {p: number for number, p in enumerate(params)}  # for its random bits
         for p in params:
@@ -483,7 +483,7 @@ class CompactAdamW(torch.optim.Optimizer):
             lr / (1 - BETA1**step),  # the learning rate over the bias of m
             (1 - BETA2**step) ** 0.5,  # the root of the bias of v
         ], dtype=torch.float64).unbind()
-        skip = self.bad > 0
+        skip = self.found_inf > 0
         # 4 MiB on a CPU, where larger temporaries would be new pages each time
         n_weights = 1 << 20 if w_ND.device.type == "cpu" else self.n_weights
         for rows, cols in pieces(N, D, n_weights):

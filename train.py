@@ -1000,8 +1000,9 @@ def make_optimizer(params, args, bad):
     An optimizer of your own has to do this:
     - Allocate all state here, as tensors in optimizer.state[p], and update it in place: a resumed run fills
       it before the first step, and memory must not grow later. zeros_like(p) is sharded and saved as p is.
-    - Change nothing where the device scalar `bad` is 1 (a gradient was inf or nan), as the fused kernel does
-      with found_inf. Under --fused_adamw (the default) main calls step() without waiting for the device.
+    - Either keep `bad` as its attribute `found_inf` and change nothing where it is 1 (a gradient was inf or
+      nan), read on the device. Or have no found_inf: then step_if_finite() waits for the device in each step
+      and does not call step().
     - Read the learning rate from param_groups, and skip a parameter whose grad is None: --optim_in_backward
       calls step() once for each parameter, while no other gradient is alive.
     """
@@ -1062,9 +1063,8 @@ def step_if_finite(optimizer, norm, bad):
     """optimizer.step(), unless this norm or an earlier one was inf or nan. From then on `bad` is 1 and the
     weights stay as they were, until the next logged step ends the run.
 
-    Fused AdamW and CompactAdamW read `bad` on the device, where they have it as `found_inf` (GradScaler's
-    protocol), and change nothing if it is 1. An optimizer without found_inf, such as one that you add, would
-    apply inf: for its sake the host waits for `bad` here."""
+    Fused AdamW and CompactAdamW have `bad` as `found_inf` (GradScaler's protocol), read it on the device and
+    change nothing if it is 1. For any other optimizer, which would apply inf, the host waits here."""
     torch.maximum(bad, (~norm.isfinite()).float(), out=bad)
     if hasattr(optimizer, "found_inf") or not bad:
         optimizer.step()

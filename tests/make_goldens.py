@@ -7,6 +7,7 @@ Every folder holds config.json, config-v4.json (as transformers 4 spells it), mo
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -67,8 +68,9 @@ def by_stack(name, grad):
 
 
 def main():
-    shutil.rmtree(HERE, ignore_errors=True)
-    for name, (family, config) in CASES.items():
+    for name in sys.argv[1:] or CASES:  # those that are named, or all
+        shutil.rmtree(HERE / name, ignore_errors=True)
+        family, config = CASES[name]
         torch.manual_seed(len(name))
         model = family(config).float()
         for key, p in model.named_parameters():  # random norms and biases too: ones and zeros would hide a mistake

@@ -251,6 +251,21 @@ def test_one_gradient_is_alive_at_a_time(tmp_path, tied, flags):
     on_ranks(2, check_gradients_are_gone, tmp_path, flags, tied)
 
 
+class WithoutFoundInf(torch.optim.SGD):
+    """As somebody adds an optimizer: it would apply inf."""
+
+
+@pytest.mark.parametrize("flags", [[], EIGHT, RANDOM, ["--no-fused_adamw"], None], ids=str)
+def test_the_host_waits_only_for_optimizers_that_cannot_skip_by_themselves(flags):
+    bad, p = torch.zeros(()), nn.Parameter(torch.ones(4, 256, dtype=torch.bfloat16))
+    optimizer = WithoutFoundInf([p], lr=1.0) if flags is None else optimizer_of([p], *flags, bad=bad)
+    skips_alone = flags in ([], EIGHT, RANDOM)
+    assert getattr(optimizer, "found_inf", None) is (bad if skips_alone else None)
+    p.grad = torch.full_like(p, torch.inf)
+    train.step_if_finite(optimizer, torch.tensor(torch.inf), bad)
+    assert bad == 1 and (p == 1).all()
+
+
 @pytest.mark.parametrize("flags", [[], EIGHT, ["--no-fused_adamw"]], ids=str)
 def test_nothing_is_updated_after_a_gradient_that_is_not_finite(flags):
     params, bad, seen = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)], torch.zeros(()), []
