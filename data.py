@@ -230,8 +230,9 @@ class Tokenizer:
 
         if not self.path.exists():
             code = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
-            raise ValueError(f"{self.path}: no such file; transformers can make it of tokenizer.model: "
-                             f'python -c "from transformers import *; {code}"')
+            raise ValueError(
+                f"{self.path}: no such file; to make it of tokenizer.model: pip install transformers "
+                f'sentencepiece protobuf && python -c "from transformers import AutoTokenizer; {code}"')
         with errors_of(self.path):
             special = self.load_core()
         bos = self.core.token_to_id(self.variables.get("bos_token", ""))
