@@ -1301,9 +1301,7 @@ class Log:
             return
         curves = {}
         for row in read_metrics(self.out, self.state["step"]):
-            label = ("training loss", "#2f81f7")
-            if "eval_loss" in row:
-                label = ("evaluation loss", "#e5534b")
+            label = ("evaluation loss", "#e5534b") if "eval_loss" in row else ("training loss", "#2f81f7")
             losses = losses_of(row)
             curves.setdefault(label, []).extend(enumerate(losses, row["step"] - len(losses) + 1))
         if curves:
@@ -1572,6 +1570,8 @@ def lock_folder(out):
     except BlockingIOError:
         raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
     for part in out.glob("*.part"):  # left by a process that was killed during a save
+        with contextlib.suppress(OSError):
+            part.unlink()  # rmtree would wait for the writer of a pipe, and leave a link, which a save follows
         shutil.rmtree(part, ignore_errors=True)
     return lock
 

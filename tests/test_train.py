@@ -319,6 +319,15 @@ def test_a_lock_that_is_a_link_empties_nothing(tmp_path):
     assert (tmp_path / "mine").read_text() == "work"
 
 
+def test_what_is_left_of_a_save_is_removed_and_not_waited_for_or_followed(tmp_path):
+    (tmp_path / "mine").write_text("work")
+    (tmp_path / "loss.svg.part").symlink_to("mine")
+    (tmp_path / "checkpoint-9.part/rank").mkdir(parents=True)
+    os.mkfifo(tmp_path / "final.part")
+    train.lock_folder(tmp_path)
+    assert names(tmp_path) == {"lock", "mine"} and (tmp_path / "mine").read_text() == "work"
+
+
 def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
     argv = ["--data", str(chats), "--seq_len", "64", "--steps", "1", "--sample", "", "--out", str(tmp_path)]
     with open(tmp_path / "lock", "w") as file:
