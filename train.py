@@ -419,8 +419,8 @@ def main(argv, progress):
     model.to_empty(device="cpu" if "params" in args.offload else device).tie_()
     with ranks.agree():
         show_progress = ranks.rank == 0 and sys.stderr.isatty()
-        frozen_only = bool(resumed)  # what trains comes from the checkpoint
-        data.load_weights_(model, source, adapter, args.seed, device, show_progress, frozen_only)
+        # of a resumed run only what is frozen: the rest comes from the checkpoint
+        data.load_weights_(model, source, adapter, args.seed, device, show_progress, bool(resumed))
     if "activations" in args.offload and on_gpu:
         model.activation_hooks = OffloadActivations(device)
 
@@ -540,8 +540,7 @@ def main(argv, progress):
     adapter_tensors = data.export(args, model, source, files, tokenizer, out, ranks)
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()
-    answer_after = sample(args, model, tokenizer, loader.documents, ranks)
-    if answer_after:
+    if answer_after := sample(args, model, tokenizer, loader.documents, ranks):
         ranks.say(f"--- {args.sample.strip()}\nbefore: {answer_before}\nafter:  {answer_after}\n---")
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
