@@ -108,11 +108,18 @@ def sync(path):
         os.close(handle)
 
 
+def remove(path):
+    """Removes a folder, or whatever else has this name, if it can."""
+    with contextlib.suppress(OSError):
+        path.unlink()  # rmtree would wait for the writer of a pipe, and leave a link, which saves follow
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def put_in_place(part):
     """Renames final.part/ to final/. An older final/ stays until the new one is on the disk."""
     sync(part)
     target = part.with_suffix("")
-    shutil.rmtree(target, ignore_errors=True)
+    remove(target)
     part.rename(target)
     sync(part.parent)
 

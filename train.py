@@ -1569,9 +1569,7 @@ def lock_folder(out):
     except BlockingIOError:
         raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
     for part in out.glob("*.part"):  # left by a process that was killed during a save
-        with contextlib.suppress(OSError):
-            part.unlink()  # rmtree would wait for the writer of a pipe, and leave a link, which saves follow
-        shutil.rmtree(part, ignore_errors=True)
+        data.remove(part)
     return lock
 
 

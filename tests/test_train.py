@@ -328,6 +328,12 @@ def test_what_is_left_of_a_save_is_removed_and_not_waited_for_or_followed(tmp_pa
     assert names(tmp_path) == {"lock", "mine"} and (tmp_path / "mine").read_text() == "work"
 
 
+def test_a_pipe_with_the_name_of_a_checkpoint_is_replaced_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "checkpoint-2")
+    train.Saver(tmp_path, 1, ALONE).save({"w": torch.ones(2)}, {"step": 2, "settings": {}})
+    assert train.read_state(tmp_path / "checkpoint-2", {}, ALONE)["step"] == 2
+
+
 def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
     argv = ["--data", str(chats), "--seq_len", "64", "--steps", "1", "--sample", "", "--out", str(tmp_path)]
     with open(tmp_path / "lock", "w") as file:
