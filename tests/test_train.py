@@ -416,7 +416,7 @@ def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
 
 def test_a_disk_that_is_full_costs_the_profile_and_not_the_run(tmp_path, capsys):
     (tmp_path / "trace.json.gz").symlink_to("/dev/full")
-    profiler = train.tracer(SimpleNamespace(profile=True, memory_snapshot=False), tmp_path, CPU)
+    profiler = train.tracer(SimpleNamespace(profile=True, memory_snapshot=False), tmp_path, ALONE)
     for _ in range(4):
         profiler.step()
     assert f"{tmp_path}: profile not written: [Errno 28] No space left on device" in capsys.readouterr().out
