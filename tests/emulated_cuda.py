@@ -66,7 +66,7 @@ def load():
         "reset_peak_memory_stats": lambda _=None: setattr(peak, "value", live.value),
         "set_per_process_memory_fraction": lambda part, _=None: setattr(limit, "value", int(part * total)),
         "set_sync_debug_mode": lambda mode: setattr(strict, "value", mode == "error"),
-        "get_rng_state": lambda _=None: torch.get_rng_state(), "is_bf16_supported": lambda _=None: True,
+        "get_rng_state": lambda _=None: torch.get_rng_state(), "is_bf16_supported": lambda **_: True,
         "set_rng_state": lambda state, _=None: torch.set_rng_state(state),
         "_sleep": ignore, "_lazy_init": ignore, "manual_seed_all": ignore,
     }
