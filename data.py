@@ -884,7 +884,7 @@ def parts_of(lengths, seq_len, overflow):
     with the last token of the part before it."""
     n_parts = np.ones(len(lengths), np.int64)
     if overflow == "split":
-        n_parts = np.maximum(-(-(lengths - 1) // seq_len), 1)
+        n_parts = np.maximum(nf4.ceil_div(lengths - 1, seq_len), 1)
     elif overflow == "drop":
         n_parts[lengths - 1 > seq_len] = 0
     document = np.repeat(np.arange(len(lengths)), n_parts)
@@ -1355,7 +1355,7 @@ def random_rows(name, width, start, stop, seed, device, uniform=False):
     """Rows [start, stop) of a random matrix, normal or uniform in [-1, 1). Each 256 rows have a seed of their
     own, so that a rank makes only the blocks that it needs."""
     out = torch.empty(stop - start, width, device=device)
-    for block in range(start // 256, -(-stop // 256)):
+    for block in range(start // 256, nf4.ceil_div(stop, 256)):
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
         rows = torch.empty(256, width, device=device)
         if uniform:
@@ -1393,7 +1393,7 @@ def shapes_in_files(model):
 def stacked_rows(source, names, start, stop):
     """Yields (rows, their slice of [start, stop)) of the matrices `names`, as if these were one matrix."""
     n = source.tensors[names[0]].shape[0]
-    for i in range(start // n, -(-stop // n)):
+    for i in range(start // n, nf4.ceil_div(stop, n)):
         first = max(start, i * n)
         last = min(stop, i * n + n)
         yield source.rows(names[i], first - i * n, last - i * n), slice(first - start, last - start)
