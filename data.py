@@ -1159,6 +1159,16 @@ qwen3-30b-a3b   Qwen/Qwen3-30B-A3B                qwen3_moe 151936  2048  6144  
     num_experts=128 num_experts_per_tok=8 moe_intermediate_size=768 norm_topk_prob=true
 qwen3-235b-a22b Qwen/Qwen3-235B-A22B              qwen3_moe 151936  4096 12288  94  64  4 128  40960  1e6  0 0
     num_experts=128 num_experts_per_tok=8 moe_intermediate_size=1536 norm_topk_prob=true
+qwen3.5-0.8b    Qwen/Qwen3.5-0.8B             qwen3_5_text 248320  1024  3584  24   8  2 256 262144  1e7  0 1
+    linear_num_value_heads=16
+qwen3.5-2b      Qwen/Qwen3.5-2B               qwen3_5_text 248320  2048  6144  24   8  2 256 262144  1e7  0 1
+    linear_num_value_heads=16
+qwen3.5-4b      Qwen/Qwen3.5-4B               qwen3_5_text 248320  2560  9216  32  16  4 256 262144  1e7  0 1
+qwen3.5-9b      Qwen/Qwen3.5-9B               qwen3_5_text 248320  4096 12288  32  16  4 256 262144  1e7  0 0
+qwen3.5-27b     Qwen/Qwen3.5-27B              qwen3_5_text 248320  5120 17408  64  24  4 256 262144  1e7  0 0
+    linear_num_value_heads=48
+qwen3.5-35b-a3b Qwen/Qwen3.5-35B-A3B      qwen3_5_moe_text 248320  2048     1  40  16  2 256 262144  1e7  0 0
+    num_experts=256 num_experts_per_tok=8 moe_intermediate_size=512
 """
 PRESET_KEYS = ("_name_or_path", "model_type", "vocab_size", "hidden_size", "intermediate_size",
                "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -1176,6 +1186,9 @@ def read_presets():
         config["rms_norm_eps"] = 1e-6 if family.startswith("qwen") else 1e-5
         config["tie_word_embeddings"] = is_tied == 1
         config["sliding_window"] = None
+        if family.startswith("qwen3_5"):
+            config["rope_parameters"] = {
+                "rope_type": "default", "rope_theta": config["rope_theta"], "partial_rotary_factor": 0.25}
         if rope_factor:
             config["rope_scaling"] = {
                 "rope_type": "llama3", "factor": float(rope_factor), "low_freq_factor": 1.0,
@@ -1194,6 +1207,9 @@ PRESETS = read_presets()
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+# Qwen3.5's vision tower, and its block that predicts two tokens at once. They are not trained: a result gets
+# a copy of them.
+OTHER_PARTS = ("model.visual.", "mtp.")
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 
@@ -1264,6 +1280,15 @@ class Stored(NamedTuple):
     shape: tuple
     dtype: torch.dtype
 
+    @property
+    def row_shape(self):
+        """A tensor of three dimensions is the rows that lie in it: [E, N, D] is E * N rows of D."""
+        return self.shape[-1:] if len(self.shape) > 1 else ()
+
+    @property
+    def n_rows(self):
+        return math.prod(self.shape) // math.prod(self.row_shape)
+
 
 class Checkpoint:
     """The safetensors files of a folder, read by rows: the single one, or else those that an index names, as
@@ -1311,8 +1336,8 @@ class Checkpoint:
         """Rows [start, stop) of a tensor, on the CPU. They are read, not mapped: the pages that the library
         maps would pile up in memory."""
         stored = self.tensors[name]
-        rows = torch.empty(stop - start, *stored.shape[1:], dtype=stored.dtype)
-        row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+        rows = torch.empty(stop - start, *stored.row_shape, dtype=stored.dtype)
+        row_bytes = math.prod(stored.row_shape) * stored.dtype.itemsize
         with open(stored.path, "rb") as file:
             file.seek(stored.first_byte + start * row_bytes)
             if file.readinto(rows.view(torch.uint8).numpy()) != rows.nbytes:
@@ -1330,8 +1355,8 @@ class Checkpoint:
 
 
 class RandomWeights:
-    """Stands in for a Checkpoint: normal weights, norms of one, biases of zero. A value depends on seed, name
-    and row alone, so any sharding gets the same model."""
+    """Stands in for a Checkpoint: normal weights, norms that multiply by one, other vectors of zero. A value
+    depends on seed, name and row alone, so any sharding gets the same model."""
 
     def __init__(self, model, seed, device):
         self.seed = seed
@@ -1343,8 +1368,10 @@ class RandomWeights:
     def rows(self, name, start, stop):
         shape = self.tensors[name].shape
         if len(shape) == 1:
-            return torch.full((stop - start,), float(name.endswith("norm.weight")))
-        rows = random_rows(name, shape[1], start, stop, self.seed, self.device)
+            adds_one = self.config.is_qwen35 and not name.endswith("linear_attn.norm.weight")
+            is_one = name.endswith("norm.weight") and not adds_one
+            return torch.full((stop - start,), float(is_one))
+        rows = random_rows(name, shape[-1], start, stop, self.seed, self.device)
         return rows.mul_(self.config.initializer_range)
 
     def crc(self):
@@ -1368,48 +1395,83 @@ def random_rows(name, width, start, stop, seed, device, uniform=False):
     return out
 
 
-# Files have a matrix per expert, the model has one stack of them.
+# The model has one matrix for a stack of E experts, of E * N rows. Files have a matrix per expert, or (those
+# of Qwen3.5 on the Hub) experts.gate_up_proj [E, 2*F, D], in which an expert's rows of gate_proj come before
+# those of its up_proj, and experts.down_proj [E, D, F].
 
 
-def file_names(name, config):
-    """The names in files of a parameter or of its NF4 codes: one, or one per expert of a stack."""
-    name = name.removesuffix("_codes")
+class Piece(NamedTuple):
+    """Rows of a tensor in files. A parameter of the model is one of them, or one per expert."""
+
+    name: str
+    first_row: int
+    n_rows: int
+
+    @property
+    def is_in_stack(self):
+        return not self.name.endswith(".weight") and ".experts." in self.name
+
+
+def pieces_of(name, n_rows, config, tensors):
+    """What a parameter of n_rows, or its NF4 codes, is made of: [Piece] in the order of its rows. The names of
+    `tensors`, those in the files, say how experts are stored; adapters have a matrix per expert."""
+    name = name.removesuffix("_codes").replace(".decay.", ".")
+    if name.startswith("model."):
+        name = config.prefix + name.removeprefix("model.")
     before, is_stack, after = name.partition(".experts.")
     if not is_stack:
-        return [name]
-    return [f"{before}.experts.{i}.{after}" for i in range(config.num_experts)]
+        return [Piece(name, 0, n_rows)]
+    experts = range(config.num_experts)
+    n = n_rows // config.num_experts
+    gate_up = f"{before}.experts.gate_up_proj"
+    if gate_up not in tensors or ".lora_" in name:
+        return [Piece(f"{before}.experts.{i}.{after}", 0, n) for i in experts]
+    if after == "down_proj.weight":
+        return [Piece(f"{before}.experts.down_proj", i * n, n) for i in experts]
+    first_row = n if after == "up_proj.weight" else 0
+    return [Piece(gate_up, 2 * i * n + first_row, n) for i in experts]
 
 
-def shapes_in_files(model):
-    """{name: shape} of a model's parameters in files."""
+def shapes_in_files(model, tensors=()):
+    """{name: shape} of a model's parameters in files. tensors: see pieces_of()."""
     shapes = {}
     for parameter, p in model.named_parameters():
-        names = file_names(parameter, model.config)
-        for name in names:
-            shapes[name] = (len(p) // len(names), *p.shape[1:])
+        pieces = pieces_of(parameter, len(p), model.config, tensors)
+        width = p.shape[1:]
+        for name, _, n_rows in pieces:
+            shapes[name] = (n_rows, *width)
+        if pieces[0].is_in_stack:
+            n_layers = 2 if name.endswith("gate_up_proj") else 1
+            shapes[name] = (len(pieces), n_layers * n_rows, *width)
+        if name.endswith("conv1d.weight"):
+            shapes[name] = (len(p), 1, *width)
     return shapes
 
 
-def stacked_rows(source, names, start, stop):
-    """Yields (rows, their slice of [start, stop)) of the matrices `names`, as if these were one matrix."""
-    n = source.tensors[names[0]].shape[0]
+def stacked_rows(source, pieces, start, stop):
+    """Yields (rows, their slice of [start, stop)) of the matrix that the pieces are, one below another."""
+    n = pieces[0].n_rows
     for i in range(start // n, nf4.ceil_div(stop, n)):
         first = max(start, i * n)
         last = min(stop, i * n + n)
-        yield source.rows(names[i], first - i * n, last - i * n), slice(first - start, last - start)
+        offset = pieces[i].first_row - i * n
+        yield source.rows(pieces[i].name, first + offset, last + offset), slice(first - start, last - start)
 
 
 def check_weights(model, checkpoint, folder):
     """Raises a ValueError if the names or shapes in a checkpoint are not those of the model, or of its LoRA
     layers if it has any."""
-    expected = shapes_in_files(model)
+    expected = shapes_in_files(model, checkpoint.tensors)
     is_adapter = any(".lora_" in name for name in expected)
     if is_adapter:
         expected = {PEFT_PREFIX + name: shape for name, shape in expected.items() if ".lora_" in name}
     elif model.config.tie_word_embeddings and HEAD in checkpoint.tensors:
-        expected[HEAD] = expected[EMBEDDING]  # a duplicate: check_tied_head compares the values
+        # a duplicate: check_tied_head compares the values
+        expected[HEAD] = (model.config.vocab_size, model.config.hidden_size)
+    others = OTHER_PARTS if model.config.is_qwen35 else ()
     found = {name: stored.shape for name, stored in checkpoint.tensors.items()
-             if not name.endswith("rotary_emb.inv_freq")}  # old Llama-2 files have it
+             if not name.endswith("rotary_emb.inv_freq")  # old Llama-2 files have it
+             and not name.startswith(others)}
     differences = {
         "missing": expected.keys() - found,
         "unexpected": found.keys() - expected,
@@ -1421,9 +1483,9 @@ def check_weights(model, checkpoint, folder):
         raise ValueError(f"{folder}: {text}")
 
 
-def check_tied_head(source, start, stop):
+def check_tied_head(source, embedding, start, stop):
     """Compares rows of a head with the embedding's: a tied model has no place for another head."""
-    if not torch.equal(source.rows(EMBEDDING, start, stop), source.rows(HEAD, start, stop)):
+    if not torch.equal(source.rows(embedding, start, stop), source.rows(HEAD, start, stop)):
         raise ValueError(f"config.json ties the head to the embedding, but the checkpoint's {HEAD} differs: "
                          "set tie_word_embeddings to false")
 
@@ -1473,19 +1535,19 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
     for name in tqdm(params, "loading weights", unit="tensor", disable=not progress, leave=False):
         out, start = nf4.local(params[name])
         stop = start + len(out)
-        names = file_names(name, model.config)
+        pieces = pieces_of(name, len(params[name]), model.config, source.tensors)
         if start == stop or name.endswith("weight_scales") or (frozen_only and params[name].requires_grad):
             continue  # an empty shard has no row to read, and scales are written along with the codes
         reader = source
         if ".lora_" in name:
             reader = adapter
-            names = [PEFT_PREFIX + name for name in names]
+            pieces = [piece._replace(name=PEFT_PREFIX + piece.name) for piece in pieces]
         if name.endswith("weight_codes"):
             scales, _ = nf4.local(params[name.removesuffix("codes") + "scales"])
-            for rows, place in stacked_rows(reader, names, start, stop):
+            for rows, place in stacked_rows(reader, pieces, start, stop):
                 out[place], scales[place] = nf4.quantize(rows.to(device), name)
         elif reader:
-            for rows, place in stacked_rows(reader, names, start, stop):
+            for rows, place in stacked_rows(reader, pieces, start, stop):
                 out[place] = rows
         elif name.endswith("lora_B.weight"):
             out.zero_()
@@ -1493,20 +1555,32 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
             width = out.shape[1]
             out.copy_(random_rows(name, width, start, stop, seed, "cpu", uniform=True) * width**-0.5)
         if name == EMBEDDING and HEAD not in params and HEAD in source.tensors:
-            check_tied_head(source, start, stop)
+            check_tied_head(source, pieces[0].name, start, stop)
 
 
 # ---------------- writing a model
 
 
-def full_tensors(model, trainable_only):
-    """Yields (name in files, full tensor on the CPU). Collective."""
+def full_tensors(model, trainable_only, tensors=()):
+    """Yields (name in files, full tensor on the CPU). Collective. tensors: see pieces_of()."""
     lm.reshard_(model)
-    for name, param in model.named_parameters():
-        if param.requires_grad or not trainable_only:
-            whole = param.full_tensor() if nf4.is_sharded(param) else param
-            names = file_names(name, model.config)
-            yield from zip(names, whole.detach().cpu().chunk(len(names)))
+    shapes = shapes_in_files(model, tensors)
+    stacks = {}  # {name: tensor}
+    for parameter, param in model.named_parameters():
+        if trainable_only and not param.requires_grad:
+            continue
+        whole = param.full_tensor() if nf4.is_sharded(param) else param
+        pieces = pieces_of(parameter, len(param), model.config, tensors)
+        parts = whole.detach().cpu().split(pieces[0].n_rows)
+        for (name, first_row, n_rows), rows in zip(pieces, parts):
+            if not pieces[0].is_in_stack:
+                yield name, rows.view(shapes[name])
+                continue
+            if name not in stacks:
+                stacks[name] = torch.empty(shapes[name], dtype=rows.dtype)
+            stacks[name].flatten(0, 1)[first_row : first_row + n_rows] = rows
+        if stacks and not parameter.endswith("gate_proj.weight"):  # which shares a stack with up_proj
+            yield name, stacks.pop(name)
 
 
 def write_safetensors(path, layout, tensors, checksum=None):
@@ -1557,6 +1631,8 @@ def with_both_ropes(raw):
     """The dict of a config.json with RoPE as transformers 5 spells it, and as 4 does, which takes a theta of
     10,000 where it finds none."""
     config = lm.parse_config(raw)
+    if config.is_qwen35:  # version 4 does not have it
+        return raw
     scaling = config.rope_scaling
     theta = config.rope_theta
     old = None if scaling["rope_type"] == "default" else scaling
@@ -1598,14 +1674,17 @@ def export(args, model, source, files, tokenizer, out, ranks):
         if is_first:
             part.mkdir()
             tokenizer.save(part)
-    tensors = full_tensors(model, trainable_only=args.lora)
+    tensors = full_tensors(model, args.lora, source.tensors)
     if args.lora:
         adapter = {name: tensor for name, tensor in tensors if is_first}
     with ranks.agree():
         if not args.lora:
-            stored = {name: source.tensors[name] for name in shapes_in_files(model)}
-            layout = {name: (entry.shape, entry.dtype) for name, entry in stored.items()}
-            tensors = (tensor.to(stored[name].dtype) for name, tensor in tensors)
+            others = [name for name in source.tensors if name.startswith(OTHER_PARTS)]
+            layout = {name: (source.tensors[name].shape, source.tensors[name].dtype)
+                      for name in (*shapes_in_files(model, source.tensors), *others)}
+            tensors = (tensor.to(layout[name][1]) for name, tensor in tensors)
+            copies = (source.rows(name, 0, source.tensors[name].n_rows) for name in others)
+            tensors = itertools.chain(tensors, copies)
             save_model(tensors, layout, part, files.config, write=is_first)
         elif is_first:
             save_adapter(adapter, part, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
@@ -1620,8 +1699,9 @@ def export(args, model, source, files, tokenizer, out, ranks):
 def merge(source, adapter, scale, files, tokenizer, out):
     """Writes merged/: the original weights, without NF4's error, plus scale * B A, summed in float32."""
     part = out / "merged.part"
+    is_tied = lm.parse_config(files.config).tie_word_embeddings
     layout = {name: (stored.shape, stored.dtype) for name, stored in source.tensors.items()
-              if name != HEAD or not files.config.get("tie_word_embeddings")}
+              if name != HEAD or not is_tied}
     with writing(f"--merge, {out}/final is complete", "merged/"):
         part.mkdir()
         tokenizer.save(part)
@@ -1631,11 +1711,26 @@ def merge(source, adapter, scale, files, tokenizer, out):
 
 
 def merged_weight(source, adapter, scale, name):
-    """A weight plus its adapter's product if it has one, on the CPU."""
+    """A weight plus its adapter's product if it has one, or those of its experts, on the CPU."""
     stored = source.tensors[name]
-    w_ND = source.rows(name, 0, stored.shape[0]).cpu()  # random weights are made on the GPU
-    stem = name.removesuffix("weight")
-    if f"{stem}lora_A.weight" in adapter:
-        delta_ND = adapter[f"{stem}lora_B.weight"].float() @ adapter[f"{stem}lora_A.weight"].float()
-        w_ND = w_ND.float().add_(delta_ND, alpha=scale)
-    return w_ND.to(stored.dtype)
+    w_ND = source.rows(name, 0, stored.n_rows).cpu()  # random weights are made on the GPU
+    for stem, rows in adapted_parts(name, stored):
+        if f"{stem}.lora_A.weight" in adapter:
+            delta_ND = adapter[f"{stem}.lora_B.weight"].float() @ adapter[f"{stem}.lora_A.weight"].float()
+            w_ND[rows] = w_ND[rows].float().add_(delta_ND, alpha=scale).to(stored.dtype)
+    return w_ND
+
+
+def adapted_parts(name, stored):
+    """Yields (name of a layer in the adapter, its rows of a tensor in files)."""
+    before, is_expert, after = name.partition(".experts.")
+    if not is_expert or name.endswith(".weight"):
+        yield name.removesuffix(".weight"), slice(None)
+        return
+    layers = ["gate_proj", "up_proj"] if after == "gate_up_proj" else [after]
+    n_experts, n_rows, _ = stored.shape
+    n = n_rows // len(layers)
+    for i in range(n_experts):
+        for j, layer in enumerate(layers):
+            start = i * n_rows + j * n
+            yield f"{before}.experts.{i}.{layer}", slice(start, start + n)

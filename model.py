@@ -1,8 +1,11 @@
-"""The decoder of Llama 2/3, Mistral, Qwen2/2.5, Qwen3 and Qwen3-MoE, its loss, and what a trainer does to it.
+"""The decoder of Llama 2/3, Mistral, Qwen2/2.5, Qwen3 and Qwen3.5, dense and MoE, its loss, and what a
+trainer does to it.
 
-The modules are vanilla and carry Hugging Face's parameter names, so weights need no mapping table. The
-families differ in five things only: biases on q, k, v (Qwen2), RMSNorm on each head of q and k (Qwen3),
-experts in place of the MLP (Qwen3-MoE), a head tied to the embedding, and how RoPE is scaled.
+The modules are vanilla and carry Hugging Face's parameter names, so weights need no mapping table. Up to
+Qwen3 the families differ in five things only: biases on q, k, v (Qwen2), RMSNorm on each head of q and k
+(Qwen3), experts in place of the MLP (MoE), a head tied to the embedding, and how RoPE is scaled. Qwen3.5,
+which 3.6 and 3.8 share, has Gated DeltaNet in three blocks of four and a gate behind attention in the
+fourth; its norms multiply by 1 + w, and RoPE turns a quarter of a head.
 
 Two tensors would be too large if they existed. Attention scores (T*T per head) do not, because attention runs
 document by document in kernels that never store them. Logits (8,192 x 128,256 x 4 bytes = 3.9 GiB) do not,
@@ -41,6 +44,10 @@ IGNORE = -100  # a target that is not trained on, as in every Hugging Face datas
 FAMILIES = {  # model_type: what `architectures` says
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    # Files of the Hub have a vision tower and keep the decoder's keys in `text_config`, whose model_type ends
+    # in _text. Files of the decoder alone have that model_type at the top.
+    "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 
 # A file that sets one of these keys to another value (absent and null are fine) asks for something that the
@@ -48,7 +55,11 @@ FAMILIES = {  # model_type: what `architectures` says
 REFUSED = {
     "hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0, "pretraining_tp": 1, "logit_scale": 1.0,
     "use_sliding_window": False, "output_router_logits": False, "is_causal": True,
-    "partial_rotary_factor": 1.0, "final_logit_softcapping": None, "original_max_position_embeddings": None,
+    "final_logit_softcapping": None, "original_max_position_embeddings": None,
+}
+REFUSED_IN_QWEN35 = REFUSED | {
+    "attn_output_gate": True, "mamba_ssm_dtype": "float32", "norm_topk_prob": True, "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
 }
 
 
@@ -71,7 +82,8 @@ def within(*limits):
 class Config:
     """What the model needs of a config.json, under the file's own names. parse_config() makes it."""
 
-    model_type: str  # one of FAMILIES
+    model_type: str  # one of FAMILIES, the decoder's own if there is a vision tower
+    prefix: str  # of tensors in files: "model.", or "model.language_model." beside a vision tower
     dtype: torch.dtype  # of the weights in the files
     vocab_size: int = within(1, 1 << 20)  # V
     hidden_size: int = within(1, 1 << 16)  # D
@@ -90,9 +102,20 @@ class Config:
     norm_topk_prob: bool = within(False, True, False)  # the k chosen odds of a token sum to 1
     decoder_sparse_step: int = within(1, 1 << 10, 1)  # every n-th block has experts
     mlp_only_layers: list  # numbers of the blocks that have none
+    shared_expert_intermediate_size: int = within(1, 1 << 18, 512)  # F of Qwen3.5's expert for all tokens
+    layer_types: list  # of each block, "full_attention" or "linear_attention", which is Gated DeltaNet
+    linear_num_key_heads: int = within(1, 1 << 10, 16)  # of Gated DeltaNet, as the next three
+    linear_num_value_heads: int = within(1, 1 << 10, 32)
+    linear_key_head_dim: int = within(2, 1 << 10, 128)  # the size of a value, too
+    linear_conv_kernel_dim: int = within(2, 16, 4)  # taps of the convolution
     rope_theta: float
     rope_scaling: dict  # {"rope_type": "default", "linear" or "llama3", and that type's numbers}
+    rope_size: int  # how many numbers of a head RoPE turns: K, or a quarter of it in Qwen3.5
     sliding_window: int | None  # Mistral's. No mask of a window is made, so train.py refuses longer rows
+
+    @property
+    def is_qwen35(self):
+        return self.model_type.startswith("qwen3_5")
 
     @property
     def q_size(self):
@@ -140,14 +163,20 @@ def parse_config(raw, where="config.json"):
             raise ValueError(f"{where}: {key} = {quoted(raw.get(key))}: {why}")
 
     family = raw.get("model_type")
-    refuse(family not in FAMILIES, "model_type", f"not one of {', '.join(FAMILIES)}")
-    for key, value in REFUSED.items():
-        refuse(raw.get(key) not in (None, value), key, f"not implemented, only {value} works")
+    refuse(family not in list(FAMILIES), "model_type", f"not one of {', '.join(FAMILIES)}")
+    is_other = raw.get("architectures") not in (None, [], [FAMILIES[family]])
+    refuse(is_other, "architectures", f"not {FAMILIES[family]}")
+    prefix = "model."
+    if family in ("qwen3_5", "qwen3_5_moe"):
+        raw = with_text_config(raw, refuse)
+        family = raw["model_type"]
+        prefix = "model.language_model."
+    is_qwen35 = family.startswith("qwen3_5")
+    for key, value in (REFUSED_IN_QWEN35 if is_qwen35 else REFUSED).items():
+        refuse(raw.get(key) not in (None, value), key, f"not implemented, only {quoted(value)} works")
     key = "quantization_config"
     refuse(raw.get(key) is not None, key, "not implemented, use the unquantized model and --qlora")
     refuse(raw.get("attention_bias") and family != "qwen2", "attention_bias", f"not implemented for {family}")
-    is_other = raw.get("architectures") not in (None, [], [FAMILIES[family]])
-    refuse(is_other, "architectures", f"not {FAMILIES[family]}")
 
     given = with_implied_values(raw, family)
     values = {f.name: read_field(given, f.name, Bounds(f.type, *f.metadata["limits"]), where)
@@ -157,12 +186,13 @@ def parse_config(raw, where="config.json"):
     key = "num_key_value_heads"
     refuse(H % values[key], key, f"does not divide num_attention_heads {H}")
     refuse(values["head_dim"] % 2, "head_dim", "RoPE needs an even number")
-    full = ["full_attention"] * values["num_hidden_layers"]
-    has_others = given.get("layer_types", full) not in ([], full)
-    refuse(has_others, "layer_types", "only full_attention is implemented")
+    layer_types = layer_types_of(given, is_qwen35, values["num_hidden_layers"], refuse)
+    if is_qwen35:
+        refuse_other_mixers(raw, values, refuse)
 
     E = values["num_experts"]
-    refuse((E > 0) != (family == "qwen3_moe"), "num_experts", "above 0 for qwen3_moe, absent for others")
+    is_moe = family in ("qwen3_moe", "qwen3_5_moe_text")
+    refuse((E > 0) != is_moe, "num_experts", "above 0 for a model with experts, absent for others")
     refuse(values["num_experts_per_tok"] > max(E, 1), "num_experts_per_tok", f"above {E} experts")
     odd_size = E and math.gcd(D, values["moe_intermediate_size"]) % 8  # grouped_mm wants rows of 16 bytes
     refuse(odd_size, "moe_intermediate_size", f"this and hidden_size {D} must be multiples of 8")
@@ -177,8 +207,54 @@ def parse_config(raw, where="config.json"):
     dtype = given.get(key, "bfloat16")
     refuse(dtype not in ("float32", "float16", "bfloat16"), key, "expected float32, float16 or bfloat16")
     theta, scaling = parse_rope(given, family, values, where, refuse)
-    return Config(**values, model_type=family, dtype=getattr(torch, dtype), mlp_only_layers=dense_layers,
-                  rope_theta=theta, rope_scaling=scaling, sliding_window=window)
+    return Config(
+        **values, model_type=family, prefix=prefix, dtype=getattr(torch, dtype), layer_types=layer_types,
+        mlp_only_layers=dense_layers, rope_theta=theta, rope_scaling=scaling, sliding_window=window,
+        rope_size=parse_rope_size(given, is_qwen35, values["head_dim"], where, refuse))
+
+
+def with_text_config(raw, refuse):
+    """The config.json of a model with a vision tower -> that of its decoder. Whether the head is tied stands
+    at the top and in `text_config`, and each counts for another class of transformers."""
+    text = raw.get("text_config")
+    expected = f"{raw['model_type']}_text"
+    is_text = isinstance(text, dict) and text.get("model_type") == expected
+    refuse(not is_text, "text_config", f"expected an object with model_type {expected}")
+    key = "tie_word_embeddings"
+    refuse(key in raw and key in text and raw[key] != text[key], key, "differs from the one in text_config")
+    return raw | text
+
+
+def refuse_other_mixers(raw, values, refuse):
+    gate = raw.get("output_gate_type", "swish")
+    refuse(gate not in ("swish", "silu"), "output_gate_type", "only swish works")
+    K = values["linear_key_head_dim"]
+    refuse(raw.get("linear_value_head_dim", K) != K, "linear_value_head_dim", f"not linear_key_head_dim {K}")
+    H = values["linear_num_value_heads"]
+    G = values["linear_num_key_heads"]
+    refuse(H % G, "linear_num_key_heads", f"does not divide linear_num_value_heads {H}")
+
+
+def layer_types_of(given, is_qwen35, n_layers, refuse):
+    """-> for each block "full_attention" or, in Qwen3.5, "linear_attention"."""
+    types = ["full_attention"] * n_layers
+    if is_qwen35:
+        interval = given.get("full_attention_interval", 4)
+        refuse(type(interval) is not int or interval < 1, "full_attention_interval", "expected a number")
+        for i in range(n_layers):
+            if (i + 1) % interval:
+                types[i] = "linear_attention"
+    stated = given.get("layer_types") or types
+    if is_qwen35:
+        is_list = isinstance(stated, list) and len(stated) == n_layers
+        is_known = is_list and all(kind in ("full_attention", "linear_attention") for kind in stated)
+        refuse(not is_known, "layer_types",
+               f"expected full_attention or linear_attention for each of {n_layers} blocks")
+        refuse("full_attention_interval" in given and stated != types, "full_attention_interval",
+               "layer_types differ: leave one of the two out")
+    else:
+        refuse(stated != types, "layer_types", "only full_attention is implemented")
+    return stated
 
 
 def with_implied_values(raw, family):
@@ -188,9 +264,15 @@ def with_implied_values(raw, family):
     H = given.get("num_attention_heads")
     if "num_local_experts" in given:  # transformers 5
         given.setdefault("num_experts", given["num_local_experts"])
-    if family != "qwen3_moe":  # a dense model has no such keys, and where a file has them they mean nothing
+    if family not in ("qwen3_moe", "qwen3_5_moe_text"):
+        # a dense model has no such keys, and where a file has them they mean nothing
         given.setdefault("num_experts_per_tok", 1)
         given.setdefault("moe_intermediate_size", 1)
+    if family.startswith("qwen3_5"):
+        given.setdefault("head_dim", 256)
+        given["norm_topk_prob"] = True
+    if family == "qwen3_5_moe_text":  # no block has a dense MLP
+        given.setdefault("intermediate_size", 1)
     if family == "llama":  # Llama-2 7B and 13B leave it out
         given.setdefault("num_key_value_heads", H)
     if family != "qwen3" and type(D) is type(H) is int and H > 0 and D % H == 0:
@@ -221,8 +303,6 @@ def parse_rope(given, family, values, where, refuse):
                "expected one flat object; rope parameters per layer type are not implemented")
         kind = rope.get("rope_type") or rope.get("type") or "default"
         refuse(kind not in list(numbers), key, f"rope_type is not one of {', '.join(numbers)}")
-        is_partial = rope.get("partial_rotary_factor") not in (None, 1)
-        refuse(is_partial, key, "partial_rotary_factor is not implemented")
         scaling = {name: read_field(rope, name, bounds, f"{where}: {key}")
                    for name, bounds in numbers[kind].items()}
         crossed = kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]
@@ -245,12 +325,46 @@ def parse_rope(given, family, values, where, refuse):
     return read_field({"rope_theta": theta}, "rope_theta", POSITIVE._replace(default=1e4), where), scaling
 
 
+def parse_rope_size(given, is_qwen35, head_dim, where, refuse):
+    """How many numbers of a head RoPE turns. partial_rotary_factor stands at the top of older files and among
+    the parameters of RoPE in newer ones. mrope_section, which is beside it, means nothing for text: its three
+    positions of a token are then equal, which is plain RoPE."""
+    key = "partial_rotary_factor"
+    stated = [part[key] for name in ("rope_scaling", "rope_parameters")
+              if (part := given.get(name)) and part.get(key) is not None]
+    if key in given:
+        stated.append(given[key])
+    refuse(stated and stated[0] != stated[-1], key, "stated twice and differs: leave one of the two out")
+    factor = stated[0] if stated else (0.25 if is_qwen35 else 1.0)
+    if not is_qwen35:
+        refuse(factor != 1, key, "not implemented, only 1 works")
+    factor = read_field({key: factor}, key, Bounds(float, 1e-3, 1), where)
+    size = int(head_dim * factor)
+    refuse(size == 0 or size % 2, key, f"RoPE needs an even part of head_dim {head_dim}")
+    return size
+
+
 # ---------------- layers
 
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)  # float32 inside
+
+
+class RMSNormOnePlus(nn.RMSNorm):
+    """Qwen3.5 stores what is added to a weight of 1. The sum is rounded to the dtype of x, as only then a
+    fused kernel computes the norm: 2.4e-3 of rounding in bf16 where a float32 weight has 1.7e-3."""
+
+    def forward(self, x):
+        weight = 1 + self.weight.float()
+        return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
+
+
+def norm_of(c, size):
+    """A norm of the residual stream, or of the heads of q and k, in a model's own way."""
+    kind = RMSNormOnePlus if c.is_qwen35 else RMSNorm
+    return kind(size, c.rms_norm_eps)
 
 
 class Linear(nn.Linear):
@@ -263,11 +377,11 @@ class Linear(nn.Linear):
 
 
 def rope_table(positions_BT, config):
-    """-> (cos, sin), each [B, T, 1, K/2]. Angles are float32, as bf16 is wrong beyond a few hundred
+    """-> (cos, sin), each [B, T, 1, rope_size/2]. Angles are float32, as bf16 is wrong beyond a few hundred
     tokens."""
     scaling = config.rope_scaling
-    even_numbers = torch.arange(0, config.head_dim, 2, device=positions_BT.device)
-    freq = 1.0 / config.rope_theta ** (even_numbers.float() / config.head_dim)
+    even_numbers = torch.arange(0, config.rope_size, 2, device=positions_BT.device)
+    freq = 1.0 / config.rope_theta ** (even_numbers.float() / config.rope_size)
     if scaling["rope_type"] == "linear":
         freq = freq / scaling["factor"]
     if scaling["rope_type"] == "llama3":
@@ -284,10 +398,12 @@ def rope_table(positions_BT, config):
 
 def rotate(q_BTHK, rope):
     """Element i of a head turns with element i + K/2, which is Hugging Face's pairing. The paper
-    (arXiv:2104.09864) pairs neighbours: the same up to the order of the rows of q_proj and k_proj."""
+    (arXiv:2104.09864) pairs neighbours: the same up to the order of the rows of q_proj and k_proj. Where rope
+    has angles for a part of a head only, the rest stays as it is."""
     cos, sin = rope
-    a, b = q_BTHK.float().chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(q_BTHK.dtype)
+    turned, rest = q_BTHK.float().tensor_split((2 * cos.shape[-1],), -1)
+    a, b = turned.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(q_BTHK.dtype)
 
 
 # ---------------- attention
@@ -297,21 +413,25 @@ class Spans:
     """Where the documents of packed rows lie in the flattened B*T tokens. pairs: (start, stop) of each;
     bounds: the same with the gaps between them as int32 on the device, None where documents are equally long
     without gaps; longest: of bounds. Neither a tuple nor a dataclass, because FSDP2 walks through those in
-    Python at every forward."""
+    Python at every forward.
+
+    Set from outside: positions_BT (Transformer.forward), where each token is in its document."""
 
     def __init__(self, pairs, bounds=None, longest=0):
         self.pairs = pairs
         self.bounds = bounds
         self.longest = longest
+        self.positions_BT = None
 
 
 class Cache:
-    """Keys and values of the tokens that a generation has seen, 2 * layers * G * K numbers a token. Not a
-    dict: on a GPU FSDP2 copies dicts among the arguments of a model, and what is added to a copy is lost."""
+    """Keys and values of the tokens that a generation has seen, 2 * layers * G * K numbers a token; of a
+    Gated DeltaNet its state, which does not grow. Not a dict: on a GPU FSDP2 copies dicts among the arguments
+    of a model, and what is added to a copy is lost."""
 
     def __init__(self):
         self.n_tokens = 0
-        self.layers = {}  # {Attention: (keys, values)}
+        self.layers = {}  # {Attention: (keys, values), GatedDeltaNet: (end of the tokens, S)}
 
     def extend(self, layer, *new):
         """Adds a layer's new keys and values, [B, T, G, K] -> all that it has, oldest first."""
@@ -333,9 +453,9 @@ class Attention(nn.Module):
         self.k_proj = Linear(c.hidden_size, c.kv_size, bias)
         self.v_proj = Linear(c.hidden_size, c.kv_size, bias)
         self.o_proj = Linear(c.q_size, c.hidden_size, bias=False)
-        norm = RMSNorm if c.model_type.startswith("qwen3") else nn.Identity
-        self.q_norm = norm(c.head_dim, c.rms_norm_eps)
-        self.k_norm = norm(c.head_dim, c.rms_norm_eps)
+        has_norms = c.model_type.startswith("qwen3")
+        self.q_norm = norm_of(c, c.head_dim) if has_norms else nn.Identity()
+        self.k_norm = norm_of(c, c.head_dim) if has_norms else nn.Identity()
 
     def qkv(self, h_BTD, rope):
         projections = (self.q_proj, self.k_proj, self.v_proj)
@@ -347,6 +467,25 @@ class Attention(nn.Module):
         if cache is not None:
             k_BTGK, v_BTGK = cache.extend(self, k_BTGK, v_BTGK)
         return attend(q_BTHK, k_BTGK, v_BTGK, spans, group)
+
+
+class GatedAttention(Attention):
+    """Attention of Qwen3.5, whose output is multiplied by a gate (arXiv:2505.06708)."""
+
+    def __init__(self, c):
+        super().__init__(c)
+        # of each head K rows of q, then K rows of its gate
+        self.q_proj = Linear(c.hidden_size, 2 * c.q_size, bias=False)
+
+    def qkv(self, h_BTD, rope):
+        q_BTHK, gate_BTHK = self.q_proj(h_BTD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+        k_BTGK = self.k_proj(h_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTGK = self.v_proj(h_BTD).unflatten(-1, (-1, self.head_dim))
+        return rotate(self.q_norm(q_BTHK), rope), rotate(self.k_norm(k_BTGK), rope), v_BTGK, gate_BTHK
+
+    def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group):
+        attention_BTE = super().forward(q_BTHK, k_BTGK, v_BTGK, spans, cache, group)
+        return attention_BTE * gate_BTHK.flatten(2).sigmoid()
 
 
 def attend(q_BTHK, k_BTGK, v_BTGK, spans, group=None):
@@ -448,6 +587,195 @@ def exchange(x, group):
     return all_to_all_single(torch.empty_like(x), x, group=group)
 
 
+# ---------------- Gated DeltaNet
+# Three of four blocks of Qwen3.5 remember by a matrix instead of a list of keys (arXiv:2412.06464). A head
+# has a state S [K, P]. Each token fades it, reads what is stored under its key, and writes the correction:
+#
+#     S <- e^g S,   S <- S + k (beta (v - S^T k))^T,   o = S^T q      with a decay g <= 0 and beta in 0 .. 1
+#
+# Token by token that is one tiny kernel after another. So tokens go in chunks: inside a chunk the writes
+# solve a triangular system (section 3.3 of the paper), and only one step per chunk is sequential.
+#
+# Documents are kept apart by their positions alone, which restart at 0: the token j places back belongs to
+# the same document where position >= j. Such masks have the same shapes for every packing, so nothing loops
+# over documents or compiles again. Everything between the projections is float32, whatever the weights are.
+#
+# G key heads, each for H / G value heads; K and P the sizes of a key and a value, here the same number;
+# E = H*K; X = 2*G*K + E the channels of the convolution, J its taps; N tokens of a segment in n chunks of C.
+
+RULE_CHUNK = 64  # tokens of one triangular system, a power of two
+SEGMENT = 2048  # tokens whose intermediates are in memory at once, 12 KiB and more a token and head
+
+
+def unit_length(x):
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
+    """What a chunk needs besides S: w, u, keys faded to the chunk's end, the decay of S, queries and scores,
+    all of them [n, H, rows, columns]. With S before the chunk,
+
+        d = u - w S,   o = queries S + scores d,   S <- decay S + keys^T d."""
+    n, C = positions_nC.shape
+    G, K = k_NGK.shape[1:]
+
+    def by_chunks(x_NHK):  # -> [n, G, H / G, C, K], where H / G is 1 for keys
+        return x_NHK.unflatten(0, (n, C)).transpose(1, 2).contiguous().unflatten(1, (G, -1))
+
+    q_CK = unit_length(by_chunks(q_NGK)) * K**-0.5
+    k_CK = unit_length(by_chunks(k_NGK))
+    beta_C1 = by_chunks(beta_NH[..., None])
+    # Decays are differences of these sums. In float32, strong gates would leave their gradients 3 digits.
+    log_decay_C1 = by_chunks(g_NH[..., None]).double().cumsum(-2)
+
+    i = torch.arange(C, device=g_NH.device)
+    # where the token's document begins, counted from the start of the chunk: negative if it began before
+    first_C1 = (i - positions_nC).view(n, 1, 1, C, 1)
+    is_hidden = (i > i[:, None]) | (i < first_C1)
+    # how much token i sees of S, and of what token j has written
+    carry_C1 = log_decay_C1.to(k_CK.dtype).exp() * (first_C1 < 0)
+    decay_CC = (log_decay_C1 - log_decay_C1.mT).to(k_CK.dtype)
+    decay_CC = decay_CC.masked_fill(is_hidden, -torch.inf).exp()  # masked first: exp() could overflow
+
+    # (1 + a) [w | u] = right, where a counts below its diagonal. On a CPU, solving for the C columns of the
+    # inverse and multiplying takes less time than solving for all K + P columns of `right`.
+    a_CC = k_CK @ k_CK.mT * (decay_CC * beta_C1)
+    right = torch.cat([k_CK * (carry_C1 * beta_C1), by_chunks(v_NHP) * beta_C1], -1)
+    unit_CC = torch.eye(C, dtype=a_CC.dtype, device=a_CC.device).expand_as(a_CC)
+    inverse_CC = torch.linalg.solve_triangular(a_CC, unit_CC, upper=False, unitriangular=True)
+    w_CK, u_CP = (inverse_CC @ right).tensor_split((K,), -1)
+    keys_CK = k_CK * decay_CC[..., -1:, :].mT
+    scores_CC = q_CK @ k_CK.mT * decay_CC
+    system = w_CK, u_CP, keys_CK, carry_C1[..., -1:, :], q_CK * carry_C1, scores_CC
+    return [t.flatten(1, 2) for t in system]
+
+
+def scan(w_nHCK, u_nHCP, keys_nHCK, decay_nH11, S_HKP):
+    """The sequential part, three kernels a chunk -> d of all chunks, S before each, S after the last."""
+    d, S_before = [], []
+    for w_HCK, u_HCP, keys_HCK, decay_H11 in zip(w_nHCK, u_nHCP, keys_nHCK, decay_nH11):
+        d.append(torch.baddbmm(u_HCP, w_HCK, S_HKP, alpha=-1))
+        S_before.append(S_HKP)
+        S_HKP = torch.baddbmm(S_HKP * decay_H11, keys_HCK.mT, d[-1])
+    return torch.stack(d), torch.stack(S_before), S_HKP
+
+
+class ShortConv(nn.Module):
+    """A causal depthwise convolution and SiLU. The weight is [X, 1, J] in files."""
+
+    def __init__(self, n_channels, n_taps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_channels, n_taps))
+
+    def forward(self, x_MX, positions_N):
+        """x begins with the J - 1 tokens before the N of positions -> [N, X] float32."""
+        N = len(positions_N)
+        w_XJ = self.weight.float()
+        J = w_XJ.shape[1]
+        y_NX = x_MX[J - 1 :] * w_XJ[:, -1]
+        for j in range(1, J):
+            is_same = positions_N[:, None] >= j  # the token j places back belongs to the same document
+            # The mask goes to the 16-bit input, which autograd then saves, and not to a float32 product.
+            y_NX = torch.addcmul(y_NX, x_MX[J - 1 - j :][:N] * is_same, w_XJ[:, J - 1 - j])
+        return F.silu(y_NX)
+
+
+class DecayGate(nn.Module):
+    """The log of what each token leaves of S, g = -e^A_log softplus(a + dt_bias). It is a module of its own,
+    because its two vectors stay float32 where FSDP2 gathers all other weights of a block in bf16 (Automodel
+    #2484). In files they have no `decay.` in their names."""
+
+    def __init__(self, n_heads):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(n_heads))
+        self.dt_bias = nn.Parameter(torch.empty(n_heads))
+
+    def forward(self, a_BTH):
+        return -self.A_log.exp() * F.softplus(a_BTH.float() + self.dt_bias)
+
+
+class GatedDeltaNet(nn.Module):
+    """The mixer of a linear_attention block, in the parts that Attention has: qkv(), forward() and o_proj.
+
+    forward() runs a segment of tokens at a time and recomputes it in the backward: a token saves the results
+    of qkv(), (2*X + 2*E + 12*H) bytes in bf16, and a segment the S before it, 4*H*K*P bytes.
+
+    Set from outside: before_scan and after_scan (compile_). The scan between them is not compiled, because
+    its loop would be unrolled: minutes of compiling for no gain."""
+
+    def __init__(self, c):
+        super().__init__()
+        D = c.hidden_size
+        G = c.linear_num_key_heads
+        H = c.linear_num_value_heads
+        K = c.linear_key_head_dim
+        E = H * K
+        X = 2 * G * K + E
+        self.state_shape = H, K, K
+        self.head_counts = G, G, H  # of q, k, v
+        self.in_proj_qkv = Linear(D, X, bias=False)
+        self.in_proj_z = Linear(D, E, bias=False)
+        self.in_proj_a = Linear(D, H, bias=False)
+        self.in_proj_b = Linear(D, H, bias=False)
+        self.conv1d = ShortConv(X, c.linear_conv_kernel_dim)
+        self.decay = DecayGate(H)
+        self.norm = RMSNorm(K, c.rms_norm_eps)  # of weight w, where the other norms of Qwen3.5 have 1 + w
+        self.out_proj = Linear(E, D, bias=False)
+
+    @property
+    def o_proj(self):
+        return self.out_proj
+
+    def qkv(self, h_BTD, rope):
+        """-> qkv_BTX, z_BTE, a_BTH and b_BTH."""
+        return self.in_proj_qkv(h_BTD), self.in_proj_z(h_BTD), self.in_proj_a(h_BTD), self.in_proj_b(h_BTD)
+
+    def forward(self, qkv_BTX, z_BTE, a_BTH, b_BTH, spans, cache, group):
+        """-> [B, T, E]. Rows follow one another as documents of one long row; with a cache there is one row.
+        The cache gets the state after its last token, the last J - 1 rows of qkv and S."""
+        g_BTH = self.decay(a_BTH)
+        beta_BTH = b_BTH.float().sigmoid()
+        state = cache.layers.get(self) if cache is not None else None
+        if state is None:
+            tail_X = qkv_BTX.new_zeros(self.conv1d.weight.shape[1] - 1, qkv_BTX.shape[2])
+            state = tail_X, g_BTH.new_zeros(self.state_shape)
+        tokens = qkv_BTX, z_BTE, g_BTH, beta_BTH, spans.positions_BT
+        out = []
+        for segment in zip(*(t.flatten(0, 1).split(SEGMENT) for t in tokens)):
+            y_NE, *state = checkpoint(
+                self.mix, *segment, *state, use_reentrant=False, preserve_rng_state=False)
+            out.append(y_NE)
+        if cache is not None:
+            cache.layers[self] = state
+        return torch.cat(out).view_as(z_BTE)
+
+    def mix(self, qkv_NX, z_NE, g_NH, beta_NH, positions_N, tail_X, S_HKP):
+        """A segment, after tokens that left the state (tail, S) -> [N, E] and the state that it leaves."""
+        N = len(qkv_NX)
+        C = min(RULE_CHUNK, 1 << (N - 1).bit_length())  # a single new token is a chunk of its own
+        n_more = -N % C
+        x_MX = torch.cat([tail_X, qkv_NX])
+        tail_X = x_MX[-len(tail_X) :].clone()  # a view would keep all of x
+        # Added tokens continue the last document. They neither fade S (g = 0) nor write to it (beta = 0).
+        x_MX, g_NH, beta_NH = (F.pad(t, (0, 0, 0, n_more)) for t in (x_MX, g_NH, beta_NH))
+        added = positions_N[-1] + torch.arange(1, n_more + 1, device=positions_N.device)
+        positions_nC = torch.cat([positions_N, added]).view(-1, C)
+        *system, queries, scores = self.before_scan(x_MX, g_NH, beta_NH, positions_nC)
+        d_nHCP, S_nHKP, S_HKP = scan(*system, S_HKP)
+        return self.after_scan(queries, scores, S_nHKP, d_nHCP, z_NE), tail_X, S_HKP
+
+    def before_scan(self, x_MX, g_NH, beta_NH, positions_nC):
+        qkv_NX = self.conv1d(x_MX, positions_nC.flatten())
+        heads = qkv_NX.unflatten(1, (-1, self.state_shape[1]))
+        return chunk_system(*heads.split(self.head_counts, 1), g_NH, beta_NH, positions_nC)
+
+    def after_scan(self, queries, scores, S_nHKP, d_nHCP, z_NE):
+        """What tokens read from S and from their chunk, normalized for each head and gated."""
+        o_nHCP = queries @ S_nHKP + scores @ d_nHCP
+        o_NHP = o_nHCP.transpose(1, 2).flatten(0, 1)[: len(z_NE)]
+        return (self.norm(o_NHP).flatten(1) * F.silu(z_NE.float())).to(z_NE.dtype)
+
+
 # ---------------- MLP and experts
 # Both have start(h) and finish(start(h)). They are apart for --compile, which takes start() into the graph of
 # a block and leaves finish() out of it, see Block.
@@ -543,8 +871,22 @@ class MoE(nn.Module):
 # ---------------- the block
 
 
+class MoEWithShared(MoE):
+    """The MLP of Qwen3.5-MoE: one more expert sees all tokens, with a gate of its own."""
+
+    def __init__(self, c):
+        super().__init__(c)
+        self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
+        self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False)
+
+    def finish(self, h):
+        shared = self.shared_expert.finish(self.shared_expert.start(h))
+        return super().finish(h) + self.shared_expert_gate(h).sigmoid() * shared
+
+
 class Block(nn.Module):
-    """x + attention, then x + MLP, in three parts: qkv(), self_attn.forward() and rest().
+    """x + attention, then x + MLP, in three parts: qkv(), mixer.forward() and rest(). The mixer is
+    `self_attn` or `linear_attn`.
 
     Attention depends on where the documents lie, the other two do not. So --compile compiles qkv() and
     start_mlp(), each once for all blocks and all packed rows. down_proj stays outside of start_mlp(), because
@@ -556,25 +898,37 @@ class Block(nn.Module):
 
     def __init__(self, c, number):
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = norm_of(c, c.hidden_size)
+        if c.layer_types[number] == "linear_attention":
+            self.linear_attn = GatedDeltaNet(c)
+        elif c.is_qwen35:
+            self.self_attn = GatedAttention(c)
+        else:
+            self.self_attn = Attention(c)
+        self.post_attention_layernorm = norm_of(c, c.hidden_size)
         is_dense = not c.num_experts or number in c.mlp_only_layers or (number + 1) % c.decoder_sparse_step
-        self.mlp = MLP(c.hidden_size, c.intermediate_size) if is_dense else MoE(c)
+        if is_dense:
+            self.mlp = MLP(c.hidden_size, c.intermediate_size)
+        else:
+            self.mlp = MoEWithShared(c) if c.is_qwen35 else MoE(c)
+
+    @property
+    def mixer(self):
+        return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
     def forward(self, x, rope, spans, cache=None, group=None):
-        attention = self.self_attn(*self.qkv(x, rope), spans, cache, group)
-        return self.rest(x, attention)
+        mixed = self.mixer(*self.qkv(x, rope), spans, cache, group)
+        return self.rest(x, mixed)
 
     def qkv(self, x, rope):
-        return self.self_attn.qkv(self.input_layernorm(x), rope)
+        return self.mixer.qkv(self.input_layernorm(x), rope)
 
-    def rest(self, x, attention):
-        x, started = self.start_mlp(x, attention)
+    def rest(self, x, mixed):
+        x, started = self.start_mlp(x, mixed)
         return x + self.mlp.finish(started)
 
-    def start_mlp(self, x, attention):
-        x = x + self.self_attn.o_proj(attention)
+    def start_mlp(self, x, mixed):
+        x = x + self.mixer.o_proj(mixed)
         return x, self.mlp.start(self.post_attention_layernorm(x))
 
 
@@ -709,7 +1063,7 @@ class Transformer(nn.Module):
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(*embedding.shape, _weight=embedding),
             "layers": nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers)),
-            "norm": RMSNorm(c.hidden_size, c.rms_norm_eps),
+            "norm": norm_of(c, c.hidden_size),
         })
         self.lm_head = LMHead(c)
         self.tie_()
@@ -734,6 +1088,7 @@ class Transformer(nn.Module):
             spans = Spans([(row * T, row * T + T) for row in range(B)])
         if targets_BT is not None and keep_S is None:
             keep_S = (targets_BT.flatten() != IGNORE).nonzero().flatten()
+        spans.positions_BT = positions_BT
         rope = rope_table(positions_BT, self.config)
         x = self.model.embed_tokens(tokens_BT).to(self.compute_dtype)
         *blocks, last = self.model.layers
@@ -784,8 +1139,17 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
 
 # ---------------- LoRA
 
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+DELTANET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # its other two projections are H rows each
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_TARGETS)
+LORA_TARGETS = (*ATTENTION_TARGETS, *DELTANET_TARGETS, *MLP_TARGETS)
+
+
+def targets_in(c):
+    """Those of LORA_TARGETS that a model has."""
+    of_layers = {"full_attention": ATTENTION_TARGETS, "linear_attention": DELTANET_TARGETS}
+    found = {name for kind in c.layer_types for name in of_layers[kind]}
+    return [name for name in LORA_TARGETS if name in found or name in MLP_TARGETS]
 
 
 class LoRA:
@@ -836,11 +1200,11 @@ def add_lora_(model, rank, alpha, dropout, targets):
 
 def set_precision_(model, precision):
     """Trained weights are float32 masters but for bf16: an update below 1/256 of a bf16 weight is lost
-    (accelerate #2624)."""
+    (accelerate #2624). What a DecayGate has is always float32."""
     trained = torch.bfloat16 if precision == "bf16" else torch.float32
     frozen = torch.float32 if precision == "fp32" else torch.bfloat16
-    for param in model.parameters():
-        if param.is_floating_point():
+    for name, param in model.named_parameters():
+        if param.is_floating_point() and ".decay." not in name:
             param.data = param.data.to(trained if param.requires_grad else frozen)
     model.compute_dtype = frozen
 
@@ -876,6 +1240,9 @@ def compile_(model, packing):
     for module in model.modules():
         if isinstance(module, nf4.NF4Linear):
             module.fast = True
+        if isinstance(module, GatedDeltaNet):
+            module.before_scan = in_training(module.before_scan, dynamic=not packing)
+            module.after_scan = in_training(module.after_scan, dynamic=not packing)
     head = model.lm_head
     head.softmax_gradient = in_training(head.softmax_gradient, dynamic=True)  # the last piece is shorter
 

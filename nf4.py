@@ -247,12 +247,16 @@ class NF4Linear(nn.Module):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
+# These stay in 16 bits: the router, the gate of a shared expert, and the gates of a Gated DeltaNet.
+SMALL = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
+
+
 def quantize_linears_(module):
-    """Replaces each linear layer below `module` by an NF4Linear, whose parameters are to be filled.
-    ValueError where rows do not divide into blocks, which no Llama or Qwen has."""
+    """Replaces each linear layer below `module` by an NF4Linear, whose parameters are to be filled, but for
+    small ones. ValueError where rows do not divide into blocks, which no Llama or Qwen has."""
     for name, parent in list(module.named_modules()):
         for child_name, child in parent.named_children():
-            if not isinstance(child, nn.Linear) or child_name == "gate":  # the router stays in 16 bits
+            if not isinstance(child, nn.Linear) or child_name in SMALL:
                 continue
             D = child.in_features
             if D % BLOCK:

@@ -574,6 +574,14 @@ def open_config(args, world, random_init):
         for name, value in settings.items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
+    if args.lora:
+        found = lm.targets_in(config)
+        if args.lora_targets == list(lm.LORA_TARGETS):  # all-linear
+            args.lora_targets = found
+        absent = set(args.lora_targets) - set(found)
+        if absent:
+            raise ValueError(f"--lora_targets {', '.join(absent)}: the model has no such layer, only "
+                             + ", ".join(found))
     check_sizes(args, config, world)
     return files, config, adapter
 
@@ -871,6 +879,10 @@ def shard_(model, args, device):
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     *blocks, last = model.model.layers
+    for module in model.model.layers.modules():
+        if isinstance(module, lm.DecayGate):
+            in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
+            shard(module, mp_policy=in_float32, reshard_after_forward=False)
     for block in blocks:
         shard(block, reshard_after_forward=args.reshard_after_forward)
     # the last block stays gathered: the backward needs it first, and freeing it would gather it twice
@@ -1318,7 +1330,8 @@ def print_start(args, model, source, ranks):
     have no words here are printed where they are not at their default."""
     c = model.config
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    n_total = sum(math.prod(stored.shape) for stored in source.tensors.values())
+    n_total = sum(math.prod(stored.shape) for name, stored in source.tensors.items()
+                  if not name.startswith(data.OTHER_PARTS))
     trained = "bfloat16" if args.precision == "bf16" else "float32"
     features = {
         "precision": f"trained {trained}, all else {str(model.compute_dtype).removeprefix('torch.')}",
@@ -1905,7 +1918,7 @@ def plan(args, config, world, length):
     one_block = dataclasses.replace(config, num_hidden_layers=1, mlp_only_layers=[], decoder_sparse_step=1)
     model = lm.on_meta(one_block, args)
     (block,) = model.model.layers
-    after_attention = nn.ModuleList([block.self_attn.o_proj, block.mlp])
+    after_attention = nn.ModuleList([block.mixer.o_proj, block.mlp])
     modules = block, after_attention, model.model.embed_tokens, model.lm_head
     units = Units(*(unit_of(module, args, shards, model.compute_dtype) for module in modules))
     whole = units.of_model(config)

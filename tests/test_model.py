@@ -44,7 +44,7 @@ def build_random(method="full", tile=0, checkpointing=False, dropout=0.0, **shap
     if method == "qlora":
         nf4.quantize_linears_(model.model.layers)
     if method != "full":
-        lm.add_lora_(model, 8, 16, dropout, lm.LORA_TARGETS)
+        lm.add_lora_(model, 8, 16, dropout, lm.targets_in(model.config))
     load(model, source)
     generator = torch.Generator().manual_seed(0)
     for name, param in model.named_parameters():
@@ -136,7 +136,8 @@ def test_presets_hold_the_published_parameter_counts():
         "llama-3.3-70b": 70.55, "mistral-7b": 7.25, "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09,
         "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71, "qwen3-0.6b": 0.60,
         "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
-        "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09,
+        "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09, "qwen3.5-0.8b": 0.75,
+        "qwen3.5-2b": 1.88, "qwen3.5-4b": 4.21, "qwen3.5-9b": 8.95, "qwen3.5-27b": 26.90, "qwen3.5-35b-a3b": 34.66,
     }
     assert published.keys() == data.PRESETS.keys()
     for name, count in published.items():
@@ -244,7 +245,8 @@ def test_lora_trains_the_adapters_only_and_computes_w_plus_scaled_ba():
     torch.testing.assert_close(model(tokens), merged(tokens), atol=1e-4, rtol=1e-4)  # sums in another order
 
 
-DOTTED = [f"proj.{target}" for target in lm.LORA_TARGETS]
+TARGETS = lm.ATTENTION_TARGETS + lm.MLP_TARGETS
+DOTTED = [f"proj.{target}" for target in TARGETS]
 
 
 @pytest.mark.parametrize("modules", ["all-linear", r".*\.(q|k|v|o|gate|up|down)_proj", DOTTED], ids=str)
@@ -254,7 +256,7 @@ def test_an_adapter_is_read_back_with_the_layers_that_its_tensors_name(tmp_path,
     config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"target_modules": modules}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     source, flags = data.open_adapter(tmp_path)
-    assert flags == dict(lora_rank=4, lora_alpha=8, lora_dropout=0.1, lora_targets=list(lm.LORA_TARGETS))
+    assert flags == dict(lora_rank=4, lora_alpha=8, lora_dropout=0.1, lora_targets=list(TARGETS))
     data.check_weights(build_random("lora"), source, tmp_path)
 
 
@@ -361,7 +363,7 @@ def test_a_full_disk_is_named_with_path_and_tensor_and_every_rank_finishes():
         data.save_model(tensors, layout, Path("/dev/null"), SHAPE, write=True)
     assert next(tensors, None) is None  # what the iterator gathers, the other ranks gather too
     with pytest.raises(OSError, match="--merge, /dev/null/final is complete: merged/ not written: Not a directory"):
-        files = data.ModelFiles({}, data.TINY, data.TINY, "tiny")
+        files = data.ModelFiles(SHAPE, data.TINY, data.TINY, "tiny")
         data.merge(data.Checkpoint(data.TINY), {}, 1.0, files, None, Path("/dev/null"))
 
 
