@@ -879,14 +879,17 @@ def shard_(model, args, device):
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     *blocks, last = model.model.layers
+    in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
     for module in model.model.layers.modules():
         if isinstance(module, lm.DecayGate):
-            in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
             shard(module, mp_policy=in_float32, reshard_after_forward=False)
     for block in blocks:
         shard(block, reshard_after_forward=args.reshard_after_forward)
     # the last block stays gathered: the backward needs it first, and freeing it would gather it twice
     shard(last, reshard_after_forward=False)
+    # Said here, because FSDP2's own order counts a DecayGate as a unit between two blocks.
+    for before, block in itertools.pairwise(model.model.layers):
+        block.set_modules_to_backward_prefetch([before])
     # FSDP2 keeps a shared parameter shared only inside one unit, so a tied pair stays in the root
     if args.shard_embeddings and not model.config.tie_word_embeddings:
         embedding = shard(model.model.embed_tokens, reshard_after_forward=True)
