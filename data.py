@@ -5,10 +5,12 @@ the model is trained to predict it. Position p of a row contains token p, and it
 document of n tokens fills n - 1 positions, and no target crosses into the next document (torchtune #2613).
 Best-fit decreasing (arXiv:2404.10830) packs several documents into a row.
 
-Masks come from spans of characters, never from a search for marker tokens. A conversation is rendered once,
-and a token is trained on if it overlaps a span. The spans are the template's {% generation %} blocks. A
-template without them is rendered up to each assistant turn and again with it: if the first text is a prefix
-of the second, what the turn adds is its span (trl #6361).
+Masks come from spans of characters, never from a search for marker tokens: a token is trained on if it
+overlaps a span. The spans are the template's {% generation %} blocks. A template without them is rendered up
+to each assistant turn and again with it: if the first text is a prefix of the second, what the turn adds is
+its span (trl #6361). Qwen3's template rewrites a turn once the user asks again: it drops the thoughts. The
+text of the whole conversation does not repeat such a turn as the model wrote it, so the text up to the turn
+becomes a further document, which is what the model sees when it answers.
 
 Each machine tokenizes a file once, on all cores, into flat arrays that all its ranks map into memory: 5 bytes
 per token on disk (torchtune #1097: 900 GB of RAM for a 3 GB file). The order of the rows depends on --seed
@@ -220,10 +222,11 @@ TOKENIZER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config
 
 class Tokenizer:
     """The tokens and the chat template of a model folder. bos_ids and eos_ids enclose a plain text, stop_ids
-    end an answer. Works in the main thread only: a signal stops slow templates."""
+    end an answer, train_on is the flag. Works in the main thread only: a signal stops slow templates."""
 
-    def __init__(self, folder, template_file=None):
+    def __init__(self, folder, template_file=None, train_on="targets"):
         self.folder = Path(folder)
+        self.train_on = train_on
         self.path = self.folder / "tokenizer.json"
         config_path = self.folder / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
@@ -256,8 +259,9 @@ class Tokenizer:
         self.special_ids = sorted({*special, *self.stop_ids})
 
         self.load_template(config.get("chat_template"), template_file, end_of_turn)
-        # the tokens of a text depend on these, so the name of its folder in the cache does
-        self.made_of = self.path.read_text("utf-8"), self.bos_ids, self.variables, self.template_text
+        # the tokens and masks of a text depend on these, so the name of its folder in the cache does
+        self.made_of = (self.path.read_text("utf-8"), self.bos_ids, self.variables, self.template_text,
+                        train_on)
 
     def load_core(self):
         """Reads tokenizer.json. What it adds to a text gives bos_ids and eos_ids. Returns {id: text} of the
@@ -334,40 +338,77 @@ class Tokenizer:
         return self.render(messages, tools)
 
     def conversation(self, messages, tools=None):
-        """Messages -> (text, spans to train on, number of answers without a span). The text is None if the
-        messages spell a special token. Answers are trained on unless their weight is 0 (OpenAI's key). Raises
-        a ValueError if no answer can be delimited, or if the template leaves out a tool."""
+        """Messages -> ([(text, spans to train on)], number of answers without a span). The first text is the
+        whole conversation up to its last answer, others repeat answers that it rewrites. The text is None if
+        the messages spell a special token. Answers are trained on unless their weight is 0 (OpenAI's key).
+        Raises a ValueError if there is no answer, if none can be delimited, or if the template leaves out a
+        tool or a message."""
         if self.reserved.search(json.dumps([messages, tools], ensure_ascii=False)):
-            return None, None, 0
-        text, spans = self.render_calls(messages, tools)
-        for function in functions_of(messages, tools):
-            if str(function.get("name")) not in text:
-                raise ValueError(f"{self.source}: leaves out the tool {lm.quoted(function.get('name'))}")
+            return [(None, None)], 0
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if messages[i].get("weight") != 0]
+        if self.train_on != "all":
+            if not turns:
+                raise ValueError("no message of the assistant, so nothing to train on")
+            # what follows the last answer trains nothing, and a question makes templates rewrite that answer
+            messages = messages[: turns[-1] + 1]
+        text, spans = self.render_calls(messages, tools)
+        self.check_complete(messages, tools, text)
+        if self.train_on == "all":
+            return [(text, None)], 0
+        documents = [(text, spans)]
         if not spans:
-            spans = list(self.spans_by_prefix(messages, tools, text, trained))
-            if trained and not spans:
-                raise ValueError(f"{self.source}: cannot delimit any assistant turn; put {{% generation %}} "
-                                 "... {% endgeneration %} around what the assistant says")
+            self.delimit_by_prefix(messages, tools, documents, trained)
         elif trained != turns:
             if len(spans) != len(turns):
                 raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, "
                                  "some of weight 0")
-            spans = [span for i, span in zip(turns, spans) if i in trained]
-        return text, spans, max(0, len(trained) - len(spans))
+            spans[:] = [span for i, span in zip(turns, spans) if i in trained]
+        n_spans = sum(len(spans) for _, spans in documents)
+        if trained and not n_spans:
+            raise ValueError(f"{self.source}: cannot delimit any assistant turn; put {{% generation %}} "
+                             "... {% endgeneration %} around what the assistant says")
+        return documents, max(0, len(trained) - n_spans)
 
-    def spans_by_prefix(self, messages, tools, text, turns):
-        """Yields the span of each turn for which the renderings without and with it are prefixes of the whole
-        text."""
-        for i in turns:
+    def check_complete(self, messages, tools, text):
+        """Raises a ValueError if a rendering leaves out a tool, or a message that is not the assistant's."""
+        for function in functions_of(messages, tools):
+            if str(function.get("name")) not in text:
+                raise ValueError(f"{self.source}: leaves out the tool {lm.quoted(function.get('name'))}")
+        for i, message in enumerate(messages):
+            content = message.get("content") or ""
+            if message["role"] != "assistant" and content.strip() not in text:
+                # Templates may quote a message, or obey a switch in it such as /no_think. It is left out if
+                # another one leads to the same text; this one twice begins and ends as templates expect.
+                changed = messages.copy()
+                changed[i] = message | {"content": 2 * content}
+                if self.render(changed, tools)[0] == text:
+                    raise ValueError(f"{self.source}: leaves out the {message['role']} message "
+                                     f"{lm.quoted(content)} where an answer follows")
+
+    def delimit_by_prefix(self, messages, tools, documents, turns):
+        """Adds the span of each turn to the first of the documents that begins with the conversation up to
+        and with this turn. If none does, that text becomes one more document, unless train_on is "whole"."""
+        for i in reversed(turns):  # so that a document of its own also serves the turns before
             with contextlib.suppress(TextError):  # a template may insist on a question before an answer
-                before, _ = self.render(messages[:i], tools, generation_prompt=True)
+                prompt, _ = self.render(messages[:i], tools, generation_prompt=True)
                 after, _ = self.render(messages[: i + 1], tools)
-                if after.startswith(before) and text.startswith(after):
-                    if after.rstrip().endswith(self.added):
-                        after = after.rstrip()  # the model never says the newline behind the end of its turn
-                    yield len(before), len(after)
+                if not after.startswith(prompt):
+                    # small Qwen3.5 models are asked with an empty thought, and this turn may have another
+                    prompt = prompt.removesuffix("\n</think>\n\n")
+                if not after.startswith(prompt):
+                    continue
+                stop = len(after)
+                if after.rstrip().endswith(self.added):
+                    stop = len(after.rstrip())  # the model never says the newline behind the end of its turn
+                span = len(prompt), stop
+                for text, spans in documents:
+                    if text.startswith(after):
+                        spans.append(span)
+                        break
+                else:
+                    if self.train_on == "targets":
+                        documents.append((after, [span]))
 
     def encode(self, examples):
         """[Example] -> an iterator of (ids [n] int32, supervised [n] bool). A text that is no chat gets the
@@ -385,7 +426,7 @@ class Tokenizer:
                 if self.eos is None or not example.text.rstrip().endswith(self.variables["eos_token"]):
                     eos = self.eos_ids
             mask = np.ones(len(ids), bool)
-            if example.spans is not None:
+            if example.spans is not None and self.train_on != "all":
                 mask = tokens_in(encoding, example.spans, self.special_ids)
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
@@ -436,17 +477,18 @@ ROLES = "system", "developer", "user", "assistant", "tool"
 
 
 class Example(NamedTuple):
-    """What a line of a data file asks to train on."""
+    """A document that a line of a data file asks to train on."""
 
     form: str  # one of FORMATS
     text: str | None  # None if the example spells a special token
     spans: list | None = None  # [(start, stop)] of the characters to train on; None: all
     is_chat: bool = False  # the template has written BOS, EOS and the ends of turns
-    n_without_mask: int = 0  # answers that are not trained on because they could not be delimited
+    n_without_mask: int = 0  # answers of the line that are not trained on
+    n_rewritten: int = 0  # answers that are trained on here because the line's first document rewrites them
 
 
 def parse_example(line, tokenizer):
-    """A line of JSON -> Example. Every error but TooSlow becomes a ValueError: a line can hold anything, for
+    """A line of JSON -> [Example]. Every error but TooSlow becomes a ValueError: a line may be anything, for
     example other types or endless brackets."""
     form = "JSON in UTF-8"
     try:
@@ -456,9 +498,10 @@ def parse_example(line, tokenizer):
             raise ValueError(
                 f"expected an object with {' or '.join(FORMATS)}: rename 'question' to 'instruction', "
                 f"'answer' to 'output'; 'chosen' and 'rejected' are data for DPO; got {lm.quoted(example)}")
-        result = read_example(example, form, tokenizer)
-        (result.text or "").encode()  # raises if there is half a surrogate pair
-        return result
+        examples = read_example(example, form, tokenizer)
+        for one in examples:
+            (one.text or "").encode()  # raises if there is half a surrogate pair
+        return examples
     except TooSlow:
         raise
     except Exception as error:
@@ -474,20 +517,21 @@ def format_of(example):
 
 
 def read_example(example, form, tokenizer):
-    """The Example of a dict in one of FORMATS. It may raise any error."""
+    """The [Example] of a dict in one of FORMATS. It may raise any error."""
     if form == "text":
-        return Example(form, "" + example["text"])
+        return [Example(form, "" + example["text"])]
     if form == "prompt + completion" and isinstance(example["prompt"], str):
         text = example["prompt"] + example["completion"]
-        return Example(form, text, [(len(example["prompt"]), len(text))])
+        return [Example(form, text, [(len(example["prompt"]), len(text))])]
     messages = check_messages(messages_of(example, form))
     tools = example.get("tools") or None
     if isinstance(tools, str):
         tools = json.loads(tools) or None
     if not isinstance(tools, list | None):
         raise ValueError("'tools' must be a list of JSON schemas")
-    text, spans, n_without_mask = tokenizer.conversation(messages, tools)
-    return Example(form, text, spans, True, n_without_mask)
+    (whole, *others), n_without_mask = tokenizer.conversation(messages, tools)
+    others = [Example(form, text, spans, True, n_rewritten=len(spans)) for text, spans in others]
+    return [Example(form, *whole, True, n_without_mask), *others]
 
 
 def messages_of(example, form):
@@ -706,7 +750,9 @@ class FileReport:
     formats: dict = field(default_factory=Counter)  # {one of FORMATS: number of examples}
     n_chats: int = 0
     n_spells_special: int = 0  # examples that spell a special token
-    n_without_mask: int = 0  # answers that could not be delimited
+    n_rewritten: int = 0  # answers in further documents, as the whole conversation rewrites them
+    n_rewritten_tok: int = 0  # tokens of these documents
+    n_without_mask: int = 0  # answers that are not trained on: rewritten, or not to be delimited
     n_without_end: int = 0  # answers that end without a special token
     n_tokens: int = 0
     largest_id: int = 0  # of all tokens
@@ -738,20 +784,21 @@ def encode_chunk(tokenizer, chunk, report):
             continue
         report.n_examples += 1
         try:
-            example = parse_example(line, tokenizer)
+            found = parse_example(line, tokenizer)
         except TooSlow as error:
             raise ValueError(f"line {report.n_lines}: {error}") from error
         except ValueError as error:
             count_bad(report, error)
             continue
-        report.formats[example.form] += 1
-        if example.text is None:
+        first = found[0]
+        report.formats[first.form] += 1
+        if first.text is None:
             report.n_spells_special += 1
             continue
-        report.n_chats += example.is_chat
-        report.n_without_mask += example.n_without_mask
-        examples.append(example)
-        lines.append(report.n_lines)
+        report.n_chats += first.is_chat
+        report.n_without_mask += first.n_without_mask
+        examples += found
+        lines += [report.n_lines] * len(found)
     tokens = []
     supervised = []
     lengths = []
@@ -759,6 +806,9 @@ def encode_chunk(tokenizer, chunk, report):
         tokens += ids.tolist()
         supervised += mask.tolist()
         lengths.append(len(ids))
+        if example.n_rewritten:
+            report.n_rewritten += example.n_rewritten
+            report.n_rewritten_tok += len(ids)
         if example.is_chat:
             report.n_without_end += turns_without_end(ids, mask, tokenizer.special_ids)
     report.n_tokens += len(tokens)
@@ -822,7 +872,7 @@ class Documents:
         return f"{self.files[self.file[number]].name}:{self.line[number]}"
 
 
-def open_documents(folders, names, seq_len, train_on="targets", overflow=None, vocab_size=1 << 31):
+def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31):
     """Folders of the cache -> Documents. overflow is what becomes of documents of more than seq_len
     positions; None splits texts and drops the others. Raises a ValueError if a file should not be trained
     on."""
@@ -830,7 +880,7 @@ def open_documents(folders, names, seq_len, train_on="targets", overflow=None, v
     columns = []
     checksum = 0
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
-        file, parts = open_file(folder, name, seq_len, train_on, overflow)
+        file, parts = open_file(folder, name, seq_len, overflow)
         check_file(file, seq_len, vocab_size)
         checksum = zlib.crc32(b"%d" % file.report.crc, checksum)
         files.append(file)
@@ -838,13 +888,11 @@ def open_documents(folders, names, seq_len, train_on="targets", overflow=None, v
     return Documents(files, np.concatenate(columns, 1), checksum)
 
 
-def open_file(folder, name, seq_len, train_on, overflow):
+def open_file(folder, name, seq_len, overflow):
     """A folder of the cache -> (DataFile, [start, stop, n_targets, line] of its parts that have a target)."""
     report = FileReport(**read_json(folder / "report.json"))
     tokens, supervised, lengths, lines = (
         np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
-    if train_on == "all":
-        supervised = np.broadcast_to(True, len(tokens))
     if not overflow:
         overflow = "split" if report.formats.keys() == {"text"} else "drop"
     document, start, stop = parts_of(lengths, seq_len, overflow)
@@ -1067,7 +1115,7 @@ def load_data(args, specs, held_out, tokenizer, vocab_size, ranks):
         if [folder.name for folder in folders] != [folder.name for folder in every[0]]:
             raise ValueError(f"--data: {os.uname().nodename} has other files or package versions "
                              "than rank 0's machine")
-        documents = open_documents(folders, specs, args.seq_len, args.train_on, args.overflow, vocab_size)
+        documents = open_documents(folders, specs, args.seq_len, args.overflow, vocab_size)
         return Loader(documents, args.seq_len, args.packing, args.batch_size, args.seed,
                       ranks.rank, ranks.world, args.sequence_parallel)
 
@@ -1114,7 +1162,10 @@ def print_file(file):
         (file.n_long, f"longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}"),
         (file.n_untrained, "without a token to train on: dropped"),
         (report.n_spells_special, "spell a special token: dropped"),
-        (report.n_without_mask, "assistant turns not trained on: the template rewrites them in later turns"),
+        (report.n_rewritten, f"assistant turns are documents of their own, {report.n_rewritten_tok:,} tokens: "
+         "the template rewrites them in later turns; --train_on whole leaves them out"),
+        (report.n_without_mask, "assistant turns not trained on: the template rewrites them in later turns, "
+         "or they cannot be delimited"),
         (report.n_without_end, "assistant turns end without a special token: the model cannot learn to stop"),
         (report.n_bad, f"cannot be trained on: dropped{report.errors}")]
     for count, note in notes:

@@ -170,8 +170,10 @@ def make_parser():
     switch(dataset, "--packing", "put several documents into a row; they do not see each other", on=True,
            fixed=True)
     add(dataset, "--train_on", str, "targets",
-        "tokens that count in the loss; targets: answers and plain texts, all: every token",
-        choices=("targets", "all"), fixed=True)
+        "tokens that count in the loss; targets: answers and plain texts, and an answer that the template "
+        "rewrites in later turns gets a document of its own; whole: without such documents; all: every token "
+        "of the whole conversations and texts",
+        choices=("targets", "whole", "all"), fixed=True)
     add(dataset, "--chat_template", str, None, "jinja file, in place of the model's own (default: none)")
     add(dataset, "--inspect", whole, None,
         "print N examples, with the trained tokens in brackets, and exit (default: off)")
@@ -606,7 +608,7 @@ def open_model(args, ranks):
         model = lm.on_meta(config, args)
         if adapter:
             data.check_weights(model, adapter, args.adapter)
-        tokenizer = data.Tokenizer(files.tokenizer, args.chat_template)
+        tokenizer = data.Tokenizer(files.tokenizer, args.chat_template, args.train_on)
         return OpenedModel(files, config, model, source, adapter, tokenizer)
 
 
