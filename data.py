@@ -341,15 +341,13 @@ class Tokenizer:
         """Messages -> ([(text, spans to train on)], number of answers without a span). The first text is the
         whole conversation up to its last answer, others repeat answers that it rewrites. The text is None if
         the messages spell a special token. Answers are trained on unless their weight is 0 (OpenAI's key).
-        Raises a ValueError if there is no answer, if none can be delimited, or if the template leaves out a
-        tool or a message."""
+        Raises a ValueError if no answer can be delimited, or if the template leaves out a tool or a message.
+        """
         if self.reserved.search(json.dumps([messages, tools], ensure_ascii=False)):
             return [(None, None)], 0
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if messages[i].get("weight") != 0]
-        if self.train_on != "all":
-            if not turns:
-                raise ValueError("no message of the assistant, so nothing to train on")
+        if turns and self.train_on != "all":
             # what follows the last answer trains nothing, and a question makes templates rewrite that answer
             messages = messages[: turns[-1] + 1]
         text, spans = self.render_calls(messages, tools)

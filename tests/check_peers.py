@@ -232,7 +232,7 @@ def check_chats(path):
         unlike[0] += mine.render(chat)[0] != auto.apply_chat_template(chat, tokenize=False)
         unlike[0] += mine.render(chat[:1], generation_prompt=True)[0] != auto.apply_chat_template(
             chat[:1], tokenize=False, add_generation_prompt=True)
-        text, spans, _ = mine.conversation(chat)
+        ((text, spans),), _ = mine.conversation(chat)
         ids, mask = next(mine.encode([data.Example("messages", text, spans, True)]))
         expected = auto.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
         unlike[1] += ids.tolist() != expected["input_ids"]

@@ -33,7 +33,7 @@ AGENT = (
     "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content ~ '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}")
 BOS_EOS = TemplateProcessing(f"<s> $A {END}", special_tokens=[("<s>", VOCAB), (END, 1)])
 BOS = TemplateProcessing("<s> $A", special_tokens=[("<s>", VOCAB)])
-LLAMA2 = (HERE / "goldens-chat" / "llama2.jinja").read_text()
+LLAMA2, NEMO, QWEN35 = ((HERE / "goldens-chat" / f"{name}.jinja").read_text() for name in ("llama2", "nemo", "qwen3.5"))
 FORGETFUL = CHATML.replace(  # as Qwen3's: drops what came before </think> from every assistant turn but the last
     "m.content", "(m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content)")
 
@@ -162,17 +162,62 @@ ANSWERS = [one["content"] + END for one in TURNS if one["role"] == "assistant"]
 @pytest.mark.parametrize(("template", "messages", "expected"), [
     (None, TURNS, ANSWERS),  # ChatML, for a model without a template
     (CHATML, TURNS[:4], ANSWERS[:1]),  # ends in a question
+    (NEMO, TURNS[1:4], ANSWERS[:1]),
     (LLAMA2, TURNS, [f" {answer.removesuffix(END)} {END}" for answer in ANSWERS]),  # the blanks are the template's
-    (FORGETFUL, THINKING, ["<think>hm</think>6" + END]),  # it rewrites the first answer
+    (FORGETFUL, THINKING, ["<think>hm</think>6" + END]),  # it rewrites the first answer: see below
     (FORGETFUL, [THINKING[0], message("assistant", "4"), *THINKING[2:]], ["4" + END, "<think>hm</think>6" + END]),
     (CHATML.replace("+ '<|im_end|>'", ""), THINKING, ["<think>easy</think>4\n", "<think>hm</think>6\n"]),
-], ids=["none", "question-last", "llama2", "rewrites", "rewrites-nothing", "no-end"])
+], ids=["none", "question-last", "nemo", "llama2", "rewrites", "rewrites-nothing", "no-end"])
 def test_answers_are_marked_to_the_token_and_counted_without_a_mask_or_an_end(tmp_path, template, messages, expected):
-    tokenizer = data.Tokenizer(model_folder(tmp_path, template))
+    tokenizer = data.Tokenizer(model_folder(tmp_path, template), train_on="whole")
     documents, file = read_data(jsonl(tmp_path / "a.jsonl", chat(*messages)), tokenizer)
     assert re.findall("⟦(.*?)⟧", marked(tokenizer, *pieces(documents)[0]), re.DOTALL) == expected
     assert file.report.n_without_mask == [one["role"] for one in messages].count("assistant") - len(expected)
     assert file.report.n_without_end == sum(not answer.endswith(END) for answer in expected)
+
+
+def thought(thought, answer):
+    return f"{START}assistant\n<think>\n⟦{thought}\n</think>\n\n{answer}{END}⟧\n"
+
+
+REWRITTEN = [
+    message("system", "s"), QUESTION, message("assistant", "", thinking="a", tool_calls=[{"function": CALL}]),
+    message("tool", " 4 "), {**ANSWER, "thinking": "b"}, message("user", "☃"), {**ANSWER, "thinking": "c"}, QUESTION]
+XML = ("<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\né\n</parameter>\n</function>\n"
+       "</tool_call>")
+HEAD, RESULT = turn("system", "s") + ASKED, turn("user", "<tool_response>\n4\n</tool_response>")
+BEFORE = HEAD + turn("assistant", XML) + RESULT + turn("assistant", "It is 4.") + turn("user", "☃")
+WHOLE = BEFORE + thought("c", "It is 4.")
+SMALL = QWEN35.replace("enable_thinking is false", "true")  # small models are asked not to think
+
+
+@pytest.mark.parametrize("template", [QWEN35, SMALL], ids=["large", "small"])
+def test_answers_that_later_turns_rewrite_are_trained_on_in_a_document_of_their_own(tmp_path, capsys, template):
+    tokenizer = data.Tokenizer(model_folder(tmp_path, template))
+    documents, file = read_data(jsonl(tmp_path / "a.jsonl", chat(*REWRITTEN)), tokenizer)
+    further = HEAD + thought("a", XML) + RESULT + thought("b", "It is 4.")  # neither rewrites the other
+    assert [marked(tokenizer, *piece) for piece in pieces(documents)] == [WHOLE, further]
+    assert documents.line.tolist() == [1, 1] and file.report.n_without_mask == 0
+    data.print_file(file)
+    n_tokens = len(pieces(documents)[1][0])
+    assert f"2 assistant turns are documents of their own, {n_tokens} tokens: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("train_on", "expected", "n_lost"), [
+    ("whole", WHOLE, 2), ("all", f"⟦{BEFORE}{turn('assistant', 'It is 4.')}{ASKED}⟧", 0)])
+def test_conversation_is_one_document_where_the_flag_says_so(tmp_path, train_on, expected, n_lost):
+    tokenizer = data.Tokenizer(model_folder(tmp_path, QWEN35), train_on=train_on)
+    documents, file = read_data(jsonl(tmp_path / "a.jsonl", chat(*REWRITTEN)), tokenizer)
+    assert [marked(tokenizer, *piece) for piece in pieces(documents)] == [expected]
+    assert file.report.n_without_mask == n_lost
+
+
+def test_message_that_a_template_leaves_out_is_named_and_one_that_it_changes_is_not(tmp_path):
+    tokenizer = data.Tokenizer(model_folder(tmp_path, NEMO))
+    quoted = message("tool", 'a "b"\n', tool_call_id="1")  # as JSON in the text
+    tokenizer.conversation([QUESTION, ANSWER, quoted, ANSWER])
+    with pytest.raises(ValueError, match=r'leaves out the system message "Answer in one line\."'):
+        tokenizer.conversation(TURNS)
 
 
 # ---------------------------------------------------------------- templates: transformers' texts, its sandbox, limits
@@ -206,12 +251,13 @@ def test_texts_errors_tokens_and_masks_are_those_of_transformers(load, template)
             wrong.append((case["conversation"], prompt))
         if "ids" in case:
             try:
-                example = data.parse_example(json.dumps(row), tokenizer)
+                example, = data.parse_example(json.dumps(row), tokenizer)
             except ValueError as error:  # transformers trains on an empty answer, and on answers without their tools
                 assert template == "chatml_generation" and "tool" in str(row) and "leaves out the tool" in str(error)
                 continue
             ids, mask = next(tokenizer.encode([example]))
-            if (ids.tolist(), mask.astype(int).tolist()) != (case["ids"], case["mask"]):
+            rest = len(case["ids"]) - len(ids)  # what follows the last answer is cut off
+            if (ids.tolist(), [*mask.astype(int).tolist(), *[0] * rest]) != (case["ids"][: len(ids)], case["mask"]):
                 wrong.append((case["conversation"], "mask"))
     assert wrong == []
 
@@ -511,7 +557,8 @@ def by_hand(messages, plain, n_bytes):
     """ChatML's ids and mask, segment by segment: what stands between two special tokens is encoded without them, and
     trained on are an answer's tokens, each that ends behind the answer's first byte, and its <|im_end|>."""
     ids, mask = [], []
-    for one in messages:
+    last = max((i for i, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
+    for one in messages[: last + 1]:
         head, answers = f"{one['role']}\n", one["role"] == "assistant"
         segment, behind = plain.encode(head + one["content"]).ids, plain.encode("\n").ids
         ends = list(itertools.accumulate(n_bytes(plain.id_to_token(token)) for token in segment))
