@@ -27,7 +27,7 @@ MODELS = [{}, {"tie_word_embeddings": True}, {"num_hidden_layers": 1}, LLAMA, QW
           MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [], "num_experts": 3, "norm_topk_prob": False}]
 METHODS = ["", "--lora", "--lora --lora_targets q_proj v_proj", "--qlora", "--qlora --lora_targets o_proj down_proj",
            "--qlora --lora_targets gate_proj up_proj down_proj"]
-TRAINING = ["--no-packing", "--train_on all", "--clip 0", "--weight_decay 0.1", "--seq_len 130"]
+TRAINING = ["--no-packing", "--train_on all", "--train_on whole", "--clip 0", "--weight_decay 0.1", "--seq_len 130"]
 BLOCKS = ["", "--offload activations", "--no-activation_checkpointing", "--activation_checkpointing 1",
           "--activation_checkpointing auto"]
 SHARDED = ["--no-reshard_after_forward", "--no-shard_embeddings", "--replicas 2", "--offload params"]
