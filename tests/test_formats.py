@@ -204,11 +204,13 @@ def test_answers_that_later_turns_rewrite_are_trained_on_in_a_document_of_their_
 
 
 @pytest.mark.parametrize(("train_on", "expected", "n_lost"), [
-    ("whole", WHOLE, 2), ("all", f"⟦{BEFORE}{turn('assistant', 'It is 4.')}{ASKED}⟧", 0)])
-def test_conversation_is_one_document_where_the_flag_says_so(tmp_path, train_on, expected, n_lost):
+    ("whole", [WHOLE, f"a⟦ b{END}⟧"], 2),
+    ("all", [f"⟦{BEFORE}{turn('assistant', 'It is 4.')}{ASKED}⟧", f"⟦a b{END}⟧"], 0)])
+def test_example_is_one_document_where_the_flag_says_so(tmp_path, train_on, expected, n_lost):
     tokenizer = data.Tokenizer(model_folder(tmp_path, QWEN35), train_on=train_on)
-    documents, file = read_data(jsonl(tmp_path / "a.jsonl", chat(*REWRITTEN)), tokenizer)
-    assert [marked(tokenizer, *piece) for piece in pieces(documents)] == [expected]
+    rows = chat(*REWRITTEN), {"prompt": "a", "completion": " b"}
+    documents, file = read_data(jsonl(tmp_path / "a.jsonl", *rows), tokenizer)
+    assert [marked(tokenizer, *piece) for piece in pieces(documents)] == expected
     assert file.report.n_without_mask == n_lost
 
 
