@@ -1160,8 +1160,9 @@ def print_file(file):
         (file.n_long, f"longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}"),
         (file.n_untrained, "without a token to train on: dropped"),
         (report.n_spells_special, "spell a special token: dropped"),
-        (report.n_rewritten, f"assistant turns are documents of their own, {report.n_rewritten_tok:,} tokens: "
-         "the template rewrites them later; --train_on whole leaves them out"),
+        (report.n_rewritten, "assistant turns are documents of their own, "
+         f"{report.n_rewritten_tok:,} tokens: the template rewrites them later; "
+         "--train_on whole leaves them out"),
         (report.n_without_mask, "assistant turns not trained on: the template rewrites them later, or they "
          "cannot be delimited"),
         (report.n_without_end, "assistant turns end without a special token: the model cannot learn to stop"),
