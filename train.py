@@ -647,6 +647,8 @@ def open_run(args, config, loader, source, ranks):
         if state["step"] > steps:
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
+    if config.is_qwen35 and config.num_experts and {*(args.lora_targets or ())} & {*lm.MLP_TARGETS}:
+        ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
     if steps < 20 and not args.steps:
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
     if state["steps"] != steps:

@@ -1,13 +1,16 @@
 """Qwen3.5: the gated delta rule against its definition a token at a time in float64, and packed documents against
 transformers, which computed each alone (tests/make_goldens_qwen35.py)."""
 
+import contextlib
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_model import build
 from torch.autograd import grad
 
@@ -178,6 +181,71 @@ def test_bf16_rounds_at_the_ends_of_the_mixer_only():
     out = net(qkv, z, a, b, spans, None, None)
     assert out.dtype is torch.bfloat16
     assert torch.equal(out, net(qkv.float(), z.float(), a.float(), b.float(), spans, None, None).bfloat16())
+
+
+# ---------------------------------------------------------------- files
+
+
+def in_float32(folder, out, change=lambda tensors: None):
+    """A copy of a golden checkpoint, changed -> its tensors."""
+    tensors = {name: t.float() for name, t in load_file(folder / "model.safetensors").items()}
+    change(tensors)
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors")
+    shutil.copyfile(folder / "config.json", out / "config.json")
+    return tensors
+
+
+def split_stacks(tensors):
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]:
+        for i, expert in enumerate(tensors.pop(name)):
+            stem = name.rpartition(".")[0]
+            layers = {"down_proj": expert}
+            if "gate_up" in name:
+                layers = dict(zip(("gate_proj", "up_proj"), expert.chunk(2)))
+            tensors |= {f"{stem}.{i}.{layer}.weight": t.contiguous() for layer, t in layers.items()}
+
+
+def write(function, folder, tmp_path, *args):
+    """Calls data.export or data.merge on one rank, without a tokenizer."""
+    files = data.ModelFiles(data.read_json(folder / "config.json"), folder, folder, "base")
+    tokenizer = SimpleNamespace(save=lambda out: None)
+    function(*args, files, tokenizer, tmp_path, *[ONE_RANK] * (function is data.export))
+
+
+ONE_RANK = SimpleNamespace(rank=0, agree=contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("folder, change", [(EXPERTS, lambda tensors: None), (EXPERTS, split_stacks), (TIED, lambda tensors: None)],
+                         ids=["stacks of experts", "a matrix an expert", "dense"])
+def test_a_whole_result_has_the_names_forms_and_other_parts_of_the_files(folder, change, tmp_path):
+    tensors = in_float32(folder, tmp_path / "base", change)
+    assert any(name.startswith("mtp.") for name in tensors) and any(name.startswith("model.visual.") for name in tensors)
+    model, source = build(tmp_path / "base"), data.Checkpoint(tmp_path / "base")
+    write(data.export, folder, tmp_path, SimpleNamespace(lora=False), model, source)
+    written = load_file(tmp_path / "final/model.safetensors")
+    assert written.keys() == tensors.keys() and all(torch.equal(written[name], t) for name, t in tensors.items())
+    assert data.read_json(tmp_path / "final/config.json") == data.read_json(folder / "config.json")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [lambda tensors: None, split_stacks], ids=["stacks", "a matrix each"])
+def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
+    in_float32(EXPERTS, tmp_path / "base", change)
+    model, source = build(tmp_path / "base"), data.Checkpoint(tmp_path / "base")
+    lm.add_lora_(model, 8, 16, 0.0, lm.targets_in(model.config))
+    for name, p in model.named_parameters():
+        if ".lora_" in name:
+            p.normal_(0, 0.2)
+    tokens = torch.arange(40)[None]
+    expected = model(tokens)
+    adapter = dict(data.full_tensors(model, True, source.tensors))
+    assert "model.language_model.layers.0.linear_attn.in_proj_qkv.lora_A.weight" in adapter
+    assert "model.language_model.layers.0.mlp.experts.7.up_proj.lora_B.weight" in adapter
+    write(data.merge, EXPERTS, tmp_path, source, adapter, 2.0)
+    assert source.tensors.keys() == data.Checkpoint(tmp_path / "merged").tensors.keys()
+    assert error(build(tmp_path / "merged")(tokens), expected) < 1e-5  # float32 rounding
+    assert error(build(tmp_path / "base")(tokens), expected) > 0.1
 
 
 # ---------------------------------------------------------------- config.json
