@@ -2283,6 +2283,9 @@ def check_sizes(args, config, world):
                              f"of attention; these do: {', '.join(divisors)}")
     if n_recomputed(args, config) > config.num_hidden_layers:
         raise ValueError(f"--activation_checkpointing: the model has {config.num_hidden_layers} blocks")
+    if args.sequence_parallel > 1 and "linear_attention" in config.layer_types:
+        raise ValueError("--sequence_parallel: Gated DeltaNet is not implemented over several ranks; "
+                         "--offload and --tiled_mlp leave room for longer rows")
     if config.num_experts:
         expert_targets = set(args.lora_targets or []) & {"gate_proj", "up_proj", "down_proj"}
         if len(expert_targets & {"gate_proj", "up_proj"}) == 1:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HERE, on_ranks, run_ranks
+from conftest import HERE, QWEN35, on_ranks, random_model, run_ranks
 
 import model as lm
 import train
@@ -54,8 +54,10 @@ def assert_same_end(one, other, step=STEPS):
     (1, EDGE - 1, "--batch_size 2 --precision bf16 --stochastic_rounding --optim adamw8bit --optim_in_backward"),
     (2, EDGE - 1, "--lora --lora_dropout 0.1"), (2, EDGE, "--fsdp2 --optim adamw8bit"),
     (2, EDGE - 1, "--fsdp2 --qlora --lora_dropout 0.1 --offload --tiled_mlp 64"),
+    (2, EDGE - 1, "--fsdp2 --model qwen3.5 --optim adamw8bit"),
 ])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(job, tmp_path, world, step, flags):
+    flags = flags.replace("qwen3.5", str(random_model(tmp_path / "qwen3.5", **QWEN35)))
     rows, _ = run(world, [*job, *flags.split()], tmp_path / "whole")
     assert rows[EDGE - 1]["epoch"] == 1  # steps begin in the middle of an epoch and at the edge of two
     checkpoint = tmp_path / f"whole/checkpoint-{step}"
