@@ -1236,9 +1236,6 @@ def read_presets():
         config["rms_norm_eps"] = 1e-6 if family.startswith("qwen") else 1e-5
         config["tie_word_embeddings"] = is_tied == 1
         config["sliding_window"] = None
-        if family.startswith("qwen3_5"):
-            config["rope_parameters"] = {
-                "rope_type": "default", "rope_theta": config["rope_theta"], "partial_rotary_factor": 0.25}
         if rope_factor:
             config["rope_scaling"] = {
                 "rope_type": "llama3", "factor": float(rope_factor), "low_freq_factor": 1.0,
@@ -1763,24 +1760,21 @@ def merge(source, adapter, scale, files, tokenizer, out):
 def merged_weight(source, adapter, scale, name):
     """A weight plus its adapter's product if it has one, or those of its experts, on the CPU."""
     stored = source.tensors[name]
-    w_ND = source.rows(name, 0, stored.n_rows).cpu()  # random weights are made on the GPU
-    for stem, rows in adapted_parts(name, stored):
-        if f"{stem}.lora_A.weight" in adapter:
-            delta_ND = adapter[f"{stem}.lora_B.weight"].float() @ adapter[f"{stem}.lora_A.weight"].float()
-            w_ND[rows] = w_ND[rows].float().add_(delta_ND, alpha=scale).to(stored.dtype)
-    return w_ND
+    weight = source.rows(name, 0, stored.n_rows).cpu()  # random weights are made on the GPU
+    for layer, w_ND in layers_in(name, weight.view(stored.shape)):
+        if f"{layer}.lora_A.weight" in adapter:
+            delta_ND = adapter[f"{layer}.lora_B.weight"].float() @ adapter[f"{layer}.lora_A.weight"].float()
+            w_ND.copy_(w_ND.float().add_(delta_ND, alpha=scale))
+    return weight
 
 
-def adapted_parts(name, stored):
-    """Yields (name of a layer in the adapter, its rows of a tensor in files)."""
-    before, is_expert, after = name.partition(".experts.")
-    if not is_expert or name.endswith(".weight"):
-        yield name.removesuffix(".weight"), slice(None)
+def layers_in(name, weight):
+    """Yields (name of a layer in an adapter, its rows of a tensor in files)."""
+    before, _, after = name.partition(".experts.")
+    layers = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}.get(after)
+    if not layers:
+        yield name.removesuffix(".weight"), weight
         return
-    layers = ["gate_proj", "up_proj"] if after == "gate_up_proj" else [after]
-    n_experts, n_rows, _ = stored.shape
-    n = n_rows // len(layers)
-    for i in range(n_experts):
-        for j, layer in enumerate(layers):
-            start = i * n_rows + j * n
-            yield f"{before}.experts.{i}.{layer}", slice(start, start + n)
+    for i, expert in enumerate(weight):
+        for layer, rows in zip(layers, expert.chunk(len(layers))):
+            yield f"{before}.experts.{i}.{layer}", rows

@@ -58,8 +58,8 @@ REFUSED = {
     "final_logit_softcapping": None, "original_max_position_embeddings": None,
 }
 REFUSED_IN_QWEN35 = REFUSED | {
-    "attn_output_gate": True, "mamba_ssm_dtype": "float32", "norm_topk_prob": True, "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
+    "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
+    "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
 }
 
 
@@ -104,6 +104,7 @@ class Config:
     mlp_only_layers: list  # numbers of the blocks that have none
     shared_expert_intermediate_size: int = within(1, 1 << 18, 512)  # F of Qwen3.5's expert for all tokens
     layer_types: list  # of each block, "full_attention" or "linear_attention", which is Gated DeltaNet
+    full_attention_interval: int = within(1, 1 << 10, 4)  # makes layer_types where a file has none
     linear_num_key_heads: int = within(1, 1 << 10, 16)  # of Gated DeltaNet, as the next three
     linear_num_value_heads: int = within(1, 1 << 10, 32)
     linear_key_head_dim: int = within(2, 1 << 10, 128)  # the size of a value, too
@@ -185,10 +186,16 @@ def parse_config(raw, where="config.json"):
     H = values["num_attention_heads"]
     key = "num_key_value_heads"
     refuse(H % values[key], key, f"does not divide num_attention_heads {H}")
-    refuse(values["head_dim"] % 2, "head_dim", "RoPE needs an even number")
-    layer_types = layer_types_of(given, is_qwen35, values["num_hidden_layers"], refuse)
+    kinds = ["full_attention"]
+    interval = 1
     if is_qwen35:
-        refuse_other_mixers(raw, values, refuse)
+        kinds.append("linear_attention")
+        interval = values["full_attention_interval"]
+    layer_types = layer_types_of(given, kinds, interval, values["num_hidden_layers"], refuse)
+    K = values["linear_key_head_dim"]
+    refuse(raw.get("linear_value_head_dim", K) != K, "linear_value_head_dim", f"not linear_key_head_dim {K}")
+    key = "linear_num_key_heads"
+    refuse(values["linear_num_value_heads"] % values[key], key, "does not divide linear_num_value_heads")
 
     E = values["num_experts"]
     is_moe = family in ("qwen3_moe", "qwen3_5_moe_text")
@@ -206,11 +213,13 @@ def parse_config(raw, where="config.json"):
     key = "dtype" if "dtype" in given else "torch_dtype"  # transformers 5, 4
     dtype = given.get(key, "bfloat16")
     refuse(dtype not in ("float32", "float16", "bfloat16"), key, "expected float32, float16 or bfloat16")
-    theta, scaling = parse_rope(given, family, values, where, refuse)
+    theta, factor, scaling = parse_rope(given, family, values, where, refuse)
+    rope_size = int(values["head_dim"] * factor)
+    refuse(rope_size == 0 or rope_size % 2, "head_dim", f"RoPE needs an even number, not {rope_size}")
     return Config(
         **values, model_type=family, prefix=prefix, dtype=getattr(torch, dtype), layer_types=layer_types,
-        mlp_only_layers=dense_layers, rope_theta=theta, rope_scaling=scaling, sliding_window=window,
-        rope_size=parse_rope_size(given, is_qwen35, values["head_dim"], where, refuse))
+        mlp_only_layers=dense_layers, rope_theta=theta, rope_scaling=scaling, rope_size=rope_size,
+        sliding_window=window)
 
 
 def with_text_config(raw, refuse):
@@ -225,36 +234,14 @@ def with_text_config(raw, refuse):
     return raw | text
 
 
-def refuse_other_mixers(raw, values, refuse):
-    gate = raw.get("output_gate_type", "swish")
-    refuse(gate not in ("swish", "silu"), "output_gate_type", "only swish works")
-    K = values["linear_key_head_dim"]
-    refuse(raw.get("linear_value_head_dim", K) != K, "linear_value_head_dim", f"not linear_key_head_dim {K}")
-    H = values["linear_num_value_heads"]
-    G = values["linear_num_key_heads"]
-    refuse(H % G, "linear_num_key_heads", f"does not divide linear_num_value_heads {H}")
-
-
-def layer_types_of(given, is_qwen35, n_layers, refuse):
-    """-> for each block "full_attention" or, in Qwen3.5, "linear_attention"."""
-    types = ["full_attention"] * n_layers
-    if is_qwen35:
-        interval = given.get("full_attention_interval", 4)
-        refuse(type(interval) is not int or interval < 1, "full_attention_interval", "expected a number")
-        for i in range(n_layers):
-            if (i + 1) % interval:
-                types[i] = "linear_attention"
-    stated = given.get("layer_types") or types
-    if is_qwen35:
-        is_list = isinstance(stated, list) and len(stated) == n_layers
-        is_known = is_list and all(kind in ("full_attention", "linear_attention") for kind in stated)
-        refuse(not is_known, "layer_types",
-               f"expected full_attention or linear_attention for each of {n_layers} blocks")
-        refuse("full_attention_interval" in given and stated != types, "full_attention_interval",
-               "layer_types differ: leave one of the two out")
-    else:
-        refuse(stated != types, "layer_types", "only full_attention is implemented")
-    return stated
+def layer_types_of(given, kinds, interval, n_layers, refuse):
+    """-> one of `kinds` for each block. Files without layer_types have one block of attention every
+    `interval` blocks."""
+    types = ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
+    types = given.get("layer_types") or types
+    is_known = isinstance(types, list) and len(types) == n_layers and all(kind in kinds for kind in types)
+    refuse(not is_known, "layer_types", f"expected {' or '.join(kinds)} for each of {n_layers} blocks")
+    return types
 
 
 def with_implied_values(raw, family):
@@ -281,9 +268,10 @@ def with_implied_values(raw, family):
 
 
 def parse_rope(given, family, values, where, refuse):
-    """-> (theta, scaling). A file may have `rope_theta` and `rope_scaling`, or transformers 5's
-    `rope_parameters` with both in it. Where it has all of them they must agree, or which one counts would
-    depend on who reads it."""
+    """-> (theta, the part of a head that RoPE turns, scaling). A file may have `rope_theta`,
+    `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. Where
+    one is there twice both must agree, or which one counts would depend on who reads it. mrope_section means
+    nothing for text, whose tokens have three equal positions."""
     numbers = {
         "default": {},
         "linear": {"factor": POSITIVE},
@@ -292,7 +280,7 @@ def parse_rope(given, family, values, where, refuse):
             "original_max_position_embeddings": Bounds(int, 1, 1 << 30, values["max_position_embeddings"]),
         },
     }
-    theta = given.get("rope_theta")
+    stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     scalings = []
     for key in ("rope_scaling", "rope_parameters"):
         rope = given.get(key)
@@ -308,11 +296,12 @@ def parse_rope(given, family, values, where, refuse):
         crossed = kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]
         refuse(crossed, key, "llama3 needs high_freq_factor above low_freq_factor")
         scalings.append({"rope_type": kind, **scaling})
-        other = rope.get("rope_theta")
-        if other is not None:
-            refuse(theta not in (None, other), "rope_theta",
-                   f"{key}.rope_theta = {quoted(other)} differs: leave one of the two out")
-            theta = other
+        for name, value in stated.items():
+            other = rope.get(name)
+            if other is not None:
+                refuse(value not in (None, other), name,
+                       f"{key}.{name} = {quoted(other)} differs: leave one of the two out")
+                stated[name] = other
     scalings = scalings or [{"rope_type": "default"}]
     refuse(scalings[0] != scalings[-1], "rope_scaling", "rope_parameters differ: leave one of the two out")
     scaling = scalings[0]
@@ -320,51 +309,30 @@ def parse_rope(given, family, values, where, refuse):
     # (vllm #42624).
     no_default = (family.startswith("qwen") or scaling["rope_type"] == "llama3"
                   or values["vocab_size"] >= 100_000)
-    refuse(theta is None and no_default, "rope_theta",
+    refuse(stated["rope_theta"] is None and no_default, "rope_theta",
            "missing, with no safe default: copy it from the model's page")
-    return read_field({"rope_theta": theta}, "rope_theta", POSITIVE._replace(default=1e4), where), scaling
-
-
-def parse_rope_size(given, is_qwen35, head_dim, where, refuse):
-    """How many numbers of a head RoPE turns. partial_rotary_factor stands at the top of older files and among
-    the parameters of RoPE in newer ones. mrope_section, which is beside it, means nothing for text: its three
-    positions of a token are then equal, which is plain RoPE."""
-    key = "partial_rotary_factor"
-    stated = [part[key] for name in ("rope_scaling", "rope_parameters")
-              if (part := given.get(name)) and part.get(key) is not None]
-    if key in given:
-        stated.append(given[key])
-    refuse(stated and stated[0] != stated[-1], key, "stated twice and differs: leave one of the two out")
-    factor = stated[0] if stated else (0.25 if is_qwen35 else 1.0)
-    if not is_qwen35:
-        refuse(factor != 1, key, "not implemented, only 1 works")
-    factor = read_field({key: factor}, key, Bounds(float, 1e-3, 1), where)
-    size = int(head_dim * factor)
-    refuse(size == 0 or size % 2, key, f"RoPE needs an even part of head_dim {head_dim}")
-    return size
+    theta = read_field(stated, "rope_theta", POSITIVE._replace(default=1e4), where)
+    smallest, usual = (0, 0.25) if family.startswith("qwen3_5") else (1, 1)
+    factor = read_field(stated, "partial_rotary_factor", Bounds(float, smallest, 1, usual), where)
+    return theta, factor, scaling
 
 
 # ---------------- layers
 
 
 class RMSNorm(nn.RMSNorm):
+    """Computes in float32 and multiplies by w, or by 1 + w in Qwen3.5. That sum is rounded to the dtype of x,
+    as only then a fused kernel runs: an error of 2.4e-3 in bf16 where a float32 weight has 1.7e-3."""
+
+    def __init__(self, size, eps, adds_one=False):
+        super().__init__(size, eps)
+        self.adds_one = adds_one
+
     def forward(self, x):
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)  # float32 inside
-
-
-class RMSNormOnePlus(nn.RMSNorm):
-    """Qwen3.5 stores what is added to a weight of 1. The sum is rounded to the dtype of x, as only then a
-    fused kernel computes the norm: 2.4e-3 of rounding in bf16 where a float32 weight has 1.7e-3."""
-
-    def forward(self, x):
-        weight = 1 + self.weight.float()
+        weight = self.weight
+        if self.adds_one:
+            weight = 1 + weight.float()
         return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
-
-
-def norm_of(c, size):
-    """A norm of the residual stream, or of the heads of q and k, in a model's own way."""
-    kind = RMSNormOnePlus if c.is_qwen35 else RMSNorm
-    return kind(size, c.rms_norm_eps)
 
 
 class Linear(nn.Linear):
@@ -443,49 +411,38 @@ class Cache:
 
 class Attention(nn.Module):
     """A block calls qkv(), forward() and o_proj one after another and compiles all but forward(), which
-    depends on where the documents lie."""
+    depends on where the documents lie. In Qwen3.5 the output is multiplied by a gate (arXiv:2505.06708)."""
 
     def __init__(self, c):
         super().__init__()
         self.head_dim = c.head_dim
+        self.has_gate = c.is_qwen35
         bias = c.model_type == "qwen2"
-        self.q_proj = Linear(c.hidden_size, c.q_size, bias)
+        # with a gate, each head has K rows of q, then K rows of its gate
+        q_width = 2 * c.q_size if self.has_gate else c.q_size
+        self.q_proj = Linear(c.hidden_size, q_width, bias)
         self.k_proj = Linear(c.hidden_size, c.kv_size, bias)
         self.v_proj = Linear(c.hidden_size, c.kv_size, bias)
         self.o_proj = Linear(c.q_size, c.hidden_size, bias=False)
-        has_norms = c.model_type.startswith("qwen3")
-        self.q_norm = norm_of(c, c.head_dim) if has_norms else nn.Identity()
-        self.k_norm = norm_of(c, c.head_dim) if has_norms else nn.Identity()
+        norm = RMSNorm if c.model_type.startswith("qwen3") else nn.Identity
+        self.q_norm = norm(c.head_dim, c.rms_norm_eps, c.is_qwen35)
+        self.k_norm = norm(c.head_dim, c.rms_norm_eps, c.is_qwen35)
 
     def qkv(self, h_BTD, rope):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q_BTHK, k_BTGK, v_BTGK = (proj(h_BTD).unflatten(-1, (-1, self.head_dim)) for proj in projections)
+        gate_BTHK = None
+        if self.has_gate:  # so q has every second head here, and gates have the others
+            gate_BTHK = q_BTHK[:, :, 1::2]
+            q_BTHK = q_BTHK[:, :, ::2]
         # norm before rotation: torchtune shipped Qwen3 the other way round (torchtune #2822)
-        return rotate(self.q_norm(q_BTHK), rope), rotate(self.k_norm(k_BTGK), rope), v_BTGK
-
-    def forward(self, q_BTHK, k_BTGK, v_BTGK, spans, cache, group):
-        if cache is not None:
-            k_BTGK, v_BTGK = cache.extend(self, k_BTGK, v_BTGK)
-        return attend(q_BTHK, k_BTGK, v_BTGK, spans, group)
-
-
-class GatedAttention(Attention):
-    """Attention of Qwen3.5, whose output is multiplied by a gate (arXiv:2505.06708)."""
-
-    def __init__(self, c):
-        super().__init__(c)
-        # of each head K rows of q, then K rows of its gate
-        self.q_proj = Linear(c.hidden_size, 2 * c.q_size, bias=False)
-
-    def qkv(self, h_BTD, rope):
-        q_BTHK, gate_BTHK = self.q_proj(h_BTD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
-        k_BTGK = self.k_proj(h_BTD).unflatten(-1, (-1, self.head_dim))
-        v_BTGK = self.v_proj(h_BTD).unflatten(-1, (-1, self.head_dim))
         return rotate(self.q_norm(q_BTHK), rope), rotate(self.k_norm(k_BTGK), rope), v_BTGK, gate_BTHK
 
     def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group):
-        attention_BTE = super().forward(q_BTHK, k_BTGK, v_BTGK, spans, cache, group)
-        return attention_BTE * gate_BTHK.flatten(2).sigmoid()
+        if cache is not None:
+            k_BTGK, v_BTGK = cache.extend(self, k_BTGK, v_BTGK)
+        out = attend(q_BTHK, k_BTGK, v_BTGK, spans, group)
+        return out * gate_BTHK.flatten(2).sigmoid() if self.has_gate else out
 
 
 def attend(q_BTHK, k_BTGK, v_BTGK, spans, group=None):
@@ -830,7 +787,7 @@ class FromExperts(torch.autograd.Function):
 class MoE(nn.Module):
     """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest odds. A stack of experts
     is one matrix of E * F rows, so NF4, FSDP2 and LoRA see a matrix like any other. Nothing balances the load
-    of the experts."""
+    of the experts. In Qwen3.5 one more expert sees all tokens, through a gate of its own."""
 
     def __init__(self, c):
         super().__init__()
@@ -839,6 +796,10 @@ class MoE(nn.Module):
         self.normalize = c.norm_topk_prob
         self.gate = Linear(c.hidden_size, c.num_experts, bias=False)
         self.experts = MLP(c.hidden_size, c.moe_intermediate_size, c.num_experts)
+        self.has_shared = c.is_qwen35
+        if self.has_shared:
+            self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
+            self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False)
 
     def start(self, h):
         return h  # nothing to compile: how many rows an expert gets is known only after the router has run
@@ -854,7 +815,11 @@ class MoE(nn.Module):
         # odds are applied before the last product: the sums are the same, and a recomputation can end here
         odds = F.pad(odds_Nk.flatten(), (0, len(order) - odds_Nk.numel()))[order, None]
         rows = self.experts.finish(gated * odds.to(h.dtype), ends)
-        return FromExperts.apply(rows, *route).view_as(h)
+        out = FromExperts.apply(rows, *route).view_as(h)
+        if self.has_shared:
+            shared = self.shared_expert.finish(self.shared_expert.start(h))
+            out = out + self.shared_expert_gate(h).sigmoid() * shared
+        return out
 
     def sort(self, chosen, dtype):
         """The expert of each (token, choice) -> order, in which row i of the experts is number order[i] of
@@ -871,19 +836,6 @@ class MoE(nn.Module):
 # ---------------- the block
 
 
-class MoEWithShared(MoE):
-    """The MLP of Qwen3.5-MoE: one more expert sees all tokens, with a gate of its own."""
-
-    def __init__(self, c):
-        super().__init__(c)
-        self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
-        self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False)
-
-    def finish(self, h):
-        shared = self.shared_expert.finish(self.shared_expert.start(h))
-        return super().finish(h) + self.shared_expert_gate(h).sigmoid() * shared
-
-
 class Block(nn.Module):
     """x + attention, then x + MLP, in three parts: qkv(), mixer.forward() and rest(). The mixer is
     `self_attn` or `linear_attn`.
@@ -898,19 +850,14 @@ class Block(nn.Module):
 
     def __init__(self, c, number):
         super().__init__()
-        self.input_layernorm = norm_of(c, c.hidden_size)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.is_qwen35)
         if c.layer_types[number] == "linear_attention":
             self.linear_attn = GatedDeltaNet(c)
-        elif c.is_qwen35:
-            self.self_attn = GatedAttention(c)
         else:
             self.self_attn = Attention(c)
-        self.post_attention_layernorm = norm_of(c, c.hidden_size)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.is_qwen35)
         is_dense = not c.num_experts or number in c.mlp_only_layers or (number + 1) % c.decoder_sparse_step
-        if is_dense:
-            self.mlp = MLP(c.hidden_size, c.intermediate_size)
-        else:
-            self.mlp = MoEWithShared(c) if c.is_qwen35 else MoE(c)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size) if is_dense else MoE(c)
 
     @property
     def mixer(self):
@@ -1063,7 +1010,7 @@ class Transformer(nn.Module):
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(*embedding.shape, _weight=embedding),
             "layers": nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers)),
-            "norm": norm_of(c, c.hidden_size),
+            "norm": RMSNorm(c.hidden_size, c.rms_norm_eps, c.is_qwen35),
         })
         self.lm_head = LMHead(c)
         self.tie_()

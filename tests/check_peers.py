@@ -9,9 +9,9 @@ transformers 5.23, peft 0.21.2, bitsandbytes 0.50.2. One line per check with its
 
 train.py runs a few steps on the built-in model and on random ones that transformers wrote (llama3.1 in several files,
 qwen2 tied, qwen3 in float32, qwen3.5 with a vision tower), in full, with --lora and with --qlora, at a learning rate so
-high that the result is another model. Every folder is then read by both sides in float32 and must give the same logits. Merged models differ
-from base + adapter by the rounding of each weight to bf16 and nothing else: they are held against PEFT's own merge,
-rounded the same way.
+high that the result is another model. Every folder is then read by both sides in float32 and must give the same logits.
+Merged models differ from base + adapter by the rounding of each weight to bf16 and nothing else: they are held against
+PEFT's own merge, rounded the same way.
 """
 
 import json
@@ -121,7 +121,7 @@ def write_random_models(folder):
         model = random_model(config, number).to(dtype)
         model.save_pretrained(folder / name, max_shard_size=file_size)
         if name == "qwen3.5-moe":  # experts in stacks, as on the Hub: transformers writes a matrix each
-            save_file({key: p for key, p in model.state_dict().items()}, folder / name / "model.safetensors")
+            save_file(dict(model.state_dict()), folder / name / "model.safetensors")
         for file in TOKENIZER_FILES:
             shutil.copyfile(TINY / file, folder / name / file)
     return {name: folder / name for name in cases}

@@ -122,10 +122,9 @@ def test_packed_documents_equal_transformers(folder, segment, monkeypatch):
     assert error(logits[golden["rows"]], golden["logits"]) < 1e-5  # float32 rounding: 5e-7 seen
     assert error(nll, golden["nll"]) < 1e-5
     nll.sum().backward()
-    names = data.Checkpoint(folder).tensors
-    for name, p in model.named_parameters():
+    for p in model.parameters():
         p.data = p.grad  # full_tensors() gives gradients the names and forms of the file
-    grads = dict(data.full_tensors(model, False, names))
+    grads = dict(data.full_tensors(model, False, data.Checkpoint(folder).tensors))
     expected = {name.removeprefix("grad."): t for name, t in golden.items() if name.startswith("grad.")}
     assert grads.keys() == expected.keys()
     for name, got in grads.items():
@@ -186,7 +185,7 @@ def test_bf16_rounds_at_the_ends_of_the_mixer_only():
 # ---------------------------------------------------------------- files
 
 
-def in_float32(folder, out, change=lambda tensors: None):
+def in_float32(folder, out, change):
     """A copy of a golden checkpoint, changed -> its tensors."""
     tensors = {name: t.float() for name, t in load_file(folder / "model.safetensors").items()}
     change(tensors)
@@ -206,30 +205,29 @@ def split_stacks(tensors):
             tensors |= {f"{stem}.{i}.{layer}.weight": t.contiguous() for layer, t in layers.items()}
 
 
-def write(function, folder, tmp_path, *args):
-    """Calls data.export or data.merge on one rank, without a tokenizer."""
-    files = data.ModelFiles(data.read_json(folder / "config.json"), folder, folder, "base")
-    tokenizer = SimpleNamespace(save=lambda out: None)
-    function(*args, files, tokenizer, tmp_path, *[ONE_RANK] * (function is data.export))
+def files_of(folder):
+    """What data.export and data.merge need, without a tokenizer."""
+    config = data.read_json(folder / "config.json")
+    return data.ModelFiles(config, folder, folder, "base"), SimpleNamespace(save=lambda out: None)
 
 
-ONE_RANK = SimpleNamespace(rank=0, agree=contextlib.nullcontext)
+FORMS = pytest.mark.parametrize("change", [dict, split_stacks], ids=["stacks of experts", "a matrix an expert"])
 
 
-@pytest.mark.parametrize("folder, change", [(EXPERTS, lambda tensors: None), (EXPERTS, split_stacks), (TIED, lambda tensors: None)],
-                         ids=["stacks of experts", "a matrix an expert", "dense"])
-def test_a_whole_result_has_the_names_forms_and_other_parts_of_the_files(folder, change, tmp_path):
-    tensors = in_float32(folder, tmp_path / "base", change)
-    assert any(name.startswith("mtp.") for name in tensors) and any(name.startswith("model.visual.") for name in tensors)
+@FORMS
+def test_a_whole_result_has_the_names_forms_and_other_parts_of_the_files(change, tmp_path):
+    tensors = in_float32(EXPERTS, tmp_path / "base", change)
+    assert {"mtp", "model"} <= {name.split(".")[0] for name in tensors}  # model.visual beside model.language_model
     model, source = build(tmp_path / "base"), data.Checkpoint(tmp_path / "base")
-    write(data.export, folder, tmp_path, SimpleNamespace(lora=False), model, source)
+    ranks = SimpleNamespace(rank=0, agree=contextlib.nullcontext)
+    data.export(SimpleNamespace(lora=False), model, source, *files_of(EXPERTS), tmp_path, ranks)
     written = load_file(tmp_path / "final/model.safetensors")
     assert written.keys() == tensors.keys() and all(torch.equal(written[name], t) for name, t in tensors.items())
-    assert data.read_json(tmp_path / "final/config.json") == data.read_json(folder / "config.json")
+    assert data.read_json(tmp_path / "final/config.json") == data.read_json(EXPERTS / "config.json")
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", [lambda tensors: None, split_stacks], ids=["stacks", "a matrix each"])
+@FORMS
 def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
     in_float32(EXPERTS, tmp_path / "base", change)
     model, source = build(tmp_path / "base"), data.Checkpoint(tmp_path / "base")
@@ -242,7 +240,7 @@ def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
     adapter = dict(data.full_tensors(model, True, source.tensors))
     assert "model.language_model.layers.0.linear_attn.in_proj_qkv.lora_A.weight" in adapter
     assert "model.language_model.layers.0.mlp.experts.7.up_proj.lora_B.weight" in adapter
-    write(data.merge, EXPERTS, tmp_path, source, adapter, 2.0)
+    data.merge(source, adapter, 2.0, *files_of(EXPERTS), tmp_path)
     assert source.tensors.keys() == data.Checkpoint(tmp_path / "merged").tensors.keys()
     assert error(build(tmp_path / "merged")(tokens), expected) < 1e-5  # float32 rounding
     assert error(build(tmp_path / "base")(tokens), expected) > 0.1
@@ -254,12 +252,11 @@ def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
 @pytest.mark.parametrize("key, value, words", [
     ("layer_types", ["linear_attention"], "for each of 3 blocks"),
     ("layer_types", ["sliding_attention"] * 3, "full_attention or linear_attention"),
-    ("full_attention_interval", 2, "layer_types differ"),
     ("attn_output_gate", False, "only true works"),
     ("output_gate_type", "sigmoid", "swish"),
     ("linear_value_head_dim", 16, "linear_key_head_dim"),
     ("linear_num_key_heads", 4, "linear_num_value_heads"),
-    ("partial_rotary_factor", 0.25, "differs"),
+    ("partial_rotary_factor", 0.25, "rope_parameters.partial_rotary_factor = 0.5 differs"),
     ("mamba_ssm_dtype", "bfloat16", "float32"),
     ("num_experts", 4, "absent for others"),
 ])

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_scale import counted
-from conftest import MOE, QWEN35, SHAPE, build, curve, documents_of, losses, on_ranks, random_model, run_ranks, start_ranks
+from conftest import (
+    MOE, QWEN35, SHAPE, build, curve, documents_of, losses, on_ranks, random_model, run_ranks, start_ranks)
 from safetensors.torch import load_file, save_file
 
 import data
@@ -44,7 +45,8 @@ def plain(job, tmp_path_factory):
     path, results = tmp_path_factory.mktemp("plain"), {}
     folders = {False: job[1], True: random_model(path / "tied", tie_word_embeddings=True),
                "moe": random_model(path / "moe", **MOE), "qwen3.5": random_model(path / "qwen3.5", **QWEN35)}
-    for method, kind in [*itertools.product(METHODS, [False, "moe"]), *itertools.product(["full", "qlora"], [True, "qwen3.5"])]:
+    kinds = *itertools.product(METHODS, [False, "moe"]), *itertools.product(["full", "qlora"], [True, "qwen3.5"])
+    for method, kind in kinds:
         argv, out = ["--model", folders[kind], *job[2:], *METHODS[method]], path / f"{method}{kind}"
         argv += ["--lora_rank", 8] if kind in ("moe", "qwen3.5") and method != "full" else []
         got, norms = curve(1, [*argv, *SPLITS[1]], out)
