@@ -561,7 +561,7 @@ def exchange(x, group):
 # E = H*K; X = 2*G*K + E the channels of the convolution, J its taps; N tokens of a segment in n chunks of C.
 
 RULE_CHUNK = 64  # tokens of one triangular system, a power of two
-SEGMENT = 2048  # tokens whose intermediates are in memory at once, 12 KiB and more a token and head
+SEGMENT = 1024  # tokens whose intermediates are in memory at once, 11 KiB and more a token and head
 
 
 def unit_length(x):
@@ -594,13 +594,16 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     decay_CC = (log_decay_C1 - log_decay_C1.mT).to(k_CK.dtype)
     decay_CC = decay_CC.masked_fill(is_hidden, -torch.inf).exp()  # masked first: exp() could overflow
 
-    # (1 + a) [w | u] = right, where a counts below its diagonal. On a CPU, solving for the C columns of the
-    # inverse and multiplying takes less time than solving for all K + P columns of `right`.
+    # (1 + a) [w | u] = beta [carry k | v], where a counts below its diagonal. On a CPU, solving for the C
+    # columns of the inverse and multiplying takes less time than solving for all K + P columns.
     a_CC = k_CK @ k_CK.mT * (decay_CC * beta_C1)
-    right = torch.cat([k_CK * (carry_C1 * beta_C1), by_chunks(v_NHP) * beta_C1], -1)
     unit_CC = torch.eye(C, dtype=a_CC.dtype, device=a_CC.device).expand_as(a_CC)
     inverse_CC = torch.linalg.solve_triangular(a_CC, unit_CC, upper=False, unitriangular=True)
-    w_CK, u_CP = (inverse_CC @ right).tensor_split((K,), -1)
+    # beta and carry scale columns of the inverse, which is smaller than k and v
+    inverse_CC = inverse_CC * beta_C1.mT
+    u_CP = inverse_CC @ by_chunks(v_NHP)
+    # the value heads of a key head share k: one product of all their rows
+    w_CK = ((inverse_CC * carry_C1.mT).flatten(2, 3) @ k_CK.squeeze(2)).unflatten(2, (-1, C))
     keys_CK = k_CK * decay_CC[..., -1:, :].mT
     scores_CC = q_CK @ k_CK.mT * decay_CC
     system = w_CK, u_CP, keys_CK, carry_C1[..., -1:, :], q_CK * carry_C1, scores_CC
@@ -626,14 +629,13 @@ class ShortConv(nn.Module):
 
     def forward(self, x_MX, positions_N):
         """x begins with the J - 1 tokens before the N of positions -> [N, X] float32."""
-        N = len(positions_N)
         w_XJ = self.weight.float()
         J = w_XJ.shape[1]
         y_NX = x_MX[J - 1 :] * w_XJ[:, -1]
         for j in range(1, J):
             is_same = positions_N[:, None] >= j  # the token j places back belongs to the same document
             # The mask goes to the 16-bit input, which autograd then saves, and not to a float32 product.
-            y_NX = torch.addcmul(y_NX, x_MX[J - 1 - j :][:N] * is_same, w_XJ[:, J - 1 - j])
+            y_NX.addcmul_(x_MX[J - 1 - j : -j] * is_same, w_XJ[:, J - 1 - j])
         return F.silu(y_NX)
 
 
