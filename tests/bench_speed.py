@@ -3,6 +3,7 @@
     tests/make_peers.sh FOLDER                                        # the peers' environments, once
     python tests/bench_speed.py --peers FOLDER                        # full, LoRA and QLoRA on a small model
     python tests/bench_speed.py --peers FOLDER --shape large chat --methods lora --rounds 5 --arms oomph transformers
+    python tests/bench_speed.py --peers FOLDER --shape qwen3.5 --fp32 --threads 1 --arms oomph transformers
     python tests/bench_speed.py --oomph ../old --arms old oomph old+compile oomph+compile    # two checkouts, no peer
 
 Every arm trains once in each round, in a fresh process, in an order that rotates: 3 steps to warm up (there
@@ -12,9 +13,10 @@ CPU seconds are user and system time of all threads in a step. Memory is the pea
 compiling included: VmHWM on a CPU, torch.cuda.max_memory_allocated on a GPU. The first losses of every arm must be
 oomph's within rounding, else its row says so and the exit code is 1.
 
-All arms have bf16 weights, torch's fused AdamW at a constant 1e-4, weight decay 0.01 on matrices, gradients clipped to
-a norm of 1, LoRA of rank 16 and alpha 32 on all linear layers, SDPA attention, no activation checkpointing, and read
-the loss at each step. Adapters are float32 in oomph and in Unsloth, there under autocast, and bf16 in the others.
+All arms have bf16 weights (float32 with --fp32, for a CPU without bf16 instructions), torch's fused AdamW at a
+constant 1e-4, weight decay 0.01 on matrices, gradients clipped to a norm of 1, LoRA of rank 16 and alpha 32 on all
+linear layers, SDPA attention, no activation checkpointing, and read the loss at each step. Adapters are float32 in
+oomph and in Unsloth, there under autocast, and bf16 in the others.
 """
 
 import argparse
@@ -34,7 +36,8 @@ import bench_harness as harness
 import numpy as np
 
 IGNORE, LR, DECAY, CLIP, RANK, ALPHA = -100, 1e-4, 0.01, 1.0, 16, 32
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+           "in_proj_qkv", "in_proj_z", "out_proj"]  # the last three are Gated DeltaNet's
 WARMUP = 3  # steps; their losses are compared
 # Of losses, absolute. Each arm rounds to bf16 in another order (0.005 seen) and compresses the scales of the same NF4
 # codes in another way (0.012 seen). A wrong RoPE makes 0.06, documents that see each other 0.07.
@@ -42,13 +45,17 @@ TOLERANCE = {"full": 0.012, "lora": 0.012, "qlora": 0.025}
 GAIN = 1.36  # of a random matrix: attention is then far from uniform, and the loss shows what is wrong with it
 
 # B rows of T tokens are a step; `steps` are timed in a round; a chat has documents of 20 to 400 tokens, with prompts
-Shape = collections.namedtuple("Shape", "layers D F heads B T steps chat V kv_heads", defaults=(False, 32000, None))
+Shape = collections.namedtuple("Shape", "layers D F heads B T steps chat V kv_heads preset",
+                               defaults=(False, 32000, None, "llama-2-7b"))
 SHAPES = {
     "small": Shape(4, 512, 1536, 8, 2, 512, 8),
     "large": Shape(12, 1024, 2816, 16, 1, 1024, 4),
     "chat": Shape(4, 512, 1536, 8, 2, 512, 8, chat=True),
     "chats": Shape(4, 512, 1536, 8, 2, 512, 100, chat=True),  # to see whether memory grows
     "nano": Shape(2, 64, 192, 4, 2, 512, 2, chat=True),  # only to see it run
+    # three blocks of Gated DeltaNet and one of attention; the head's part of the work is that of Qwen3.5-9B
+    "qwen3.5": Shape(4, 512, 1536, 4, 1, 2048, 2, V=4096, kv_heads=2, preset="qwen3.5-9b"),
+    "qwen3.5-8k": Shape(4, 512, 1536, 4, 1, 8192, 1, V=4096, kv_heads=2, preset="qwen3.5-9b"),
     "gpu": Shape(4, 4096, 14336, 32, 1, 8192, 20, kv_heads=8),  # an eighth of the blocks of Llama-3.1-8B
 }
 
@@ -111,6 +118,8 @@ def oomph(spec, clock):
     method, out = ["--precision", "bf16"], Path(spec["folder"], "out")
     if spec["method"] != "full":
         method = ["--precision", "mixed", f"--{spec['method']}", "--lora_rank", RANK, "--lora_alpha", ALPHA]
+    if spec["fp32"]:
+        method[1] = "fp32"
     if spec["compile"]:
         method.append("--compile")
     shutil.rmtree(out, ignore_errors=True)
@@ -128,11 +137,11 @@ def transformers(spec, clock):
 
     if spec["name"] == "liger":
         importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
-    quantization = None
+    quantization, dtype = None, torch.float32 if spec["fp32"] else torch.bfloat16
     if spec["method"] == "qlora":
         quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                                          bnb_4bit_compute_dtype=torch.bfloat16)
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.bfloat16, attn_implementation="sdpa",
+                                          bnb_4bit_compute_dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype, attn_implementation="sdpa",
                                                  device_map=spec["device"], quantization_config=quantization)
     if spec["method"] != "full":
         adapters = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LINEARS, task_type="CAUSAL_LM")
@@ -167,10 +176,12 @@ def unsloth(spec, clock):
     return train_plainly(spec, clock, model, loss_of)
 
 
+MODULES = ("transformers.models.llama.modeling_llama transformers.models.qwen3_5.modeling_qwen3_5 peft bitsandbytes "
+           "torch._dynamo")
 PEERS = {  # name: (folder under --peers, function, imports that neither its time nor its memory counts)
-    "transformers": ("hf", transformers, "transformers.models.llama.modeling_llama peft bitsandbytes"),
+    "transformers": ("hf", transformers, MODULES),
     "unsloth": ("unsloth", unsloth, "unsloth"),
-    "liger": ("hf", transformers, "transformers.models.llama.modeling_llama peft bitsandbytes"),  # a GPU's kernels
+    "liger": ("hf", transformers, MODULES),  # a GPU's kernels
 }
 PEER_ARMS = ["transformers", "transformers+compile", "unsloth", "liger"]
 
@@ -189,10 +200,11 @@ def work(spec):
 def make_config(shape):
     import data
 
-    return data.PRESETS["llama-2-7b"] | {
+    return data.PRESETS[shape.preset] | {
         "vocab_size": shape.V, "hidden_size": shape.D, "intermediate_size": shape.F, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads or shape.heads,
-        "head_dim": shape.D // shape.heads, "max_position_embeddings": 8192, "initializer_range": GAIN / shape.D**0.5}
+        "head_dim": shape.D // shape.heads, "max_position_embeddings": 8192, "initializer_range": GAIN / shape.D**0.5,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
 def write_steps(folder, shape, n_steps):
@@ -238,6 +250,8 @@ def run_arm(args, spec, arm):
            "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # what train.py sets, for all
            "TORCHINDUCTOR_CACHE_DIR": f"{spec['folder']}/inductor-{arm}"}
     env.pop("OMP_NUM_THREADS", None)
+    if args.threads:
+        env["OMP_NUM_THREADS"] = str(args.threads)
     spec = spec | {"name": name, "compile": arm != name, "checkout": str(args.checkouts.get(name))}
     done = subprocess.run([python, Path(__file__).resolve(), "--worker", json.dumps(spec)], env=env, cwd=spec["folder"],
                           capture_output=True, text=True)
@@ -252,7 +266,8 @@ def compare(args, model, name, method):
     with tempfile.TemporaryDirectory() as folder:
         n_tokens = write_steps(Path(folder), shape, WARMUP + shape.steps)
         spec = {"folder": folder, "model": str(model), "method": method, "flags": args.flags.split(),
-                "device": args.device, "B": shape.B, "T": shape.T, "steps": shape.steps, "chat": shape.chat}
+                "device": args.device, "fp32": args.fp32, "B": shape.B, "T": shape.T, "steps": shape.steps,
+                "chat": shape.chat}
         for number in range(args.rounds):
             arms = [arm for arm in args.arms if arm not in failed]
             first = number % max(len(arms), 1)
@@ -310,6 +325,8 @@ def main():
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="(default: every checkout and every peer)")
     parser.add_argument("--rounds", type=int, default=7, help="(default: 7)")
     parser.add_argument("--flags", default="", help="more flags of train.py for the checkouts, as one string")
+    parser.add_argument("--fp32", action="store_true", help="float32 in place of bf16")
+    parser.add_argument("--threads", type=int, help="of each arm (default: torch's)")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
