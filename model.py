@@ -630,12 +630,14 @@ class ShortConv(nn.Module):
     def forward(self, x_MX, positions_N):
         """x begins with the J - 1 tokens before the N of positions -> [N, X] float32."""
         w_XJ = self.weight.float()
+        N = len(positions_N)
         J = w_XJ.shape[1]
-        y_NX = x_MX[J - 1 :] * w_XJ[:, -1]
+        y_NX = x_MX[:N] * w_XJ[:, 0]
         for j in range(1, J):
-            is_same = positions_N[:, None] >= j  # the token j places back belongs to the same document
-            # The mask goes to the 16-bit input, which autograd then saves, and not to a float32 product.
-            y_NX.addcmul_(x_MX[J - 1 - j : -j] * is_same, w_XJ[:, J - 1 - j])
+            # Taps before the j-th see tokens J - j places back and more. Masking the sum of the older taps, and
+            # not their inputs, saves no masked copies of x.
+            y_NX.mul_(positions_N[:, None] >= J - j)
+            y_NX.addcmul_(x_MX[j : j + N], w_XJ[:, j])
         return F.silu(y_NX)
 
 
