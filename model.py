@@ -133,6 +133,23 @@ class Config:
             return self.num_experts_per_tok * self.moe_intermediate_size
         return self.intermediate_size
 
+    @property
+    def shared_size(self):
+        """The same of the expert for all tokens, 0 if there is none."""
+        if self.is_qwen35 and self.num_experts:
+            return self.shared_expert_intermediate_size
+        return 0
+
+    @property
+    def value_size(self):
+        """Numbers a token that out_proj of a Gated DeltaNet reads, E."""
+        return self.linear_num_value_heads * self.linear_key_head_dim
+
+    @property
+    def conv_size(self):
+        """Channels of the convolution of a Gated DeltaNet, X."""
+        return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.value_size
+
 
 POSITIVE = Bounds(float, 1e-30, 1e30)
 
@@ -670,8 +687,8 @@ class GatedDeltaNet(nn.Module):
         G = c.linear_num_key_heads
         H = c.linear_num_value_heads
         K = c.linear_key_head_dim
-        E = H * K
-        X = 2 * G * K + E
+        E = c.value_size
+        X = c.conv_size
         self.state_shape = H, K, K
         self.head_counts = G, G, H  # of q, k, v
         self.in_proj_qkv = Linear(D, X, bias=False)
@@ -809,6 +826,9 @@ class MoE(nn.Module):
         return h  # nothing to compile: how many rows an expert gets is known only after the router has run
 
     def finish(self, h):
+        if self.has_shared:  # before the others run, so that a recomputation can end before their last product
+            shared = self.shared_expert.finish(self.shared_expert.start(h))
+            shared = self.shared_expert_gate(h).sigmoid() * shared
         h_ND = h.flatten(0, -2)
         odds_Nk, chosen_Nk = self.gate(h_ND).softmax(-1, dtype=torch.float32).topk(self.n_chosen)
         if self.normalize:
@@ -820,10 +840,7 @@ class MoE(nn.Module):
         odds = F.pad(odds_Nk.flatten(), (0, len(order) - odds_Nk.numel()))[order, None]
         rows = self.experts.finish(gated * odds.to(h.dtype), ends)
         out = FromExperts.apply(rows, *route).view_as(h)
-        if self.has_shared:
-            shared = self.shared_expert.finish(self.shared_expert.start(h))
-            out = out + self.shared_expert_gate(h).sigmoid() * shared
-        return out
+        return out + shared if self.has_shared else out
 
     def sort(self, chosen, dtype):
         """The expert of each (token, choice) -> order, in which row i of the experts is number order[i] of
@@ -1092,14 +1109,14 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
 
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 DELTANET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # its other two projections are H rows each
+MIXER_TARGETS = {"full_attention": ATTENTION_TARGETS, "linear_attention": DELTANET_TARGETS}
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 LORA_TARGETS = (*ATTENTION_TARGETS, *DELTANET_TARGETS, *MLP_TARGETS)
 
 
 def targets_in(c):
     """Those of LORA_TARGETS that a model has."""
-    of_layers = {"full_attention": ATTENTION_TARGETS, "linear_attention": DELTANET_TARGETS}
-    found = {name for kind in c.layer_types for name in of_layers[kind]}
+    found = {name for kind in c.layer_types for name in MIXER_TARGETS[kind]}
     return [name for name in LORA_TARGETS if name in found or name in MLP_TARGETS]
 
 
@@ -1282,16 +1299,28 @@ def reshard_(model):
 # ---------------- what a step costs
 
 
+def mixer_weights(c, kind):
+    """How many weights the projections of a mixer have."""
+    if kind == "linear_attention":
+        return c.hidden_size * (c.conv_size + 2 * c.value_size + 2 * c.linear_num_value_heads)
+    n_q = 2 * c.q_size if c.is_qwen35 else c.q_size  # with the gate
+    return c.hidden_size * (n_q + 2 * c.kv_size + c.q_size)
+
+
 def step_flops(c, counted, is_frozen):
     """FLOP of a step without recomputation. A weight costs a token 2 in the forward and 4 in the backward, 2
     of them for its own gradient. Two tokens that attend to each other cost 4*H*K in the forward and 2.5 times
-    that in the backward; the mask leaves half of the pairs. Adapters, about 1 %, are left out. counted:
-    (targets, tokens, sum of the squared lengths of documents)."""
+    that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads S, writes to it and reads it
+    again, 6*K*P a token and head, and its backward costs twice that; what chunks add, 70 % of that, is no
+    work of the model. Adapters, about 1 %, are left out. counted: (targets, tokens, sum of the squared
+    lengths of documents)."""
     n_targets, n_tokens, n_squares = counted
-    block = c.hidden_size * (2 * c.q_size + 2 * c.kv_size + 3 * c.mlp_size + c.num_experts)
-    products = block * c.num_hidden_layers * n_tokens + c.hidden_size * c.vocab_size * n_targets
-    attention = 2 * c.q_size * c.num_hidden_layers * n_squares * 3.5
-    return attention + (4 if is_frozen else 6) * products
+    mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_size + c.num_experts)
+    blocks = sum(mixer_weights(c, kind) + mlp for kind in c.layer_types)
+    products = blocks * n_tokens + c.hidden_size * c.vocab_size * n_targets
+    attention = 2 * c.q_size * c.layer_types.count("full_attention") * n_squares * 3.5
+    rule = 18 * c.linear_key_head_dim * c.value_size * c.layer_types.count("linear_attention") * n_tokens
+    return attention + rule + (4 if is_frozen else 6) * products
 
 
 def saved_input(args, size, width, *names):
@@ -1310,76 +1339,106 @@ def key_width(args, c):
     return c.head_dim * math.lcm(c.num_key_value_heads, args.sequence_parallel)
 
 
-def saved_by_attention(args, c, size):
-    """{what: numbers a token}. FlashAttention, and the memory-efficient kernel that does its work in float32,
-    save q, k, v, the output and a float32 a head."""
+def numbers_of_attention(args, c, size):
+    """-> (numbers a token that attention saves, those that its backward adds). FlashAttention, and the
+    memory-efficient kernel that does its work in float32, save q, k, v, the output and a float32 a head."""
     Q = c.q_size
     G = key_width(args, c)
-    saved = {
-        "input of q, k and v": saved_input(args, size, c.hidden_size, "q_proj", "k_proj", "v_proj"),
-        "q": Q,
-        "k and v": 2 * G,
-        "output": Q,
-        "log of the sum of each softmax, float32": 4 / size * c.num_attention_heads,
-    }
-    if c.model_type.startswith("qwen3"):
-        saved["inputs of the norms of q and k"] = Q + c.kv_size
-    if args.sequence_parallel > 1:
-        saved["output behind the second all-to-all"] = Q
-    if size == 4 and G < Q:  # the kernel for float32 shares no key heads
-        saved["k and v of each query head"] = 2 * Q
-        if args.sequence_parallel == 1:
-            saved["k and v"] = 0  # else they lie in one tensor with q, which the all-to-all has brought
-    return saved
-
-
-def saved_by_mlp(args, c, size):
-    """{what: numbers a token}, without down_proj's input, at which a recomputation ends."""
-    k = c.num_experts_per_tok
-    saved = {
-        "gate, up and silu(gate)": 3 * c.mlp_size,
-        "input of gate and up": saved_input(args, size, k * c.hidden_size, "gate_proj", "up_proj"),
-    }
-    if args.lora_dropout:  # else it is attention's output
-        saved["input of o_proj"] = saved_input(args, size, c.q_size, "o_proj")
-    if c.num_experts:
-        saved["what the odds are applied to"] = c.mlp_size
-        saved["odds of all experts, float32"] = 4 / size * c.num_experts
-        saved["odds and order of the chosen ones, float32 and int64"] = 32 / size * k
-        saved["input of the router"] = 0 if args.lora else c.hidden_size
-    return saved
-
-
-def activation_bytes(args, c, size, n_tokens, checkpointed, keeps_weights):
-    """Bytes of a block of n_tokens where a number has `size` bytes, as CUDA kernels save and allocate them:
-    its input; all that it saves for its backward; and the most that is alive at once while its backward runs,
-    in attention and in the MLP, with what is saved for it. tests/test_plan.py compares them with real
-    steps."""
-    D = c.hidden_size
-    N = n_tokens
-    Q = c.q_size
-    G = key_width(args, c)
-    F = c.mlp_size
-    k = c.num_experts_per_tok  # 1 for a dense MLP
-    n_attention = 2 * D * (Q + c.kv_size)  # weights of q, k, v and o
-    n_down = D * F // k * max(c.num_experts, 1)  # of down_proj, as many as of gate_proj and up_proj
-    routed = k * D if c.num_experts else 0  # numbers a token of rows on their way to experts or back
-
-    attention = sum(saved_by_attention(args, c, size).values())
-    if args.lora:  # what A makes, of all adapters of the block
-        attention += args.lora_rank * sum(k if name in MLP_TARGETS else 1 for name in args.lora_targets)
-    mlp = sum(saved_by_mlp(args, c, size).values())
-    down = saved_input(args, size, F, "down_proj")
-    tile = min(args.tiled_mlp or N, N)
-
+    saved = 2 * Q + 2 * G  # q, output, k and v
+    saved += 4 / size * c.num_attention_heads  # the log of the sum of each softmax, float32
     gradients = Q + 2 * G  # of q, k and v
+    if c.model_type.startswith("qwen3"):
+        saved += Q + c.kv_size  # inputs of the norms of q and k
     if args.sequence_parallel > 1:
+        saved += Q  # output behind the second all-to-all
         gradients *= 2  # on both sides of the all-to-all
     if size == 2:
         gradients += 2 * Q  # FlashAttention adds up dq in float32
     if G < Q:
         gradients += 2 * Q  # and makes dk and dv of each query head
-    in_attention = N * (attention + gradients + D + Q)  # gradients of the block's and of attention's output
+    if size == 4 and G < Q:
+        saved += 2 * Q  # the kernel for float32 shares no key heads
+        if args.sequence_parallel == 1:
+            saved -= 2 * G  # k and v; else they lie in one tensor with q, which the all-to-all has brought
+    if c.is_qwen35:
+        saved += 2 * Q  # the gate, which is in one tensor with the input of q's norm, and its sigmoid
+        gradients += Q  # of the gate
+    return saved, gradients
+
+
+def numbers_of_deltanet(args, c, size, n_tokens):
+    """The same of Gated DeltaNet, whose backward recomputes a segment at a time. What that holds when its
+    backward begins is listed in the order of before_scan(), scan() and after_scan()."""
+    E = c.value_size
+    X = c.conv_size
+    segment = min(SEGMENT, n_tokens)
+    in_state = E * c.linear_key_head_dim
+    saved = X + E  # qkv and z
+    # g, beta and what softplus is applied to, float32, and S before each segment
+    saved += 4 / size * (3 * c.linear_num_value_heads + in_state / segment)
+
+    ratio = RULE_CHUNK / c.linear_key_head_dim
+    rule = 2 * X + X - E  # before SiLU; then by chunks; q and k of unit length
+    rule += (X - E) * ratio  # products of q and k with k
+    rule += 5 * E * ratio  # decays, these with beta, a, its inverse, scores
+    rule += 6 * E  # right, w and u, queries, keys
+    rule += 2 * E + 2 * E / ratio  # d and S of each chunk, in a list and in one tensor
+    rule += 6 * E  # o, by tokens, normalized; z, its SiLU, the gradient
+    rule *= 4 / size  # all of that is float32
+    rule += X if args.lora else 4 * X  # the padded input, and for the gradient of each tap a masked one
+    # gradients of qkv and z of the other segments wait
+    return saved, X + E + (rule - X - E) * segment / n_tokens
+
+
+def saved_by_mlp(args, c, size):
+    """Numbers a token, without down_proj's input, at which a recomputation ends."""
+    k = c.num_experts_per_tok
+    saved = 3 * (c.mlp_size + c.shared_size)  # gate, up and silu(gate)
+    saved += saved_input(args, size, k * c.hidden_size, "gate_proj", "up_proj")
+    if c.num_experts:
+        saved += c.mlp_size  # what the odds are applied to
+        saved += 4 / size * c.num_experts  # odds of all experts, float32
+        saved += 32 / size * k  # odds and order of the chosen ones, float32 and int64
+        if not args.lora:
+            saved += c.hidden_size  # input of the router
+    if c.shared_size:
+        saved += saved_input(args, size, c.shared_size, "down_proj")
+        saved += c.hidden_size  # its result
+        if args.lora:
+            saved += saved_input(args, size, c.hidden_size, "gate_proj", "up_proj")  # else it is the router's
+    return saved
+
+
+def activation_bytes(args, c, size, n_tokens, kind, checkpointed, keeps_weights):
+    """Bytes of a block of n_tokens where a number has `size` bytes, as CUDA kernels save and allocate them:
+    its input; all that it saves for its backward; and the most that is alive at once while its backward runs,
+    in attention and in the MLP, with what is saved for it. kind: of layer_types. tests/test_plan.py compares
+    them with real steps."""
+    D = c.hidden_size
+    N = n_tokens
+    F = c.mlp_size
+    k = c.num_experts_per_tok  # 1 for a dense MLP
+    n_attention = mixer_weights(c, kind)
+    n_down = D * F // k * max(c.num_experts, 1)  # of down_proj, as many as of gate_proj and up_proj
+    routed = k * D if c.num_experts else 0  # numbers a token of rows on their way to experts or back
+
+    if kind == "linear_attention":
+        E = c.value_size
+        attention, gradients = numbers_of_deltanet(args, c, size, N)
+    else:
+        E = c.q_size
+        attention, gradients = numbers_of_attention(args, c, size)
+    *inner, last = MIXER_TARGETS[kind]
+    attention += saved_input(args, size, D, *inner)
+    if args.lora:  # what A makes, of all adapters of the block
+        n_adapters = dict.fromkeys(MIXER_TARGETS[kind], 1) | dict.fromkeys(MLP_TARGETS, k)
+        attention += args.lora_rank * sum(n_adapters.get(name, 0) for name in args.lora_targets)
+    in_attention = N * (attention + gradients + D + E)  # gradients of the block's and of attention's output
+    mlp = saved_by_mlp(args, c, size)
+    if args.lora_dropout or c.is_qwen35:  # else the input of o_proj is attention's output
+        mlp += saved_input(args, size, E, last)
+    down = saved_input(args, size, F, "down_proj")
+    tile = min(args.tiled_mlp or N, N)
 
     weight = n_down if args.qlora else 0  # down_proj is dequantized for its backward
     scratch = 6 / size * min(nf4.CHUNK, weight)
@@ -1392,8 +1451,9 @@ def activation_bytes(args, c, size, n_tokens, checkpointed, keeps_weights):
 
     saved = N * (attention + mlp + down + 2 * D)  # 2 * D: inputs of the norms
     if args.tiled_mlp:
-        saved = N * (attention + D)
-        in_mlp += N * D + (N - tile) * (D + Q)  # gradients of the output, and of what other tiles have read
+        inputs = D + E if c.is_qwen35 else D  # of tiles; the output of plain attention is saved by itself
+        saved = N * (attention + inputs)
+        in_mlp += N * inputs + (N - tile) * (D + E)  # gradients of the output, and of what other tiles have read
     if keeps_weights:
         saved += n_attention + 3 * n_down
     if checkpointed:

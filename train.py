@@ -1866,7 +1866,7 @@ class Unit:
 
 
 class Units(NamedTuple):
-    block: Unit
+    blocks: list  # the Unit of each block. Where one stands for all, it is the first, which is the largest
     after_attention: Unit  # o_proj and MLP of a block: their gradients exist before the backward of attention
     embedding: Unit
     head: Unit
@@ -1874,7 +1874,7 @@ class Units(NamedTuple):
     def of_model(self, config):
         """All units of the model: the blocks, then embedding and head, which are one if they are tied."""
         ends = [self.embedding] if config.tie_word_embeddings else [self.embedding, self.head]
-        return [self.block] * config.num_hidden_layers + ends
+        return self.blocks + ends
 
 
 def unit_of(module, args, shards, dtype):
@@ -1921,21 +1921,26 @@ def plan(args, config, world, length):
     shards = world // args.replicas if args.fsdp2 else 1
     n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # of a micro-batch on this rank
     n_layers = config.num_hidden_layers
-    # One block stands for all. It has experts if any block of the model has them.
-    one_block = dataclasses.replace(config, num_hidden_layers=1, mlp_only_layers=[], decoder_sparse_step=1)
-    model = lm.on_meta(one_block, args)
-    (block,) = model.model.layers
-    after_attention = nn.ModuleList([block.mixer.o_proj, block.mlp])
-    modules = block, after_attention, model.model.embed_tokens, model.lm_head
-    units = Units(*(unit_of(module, args, shards, model.compute_dtype) for module in modules))
+    # One block of each kind stands for all. It has experts if any block of the model has them.
+    kinds = list(dict.fromkeys(config.layer_types))
+    few_blocks = dataclasses.replace(
+        config, num_hidden_layers=len(kinds), layer_types=kinds, mlp_only_layers=[], decoder_sparse_step=1)
+    model = lm.on_meta(few_blocks, args)
+    blocks = model.model.layers
+    after_attention = nn.ModuleList([blocks[0].mixer.o_proj, blocks[0].mlp])
+    modules = *blocks, after_attention, model.model.embed_tokens, model.lm_head
+    *of_kinds, after, embedding, head = (
+        unit_of(module, args, shards, model.compute_dtype) for module in modules)
+    of_blocks = [of_kinds[kinds.index(kind)] for kind in config.layer_types]
+    units = Units(of_blocks, after, embedding, head)
     whole = units.of_model(config)
     tensors = [n for unit in whole for n in unit.tensors]
 
     itemsize = model.compute_dtype.itemsize
     n_checkpointed = n_recomputed(args, config)
     first_kept = n_layers - args.n_weights_kept
-    acts = [lm.activation_bytes(args, config, itemsize, n_tokens, i < n_checkpointed, i >= first_kept)
-            for i in range(n_layers)]
+    acts = [lm.activation_bytes(args, config, itemsize, n_tokens, kind, i < n_checkpointed, i >= first_kept)
+            for i, kind in enumerate(config.layer_types)]
     logits_bytes = lm.loss_bytes(args, config, itemsize, n_tokens)
 
     always = sum((unit.always for unit in whole), Counter())
@@ -1946,7 +1951,7 @@ def plan(args, config, world, length):
         always = Counter()
     if "activations" in args.offload:  # the input of each block but the last, in pages
         host["activations"] = (n_layers - 1) * nf4.ceil_div(acts[0]["input"], PAGE) * PAGE
-    always["saved activations"] = n_tokens * (4 * config.head_dim + 32)  # RoPE's tables, the batch's integers
+    always["saved activations"] = n_tokens * (4 * config.rope_size + 32)  # RoPE's tables, the batch's integers
     workspace = step_workspace(args, max(tensors))
     events = play_step(args, config, shards, units, acts, logits_bytes, always, workspace)
     return largest_moments(events), host
@@ -1970,7 +1975,7 @@ def weights_of_blocks(args, config, shards, units):
     """-> (bytes of weights in the dtype of products that the forward of each block leaves for its backward,
     bytes that its backward adds to them)."""
     n_layers = config.num_hidden_layers
-    weights = units.block.unsharded
+    weights = units.blocks[0].unsharded
     if not args.fsdp2:
         # Autograd keeps the 16-bit copies of float32 weights. Checkpointed blocks and tiles make them again.
         n_checkpointed = n_recomputed(args, config)
@@ -1991,7 +1996,7 @@ def play_step(args, config, shards, units, acts, logits_bytes, always, workspace
     """Plays a training step on paper, in the order of main. Yields (moment, {kind: bytes}) for each event
     that may be the peak. acts: activation_bytes() of each block. always: what is on the GPU from the first
     event to the last. workspace: temporaries of the optimizer."""
-    block, after_attention, embedding, head = units
+    blocks, after_attention, embedding, head = units
     tied = config.tie_word_embeddings
     whole = units.of_model(config)
     n_layers = config.num_hidden_layers
@@ -2032,7 +2037,7 @@ def play_step(args, config, shards, units, acts, logits_bytes, always, workspace
         n_inputs = 2  # x and its norm
     weights = 0 if in_root else head.unsharded
     if args.chunked_ce and shards > 1:  # FSDP2 keeps the buffer of its last all-gather until the forward ends
-        weights += (block if in_root else head).unsharded
+        weights += (blocks[0] if in_root else head).unsharded
     yield "head and loss", alive + Counter({"saved activations": n_inputs * input_bytes,
                                             "logits chunk": logits_bytes, "unsharded units": weights})
     waits = in_root or tied  # the head's gradient, for that of the embedding
@@ -2053,8 +2058,8 @@ def play_step(args, config, shards, units, acts, logits_bytes, always, workspace
         yield f"block {i}", here + Counter({"block workspace": acts[i]["in mlp"], "gradients": of_tiles})
         yield f"block {i}", here + Counter({"block workspace": acts[i]["in attention"],
                                             "gradients": after_attention.new_gradient})
-        being_reduced = block.reduce_input
-        alive["gradients"] += staying(block)
+        being_reduced = blocks[i].reduce_input
+        alive["gradients"] += staying(blocks[i])
         alive["saved activations"] -= saved[i]
         alive["unsharded units"] -= left[i]
 
