@@ -102,7 +102,7 @@ class Config:
     norm_topk_prob: bool = within(False, True, False)  # the k chosen odds of a token sum to 1
     decoder_sparse_step: int = within(1, 1 << 10, 1)  # every n-th block has experts
     mlp_only_layers: list  # numbers of the blocks that have none
-    shared_expert_intermediate_size: int = within(1, 1 << 18, 512)  # F of Qwen3.5's expert for all tokens
+    shared_expert_intermediate_size: int = within(0, 1 << 18, 0)  # F of Qwen3.5's expert for all tokens
     layer_types: list  # of each block, "full_attention" or "linear_attention", which is Gated DeltaNet
     full_attention_interval: int = within(1, 1 << 10, 4)  # makes layer_types where a file has none
     linear_num_key_heads: int = within(1, 1 << 10, 16)  # of Gated DeltaNet, as the next three
@@ -132,13 +132,6 @@ class Config:
         if self.num_experts:
             return self.num_experts_per_tok * self.moe_intermediate_size
         return self.intermediate_size
-
-    @property
-    def shared_size(self):
-        """The same of the expert for all tokens, 0 if there is none."""
-        if self.is_qwen35 and self.num_experts:
-            return self.shared_expert_intermediate_size
-        return 0
 
     @property
     def value_size(self):
@@ -277,6 +270,7 @@ def with_implied_values(raw, family):
         given["norm_topk_prob"] = True
     if family == "qwen3_5_moe_text":  # no block has a dense MLP
         given.setdefault("intermediate_size", 1)
+        given.setdefault("shared_expert_intermediate_size", 512)
     if family == "llama":  # Llama-2 7B and 13B leave it out
         given.setdefault("num_key_value_heads", H)
     if family != "qwen3" and type(D) is type(H) is int and H > 0 and D % H == 0:
@@ -1300,26 +1294,27 @@ def reshard_(model):
 
 
 def mixer_weights(c, kind):
-    """How many weights the projections of a mixer have."""
+    """Number of weights in the projections of a mixer."""
     if kind == "linear_attention":
-        return c.hidden_size * (c.conv_size + 2 * c.value_size + 2 * c.linear_num_value_heads)
-    n_q = 2 * c.q_size if c.is_qwen35 else c.q_size  # with the gate
-    return c.hidden_size * (n_q + 2 * c.kv_size + c.q_size)
+        return c.hidden_size * (c.conv_size + 2 * c.value_size)
+    n_square = 3 if c.is_qwen35 else 2  # of q, o and Qwen3.5's gate
+    return c.hidden_size * (n_square * c.q_size + 2 * c.kv_size)
 
 
 def step_flops(c, counted, is_frozen):
     """FLOP of a step without recomputation. A weight costs a token 2 in the forward and 4 in the backward, 2
     of them for its own gradient. Two tokens that attend to each other cost 4*H*K in the forward and 2.5 times
-    that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads S, writes to it and reads it
-    again, 6*K*P a token and head, and its backward costs twice that; what chunks add, 70 % of that, is no
-    work of the model. Adapters, about 1 %, are left out. counted: (targets, tokens, sum of the squared
-    lengths of documents)."""
+    that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads S twice and writes it once,
+    6*K*P a token and head (w S, queries S, keys^T d), and the backward of a product costs twice the product;
+    what chunks add, 70 % of that, a model does not need. Adapters, about 1 %, are left out. counted:
+    (targets, tokens, sum of the squared lengths of documents)."""
     n_targets, n_tokens, n_squares = counted
-    mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_size + c.num_experts)
+    n_linear = c.layer_types.count("linear_attention")
+    mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_expert_intermediate_size + c.num_experts)
     blocks = sum(mixer_weights(c, kind) + mlp for kind in c.layer_types)
     products = blocks * n_tokens + c.hidden_size * c.vocab_size * n_targets
-    attention = 2 * c.q_size * c.layer_types.count("full_attention") * n_squares * 3.5
-    rule = 18 * c.linear_key_head_dim * c.value_size * c.layer_types.count("linear_attention") * n_tokens
+    attention = 2 * c.q_size * (c.num_hidden_layers - n_linear) * n_squares * 3.5
+    rule = 18 * c.linear_key_head_dim * c.value_size * n_linear * n_tokens
     return attention + rule + (4 if is_frozen else 6) * products
 
 
@@ -1340,8 +1335,9 @@ def key_width(args, c):
 
 
 def numbers_of_attention(args, c, size):
-    """-> (numbers a token that attention saves, those that its backward adds). FlashAttention, and the
-    memory-efficient kernel that does its work in float32, save q, k, v, the output and a float32 a head."""
+    """-> (numbers a token that attention saves, those that its backward adds), without the inputs of the
+    projections. FlashAttention, and the memory-efficient kernel that does its work in float32, save q, k, v,
+    the output and a float32 a head."""
     Q = c.q_size
     G = key_width(args, c)
     saved = 2 * Q + 2 * G  # q, output, k and v
@@ -1356,10 +1352,10 @@ def numbers_of_attention(args, c, size):
         gradients += 2 * Q  # FlashAttention adds up dq in float32
     if G < Q:
         gradients += 2 * Q  # and makes dk and dv of each query head
-    if size == 4 and G < Q:
-        saved += 2 * Q  # the kernel for float32 shares no key heads
-        if args.sequence_parallel == 1:
-            saved -= 2 * G  # k and v; else they lie in one tensor with q, which the all-to-all has brought
+        if size == 4:
+            saved += 2 * Q  # k and v of each query head: the kernel for float32 shares no key heads
+            if args.sequence_parallel == 1:
+                saved -= 2 * G  # else they lie in one tensor with q, which the all-to-all has brought
     if c.is_qwen35:
         saved += 2 * Q  # the gate, which is in one tensor with the input of q's norm, and its sigmoid
         gradients += Q  # of the gate
@@ -1367,33 +1363,31 @@ def numbers_of_attention(args, c, size):
 
 
 def numbers_of_deltanet(args, c, size, n_tokens):
-    """The same of Gated DeltaNet, whose backward recomputes a segment at a time. What that holds when its
-    backward begins is listed in the order of before_scan(), scan() and after_scan()."""
-    E = c.value_size
-    X = c.conv_size
-    segment = min(SEGMENT, n_tokens)
-    in_state = E * c.linear_key_head_dim
-    saved = X + E  # qkv and z
-    # g, beta and what softplus is applied to, float32, and S before each segment
-    saved += 4 / size * (3 * c.linear_num_value_heads + in_state / segment)
+    """The same of Gated DeltaNet. Its backward recomputes one segment at a time. What mix() has made when
+    that is done is float32, in each token (K = 2 * RULE_CHUNK, as in every Qwen3.5):
 
-    ratio = RULE_CHUNK / c.linear_key_head_dim
-    rule = 2 * X + X - E  # before SiLU; then by chunks; q and k of unit length
-    rule += (X - E) * ratio  # products of q and k with k
-    rule += 5 * E * ratio  # decays, these with beta, a, its inverse, scores
-    rule += 6 * E  # right, w and u, queries, keys
-    rule += 2 * E + 2 * E / ratio  # d and S of each chunk, in a list and in one tensor
-    rule += 6 * E  # o, by tokens, normalized; z, its SiLU, the gradient
-    rule *= 4 / size  # all of that is float32
-    rule += X if args.lora else 4 * X  # the padded input, and for the gradient of each tap a masked one
-    # gradients of qkv and z of the other segments wait
-    return saved, X + E + (rule - X - E) * segment / n_tokens
+        3 * X - E          what SiLU is applied to; q, k, v by chunks; q and k of unit length
+        X / 2 - E / 2      products of q and k with k
+        5/2 * E            decays, these with beta, a, its inverse, scores
+        6 * E              right, w and u, queries, keys
+        6 * E              d and S of each chunk, in a list and in one tensor
+        6 * E              o, by tokens, normalized; z, its SiLU, the gradient of their product"""
+    X = c.conv_size
+    E = c.value_size
+    segment = min(SEGMENT, n_tokens)
+    saved = X + E + 4 / size * E * c.linear_key_head_dim / segment  # qkv, z, and the S before each segment
+    rule = 4 / size * (3.5 * X + 19 * E)
+    if not args.lora:
+        rule += 3 * X  # gradients of taps need the input masked, in 16 bits
+    # and gradients of qkv and z, for which the running segment has a padded input
+    return saved, X + E + rule * segment / n_tokens
 
 
 def saved_by_mlp(args, c, size):
     """Numbers a token, without down_proj's input, at which a recomputation ends."""
     k = c.num_experts_per_tok
-    saved = 3 * (c.mlp_size + c.shared_size)  # gate, up and silu(gate)
+    shared = c.shared_expert_intermediate_size
+    saved = 3 * (c.mlp_size + shared)  # gate, up and silu(gate)
     saved += saved_input(args, size, k * c.hidden_size, "gate_proj", "up_proj")
     if c.num_experts:
         saved += c.mlp_size  # what the odds are applied to
@@ -1401,11 +1395,10 @@ def saved_by_mlp(args, c, size):
         saved += 32 / size * k  # odds and order of the chosen ones, float32 and int64
         if not args.lora:
             saved += c.hidden_size  # input of the router
-    if c.shared_size:
-        saved += saved_input(args, size, c.shared_size, "down_proj")
-        saved += c.hidden_size  # its result
-        if args.lora:
-            saved += saved_input(args, size, c.hidden_size, "gate_proj", "up_proj")  # else it is the router's
+    if shared:
+        # its result, and its input, which full fine-tuning has counted as the router's
+        saved += 2 * c.hidden_size if args.lora else c.hidden_size
+        saved += saved_input(args, size, shared, "down_proj")
     return saved
 
 
@@ -1431,8 +1424,7 @@ def activation_bytes(args, c, size, n_tokens, kind, checkpointed, keeps_weights)
     *inner, last = MIXER_TARGETS[kind]
     attention += saved_input(args, size, D, *inner)
     if args.lora:  # what A makes, of all adapters of the block
-        n_adapters = dict.fromkeys(MIXER_TARGETS[kind], 1) | dict.fromkeys(MLP_TARGETS, k)
-        attention += args.lora_rank * sum(n_adapters.get(name, 0) for name in args.lora_targets)
+        attention += args.lora_rank * sum(k if name in MLP_TARGETS else 1 for name in args.lora_targets)
     in_attention = N * (attention + gradients + D + E)  # gradients of the block's and of attention's output
     mlp = saved_by_mlp(args, c, size)
     if args.lora_dropout or c.is_qwen35:  # else the input of o_proj is attention's output
@@ -1453,7 +1445,7 @@ def activation_bytes(args, c, size, n_tokens, kind, checkpointed, keeps_weights)
     if args.tiled_mlp:
         inputs = D + E if c.is_qwen35 else D  # of tiles; the output of plain attention is saved by itself
         saved = N * (attention + inputs)
-        in_mlp += N * inputs + (N - tile) * (D + E)  # gradients of the output, and of what other tiles have read
+        in_mlp += N * inputs + (N - tile) * (D + E)  # gradients of the output, and of what other tiles read
     if keeps_weights:
         saved += n_attention + 3 * n_down
     if checkpointed:

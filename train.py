@@ -1866,15 +1866,10 @@ class Unit:
 
 
 class Units(NamedTuple):
-    blocks: list  # the Unit of each block. Where one stands for all, it is the first, which is the largest
+    whole: list  # each unit of the model: the blocks, then embedding and head, which are one if they are tied
     after_attention: Unit  # o_proj and MLP of a block: their gradients exist before the backward of attention
     embedding: Unit
     head: Unit
-
-    def of_model(self, config):
-        """All units of the model: the blocks, then embedding and head, which are one if they are tied."""
-        ends = [self.embedding] if config.tie_word_embeddings else [self.embedding, self.head]
-        return self.blocks + ends
 
 
 def unit_of(module, args, shards, dtype):
@@ -1915,9 +1910,9 @@ def unit_of(module, args, shards, dtype):
 def plan(args, config, world, length):
     """Where the memory of a training step goes on rank 0 of `world` GPUs -> ({moment: {kind: bytes}}, {kind:
     bytes of host memory}). A moment is an event of the step that may be its peak. Parameters are counted in a
-    model of one block on the meta device. Activations come from formulas, which assume rows of `length`
-    tokens, one document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py compares
-    the sums with real steps."""
+    model with one block of each kind on the meta device. Activations come from formulas, which assume rows of
+    `length` tokens, one document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py
+    compares the sums with real steps."""
     shards = world // args.replicas if args.fsdp2 else 1
     n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # of a micro-batch on this rank
     n_layers = config.num_hidden_layers
@@ -1928,12 +1923,13 @@ def plan(args, config, world, length):
     model = lm.on_meta(few_blocks, args)
     blocks = model.model.layers
     after_attention = nn.ModuleList([blocks[0].mixer.o_proj, blocks[0].mlp])
-    modules = *blocks, after_attention, model.model.embed_tokens, model.lm_head
-    *of_kinds, after, embedding, head = (
+    modules = after_attention, model.model.embed_tokens, model.lm_head, *blocks
+    after, embedding, head, *of_kinds = (
         unit_of(module, args, shards, model.compute_dtype) for module in modules)
-    of_blocks = [of_kinds[kinds.index(kind)] for kind in config.layer_types]
-    units = Units(of_blocks, after, embedding, head)
-    whole = units.of_model(config)
+    whole = [of_kinds[kinds.index(kind)] for kind in config.layer_types] + [embedding]
+    if not config.tie_word_embeddings:
+        whole.append(head)
+    units = Units(whole, after, embedding, head)
     tensors = [n for unit in whole for n in unit.tensors]
 
     itemsize = model.compute_dtype.itemsize
@@ -1951,7 +1947,8 @@ def plan(args, config, world, length):
         always = Counter()
     if "activations" in args.offload:  # the input of each block but the last, in pages
         host["activations"] = (n_layers - 1) * nf4.ceil_div(acts[0]["input"], PAGE) * PAGE
-    always["saved activations"] = n_tokens * (4 * config.rope_size + 32)  # RoPE's tables, the batch's integers
+    # RoPE's tables, the batch's integers
+    always["saved activations"] = n_tokens * (4 * config.rope_size + 32)
     workspace = step_workspace(args, max(tensors))
     events = play_step(args, config, shards, units, acts, logits_bytes, always, workspace)
     return largest_moments(events), host
@@ -1975,7 +1972,7 @@ def weights_of_blocks(args, config, shards, units):
     """-> (bytes of weights in the dtype of products that the forward of each block leaves for its backward,
     bytes that its backward adds to them)."""
     n_layers = config.num_hidden_layers
-    weights = units.blocks[0].unsharded
+    weights = units.whole[0].unsharded  # the first block stands for all: no other one is larger
     if not args.fsdp2:
         # Autograd keeps the 16-bit copies of float32 weights. Checkpointed blocks and tiles make them again.
         n_checkpointed = n_recomputed(args, config)
@@ -1996,9 +1993,8 @@ def play_step(args, config, shards, units, acts, logits_bytes, always, workspace
     """Plays a training step on paper, in the order of main. Yields (moment, {kind: bytes}) for each event
     that may be the peak. acts: activation_bytes() of each block. always: what is on the GPU from the first
     event to the last. workspace: temporaries of the optimizer."""
-    blocks, after_attention, embedding, head = units
+    whole, after_attention, embedding, head = units
     tied = config.tie_word_embeddings
-    whole = units.of_model(config)
     n_layers = config.num_hidden_layers
     all_gradients = sum(unit.gradient for unit in whole)
     input_bytes = acts[0]["input"]  # of any tensor as large as a block's input
@@ -2037,7 +2033,7 @@ def play_step(args, config, shards, units, acts, logits_bytes, always, workspace
         n_inputs = 2  # x and its norm
     weights = 0 if in_root else head.unsharded
     if args.chunked_ce and shards > 1:  # FSDP2 keeps the buffer of its last all-gather until the forward ends
-        weights += (blocks[0] if in_root else head).unsharded
+        weights += (whole[0] if in_root else head).unsharded
     yield "head and loss", alive + Counter({"saved activations": n_inputs * input_bytes,
                                             "logits chunk": logits_bytes, "unsharded units": weights})
     waits = in_root or tied  # the head's gradient, for that of the embedding
@@ -2058,8 +2054,8 @@ def play_step(args, config, shards, units, acts, logits_bytes, always, workspace
         yield f"block {i}", here + Counter({"block workspace": acts[i]["in mlp"], "gradients": of_tiles})
         yield f"block {i}", here + Counter({"block workspace": acts[i]["in attention"],
                                             "gradients": after_attention.new_gradient})
-        being_reduced = blocks[i].reduce_input
-        alive["gradients"] += staying(blocks[i])
+        being_reduced = whole[i].reduce_input
+        alive["gradients"] += staying(whole[i])
         alive["saved activations"] -= saved[i]
         alive["unsharded units"] -= left[i]
 

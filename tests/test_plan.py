@@ -27,7 +27,12 @@ MODELS = {
     "deep": {"num_hidden_layers": 10},
     "moe": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 16,
             "num_experts_per_tok": 4, "moe_intermediate_size": 192},
+    "qwen3.5": {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "linear_num_key_heads": 1,
+                "linear_num_value_heads": 2},
 }
+MODELS["qwen3.5-moe"] = MODELS["moe"] | MODELS["qwen3.5"] | {
+    "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"],
+    "shared_expert_intermediate_size": 192}
 CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make a block the peak, larger ones the loss
     ("gqa", 1024, 1, ""),
     ("gqa", 1024, 1, "--lora --ce_chunk 64"),
@@ -65,6 +70,14 @@ CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make
     ("moe", 2048, 1, "--qlora --lora_targets q_proj k_proj v_proj o_proj --ce_chunk 64"),
     ("moe", 1024, 1, "--no-activation_checkpointing --precision bf16"),
     ("moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
+    ("qwen3.5", 1024, 1, "--ce_chunk 64"),
+    ("qwen3.5", 4096, 1, "--qlora --ce_chunk 64"),  # more than one segment
+    ("qwen3.5", 1024, 1, "--lora --tiled_mlp 256 --ce_chunk 64"),
+    ("qwen3.5", 1024, 2, "--fsdp2 --lora --lora_dropout 0.1 --activation_checkpointing 2 --ce_chunk 64"),
+    ("qwen3.5", 1024, 1, "--precision fp32 --no-activation_checkpointing --ce_chunk 64"),
+    ("qwen3.5-moe", 1024, 1, "--qlora --activation_checkpointing auto --ce_chunk 64"),
+    ("qwen3.5-moe", 1024, 1, "--precision bf16 --ce_chunk 64"),
+    ("qwen3.5-moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
 ]
 
 
