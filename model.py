@@ -385,6 +385,54 @@ def rotate(q_BTHK, rope):
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(q_BTHK.dtype)
 
 
+# ---------------- running a mixer once in a checkpointed block
+
+
+class Kept:
+    """What one call of a block keeps of its mixer from the forward to the backward: see RunOnce."""
+
+    def __init__(self):
+        self.inputs = ()
+        self.out = None
+
+
+class RunOnce(torch.autograd.Function):
+    """function(*inputs) inside a checkpointed block, which runs in the forward and not again in the block's
+    recomputation. Its output and what it saves stay (for attention an output and a float32 a head), but not
+    its inputs: they are computed again, and put where the graph of the forward looks for them."""
+
+    @staticmethod
+    def forward(ctx, kept, function, *inputs):
+        ctx.kept = kept
+        if kept.out is None:
+            kept.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+            # These hooks do nothing. Those of the block's checkpoint, which they cover, would drop the output.
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                kept.out = function(*kept.inputs)
+            for t in kept.inputs:
+                t.untyped_storage().resize_(0)
+        else:
+            for t, again in zip(kept.inputs, inputs):
+                t.untyped_storage().resize_(again.nbytes)
+                t.data.copy_(again)
+        return kept.out.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = ctx.kept.out
+        ctx.kept.out = None
+        wanted = [t for t in ctx.kept.inputs if t.requires_grad]
+        grads = iter(torch.autograd.grad(out, wanted, grad))
+        return None, None, *(next(grads) if t.requires_grad else None for t in ctx.kept.inputs)
+
+
+def run_once(kept, function, *inputs):
+    """function(*inputs), with `kept` by RunOnce."""
+    if kept is None or not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs):
+        return function(*inputs)
+    return RunOnce.apply(kept, function, *inputs)
+
+
 # ---------------- attention
 
 
@@ -428,6 +476,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = c.head_dim
         self.has_gate = c.is_qwen35
+        self.kept = None
         bias = c.model_type == "qwen2"
         # with a gate, each head has K rows of q, then K rows of its gate
         q_width = 2 * c.q_size if self.has_gate else c.q_size
@@ -452,16 +501,20 @@ class Attention(nn.Module):
     def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group):
         if cache is not None:
             k_BTGK, v_BTGK = cache.extend(self, k_BTGK, v_BTGK)
-        out = attend(q_BTHK, k_BTGK, v_BTGK, spans, group)
+        out = attend(q_BTHK, k_BTGK, v_BTGK, spans, group, self.kept)
         return out * gate_BTHK.flatten(2).sigmoid() if self.has_gate else out
 
 
-def attend(q_BTHK, k_BTGK, v_BTGK, spans, group=None):
+def attend(q_BTHK, k_BTGK, v_BTGK, spans, group=None, kept=None):
     """Causal attention inside each document -> [B, T, H*K]. Nothing allocates T*T numbers. Padding gets any
     finite values. With a group, tensors are a rank's piece of the tokens; without one, as many tokens as
     `spans` describes."""
     if group is not None:
-        return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, group)
+        return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, group, kept)
+    return run_once(kept, functools.partial(attend_here, spans), q_BTHK, k_BTGK, v_BTGK)
+
+
+def attend_here(spans, q_BTHK, k_BTGK, v_BTGK):
     B, T, H, K = q_BTHK.shape
     has_cache = k_BTGK.shape[1] > T
     q, k, v = (t.flatten(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK))
@@ -533,7 +586,7 @@ def length_multiple(q):
     return 32 if q.device.type == "cpu" else 1
 
 
-def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, group):
+def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, group, kept):
     """attend() of rows that are spread over S ranks (Ulysses, arXiv:2309.14509). One all-to-all goes from
     (this rank's tokens, all heads) to (all tokens, this rank's heads), a second one goes back. Together they
     move 2 * tokens * (2*H + 2*G) * K / S bytes a rank."""
@@ -546,7 +599,7 @@ def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, group):
     # row i of the first dimension goes to rank i: its heads of q, k and v
     by_rank = [t.reshape(B * T, S, -1, K).transpose(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK)]
     qkv = exchange(torch.cat(by_rank, 2), group).flatten(0, 1)[None]
-    out = attend(*qkv.split([t.shape[2] for t in by_rank], 2), spans).view(S, B * T, -1)
+    out = attend(*qkv.split([t.shape[2] for t in by_rank], 2), spans, kept=kept).view(S, B * T, -1)
     return exchange(out, group).transpose(0, 1).reshape(B, T, H * K)
 
 
@@ -1266,13 +1319,26 @@ def tile_mlp_(model, size):
         block.rest = functools.partial(rest_in_tiles, block.rest, size)
 
 
-def checkpoint_activations_(model, preserve_rng, n_blocks=None):
+def checkpoint_activations_(model, preserve_rng, n_blocks=None, n_kept=0):
     """Keeps the inputs of the first blocks, 2*D bytes a token and not about 34*D, and recomputes the rest in
-    the backward, at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back."""
-    for block in model.model.layers[:n_blocks]:
-        block.forward = functools.partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=preserve_rng)
+    the backward, at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back. The last
+    n_kept of these blocks keep what their mixers made as well."""
+    blocks = model.model.layers[:n_blocks]
+    for i, block in enumerate(blocks):
+        keeps_mixed = i >= len(blocks) - n_kept
+        block.forward = functools.partial(checkpointed, block, block.forward, keeps_mixed, preserve_rng)
         keep_weights_(block)
+
+
+def checkpointed(block, forward, keeps_mixed, preserve_rng, *args):
+    """A call of a block under torch's checkpoint."""
+    kept = Kept() if keeps_mixed else None
+
+    def run(*args):
+        block.mixer.kept = kept
+        return forward(*args)
+
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng)
 
 
 def keep_weights_(module):
