@@ -385,11 +385,11 @@ def rotate(q_BTHK, rope):
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(q_BTHK.dtype)
 
 
-# ---------------- running a mixer once in a checkpointed block
+# ---------------- running attention once in a checkpointed block
 
 
 class Kept:
-    """What one call of a block keeps of its mixer from the forward to the backward: see RunOnce."""
+    """What one call of a block keeps of its attention from the forward to the backward: see RunOnce."""
 
     def __init__(self):
         self.inputs = ()
@@ -399,7 +399,9 @@ class Kept:
 class RunOnce(torch.autograd.Function):
     """function(*inputs) inside a checkpointed block, which runs in the forward and not again in the block's
     recomputation. Its output and what it saves stay (for attention an output and a float32 a head), but not
-    its inputs: they are computed again, and put where the graph of the forward looks for them."""
+    its inputs: they are computed again, and put where the graph of the forward looks for them. torch's
+    selective checkpointing does the same by a Python mode that sees every operator of the block, and makes
+    small steps slower than without it (1.3 times where this costs nothing, tests/LOG.md)."""
 
     @staticmethod
     def forward(ctx, kept, function, *inputs):
@@ -470,7 +472,9 @@ class Cache:
 
 class Attention(nn.Module):
     """A block calls qkv(), forward() and o_proj one after another and compiles all but forward(), which
-    depends on where the documents lie. In Qwen3.5 the output is multiplied by a gate (arXiv:2505.06708)."""
+    depends on where the documents lie. In Qwen3.5 the output is multiplied by a gate (arXiv:2505.06708).
+
+    Set from outside: kept (in_checkpoint)."""
 
     def __init__(self, c):
         super().__init__()
@@ -1319,22 +1323,22 @@ def tile_mlp_(model, size):
         block.rest = functools.partial(rest_in_tiles, block.rest, size)
 
 
-def checkpoint_activations_(model, preserve_rng, n_blocks=None, n_kept=0):
+def checkpoint_activations_(model, preserve_rng, n_blocks=None, n_attention_kept=0):
     """Keeps the inputs of the first blocks, 2*D bytes a token and not about 34*D, and recomputes the rest in
     the backward, at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back. The last
-    n_kept of these blocks keep what their mixers made as well."""
+    n_attention_kept of these blocks keep attention's output as well."""
     blocks = model.model.layers[:n_blocks]
     for i, block in enumerate(blocks):
-        keeps_mixed = i >= len(blocks) - n_kept
-        block.forward = functools.partial(checkpointed, block, block.forward, keeps_mixed, preserve_rng)
+        keeps_attention = i >= len(blocks) - n_attention_kept
+        block.forward = functools.partial(in_checkpoint, block, block.forward, preserve_rng, keeps_attention)
         keep_weights_(block)
 
 
-def checkpointed(block, forward, keeps_mixed, preserve_rng, *args):
+def in_checkpoint(block, forward, preserve_rng, keeps_attention, *args):
     """A call of a block under torch's checkpoint."""
-    kept = Kept() if keeps_mixed else None
+    kept = Kept() if keeps_attention else None
 
-    def run(*args):
+    def run(*args):  # in the forward, and again in the backward
         block.mixer.kept = kept
         return forward(*args)
 
@@ -1468,7 +1472,15 @@ def saved_by_mlp(args, c, size):
     return saved
 
 
-def activation_bytes(args, c, size, n_tokens, kind, checkpointed, keeps_weights):
+class Keeps(NamedTuple):
+    """What a block keeps from the forward to the backward, beside its input."""
+
+    activations: bool  # all of them: it is not recomputed
+    weights: bool  # NF4 weights in 16 bits
+    attention: bool  # of a recomputed block, attention's output
+
+
+def activation_bytes(args, c, size, n_tokens, kind, keeps):
     """Bytes of a block of n_tokens where a number has `size` bytes, as CUDA kernels save and allocate them:
     its input; all that it saves for its backward; and the most that is alive at once while its backward runs,
     in attention and in the MLP, with what is saved for it. kind: of layer_types. tests/test_plan.py compares
@@ -1490,7 +1502,8 @@ def activation_bytes(args, c, size, n_tokens, kind, checkpointed, keeps_weights)
     *inner, last = MIXER_TARGETS[kind]
     attention += saved_input(args, size, D, *inner)
     if args.lora:  # what A makes, of all adapters of the block
-        attention += args.lora_rank * sum(k if name in MLP_TARGETS else 1 for name in args.lora_targets)
+        adapted = [name for name in (*MIXER_TARGETS[kind], *MLP_TARGETS) if name in args.lora_targets]
+        attention += args.lora_rank * sum(k if name in MLP_TARGETS else 1 for name in adapted)
     in_attention = N * (attention + gradients + D + E)  # gradients of the block's and of attention's output
     mlp = saved_by_mlp(args, c, size)
     if args.lora_dropout or c.is_qwen35:  # else the input of o_proj is attention's output
@@ -1512,13 +1525,17 @@ def activation_bytes(args, c, size, n_tokens, kind, checkpointed, keeps_weights)
         inputs = D + E if c.is_qwen35 else D  # of tiles; the output of plain attention is saved by itself
         saved = N * (attention + inputs)
         in_mlp += N * inputs + (N - tile) * (D + E)  # gradients of the output, and of what other tiles read
-    if keeps_weights:
+    if keeps.weights:
         saved += n_attention + 3 * n_down
-    if checkpointed:
+    if not keeps.activations:
         saved = N * D
+        if keeps.attention and kind == "full_attention":
+            saved += N * (E + 4 / size * c.num_attention_heads)
+            if size == 4 and key_width(args, c) < E:
+                saved += N * 2 * E  # copies of k and v for each query head
         if c.num_experts:
             saved += N * 8 * k / size  # the order of the experts' rows, int64, which no checkpoint drops
-    if keeps_weights or (checkpointed and args.qlora):  # all weights but down_proj, which is in `weight`
+    if keeps.weights or (args.qlora and not keeps.activations):  # all weights but down_proj, which is in `weight`
         in_attention += n_attention
         in_mlp += n_attention + 2 * n_down
     numbers = {"input": N * D, "saved": saved, "in attention": in_attention, "in mlp": in_mlp}

@@ -231,8 +231,9 @@ class NF4Linear(nn.Module):
 
     def forward(self, x, ends=None):
         codes, scales, used = self.weight_codes, self.weight_scales, None
-        if ends is not None:
-            # experts without a row of x stay in 4 bits
+        if ends is not None and len(x) < 8 * len(ends):
+            # Experts without a row of x stay in 4 bits. With more rows hardly any has none, and to ask which
+            # would let the host wait for the GPU.
             used = ends.diff(prepend=ends.new_zeros(1)).nonzero().flatten()
             codes = codes.unflatten(0, (len(ends), -1))
             scales = scales.unflatten(0, (len(ends), -1))

@@ -192,9 +192,10 @@ def make_parser():
         "backward, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
         "applies)",
         nargs="*", choices=("activations", "params"))
-    add(memory, "--activation_checkpointing", n_blocks, "all", "recompute the first N blocks (or all) in "
-        "the backward, keeping only their inputs; auto: recompute as few as fit in memory; if there is room, "
-        "keep the dequantized NF4 weights", nargs="?", const="all")
+    add(memory, "--activation_checkpointing", n_blocks, "auto", "recompute the first N blocks (or all) in "
+        "the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping even "
+        "dequantized NF4 weights to recomputing even attention; all of it on a CPU without --gpu_gib and with "
+        "--offload activations", nargs="?", const="all")
     memory.add_argument("--no-activation_checkpointing", action="store_const", const=0,
                         dest="activation_checkpointing", help="recompute nothing: least time, most memory")
     switch(memory, "--chunked_ce",
@@ -297,7 +298,8 @@ def refuse_unknown(word, flags):
 def complete(args):
     """Refuses what cannot work, and writes the final value of flags that depend on others. Decided later,
     when the model is known: rank, alpha, dropout and targets of --adapter (in open_config); --precision and
-    --lr (in open_model); --activation_checkpointing auto and n_weights_kept (in choose_blocks)."""
+    --lr (in open_model); --activation_checkpointing auto, n_weights_kept and n_attention_kept (in
+    choose_blocks)."""
     if not args.adapter:  # the folder of a run may stand for its model and adapter
         try:
             args.model, args.adapter = data.find_result(args.model)
@@ -318,7 +320,8 @@ def complete(args):
     refuse_conflicts(args)  # from here on, defaults look like values that were given
 
     args.data = args.data or ["stdlib:docs"]
-    args.n_weights_kept = 0  # blocks that keep their NF4 weights in 16 bits from the forward to the backward
+    args.n_weights_kept = 0  # see BlockChoice
+    args.n_attention_kept = 0
     if not args.chunked_ce:
         args.ce_chunk = 0  # the head sees all tokens at once
     if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
@@ -361,7 +364,7 @@ def refuse_conflicts(args):
     if not args.fsdp2 and (sharding or "params" in args.offload):
         refuse("--replicas, --offload params, --no-reshard_after_forward and --no-shard_embeddings change "
                "how FSDP2 works: add --fsdp2")
-    if "activations" in args.offload and args.activation_checkpointing != "all":
+    if "activations" in args.offload and args.activation_checkpointing not in ("all", "auto"):
         refuse("--offload activations needs --activation_checkpointing all: the bus is fast enough for the "
                "input of a block, not for all that the block computes")
 
@@ -396,9 +399,7 @@ def main(argv, progress):
     progress.update(phase="weights", out=out)
     if args.activation_checkpointing == "auto":
         room = min(ranks.gather(memory_of(args, ranks)))
-        choice = choose_blocks(args, config, world, loader.longest, room)
-        args.activation_checkpointing, args.n_weights_kept = choice
-        ranks.say(describe_blocks(args, config))
+        ranks.say(choose_blocks(args, config, world, loader.longest, room))
     if ranks.rank == 0:
         print_start(args, model, source, ranks)
     if on_gpu:
@@ -410,7 +411,8 @@ def main(argv, progress):
     if args.tiled_mlp:
         lm.tile_mlp_(model, args.tiled_mlp)
     if args.activation_checkpointing:
-        lm.checkpoint_activations_(model, bool(args.lora_dropout), n_recomputed(args, config))
+        n_blocks = n_recomputed(args, config)
+        lm.checkpoint_activations_(model, bool(args.lora_dropout), n_blocks, args.n_attention_kept)
     if args.n_weights_kept:
         lm.keep_weights_(model.model.layers[-args.n_weights_kept :])
     if args.sequence_parallel > 1:
@@ -749,8 +751,8 @@ class Ranks:
             self.control = dist.new_group(backend="gloo", timeout=timedelta(days=30))
 
     def say(self, text):
-        """Prints on rank 0."""
-        if self.rank == 0:
+        """Prints on rank 0, unless there is nothing to say."""
+        if self.rank == 0 and text:
             with contextlib.suppress(BrokenPipeError):  # a reader that has left, such as `head`, stops no run
                 print(text, flush=True)
 
@@ -1934,9 +1936,11 @@ def plan(args, config, world, length):
 
     itemsize = model.compute_dtype.itemsize
     n_checkpointed = n_recomputed(args, config)
-    first_kept = n_layers - args.n_weights_kept
-    acts = [lm.activation_bytes(args, config, itemsize, n_tokens, kind, i < n_checkpointed, i >= first_kept)
-            for i, kind in enumerate(config.layer_types)]
+    acts = []
+    for i, kind in enumerate(config.layer_types):
+        keeps = lm.Keeps(i >= n_checkpointed, i >= n_layers - args.n_weights_kept,
+                         i >= n_checkpointed - args.n_attention_kept)
+        acts.append(lm.activation_bytes(args, config, itemsize, n_tokens, kind, keeps))
     logits_bytes = lm.loss_bytes(args, config, itemsize, n_tokens)
 
     always = sum((unit.always for unit in whole), Counter())
@@ -2102,39 +2106,50 @@ def n_recomputed(args, config):
 
 
 def choose_blocks(args, config, world, length, room):
-    """Finds what --activation_checkpointing auto stands for -> (number of first blocks to recompute, number
-    of last blocks to keep NF4 weights of in 16 bits from forward to backward). It is the fastest choice that
-    needs at most 90 % of `room` bytes, or else the smallest."""
+    """Replaces --activation_checkpointing auto by the fastest choice that needs at most 90 % of `room` bytes,
+    or else by the smallest. Returns the line that says what was chosen, "" if there was no choice. Losses do
+    not depend on it."""
     n_layers = config.num_hidden_layers
-    can_keep = args.qlora and not args.tiled_mlp  # a tile is recomputed: it dequantizes its weights again
-    # From the fastest to the smallest. Each choice needs less memory than the one before, so we can bisect.
-    choices = [(0, n_kept) for n_kept in range(n_layers if can_keep else 0, 0, -1)]
-    choices += [(n, 0) for n in range(n_layers + 1)]
+    if room == math.inf or "activations" in args.offload:
+        args.activation_checkpointing = "all"
+        return ""
+    can_keep_weights = args.qlora and not args.tiled_mlp  # a tile dequantizes its weights again
+    # From the fastest to the smallest. Each choice needs less memory than the one before, so we can bisect:
+    # recompute no block; then more and more, but not attention, whose output is the cheapest thing to keep
+    # per second that it saves where documents are longer than about D tokens; then attention as well.
+    choices = [BlockChoice(0, n, 0) for n in range(n_layers if can_keep_weights else 0, 0, -1)]
+    choices += [BlockChoice(n, 0, n) for n in range(n_layers + 1)]
+    choices += [BlockChoice(n_layers, 0, n) for n in range(n_layers - 1, 0, -1)]
+    choices.append(BlockChoice("all", 0, 0))
     trial = argparse.Namespace(**vars(args))
     first = 0
     last = len(choices) - 1
     while first < last:
         middle = (first + last) // 2
-        trial.activation_checkpointing, trial.n_weights_kept = choices[middle]
+        vars(trial).update(choices[middle]._asdict())
         if planned_bytes(trial, config, world, length) <= 0.9 * room:
             last = middle
         else:
             first = middle + 1
-    return choices[first]
+    chosen = choices[first]
+    vars(args).update(chosen._asdict())
+    kept = f", NF4 weights of {chosen.n_weights_kept} kept in 16 bits" if args.qlora else ""
+    return (f"--activation_checkpointing {chosen.activation_checkpointing} of {n_layers} blocks, attention of "
+            f"{chosen.n_attention_kept} kept{kept}: chosen for 90 % of {room / GIB:.1f} GiB")
 
 
-def describe_blocks(args, config):
-    """The line that a run prints after choose_blocks()."""
-    n_layers = config.num_hidden_layers
-    kept = f", NF4 weights of {args.n_weights_kept} kept in 16 bits" if args.qlora else ""
-    return f"--activation_checkpointing {args.activation_checkpointing} of {n_layers} blocks{kept}"
+class BlockChoice(NamedTuple):
+    """What --activation_checkpointing auto stands for."""
+
+    activation_checkpointing: int | str  # first blocks to recompute
+    n_weights_kept: int  # last blocks that keep NF4 weights in 16 bits from forward to backward
+    n_attention_kept: int  # last ones of the recomputed blocks that keep attention's output
 
 
-def rungs_of(args, config, world):
+def rungs_of(args, world):
     """Changes of flags that may lower the peak, [{flag: value}], cheapest in time first. Each has the flags
     that it needs. None changes the number of rows per step, except under --optim_in_backward, which cannot
     accumulate."""
-    n_layers = config.num_hidden_layers
     rows = args.batch_size * args.grad_accum
     activations = {"activation_checkpointing": "all", "offload": sorted({*args.offload, "activations"})}
     params = {"fsdp2": True, "offload": sorted({*args.offload, "params"})}
@@ -2146,9 +2161,6 @@ def rungs_of(args, config, world):
         {"shard_embeddings": True},
         {"replicas": 1},
         {"optim": "adamw8bit"},
-        {"activation_checkpointing": n_layers // 4},
-        {"activation_checkpointing": n_layers // 2},
-        {"activation_checkpointing": n_layers * 3 // 4},
         {"activation_checkpointing": "all"},
         activations,
         {"tiled_mlp": 4096},
@@ -2194,7 +2206,7 @@ def ladder(args, config, world, length, room):
     it."""
     added = []
     peak = bytes_with(args, added, config, world, length)
-    for rung in 2 * rungs_of(args, config, world):  # what does not help at first may help beside later ones
+    for rung in 2 * rungs_of(args, world):  # what does not help at first may help beside later ones
         if peak <= room:
             break
         lower = bytes_with(args, [*added, rung], config, world, length)
@@ -2266,9 +2278,8 @@ def dry_run(args):
         raise SystemExit(str(error)) from error
     room = (args.gpu_gib or math.inf) * GIB
     if args.activation_checkpointing == "auto":
-        chosen = choose_blocks(args, config, world, args.seq_len, room)
-        args.activation_checkpointing, args.n_weights_kept = chosen
-        print(describe_blocks(args, config))
+        if chosen := choose_blocks(args, config, world, args.seq_len, room):
+            print(chosen)
     print_plan(args, config, world, args.seq_len, room)
 
 
@@ -2332,7 +2343,8 @@ def report_out_of_memory(error, progress):
     if out:
         out.mkdir(parents=True, exist_ok=True)
         (out / "oom.json").write_text(text + "\n")
-    advice = "--dry_run --gpu_gib G with the same flags prints which others would make it fit"
+    advice = ("--dry_run --gpu_gib G with the same flags prints which others would make it fit; "
+              "--activation_checkpointing all keeps the least")
     return f"out of memory: {text}\n{advice}"
 
 

@@ -30,7 +30,7 @@ METHODS = ["", "--lora", "--lora --lora_targets q_proj v_proj", "--qlora", "--ql
            "--qlora --lora_targets gate_proj up_proj down_proj"]
 TRAINING = ["--no-packing", "--train_on all", "--train_on whole", "--clip 0", "--weight_decay 0.1", "--seq_len 130"]
 BLOCKS = ["", "--offload activations", "--no-activation_checkpointing", "--activation_checkpointing 1",
-          "--activation_checkpointing auto"]
+          "--gpu_gib 99", "--gpu_gib 1.03"]
 SHARDED = ["--no-reshard_after_forward", "--no-shard_embeddings", "--replicas 2", "--offload params"]
 OTHERS = ["--no-chunked_ce", "--tiled_mlp 7", "--tiled_mlp 40", "--no-fused_adamw"]
 

@@ -163,7 +163,7 @@ def test_wide_heads_do_not_fall_to_the_math_kernel(job, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes, flags", [
-    (MOE, "--qlora --offload"), (MOE, "--lora --activation_checkpointing auto --tiled_mlp 200"), (MOE, ""),
+    (MOE, "--qlora --offload"), (MOE, "--lora --tiled_mlp 200"), (MOE, ""),
     (QWEN35, "--qlora --offload"), (QWEN35, "--fsdp2")], ids=lambda value: value if isinstance(value, str) else "")
 def test_experts_train_on_a_gpu_to_the_losses_of_the_cpu(job, tmp_path, changes, flags):
     path = shutil.copytree(job[1], tmp_path / "moe")

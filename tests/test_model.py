@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HERE, SHAPE
+from conftest import HERE, QWEN35, SHAPE
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -96,6 +96,21 @@ def test_long_positions_keep_float32_angles_in_bf16():
     expected = torch.cos(torch.tensor(100_001, dtype=torch.float64) / c.rope_scaling.get("factor", 1.0))
     assert cos.dtype == torch.float32
     assert cos.flatten()[0].item() == pytest.approx(expected.item(), abs=5e-3)  # an ulp of the angle 5e4 is 4e-3
+
+
+@pytest.mark.parametrize("changes", [{}, QWEN35], ids=["qwen3", "qwen3.5"])
+def test_attention_that_a_checkpointed_block_keeps_runs_once_and_changes_no_bit(changes, monkeypatch):
+    calls, n_calls, results, plain = [], [], [], lm.sdpa
+    monkeypatch.setattr(lm, "sdpa", lambda *args, **options: calls.append(1) or plain(*args, **options))
+    for n_kept in (0, 9):
+        calls.clear()
+        model = build_random("lora", **changes)
+        lm.checkpoint_activations_(model, False, None, n_kept)
+        results.append(gradients(model))
+        n_calls.append(len(calls))
+    assert n_calls[0] == 2 * n_calls[1] > 0
+    (loss, grads), (kept_loss, kept_grads) = results
+    assert loss == kept_loss and all(torch.equal(grads[name], kept_grads[name]) for name in grads)
 
 
 # ---------------------------------------------------------------- generation

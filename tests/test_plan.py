@@ -64,9 +64,11 @@ CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make
     ("gqa", 1024, 1, "--activation_checkpointing 3"),
     ("deep", 1024, 1, "--qlora --activation_checkpointing 4 --ce_chunk 64"),
     ("gqa", 1024, 2, "--fsdp2 --lora --activation_checkpointing 2 --ce_chunk 64"),
-    ("gqa", 1024, 1, "--qlora --activation_checkpointing auto --ce_chunk 64"),
-    ("deep", 256, 2, "--fsdp2 --qlora --activation_checkpointing auto --gpu_gib 1.17"),
-    ("moe", 1024, 1, "--qlora --activation_checkpointing auto --ce_chunk 64"),
+    ("gqa", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
+    ("deep", 256, 2, "--fsdp2 --qlora --gpu_gib 1.17"),
+    ("deep", 1024, 1, "--qlora --gpu_gib 1.17 --ce_chunk 64"),  # attention is kept
+    ("deep", 1024, 1, "--lora --precision fp32 --gpu_gib 1.22 --ce_chunk 64"),
+    ("moe", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
     ("moe", 2048, 1, "--qlora --lora_targets q_proj k_proj v_proj o_proj --ce_chunk 64"),
     ("moe", 1024, 1, "--no-activation_checkpointing --precision bf16"),
     ("moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
@@ -75,7 +77,7 @@ CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make
     ("qwen3.5", 1024, 1, "--lora --tiled_mlp 256 --ce_chunk 64"),
     ("qwen3.5", 1024, 2, "--fsdp2 --lora --lora_dropout 0.1 --activation_checkpointing 2 --ce_chunk 64"),
     ("qwen3.5", 1024, 1, "--precision fp32 --no-activation_checkpointing --ce_chunk 64"),
-    ("qwen3.5-moe", 1024, 1, "--qlora --activation_checkpointing auto --ce_chunk 64"),
+    ("qwen3.5-moe", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
     ("qwen3.5-moe", 1024, 1, "--precision bf16 --ce_chunk 64"),
     ("qwen3.5-moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
 ]
@@ -149,8 +151,7 @@ def planned(argv, config, world):
     args.precision = args.precision or "mixed"
     if args.activation_checkpointing == "auto":
         room = (args.gpu_gib or math.inf) * 2**30
-        choice = train.choose_blocks(args, config, world, args.seq_len, room)
-        args.activation_checkpointing, args.n_weights_kept = choice
+        train.choose_blocks(args, config, world, args.seq_len, room)
     return *train.plan(args, config, world, args.seq_len), args
 
 
@@ -193,11 +194,11 @@ def test_what_goes_between_replicas_waits_on_the_device():
 
 
 @pytest.mark.parametrize("flag, gib, n_recomputed, n_kept", [
-    ("--qlora", 10, 32, 0), ("--qlora", 40, range(1, 32), 0), ("--qlora", 60, 0, range(1, 32)), ("--qlora", 400, 0, 32),
+    ("--qlora", 10, "all", 0), ("--qlora", 40, range(1, 32), 0), ("--qlora", 60, 0, range(1, 32)), ("--qlora", 400, 0, 32),
     ("--lora", 400, 0, 0)])
 def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_memory(flag, gib, n_recomputed, n_kept):
     argv, config = ["--model", "llama-3.1-8b", flag, "--seq_len", 8192], config_of("llama-3.1-8b")
-    moments, _, args = planned([*argv, "--activation_checkpointing", "auto", "--gpu_gib", gib], config, 1)
+    moments, _, args = planned([*argv, "--gpu_gib", gib], config, 1)
     for n, expected in (args.activation_checkpointing, n_recomputed), (args.n_weights_kept, n_kept):
         assert n in expected if isinstance(expected, range) else n == expected
     assert gib == 10 or train.peak_of(moments)[1] + train.OVERHEAD <= 0.9 * gib * 2**30

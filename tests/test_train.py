@@ -376,7 +376,7 @@ def test_help_is_short_and_help_all_has_every_flag(capsys):
         assert train.launch([flag]) == 0
         shown[flag] = set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.M))
     assert {"--model", "--data", "--qlora"} <= shown["--help"] < shown["--help_all"] and len(shown["--help"]) <= 27
-    names = {f"--{name}" for name in vars(train.parse_args([])).keys() - {"n_weights_kept", "async_save"}}
+    names = {f"--{name}" for name in vars(train.parse_args([])).keys() - {"n_weights_kept", "n_attention_kept"}}
     assert names == shown["--help_all"] - {"--no"}
 
 
