@@ -1433,24 +1433,25 @@ def numbers_of_attention(args, c, size):
 
 
 def numbers_of_deltanet(args, c, size, n_tokens):
-    """The same of Gated DeltaNet. Its backward recomputes one segment at a time. What mix() has made when
-    that is done is float32, in each token (K = 2 * RULE_CHUNK, as in every Qwen3.5):
+    """The same of Gated DeltaNet. Its backward recomputes one segment at a time. When that is done, a token
+    of the segment has in float32 (K = 2 * RULE_CHUNK, as in every Qwen3.5)
 
         3 * X - E          what SiLU is applied to; q, k, v by chunks; q and k of unit length
         X / 2 - E / 2      products of q and k with k
         5/2 * E            decays, these with beta, a, its inverse, scores
         6 * E              right, w and u, queries, keys
         6 * E              d and S of each chunk, in a list and in one tensor
-        6 * E              o, by tokens, normalized; z, its SiLU, the gradient of their product"""
+        6 * E              o, by tokens, normalized; z, its SiLU, the gradient of their product
+        -E / 2             the 16-bit gradient of the output, which activation_bytes() counts, is gone"""
     X = c.conv_size
     E = c.value_size
     segment = min(SEGMENT, n_tokens)
     saved = X + E + 4 / size * E * c.linear_key_head_dim / segment  # qkv, z, and the S before each segment
-    rule = 4 / size * (3.5 * X + 19 * E)
+    rule = 4 / size * (3.5 * X + 18.5 * E)
     if not args.lora:
         rule += 3 * X  # gradients of taps need the input masked, in 16 bits
-    # and gradients of qkv and z, for which the running segment has a padded input
-    return saved, X + E + rule * segment / n_tokens
+    # X: gradients of qkv of the segments before, and a padded input of this one
+    return saved, X + rule * segment / n_tokens
 
 
 def saved_by_mlp(args, c, size):
