@@ -1460,8 +1460,8 @@ class Piece(NamedTuple):
 
 
 def pieces_of(name, n_rows, config, tensors):
-    """What a parameter of n_rows, or its NF4 codes, is made of: [Piece] in the order of its rows. The names of
-    `tensors`, those in the files, say how experts are stored; adapters have a matrix per expert."""
+    """What a parameter of n_rows, or its NF4 codes, is made of: [Piece] in the order of its rows. The names
+    of `tensors`, those in the files, say how experts are stored; adapters have a matrix per expert."""
     name = name.removesuffix("_codes").replace(".decay.", ".")
     if name.startswith("model."):
         name = config.prefix + name.removeprefix("model.")

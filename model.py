@@ -391,9 +391,8 @@ def rotate(q_BTHK, rope):
 class Kept:
     """What one call of a block keeps of its attention from the forward to the backward: see RunOnce."""
 
-    def __init__(self):
-        self.inputs = ()
-        self.out = None
+    inputs = ()
+    out = None
 
 
 class RunOnce(torch.autograd.Function):
@@ -408,7 +407,7 @@ class RunOnce(torch.autograd.Function):
         ctx.kept = kept
         if kept.out is None:
             kept.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
-            # These hooks do nothing. Those of the block's checkpoint, which they cover, would drop the output.
+            # These hooks do nothing. Those of the block's checkpoint, which they cover, would drop it.
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                 kept.out = function(*kept.inputs)
             for t in kept.inputs:
@@ -426,13 +425,6 @@ class RunOnce(torch.autograd.Function):
         wanted = [t for t in ctx.kept.inputs if t.requires_grad]
         grads = iter(torch.autograd.grad(out, wanted, grad))
         return None, None, *(next(grads) if t.requires_grad else None for t in ctx.kept.inputs)
-
-
-def run_once(kept, function, *inputs):
-    """function(*inputs), with `kept` by RunOnce."""
-    if kept is None or not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs):
-        return function(*inputs)
-    return RunOnce.apply(kept, function, *inputs)
 
 
 # ---------------- attention
@@ -515,7 +507,10 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans, group=None, kept=None):
     `spans` describes."""
     if group is not None:
         return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, group, kept)
-    return run_once(kept, functools.partial(attend_here, spans), q_BTHK, k_BTGK, v_BTGK)
+    run = functools.partial(attend_here, spans)
+    if kept is None or not q_BTHK.requires_grad:
+        return run(q_BTHK, k_BTGK, v_BTGK)
+    return RunOnce.apply(kept, run, q_BTHK, k_BTGK, v_BTGK)
 
 
 def attend_here(spans, q_BTHK, k_BTGK, v_BTGK):
@@ -702,7 +697,7 @@ class ShortConv(nn.Module):
         J = w_XJ.shape[1]
         y_NX = x_MX[:N] * w_XJ[:, 0]
         for j in range(1, J):
-            # Taps before the j-th see tokens J - j places back and more. Masking the sum of the older taps, and
+            # Taps before the j-th see tokens J - j places back and more. Masking the sum of older taps, and
             # not their inputs, saves no masked copies of x.
             y_NX.mul_(positions_N[:, None] >= J - j)
             y_NX.addcmul_(x_MX[j : j + N], w_XJ[:, j])
@@ -877,7 +872,7 @@ class MoE(nn.Module):
         return h  # nothing to compile: how many rows an expert gets is known only after the router has run
 
     def finish(self, h):
-        if self.has_shared:  # before the others run, so that a recomputation can end before their last product
+        if self.has_shared:  # first, so that a recomputation can end before the others' last product
             shared = self.shared_expert.finish(self.shared_expert.start(h))
             shared = self.shared_expert_gate(h).sigmoid() * shared
         h_ND = h.flatten(0, -2)
@@ -1536,7 +1531,8 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
                 saved += N * 2 * E  # copies of k and v for each query head
         if c.num_experts:
             saved += N * 8 * k / size  # the order of the experts' rows, int64, which no checkpoint drops
-    if keeps.weights or (args.qlora and not keeps.activations):  # all weights but down_proj, which is in `weight`
+    if keeps.weights or (args.qlora and not keeps.activations):
+        # all weights but down_proj, which is in `weight`
         in_attention += n_attention
         in_mlp += n_attention + 2 * n_down
     numbers = {"input": N * D, "saved": saved, "in attention": in_attention, "in mlp": in_mlp}

@@ -194,8 +194,8 @@ def make_parser():
         nargs="*", choices=("activations", "params"))
     add(memory, "--activation_checkpointing", n_blocks, "auto", "recompute the first N blocks (or all) in "
         "the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping even "
-        "dequantized NF4 weights to recomputing even attention; all of it on a CPU without --gpu_gib and with "
-        "--offload activations", nargs="?", const="all")
+        "dequantized NF4 weights to recomputing even attention; all blocks on a CPU without --gpu_gib, and "
+        "with --offload activations", nargs="?", const="all")
     memory.add_argument("--no-activation_checkpointing", action="store_const", const=0,
                         dest="activation_checkpointing", help="recompute nothing: least time, most memory")
     switch(memory, "--chunked_ce",
@@ -649,7 +649,7 @@ def open_run(args, config, loader, source, ranks):
         if state["step"] > steps:
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
-    if config.is_qwen35 and config.num_experts and {*(args.lora_targets or ())} & {*lm.MLP_TARGETS}:
+    if config.shared_size and args.lora and not args.merge:
         ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
     if steps < 20 and not args.steps:
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
@@ -751,8 +751,8 @@ class Ranks:
             self.control = dist.new_group(backend="gloo", timeout=timedelta(days=30))
 
     def say(self, text):
-        """Prints on rank 0, unless there is nothing to say."""
-        if self.rank == 0 and text:
+        """Prints on rank 0."""
+        if self.rank == 0:
             with contextlib.suppress(BrokenPipeError):  # a reader that has left, such as `head`, stops no run
                 print(text, flush=True)
 
@@ -2107,12 +2107,11 @@ def n_recomputed(args, config):
 
 def choose_blocks(args, config, world, length, room):
     """Replaces --activation_checkpointing auto by the fastest choice that needs at most 90 % of `room` bytes,
-    or else by the smallest. Returns the line that says what was chosen, "" if there was no choice. Losses do
-    not depend on it."""
+    or else by the smallest. Returns the line that says what was chosen. Losses do not depend on it."""
     n_layers = config.num_hidden_layers
     if room == math.inf or "activations" in args.offload:
         args.activation_checkpointing = "all"
-        return ""
+        return "--activation_checkpointing all: inputs are offloaded, or no --gpu_gib is known"
     can_keep_weights = args.qlora and not args.tiled_mlp  # a tile dequantizes its weights again
     # From the fastest to the smallest. Each choice needs less memory than the one before, so we can bisect:
     # recompute no block; then more and more, but not attention, whose output is the cheapest thing to keep
@@ -2134,8 +2133,8 @@ def choose_blocks(args, config, world, length, room):
     chosen = choices[first]
     vars(args).update(chosen._asdict())
     kept = f", NF4 weights of {chosen.n_weights_kept} kept in 16 bits" if args.qlora else ""
-    return (f"--activation_checkpointing {chosen.activation_checkpointing} of {n_layers} blocks, attention of "
-            f"{chosen.n_attention_kept} kept{kept}: chosen for 90 % of {room / GIB:.1f} GiB")
+    return (f"--activation_checkpointing {chosen.activation_checkpointing} of {n_layers} blocks, for 90 % of "
+            f"{room / GIB:.1f} GiB:\n  attention's output of {chosen.n_attention_kept} kept{kept}")
 
 
 class BlockChoice(NamedTuple):
@@ -2278,8 +2277,7 @@ def dry_run(args):
         raise SystemExit(str(error)) from error
     room = (args.gpu_gib or math.inf) * GIB
     if args.activation_checkpointing == "auto":
-        if chosen := choose_blocks(args, config, world, args.seq_len, room):
-            print(chosen)
+        print(choose_blocks(args, config, world, args.seq_len, room))
     print_plan(args, config, world, args.seq_len, room)
 
 

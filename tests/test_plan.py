@@ -192,8 +192,8 @@ def test_what_goes_between_replicas_waits_on_the_device():
 
 
 @pytest.mark.parametrize("flag, gib, n_recomputed, n_kept", [
-    ("--qlora", 10, "all", 0), ("--qlora", 40, range(1, 32), 0), ("--qlora", 60, 0, range(1, 32)), ("--qlora", 400, 0, 32),
-    ("--lora", 400, 0, 0)])
+    ("--qlora", 10, "all", 0), ("--qlora", 40, range(1, 32), 0), ("--qlora", 60, 0, range(1, 32)),
+    ("--qlora", 400, 0, 32), ("--lora", 400, 0, 0)])
 def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_memory(flag, gib, n_recomputed, n_kept):
     argv, config = ["--model", "llama-3.1-8b", flag, "--seq_len", 8192], config_of("llama-3.1-8b")
     moments, _, args = planned([*argv, "--gpu_gib", gib], config, 1)

@@ -138,24 +138,6 @@ def test_greedy_tokens_equal_transformers(folder):
     assert list(lm.generate(model, prompt, len(expected), {-1}, torch.device("cpu"))) == expected
 
 
-@torch.no_grad()
-def test_a_state_in_the_cache_equals_the_whole_row_and_does_not_grow():
-    net = build(TIED).model.layers[0]
-    c = torch.randn(1, 150, 16, generator=torch.Generator().manual_seed(0))
-
-    def run(x, start, cache):
-        spans = lm.Spans([(0, x.shape[1])])
-        spans.positions_BT = torch.arange(start, start + x.shape[1])[None]
-        return net(x, None, spans, cache)
-
-    cache, out, start = lm.Cache(), [], 0
-    for part in c.split([1, 70, 1, 61, 1, 16], 1):
-        out.append(run(part, start, cache))
-        start += part.shape[1]
-    assert error(torch.cat(out, 1), run(c, 0, None)) < 1e-6
-    assert [t.shape for t in cache.layers[net.linear_attn]] == [(3, 48), (2, 8, 8)]
-
-
 @pytest.mark.parametrize("leak", ["convolution", "state", "attention"])
 def test_a_leak_between_documents_would_be_seen(leak, monkeypatch):
     *_, golden, good, _ = packed(TIED, monkeypatch)
@@ -169,17 +151,6 @@ def test_a_leak_between_documents_would_be_seen(leak, monkeypatch):
     *_, leaking, _ = packed(TIED, monkeypatch)
     n = golden["lengths"][0]
     assert error(leaking[n:], good[n:]) > 1e-2
-
-
-def test_bf16_rounds_at_the_ends_of_the_mixer_only():
-    net = build(TIED).model.layers[0].linear_attn.bfloat16()
-    net.decay.float()
-    spans = lm.Spans([(0, 128)])
-    spans.positions_BT = torch.arange(128)[None]
-    qkv, z, a, b = net.qkv(torch.randn(1, 128, 16).bfloat16(), None)
-    out = net(qkv, z, a, b, spans, None, None)
-    assert out.dtype is torch.bfloat16
-    assert torch.equal(out, net(qkv.float(), z.float(), a.float(), b.float(), spans, None, None).bfloat16())
 
 
 # ---------------------------------------------------------------- files
