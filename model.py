@@ -1427,14 +1427,14 @@ def numbers_of_attention(args, c, size):
     return saved, gradients
 
 
-def numbers_of_deltanet(args, c, size, n_tokens):
+def numbers_of_deltanet(c, size, n_tokens):
     """The same of Gated DeltaNet. Its backward recomputes one segment at a time. When that is done, a token
     of the segment has in float32 (K = 2 * RULE_CHUNK, as in every Qwen3.5)
 
         3 * X - E          what SiLU is applied to; q, k, v by chunks; q and k of unit length
         X / 2 - E / 2      products of q and k with k
-        5/2 * E            decays, these with beta, a, its inverse, scores
-        6 * E              right, w and u, queries, keys
+        7/2 * E            decays, these with beta, a, its inverse, that times beta and carry, scores
+        4 * E              w and u, queries, keys
         6 * E              d and S of each chunk, in a list and in one tensor
         6 * E              o, by tokens, normalized; z, its SiLU, the gradient of their product
         -E / 2             the 16-bit gradient of the output, which activation_bytes() counts, is gone"""
@@ -1442,9 +1442,7 @@ def numbers_of_deltanet(args, c, size, n_tokens):
     E = c.value_size
     segment = min(SEGMENT, n_tokens)
     saved = X + E + 4 / size * E * c.linear_key_head_dim / segment  # qkv, z, and the S before each segment
-    rule = 4 / size * (3.5 * X + 18.5 * E)
-    if not args.lora:
-        rule += 3 * X  # gradients of taps need the input masked, in 16 bits
+    rule = 4 / size * (3.5 * X + 17.5 * E)
     # X: gradients of qkv of the segments before, and a padded input of this one
     return saved, X + rule * segment / n_tokens
 
@@ -1491,7 +1489,7 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
 
     if kind == "linear_attention":
         E = c.value_size
-        attention, gradients = numbers_of_deltanet(args, c, size, N)
+        attention, gradients = numbers_of_deltanet(c, size, N)
     else:
         E = c.q_size
         attention, gradients = numbers_of_attention(args, c, size)

@@ -649,7 +649,7 @@ def open_run(args, config, loader, source, ranks):
         if state["step"] > steps:
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
-    if config.shared_size and args.lora and not args.merge:
+    if config.shared_expert_intermediate_size and args.lora and not args.merge:
         ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
     if steps < 20 and not args.steps:
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")

@@ -73,7 +73,7 @@ CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make
     ("moe", 1024, 1, "--no-activation_checkpointing --precision bf16"),
     ("moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
     ("qwen3.5", 1024, 1, "--ce_chunk 64"),
-    ("qwen3.5", 2304, 1, "--qlora --ce_chunk 64"),  # more than one segment
+    ("qwen3.5", 1280, 1, "--qlora --ce_chunk 64"),  # more than one segment
     ("qwen3.5", 1024, 1, "--lora --tiled_mlp 256 --ce_chunk 64"),
     ("qwen3.5", 1024, 2, "--fsdp2 --lora --lora_dropout 0.1 --activation_checkpointing 2 --ce_chunk 64"),
     ("qwen3.5-moe", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
