@@ -153,7 +153,8 @@ def make_parser():
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
         "fraction of an adapter's inputs that is zeroed in training (default: 0)", fixed=True)
     add(method, "--lora_targets", str, None,
-        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them)",
+        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
+        "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are)",
         nargs="+", fixed=True)
 
     dataset = parser.add_argument_group("data")
