@@ -92,7 +92,7 @@ def test_dry_run_prints_the_plan_of_every_preset_and_writes_nothing(capsys, tmp_
     monkeypatch.chdir(tmp_path)
     for world in (1, 4):
         said = dry_run(capsys, f"--model {preset} --qlora --offload --fsdp2 --world {world}")
-        head, moments, *rows = said.splitlines()
+        _, head, moments, *rows = said.splitlines()
         assert f"rank 0 of {world}, micro-batches of 1 x 1024 tokens" in head and "fit" not in said
         (totals,) = [[float(number) for number in row.split()[1:]] for row in rows if row.split()[0] == "all"]
         assert "*" in moments and len(totals) >= 3 and max(totals) > 0 and "host memory" in rows[-1]
