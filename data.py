@@ -1726,7 +1726,8 @@ def export(args, model, source, files, tokenizer, out, ranks):
         adapter = {name: tensor for name, tensor in tensors if is_first}
     with ranks.agree():
         if not args.lora:
-            others = [name for name in source.tensors if name.startswith(OTHER_PARTS)]
+            # only the rank that writes them reads them
+            others = [name for name in source.tensors if is_first and name.startswith(OTHER_PARTS)]
             layout = {name: (source.tensors[name].shape, source.tensors[name].dtype)
                       for name in (*shapes_in_files(model, source.tensors), *others)}
             tensors = (tensor.to(layout[name][1]) for name, tensor in tensors)

@@ -49,6 +49,7 @@ FAMILIES = {  # model_type: what `architectures` says
     "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
+WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe_text")
 
 # A file that sets one of these keys to another value (absent and null are fine) asks for something that the
 # model does not compute. Training it anyway would be silently wrong.
@@ -208,8 +209,7 @@ def parse_config(raw, where="config.json"):
     refuse(values["linear_num_value_heads"] % values[key], key, "does not divide linear_num_value_heads")
 
     E = values["num_experts"]
-    is_moe = family in ("qwen3_moe", "qwen3_5_moe_text")
-    refuse((E > 0) != is_moe, "num_experts", "above 0 for a model with experts, absent for others")
+    refuse((E > 0) != (family in WITH_EXPERTS), "num_experts", "above 0 for a model with experts, absent for others")
     refuse(values["num_experts_per_tok"] > max(E, 1), "num_experts_per_tok", f"above {E} experts")
     odd_size = E and math.gcd(D, values["moe_intermediate_size"]) % 8  # grouped_mm wants rows of 16 bytes
     refuse(odd_size, "moe_intermediate_size", f"this and hidden_size {D} must be multiples of 8")
@@ -261,7 +261,7 @@ def with_implied_values(raw, family):
     H = given.get("num_attention_heads")
     if "num_local_experts" in given:  # transformers 5
         given.setdefault("num_experts", given["num_local_experts"])
-    if family not in ("qwen3_moe", "qwen3_5_moe_text"):
+    if family not in WITH_EXPERTS:
         # a dense model has no such keys, and where a file has them they mean nothing
         given.setdefault("num_experts_per_tok", 1)
         given.setdefault("moe_intermediate_size", 1)
@@ -323,8 +323,10 @@ def parse_rope(given, family, values, where, refuse):
     refuse(stated["rope_theta"] is None and no_default, "rope_theta",
            "missing, with no safe default: copy it from the model's page")
     theta = read_field(stated, "rope_theta", POSITIVE._replace(default=1e4), where)
-    smallest, usual = (0, 0.25) if family.startswith("qwen3_5") else (1, 1)
-    factor = read_field(stated, "partial_rotary_factor", Bounds(float, smallest, 1, usual), where)
+    bounds = Bounds(float, 1, 1, 1)  # RoPE turns the whole of a head
+    if family.startswith("qwen3_5"):
+        bounds = Bounds(float, 0, 1, 0.25)
+    factor = read_field(stated, "partial_rotary_factor", bounds, where)
     return theta, factor, scaling
 
 
@@ -420,11 +422,14 @@ class RunOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        inputs = ctx.kept.inputs
         out = ctx.kept.out
+        # the mixer has `kept` until its next call, so what is in it would stay in memory
+        ctx.kept.inputs = ()
         ctx.kept.out = None
-        wanted = [t for t in ctx.kept.inputs if t.requires_grad]
+        wanted = [t for t in inputs if t.requires_grad]
         grads = iter(torch.autograd.grad(out, wanted, grad))
-        return None, None, *(next(grads) if t.requires_grad else None for t in ctx.kept.inputs)
+        return None, None, *(next(grads) if t.requires_grad else None for t in inputs)
 
 
 # ---------------- attention
@@ -675,7 +680,8 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
 
 def scan(w_nHCK, u_nHCP, keys_nHCK, decay_nH11, S_HKP):
     """The sequential part, three kernels a chunk -> d of all chunks, S before each, S after the last."""
-    d, S_before = [], []
+    d = []
+    S_before = []
     for w_HCK, u_HCP, keys_HCK, decay_H11 in zip(w_nHCK, u_nHCP, keys_nHCK, decay_nH11):
         d.append(torch.baddbmm(u_HCP, w_HCK, S_HKP, alpha=-1))
         S_before.append(S_HKP)

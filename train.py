@@ -89,6 +89,11 @@ def n_blocks(text):
     raise argparse.ArgumentTypeError(f"{text}: expected a number of blocks, all or auto")
 
 
+WHOLE = number(int)
+WHOLE_OR_0 = number(int, zero_too=True)
+AMOUNT = number(float)
+AMOUNT_OR_0 = number(float, zero_too=True)
+
 # -h shows these flags, --help_all shows every flag
 EVERYDAY = set("""model lora qlora lora_rank data eval_data seq_len inspect fsdp2 offload optim tiled_mlp
     compile help batch_size grad_accum steps epochs lr out resume save_every merge chat dry_run
@@ -129,10 +134,6 @@ def make_parser():
         add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-h", "--help", "--help_all", action="help",
                         help="print the most used flags, with --help_all all flags, and exit")
-    whole = number(int)
-    whole_or_0 = number(int, zero_too=True)
-    amount = number(float)
-    amount_or_0 = number(float, zero_too=True)
 
     model = parser.add_argument_group("model")
     add(model, "--model", str, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
@@ -148,8 +149,8 @@ def make_parser():
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True)
     switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True)
-    add(method, "--lora_rank", whole, None, "rank of the adapters (default: 16)", fixed=True)
-    add(method, "--lora_alpha", amount, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True)
+    add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True)
+    add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True)
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
         "fraction of an adapter's inputs that is zeroed in training (default: 0)", fixed=True)
     add(method, "--lora_targets", str, None,
@@ -164,7 +165,7 @@ def make_parser():
     add(dataset, "--eval_data", str, None,
         "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training (default: none)",
         nargs="+")
-    add(dataset, "--seq_len", whole, 1024, "tokens per row", fixed=True)
+    add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True)
     add(dataset, "--overflow", str, None,
         "what to do with documents longer than a row (default: split texts, drop others)",
         choices=("split", "drop", "truncate"))
@@ -176,18 +177,24 @@ def make_parser():
         "of the whole conversations and texts",
         choices=("targets", "whole", "all"), fixed=True)
     add(dataset, "--chat_template", str, None, "jinja file, in place of the model's own (default: none)")
-    add(dataset, "--inspect", whole, None,
+    add(dataset, "--inspect", WHOLE, None,
         "print N examples, with the trained tokens in brackets, and exit (default: off)")
 
+    add_memory_flags(parser)
+    add_run_flags(parser)
+    return parser
+
+
+def add_memory_flags(parser):
     memory = parser.add_argument_group("memory and speed")
     switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks")
     switch(memory, "--reshard_after_forward",
            "free the gathered weights of a block between its forward and its backward", on=True)
     switch(memory, "--shard_embeddings",
            "gather embedding and head only while they are in use; a tied pair stays gathered", on=True)
-    add(memory, "--replicas", whole, 1, "number of model replicas (HSDP): shard within each group of world/N "
+    add(memory, "--replicas", WHOLE, 1, "number of model replicas (HSDP): shard within each group of world/N "
         "ranks, usually one node, and all-reduce between groups")
-    add(memory, "--sequence_parallel", whole, 1,
+    add(memory, "--sequence_parallel", WHOLE, 1,
         "split each row over a group of N ranks; --batch_size then counts rows per group")
     add(memory, "--offload", str, None, "what to keep in host memory; activations: block inputs until the "
         "backward, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
@@ -201,8 +208,8 @@ def make_parser():
                         dest="activation_checkpointing", help="recompute nothing: least time, most memory")
     switch(memory, "--chunked_ce",
            "compute head and loss in chunks of tokens, without a [tokens, vocabulary] tensor", on=True)
-    add(memory, "--ce_chunk", whole, 1024, "tokens per chunk of the loss")
-    add(memory, "--tiled_mlp", whole, None, "run the MLP on N tokens at a time, e.g. 4096 (default: off)")
+    add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
+    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time, e.g. 4096 (default: off)")
     add(memory, "--optim", str, "adamw", "adamw8bit keeps 2 bytes of state per parameter instead of 8",
         choices=("adamw", "adamw8bit"), fixed=True)
     switch(memory, "--stochastic_rounding",
@@ -213,41 +220,43 @@ def make_parser():
     switch(memory, "--compile",
            "torch.compile the blocks, the loss and NF4; the first step takes half a minute longer")
 
+
+def add_run_flags(parser):
     schedule = parser.add_argument_group("schedule")
-    add(schedule, "--batch_size", whole, 1, "rows per rank and micro-batch")
-    add(schedule, "--grad_accum", whole, 1, "micro-batches per step")
-    add(schedule, "--steps", whole, None, "number of optimizer steps (default: from --epochs)")
-    add(schedule, "--epochs", amount, 1.0, "passes over the data; --steps overrides it")
-    add(schedule, "--lr", amount_or_0, None,
+    add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch")
+    add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step")
+    add(schedule, "--steps", WHOLE, None, "number of optimizer steps (default: from --epochs)")
+    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides it")
+    add(schedule, "--lr", AMOUNT_OR_0, None,
         "peak learning rate (default: 2e-4 with adapters, 2e-5 without, times 4096 / hidden size)",
         fixed=True)
-    add(schedule, "--min_lr", amount_or_0, 0.0, "learning rate at the end of cosine and linear", fixed=True)
-    add(schedule, "--warmup", amount_or_0, 0.03,
+    add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear", fixed=True)
+    add(schedule, "--warmup", AMOUNT_OR_0, 0.03,
         "steps of linear warmup, from lr / (warmup + 1); below 1: fraction of all steps", fixed=True)
     add(schedule, "--schedule", str, "cosine", "course of the learning rate after the warmup",
         choices=("cosine", "linear", "constant"), fixed=True)
-    add(schedule, "--weight_decay", amount_or_0, 0.01, "weight decay, on matrices only", fixed=True)
-    add(schedule, "--clip", amount_or_0, None,
+    add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, on matrices only", fixed=True)
+    add(schedule, "--clip", AMOUNT_OR_0, None,
         "largest gradient norm; 0: no limit (default: 1; 0 with --optim_in_backward)", fixed=True)
-    add(schedule, "--seed", whole_or_0, 0,
+    add(schedule, "--seed", WHOLE_OR_0, 0,
         "seed of data order, random weights, adapters, dropout", fixed=True)
 
     run = parser.add_argument_group("run")
     add(run, "--out", str, None, "folder that a new run writes to (default: out/<date-time>)")
-    add(run, "--save_every", whole_or_0, 500,
+    add(run, "--save_every", WHOLE_OR_0, 500,
         "steps between checkpoints; the last step is saved, too. 0: save only on a signal")
-    add(run, "--keep", whole, 2, "newest checkpoints to keep, besides the one with the best evaluation")
+    add(run, "--keep", WHOLE, 2, "newest checkpoints to keep, besides the one with the best evaluation")
     add(run, "--resume", str, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
         "checkpoint of --out or of the newest run in out/, or start a new one if there is none (default: "
         "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN")
-    add(run, "--timeout", amount, 1800.0,
+    add(run, "--timeout", AMOUNT, 1800.0,
         "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first")
-    add(run, "--log_every", whole, 10,
+    add(run, "--log_every", WHOLE, 10,
         "log every N steps, and also the first ten steps and at least every ten seconds")
-    add(run, "--eval_every", whole, None, "steps between evaluations (default: evaluate only at the end)")
+    add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)")
     switch(run, "--dry_run", "print the memory plan for --world GPUs and exit")
-    add(run, "--world", whole, None, "number of GPUs that --dry_run plans for (default: 1)")
-    add(run, "--gpu_gib", amount, None, "GiB per GPU that the run or the plan may use (default: all)")
+    add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)")
+    add(run, "--gpu_gib", AMOUNT, None, "GiB per GPU that the run or the plan may use (default: all)")
     switch(run, "--tensorboard", "write metrics for TensorBoard, too (pip install tensorboard)")
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot",
@@ -256,9 +265,8 @@ def make_parser():
     add(run, "--sample", str, None,
         "text to continue or question to answer before and after training (default: one for built-in data)")
     switch(run, "--chat", "talk with --model instead of training")
-    add(run, "--temperature", amount_or_0, 0.0, "temperature of --chat and --sample; 0: the likeliest token")
-    add(run, "--max_new_tokens", whole, None, "longest answer, in tokens (default: --chat 512, --sample 48)")
-    return parser
+    add(run, "--temperature", AMOUNT_OR_0, 0.0, "temperature of --chat and --sample; 0: the likeliest token")
+    add(run, "--max_new_tokens", WHOLE, None, "longest answer, in tokens (default: --chat 512, --sample 48)")
 
 
 def fixed_flags():

@@ -87,8 +87,8 @@ def class_of(config):
 
 def random_model(config, seed):
     torch.manual_seed(seed)
-    model = class_of(config)._from_config(config) if "_5" in config.model_type else (
-        transformers.AutoModelForCausalLM.from_config(config))
+    kind = class_of(config)
+    model = kind.from_config(config) if hasattr(kind, "from_config") else kind._from_config(config)
     for key, p in model.named_parameters():  # random norms and biases too: ones and zeros would hide a mistake
         torch.nn.init.normal_(p, 1.0 if key.endswith("norm.weight") else 0.0, 0.2 if p.dim() < 2 else 0.08)
     return model
