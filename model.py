@@ -209,7 +209,8 @@ def parse_config(raw, where="config.json"):
     refuse(values["linear_num_value_heads"] % values[key], key, "does not divide linear_num_value_heads")
 
     E = values["num_experts"]
-    refuse((E > 0) != (family in WITH_EXPERTS), "num_experts", "above 0 for a model with experts, absent for others")
+    refuse((E > 0) != (family in WITH_EXPERTS), "num_experts",
+           "above 0 for a model with experts, absent for others")
     refuse(values["num_experts_per_tok"] > max(E, 1), "num_experts_per_tok", f"above {E} experts")
     odd_size = E and math.gcd(D, values["moe_intermediate_size"]) % 8  # grouped_mm wants rows of 16 bytes
     refuse(odd_size, "moe_intermediate_size", f"this and hidden_size {D} must be multiples of 8")
