@@ -660,6 +660,8 @@ def open_run(args, config, loader, source, ranks):
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
     if config.shared_expert_intermediate_size and args.lora and not args.merge:
         ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
+    if ranks.device.type == "cuda" and steps > 200 and not args.compile:
+        ranks.say("note: --compile takes half a minute, and then a step is about 1.2 times as fast")
     if steps < 20 and not args.steps:
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
     if state["steps"] != steps:
@@ -1865,11 +1867,11 @@ class Unit:
     is what FSDP2 gathers and reduces at once. Without FSDP2 nothing is gathered or reduced."""
 
     always: Counter  # {kind: bytes} of weights and optimizer state
-    tensors: list  # bytes of each trained weight and of each tensor of its optimizer state
     unsharded: int = 0  # gathered, in the dtype of products; without FSDP2 16-bit copies of float32 weights
     new_gradient: int = 0  # as the backward makes it: with FSDP2 all rows, in the dtype of products
     reduce_input: int = 0  # all rows in the dtype of the reduce-scatter; 0 without FSDP2
     gradient: int = 0  # this rank's rows, which the reduce-scatter leaves for the step
+    workspace: int = 0  # temporaries of the optimizer for the largest weight
 
     def reduction(self):
         """Input and output of the reduce-scatter."""
@@ -1885,7 +1887,7 @@ class Units(NamedTuple):
 
 def unit_of(module, args, shards, dtype):
     """Adds up a module on the meta device, its rows dealt out to `shards` ranks, its products in `dtype`."""
-    unit = Unit(Counter(), [])
+    unit = Unit(Counter())
     for p in module.parameters():
         n_rows = nf4.ceil_div(len(p), shards)
         width = p.numel() // len(p)
@@ -1908,7 +1910,7 @@ def unit_of(module, args, shards, dtype):
             scales = 4 * n_rows * nf4.ceil_div(width, nf4.MOMENT_BLOCK)
             state = [n, n, scales, scales]
         unit.always["optimizer"] += sum(state)
-        unit.tensors += [n_bytes, *state]
+        unit.workspace = max(unit.workspace, step_workspace(args, n_bytes))
         unit.gradient += n_bytes  # --precision bf16 reduces in bf16, the others in float32
         if args.fsdp2:
             unit.new_gradient += shards * n * product_itemsize
@@ -1941,7 +1943,6 @@ def plan(args, config, world, length):
     if not config.tie_word_embeddings:
         whole.append(head)
     units = Units(whole, after, embedding, head)
-    tensors = [n for unit in whole for n in unit.tensors]
 
     itemsize = model.compute_dtype.itemsize
     n_checkpointed = n_recomputed(args, config)
@@ -1962,23 +1963,21 @@ def plan(args, config, world, length):
         host["activations"] = (n_layers - 1) * nf4.ceil_div(acts[0]["input"], PAGE) * PAGE
     # RoPE's tables, the batch's integers
     always["saved activations"] = n_tokens * (4 * config.rope_size + 32)
-    workspace = step_workspace(args, max(tensors))
-    events = play_step(args, config, shards, units, acts, logits_bytes, always, workspace)
+    events = play_step(args, config, shards, units, acts, logits_bytes, always)
     return largest_moments(events), host
 
 
-def step_workspace(args, largest):
-    """Bytes of the optimizer's temporaries on the GPU. `largest`: bytes of the largest weight."""
+def step_workspace(args, n_bytes):
+    """Bytes of the optimizer's temporaries on the GPU for a weight of n_bytes."""
     if "params" in args.offload:  # the CPU updates the weights
         return 0
     if args.optim == "adamw8bit" or args.stochastic_rounding:
         # CompactAdamW updates 2**22 weights at a time. Each has six float32 temporaries of 4 bytes, and a
-        # bf16 gradient needs a seventh. The number of weights is largest // 2 in bf16 and largest // 4 in
-        # float32.
+        # bf16 gradient needs a seventh. A weight has 2 bytes in bf16 and 4 in float32.
         if args.precision == "bf16":
-            return 7 * 4 * min(1 << 22, largest // 2)
-        return 6 * 4 * min(1 << 22, largest // 4)
-    return 0 if args.fused_adamw else 2 * largest
+            return 7 * 4 * min(1 << 22, n_bytes // 2)
+        return 6 * 4 * min(1 << 22, n_bytes // 4)
+    return 0 if args.fused_adamw else 2 * n_bytes
 
 
 def weights_of_blocks(args, config, shards, units):
@@ -2002,10 +2001,17 @@ def weights_of_blocks(args, config, shards, units):
     return [weights] * n_layers, [0] * n_layers
 
 
-def play_step(args, config, shards, units, acts, logits_bytes, always, workspace):
+def inputs_of_loss(args, head):
+    """Number of tensors of a block input's size that are alive while the loss is computed."""
+    if args.chunked_ce:
+        return 4  # x, its norm, the rows with a target, their gradient
+    return 2 if head.gradient else 1  # x and its norm
+
+
+def play_step(args, config, shards, units, acts, logits_bytes, always):
     """Plays a training step on paper, in the order of main. Yields (moment, {kind: bytes}) for each event
     that may be the peak. acts: activation_bytes() of each block. always: what is on the GPU from the first
-    event to the last. workspace: temporaries of the optimizer."""
+    event to the last."""
     whole, after_attention, embedding, head = units
     tied = config.tie_word_embeddings
     n_layers = config.num_hidden_layers
@@ -2033,27 +2039,26 @@ def play_step(args, config, shards, units, acts, logits_bytes, always, workspace
     def staying(unit):
         return unit.gradient if stay and args.grad_accum == 1 else 0
 
+    def updating(unit):
+        return unit.workspace if args.optim_in_backward else 0
+
     # ---- forward
     for i in range(n_layers):
         alive["saved activations"] += saved[i]
         alive["unsharded units"] += left[i]
 
     # ---- the loss, then the backward of the head
-    n_inputs = 1
-    if args.chunked_ce:
-        n_inputs = 4  # x, its norm, the rows with a target, their gradient
-    elif head.gradient:
-        n_inputs = 2  # x and its norm
     weights = 0 if in_root else head.unsharded
     if args.chunked_ce and shards > 1:  # FSDP2 keeps the buffer of its last all-gather until the forward ends
         weights += (whole[0] if in_root else head).unsharded
-    yield "head and loss", alive + Counter({"saved activations": n_inputs * input_bytes,
+    yield "head and loss", alive + Counter({"saved activations": inputs_of_loss(args, head) * input_bytes,
                                             "logits chunk": logits_bytes, "unsharded units": weights})
     waits = in_root or tied  # the head's gradient, for that of the embedding
     being_reduced = 0 if waits else head.reduce_input
     alive["gradients"] += head.new_gradient
     yield "head and loss", alive + Counter({"saved activations": 4 * input_bytes,
-                                            "gradients": 0 if waits else head.reduction()})
+                                            "gradients": 0 if waits else head.reduction(),
+                                            "block workspace": 0 if waits else updating(head)})
     if not waits:
         alive["gradients"] += staying(head) - head.new_gradient
 
@@ -2065,7 +2070,7 @@ def play_step(args, config, shards, units, acts, logits_bytes, always, workspace
                                 "unsharded units": fetched[i], "gradients": being_reduced})
         of_tiles = after_attention.new_gradient if args.tiled_mlp else 0  # every tile adds to these gradients
         yield f"block {i}", here + Counter({"block workspace": acts[i]["in mlp"], "gradients": of_tiles})
-        yield f"block {i}", here + Counter({"block workspace": acts[i]["in attention"],
+        yield f"block {i}", here + Counter({"block workspace": acts[i]["in attention"] + updating(whole[i]),
                                             "gradients": after_attention.new_gradient})
         being_reduced = whole[i].reduce_input
         alive["gradients"] += staying(whole[i])
@@ -2074,13 +2079,17 @@ def play_step(args, config, shards, units, acts, logits_bytes, always, workspace
 
     # ---- backward of the embedding, which adapters do not need
     if head.gradient:
-        of_head = head.reduction() if in_root and not tied else 0
-        gradients = embedding.new_gradient + embedding.reduction() + of_head
-        yield "embedding", alive + Counter({"saved activations": 2 * input_bytes, "gradients": gradients})
+        reduction = embedding.reduction() + (head.reduction() if in_root and not tied else 0)
+        alive["gradients"] += embedding.new_gradient
+        yield "embedding", alive + Counter({"saved activations": 2 * input_bytes, "gradients": reduction})
+        # its update; without FSDP2 nothing is reduced
+        alive["gradients"] = reduction or embedding.new_gradient
+        yield "embedding", alive + Counter({"block workspace": updating(embedding)})
 
     # ---- optimizer.step()
     if not args.optim_in_backward:
         gradients = 0 if "params" in args.offload else all_gradients
+        workspace = max(unit.workspace for unit in whole)
         yield "step", always + Counter({"block workspace": workspace, "gradients": gradients})
 
 

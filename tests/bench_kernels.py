@@ -1,10 +1,10 @@
 """Holds the hot pieces of a step against the bounds that this machine's own hardware sets. Run by hand:
 
     python tests/bench_kernels.py                    # all pieces; seconds on a GPU, two minutes on two CPU cores
-    python tests/bench_kernels.py nf4 loss           # some of nf4, loss, attention, optimizer
+    python tests/bench_kernels.py nf4 loss           # some of nf4, loss, attention, optimizer, blocks
     python tests/bench_kernels.py --tokens 8192      # of a micro-batch; default 4,096 on a GPU, 1,024 on a CPU
 
-The bounds are the speed of a large copy, for the bytes that a piece must read and write, and that of a large bf16
+The bounds are the speed of a large copy, for the bytes that a piece must read and write, and that of a large
 matrix product. All variants of a piece, the copy and the product take turns in one loop; figures are medians, `over
 bound` is the time over the bound's. Shapes are those of Llama-3.1-8B on a GPU and of a small model on a CPU.
 """
@@ -28,13 +28,17 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 D, F, V, H, G, K = (4096, 14336, 128256, 32, 8, 128) if CUDA else (1024, 2816, 32000, 16, 4, 64)
 
 
+# bf16 that a CPU emulates takes a hundred times as long
+DTYPE = torch.bfloat16 if CUDA or torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
 def now():
     if CUDA:
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def random(*shape, dtype=torch.bfloat16):
+def random(*shape, dtype=DTYPE):
     return (torch.randn(*shape, device=DEVICE) * 0.02).to(dtype)
 
 
@@ -119,8 +123,31 @@ def bench_optimizer(bounds, tokens):
         bounds.hold(name, variants, n_bytes=F * D * (3 * dtype.itemsize + 2 * state))
 
 
+def bench_blocks(bounds, tokens):
+    """A step of two blocks with LoRA on one document, by what their backward recomputes."""
+    config = lm.parse_config(data.PRESETS["llama-3.1-8b"] | {
+        "hidden_size": D, "intermediate_size": F, "num_attention_heads": H, "num_key_value_heads": G, "head_dim": K,
+        "num_hidden_layers": 2, "vocab_size": 4096})
+    args = train.parse_args(["--lora", "--lora_targets", *lm.targets_in(config)])
+    args.precision = "fp32" if DTYPE is torch.float32 else "mixed"
+    tokens_BT = torch.randint(4096, (1, tokens), device=DEVICE)
+    variants = {}
+    for compiled in "", ", --compile":
+        for recomputes, n_kept, what in (None, 0, "all"), (None, 2, "all but attention"), (0, 0, "nothing"):
+            model = lm.on_meta(config, args).to_empty(device=DEVICE)
+            for p in model.parameters():
+                torch.nn.init.normal_(p, 0, 0.02)
+            if compiled:
+                lm.compile_(model, packing=True)
+            lm.checkpoint_activations_(model, False, recomputes, n_kept)
+            variants[what + compiled] = lambda model=model: model(tokens_BT, tokens_BT).backward()
+    products = lm.step_flops(config, (tokens, tokens, tokens**2), True)
+    bounds.hold(f"two blocks, {tokens:,} tokens, recomputed:", variants, flop=products)
+
+
 if __name__ == "__main__":
-    pieces = {"nf4": bench_nf4, "loss": bench_loss, "attention": bench_attention, "optimizer": bench_optimizer}
+    pieces = {"nf4": bench_nf4, "loss": bench_loss, "attention": bench_attention, "optimizer": bench_optimizer,
+              "blocks": bench_blocks}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(pieces)} (default: all)")
     parser.add_argument("--rounds", type=int, default=11, help="(default: 11)")

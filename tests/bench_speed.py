@@ -56,6 +56,8 @@ SHAPES = {
     # three blocks of Gated DeltaNet and one of attention; the head's part of the work is that of Qwen3.5-9B
     "qwen3.5": Shape(4, 512, 1536, 4, 1, 2048, 2, V=4096, kv_heads=2, preset="qwen3.5-9b"),
     "qwen3.5-8k": Shape(4, 512, 1536, 4, 1, 8192, 1, V=4096, kv_heads=2, preset="qwen3.5-9b"),
+    "long": Shape(4, 512, 1536, 8, 1, 16384, 1, V=4096, kv_heads=2),
+    "gpu-long": Shape(4, 4096, 14336, 32, 1, 65536, 5, kv_heads=8),
     "gpu": Shape(4, 4096, 14336, 32, 1, 8192, 20, kv_heads=8),  # an eighth of the blocks of Llama-3.1-8B
 }
 
@@ -203,8 +205,8 @@ def make_config(shape):
     return data.PRESETS[shape.preset] | {
         "vocab_size": shape.V, "hidden_size": shape.D, "intermediate_size": shape.F, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads or shape.heads,
-        "head_dim": shape.D // shape.heads, "max_position_embeddings": 8192, "initializer_range": GAIN / shape.D**0.5,
-        "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        "head_dim": shape.D // shape.heads, "max_position_embeddings": shape.T,
+        "initializer_range": GAIN / shape.D**0.5, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
 def write_steps(folder, shape, n_steps):

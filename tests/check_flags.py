@@ -3,13 +3,18 @@ holds pairs of them; this found that adapters from o_proj on with --tiled_mlp en
 
     python tests/check_flags.py --minutes 20 --compile 0.05             # 1 to 4 ranks on the CPU
     OOMPH_EMULATED_CUDA=1 python tests/check_flags.py --seed 2          # 1 or 2 ranks on the emulated device
+    python tests/check_flags.py --plan                                  # the memory plan, as test_plan.py holds it
 
 A case is a model, a method and data, trained for four steps on one rank without a flag of memory. Four runs of it have
 other ranks and flags, and half of these stop on the way and continue on yet others. Losses, gradient norms and exported
 weights must be the plain run's within the rounding of float32.
+
+With --plan, a case is a step that test_plan.py counts: the plan must be within 5 % of its bytes.
 """
 
 import argparse
+import contextlib
+import io
 import random
 import shutil
 import tempfile
@@ -19,6 +24,9 @@ from pathlib import Path
 import numpy as np
 from conftest import MOE, QWEN35, emulated_cuda, random_chats, random_model, run_ranks
 from safetensors.numpy import load_file
+
+import test_plan
+import train
 
 ROWS, STEPS, ON_GPU = 12, 4, bool(emulated_cuda.LOADED)  # rows a step, however they are split
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 4}
@@ -95,15 +103,54 @@ def check(rng, case, folder, plain, compiled):
     return (f"losses, norms, weights differ by {worst}" if differs else ""), said
 
 
+# of a model that test_plan.py counts; methods and BLOCKS are the same
+PLANNED = ["--no-chunked_ce", "--tiled_mlp 256", "--no-fused_adamw", "--batch_size 2", "--grad_accum 2"]
+TRAINED = ["", "", "--precision bf16", "--precision fp32", "--optim adamw8bit", "--optim adamw8bit --optim_in_backward",
+           "--optim_in_backward", "--precision bf16 --stochastic_rounding",
+           "--precision bf16 --optim_in_backward --optim adamw8bit --stochastic_rounding"]
+
+
+def check_plan(rng, folder):
+    """A random step of rank 0 of up to 8 -> (what is wrong, "" if nothing is, None if it was refused; the flags)."""
+    name, world = rng.choice(list(test_plan.MODELS)), rng.choice([1, 1, 2, 4, 8])
+    method = rng.choice(METHODS)
+    flags = [f"--seq_len {rng.choice([256, 512, 1024, 2048])} --ce_chunk {rng.choice([64, 128, 1024])}", method,
+             rng.choice(TRAINED), rng.choice(BLOCKS), *some(rng, PLANNED, 0.2)]
+    if method:
+        flags += ["--lora_rank 8", *some(rng, ["--lora_dropout 0.1"], 0.2)]
+    if world > 1:
+        flags += ["--fsdp2", *some(rng, SHARDED, 0.3)]
+    words = " ".join(flags)
+    said = [f"{name}, {world} ranks: {words}"]
+    model = random_model(folder / "model", **test_plan.MODELS["gqa"] | test_plan.MODELS[name]
+                         | {"max_position_embeddings": 4096, "num_hidden_layers": rng.choice([4, 4, 10])})
+    try:
+        args = train.parse_args(["--model", str(model), "--random_init", "--dry_run", *words.split()])
+        train.open_config(args, world, True)
+    except (argparse.ArgumentError, ValueError):
+        return None, said
+    planned, counted = test_plan.planned_and_counted(model, world, words, folder)
+    said.append(f"planned {planned / 2**20:.1f}, counted {counted / 2**20:.1f} MiB")
+    return (f"{planned / counted:.3f}" if abs(planned / counted - 1) > 0.05 else ""), said
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", type=float, default=0.0, help="part of the runs that compile")
+    parser.add_argument("--plan", action="store_true", help="check the memory plan")
     args = parser.parse_args()
     rng, end, answers = random.Random(args.seed), time.time() + 60 * args.minutes, []
     while time.time() < end:
         with tempfile.TemporaryDirectory() as top:
+            if args.plan:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    wrong, said = check_plan(rng, Path(top))
+                answers.append(wrong)
+                if wrong:
+                    print(*said, wrong, sep="\n  ", flush=True)
+                continue
             case, out = new_case(rng, Path(top)), Path(top, "plain")
             rows, text, codes = run_ranks(1, [*case, "--batch_size", ROWS], out, ON_GPU)
             assert codes == [0], f"{' '.join(case)}\n{text}"
