@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import itertools
 import json
-import random
 import re
 import shutil
 import signal
@@ -540,33 +539,6 @@ def test_exports_carry_the_template_that_was_trained_on(tmp_path, own, mine, pro
     assert written.source == f"chat template ({tmp_path}/out/chat_template.jinja)"
     assert written.render([QUESTION, ANSWER]) == tokenizer.render([QUESTION, ANSWER])
     assert written.template_text == tokenizer.template_text == (mine or own or written.template_text)
-
-
-
-PIECES = ["a", "word", " ", "  ", "\n", "\n\n", "\t", "\r\n", "é", "e\u0301", "☃", "🙂", "👩\u200d👩\u200d👧", "日本語",
-          "\u2028", "\0", "\ufeff", "<|im_", "end|>", "|>", "<s>", "<0x0A>", "{{ x }}", "{% generation %}"]
-
-
-def random_conversations(seed, n=150):
-    rng = random.Random(seed)
-    chats = [[message(rng.choice(["system", "user", "tool", "assistant", "assistant"]),
-                      "".join(rng.choices(PIECES, k=rng.choice((0, 1, 2, 5, 30))))) for _ in range(rng.randint(1, 7))]
-             for _ in range(n)]
-    return [one for one in chats if END not in str(one)]  # joined by chance
-
-
-def byte_level(path, trim_offsets):
-    """A tokenizer of bytes, like GPT-2's, with a few merges, and ChatML without generation blocks."""
-    merges = [("Ċ", "Ċ"), ("Ġ", "Ġ"), ("Ġ", "w"), ("o", "r"), ("Ġw", "or"), ("ð", "Ł"), ("ðŁ", "Ļ"), ("a", "s")]
-    words = [START, END, *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
-    core = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, merges))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trim_offsets)  # true in GPT-NeoX's and OLMo's
-    core.decoder = tokenizers.decoders.ByteLevel()
-    core.add_special_tokens([START, END])
-    model_folder(path, CHATML)
-    core.save(str(path / "tokenizer.json"))
-    return data.Tokenizer(path)
 
 
 def test_special_tokens_that_are_searched_in_normalized_text_are_found(tmp_path):

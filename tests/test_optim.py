@@ -17,7 +17,6 @@ import train
 
 M_LEVELS, V_LEVELS = nf4.code_levels(torch.device("cpu"))
 EIGHT, RANDOM = ["--optim", "adamw8bit"], ["--stochastic_rounding"]
-KINDS = pytest.mark.parametrize("kind", [EIGHT, RANDOM, EIGHT + RANDOM], ids=str)
 
 
 def optimizer_of(params, *flags, bad=None):
