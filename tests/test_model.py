@@ -345,16 +345,6 @@ def test_a_model_in_several_files_is_read_bit_for_bit(tmp_path, n_files):
         assert torch.equal(source.rows(name, 0, len(p)), p.data)
 
 
-def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path):
-    weights = {"a": torch.ones(2)}
-    save_file(weights, tmp_path / "model.safetensors")
-    save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    assert torch.equal(data.Checkpoint(tmp_path).rows("a", 0, 2), weights["a"])
-    (tmp_path / "model.safetensors").unlink()
-    assert torch.equal(data.Checkpoint(tmp_path).rows("a", 0, 2), torch.zeros(2))
-
-
 @pytest.mark.parametrize("family", ["llama3.1", "llama-linear", "qwen2"])
 @pytest.mark.parametrize("version", [4, 5])
 def test_exported_config_has_rope_as_transformers_4_and_5_spell_it(tmp_path, family, version):
@@ -368,20 +358,6 @@ def test_exported_config_has_rope_as_transformers_4_and_5_spell_it(tmp_path, fam
     written = data.read_json(tmp_path / "config.json")
     assert written == raw | old
     assert lm.parse_config(written) == lm.parse_config(raw)
-
-
-def test_a_full_disk_is_named_with_path_and_tensor_and_every_rank_finishes():
-    model = build_random()
-    layout = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
-    tensors = iter(list(model.parameters()))
-    with pytest.raises(OSError, match=r"/dev/full: header not written: No space left"):
-        data.write_safetensors("/dev/full", layout, [])
-    with pytest.raises(OSError):
-        data.save_model(tensors, layout, Path("/dev/null"), SHAPE, write=True)
-    assert next(tensors, None) is None  # what the iterator gathers, the other ranks gather too
-    with pytest.raises(OSError, match="--merge, /dev/null/final is complete: merged/ not written: Not a directory"):
-        files = data.ModelFiles(SHAPE, data.TINY, data.TINY, "tiny")
-        data.merge(data.Checkpoint(data.TINY), {}, 1.0, files, None, Path("/dev/null"))
 
 
 def test_a_run_or_an_adapter_is_a_model_and_folders_are_named_absolutely(tmp_path, monkeypatch):
