@@ -1544,7 +1544,7 @@ ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["non
                 "rank_pattern": [{}], "alpha_pattern": [{}], "loftq_config": [{}]}
 ADAPTER_FREE = ("r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path",
                 "auto_mapping", "revision", "inference_mode", "peft_version", "megatron_core",
-                "qalora_group_size", "target_parameters")
+                "qalora_group_size")
 # what to do with an adapter that is not read: on transformers 5 PEFT trains stacked experts, for example
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that folder as --model"
 
@@ -1696,19 +1696,12 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
     """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them."""
     layout = {PEFT_PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     write_safetensors(out / "adapter_model.safetensors", layout, tensors.values())
-    config = {
+    if any(".experts." in name for name in tensors):
+        dropout = 0.0  # on transformers 5 PEFT stacks experts, and a stack has no dropout
+    write_config(out / "adapter_config.json", {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
         "bias": "none", "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets),
-        "inference_mode": True}
-    if any(".experts." in name for name in tensors):
-        # On transformers 5 PEFT stacks experts and then overlooks the modules of dense blocks, unless they
-        # are named as parameters. It refuses dropout beside those, and on transformers 4 what is named twice.
-        dense = [name for name in targets if any(f".mlp.{name}." in tensor for tensor in tensors)]
-        config["target_parameters"] = [f"mlp.{name}.weight" for name in dense]
-        if dense:  # version 4 numbers the experts, 5 does not
-            config["target_modules"] = rf".*\.(self_attn|experts(\.\d+)?)\.({'|'.join(targets)})"
-        config["lora_dropout"] = 0.0
-    write_config(out / "adapter_config.json", config)
+        "inference_mode": True})
 
 
 def export(args, model, source, files, tokenizer, out, ranks):

@@ -57,10 +57,8 @@ REFUSED = {
     "hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0, "pretraining_tp": 1, "logit_scale": 1.0,
     "use_sliding_window": False, "output_router_logits": False, "is_causal": True,
     "final_logit_softcapping": None, "original_max_position_embeddings": None,
-}
-REFUSED_IN_QWEN35 = REFUSED | {
+    "mlp_only_layers": [], "decoder_sparse_step": 1,  # every block has experts, or none has
     "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
-    "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
 }
 
 
@@ -101,8 +99,6 @@ class Config:
     num_experts_per_tok: int = within(1, 1 << 8)  # k; 1 for a dense model
     moe_intermediate_size: int = within(1, 1 << 18)  # F of an expert
     norm_topk_prob: bool = within(False, True, False)  # the k chosen odds of a token sum to 1
-    decoder_sparse_step: int = within(1, 1 << 10, 1)  # every n-th block has experts
-    mlp_only_layers: list  # numbers of the blocks that have none
     shared_expert_intermediate_size: int = within(0, 1 << 18, 0)  # F of Qwen3.5's expert for all tokens
     layer_types: list  # of each block, "full_attention" or "linear_attention", which is Gated DeltaNet
     full_attention_interval: int = within(1, 1 << 10, 4)  # makes layer_types where a file has none
@@ -184,7 +180,7 @@ def parse_config(raw, where="config.json"):
         family = raw["model_type"]
         prefix = "model.language_model."
     is_qwen35 = family.startswith("qwen3_5")
-    for key, value in (REFUSED_IN_QWEN35 if is_qwen35 else REFUSED).items():
+    for key, value in REFUSED.items():
         refuse(raw.get(key) not in (None, value), key, f"not implemented, only {quoted(value)} works")
     key = "quantization_config"
     refuse(raw.get(key) is not None, key, "not implemented, use the unquantized model and --qlora")
@@ -214,9 +210,6 @@ def parse_config(raw, where="config.json"):
     refuse(values["num_experts_per_tok"] > max(E, 1), "num_experts_per_tok", f"above {E} experts")
     odd_size = E and math.gcd(D, values["moe_intermediate_size"]) % 8  # grouped_mm wants rows of 16 bytes
     refuse(odd_size, "moe_intermediate_size", f"this and hidden_size {D} must be multiples of 8")
-    dense_layers = given.get("mlp_only_layers", [])
-    not_numbers = not isinstance(dense_layers, list) or any(type(i) is not int for i in dense_layers)
-    refuse(not_numbers, "mlp_only_layers", "expected numbers")
 
     window = None
     if family == "mistral" and raw.get("sliding_window", 4096) is not None:  # 4096 is transformers' default
@@ -229,8 +222,7 @@ def parse_config(raw, where="config.json"):
     refuse(rope_size == 0 or rope_size % 2, "head_dim", f"RoPE needs an even number, not {rope_size}")
     return Config(
         **values, model_type=family, prefix=prefix, dtype=getattr(torch, dtype), layer_types=layer_types,
-        mlp_only_layers=dense_layers, rope_theta=theta, rope_scaling=scaling, rope_size=rope_size,
-        sliding_window=window)
+        rope_theta=theta, rope_scaling=scaling, rope_size=rope_size, sliding_window=window)
 
 
 def with_text_config(raw, refuse):
@@ -930,8 +922,7 @@ class Block(nn.Module):
         else:
             self.self_attn = Attention(c)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.is_qwen35)
-        is_dense = not c.num_experts or number in c.mlp_only_layers or (number + 1) % c.decoder_sparse_step
-        self.mlp = MLP(c.hidden_size, c.intermediate_size) if is_dense else MoE(c)
+        self.mlp = MoE(c) if c.num_experts else MLP(c.hidden_size, c.intermediate_size)
 
     @property
     def mixer(self):

@@ -1929,10 +1929,9 @@ def plan(args, config, world, length):
     shards = world // args.replicas if args.fsdp2 else 1
     n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # of a micro-batch on this rank
     n_layers = config.num_hidden_layers
-    # One block of each kind stands for all. It has experts if any block of the model has them.
+    # one block of each kind stands for all
     kinds = list(dict.fromkeys(config.layer_types))
-    few_blocks = dataclasses.replace(
-        config, num_hidden_layers=len(kinds), layer_types=kinds, mlp_only_layers=[], decoder_sparse_step=1)
+    few_blocks = dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds)
     model = lm.on_meta(few_blocks, args)
     blocks = model.model.layers
     after_attention = nn.ModuleList([blocks[0].mixer.o_proj, blocks[0].mlp])

@@ -106,8 +106,8 @@ def write_random_models(folder):
         "qwen2-tied": (transformers.Qwen2Config(**shape, tie_word_embeddings=True, rope_parameters=theta),
                        torch.bfloat16, "5GB"),
         "qwen3": (transformers.Qwen3Config(**shape, head_dim=32, rope_parameters=theta), torch.float32, "5GB"),
-        "qwen3-moe": (transformers.Qwen3MoeConfig(**shape, head_dim=32, rope_parameters=theta, mlp_only_layers=[1],
-                                                  **MOE), torch.bfloat16, "400KB"),
+        "qwen3-moe": (transformers.Qwen3MoeConfig(**shape, head_dim=32, rope_parameters=theta, **MOE),
+                      torch.bfloat16, "400KB"),
     }
     qwen35 = shape | dict(
         head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,

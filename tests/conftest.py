@@ -189,10 +189,10 @@ def curve(world, argv, out, gpu=False):
 
 # Sizes that do not divide: 3 and 4 ranks hold unequal shards of the 16 key rows, of 4,096 / 3 words, of 5 adapter rows.
 MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2,
-       "moe_intermediate_size": 64, "norm_topk_prob": True, "mlp_only_layers": [1]}
+       "moe_intermediate_size": 64, "norm_topk_prob": True}
 # one block of attention between two of Gated DeltaNet
 QWEN35 = MOE | {
-    "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "mlp_only_layers": [],
+    "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"],
     "shared_expert_intermediate_size": 64, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }

@@ -38,12 +38,12 @@ CASES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, rope_parameters=theta(1e6))),
     "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(
         **SHAPE, head_dim=16, tie_word_embeddings=True, rope_parameters=theta(1e6))),
-    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(  # the second block is dense
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
         **SHAPE | {"num_hidden_layers": 3}, head_dim=16, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=8,
-        norm_topk_prob=True, mlp_only_layers=[1], rope_parameters=theta(1e6))),
-    "qwen3-moe-sparse": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
-        **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=8, decoder_sparse_step=2,
-        norm_topk_prob=False, rope_parameters=theta(1e6))),
+        norm_topk_prob=True, rope_parameters=theta(1e6))),
+    "qwen3-moe-odds": (Qwen3MoeForCausalLM, Qwen3MoeConfig(  # odds that do not sum to 1
+        **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=8, norm_topk_prob=False,
+        rope_parameters=theta(1e6))),
 }
 
 

@@ -96,7 +96,7 @@ def trace_only(set_attribute=setattr):
     ("qlora", {"precision": "mixed", "checkpointing": True}),
     ("qlora", {"precision": "mixed", "checkpointing": True, **MOE}),
     ("qlora", {"checkpointing": True, **QWEN35}),
-    ("lora", {"checkpointing": True, "tile": 127, "packing": False, **MOE}),  # two kinds of blocks, a tile of one token
+    ("lora", {"checkpointing": True, "tile": 127, "packing": False, **MOE}),  # a tile of one token
 ], ids=str)
 def test_a_block_is_compiled_once_without_graph_breaks_and_computes_the_same(monkeypatch, method, how):
     trace_only(monkeypatch.setattr)
