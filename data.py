@@ -686,7 +686,7 @@ def unreadable(path, kind):
 
 
 def tokenized(spec, held_out, tokenizer):
-    """The folder in the cache with the documents of a file. It is made if it is missing or damaged."""
+    """The folder in the cache with the documents of a file. It is made if it is missing."""
     path = Path(spec)
     kind = spec
     if spec not in BUILT_IN:
@@ -694,19 +694,14 @@ def tokenized(spec, held_out, tokenizer):
         if not path.is_file() or kind not in KINDS:
             raise ValueError(f"{spec}: {unreadable(path, kind)}")
     folder = cache_folder(path, kind, held_out, tokenizer)
-    with contextlib.suppress(OSError, ValueError):
-        if read_json(folder / "checksums.json") == checksums_of(folder):
-            return folder
+    if folder.is_dir():
+        return folder
     part = folder.with_suffix(f".{os.urandom(8).hex()}.part")
     try:
         with writing(f"{spec}: {part.parent} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"):
-            if folder.exists():
-                print(f"{folder}: damaged, deleted; {spec} is tokenized again")
-                shutil.rmtree(folder)
             part.mkdir(parents=True)
             report = tokenize(chunks_of(path, kind, held_out), tokenizer, part)
             (part / "report.json").write_text(json.dumps(vars(report)))
-            (part / "checksums.json").write_text(json.dumps(checksums_of(part)))
             for made in [*part.iterdir(), part]:
                 sync(made)  # a folder with its final name is whole, even after a power cut
             if not folder.is_dir():
@@ -716,12 +711,6 @@ def tokenized(spec, held_out, tokenizer):
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
-
-
-def checksums_of(folder):
-    """The content of checksums.json for a folder in the cache, {file: CRC-32}. They reveal damage by disks
-    and by hand. Raises an OSError or a ValueError if a file is missing or empty."""
-    return {name: zlib.crc32(np.memmap(folder / name, mode="r")) for name in ("report.json", *ARRAYS)}
 
 
 def cache_folder(path, kind, held_out, tokenizer):

@@ -103,37 +103,6 @@ def test_error_while_tokenizing_leaves_nothing_and_says_where_it_was(tiny, tmp_p
     assert list(cache.iterdir()) == []
 
 
-def flip(path):
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-
-
-def forge(path):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_bad": 7}))
-
-
-DAMAGES = {
-    "flipped": flip, "removed": Path.unlink, "empty": lambda path: path.write_bytes(b""),
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "longer": lambda path: path.write_bytes(path.read_bytes() * 2),
-    "ones": lambda path: path.write_bytes(b"\1" * path.stat().st_size)}
-DAMAGED = [(key, damage) for key in data.ARRAYS for damage in DAMAGES.values()]
-DAMAGED += [("report.json", damage) for damage in (flip, Path.unlink, forge, lambda path: path.write_text("{}"))]
-DAMAGED += [("checksums.json", damage) for damage in (Path.unlink, lambda path: path.write_text("[]"))]
-
-
-@pytest.mark.parametrize(("name", "damage"), DAMAGED)
-def test_damaged_folder_in_the_cache_is_made_again(tiny, tmp_path, cache, capsys, name, damage):
-    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER), {"text": "a b"})
-    folder = data.tokenized(path, False, tiny)
-    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
-    damage(folder / name)
-    assert data.tokenized(path, False, tiny) == folder
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole and list(cache.iterdir()) == [folder]
-    assert f"{folder}: damaged" in capsys.readouterr().out
-
-
 def test_whole_folder_in_the_cache_is_not_made_again(tiny, tmp_path, cache, monkeypatch, capsys):
     path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER))
     folder = data.tokenized(path, False, tiny)
