@@ -602,6 +602,8 @@ def functions_of(messages, tools=None):
 ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64}
 BUILT_IN = "stdlib:code", "stdlib:docs"
 KINDS = "jsonl", "json", "txt"
+EXPECTED = ("expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code; convert "
+            "csv, parquet and data sets of the Hub: datasets.load_dataset(...).to_json(FILE)")
 CHUNK = 2**20  # bytes of whole lines that are tokenized at once
 BOM = b"\xef\xbb\xbf"
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
@@ -668,23 +670,6 @@ def stdlib_questions(name, text):
                 yield {"instruction": question, "output": doc.split("\n\n")[0]}
 
 
-def unreadable(path, kind):
-    """The message for a name in --data that cannot be read, with a command that converts a table or a data
-    set of the Hub."""
-    message = "expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code"
-    source = None
-    if kind in ("csv", "parquet"):
-        source = f"'{kind}', data_files='{path}'"
-    elif not path.exists() and len(path.parts) == 2 and kind not in KINDS:
-        source = f"'{path}'"
-    if source:
-        code = f"import datasets as d; d.load_dataset({source}, split='train').to_json('{path.stem}.jsonl')"
-        message += f'; convert it: pip install datasets && python -c "{code}"'
-    if not path.is_file():
-        message = f"no such file; {message}"
-    return message
-
-
 def tokenized(spec, held_out, tokenizer):
     """The folder in the cache with the documents of a file. It is made if it is missing."""
     path = Path(spec)
@@ -692,7 +677,8 @@ def tokenized(spec, held_out, tokenizer):
     if spec not in BUILT_IN:
         kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
         if not path.is_file() or kind not in KINDS:
-            raise ValueError(f"{spec}: {unreadable(path, kind)}")
+            problem = "not a format that is read" if path.is_file() else "no such file"
+            raise ValueError(f"{spec}: {problem}; {EXPECTED}")
     folder = cache_folder(path, kind, held_out, tokenizer)
     if folder.is_dir():
         return folder

@@ -447,7 +447,7 @@ def test_bad_line_is_left_out_and_named(agent, tmp_path, line, what):
     ("a.jsonl", b"{\n" + b'{"text": "a b"}\n' * 98, r"1 of 99 examples cannot be trained on:\n  line 1: not"),
     ("a.jsonl", json.dumps(chat(QUESTION)).encode(), "nothing to train on: of 1 examples .* 1 have no supervised"),
     ("a.jsonl", b'{"prompt": "' + b"word " * 500 + b'", "completion": "x"}', "only 2 of 501 tokens are trained on"),
-    ("a.csv", b"x", r"datasets.*load_dataset\('csv', data_files='.*a\.csv', split='train'\)\.to_json\('a\.j"),
+    ("a.csv", b"x", r"expected a \.jsonl.*csv.*load_dataset"),
     ("a.txt", b"abc\xff", "'utf-8' codec can't decode byte 0xff in position 3"),
     ("a.json", b'[{"text": "a"}, {"text": "b"]', "Expecting ',' delimiter: line 1 column 29"),
     ("a.json", b'[{"text": "a"}]\ngarbage', "Extra data: line 2"), ("a.json", b"[" * 100_000, "recursion"),
