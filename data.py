@@ -215,9 +215,8 @@ def cpu_time_limit(seconds):
         signal.signal(signal.SIGVTALRM, handler)
 
 
-TOKENIZER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json",
-                   "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-                   "tokenizer.model")
+TOKENIZER_FILES = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
+    added_tokens.json vocab.json merges.txt tokenizer.model""".split()
 
 
 class Tokenizer:
@@ -606,8 +605,7 @@ EXPECTED = ("expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs o
             "csv, parquet and data sets of the Hub: datasets.load_dataset(...).to_json(FILE)")
 CHUNK = 2**20  # bytes of whole lines that are tokenized at once
 BOM = b"\xef\xbb\xbf"
-SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
-           "pydoc_data"}
+SKIPPED = set("site-packages test tests idlelib lib2to3 turtledemo ensurepip encodings pydoc_data".split())
 
 
 def chunks_of(path, kind, held_out):
@@ -1195,9 +1193,8 @@ qwen3.5-27b     Qwen/Qwen3.5-27B              qwen3_5_text 248320  5120 17408  6
 qwen3.5-35b-a3b Qwen/Qwen3.5-35B-A3B      qwen3_5_moe_text 248320  2048     1  40  16  2 256 262144  1e7  0 0
     num_experts=256 num_experts_per_tok=8 moe_intermediate_size=512
 """
-PRESET_KEYS = ("_name_or_path", "model_type", "vocab_size", "hidden_size", "intermediate_size",
-               "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-               "max_position_embeddings", "rope_theta")
+PRESET_KEYS = """_name_or_path model_type vocab_size hidden_size intermediate_size num_hidden_layers
+    num_attention_heads num_key_value_heads head_dim max_position_embeddings rope_theta""".split()
 
 
 def read_presets():
@@ -1517,9 +1514,8 @@ ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["non
                 "init_lora_weights": [True, False, "gaussian"],  # PiSSA and others change the base weights
                 "layers_to_transform": [],  # 0 and false are layer 0
                 "rank_pattern": [{}], "alpha_pattern": [{}], "loftq_config": [{}]}
-ADAPTER_FREE = ("r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path",
-                "auto_mapping", "revision", "inference_mode", "peft_version", "megatron_core",
-                "qalora_group_size")
+ADAPTER_FREE = """r lora_alpha lora_dropout target_modules base_model_name_or_path auto_mapping revision
+    inference_mode peft_version megatron_core qalora_group_size""".split()
 # what to do with an adapter that is not read: on transformers 5 PEFT trains stacked experts, for example
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that folder as --model"
 

@@ -98,15 +98,28 @@ AMOUNT_OR_0 = number(float, zero_too=True)
 EVERYDAY = set("""model lora qlora lora_rank data eval_data seq_len inspect fsdp2 offload optim tiled_mlp
     compile help batch_size grad_accum steps epochs lr out resume save_every merge chat dry_run
     gpu_gib""".split())
-OTHER_NAMES = {  # flags of TRL, axolotl, torchtune and Unsloth that difflib does not find
-    "model_name_or_path": "--model", "use_peft": "--lora", "load_in_4bit": "--qlora",
-    "dataset_name": "--data", "train_file": "--data", "max_length": "--seq_len", "bf16": "--precision",
-    "output_dir": "--out", "enable_activation_offloading": "--offload",
-    "per_device_train_batch_size": "--batch_size", "learning_rate": "--lr",
-    "gradient_accumulation_steps": "--grad_accum", "num_train_epochs": "--epochs", "max_grad_norm": "--clip",
-    "gradient_clipping": "--clip", "save_total_limit": "--keep",
-    "resume_from_checkpoint": "--resume", "eval_steps": "--eval_every",
-    "save_steps": "--save_every", "logging_steps": "--log_every"}
+# flags of TRL, axolotl, torchtune and Unsloth that difflib does not find, and ours
+OTHER_NAMES = dict(pair.split() for pair in """
+    model_name_or_path --model
+    use_peft --lora
+    load_in_4bit --qlora
+    dataset_name --data
+    train_file --data
+    max_length --seq_len
+    bf16 --precision
+    output_dir --out
+    enable_activation_offloading --offload
+    per_device_train_batch_size --batch_size
+    learning_rate --lr
+    gradient_accumulation_steps --grad_accum
+    num_train_epochs --epochs
+    max_grad_norm --clip
+    gradient_clipping --clip
+    save_total_limit --keep
+    resume_from_checkpoint --resume
+    eval_steps --eval_every
+    save_steps --save_every
+    logging_steps --log_every""".strip().splitlines())
 
 
 def add(group, flag, kind, default, text, fixed=False, **options):
