@@ -1857,9 +1857,6 @@ def fixed_settings(args, config, rows_a_step, loader, source):
     settings["the checksum of --data's tokens and masks"] = loader.documents.checksum
     if args.lora:
         settings["the checksum of --model's frozen weights"] = source.crc()
-    if args.qlora:
-        # adapters that were trained on the weights of one codebook do not fit those of another
-        settings["the checksum of NF4's codebook"] = zlib.crc32(str(nf4.CODEBOOK).encode())
     return json.loads(json.dumps(settings, default=str))
 
 

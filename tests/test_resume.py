@@ -9,7 +9,6 @@ import sys
 import time
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -180,19 +179,6 @@ def test_what_would_change_the_mathematics_is_refused_by_name(lora_run, chats, c
     message = capsys.readouterr().err
     assert SETTINGS[flags] in message and f"--resume {out}/checkpoint-2" in message
     assert (out / "final").exists() and (out / "checkpoint-2" / train.STATE).exists()
-
-
-def test_a_fork_with_another_codebook_does_not_continue_adapters_on_nf4(monkeypatch):
-    def settings(method):
-        loader, source = SimpleNamespace(documents=SimpleNamespace(checksum=1)), SimpleNamespace(crc=lambda: 2)
-        return train.fixed_settings(train.parse_args([method]), config, 4, loader, source)
-
-    config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
-    before = {method: settings(method) for method in ("--lora", "--qlora")}
-    monkeypatch.setattr(nf4, "CODEBOOK", (*nf4.CODEBOOK[:-1], 1.5))
-    assert settings("--lora") == before["--lora"]
-    changed = {name for name, value in settings("--qlora").items() if value != before["--qlora"][name]}
-    assert changed == {"the checksum of NF4's codebook"}
 
 
 def test_what_does_not_change_the_mathematics_is_accepted(lora_run, tmp_path):
