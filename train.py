@@ -2174,23 +2174,18 @@ class BlockChoice(NamedTuple):
 
 def rungs_of(args, world):
     """Changes of flags that may lower the peak, [{flag: value}], cheapest in time first. Each has the flags
-    that it needs. None changes the number of rows per step, except under --optim_in_backward, which cannot
-    accumulate."""
+    that it needs. What the user has switched off stays off, but for --chunked_ce. None changes the number of
+    rows per step, except under --optim_in_backward, which cannot accumulate."""
     rows = args.batch_size * args.grad_accum
     activations = {"activation_checkpointing": "all", "offload": sorted({*args.offload, "activations"})}
     params = {"fsdp2": True, "offload": sorted({*args.offload, "params"})}
     adapters = {name: value for name, value in vars(parse_args(["--qlora"])).items() if "lora" in name}
     rungs = [
-        {"fused_adamw": True},
-        {"chunked_ce": True, "ce_chunk": args.ce_chunk or 1024},
-        {"reshard_after_forward": True},
-        {"shard_embeddings": True},
-        {"replicas": 1},
         {"optim": "adamw8bit"},
         {"activation_checkpointing": "all"},
         activations,
         {"tiled_mlp": 4096},
-        {"ce_chunk": 256},
+        {"chunked_ce": True, "ce_chunk": 256},
         *({"batch_size": 1, "sequence_parallel": n,
            "grad_accum": 1 if args.optim_in_backward else rows * n // args.sequence_parallel}
           for n in (1, 2, 4, 8) if rows * n % args.sequence_parallel == 0),
