@@ -468,8 +468,9 @@ def tokens_in(encoding, spans, special_ids):
 
 # ---------------- examples
 
+PAIR = "chosen + rejected"
 # an example's keys
-FORMATS = "messages", "conversations", "prompt + completion", "instruction + output", "text"
+FORMATS = PAIR, "messages", "conversations", "prompt + completion", "instruction + output", "text"
 ROLES = "system", "developer", "user", "assistant", "tool"
 
 
@@ -494,8 +495,11 @@ def parse_example(line, tokenizer):
         if form == "example":
             raise ValueError(
                 f"expected an object with {' or '.join(FORMATS)}: rename 'question' to 'instruction', "
-                f"'answer' to 'output'; 'chosen' and 'rejected' are data for DPO; got {lm.quoted(example)}")
-        examples = read_example(example, form, tokenizer)
+                f"'answer' to 'output'; got {lm.quoted(example)}")
+        if (form == PAIR) != (tokenizer.train_on == "pairs"):
+            raise ValueError("--dpo needs rows with 'chosen' and 'rejected', and these need --dpo")
+        read = read_pair if form == PAIR else read_example
+        examples = read(example, form, tokenizer)
         for one in examples:
             (one.text or "").encode()  # raises if there is half a surrogate pair
         return examples
@@ -511,6 +515,24 @@ def format_of(example):
         if all(key in example for key in form.split(" + ")):
             return form
     return "example"
+
+
+def read_pair(example, form, tokenizer):
+    """The [Example] of the chosen and of the rejected answer. A prompt that is not given is what both begin
+    with. It may raise any error."""
+    prompt = example.get("prompt")
+    answers = example["chosen"], example["rejected"]
+    if prompt is None:
+        n = len(list(itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))))
+        prompt = answers[0][:n]
+        answers = [answer[n:] for answer in answers]
+    found = []
+    for answer in answers:
+        if not answer:
+            raise ValueError("'chosen' or 'rejected' is empty, or begins the other one")
+        one = example | {"prompt": prompt, "completion": answer}
+        found += read_example(one, "prompt + completion", tokenizer)
+    return [one._replace(form=form) for one in found]
 
 
 def read_example(example, form, tokenizer):
@@ -763,7 +785,7 @@ def encode_chunk(tokenizer, chunk, report):
             continue
         first = found[0]
         report.formats[first.form] += 1
-        if first.text is None:
+        if any(one.text is None for one in found):
             report.n_spells_special += 1
             continue
         report.n_chats += first.is_chat
@@ -830,6 +852,7 @@ class Documents:
     def __init__(self, files, columns, checksum=0):
         self.files = files
         self.checksum = zlib.crc32(np.ascontiguousarray(columns[:4]), checksum)
+        self.has_pairs = any(PAIR in file.report.formats for file in files)
         self.file, self.start, self.stop, self.n_targets, self.line = columns
 
     def part(self, number):
@@ -866,13 +889,16 @@ def open_file(folder, name, seq_len, overflow):
         np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
     if not overflow:
         overflow = "split" if report.formats.keys() == {"text"} else "drop"
-    document, start, stop = parts_of(lengths, seq_len, overflow)
+    # the two answers of a pair share a row, or neither is used
+    n_together = 2 if PAIR in report.formats else 1
+    lengths_together = (lengths - 1).reshape(-1, n_together).sum(1)
+    document, start, stop = parts_of(lengths, np.repeat(lengths_together, n_together), seq_len, overflow)
     n_targets = np.array([np.count_nonzero(supervised[i + 1 : j]) for i, j in zip(start, stop)], np.int64)
     used = np.flatnonzero(n_targets)
     file = DataFile(
         name, report, tokens, supervised, overflow,
-        n_long=int((lengths - 1 > seq_len).sum()),
-        longest=int(lengths.max(initial=1)) - 1,
+        n_long=int((lengths_together > seq_len).sum()),
+        longest=int(lengths_together.max(initial=0)),
         n_untrained=len(np.setdiff1d(document, document[used])),
         n_tokens=int((stop - start - 1)[used].sum()),
         n_trained=int(n_targets.sum()))
@@ -898,14 +924,14 @@ def check_file(file, seq_len, vocab_size):
         raise ValueError(f"{file.name}: {why}")
 
 
-def parts_of(lengths, seq_len, overflow):
+def parts_of(lengths, positions, seq_len, overflow):
     """Lengths of documents -> (document, first token, last token + 1) of each part, [n] each. A part begins
-    with the last token of the part before it."""
+    with the last token of the part before it. positions: what a document and its partner need in a row."""
     n_parts = np.ones(len(lengths), np.int64)
     if overflow == "split":
         n_parts = np.maximum(nf4.ceil_div(lengths - 1, seq_len), 1)
     elif overflow == "drop":
-        n_parts[lengths - 1 > seq_len] = 0
+        n_parts[positions > seq_len] = 0
     document = np.repeat(np.arange(len(lengths)), n_parts)
     first_part = np.cumsum(n_parts) - n_parts  # of each document
     nth = np.arange(len(document)) - first_part[document]  # 0, 1, ... within a document
@@ -955,6 +981,7 @@ class Batch(NamedTuple):
     positions: torch.Tensor  # [B, T] int64
     keep_S: torch.Tensor  # places of the other targets in the flattened batch
     spans: Spans
+    n_targets: list  # of each document
 
     def to(self, device):
         """Copies to a GPU asynchronously, out of pinned memory."""
@@ -965,7 +992,7 @@ class Batch(NamedTuple):
             return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
 
         spans = Spans(self.spans.pairs, copied(self.spans.bounds), self.spans.longest)
-        return Batch(*map(copied, self[:4]), spans)
+        return Batch(*map(copied, self[:4]), spans, self.n_targets)
 
 
 class Loader:
@@ -986,10 +1013,13 @@ class Loader:
         self.order = functools.lru_cache(maxsize=2)(self.make_order)  # a step may reach into the next epoch
 
         lengths = documents.stop - documents.start - 1
-        self.rows = pack(lengths, seq_len) if packing else np.arange(len(lengths))[:, None]
-        per_part = np.stack([documents.n_targets, lengths, lengths**2], 1)[np.concatenate(self.rows)]
+        together = np.arange(len(lengths)).reshape(-1, 2 if documents.has_pairs else 1)
+        rows = pack(lengths[together].sum(1), seq_len) if packing else np.arange(len(together))[:, None]
+        self.rows = [together[row].flatten() for row in rows] if documents.has_pairs else rows
+        counts = documents.n_targets, lengths, lengths**2, np.ones_like(lengths)
+        per_part = np.stack(counts, 1)[np.concatenate(self.rows)]
         first_part = np.cumsum([0, *map(len, self.rows)])[:-1]  # of each row
-        # [rows, 3]: targets, tokens, squared document lengths
+        # [rows, 4]: targets, tokens, squared document lengths, documents
         self.per_row = np.add.reduceat(per_part, first_part)
         # positions of the longest row in a batch
         self.longest = seq_len if packing else int(self.per_row[:, 1].max())
@@ -998,7 +1028,7 @@ class Loader:
         """[rows] int64: the order of an epoch."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         if epoch == 0:  # the largest row runs first: memory runs out at step 0 or not at all
-            targets, tokens, _ = self.per_row.T
+            targets, tokens, *_ = self.per_row.T
             largest = np.lexsort([targets] if self.packing else [targets, tokens])[-1]
             first = np.flatnonzero(order == largest)[0]
             order[[0, first]] = order[[first, 0]]
@@ -1014,7 +1044,8 @@ class Loader:
         return rows, micro_batches[self.rank :: self.world]
 
     def step(self, step, grad_accum):
-        """-> (this rank's micro-batches, [targets, tokens, squared document lengths] of the global batch)."""
+        """-> (this rank's micro-batches, [targets, tokens, squared document lengths, documents] of the global
+        batch)."""
         rows, rows_by_batch = self.rows_of(step, grad_accum)
         return [self.batch(rows) for rows in rows_by_batch], self.per_row[rows].sum(0).tolist()
 
@@ -1054,6 +1085,7 @@ class Loader:
         positions = np.zeros(n, np.int64)
         targets = np.full(n, IGNORE)
         pairs = []
+        n_targets = []
         for b, row in enumerate(rows):
             stop = b * T
             for part in self.rows[row]:
@@ -1064,13 +1096,14 @@ class Loader:
                 positions[start:stop] = np.arange(stop - start)
                 targets[start:stop] = np.where(supervised[1:], ids[1:], IGNORE)
                 pairs.append((start, stop))
+                n_targets.append(int(self.documents.n_targets[part]))
         if self.n_shards > 1:  # a shard is one row: it may begin and end within the rows above
             B = 1
             T = n // self.n_shards
         shard = slice(self.shard * T, self.shard * T + B * T)
         keep_S = np.flatnonzero(targets[shard] != IGNORE)
         grids = [torch.from_numpy(grid[shard]).view(B, T) for grid in (tokens, targets, positions)]
-        return Batch(*grids, torch.from_numpy(keep_S), pack_spans(pairs, n))
+        return Batch(*grids, torch.from_numpy(keep_S), pack_spans(pairs, n), n_targets)
 
 
 def load_data(args, specs, held_out, tokenizer, vocab_size, ranks):

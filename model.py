@@ -297,8 +297,6 @@ def parse_rope(given, family, values, where, refuse):
         refuse(kind not in list(numbers), key, f"rope_type is not one of {', '.join(numbers)}")
         scaling = {name: read_field(rope, name, bounds, f"{where}: {key}")
                    for name, bounds in numbers[kind].items()}
-        crossed = kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]
-        refuse(crossed, key, "llama3 needs high_freq_factor above low_freq_factor")
         scalings.append({"rope_type": kind, **scaling})
         for name, value in stated.items():
             other = rope.get(name)
@@ -826,28 +824,27 @@ class ToExperts(torch.autograd.Function):
     bits in each run."""
 
     @staticmethod
-    def forward(ctx, x_ND, order, k, N):
+    def forward(ctx, x_ND, order, k):
         # not a saved tensor, for which a recomputation would run up to the last product to save it again
-        ctx.route = (order, k, N)
-        return x_ND[(order // k).clamp_max(N - 1)]  # added rows are copies of the last token
+        ctx.route = (order, k)
+        return x_ND[order // k]
 
     @staticmethod
     def backward(ctx, grad):
-        return FromExperts.apply(grad, *ctx.route), None, None, None
+        return FromExperts.apply(grad, *ctx.route), None, None
 
 
 class FromExperts(torch.autograd.Function):
     """Rows by expert -> [N, D], for each token the sum over its k experts. Its backward is ToExperts."""
 
     @staticmethod
-    def forward(ctx, rows, order, k, N):
-        ctx.route = (order, k, N)
-        by_token = order.argsort()[: N * k]  # added rows come last in this order
-        return rows[by_token].unflatten(0, (N, k)).sum(1)
+    def forward(ctx, rows, order, k):
+        ctx.route = (order, k)
+        return rows[order.argsort()].unflatten(0, (-1, k)).sum(1)
 
     @staticmethod
     def backward(ctx, grad):
-        return ToExperts.apply(grad, *ctx.route), None, None, None
+        return ToExperts.apply(grad, *ctx.route), None, None
 
 
 class MoE(nn.Module):
@@ -878,25 +875,17 @@ class MoE(nn.Module):
         odds_Nk, chosen_Nk = self.gate(h_ND).softmax(-1, dtype=torch.float32).topk(self.n_chosen)
         if self.normalize:
             odds_Nk = odds_Nk / odds_Nk.sum(-1, keepdim=True)
-        order, ends = self.sort(chosen_Nk.flatten(), h.dtype)
-        route = (order, self.n_chosen, len(h_ND))
+        # row i of the experts is number order[i] of the N * k choices; ends: where the rows of each end
+        chosen, order = chosen_Nk.flatten().sort(stable=True)
+        experts = torch.arange(self.n_experts, device=h.device)
+        ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
+        route = (order, self.n_chosen)
         gated = self.experts.start(ToExperts.apply(h_ND, *route), ends)
         # odds are applied before the last product: the sums are the same, and a recomputation can end here
-        odds = F.pad(odds_Nk.flatten(), (0, len(order) - odds_Nk.numel()))[order, None]
+        odds = odds_Nk.flatten()[order, None]
         rows = self.experts.finish(gated * odds.to(h.dtype), ends)
         out = FromExperts.apply(rows, *route).view_as(h)
         return out + shared if self.has_shared else out
-
-    def sort(self, chosen, dtype):
-        """The expert of each (token, choice) -> order, in which row i of the experts is number order[i] of
-        `chosen`, and ends, int32, where the rows of each expert end."""
-        experts = torch.arange(self.n_experts, device=chosen.device)
-        if chosen.device.type == "cpu" and dtype is not torch.float32:
-            # rows of odds 0 fill each expert up to a multiple of 32, for the reason in length_multiple()
-            n_more = -chosen.bincount(minlength=self.n_experts) % 32
-            chosen = torch.cat([chosen, experts.repeat_interleave(n_more)])
-        chosen, order = chosen.sort(stable=True)
-        return order, torch.searchsorted(chosen, experts, right=True, out_int32=True)
 
 
 # ---------------- the block
@@ -950,9 +939,9 @@ PIECE = 256  # rows of logits that are in float32 at once
 
 
 def softmax_gradient(logits_CV, targets_C1):
-    """-> (summed cross-entropy, its gradient softmax - one-hot in the dtype of the logits). Rows whose target
-    is IGNORE count for nothing. Works in place on one float32 copy; --compile makes two passes over the
-    logits and no copy."""
+    """-> (cross-entropy of each row [C, 1], the gradient softmax - one-hot in the dtype of the logits). Rows
+    whose target is IGNORE count for nothing. Works in place on one float32 copy; --compile makes two passes
+    over the logits and no copy."""
     dtype = logits_CV.dtype
     logits_CV = logits_CV.float()
     real_C1 = (targets_C1 != IGNORE).float()
@@ -960,18 +949,19 @@ def softmax_gradient(logits_CV, targets_C1):
     logits_CV -= logits_CV.amax(-1, keepdim=True)  # or exp() would overflow
     target_logit_C1 = logits_CV.gather(-1, targets_C1)
     total_C1 = logits_CV.exp_().sum(-1, keepdim=True)
-    loss = ((total_C1.log() - target_logit_C1) * real_C1).sum()
+    losses_C1 = (total_C1.log() - target_logit_C1) * real_C1
     scale_C1 = real_C1 / total_C1
     logits_CV *= scale_C1  # softmax
     grad_CV = logits_CV.to(dtype)
     rows_C1 = torch.arange(len(targets_C1), device=targets_C1.device)[:, None]
     # from the float32 logit: where the model is sure, softmax - 1 is far below a 16-bit softmax's rounding
     grad_CV[rows_C1, targets_C1] = (target_logit_C1.exp() * scale_C1 - real_C1).to(dtype)
-    return loss, grad_CV
+    return losses_C1, grad_CV
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of h_SD @ w_VD.T against targets_S in float32. The forward computes the gradients
+    """Summed cross-entropy of h_SD @ w_VD.T against targets_S in float32, or with per_token that of each
+    token, [S, 1], where the head is frozen. The forward computes the gradients
     as well, so that no logits wait for a backward. Alive at once: a chunk of logits, which become their
     gradient (C*V*2 bytes in bf16), PIECE rows of both (V*6 bytes each), and a trained head's gradient in
     float32 (V*D*4 bytes). A rank without a target (S = 0) runs it too, because the head's gradient is reduced
@@ -981,8 +971,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     forward() autograd is off, so the caller has to say it."""
 
     @staticmethod
-    def forward(ctx, h_SD, w_VD, targets_S, chunk, with_grad, loss_and_grad=softmax_gradient):
-        loss_sum = torch.zeros((), dtype=torch.float32, device=h_SD.device)
+    def forward(
+            ctx, h_SD, w_VD, targets_S, chunk, with_grad, loss_and_grad=softmax_gradient, per_token=False):
+        losses_S1 = torch.empty(len(h_SD), 1, dtype=torch.float32, device=h_SD.device)
         grad_h = None
         if with_grad and ctx.needs_input_grad[0]:
             grad_h = torch.empty_like(h_SD)
@@ -995,11 +986,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             h_CD = h_SD[start : start + chunk]
             targets_C1 = targets_S[start : start + chunk, None]
             logits_CV = torch.mm(h_CD, w_VD.T, out=memory_CV[: len(h_CD)])
-            for piece, targets in zip(logits_CV.split(PIECE), targets_C1.split(PIECE)):
-                loss, grad = loss_and_grad(piece, targets)
+            of_chunk = logits_CV, targets_C1, losses_S1[start : start + chunk]
+            for piece, targets, losses in zip(*(t.split(PIECE) for t in of_chunk)):
+                losses[:], grad = loss_and_grad(piece, targets)
                 piece.copy_(grad)
                 del grad  # or it would stay alive beside the next piece's
-                loss_sum += loss
             if grad_h is not None:
                 torch.mm(logits_CV, w_VD, out=grad_h[start : start + chunk])
             if trains_w and grad_w is None:
@@ -1009,34 +1000,36 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if trains_w:  # None where this rank has no target
             grad_w = torch.zeros_like(w_VD) if grad_w is None else grad_w.to(w_VD.dtype)
         ctx.grads = (grad_h, grad_w)
-        return loss_sum
+        return losses_S1 if per_token else losses_S1.sum()
 
     @staticmethod
     def backward(ctx, grad_loss):
         if ctx.grads is None:
             raise RuntimeError("chunked cross-entropy: backward ran twice, "
                                "but the first one used up its gradients")
-        # scaled in place: a copy of grad_w would cost V*D
+        # scaled in place: a copy of grad_w would cost V*D. With per_token each row has a scale of its own
         grad_h, grad_w = (None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.grads)
         ctx.grads = None
-        return grad_h, grad_w, None, None, None, None
+        return grad_h, grad_w, None, None, None, None, None
 
 
 class LMHead(nn.Module):
     """The head and its loss are one module, because under FSDP2 the weight exists inside this forward only.
 
-    Set from outside: chunk (on_meta), softmax_gradient (compile_, and any fork with another loss)."""
+    Set from outside: chunk and per_token (on_meta), softmax_gradient (compile_, and any fork with another
+    loss)."""
 
     def __init__(self, c):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         # tokens; 0 computes all logits at once by F.cross_entropy, without softmax_gradient
         self.chunk = 1024
+        self.per_token = False
         self.softmax_gradient = softmax_gradient
 
     def forward(self, x, targets_BT=None, keep_S=None):
-        """Summed loss over the supervised tokens `keep_S` (flat indices into B*T); without targets float32
-        logits."""
+        """Summed loss over the supervised tokens `keep_S` (flat indices into B*T), or with per_token the loss
+        of each; without targets float32 logits."""
         w_VD = self.weight.to(x.dtype)
         if targets_BT is None:
             return F.linear(x, w_VD).float()
@@ -1050,8 +1043,9 @@ class LMHead(nn.Module):
         targets_S[S:] = IGNORE
         if not self.chunk:
             return F.cross_entropy(F.linear(h_SD, w_VD).float(), targets_S, reduction="sum")
-        with_grad = torch.is_grad_enabled()
-        return ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, self.chunk, with_grad, self.softmax_gradient)
+        loss = ChunkedCrossEntropy.apply(
+            h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(), self.softmax_gradient, self.per_token)
+        return loss[:S, 0] if self.per_token else loss
 
 
 # ---------------- the decoder
@@ -1165,7 +1159,11 @@ def targets_in(c):
 
 
 class LoRA:
-    """y = W x + (alpha / rank) B A x (arXiv:2106.09685), with PEFT's names. A part of two classes below."""
+    """y = W x + (alpha / rank) B A x (arXiv:2106.09685), with PEFT's names. A part of two classes below.
+
+    Set from outside: adapter_on (switch_adapters_)."""
+
+    adapter_on = True
 
     def add_adapter_(self, rank, alpha, dropout, n_experts):
         """Adds A [R, in] and B [out, R], of a stack of experts one pair for each."""
@@ -1176,6 +1174,8 @@ class LoRA:
         self.lora_dropout = dropout
 
     def forward(self, x, ends=None):
+        if not self.adapter_on:
+            return super().forward(x, ends)
         # the frozen base last: it saves nothing, so the recomputation of a block ends before down_proj
         a = self.lora_A(F.dropout(x, self.lora_dropout, self.training), ends)
         delta = self.lora_B(a * self.lora_scale, ends)
@@ -1201,6 +1201,13 @@ def add_lora_(model, rank, alpha, dropout, targets):
             layer.__class__ = with_lora[type(layer)]
             n_experts = model.config.num_experts if ".experts." in name else 1
             layer.add_adapter_(rank, alpha, dropout, n_experts)
+
+
+def switch_adapters_(model, on):
+    """With on=False the model computes what it did before add_lora_()."""
+    for module in model.modules():
+        if isinstance(module, LoRA):
+            module.adapter_on = on
 
 
 # ---------------- precision, compile, tiles, checkpointing
@@ -1232,6 +1239,7 @@ def on_meta(config, args):
         add_lora_(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets)
     set_precision_(model, args.precision)
     model.lm_head.chunk = args.ce_chunk
+    model.lm_head.per_token = args.dpo
     return model
 
 
@@ -1369,8 +1377,8 @@ def step_flops(c, counted, is_frozen):
     of them for its own gradient. Two tokens that attend to each other cost 4*H*K in the forward and 2.5 times
     that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads S twice and writes it once,
     6*K*P a token and head (w S, queries S, keys^T d), and the backward of a product costs twice the product;
-    what chunks add, 70 % of that, a model does not need. Adapters, about 1 %, are left out. counted:
-    (targets, tokens, sum of the squared lengths of documents)."""
+    what chunks add, 70 % of that, a model does not need. Adapters, about 1 %, and the reference of --dpo, a
+    forward, are left out. counted: (targets, tokens, sum of the squared lengths of documents)."""
     n_targets, n_tokens, n_squares = counted
     n_linear = c.layer_types.count("linear_attention")
     mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_expert_intermediate_size + c.num_experts)
@@ -1508,8 +1516,8 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
     if args.qlora and "down_proj" in args.lora_targets:
         scratch += tile * routed
     # the larger of two moments: the backward of gate and up, and before it that of down_proj
-    at_gate = tile * max(3 * F, down + 2 * F, 3 * routed)
-    at_down = tile * (F + 2 * routed) + weight + max(tile * down, scratch)
+    at_gate = tile * max(3 * F, down + 2 * F, 2 * routed)
+    at_down = tile * 2 * routed + weight + max(tile * (F + down), scratch)
     in_mlp = N * attention + tile * (mlp + 2 * D) + max(at_gate, at_down)
 
     saved = N * (attention + mlp + down + 2 * D)  # 2 * D: inputs of the norms

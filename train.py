@@ -97,7 +97,7 @@ AMOUNT_OR_0 = number(float, zero_too=True)
 # -h shows these flags, --help_all shows every flag
 EVERYDAY = set("""model lora qlora lora_rank data eval_data seq_len inspect fsdp2 offload optim tiled_mlp
     compile help batch_size grad_accum steps epochs lr out resume save_every merge chat dry_run
-    gpu_gib""".split())
+    gpu_gib dpo""".split())
 # flags of TRL, axolotl, torchtune and Unsloth that difflib does not find, and ours
 OTHER_NAMES = dict(pair.split() for pair in """
     model_name_or_path --model
@@ -166,6 +166,10 @@ def make_parser():
     add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True)
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
         "fraction of an adapter's inputs that is zeroed in training (default: 0)", fixed=True)
+    switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
+           "reference is the model without adapters", fixed=True)
+    add(method, "--beta", AMOUNT, None, "of --dpo: with a smaller one the model goes further from its "
+        "reference (default: 0.1)", fixed=True)
     add(method, "--lora_targets", str, None,
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are)",
@@ -241,7 +245,8 @@ def add_run_flags(parser):
     add(schedule, "--steps", WHOLE, None, "number of optimizer steps (default: from --epochs)")
     add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides it")
     add(schedule, "--lr", AMOUNT_OR_0, None,
-        "peak learning rate (default: 2e-4 with adapters, 2e-5 without, times 4096 / hidden size)",
+        "peak learning rate (default: 2e-4 with adapters, 2e-5 without, times 4096 / hidden size; a tenth of "
+        "it with --dpo, whose loss falls for as long as the weights grow)",
         fixed=True)
     add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear", fixed=True)
     add(schedule, "--warmup", AMOUNT_OR_0, 0.03,
@@ -353,6 +358,8 @@ def complete(args):
         args.lora_alpha = args.lora_alpha or 32
         args.lora_dropout = args.lora_dropout or 0.0
         args.lora_targets = args.lora_targets or list(lm.LORA_TARGETS)
+    if args.dpo:
+        args.beta = args.beta or 0.1
     if args.sample is None and not args.random_init:
         args.sample = SAMPLES.get(args.data[0], "")
 
@@ -365,6 +372,14 @@ def refuse_conflicts(args):
     for flag in ("lora_rank", "lora_alpha", "lora_targets", "random_init"):
         if getattr(args, flag) and args.adapter:
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
+    if args.dpo and not args.lora:
+        refuse("--dpo needs --lora or --qlora: its reference is the model without adapters")
+    others = args.overflow or args.train_on != "targets" or args.sequence_parallel > 1 or not args.chunked_ce
+    if args.dpo and (others or args.adapter):
+        refuse("--dpo: leave out --adapter (merge it first), --overflow, --train_on, --sequence_parallel and "
+               "--no-chunked_ce")
+    if args.beta and not args.dpo:
+        refuse("--beta needs --dpo")
     if args.stochastic_rounding and args.precision != "bf16":
         refuse("--stochastic_rounding needs --precision bf16")
     if args.eval_every and not args.eval_data:
@@ -461,8 +476,8 @@ def main(argv, progress):
             load_checkpoint(resumed, training_tensors(model, optimizer))
         if ranks.rank == 0:
             ranks.lock = lock_folder(out)  # the folder is this process's own while the file is open
-            write_args(out, args, about_versions(world))
-            enter_evaluations(state, prune_metrics(out, start))
+            write_args(out, args, world)
+            prune_metrics(out, start)
     state = ranks.gather(state)[0]
     saver = Saver(out, args.keep, ranks)
     ranks.say(describe_run(args, state, resumed, out))
@@ -477,24 +492,18 @@ def main(argv, progress):
 
     def evaluate_now():
         with log.paused():
-            result = evaluate(model, eval_loader, ranks, stop)
-        if result is None:  # a signal came: this step is saved, and evaluated again when the run is resumed
-            save()
-            end_early(saver, state, stop, ranks)
-        log.write_eval(*result)
+            log.write_eval(*evaluate(model, eval_loader, ranks, args.beta))
 
     # ---- training
     # not with FSDP2, whose gathered units would leave holes between the shards
     keep_freed_memory(on=not on_gpu and not args.fsdp2)
-    # a run that was stopped between the save and the evaluation of a step makes up for it
-    if args.eval_every and start % args.eval_every == 0 and state["evaluated"] < start < steps:
-        evaluate_now()
     n_bad = torch.zeros_like(bad)  # steps since a gradient was inf or nan, counted without a host sync
     profiler = tracer(args, out, ranks)
     for batches, counted in loader.ahead(start, steps, args.grad_accum):
         step = state["step"]  # steps done before this one: data, dropout and schedule count from 0
         n = step + 1
-        n_targets = int(counted[0])  # supervised tokens of this step, over all micro-batches and ranks
+        # supervised tokens of this step, or its pairs, over all micro-batches and ranks
+        n_terms = counted[3] // 2 if args.dpo else counted[0]
         ranks.alive()
         torch.manual_seed(dropout_seed(args.seed, ranks.rank, step))
         lr = lr_at(step, steps, args)
@@ -502,7 +511,7 @@ def main(argv, progress):
             group["lr"] = lr
 
         # forward and backward of each micro-batch
-        loss_sum = torch.zeros((), device=device)
+        sums = 0  # see loss_of()
         for i, batch in enumerate(batches):
             if args.fsdp2:
                 # Gradients of all weights are too large to wait unsharded for the last micro-batch, so each
@@ -513,13 +522,13 @@ def main(argv, progress):
                 model.set_requires_all_reduce(last)
             b = batch.to(device)
             progress.update(phase="forward", step=n, tokens_of_micro_batch=b.tokens.numel())
-            loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
-            # The model returns a sum. We divide it by the targets of all micro-batches and ranks, so each
-            # token counts the same however a step is split; `* world` undoes the mean over ranks that is
-            # taken of gradients.
+            of_batch = loss_of(model, b, args.beta)
+            # The loss is a sum. We divide it by the targets of all micro-batches and ranks, so each token
+            # counts the same however a step is split; `* world` undoes the mean over ranks that is taken of
+            # gradients.
             progress["phase"] = "backward"
-            (loss * (world / n_targets)).backward()
-            loss_sum += loss.detach()
+            (of_batch[0] * (world / n_terms)).backward()
+            sums = sums + of_batch.detach()
 
         # update the weights
         progress["phase"] = "step"
@@ -533,38 +542,38 @@ def main(argv, progress):
             optimizer.zero_grad()
         n_bad += bad
         state["step"] = n
-        state["tokens"] += n_targets
-        log.count(loss_sum, counted, lm.step_flops(config, counted, args.lora) / world)
+        state["tokens"] += counted[0]
+        log.count(sums, n_terms, counted[1], lm.step_flops(config, counted[:3], args.lora) / world)
 
         # once in a while: log, and see whether the numbers are still finite
         stopped, overdue = ranks.largest(stop.number, log.seconds() > 10)
         save_due = args.save_every and (n % args.save_every == 0 or n == steps)
         log_due = n <= 10 or n == start + 1 or n == steps or n % args.log_every == 0
         if log_due or overdue or save_due or stopped:
-            figures = [*log.mean_losses(), norm, n_bad]
+            figures = [*log.means(), norm, n_bad]
             # the only host sync of the step
-            *losses, grad_norm, n_bad_steps = torch.stack([x.to(device) for x in figures]).tolist()
-            if n_bad_steps or not math.isfinite(sum(losses)):
+            *means, grad_norm, n_bad_steps = torch.stack([x.to(device) for x in figures]).tolist()
+            if n_bad_steps or not math.isfinite(sum(means)):
                 end_not_finite(model, loader, n - max(int(n_bad_steps), 1), args, ranks)
-            log.write(losses, grad_norm, lr)
+            log.write(means, grad_norm, lr)
         if profiler:
             profiler.step()
 
-        # once in a while: save, stop, evaluate
-        progress["phase"] = "checkpoint or evaluation"
+        # once in a while: evaluate, save, stop. A checkpoint contains the evaluation of its step
+        progress["phase"] = "evaluation or checkpoint"
+        if args.eval_every and n % args.eval_every == 0 and n < steps:
+            evaluate_now()
         if save_due or stopped:
             save()
         if stopped:
             end_early(saver, state, stop, ranks)
-        if args.eval_every and n % args.eval_every == 0 and n < steps:
-            evaluate_now()
 
     # ---- the result: written before an evaluation or a sample could fail
     progress["phase"] = "result"
     faulthandler.cancel_dump_traceback_later()  # set by alive(): an export may take longer than a step
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
     adapter_tensors = data.export(args, model, source, files, tokenizer, out, ranks)
-    if eval_loader and state["evaluated"] < steps:
+    if eval_loader:
         evaluate_now()
     if answer_after := sample(args, model, tokenizer, loader.documents, ranks):
         ranks.say(f"--- {args.sample.strip()}\nbefore: {answer_before}\nafter:  {answer_after}\n---")
@@ -622,6 +631,8 @@ def open_model(args, ranks):
         if args.lr is None:
             # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
             args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
+            if args.dpo:
+                args.lr /= 10
         with torch.device("meta"):
             vanilla = lm.Transformer(config)
         if files.weights:
@@ -632,7 +643,8 @@ def open_model(args, ranks):
         model = lm.on_meta(config, args)
         if adapter:
             data.check_weights(model, adapter, args.adapter)
-        tokenizer = data.Tokenizer(files.tokenizer, args.chat_template, args.train_on)
+        train_on = "pairs" if args.dpo else args.train_on
+        tokenizer = data.Tokenizer(files.tokenizer, args.chat_template, train_on)
         return OpenedModel(files, config, model, source, adapter, tokenizer)
 
 
@@ -664,8 +676,8 @@ def open_run(args, config, loader, source, ranks):
     steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
     with ranks.agree():
         settings = fixed_settings(args, config, rows_a_step, loader, source)
-        state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "steps": steps,
-                 "rows_a_step": rows_a_step, "settings": settings}
+        state = {"step": 0, "tokens": 0, "best_eval": None, "steps": steps, "rows_a_step": rows_a_step,
+                 "settings": settings}
         if resumed:
             state = read_state(resumed, settings, ranks)
         if state["step"] > steps:
@@ -689,19 +701,6 @@ def describe_run(args, state, resumed, out):
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
     return (f"{state['steps']:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}\n"
             f"writing to {out}")
-
-
-def about_versions(world):
-    """What args.json says beside the flags."""
-    modules = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
-    return {"world": world, "python": platform.python_version(), **modules}
-
-
-def enter_evaluations(state, rows):
-    """Enters the evaluations before this step, rows of metrics.jsonl, into the state of a resumed run: the
-    checkpoint was saved before the evaluation of its step."""
-    state["best_eval"] = min(rows, key=lambda row: row["eval_loss"], default=None)
-    state["evaluated"] = max([state["evaluated"], *(row["step"] for row in rows)])
 
 
 def end_early(saver, state, stop, ranks):
@@ -1152,34 +1151,70 @@ class StepInBackward:
         return (norm_squared / self.args.replicas).sqrt()  # replicas hold the same gradients
 
 
-def evaluate(model, loader, ranks, stop):
-    """-> (mean loss per supervised token, number of these tokens) over all rows. None if a signal has arrived
-    on any rank: the mean of a part of the rows could not be compared with others."""
-    loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    n_targets = 0
-    stopped = 0
+# what a run with --dpo logs, means over pairs
+DPO_FIGURES = "reward_margin", "reward_accuracy", "logp_chosen", "logp_rejected"
+
+
+def loss_of(model, b, beta):
+    """-> [summed loss] of a batch. With beta it is that of preferences(), and the sums of DPO_FIGURES follow.
+    The reference is the same model with its adapters switched off, so no second one is in memory."""
+    inputs = b.tokens, b.targets, b.positions, b.spans, b.keep_S
+    if beta is None:
+        return model(*inputs)[None]
+    with torch.no_grad():
+        lm.switch_adapters_(model, on=False)
+        reference_S = model(*inputs)
+        lm.switch_adapters_(model, on=True)
+    return preferences(model(*inputs), reference_S, b.n_targets, beta)
+
+
+def preferences(losses_S, reference_S, n_targets, beta):
+    """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> [summed loss, sums of
+    DPO_FIGURES]. n_targets: of documents, each chosen one before its rejected one."""
+    if not n_targets:  # an evaluation's rank without rows
+        return losses_S.new_zeros(5)
+    # not index_add: on a GPU it adds in another order, with other bits, in each run
+    logp_P2, reference_P2 = (-torch.stack([part.sum() for part in losses.split(n_targets)]).view(-1, 2)
+                             for losses in (losses_S, reference_S))
+    rewards_P2 = beta * (logp_P2 - reference_P2)
+    margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+    loss = -nn.functional.logsigmoid(margins_P).sum()
+    return torch.stack([loss, margins_P.sum(), (margins_P > 0).float().sum(), *logp_P2.sum(0)])
+
+
+def evaluate(model, loader, ranks, beta=None):
+    """-> (means of what loss_of() sums, over supervised tokens or pairs; the number of these) over all
+    rows."""
+    sums = 0
+    n_terms = 0
     model.eval()
     with torch.no_grad():
         for batch in loader.once():
             ranks.alive()
-            (stopped,) = ranks.largest(stop.number)
-            if stopped:
-                break
             b = batch.to(ranks.device)
-            loss_sum += model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
-            n_targets += len(b.keep_S)
+            sums = sums + loss_of(model, b, beta).double()
+            n_terms += len(b.n_targets) // 2 if beta else len(b.keep_S)
     model.train()
     lm.reshard_(model)
-    if stopped:
-        return None
-    loss_sums, counts = zip(*ranks.gather((loss_sum.item(), n_targets)))
-    return sum(loss_sums) / sum(counts), sum(counts)
+    sums_of_ranks, counts = zip(*ranks.gather((sums.tolist(), n_terms)))
+    return [sum(column) / sum(counts) for column in zip(*sums_of_ranks)], sum(counts)
 
 
-# FLOP/s of dense bf16 matrix products, by a part of the device's name; the first that fits counts
-PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
-         "A100": 312e12, "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "L40S": 362e12,
-         "A6000": 155e12, "A10G": 70e12}
+# TFLOP/s of dense bf16 matrix products, and a part of the device's name; the first that fits counts
+PEAKS = """
+    756 H100 PCIe
+    835 H100 NVL
+    989 H100
+    989 H200
+    2250 B200
+    312 A100
+    209 RTX 5090
+    165 RTX 4090
+    71 RTX 3090
+    362 L40S
+    155 A6000
+    70 A10G
+"""
 
 
 # ---------------- what a run prints and writes
@@ -1237,19 +1272,19 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(out, purge_step=state["step"] + 1)
-        self.peak_flops = next((peak for name, peak in PEAKS.items() if name in ranks.device_name), None)
+        peaks = [line.split(maxsplit=1) for line in PEAKS.strip().splitlines()]
+        self.peak_flops = next((1e12 * int(peak) for peak, name in peaks if name in ranks.device_name), None)
         memory_gib(ranks.device)  # resets the peak: loading does not count
         self.start = time.perf_counter()
         self.start_step = state["step"]
-        self.before_row = ""
         self.reset()
 
     def reset(self):
         """Begins a row."""
         self.mark = time.perf_counter()
         self.waited_s = self.loader.waited_s
-        self.loss_sums = []
-        self.n_targets = []
+        self.sums = []
+        self.n_terms = []
         self.n_tokens = 0
         self.flops = 0.0
 
@@ -1264,29 +1299,30 @@ class Log:
         """Since the last row, without pauses."""
         return time.perf_counter() - self.mark
 
-    def count(self, loss_sum, counted, flops):
-        """Adds a step to the row. loss_sum, flops: of this rank. counted: supervised tokens, tokens, squared
-        document lengths of all ranks."""
-        self.loss_sums.append(loss_sum)
-        self.n_targets.append(int(counted[0]))
-        self.n_tokens += int(counted[1])
+    def count(self, sums, n_terms, n_tokens, flops):
+        """Adds a step to the row. sums, flops: of this rank. n_terms, n_tokens: of all ranks."""
+        self.sums.append(sums)
+        self.n_terms.append(n_terms)
+        self.n_tokens += n_tokens
         self.flops += flops
 
-    def mean_losses(self):
-        """-> [loss per supervised token, a scalar on the device] of the steps since the last row.
-        Collective."""
+    def means(self):
+        """-> [mean loss of each step since the last row, the DPO_FIGURES of the last one], scalars on the
+        device. Collective."""
         # In float64 the sum over ranks is exact. In float32 it would depend on the order in which a backend
         # adds ranks, which depends on the number of steps: a run that stops and resumes would log other
         # losses.
-        sums = torch.stack(self.loss_sums).double()
+        sums = torch.stack(self.sums).double()
         if self.ranks.world > 1:
             dist.all_reduce(sums)
-        return [loss_sum / n for loss_sum, n in zip(sums.float(), self.n_targets, strict=True)]
+        means = [of_step / n for of_step, n in zip(sums.float(), self.n_terms, strict=True)]
+        return [*(mean[0] for mean in means), *means[-1][1:]]
 
-    def write(self, losses, norm, lr):
-        """Writes the row of this step. losses: of all steps since the last row, for loss.svg."""
+    def write(self, means, norm, lr):
+        """Writes the row of this step. means: those of means(); loss.svg needs the losses of all steps."""
         seconds = self.seconds()
-        n_steps = len(losses)
+        n_steps = len(self.sums)
+        losses = means[:n_steps]
         step = self.state["step"]
         steps = self.state["steps"]
         mem_gib, mem_reserved_gib = memory_gib(self.ranks.device)
@@ -1304,6 +1340,7 @@ class Log:
             "mem_reserved_gib": mem_reserved_gib,
             "step_s": seconds / n_steps,
             "data_s": (self.loader.waited_s - self.waited_s) / n_steps,
+            **dict(zip(DPO_FIGURES, means[n_steps:])),
         }
         left_s = (steps - step) * (time.perf_counter() - self.start) / (step - self.start_step)
         # The line has 80 columns. What follows from the flags (lr) and from tok/s (mfu) stands in the row
@@ -1313,13 +1350,15 @@ class Log:
                          f"{timedelta(seconds=int(left_s))}")
         self.reset()
 
-    def write_eval(self, loss, n_targets):
+    def write_eval(self, means, n_terms):
         """Writes the row of an evaluation and enters it in `state`."""
-        row = {"step": self.state["step"], "eval_loss": loss, "eval_tokens": n_targets}
+        loss, *preferences = means
+        terms = "pairs" if preferences else "tokens"
+        row = {"step": self.state["step"], "eval_loss": loss, f"eval_{terms}": n_terms}
+        row |= {f"eval_{name}": mean for name, mean in zip(DPO_FIGURES, preferences)}
         best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
         self.state["best_eval"] = best
-        self.state["evaluated"] = row["step"]
-        self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_targets:,} tokens, best "
+        self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_terms:,} {terms}, best "
                          f"{best['eval_loss']:.4f} at step {best['step']}")
 
     def append(self, row, line):
@@ -1328,10 +1367,8 @@ class Log:
             return
         try:
             with open(self.out / "metrics.jsonl", "a") as file:
-                file.write(f"{self.before_row}{json.dumps(row)}\n")
-            self.before_row = ""
+                file.write(f"{json.dumps(row)}\n")
         except OSError as error:  # a full disk does not end a training
-            self.before_row = "\n"  # a part of the row may be written, and must not swallow the next one
             self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
         if self.board:
             for name in row.keys() - {"step", "losses"}:
@@ -1370,6 +1407,7 @@ def print_start(args, model, source, ranks):
         "precision": f"trained {trained}, all else {str(model.compute_dtype).removeprefix('torch.')}",
         "lora": f"adapters of rank {args.lora_rank} are trained, all else is frozen",
         "qlora": "the weights of the blocks are in NF4, 4.14 bits each",
+        "dpo": "chosen answers are preferred to rejected ones, more than without adapters",
         "fsdp2": f"parameters, gradients and optimizer state in {ranks.world // args.replicas} shards",
         "replicas": "gradients are averaged over the replicas once per step",
         "sequence_parallel": f"the {c.num_attention_heads} heads are split over that many ranks in attention",
@@ -1468,13 +1506,12 @@ def chat(args):
     """A conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C
     ends an answer, Ctrl-D the chat."""
     ranks = Ranks(False, args.timeout)
-    _, config, model, source, adapter, tokenizer = open_model(args, ranks)
+    _, _, model, source, adapter, tokenizer = open_model(args, ranks)
     model.to_empty(device=ranks.device).tie_()
     with ranks.agree():
         data.load_weights_(model, source, adapter, args.seed, ranks.device, sys.stderr.isatty())
     model.eval()
     n = args.max_new_tokens or 512
-    seen = config.sliding_window or config.max_position_embeddings
     sys.stdin.reconfigure(errors="surrogateescape")  # question.encode() refuses a line that is not UTF-8
     messages = []
     while True:
@@ -1493,9 +1530,6 @@ def chat(args):
             with contextlib.suppress(KeyboardInterrupt):
                 question.encode()
                 prompt = tokenizer.prompt(asked)
-                if len(prompt) > seen:
-                    print(f"note: {len(prompt):,} tokens are beyond the {seen:,} positions that the model "
-                          "was trained on; /reset starts a new conversation", file=sys.stderr)
                 for token in lm.generate(
                         model, prompt, n, tokenizer.stop_ids, ranks.device, args.temperature):
                     tokens.append(token)
@@ -1627,17 +1661,16 @@ def replace_file(path, text):
         part.replace(path)
 
 
-def write_args(out, args, about):
+def write_args(out, args, world):
     """Writes args.json: the value of every flag, and versions of what the run uses."""
-    settings = vars(args) | about
+    versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
+    settings = vars(args) | {"world": world, "python": platform.python_version()} | versions
     replace_file(out / "args.json", json.dumps(settings, indent=2) + "\n")
 
 
 def losses_of(row):
     """Returns the losses in a row of metrics.jsonl: of its evaluation, or of the steps that it covers."""
-    if "eval_loss" in row:
-        return [row["eval_loss"]]
-    return row.get("losses") or [row["loss"]]
+    return [row["eval_loss"]] if "eval_loss" in row else row["losses"]
 
 
 def read_metrics(out, last_step):
@@ -1656,11 +1689,9 @@ def read_metrics(out, last_step):
 
 
 def prune_metrics(out, last_step):
-    """Removes the rows after `last_step` from metrics.jsonl: the resumed run repeats these steps. Returns the
-    rows of the evaluations that stay."""
+    """Removes the rows after `last_step` from metrics.jsonl: the resumed run repeats these steps."""
     rows = read_metrics(out, last_step)
     replace_file(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    return [row for row in rows if "eval_loss" in row]
 
 
 def crc_of(path):
@@ -1766,13 +1797,7 @@ def load_checkpoint(folder, tensors):
                 name, _, first = key.rpartition(":")
                 if name not in tensors:
                     raise ValueError(f"{path}: {key}: this run trains no such tensor; {REMOVE}")
-                tensor = tensors[name]
-                saved = reader.get_slice(key)
-                dtype = data.DTYPE_NAMES[tensor.dtype]
-                if saved.get_dtype() != dtype or saved.get_shape()[1:] != list(tensor.shape[1:]):
-                    raise ValueError(f"{path}: {key}: {saved.get_dtype()} {saved.get_shape()}, this run has "
-                                     f"{dtype} {list(tensor.shape)}; {REMOVE}")
-                n_missing[name] -= copy_rows_(tensor, saved, int(first))
+                n_missing[name] -= copy_rows_(tensors[name], reader.get_slice(key), int(first))
     wrong = [name for name, n in n_missing.items() if n]
     if wrong:
         raise ValueError(f"{folder}: rows are missing or stored twice: {data.listing(wrong)}; {REMOVE}")
@@ -2124,9 +2149,10 @@ def planned_bytes(args, config, world, length):
 def n_recomputed(args, config):
     """Number of blocks that --activation_checkpointing recomputes. These are the first ones: what the last
     ones save is freed first."""
+    n_layers = config.num_hidden_layers
     if args.activation_checkpointing in ("all", "auto"):
-        return config.num_hidden_layers
-    return args.activation_checkpointing
+        return n_layers
+    return min(n_layers, args.activation_checkpointing)
 
 
 def choose_blocks(args, config, world, length, room):
@@ -2310,8 +2336,6 @@ def check_sizes(args, config, world):
             divisors = [str(i) for i in range(1, n + 1) if n % i == 0]
             raise ValueError(f"--{flag} {given} does not divide the {world} rank(s) or the {n_heads} heads "
                              f"of attention; these do: {', '.join(divisors)}")
-    if n_recomputed(args, config) > config.num_hidden_layers:
-        raise ValueError(f"--activation_checkpointing: the model has {config.num_hidden_layers} blocks")
     if args.sequence_parallel > 1 and "linear_attention" in config.layer_types:
         raise ValueError("--sequence_parallel: Gated DeltaNet is not implemented over several ranks; "
                          "--offload and --tiled_mlp leave room for longer rows")

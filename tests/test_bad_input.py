@@ -262,7 +262,6 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "nothing to resume": ([], "--model tiny --resume model", "--resume model | no complete checkpoint"),
     "replicas of a plan": ([], "--fsdp2 --replicas 3 --dry_run --world 8", "--replicas 3 | 8 rank | 1, 2, 4, 8"),
     "groups of a plan": ([], "--sequence_parallel 4 --dry_run --world 6", "--sequence_parallel 4 | 6 rank | 1, 2"),
-    "blocks of a plan": ([], "--activation_checkpointing 999 --dry_run --model qwen3-8b", "36 blocks"),
     "half of the experts": ([], "--lora --lora_targets up_proj --dry_run --model qwen3-30b-a3b", "up_proj | give both"),
     "rank in an adapter": ([lambda: data.save_adapter({"mlp.experts.0.down_proj.lora_A.weight": torch.ones(12, 8)},
         Path("model"), "", 12, 8, 0, ["down_proj"])], "--dry_run --model qwen3-30b-a3b --adapter model", "12 | of 8"),

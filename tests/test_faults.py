@@ -138,8 +138,6 @@ def test_a_checkpoint_renamed_to_another_step_is_refused(saved):
 
 
 @pytest.mark.parametrize("tensor, files, words", [
-    (torch.zeros(4, 2), [{"a:0": (2, 3)}, {"a:2": (2, 3)}], r"a:0: F32 \[2, 3\], this run has F32 \[4, 2\]"),
-    (torch.zeros(4, 3, dtype=torch.bfloat16), [{"a:0": (4, 3)}], r"a:0: F32 \[4, 3\], this run has BF16"),
     (torch.zeros(4, 3), [{"a:0": (2, 3)}], "missing or stored twice: a"),
     (torch.zeros(4, 3), [{"a:0": (4, 3)}, {"a:0": (4, 3)}], "missing or stored twice: a"),
     (torch.zeros(4, 3), [{"a:0": (4, 3), "b:0": (1,)}], "b:0: this run trains no such tensor"),
@@ -253,7 +251,7 @@ def test_a_stopped_rank_ends_the_job_and_the_others_say_where_they_wait(job, tmp
 
 
 def signalled(argv, number, moment):
-    """train.py whose rank 1 alone gets a signal: in the data of step 4, in an evaluation, or in the save of step 3."""
+    """train.py whose rank 1 alone gets a signal: in the data of step 4, or in the save of step 3."""
     def send():
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), number)
@@ -264,39 +262,30 @@ def signalled(argv, number, moment):
                 send()
             yield made
 
-    def once(self, original=data.Loader.once):
-        for batch in original(self):
-            send()
-            yield batch
-
     def write_rows(path, rows, original=train.write_rows):
         if moment == "save" and "checkpoint-3" in str(path):
             send()
         return original(path, rows)
 
-    data.Loader.ahead, data.Loader.once, train.write_rows = ahead, once, write_rows
+    data.Loader.ahead, train.write_rows = ahead, write_rows
     return train_main(argv)
 
 
 @pytest.mark.parametrize("number, moment, flags", [
     (signal.SIGTERM, "data", "--save_every 0"), (signal.SIGINT, "data", "--save_every 3"),
-    (signal.SIGUSR1, "save", "--save_every 3"), (signal.SIGTERM, "evaluation", "--save_every 0"),
+    (signal.SIGUSR1, "save", "--save_every 3"),
     (signal.SIGHUP, "data", "--save_every 0"),
 ], ids=str)
 def test_a_signal_to_one_rank_saves_on_all_and_resume_completes(job, undisturbed, tmp_path, number, moment, flags):
-    out, argv, steps = tmp_path / "run", [*job, *flags.split()], []
-    if moment == "evaluation":
-        argv, steps = [*argv, "--eval_every", 4, "--eval_data", job[6]], [4, STEPS]
+    out, argv = tmp_path / "run", [*job, *flags.split()]
     said, codes = start(signalled, argv, out, number, moment)
     said = "".join(said)
     assert codes == [128 + number] * WORLD, said
     assert f"stopped by {number.name} after step 4 of {STEPS}, saved: the same command with --resume {out} " in said
     assert said.count("stopped by") == 1 and "Traceback" not in said
     assert same(out / "checkpoint-4", undisturbed / "checkpoint-4") and not (out / "final").exists()
-    assert not list(out.glob("*.part")) and "eval_loss" not in (out / "metrics.jsonl").read_text()
-    rows = assert_resumes(argv, out, undisturbed)
-    # the evaluation that was cut short comes first
-    assert [row["step"] for row in rows if "eval_loss" in row] == steps
+    assert not list(out.glob("*.part"))
+    assert_resumes(argv, out, undisturbed)
 
 
 def test_a_rank_that_dies_in_a_save_ends_the_run_and_costs_that_save_only(job, undisturbed, tmp_path):

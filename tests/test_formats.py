@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import itertools
 import json
+import random
 import re
 import shutil
 import signal
@@ -419,7 +420,7 @@ BAD = {  # name: (the line, what is said of it)
     "weight": (chat(message("assistant", "a", weight=2)), "'weight' must be 0 or 1, got 2"),
     "image": (chat(message("user", [{"type": "image_url"}, {"text": "q"}])), "must be text, got .*image_url"),
     "tool-number": (chat(QUESTION, ANSWER, tools=[{"function": 7}]), "'int' object"),
-    "preferences": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "data for DPO"),
+    "preferences": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "these need --dpo"),
     "question-answer": ({"question": "q", "answer": "a"}, "'question' to 'instruction', 'answer' to 'output'"),
     "tools-object": (chat(QUESTION, ANSWER, tools=SCHEMA), "'tools' must be a list of JSON schemas"),
     "control-characters": (chat(message("\x1b[31mred", "q")), r'unknown role "\\u001b\[31mred"'),
@@ -513,6 +514,63 @@ def test_exports_carry_the_template_that_was_trained_on(tmp_path, own, mine, pro
     assert written.source == f"chat template ({tmp_path}/out/chat_template.jinja)"
     assert written.render([QUESTION, ANSWER]) == tokenizer.render([QUESTION, ANSWER])
     assert written.template_text == tokenizer.template_text == (mine or own or written.template_text)
+
+
+PIECES = ["a", "word", " ", "  ", "\n", "\n\n", "\t", "\r\n", "é", "e\u0301", "☃", "🙂", "👩\u200d👩\u200d👧", "日本語",
+          "\u2028", "\0", "\ufeff", "<|im_", "end|>", "|>", "<s>", "<0x0A>", "{{ x }}", "{% generation %}"]
+
+
+def random_conversations(seed, n=150):
+    rng = random.Random(seed)
+    chats = [[message(rng.choice(["system", "user", "tool", "assistant", "assistant"]),
+                      "".join(rng.choices(PIECES, k=rng.choice((0, 1, 2, 5, 30))))) for _ in range(rng.randint(1, 7))]
+             for _ in range(n)]
+    return [one for one in chats if END not in str(one)]  # joined by chance
+
+
+def by_hand(messages, plain, n_bytes):
+    """ChatML's ids and mask, segment by segment: what stands between two special tokens is encoded without them, and
+    trained on are an answer's tokens, each that ends behind the answer's first byte, and its <|im_end|>."""
+    ids, mask = [], []
+    last = max((i for i, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
+    for one in messages[: last + 1]:
+        head, answers = f"{one['role']}\n", one["role"] == "assistant"
+        segment, behind = plain.encode(head + one["content"]).ids, plain.encode("\n").ids
+        ends = list(itertools.accumulate(n_bytes(plain.id_to_token(token)) for token in segment))
+        assert ends[-1] == len((head + one["content"]).encode())
+        ids += [0, *segment, 1, *behind]
+        mask += [False, *(answers and end > len(head) for end in ends), answers, *[False] * len(behind)]
+    return ids, mask
+
+
+def byte_level(path, trim_offsets):
+    """A tokenizer of bytes, like GPT-2's, with a few merges, and ChatML without generation blocks."""
+    merges = [("Ċ", "Ċ"), ("Ġ", "Ġ"), ("Ġ", "w"), ("o", "r"), ("Ġw", "or"), ("ð", "Ł"), ("ðŁ", "Ļ"), ("a", "s")]
+    words = [START, END, *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    core = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, merges))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trim_offsets)  # true in GPT-NeoX's and OLMo's
+    core.decoder = tokenizers.decoders.ByteLevel()
+    core.add_special_tokens([START, END])
+    model_folder(path, CHATML)
+    core.save(str(path / "tokenizer.json"))
+    return data.Tokenizer(path)
+
+
+@pytest.mark.parametrize("kind", ["generation", "prefix", "bytes", "bytes-trimmed-offsets"])
+def test_random_conversations_have_the_ids_and_the_mask_made_by_hand(tmp_path, tiny, kind):
+    n_bytes = len
+    if kind.startswith("bytes"):
+        tokenizer = byte_level(tmp_path, "trimmed" in kind)
+    else:
+        tokenizer = tiny if kind == "generation" else data.Tokenizer(model_folder(tmp_path, CHATML))
+        n_bytes = lambda piece: 1 if re.fullmatch("<0x..>", piece) else len(piece.encode())  # noqa: E731
+    chats = random_conversations(seed=len(kind))
+    documents, file = read_data(jsonl(tmp_path / "a.jsonl", *(chat(*one) for one in chats)), tokenizer, 10**6)
+    plain = json.dumps({**json.loads(tokenizer.core.to_str()), "added_tokens": []})  # special tokens are text to it
+    expected = [by_hand(one, tokenizers.Tokenizer.from_str(plain), n_bytes) for one in chats]
+    assert pieces(documents) == [(ids, mask) for ids, mask in expected if any(mask[1:])]
+    assert (file.report.n_bad, file.report.n_without_mask, file.report.n_without_end) == (0, 0, 0)
 
 
 def test_special_tokens_that_are_searched_in_normalized_text_are_found(tmp_path):

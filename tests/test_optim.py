@@ -51,6 +51,19 @@ def rounded_moment(x_ND, signed, step):
 SCALES = 10 ** torch.linspace(-18, 18, 4096)[:, None]  # of blocks, with any mantissa
 
 
+def test_dither_is_uniform_and_neighbours_steps_and_moments_are_independent():
+    shape = 512, 512
+    u, *others = ((bits & 0xFFFFF).double() / 2**20 for bits in (
+        dither(7, shape), dither(7, shape, salt=1), dither(8, shape), dither(7, shape, number=1)))
+    assert u.mean().item() == pytest.approx(0.5, abs=5 * 12**-0.5 / 512)
+    assert ((torch.histc(u, 64, 0, 1) - 4096).abs() < 5 * 64).all()
+    for other in (*others, u.roll(1, 0), u.roll(1, 1), u.T):
+        assert abs(((u - 0.5) * (other - 0.5)).mean() * 12) < 5 / 512
+    # a sum of a row's and a column's bits would pass so far and have one large singular value, 512 * 0.4; that of
+    # independent signs is 2 * sqrt(512) / 2
+    assert torch.linalg.svdvals((u > 0.5).float() - 0.5)[0] < 1.1 * 512**0.5
+
+
 def test_v_is_stored_within_an_eighth_over_nine_decades_and_is_never_zero():
     v = log_uniform((4096, 256), 9.5) * SCALES
     v[:, :1] = SCALES  # the largest of a block must not wrap around

@@ -140,7 +140,7 @@ def test_experts_are_written_as_they_are_read(job, plain, tmp_path):
     tensors = exported(tmp_path / "run")
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in exported(adapter.parent).items())
     assert merged.keys() == old.keys()
-    for name in ("0.mlp.experts.4.up_proj", "2.mlp.experts.5.down_proj", "1.mlp.gate_proj", "0.mlp.gate"):
+    for name in ("0.mlp.experts.4.up_proj", "2.mlp.experts.5.down_proj", "1.mlp.experts.0.gate_proj", "0.mlp.gate"):
         stem, w = f"model.layers.{name}.", old[f"model.layers.{name}.weight"]
         if name != "0.mlp.gate":
             a, b = (tensors[f"{data.PEFT_PREFIX}{stem}lora_{half}.weight"] for half in "AB")
@@ -189,9 +189,10 @@ def check_shards_of_rows(ranks, folder, shapes):
             model.compute_dtype, model.sequence_group = dtype, group
             loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
             loss.backward()
-            evaluation = train.evaluate(model, loader, who, SimpleNamespace(number=0))
+            evaluation = train.evaluate(model, loader, who)
             sample = model(torch.arange(20)[None])  # every rank runs all of it
-            results.append([loss.detach(), *(p.grad for p in model.parameters()), torch.tensor(evaluation), sample])
+            results.append([loss.detach(), *(p.grad for p in model.parameters()),
+                            torch.tensor([*evaluation[0], evaluation[1]]), sample])
             if group:
                 train.average_gradients_(list(model.parameters()), 1)  # their sum
                 dist.all_reduce(results[-1][0])
