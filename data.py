@@ -3,7 +3,8 @@
 An example is a line of a .jsonl file. Its tokens are a document, and each token has a flag that says whether
 the model is trained to predict it. Position p of a row contains token p, and its target is token p + 1. So a
 document of n tokens fills n - 1 positions, and no target crosses into the next document (torchtune #2613).
-Best-fit decreasing (arXiv:2404.10830) packs several documents into a row.
+Best-fit decreasing (arXiv:2404.10830) packs several documents into a row. A line with a chosen and a rejected
+answer is two documents, which come one after the other in the same row.
 
 Masks come from spans of characters, never from a search for marker tokens: a token is trained on if it
 overlaps a span. The spans are the template's {% generation %} blocks. A template without them is rendered up

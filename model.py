@@ -1515,6 +1515,8 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
     scratch = 6 / size * min(nf4.CHUNK, weight)
     if args.qlora and "down_proj" in args.lora_targets:
         scratch += tile * routed
+    if args.lora_dropout:
+        scratch += tile * down  # its input's copy is alive at the same time
     # the larger of two moments: the backward of gate and up, and before it that of down_proj
     at_gate = tile * max(3 * F, down + 2 * F, 2 * routed)
     at_down = tile * 2 * routed + weight + max(tile * (F + down), scratch)

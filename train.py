@@ -374,8 +374,8 @@ def refuse_conflicts(args):
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
     if args.dpo and not args.lora:
         refuse("--dpo needs --lora or --qlora: its reference is the model without adapters")
-    others = args.overflow or args.train_on != "targets" or args.sequence_parallel > 1 or not args.chunked_ce
-    if args.dpo and (others or args.adapter):
+    others = args.adapter or args.overflow or args.train_on != "targets"
+    if args.dpo and (others or args.sequence_parallel > 1 or not args.chunked_ce):
         refuse("--dpo: leave out --adapter (merge it first), --overflow, --train_on, --sequence_parallel and "
                "--no-chunked_ce")
     if args.beta and not args.dpo:
@@ -1511,7 +1511,6 @@ def chat(args):
     with ranks.agree():
         data.load_weights_(model, source, adapter, args.seed, ranks.device, sys.stderr.isatty())
     model.eval()
-    n = args.max_new_tokens or 512
     sys.stdin.reconfigure(errors="surrogateescape")  # question.encode() refuses a line that is not UTF-8
     messages = []
     while True:
@@ -1530,8 +1529,8 @@ def chat(args):
             with contextlib.suppress(KeyboardInterrupt):
                 question.encode()
                 prompt = tokenizer.prompt(asked)
-                for token in lm.generate(
-                        model, prompt, n, tokenizer.stop_ids, ranks.device, args.temperature):
+                for token in lm.generate(model, prompt, args.max_new_tokens or 512, tokenizer.stop_ids,
+                                         ranks.device, args.temperature):
                     tokens.append(token)
                     # all tokens are decoded again, because one alone may be a part of a character
                     text = data.printable(tokenizer.core.decode(tokens))
@@ -2149,10 +2148,9 @@ def planned_bytes(args, config, world, length):
 def n_recomputed(args, config):
     """Number of blocks that --activation_checkpointing recomputes. These are the first ones: what the last
     ones save is freed first."""
-    n_layers = config.num_hidden_layers
     if args.activation_checkpointing in ("all", "auto"):
-        return n_layers
-    return min(n_layers, args.activation_checkpointing)
+        return config.num_hidden_layers
+    return min(args.activation_checkpointing, config.num_hidden_layers)
 
 
 def choose_blocks(args, config, world, length, room):

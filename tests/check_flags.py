@@ -15,6 +15,7 @@ With --plan, a case is a step that test_plan.py counts: the plan must be within 
 import argparse
 import contextlib
 import io
+import json
 import random
 import shutil
 import tempfile
@@ -34,7 +35,7 @@ QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_key_
 MODELS = [{}, {"tie_word_embeddings": True}, {"num_hidden_layers": 1}, LLAMA, QWEN2, QWEN35, MOE,
           MOE | {"num_experts": 3, "norm_topk_prob": False}]
 METHODS = ["", "--lora", "--lora --lora_targets q_proj v_proj", "--qlora", "--qlora --lora_targets o_proj down_proj",
-           "--qlora --lora_targets gate_proj up_proj down_proj"]
+           "--qlora --lora_targets gate_proj up_proj down_proj", "--dpo --lora", "--dpo --qlora"]
 TRAINING = ["--no-packing", "--train_on all", "--train_on whole", "--clip 0", "--weight_decay 0.1", "--seq_len 130"]
 BLOCKS = ["", "--offload activations", "--no-activation_checkpointing", "--activation_checkpointing 1",
           "--gpu_gib 99", "--gpu_gib 1.03"]
@@ -50,10 +51,15 @@ def new_case(rng, folder):
     """Flags of a model, a method and data."""
     random_model(folder, **rng.choice(MODELS))
     random_chats(folder / "chats.jsonl", rng, 120)
-    method = rng.choice(METHODS)
+    method, training = rng.choice(METHODS), TRAINING
+    if "--dpo" in method:  # the next row's answer is the rejected one; flags that it refuses count as refused
+        rows = [json.loads(line)["messages"][:2] for line in (folder / "chats.jsonl").read_text().splitlines()]
+        pairs = [{"prompt": a[:1], "chosen": a[1:], "rejected": b[1:]} for a, b in zip(rows, rows[1:])]
+        (folder / "chats.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        training = [flag for flag in TRAINING if "--train_on" not in flag]
     return (f"--model {folder} --random_init --data {folder}/chats.jsonl --precision fp32 --steps {STEPS} --lr 1e-3 "
             f"--log_every 1 --seq_len 96 {method} {'--lora_rank 8' if method else ''} "
-            + " ".join(some(rng, TRAINING, 0.3))).split()
+            + " ".join(some(rng, training, 0.3))).split()
 
 
 def other_ways(rng, case, compiled):
@@ -112,7 +118,7 @@ TRAINED = ["", "", "--precision bf16", "--precision fp32", "--optim adamw8bit", 
 def check_plan(rng, folder):
     """A random step of rank 0 of up to 8 -> (what is wrong, "" if nothing is, None if it was refused; the flags)."""
     name, world = rng.choice(list(test_plan.MODELS)), rng.choice([1, 1, 2, 4, 8])
-    method = rng.choice(METHODS)
+    method = rng.choice(METHODS[:-2])
     flags = [f"--seq_len {rng.choice([256, 512, 1024, 2048])} --ce_chunk {rng.choice([64, 128, 1024])}", method,
              rng.choice(TRAINED), rng.choice(BLOCKS), *some(rng, PLANNED, 0.2)]
     if method:

@@ -71,6 +71,7 @@ CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make
     ("deep", 1024, 1, "--lora --precision fp32 --gpu_gib 1.22 --ce_chunk 64"),
     ("moe", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
     ("moe", 2048, 1, "--qlora --lora_targets q_proj k_proj v_proj o_proj --ce_chunk 64"),
+    ("moe", 2048, 1, "--qlora --lora_dropout 0.1 --ce_chunk 64"),
     ("moe", 1024, 1, "--no-activation_checkpointing --precision bf16"),
     ("moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
     ("qwen3.5", 1024, 1, "--ce_chunk 64"),
