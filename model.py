@@ -961,11 +961,10 @@ def softmax_gradient(logits_CV, targets_C1):
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S in float32, or with per_token that of each
-    token, [S, 1], where the head is frozen. The forward computes the gradients
-    as well, so that no logits wait for a backward. Alive at once: a chunk of logits, which become their
-    gradient (C*V*2 bytes in bf16), PIECE rows of both (V*6 bytes each), and a trained head's gradient in
-    float32 (V*D*4 bytes). A rank without a target (S = 0) runs it too, because the head's gradient is reduced
-    over all ranks.
+    token, [S, 1], where the head is frozen. The forward computes the gradients as well, so that no logits
+    wait for a backward. Alive at once: a chunk of logits, which become their gradient (C*V*2 bytes in bf16),
+    PIECE rows of both (V*6 bytes each), and a trained head's gradient in float32 (V*D*4 bytes). A rank
+    without a target (S = 0) runs it too, because the head's gradient is reduced over all ranks.
 
     loss_and_grad: softmax_gradient() or a function like it. with_grad: whether gradients are wanted; inside
     forward() autograd is off, so the caller has to say it."""

@@ -1170,7 +1170,7 @@ def loss_of(model, b, beta):
 
 def preferences(losses_S, reference_S, n_targets, beta):
     """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> [summed loss, sums of
-    DPO_FIGURES]. n_targets: of documents, each chosen one before its rejected one."""
+    DPO_FIGURES]. n_targets: of each document, a chosen one before its rejected one. P pairs."""
     if not n_targets:  # an evaluation's rank without rows
         return losses_S.new_zeros(5)
     # not index_add: on a GPU it adds in another order, with other bits, in each run
