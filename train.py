@@ -293,10 +293,9 @@ def fixed_flags():
     return {action.dest: action.default for action in actions if getattr(action, "fixed", False)}
 
 
-def parse_args(argv=None):
+def parse_args(argv):
     """The flags of a run, checked and completed. argparse.ArgumentError names the flag to change."""
     parser = make_parser()
-    argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
         for action in parser._actions:
             if action.dest not in EVERYDAY:
