@@ -293,14 +293,15 @@ def fixed_flags():
     return {action.dest: action.default for action in actions if getattr(action, "fixed", False)}
 
 
-def parse_args(argv):
-    """The flags of a run, checked and completed. argparse.ArgumentError names the flag to change."""
+def parse_args(argv, args=None):
+    """The flags of a run, checked and completed. argparse.ArgumentError names the flag to change. With `args`
+    the flags are written over those of an earlier call."""
     parser = make_parser()
     if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
         for action in parser._actions:
             if action.dest not in EVERYDAY:
                 action.help = argparse.SUPPRESS
-    args, unknown = parser.parse_known_args(argv)
+    args, unknown = parser.parse_known_args(argv, args)
     if unknown:
         refuse_unknown(unknown[0], parser._option_string_actions)
     complete(args)
@@ -2192,83 +2193,67 @@ class BlockChoice(NamedTuple):
     n_attention_kept: int  # last ones of the recomputed blocks that keep attention's output
 
 
-def rungs_of(args, world):
-    """Changes of flags that may lower the peak, [{flag: value}], cheapest in time first. Each has the flags
-    that it needs. What the user has switched off stays off, but for --chunked_ce. None changes the number of
-    rows per step, except under --optim_in_backward, which cannot accumulate."""
-    rows = args.batch_size * args.grad_accum
-    activations = {"activation_checkpointing": "all", "offload": sorted({*args.offload, "activations"})}
-    params = {"fsdp2": True, "offload": sorted({*args.offload, "params"})}
-    adapters = {name: value for name, value in vars(parse_args(["--qlora"])).items() if "lora" in name}
-    rungs = [
-        {"optim": "adamw8bit"},
-        {"activation_checkpointing": "all"},
-        activations,
-        {"tiled_mlp": 4096},
-        {"chunked_ce": True, "ce_chunk": 256},
-        *({"batch_size": 1, "sequence_parallel": n,
-           "grad_accum": 1 if args.optim_in_backward else rows * n // args.sequence_parallel}
-          for n in (1, 2, 4, 8) if rows * n % args.sequence_parallel == 0),
-        {"optim_in_backward": True, "clip": 0},
-        {"precision": "bf16", "stochastic_rounding": True},
-        params,
-        activations | params | {"offload": ["activations", "params"]},
-        {"qlora": True} if args.lora else adapters,
+def rungs_of(args):
+    """Flags that may lower the peak, cheapest in time first, as they are typed behind the command line. Each
+    rung has the flags that it needs. What the user has switched off stays off, but for --chunked_ce. None
+    changes the number of rows per step, except under --optim_in_backward, which cannot accumulate."""
+    offloaded = " ".join(["", *args.offload])  # the words of one --offload replace those of another
+    rows = args.batch_size * args.grad_accum / args.sequence_parallel  # of a step, per rank
+    most_accum = 1 if args.optim_in_backward else math.inf
+    return [
+        "--fsdp2",
+        "--optim adamw8bit",
+        "--activation_checkpointing all",
+        f"--activation_checkpointing all --offload activations{offloaded}",
+        "--tiled_mlp 4096",
+        "--chunked_ce --ce_chunk 256",
+        # --grad_accum refuses what is not a whole number
+        *(f"--batch_size 1 --grad_accum {min(n * rows, most_accum):g} --sequence_parallel {n}"
+          for n in (1, 2, 4, 8)),
+        "--optim_in_backward --clip 0",
+        "--precision bf16 --stochastic_rounding",
+        f"--fsdp2 --offload params{offloaded}",
+        "--fsdp2 --activation_checkpointing all --offload activations params",
+        "--qlora",
     ]
-    return [{"fsdp2": True}, *rungs] if world > 1 else rungs
 
 
 def with_rungs(args, rungs):
-    """A copy of `args` with some rungs applied in order."""
-    changed = argparse.Namespace(**vars(args))
-    for rung in rungs:
-        vars(changed).update(rung)
-    return changed
+    """A copy of `args` with rungs typed behind the command line. argparse.ArgumentError if they conflict."""
+    # complete() would take these two for flags that were given
+    decided = {"adapter": None, "offload": args.offload or None}
+    changed = argparse.Namespace(**vars(args) | decided)
+    return parse_args(" ".join(rungs).split(), changed)
 
 
-def bytes_with(args, rungs, config, world, length):
+def bytes_with(args, config, world, length, rungs):
     """What a GPU needs with some rungs, or infinity where their flags cannot be used together."""
-    changed = with_rungs(args, rungs)
     try:
+        changed = with_rungs(args, rungs)
         check_sizes(changed, config, world)
-    except ValueError:
-        return math.inf
-    # the two of refuse_conflicts() that a pair of rungs can run into
-    if changed.optim_in_backward and changed.grad_accum > 1:
-        return math.inf
-    if "activations" in changed.offload and changed.activation_checkpointing != "all":
+    except (argparse.ArgumentError, ValueError):
         return math.inf
     return planned_bytes(changed, config, world, length)
 
 
 def ladder(args, config, world, length, room):
-    """Finds the flags, cheapest in time first, that make rows of `length` tokens fit into `room` bytes; if
-    none do, all that lower the peak -> ([flags], args with them). Typed behind the command line they override
-    it."""
+    """Finds the rungs, cheapest in time first, that make rows of `length` tokens fit into `room` bytes; if
+    none do, all that lower the peak."""
+    need = functools.partial(bytes_with, args, config, world, length)
     added = []
-    peak = bytes_with(args, added, config, world, length)
-    for rung in 2 * rungs_of(args, world):  # what does not help at first may help beside later ones
+    peak = need(added)
+    for rung in 2 * rungs_of(args):  # what does not help at first may help beside later ones
         if peak <= room:
             break
-        lower = bytes_with(args, [*added, rung], config, world, length)
+        lower = need([*added, rung])
         if lower < 0.99 * peak:  # less is not worth a flag
             added.append(rung)
             peak = lower
     for rung in added[::-1]:  # drop what a later one has made needless
         others = [other for other in added if other != rung]
-        if bytes_with(args, others, config, world, length) <= max(room, peak):
+        if need(others) <= max(room, peak):
             added = others
-    return [as_flags(args, rung) for rung in added], with_rungs(args, added)
-
-
-def as_flags(args, rung):
-    """A rung as it is typed behind the command line of `args`."""
-    words = []
-    for name, value in rung.items():
-        if value != getattr(args, name) and not name.startswith("lora"):  # --qlora implies those
-            values = value if isinstance(value, list) else [value]
-            words += [f"--{name}", *values]
-    return " ".join(str(word) for word in words if word is not True)  # a switch has no value
+    return added
 
 
 def print_row(name, values):
@@ -2300,8 +2285,8 @@ def print_plan(args, config, world, length, room):
     print(f"  needs {need / GIB:.2f} GiB of {room / GIB:.2f} (including 1 GiB for CUDA and NCCL): {verdict}")
     if need <= room:
         return
-    added, changed = ladder(args, config, world, length, room)
-    moments, host = plan(changed, config, world, length)
+    added = ladder(args, config, world, length, room)
+    moments, host = plan(with_rungs(args, added), config, world, length)
     need = peak_of(moments)[1] + OVERHEAD
     print(f"  it needs {need / GIB:.2f} GiB, and {sum(host.values()) / GIB:.2f} GiB of host memory, with")
     print(f"    {' '.join(added) or 'every flag'}")

@@ -218,6 +218,7 @@ RUNS = [  # model, GiB, ranks, flags
     ("llama-3.1-8b", 79, 8, "--fsdp2 --seq_len 1000000 --optim_in_backward"),
     ("qwen3-32b", 23, 4, "--fsdp2 --offload params --seq_len 32768 --batch_size 2 --no-reshard_after_forward"),
     ("llama-3.1-8b", 23, 6, "--fsdp2 --replicas 3 --tiled_mlp 512 --ce_chunk 64 --seq_len 65536 --lora_rank 8 --lora"),
+    ("llama-3.1-8b", 23, 2, "--fsdp2 --dpo --lora --seq_len 32768 --batch_size 2"),  # which refuses --sequence_parallel
 ]
 
 
@@ -231,7 +232,8 @@ def climb(model, gib, world, flags):
         train.check_sizes(changed, config, world)
         return train.peak_of(moments)[1] / 2**30, changed
 
-    return args, *train.ladder(args, config, world, args.seq_len, (gib + 1) * 2**30), peak
+    added = train.ladder(args, config, world, args.seq_len, (gib + 1) * 2**30)
+    return args, added, train.with_rungs(args, added), peak
 
 
 @pytest.mark.parametrize("model, gib, world, flags", RUNS)
@@ -259,6 +261,13 @@ def test_what_the_ladder_adds_is_accepted_fits_and_is_needed(model, gib, world, 
         assert after.ce_chunk <= (before.ce_chunk or after.ce_chunk)
         rows = [args.batch_size * args.grad_accum / args.sequence_parallel for args in (before, after)]
         assert after.optim_in_backward or rows[0] == rows[1]
+
+
+def test_flags_are_added_to_settings_that_came_with_an_adapter():
+    args = train.parse_args(["--model", "qwen3-4b", "--dry_run", "--adapter", "folder"])
+    vars(args).update(lora_rank=8, lora_alpha=4, lora_dropout=0.1, lora_targets=["q_proj"])  # as open_config() does
+    changed = train.with_rungs(args, ["--optim adamw8bit", "--qlora"])
+    assert vars(changed) == vars(args) | {"adapter": None, "optim": "adamw8bit", "qlora": True}
 
 
 def test_dry_run_is_at_most_80_columns_wide_and_its_advice_is_typed_as_it_stands(capsys):
