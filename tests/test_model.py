@@ -1,5 +1,5 @@
-"""The model against transformers' own logits and gradients (tests/make_goldens.py), its loss and attention against plain
-ones, generation, and the files that it reads and writes."""
+"""The model against transformers' own logits and gradients (tests/make_goldens.py), its loss and attention against
+plain ones, generation, and the files that it reads and writes."""
 
 import json
 import shutil
