@@ -47,6 +47,9 @@ FLAGS = {
     "--precision fp16": "--precision | fp16 | bf16", "--steps 0": "--steps | 0 | above 0",
     "--steps 1.5": "--steps | 1.5 | int", "--batch_size -1": "--batch_size | -1 | above 0",
     "--epochs inf": "--epochs | inf | above 0", "--lr nan": "--lr | nan | 0 or above",
+    "--dpo": "needs --lora", "--lora --beta 1": "--beta needs --dpo", "--dpo --adapter X": "merge it first",
+    **{f"--dpo --lora --{flag}": f"--{flag.split()[0]} | leave out" for flag in (
+        "no-chunked_ce", "overflow split", "train_on all", "sequence_parallel 2")},
     "--chat --fsdp2": "--chat | one device", "--seed -1": "--seed | above 0", "--gpu_gib 24GB": "_gib | 24GB | float",
 }
 

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import HERE, read_data, run_ranks, start_ranks
+from test_formats import jsonl
 
 import data
 import train
@@ -84,8 +85,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(job, undisturbed, tmp_
 
 
 def read_pairs(path, *rows, **options):
-    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return read_data(path / "rows.jsonl", data.Tokenizer(HERE / "tiny", None, "pairs"), **options)
+    return read_data(jsonl(path / "rows.jsonl", *rows), data.Tokenizer(HERE / "tiny", None, "pairs"), **options)
 
 
 @pytest.mark.parametrize("row", [
@@ -132,16 +132,3 @@ def test_pairs_share_a_row_or_are_dropped_both_and_counted(tmp_path):
 def test_rows_that_are_no_pairs_are_refused_by_name(tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
         read_pairs(tmp_path, row)
-
-
-def test_pairs_without_dpo_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="these need --dpo"):
-        read_data(PAIRS, data.Tokenizer(HERE / "tiny"))
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("--dpo", "needs --lora"), ("--lora --beta 1", "--beta needs --dpo"), ("--dpo --adapter X", "merge it first"),
-    ("--dpo --lora --no-chunked_ce", "leave out"), ("--dpo --lora --overflow split", "leave out"),
-    ("--dpo --lora --train_on all", "leave out"), ("--dpo --lora --sequence_parallel 2", "leave out")])
-def test_flags_that_do_not_go_with_pairs_are_refused(flags, message, capsys):
-    assert train.launch(flags.split()) == 2 and message in capsys.readouterr().err
