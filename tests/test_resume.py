@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -231,26 +230,13 @@ def test_resume_finds_the_run_and_never_overwrites_one(tmp_path, monkeypatch, ou
     assert (continued and continued.resolve()) == (checkpoint and tmp_path / checkpoint)
 
 
-def test_a_resume_under_an_empty_out_begins_a_new_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert train.checkpoint_to_resume(None, "auto") is None
-    assert train.folder_of_run(None, "auto", None).parent == Path("out")
-
-
 # ---------------------------------------------------------------- torchrun
 
 
-@pytest.fixture(scope="module")
-def long_job(job, tmp_path_factory):
-    """-> (flags, folder of an undisturbed run of 20 steps on two ranks)."""
-    out = tmp_path_factory.mktemp("long") / "run"
+def test_torchrun_restarts_a_killed_rank_and_the_run_continues(job, tmp_path):
     argv = [*job, *"--fsdp2 --lora --steps 20 --save_every 2 --keep 2".split()]
-    run(2, argv, out)
-    return argv, out
-
-
-def test_torchrun_restarts_a_killed_rank_and_the_run_continues(long_job, tmp_path):
-    (argv, whole), out, log = long_job, tmp_path / "run", tmp_path / "log"
+    whole, out, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
+    run(2, argv, whole)
     command = [sys.executable, *"-m torch.distributed.run --standalone --max-restarts 1 --nproc_per_node 2".split()]
     with open(log, "w") as file:
         agent = subprocess.Popen([*command, HERE.parent / "train.py", *argv, "--out", out, "--resume"], stdout=file,
