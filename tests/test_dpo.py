@@ -88,23 +88,20 @@ def read_pairs(path, *rows, **options):
     return read_data(jsonl(path / "rows.jsonl", *rows), data.Tokenizer(HERE / "tiny", None, "pairs"), **options)
 
 
-@pytest.mark.parametrize("row", [
-    {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}, {"chosen": ASKED + GOOD, "rejected": ASKED + BAD}], ids=len)
-def test_answers_alone_are_trained_on(tmp_path, row):
-    documents, _ = read_pairs(tmp_path, row)
-    tokenizer = data.Tokenizer(HERE / "tiny")
-    asked = "<|im_start|>user\nthe file<|im_end|>\n<|im_start|>assistant\n"
-    assert [data.show(tokenizer, documents, i) for i in (0, 1)] == [
-        f"{asked}⟦is read from disk<|im_end|>⟧\n", f"{asked}⟦import None<|im_end|>⟧\n"]
+ASKED_TEXT = "<|im_start|>user\nthe file<|im_end|>\n<|im_start|>assistant\n"
+OF_CHATS = [f"{ASKED_TEXT}⟦is read from disk<|im_end|>⟧\n", f"{ASKED_TEXT}⟦import None<|im_end|>⟧\n"]
+OF_TEXTS = ["def f⟦(x): pass<|im_end|>⟧", "def f⟦[]<|im_end|>⟧"]
 
 
-@pytest.mark.parametrize("row", [
-    {"prompt": "def f", "chosen": "(x): pass", "rejected": "[]"}, {"chosen": "def f(x): pass", "rejected": "def f[]"}],
-    ids=len)
-def test_texts_have_a_common_beginning_as_prompt_and_get_an_end(tmp_path, row):
+@pytest.mark.parametrize("row, shown", [
+    ({"prompt": ASKED, "chosen": GOOD, "rejected": BAD}, OF_CHATS),
+    ({"chosen": ASKED + GOOD, "rejected": ASKED + BAD}, OF_CHATS),
+    ({"prompt": "def f", "chosen": "(x): pass", "rejected": "[]"}, OF_TEXTS),
+    ({"chosen": "def f(x): pass", "rejected": "def f[]"}, OF_TEXTS),
+], ids=["prompt", "common messages", "text", "common text"])
+def test_answers_alone_are_trained_on(tiny, tmp_path, row, shown):
     documents, _ = read_pairs(tmp_path, row)
-    shown = [data.show(data.Tokenizer(HERE / "tiny"), documents, i) for i in (0, 1)]
-    assert shown[0].endswith("⟦(x): pass<|im_end|>⟧") and shown[1].endswith("⟦[]<|im_end|>⟧")
+    assert [data.show(tiny, documents, i) for i in (0, 1)] == shown
 
 
 def test_pairs_share_a_row_or_are_dropped_both_and_counted(tmp_path):
