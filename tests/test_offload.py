@@ -81,43 +81,6 @@ def test_a_forward_without_a_backward_is_forgotten():
     assert all(torch.equal(got[name], expected[name]) for name in expected) and len(parked(hooks)) == 4
 
 
-class ReturnsAViewOfWhatItSaved(torch.autograd.Function):
-    """Its backward hands a view of the saved tensor on as the gradient (the shape of torchtune #1860)."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return x.view_as(x)
-
-
-class UsesItsGradientLate(ReturnsAViewOfWhatItSaved):
-    """Its backward first makes the device busy, then reads the gradient it was given."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        _ = ctx.saved_tensors  # brings another tensor back: it must not land in the memory of `grad`
-        return grad.clone()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_view_of_a_returned_tensor_is_not_overwritten(device):
-    hooks = offloaded(device)
-    for value in range(5):
-        x = torch.full((1 << 18,), float(value), device=device, requires_grad=True)
-        y = x
-        with hooks:
-            for _ in range(3):
-                y = UsesItsGradientLate.apply(UsesItsGradientLate.apply(y))
-            y = ReturnsAViewOfWhatItSaved.apply(y + 1) + 0.0
-        y.sum().backward()
-        assert (x.grad == value + 1).all()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_view_cached_by_checkpointing_is_not_overwritten(device):
     """torchtune #1936: the recomputation keeps views of the tensor that came back, longer than the node that asked."""
