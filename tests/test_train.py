@@ -354,14 +354,7 @@ def test_a_disk_that_is_full_costs_the_profile_and_not_the_run(tmp_path, capsys)
     assert f"{tmp_path}: profile not written: [Errno 28] No space left on device" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------- imports
-
-
-def test_help_and_plan_import_neither_dtensors_nor_the_compiler():  # 0.7 s of CPU, as much as torch itself
-    code = ("import sys, train; train.main(sys.argv[1:], {}); "
-            "print({*sys.modules} & {'torch._dynamo', 'torch.distributed.tensor'})")
-    done = shell("-c", code, "--dry_run", "--model", "qwen3-0.6b", "--qlora")
-    assert done.stdout.endswith("\nset()\n"), done.stderr
+# ---------------------------------------------------------------- copies of some files
 
 
 TRAIN_ON_TENSORS = """
