@@ -2,14 +2,13 @@
 transformers, which computed each alone (tests/make_goldens_qwen35.py)."""
 
 import contextlib
-import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import HERE
 from safetensors.torch import load_file, save_file
 from test_model import build
 from torch.autograd import grad
@@ -17,7 +16,7 @@ from torch.autograd import grad
 import data
 import model as lm
 
-GOLDENS = sorted((Path(__file__).parent / "goldens-qwen35").iterdir())
+GOLDENS = sorted((HERE / "goldens-qwen35").iterdir())
 EXPERTS, TIED, TEXT, _ = GOLDENS
 G, H, K, P = 2, 4, 16, 24  # the rule alone does not need values as large as keys
 MANY = [5, 1, 1, 30, 2, 64, 100, 3, 1, 1, 1, 47]
@@ -245,4 +244,4 @@ def test_a_config_with_a_vision_tower_says_once_whether_the_head_is_tied():
         lm.parse_config(raw)
     del raw["text_config"]["layer_types"]
     raw["text_config"]["tie_word_embeddings"] = False
-    assert lm.parse_config(json.loads(json.dumps(raw))).layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    assert lm.parse_config(raw).layer_types == ["linear_attention"] * 3 + ["full_attention"]
