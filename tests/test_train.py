@@ -321,12 +321,10 @@ def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
     rows = ['{"step": 1, "losses": [2.5]}', '{"step": 2, "eval_loss": Infinity}', '{"step": 3, "lo',
             '{"step": 3, "losses": [2.0]}', '{"step": 4, "losses": [1.0]}', '{"step": 3, "eval_loss": 2.25}',
             # JSON, and no rows
-            "7", "null", "[]", '"step"', "{}", '{"step": 1}', '{"loss": 2.0}', '{"step": "1", "loss": 2.0}',
-            '{"step": 1.5, "loss": 2.0}', '{"step": -1, "loss": 2.0}', '{"step": [1], "loss": 2.0}',
-            '{"step": 1, "loss": "2"}', '{"step": 1, "loss": null}', '{"step": 1, "loss": NaN}',
-            '{"step": 1, "loss": 2.0, "losses": 2.0}', '{"step": 1, "loss": 2.0, "losses": ["2"]}',
-            '{"step": 1, "loss": 2.0, "losses": {"a": 1}}', '{"step": 1, "loss": 1' + "0" * 400 + "}",
-            '{"step": 1, "loss": 2.0, "eval_loss": "x"}', '{"step": 1, "eval_loss": []}', "[" * 100_000]
+            "7", "{}", '{"step": 1}', '{"step": 1.5, "loss": 2.0}', '{"step": -1, "loss": 2.0}',
+            '{"step": [1], "loss": 2.0}', '{"step": 1, "loss": "2"}', '{"step": 1, "loss": NaN}',
+            '{"step": 1, "loss": 2.0, "losses": 2.0}', '{"step": 1, "loss": 1' + "0" * 400 + "}",
+            '{"step": 1, "loss": 2.0, "eval_loss": "x"}', "[" * 100_000]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
     train.prune_metrics(tmp_path, 3)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
