@@ -1184,48 +1184,61 @@ def print_file(file):
 # ---------------- presets
 
 # Shapes of models on the Hub. PRESET_KEYS has the names of the columns in config.json, up to RoPE, its theta.
-# x is the factor by which Llama 3.1 scales RoPE, 0 for none. t is 1 if head and embedding are tied. An
-# indented line belongs to the row above it and sets further keys, as key=JSON without blanks.
+# t is 1 if head and embedding are tied. Indented lines belong to the row above them and set further keys, as
+# in config.json.
 PRESET_TABLE = """
-name            Hub-id                            family         V     D     F   n   H  G   K tokens RoPE  x t
-llama-2-7b      meta-llama/Llama-2-7b-hf          llama      32000  4096 11008  32  32 32 128   4096  1e4  0 0
-llama-2-13b     meta-llama/Llama-2-13b-hf         llama      32000  5120 13824  40  40 40 128   4096  1e4  0 0
-llama-2-70b     meta-llama/Llama-2-70b-hf         llama      32000  8192 28672  80  64  8 128   4096  1e4  0 0
-llama-3-8b      meta-llama/Meta-Llama-3-8B        llama     128256  4096 14336  32  32  8 128   8192  5e5  0 0
-llama-3.1-8b    meta-llama/Llama-3.1-8B           llama     128256  4096 14336  32  32  8 128 131072  5e5  8 0
-llama-3.1-70b   meta-llama/Llama-3.1-70B          llama     128256  8192 28672  80  64  8 128 131072  5e5  8 0
-llama-3.1-405b  meta-llama/Llama-3.1-405B         llama     128256 16384 53248 126 128  8 128 131072  5e5  8 0
-llama-3.2-1b    meta-llama/Llama-3.2-1B           llama     128256  2048  8192  16  32  8  64 131072  5e5 32 1
-llama-3.2-3b    meta-llama/Llama-3.2-3B           llama     128256  3072  8192  28  24  8 128 131072  5e5 32 1
-llama-3.3-70b   meta-llama/Llama-3.3-70B-Instruct llama     128256  8192 28672  80  64  8 128 131072  5e5  8 0
-mistral-7b      mistralai/Mistral-7B-v0.3         mistral    32768  4096 14336  32  32  8 128  32768  1e6  0 0
-qwen2.5-0.5b    Qwen/Qwen2.5-0.5B                 qwen2     151936   896  4864  24  14  2  64  32768  1e6  0 1
-qwen2.5-1.5b    Qwen/Qwen2.5-1.5B                 qwen2     151936  1536  8960  28  12  2 128 131072  1e6  0 1
-qwen2.5-3b      Qwen/Qwen2.5-3B                   qwen2     151936  2048 11008  36  16  2 128  32768  1e6  0 1
-qwen2.5-7b      Qwen/Qwen2.5-7B                   qwen2     152064  3584 18944  28  28  4 128 131072  1e6  0 0
-qwen2.5-14b     Qwen/Qwen2.5-14B                  qwen2     152064  5120 13824  48  40  8 128 131072  1e6  0 0
-qwen2.5-32b     Qwen/Qwen2.5-32B                  qwen2     152064  5120 27648  64  40  8 128 131072  1e6  0 0
-qwen2.5-72b     Qwen/Qwen2.5-72B                  qwen2     152064  8192 29568  80  64  8 128 131072  1e6  0 0
-qwen3-0.6b      Qwen/Qwen3-0.6B                   qwen3     151936  1024  3072  28  16  8 128  40960  1e6  0 1
-qwen3-1.7b      Qwen/Qwen3-1.7B                   qwen3     151936  2048  6144  28  16  8 128  40960  1e6  0 1
-qwen3-4b        Qwen/Qwen3-4B                     qwen3     151936  2560  9728  36  32  8 128  40960  1e6  0 1
-qwen3-8b        Qwen/Qwen3-8B                     qwen3     151936  4096 12288  36  32  8 128  40960  1e6  0 0
-qwen3-14b       Qwen/Qwen3-14B                    qwen3     151936  5120 17408  40  40  8 128  40960  1e6  0 0
-qwen3-32b       Qwen/Qwen3-32B                    qwen3     151936  5120 25600  64  64  8 128  40960  1e6  0 0
-qwen3-30b-a3b   Qwen/Qwen3-30B-A3B                qwen3_moe 151936  2048  6144  48  32  4 128  40960  1e6  0 0
-    num_experts=128 num_experts_per_tok=8 moe_intermediate_size=768 norm_topk_prob=true
-qwen3-235b-a22b Qwen/Qwen3-235B-A22B              qwen3_moe 151936  4096 12288  94  64  4 128  40960  1e6  0 0
-    num_experts=128 num_experts_per_tok=8 moe_intermediate_size=1536 norm_topk_prob=true
-qwen3.5-0.8b    Qwen/Qwen3.5-0.8B             qwen3_5_text 248320  1024  3584  24   8  2 256 262144  1e7  0 1
-    linear_num_value_heads=16
-qwen3.5-2b      Qwen/Qwen3.5-2B               qwen3_5_text 248320  2048  6144  24   8  2 256 262144  1e7  0 1
-    linear_num_value_heads=16
-qwen3.5-4b      Qwen/Qwen3.5-4B               qwen3_5_text 248320  2560  9216  32  16  4 256 262144  1e7  0 1
-qwen3.5-9b      Qwen/Qwen3.5-9B               qwen3_5_text 248320  4096 12288  32  16  4 256 262144  1e7  0 0
-qwen3.5-27b     Qwen/Qwen3.5-27B              qwen3_5_text 248320  5120 17408  64  24  4 256 262144  1e7  0 0
-    linear_num_value_heads=48
-qwen3.5-35b-a3b Qwen/Qwen3.5-35B-A3B      qwen3_5_moe_text 248320  2048     1  40  16  2 256 262144  1e7  0 0
-    num_experts=256 num_experts_per_tok=8 moe_intermediate_size=512
+name            Hub-id                            family         V     D     F   n   H  G   K tokens RoPE t
+llama-2-7b      meta-llama/Llama-2-7b-hf          llama      32000  4096 11008  32  32 32 128   4096  1e4 0
+llama-2-13b     meta-llama/Llama-2-13b-hf         llama      32000  5120 13824  40  40 40 128   4096  1e4 0
+llama-2-70b     meta-llama/Llama-2-70b-hf         llama      32000  8192 28672  80  64  8 128   4096  1e4 0
+llama-3-8b      meta-llama/Meta-Llama-3-8B        llama     128256  4096 14336  32  32  8 128   8192  5e5 0
+llama-3.1-8b    meta-llama/Llama-3.1-8B           llama     128256  4096 14336  32  32  8 128 131072  5e5 0
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+llama-3.1-70b   meta-llama/Llama-3.1-70B          llama     128256  8192 28672  80  64  8 128 131072  5e5 0
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+llama-3.1-405b  meta-llama/Llama-3.1-405B         llama     128256 16384 53248 126 128  8 128 131072  5e5 0
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+llama-3.2-1b    meta-llama/Llama-3.2-1B           llama     128256  2048  8192  16  32  8  64 131072  5e5 1
+    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+llama-3.2-3b    meta-llama/Llama-3.2-3B           llama     128256  3072  8192  28  24  8 128 131072  5e5 1
+    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+llama-3.3-70b   meta-llama/Llama-3.3-70B-Instruct llama     128256  8192 28672  80  64  8 128 131072  5e5 0
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+mistral-7b      mistralai/Mistral-7B-v0.3         mistral    32768  4096 14336  32  32  8 128  32768  1e6 0
+    "sliding_window": null
+qwen2.5-0.5b    Qwen/Qwen2.5-0.5B                 qwen2     151936   896  4864  24  14  2  64  32768  1e6 1
+qwen2.5-1.5b    Qwen/Qwen2.5-1.5B                 qwen2     151936  1536  8960  28  12  2 128 131072  1e6 1
+qwen2.5-3b      Qwen/Qwen2.5-3B                   qwen2     151936  2048 11008  36  16  2 128  32768  1e6 1
+qwen2.5-7b      Qwen/Qwen2.5-7B                   qwen2     152064  3584 18944  28  28  4 128 131072  1e6 0
+qwen2.5-14b     Qwen/Qwen2.5-14B                  qwen2     152064  5120 13824  48  40  8 128 131072  1e6 0
+qwen2.5-32b     Qwen/Qwen2.5-32B                  qwen2     152064  5120 27648  64  40  8 128 131072  1e6 0
+qwen2.5-72b     Qwen/Qwen2.5-72B                  qwen2     152064  8192 29568  80  64  8 128 131072  1e6 0
+qwen3-0.6b      Qwen/Qwen3-0.6B                   qwen3     151936  1024  3072  28  16  8 128  40960  1e6 1
+qwen3-1.7b      Qwen/Qwen3-1.7B                   qwen3     151936  2048  6144  28  16  8 128  40960  1e6 1
+qwen3-4b        Qwen/Qwen3-4B                     qwen3     151936  2560  9728  36  32  8 128  40960  1e6 1
+qwen3-8b        Qwen/Qwen3-8B                     qwen3     151936  4096 12288  36  32  8 128  40960  1e6 0
+qwen3-14b       Qwen/Qwen3-14B                    qwen3     151936  5120 17408  40  40  8 128  40960  1e6 0
+qwen3-32b       Qwen/Qwen3-32B                    qwen3     151936  5120 25600  64  64  8 128  40960  1e6 0
+qwen3-30b-a3b   Qwen/Qwen3-30B-A3B                qwen3_moe 151936  2048  6144  48  32  4 128  40960  1e6 0
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": true
+qwen3-235b-a22b Qwen/Qwen3-235B-A22B              qwen3_moe 151936  4096 12288  94  64  4 128  40960  1e6 0
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": true
+qwen3.5-0.8b    Qwen/Qwen3.5-0.8B             qwen3_5_text 248320  1024  3584  24   8  2 256 262144  1e7 1
+    "linear_num_value_heads": 16
+qwen3.5-2b      Qwen/Qwen3.5-2B               qwen3_5_text 248320  2048  6144  24   8  2 256 262144  1e7 1
+    "linear_num_value_heads": 16
+qwen3.5-4b      Qwen/Qwen3.5-4B               qwen3_5_text 248320  2560  9216  32  16  4 256 262144  1e7 1
+qwen3.5-9b      Qwen/Qwen3.5-9B               qwen3_5_text 248320  4096 12288  32  16  4 256 262144  1e7 0
+qwen3.5-27b     Qwen/Qwen3.5-27B              qwen3_5_text 248320  5120 17408  64  24  4 256 262144  1e7 0
+    "linear_num_value_heads": 48
+qwen3.5-35b-a3b Qwen/Qwen3.5-35B-A3B      qwen3_5_moe_text 248320  2048     1  40  16  2 256 262144  1e7 0
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512
 """
 PRESET_KEYS = """_name_or_path model_type vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads head_dim max_position_embeddings rope_theta""".split()
@@ -1236,21 +1249,12 @@ def read_presets():
     presets = {}
     _, *rows = PRESET_TABLE.strip().replace("\n    ", " ").splitlines()
     for row in rows:
-        name, hub_id, family, *cells = row.split()
-        *sizes, rope_factor, is_tied = [json.loads(cell) for cell in cells if "=" not in cell]
-        config = dict(zip(PRESET_KEYS, [hub_id, family, *sizes]))
+        cells, quote, further = row.partition('"')
+        name, hub_id, family, *sizes, is_tied = cells.split()
+        config = dict(zip(PRESET_KEYS, [hub_id, family, *map(json.loads, sizes)]))
         config["rms_norm_eps"] = 1e-6 if family.startswith("qwen") else 1e-5
-        config["tie_word_embeddings"] = is_tied == 1
-        config["sliding_window"] = None
-        if rope_factor:
-            config["rope_scaling"] = {
-                "rope_type": "llama3", "factor": float(rope_factor), "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        for cell in cells:
-            key, is_further, value = cell.partition("=")
-            if is_further:
-                config[key] = json.loads(value)
-        presets[name] = config
+        config["tie_word_embeddings"] = is_tied == "1"
+        presets[name] = config | json.loads("{" + quote + further + "}")
     return presets
 
 
