@@ -1453,8 +1453,11 @@ def random_rows(name, width, start, stop, seed, device, uniform=False):
 
 
 # The model has one matrix for a stack of E experts, of E * N rows. Files have a matrix per expert, or (those
-# of Qwen3.5 on the Hub) experts.gate_up_proj [E, 2*F, D], in which an expert's rows of gate_proj come before
-# those of its up_proj, and experts.down_proj [E, D, F].
+# of Qwen3.5 on the Hub) a stack experts.gate_up_proj [E, 2*F, D], in which an expert's rows of gate_proj come
+# before those of its up_proj, and a stack experts.down_proj [E, D, F].
+STACKS = {"gate_proj": ("gate_up_proj", 0, 2),  # in which stack, as which of so many matrices of an expert
+          "up_proj": ("gate_up_proj", 1, 2),
+          "down_proj": ("down_proj", 0, 1)}
 
 
 class Piece(NamedTuple):
@@ -1463,46 +1466,41 @@ class Piece(NamedTuple):
     name: str
     first_row: int
     n_rows: int
-
-    @property
-    def is_in_stack(self):
-        return not self.name.endswith(".weight") and ".experts." in self.name
+    shape: tuple  # of the whole tensor
 
 
-def pieces_of(name, n_rows, config, tensors):
-    """What a parameter of n_rows, or its NF4 codes, is made of: [Piece] in the order of its rows. The names
-    of `tensors`, those in the files, say how experts are stored; adapters have a matrix per expert."""
+def piece_of(name, shape, n_experts, tensors):
+    """Where a matrix, of one expert if there are several, is in files. The names of `tensors`, those in the
+    files, say how experts are stored; adapters have a matrix per expert."""
+    n_rows, *width = shape
+    before, is_expert, after = name.partition(".experts.")
+    if is_expert and ".lora_" not in name and f"{before}.experts.gate_up_proj" in tensors:
+        expert, layer, _ = after.split(".")
+        stack, nth, n = STACKS[layer]
+        first_row = (int(expert) * n + nth) * n_rows
+        return Piece(f"{before}.experts.{stack}", first_row, n_rows, (n_experts, n * n_rows, *width))
+    if name.endswith("conv1d.weight"):
+        width = 1, *width
+    return Piece(name, 0, n_rows, (n_rows, *width))
+
+
+def pieces_of(name, shape, config, tensors):
+    """What a parameter, or its NF4 codes, is made of: [Piece] in the order of its rows. tensors: see
+    piece_of()."""
     name = name.removesuffix("_codes").replace(".decay.", ".")
-    if name.startswith("model."):
-        name = config.prefix + name.removeprefix("model.")
+    name = re.sub("^model[.]", config.prefix, name)
     before, is_stack, after = name.partition(".experts.")
+    E = config.num_experts
     if not is_stack:
-        return [Piece(name, 0, n_rows)]
-    experts = range(config.num_experts)
-    n = n_rows // config.num_experts
-    gate_up = f"{before}.experts.gate_up_proj"
-    if gate_up not in tensors or ".lora_" in name:
-        return [Piece(f"{before}.experts.{i}.{after}", 0, n) for i in experts]
-    if after == "down_proj.weight":
-        return [Piece(f"{before}.experts.down_proj", i * n, n) for i in experts]
-    first_row = n if after == "up_proj.weight" else 0
-    return [Piece(gate_up, 2 * i * n + first_row, n) for i in experts]
+        return [piece_of(name, shape, E, tensors)]
+    shape = shape[0] // E, *shape[1:]
+    return [piece_of(f"{before}.experts.{i}.{after}", shape, E, tensors) for i in range(E)]
 
 
 def shapes_in_files(model, tensors=()):
-    """{name: shape} of a model's parameters in files. tensors: see pieces_of()."""
-    shapes = {}
-    for parameter, p in model.named_parameters():
-        pieces = pieces_of(parameter, len(p), model.config, tensors)
-        width = p.shape[1:]
-        for name, _, n_rows in pieces:
-            shapes[name] = (n_rows, *width)
-        if pieces[0].is_in_stack:
-            n_layers = 2 if name.endswith("gate_up_proj") else 1
-            shapes[name] = (len(pieces), n_layers * n_rows, *width)
-        if name.endswith("conv1d.weight"):
-            shapes[name] = (len(p), 1, *width)
-    return shapes
+    """{name: shape} of a model's parameters in files. tensors: see piece_of()."""
+    return {piece.name: piece.shape for name, p in model.named_parameters()
+            for piece in pieces_of(name, p.shape, model.config, tensors)}
 
 
 def stacked_rows(source, pieces, start, stop):
@@ -1591,7 +1589,7 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
     for name in tqdm(params, "loading weights", unit="tensor", disable=not progress, leave=False):
         out, start = nf4.local(params[name])
         stop = start + len(out)
-        pieces = pieces_of(name, len(params[name]), model.config, source.tensors)
+        pieces = pieces_of(name, params[name].shape, model.config, source.tensors)
         if start == stop or name.endswith("weight_scales") or (frozen_only and params[name].requires_grad):
             continue  # an empty shard has no row to read, and scales are written along with the codes
         reader = source
@@ -1618,22 +1616,21 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
 
 
 def full_tensors(model, trainable_only, tensors=()):
-    """Yields (name in files, full tensor on the CPU). Collective. tensors: see pieces_of()."""
+    """Yields (name in files, full tensor on the CPU). Collective. tensors: see piece_of()."""
     lm.reshard_(model)
-    shapes = shapes_in_files(model, tensors)
     stacks = {}  # {name: tensor}
     for parameter, param in model.named_parameters():
         if trainable_only and not param.requires_grad:
             continue
         whole = param.full_tensor() if nf4.is_sharded(param) else param
-        pieces = pieces_of(parameter, len(param), model.config, tensors)
+        pieces = pieces_of(parameter, param.shape, model.config, tensors)
         parts = whole.detach().cpu().split(pieces[0].n_rows)
-        for (name, first_row, n_rows), rows in zip(pieces, parts):
-            if not pieces[0].is_in_stack:
-                yield name, rows.view(shapes[name])
+        for (name, first_row, n_rows, shape), rows in zip(pieces, parts):
+            if rows.numel() == math.prod(shape):
+                yield name, rows.view(shape)
                 continue
             if name not in stacks:
-                stacks[name] = torch.empty(shapes[name], dtype=rows.dtype)
+                stacks[name] = torch.empty(shape, dtype=rows.dtype)
             stacks[name].flatten(0, 1)[first_row : first_row + n_rows] = rows
         if stacks and not parameter.endswith("gate_proj.weight"):  # which shares a stack with up_proj
             yield name, stacks.pop(name)
@@ -1749,35 +1746,28 @@ def export(args, model, source, files, tokenizer, out, ranks):
 def merge(source, adapter, scale, files, tokenizer, out):
     """Writes merged/: the original weights, without NF4's error, plus scale * B A, summed in float32."""
     part = out / "merged.part"
-    is_tied = lm.parse_config(files.config).tie_word_embeddings
+    config = lm.parse_config(files.config)
     layout = {name: (stored.shape, stored.dtype) for name, stored in source.tensors.items()
-              if name != HEAD or not is_tied}
+              if name != HEAD or not config.tie_word_embeddings}
+    products = defaultdict(list)  # {name in files: [(first row, A, B) of its layers in the adapter]}
+    for name, a_RD in adapter.items():
+        layer, is_a, _ = name.partition(".lora_A.")
+        if is_a:
+            b_NR = adapter[f"{layer}.lora_B.weight"]
+            piece = piece_of(f"{layer}.weight", b_NR.shape, config.num_experts, source.tensors)
+            products[piece.name].append((piece.first_row, a_RD, b_NR))
     with writing(f"--merge, {out}/final is complete", "merged/"):
         part.mkdir()
         tokenizer.save(part)
-        tensors = (merged_weight(source, adapter, scale, name) for name in layout)
+        tensors = (merged_weight(source, name, products[name], scale) for name in layout)
         save_model(tensors, layout, part, files.config, write=True)
         put_in_place(part)
 
 
-def merged_weight(source, adapter, scale, name):
-    """A weight plus its adapter's product if it has one, or those of its experts, on the CPU."""
-    stored = source.tensors[name]
-    weight = source.rows(name, 0, stored.n_rows).cpu()  # random weights are made on the GPU
-    for layer, w_ND in layers_in(name, weight.view(stored.shape)):
-        if f"{layer}.lora_A.weight" in adapter:
-            delta_ND = adapter[f"{layer}.lora_B.weight"].float() @ adapter[f"{layer}.lora_A.weight"].float()
-            w_ND.copy_(w_ND.float().add_(delta_ND, alpha=scale))
+def merged_weight(source, name, products, scale):
+    """A tensor in files on the CPU, plus scale * B A from a first row on for each (first row, A, B)."""
+    weight = source.rows(name, 0, source.tensors[name].n_rows).cpu()  # random weights are made on the GPU
+    for first_row, a_RD, b_NR in products:
+        w_ND = weight[first_row : first_row + len(b_NR)]
+        w_ND.copy_(w_ND.float().add_(b_NR.float() @ a_RD.float(), alpha=scale))
     return weight
-
-
-def layers_in(name, weight):
-    """Yields (name of a layer in an adapter, its rows of a tensor in files)."""
-    before, _, after = name.partition(".experts.")
-    layers = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}.get(after)
-    if not layers:
-        yield name.removesuffix(".weight"), weight
-        return
-    for i, expert in enumerate(weight):
-        for layer, rows in zip(layers, expert.chunk(len(layers))):
-            yield f"{before}.experts.{i}.{layer}", rows
