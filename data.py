@@ -716,7 +716,7 @@ def tokenized(spec, held_out, tokenizer):
     except (EOFError, RecursionError, ValueError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{spec}: {error}") from error
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)
     return folder
 
 
@@ -1737,8 +1737,7 @@ def export(args, model, source, files, tokenizer, out, ranks):
             save_adapter(adapter, part, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
                          args.lora_targets)
         if is_first:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(out / "merged")  # of an older final/: find_result() would prefer it to this one
+            remove(out / "merged")  # of an older final/: find_result() would prefer it to this one
             put_in_place(part)
     return adapter
 
