@@ -590,9 +590,10 @@ def check_messages(messages):
             raise ValueError(f"unknown role {lm.quoted(role)}; expected {', '.join(ROLES)}")
         if message.get("weight", 1) not in (0, 1):
             raise ValueError(f"'weight' must be 0 or 1, got {lm.quoted(message['weight'])}")
-        if isinstance(content, list) and all(is_text(part) for part in content):
-            content = "".join(part["text"] for part in content)
-            message["content"] = content
+        if isinstance(content, list):
+            with contextlib.suppress(KeyError, TypeError):  # a part is an image
+                content = "".join(part["text"] for part in content)
+                message["content"] = content
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             raise ValueError(f"'content' of a message of {role!r} must be text, got {lm.quoted(content)}")
         for name in ("reasoning_content", "thinking", "reasoning"):  # what data and templates call it
@@ -605,11 +606,6 @@ def check_messages(messages):
             with contextlib.suppress(ValueError):
                 function["arguments"] = json.loads(function["arguments"])
     return checked
-
-
-def is_text(part):
-    """Whether a part of a message's content is text, not an image."""
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 def functions_of(messages, tools=None):
