@@ -174,12 +174,8 @@ def fast_weight(codes_ND2: torch.Tensor, scales_NS: torch.Tensor, like: torch.Te
 fast_weight.register_fake(lambda codes, scales, like: like.new_empty(codes.shape[0], codes.shape[1] * 2))
 
 
-def weight(codes, scales, used, fast, like):
-    """The weight in the dtype of `like`. With `used`, codes and scales are stacks [E, N, ...] of E experts,
-    and the result is the weight of those in the index `used`."""
-    if used is not None:
-        codes = codes[used].flatten(0, 1)
-        scales = scales[used].flatten(0, 1)
+def weight(codes, scales, fast, like):
+    """The weight in the dtype of `like`."""
     if fast:
         return fast_weight(codes, scales, like)
     return dequantize(codes, scales, like.dtype)
@@ -197,11 +193,11 @@ class NF4Matmul(torch.autograd.Function):
     """linear() with a frozen weight in NF4. The backward dequantizes it again: no 16-bit weight is kept."""
 
     @staticmethod
-    def forward(ctx, x, codes, scales, used, fast, ends):
+    def forward(ctx, x, codes, scales, fast, ends):
         # no save_for_backward(): nothing updates them, and FSDP2 gathers them into the same storage again
-        ctx.weight = codes, scales, used, fast
+        ctx.weight = codes, scales, fast
         ctx.ends = ends
-        return linear(x, weight(codes, scales, used, fast, like=x), ends)
+        return linear(x, weight(codes, scales, fast, like=x), ends)
 
     @staticmethod
     def backward(ctx, grad):
@@ -210,7 +206,7 @@ class NF4Matmul(torch.autograd.Function):
             grad_x = grad @ w_ND
         else:
             grad_x = F.grouped_mm(grad, w_ND.unflatten(0, (len(ctx.ends), -1)), offs=ctx.ends)
-        return grad_x, None, None, None, None, None
+        return grad_x, None, None, None, None
 
 
 class NF4Linear(nn.Module):
@@ -230,21 +226,22 @@ class NF4Linear(nn.Module):
         self.bias = frozen(torch.empty(out_features, device=device)) if bias else None
 
     def forward(self, x, ends=None):
-        codes, scales, used = self.weight_codes, self.weight_scales, None
-        if ends is not None and len(x) < 8 * len(ends):
-            # Experts without a row of x stay in 4 bits. With more rows hardly any has none, and to ask which
-            # would let the host wait for the GPU.
+        codes = self.weight_codes
+        scales = self.weight_scales
+        if ends is not None and len(x) < 8 * len(ends) and not torch.is_grad_enabled():
+            # An answer is generated: experts without a row of x stay in 4 bits. With more rows hardly any has
+            # none, and to ask which would let the host wait for the GPU.
             used = ends.diff(prepend=ends.new_zeros(1)).nonzero().flatten()
-            codes = codes.unflatten(0, (len(ends), -1))
-            scales = scales.unflatten(0, (len(ends), -1))
+            codes = codes.unflatten(0, (len(ends), -1))[used].flatten(0, 1)
+            scales = scales.unflatten(0, (len(ends), -1))[used].flatten(0, 1)
             ends = ends[used]
         if self.keeps_weight:
             # Autograd saves the weight. Checkpointing drops it until the block's recomputation has made it
             # again, which saves a third dequantization. The weight is saved before the product runs, so that
             # the recomputation can end there.
-            y = linear(x, weight(codes, scales, used, self.fast, like=x.detach()), ends)
+            y = linear(x, weight(codes, scales, self.fast, like=x.detach()), ends)
         else:
-            y = NF4Matmul.apply(x, codes, scales, used, self.fast, ends)
+            y = NF4Matmul.apply(x, codes, scales, self.fast, ends)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
