@@ -116,33 +116,18 @@ def dequantize(codes_ND2, scales_NS, dtype):
     return w_ND
 
 
-def select(index):
-    """The level of the 4-bit index in the lowest bits. On a CPU these 15 selects are faster than a table."""
-    levels = CODEBOOK
-    for bit in (1, 2, 4, 8):
-        is_set = index & bit != 0
-        levels = [torch.where(is_set, odd, even) for even, odd in zip(levels[::2], levels[1::2])]
-    return levels[0]
-
-
 def round_to_bf16_bits(x):
     """float32 -> int32 whose upper half is the nearest bf16 (of two, the even one). Drop the lower half."""
     bits = x.view(torch.int32)
     return bits + 0x7FFF + (bits >> 16 & 1)
 
 
-def dequantize_pairs(codes_M32, scales_M1, table=None):
+def dequantize_pairs(codes_M32, scales_M1, table):
     """dequantize() for torch.compile, of M blocks. Each int32 of the result [M, 32] packs the two bf16
-    weights of one byte, so that loads and stores are contiguous. Levels come from `table`, which a GPU reads
-    up to 5 times as fast, or from selects if it is None."""
-    index = codes_M32.int()
-    if table is None:
-        first = select(index >> 4)
-        second = select(index)
-    else:
-        pairs = table[index]  # one load of 8 bytes, whose low half is the first level
-        first = pairs.int().view(torch.float32)
-        second = (pairs >> 32).int().view(torch.float32)
+    weights of one byte, so that loads and stores are contiguous. table: of levels_of_bytes()."""
+    pairs = table[codes_M32.int()]  # one load of 8 bytes, whose low half is the first level
+    first = pairs.int().view(torch.float32)
+    second = (pairs >> 32).int().view(torch.float32)
     low_half = round_to_bf16_bits(first * scales_M1) >> 16 & 0xFFFF
     high_half = round_to_bf16_bits(second * scales_M1) & -0x10000
     return low_half | high_half
@@ -156,7 +141,7 @@ def compiled(function):
 def dequantize_compiled(codes_ND2, scales_NS):
     """dequantize() in bf16. detach(): torch.compile would make a graph for each shape of a Parameter."""
     scales = compiled(dequantize_scales)(scales_NS.detach()).view(-1, 1)
-    table = levels_of_bytes(codes_ND2.device) if codes_ND2.is_cuda else None
+    table = levels_of_bytes(codes_ND2.device)
     pairs = compiled(dequantize_pairs)(codes_ND2.detach().view(-1, BLOCK // 2), scales, table)
     return pairs.view(torch.bfloat16).view(len(codes_ND2), -1)
 

@@ -81,8 +81,8 @@ def check_equal(got, expected):
 
 
 def trace_only(set_attribute=setattr):
-    """The backend "eager" for all that is compiled. NF4 by selects rounds exp() of a scale elsewhere than the gather's
-    loop does (test_nf4.py compares both), so the gather stands in."""
+    """The backend "eager" for all that is compiled. Compiled NF4 rounds exp() of a scale elsewhere than the plain
+    dequantize() does (test_nf4.py compares both), so that one stands in."""
     set_attribute(torch, "compile", functools.partial(torch.compile, backend="eager"))
     set_attribute(nf4, "dequantize_compiled", lambda codes, scales: nf4.dequantize(codes, scales, torch.bfloat16))
 
