@@ -231,14 +231,15 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
        for key, value in (
            ("peft_type", "IA3"), ("bias", "all"), ("use_dora", True), ("use_rslora", True), ("fan_in_fan_out", True),
            ("modules_to_save", ["lm_head"]), ("rank_pattern", {"q_proj": 4}), ("layers_to_transform", [0]), ("r", 0),
-           ("r", "2"), ("lora_alpha", None), ("lora_alpha", NAN), ("lora_dropout", 1.5), ("target_modules", 5),
-           ("target_modules", ["lm_head"]), ("target_modules", [["q_proj"]]), ("target_modules", ["q_proj", "v_proj"]),
+           ("r", "2"), ("lora_alpha", None), ("lora_alpha", NAN), ("lora_dropout", 1.5),
            ("alora_invocation_tokens", [1]), ("loftq_config", {"loftq_bits": 4}), ("key_of_tomorrow", 1),
            ("kasa_config", {}), *(("init_lora_weights", way) for way in ("pissa", "olora", "eva", "corda", "loftq")))},
     "adapter that PEFT trains on transformers 5": (
         [adapter(rank_pattern={r".*\.gate_up_proj": 4}, alpha_pattern={r".*\.gate_up_proj": 8},
                  target_parameters=["gate_up_proj", "down_proj"])], ADAPTER,
         "adapter_config.json: | gate_up_proj | merge it | merge_and_unload, save_pretrained | --model"),
+    "adapter of the head": ([lambda: data.save_adapter({"lm_head.lora_A.weight": torch.ones(2, 32)}, Path("model"), "",
+        2, 4, 0, ["lm_head"])], "--adapter model", "model: adapter_model.safetensors has lm_head | q_proj | merge it"),
     "adapter's key of escapes": ([adapter(**{"key_\x1b": 1})], ADAPTER, "adapter_config.json | key_\\x1b"),
     "adapter of one block": ([adapter(blocks=1)], ADAPTER, "missing | model.layers.1.self_attn.q_proj.lora_A.weight"),
     "a long name of a base": ([adapter(base_model_name_or_path="x" * LONG)], "--model adapter", "xxx"),
