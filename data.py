@@ -1344,20 +1344,15 @@ class Stored(NamedTuple):
 
 
 class Checkpoint:
-    """The safetensors files of a folder, read by rows: the single one, or else those that an index names, as
-    in transformers. tensors: {name: Stored}. Raises a ValueError if a file is missing, cut short or in
-    another format, or if a tensor is in two files."""
+    """The safetensors files of a folder, read by rows: the single one, or else all whose names begin like its
+    own. tensors: {name: Stored}. Raises a ValueError if there is no file, if one is cut short or in another
+    format, or if a tensor is in two files. Index files are not read: check_weights() sees whether a file is
+    missing."""
 
     def __init__(self, folder, single="model.safetensors"):
-        folder = Path(folder)
-        index = folder / f"{single}.index.json"
-        weight_map = {"": single}
-        if index.exists() and not (folder / single).is_file():
-            weight_map = read_json(index).get("weight_map")
-        is_plain = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII).fullmatch
-        if not isinstance(weight_map, dict) or not all(is_plain(str(file)) for file in weight_map.values()):
-            raise ValueError(f"{index}: weight_map: expected plain names of files in the same folder")
-        self.files = [folder / file for file in sorted(set(weight_map.values()))]
+        path = Path(folder, single)
+        parts = sorted(path.parent.glob(f"{path.stem}*.safetensors"))
+        self.files = [path] if path.is_file() or not parts else parts
         self.tensors = {}
         for path in self.files:
             if not path.is_file():

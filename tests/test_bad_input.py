@@ -126,7 +126,7 @@ CHAT = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant",
 GOOD = json.dumps(CHAT) + "\n"
 MODEL = "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
 LONG = 300_000  # characters of which a message should quote a few
-WEIGHTS, INDEX = "model/model.safetensors", "model/model.safetensors.index.json"
+WEIGHTS = "model/model.safetensors"
 EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"
 
 
@@ -166,16 +166,15 @@ def tiny(*files):
     return lambda: [shutil.copy(HERE / "tiny" / file, "model") for file in files]
 
 
-def index(head, copy=False):
-    """Puts the weights into a.safetensors behind an index, which says that the head is in another file."""
+def in_parts(again=()):
+    """Puts the weights into two files, the head into the second, with tensors that are in the first one as well."""
     def spoil():
-        places = dict.fromkeys(load_file(WEIGHTS), "a.safetensors") | {data.HEAD: head}
-        if head is None:
-            del places[data.HEAD]
-        Path(WEIGHTS).rename("model/a.safetensors")
-        if copy:
-            shutil.copy("model/a.safetensors", "model/b.safetensors")
-        Path(INDEX).write_text(json.dumps({"weight_map": places}))
+        found = load_file(WEIGHTS)
+        Path(WEIGHTS).unlink()
+        head = {name: found[name] for name in (*again, data.HEAD)}
+        del found[data.HEAD]
+        save_file(found, "model/model-00001-of-00002.safetensors")
+        save_file(head, "model/model-00002-of-00002.safetensors")
     return spoil
 
 
@@ -217,11 +216,9 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "escapes": ([tensors(lambda t: t.update({"\x1b[2J": t[EMBEDDING] + 0}))], "", "unexpected: \\x1b[2J"),
     "int8": ([tensors(lambda t: t.update({data.HEAD: t[data.HEAD].to(torch.int8)}))], "", "lm_head.weight | bfloat16"),
     "bitsandbytes": ([tensors(bitsandbytes)], "", "unquantized model | --qlora"),
-    **{f"index of {file!r}": ([index(file)], "", f"{INDEX} | plain names")
-       for file in ("../x.safetensors", "/x.safetensors", "sub/x.safetensors", "x.bin", "x\n.safetensors", 5)},
-    "index of a missing file": ([index("b.safetensors")], "", "model/b.safetensors | no such file | incomplete"),
-    "a tensor twice": ([index("b.safetensors", copy=True)], "", "lm_head.weight | a.safetensors | as well"),
-    "empty index": ([write(INDEX, "{}"), rename(WEIGHTS, "gone")], "", f"{INDEX} | weight_map"),
+    "a part less": ([in_parts(), lambda: os.remove("model/model-00002-of-00002.safetensors")], "",
+                    "missing: lm_head.weight"),
+    "a tensor twice": ([in_parts(again=[UP])], "", f"{UP} | model-00001-of-00002.safetensors | as well"),
     "a head that differs": ([tiny(*MODEL), tensors(lambda t: t.update({data.HEAD: t[EMBEDDING] + 1}))], "",
                             "lm_head.weight | set tie_word_embeddings to false"),
     "nan under NF4": ([tiny(*MODEL), tensors(lambda t: t[UP][3, 5].fill_(NAN))], "--qlora",
@@ -243,7 +240,6 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "adapter's key of escapes": ([adapter(**{"key_\x1b": 1})], ADAPTER, "adapter_config.json | key_\\x1b"),
     "adapter of one block": ([adapter(blocks=1)], ADAPTER, "missing | model.layers.1.self_attn.q_proj.lora_A.weight"),
     "a long name of a base": ([adapter(base_model_name_or_path="x" * LONG)], "--model adapter", "xxx"),
-    "a long name of a file": ([index(f"{'x' * LONG}.safetensors")], "", f"{INDEX} | plain names"),
     "long keys": ([adapter(**{"k" * LONG: "v" * LONG})], ADAPTER, "adapter_config.json: kkk | = \"vvv"),
     "a long template": ([write("mine.jinja", f"{{% {'x' * LONG} %}}")], TEMPLATE, "mine.jinja | xxx"),
     "no adapter": ([], ADAPTER, "adapter/adapter_config.json"),

@@ -256,10 +256,8 @@ def test_the_backward_drops_the_same_inputs_as_the_forward(tile):
 def test_a_model_in_several_files_is_read_bit_for_bit(tmp_path):
     model = build_random()
     tensors = dict(data.full_tensors(model, False))
-    places = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(tensors)}
-    for file in set(places.values()):
-        save_file({name: tensors[name] for name in tensors if places[name] == file}, tmp_path / file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for i in range(3):
+        save_file({name: tensors[name] for name in list(tensors)[i::3]}, tmp_path / f"model-{i}.safetensors")
     source = data.Checkpoint(tmp_path)
     data.check_weights(model, source, tmp_path)
     for name, p in model.named_parameters():
