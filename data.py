@@ -741,7 +741,6 @@ class FileReport:
     n_chats: int = 0
     n_spells_special: int = 0  # examples that spell a special token
     n_rewritten: int = 0  # answers in further documents, as the whole conversation rewrites them
-    n_rewritten_tok: int = 0  # tokens of these documents
     n_without_mask: int = 0  # answers that are not trained on: rewritten, or not to be delimited
     n_without_end: int = 0  # answers that end without a special token
     n_tokens: int = 0
@@ -796,9 +795,7 @@ def encode_chunk(tokenizer, chunk, report):
         tokens += ids.tolist()
         supervised += mask.tolist()
         lengths.append(len(ids))
-        if example.n_rewritten:
-            report.n_rewritten += example.n_rewritten
-            report.n_rewritten_tok += len(ids)
+        report.n_rewritten += example.n_rewritten
         if example.is_chat:
             report.n_without_end += turns_without_end(ids, mask, tokenizer.special_ids)
     report.n_tokens += len(tokens)
@@ -1163,8 +1160,7 @@ def print_file(file):
         (file.n_long, f"longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}"),
         (file.n_untrained, "without a token to train on: dropped"),
         (report.n_spells_special, "spell a special token: dropped"),
-        (report.n_rewritten, "assistant turns are documents of their own, "
-         f"{report.n_rewritten_tok:,} tokens: the template rewrites them later; "
+        (report.n_rewritten, "assistant turns in documents of their own: the template rewrites them later; "
          "--train_on whole leaves them out"),
         (report.n_without_mask, "assistant turns not trained on: the template rewrites them later, or they "
          "cannot be delimited"),
