@@ -483,7 +483,6 @@ class Example(NamedTuple):
     spans: list | None = None  # [(start, stop)] of the characters to train on; None: all
     is_chat: bool = False  # the template has written BOS, EOS and the ends of turns
     n_without_mask: int = 0  # answers of the line that are not trained on
-    n_rewritten: int = 0  # answers that are trained on here because the line's first document rewrites them
 
 
 def parse_example(line, tokenizer):
@@ -550,7 +549,7 @@ def read_example(example, form, tokenizer):
     if not isinstance(tools, list | None):
         raise ValueError("'tools' must be a list of JSON schemas")
     (whole, *others), n_without_mask = tokenizer.conversation(messages, tools)
-    others = [Example(form, text, spans, True, n_rewritten=len(spans)) for text, spans in others]
+    others = [Example(form, *document, True) for document in others]
     return [Example(form, *whole, True, n_without_mask), *others]
 
 
@@ -740,7 +739,7 @@ class FileReport:
     formats: dict = field(default_factory=Counter)  # {one of FORMATS: number of examples}
     n_chats: int = 0
     n_spells_special: int = 0  # examples that spell a special token
-    n_rewritten: int = 0  # answers in further documents, as the whole conversation rewrites them
+    n_further: int = 0  # documents beside the first one of an example
     n_without_mask: int = 0  # answers that are not trained on: rewritten, or not to be delimited
     n_without_end: int = 0  # answers that end without a special token
     n_tokens: int = 0
@@ -786,6 +785,7 @@ def encode_chunk(tokenizer, chunk, report):
             continue
         report.n_chats += first.is_chat
         report.n_without_mask += first.n_without_mask
+        report.n_further += len(found) - 1
         examples += found
         lines += [report.n_lines] * len(found)
     tokens = []
@@ -795,7 +795,6 @@ def encode_chunk(tokenizer, chunk, report):
         tokens += ids.tolist()
         supervised += mask.tolist()
         lengths.append(len(ids))
-        report.n_rewritten += example.n_rewritten
         if example.is_chat:
             report.n_without_end += turns_without_end(ids, mask, tokenizer.special_ids)
     report.n_tokens += len(tokens)
@@ -1160,8 +1159,8 @@ def print_file(file):
         (file.n_long, f"longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}"),
         (file.n_untrained, "without a token to train on: dropped"),
         (report.n_spells_special, "spell a special token: dropped"),
-        (report.n_rewritten, "assistant turns in documents of their own: the template rewrites them later; "
-         "--train_on whole leaves them out"),
+        (report.n_further, "further documents: rejected answers, or assistant turns that the template "
+         "rewrites later (--train_on whole leaves these out)"),
         (report.n_without_mask, "assistant turns not trained on: the template rewrites them later, or they "
          "cannot be delimited"),
         (report.n_without_end, "assistant turns end without a special token: the model cannot learn to stop"),
