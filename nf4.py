@@ -211,22 +211,13 @@ class NF4Linear(nn.Module):
         self.bias = frozen(torch.empty(out_features, device=device)) if bias else None
 
     def forward(self, x, ends=None):
-        codes = self.weight_codes
-        scales = self.weight_scales
-        if ends is not None and len(x) < 8 * len(ends) and not torch.is_grad_enabled():
-            # An answer is generated: experts without a row of x stay in 4 bits. With more rows hardly any has
-            # none, and to ask which would let the host wait for the GPU.
-            used = ends.diff(prepend=ends.new_zeros(1)).nonzero().flatten()
-            codes = codes.unflatten(0, (len(ends), -1))[used].flatten(0, 1)
-            scales = scales.unflatten(0, (len(ends), -1))[used].flatten(0, 1)
-            ends = ends[used]
         if self.keeps_weight:
             # Autograd saves the weight. Checkpointing drops it until the block's recomputation has made it
             # again, which saves a third dequantization. The weight is saved before the product runs, so that
             # the recomputation can end there.
-            y = linear(x, weight(codes, scales, self.fast, like=x.detach()), ends)
+            y = linear(x, weight(self.weight_codes, self.weight_scales, self.fast, like=x.detach()), ends)
         else:
-            y = NF4Matmul.apply(x, codes, scales, self.fast, ends)
+            y = NF4Matmul.apply(x, self.weight_codes, self.weight_scales, self.fast, ends)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
