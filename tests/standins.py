@@ -1,6 +1,8 @@
 """Stand-ins on a CPU or an emulated GPU for the CUDA kernels of a training step: each saves for the backward and
 allocates what the kernel does, and computes nothing. Left out: partial sums of the gradient of a norm's weight."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 
@@ -59,10 +61,11 @@ class Dropout(torch.autograd.Function):
         return grad.clone()
 
 
-def attention(q_BHTK, k_BGTK, v_BGTK, is_causal, enable_gqa=False):
-    if q_BHTK.dtype is torch.float32 and enable_gqa:  # model.py repeats key heads on a GPU: that kernel shares none
+def attention(*qkv, **_):
+    q_BHTK, k_BGTK, v_BGTK = (t.transpose(1, 2) for t in qkv)
+    if q_BHTK.dtype is torch.float32:  # model.py repeats key heads on a GPU: that kernel shares none
         k_BGTK, v_BGTK = (t.repeat_interleave(q_BHTK.shape[1] // t.shape[1], 1) for t in (k_BGTK, v_BGTK))
-    return Attention.apply(q_BHTK, k_BGTK, v_BGTK)
+    return Attention.apply(q_BHTK, k_BGTK, v_BGTK).transpose(1, 2)
 
 
 def attention_of_documents(q_NHK, k_NGK, v_NGK, *_, **__):
@@ -74,10 +77,21 @@ def in_place(self, other):
     return self if isinstance(other, torch.Tensor) and other.dtype is not self.dtype else self.add_(other)
 
 
+KERNELS = torch.library.Library("aten", "IMPL")
+
+
+def product(a, b, out=None):
+    """aten::mm: on some CPUs oneDNN makes a float32 copy of a product in 16 bits, which no GPU does."""
+    return a.new_zeros(len(a), b.shape[1]) if out is None else out.zero_()
+
+
 def install():
+    with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
+        KERNELS.impl("mm", product, "CPU")
+        KERNELS.impl("mm.out", lambda a, b, *, out: product(a, b, out), "CPU")
     torch.Tensor.__iadd__ = in_place
     F.rms_norm = lambda x, shape, weight, eps: RMSNorm.apply(x, weight)
-    F.scaled_dot_product_attention, model.flash_attention = attention, lambda: attention_of_documents
+    model.sdpa, model.flash_attention = attention, lambda: attention_of_documents
     F.dropout = lambda x, p, training: Dropout.apply(x) if p and training else x
 
 
