@@ -1266,61 +1266,20 @@ def compile_(model, packing):
     head.softmax_gradient = in_training(head.softmax_gradient, dynamic=True)  # the last piece is shorter
 
 
-class SaveNow(torch.autograd.Function):
-    """Saves tensors for the backward at once. They are in .grad_fn.saved_tensors of the empty result."""
-
-    @staticmethod
-    def forward(ctx, needs_grad, *tensors):
-        ctx.save_for_backward(*tensors)
-        return needs_grad.new_empty(0)
-
-
-class Tiles:
-    """The inputs of one call of Block.rest, which are saved once and whole and run `size` tokens at a time.
-    Each tile is a checkpoint of its own, which keeps its number and no tensor:
-
-        forward     save x and attention -> tile 1, tile 2, ... tile n
-        backward    read them again -> tile n again, its backward; ... tile 1 again, its backward
-
-    If the block is checkpointed as well, what the first line saves is dropped, and the read in the second
-    line recomputes the block up to there. If tiles saved their inputs themselves, the recomputation would
-    have to reach the last of them, and each tile would run three times."""
-
-    def __init__(self, size, x, attention):
-        self.size = size
-        # kept as an attribute, because torch 2.11 frees what it saved together with it
-        self.saved = SaveNow.apply(torch.empty(0, requires_grad=True), x, attention)
-        self.tiles = self.cut(x, attention)
-
-    def cut(self, *inputs):
-        return list(zip(*(t.flatten(0, 1).split(self.size) for t in inputs)))
-
-    def run(self, rest, i, _):
-        if not self.tiles:
-            # The backward has begun. It needs values alone: gradients go through the graph of the forward.
-            saved = self.saved.grad_fn.saved_tensors
-            self.tiles = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
-        return rest(*self.tiles[i])
+def rest_in_tiles(rest, size, preserve_rng, x, mixed):
+    """Each tile is a checkpoint. In a checkpointed block it runs three times, because the block's
+    recomputation brings back the inputs of the tiles and so has to reach the last one. Keeping them instead
+    would cost 2*E bytes a token and block."""
+    tiles = zip(*(t.flatten(0, 1).split(size) for t in (x, mixed)))
+    run = functools.partial(checkpoint, rest, use_reentrant=False, preserve_rng_state=preserve_rng)
+    return torch.cat([run(*tile) for tile in tiles]).view_as(x)
 
 
-def rest_in_tiles(rest, size, x, attention):
-    tiles = Tiles(size, x, attention)
-    n_tiles = len(tiles.tiles)
-    # An argument on the device, because checkpoint() restores the random state of its arguments' devices.
-    # Dropout needs it.
-    here = x.new_empty(0)
-    # These hooks do nothing. Those of a checkpointed block, which they cover, would count what tiles save.
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        out = [checkpoint(tiles.run, rest, i, here, use_reentrant=False) for i in range(n_tiles)]
-    tiles.tiles = []
-    return torch.cat(out).view_as(x)
-
-
-def tile_mlp_(model, size):
+def tile_mlp_(model, size, preserve_rng):
     """Runs what follows attention `size` tokens at a time, and once more in the backward: 6*F values a token
     live for one tile (ALST, arXiv:2506.13996)."""
     for block in model.model.layers:
-        block.rest = functools.partial(rest_in_tiles, block.rest, size)
+        block.rest = functools.partial(rest_in_tiles, block.rest, size, preserve_rng)
 
 
 def checkpoint_activations_(model, preserve_rng, n_blocks=None, n_attention_kept=0):

@@ -446,7 +446,7 @@ def main(argv, progress):
     if args.compile:
         lm.compile_(model, args.packing)
     if args.tiled_mlp:
-        lm.tile_mlp_(model, args.tiled_mlp)
+        lm.tile_mlp_(model, args.tiled_mlp, bool(args.lora_dropout))
     if args.activation_checkpointing:
         n_blocks = n_recomputed(args, config)
         lm.checkpoint_activations_(model, bool(args.lora_dropout), n_blocks, args.n_attention_kept)

@@ -34,7 +34,7 @@ def build(method, compiled=False, packing=True, checkpointing=False, tile=0, pre
     if compiled:
         lm.compile_(model, packing)
     if tile:
-        lm.tile_mlp_(model, tile)
+        lm.tile_mlp_(model, tile, dropout > 0)
     if checkpointing:
         lm.checkpoint_activations_(model, preserve_rng=bool(dropout))
     if sharded:

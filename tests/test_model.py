@@ -37,7 +37,7 @@ def build_random(method="full", tile=0, checkpointing=False, dropout=0.0, **shap
         if "lora_B" in name:  # zeros would hide a wrong adapter
             param.data.normal_(std=0.1, generator=generator)
     if tile:
-        lm.tile_mlp_(model, tile)
+        lm.tile_mlp_(model, tile, dropout > 0)
     if checkpointing:
         lm.checkpoint_activations_(model, preserve_rng=True)
     return model
