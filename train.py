@@ -120,6 +120,17 @@ OTHER_NAMES = dict(pair.split() for pair in """
     eval_steps --eval_every
     save_steps --save_every
     logging_steps --log_every""".strip().splitlines())
+# flags that mean nothing without another one; --qlora and --adapter stand for --lora, too
+NEEDED = dict(pair.split() for pair in """
+    lora_rank lora
+    lora_alpha lora
+    lora_dropout lora
+    lora_targets lora
+    merge lora
+    dpo lora
+    beta dpo
+    eval_every eval_data
+    world dry_run""".strip().splitlines())
 
 
 def add(group, flag, kind, default, text, fixed=False, **options):
@@ -173,7 +184,7 @@ def make_parser():
     add(method, "--lora_targets", str, None,
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are)",
-        nargs="+", fixed=True)
+        nargs="+", choices=("all-linear", *lm.LORA_TARGETS), metavar="LAYER", fixed=True)
 
     dataset = parser.add_argument_group("data")
     add(dataset, "--data", str, None, "files to train on, .jsonl, .json, .txt or .gz of these, or the "
@@ -335,11 +346,7 @@ def complete(args):
     if args.qlora or args.adapter:
         args.lora = True
     if args.lora_targets:
-        given = ",".join(args.lora_targets).split(",")  # commas are as good as spaces
-        unknown = {*given} - {*lm.LORA_TARGETS, "all-linear"}
-        if unknown:
-            refuse(f"--lora_targets {', '.join(unknown)}: expected all-linear or some of "
-                   + ", ".join(lm.LORA_TARGETS))
+        given = args.lora_targets
         args.lora_targets = [name for name in lm.LORA_TARGETS if name in given or "all-linear" in given]
     if args.offload == []:  # --offload without a value
         args.offload = ["activations", "params"] if args.fsdp2 else ["activations"]
@@ -366,26 +373,18 @@ def complete(args):
 
 def refuse_conflicts(args):
     """Refuses flags that cannot work together, before any process group or download."""
-    for flag in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "merge"):
-        if getattr(args, flag) and not args.lora:
-            refuse(f"--{flag} needs --lora or --qlora")
+    for flag, needed in NEEDED.items():
+        if getattr(args, flag) and not getattr(args, needed):
+            refuse(f"--{flag} needs --{needed}")
     for flag in ("lora_rank", "lora_alpha", "lora_targets", "random_init"):
         if getattr(args, flag) and args.adapter:
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
-    if args.dpo and not args.lora:
-        refuse("--dpo needs --lora or --qlora: its reference is the model without adapters")
     others = args.adapter or args.overflow or args.train_on != "targets"
     if args.dpo and (others or args.sequence_parallel > 1 or not args.chunked_ce):
         refuse("--dpo: leave out --adapter (merge it first), --overflow, --train_on, --sequence_parallel and "
                "--no-chunked_ce")
-    if args.beta and not args.dpo:
-        refuse("--beta needs --dpo")
     if args.stochastic_rounding and args.precision != "bf16":
         refuse("--stochastic_rounding needs --precision bf16")
-    if args.eval_every and not args.eval_data:
-        refuse("--eval_every needs --eval_data")
-    if args.world and not args.dry_run:
-        refuse("--world needs --dry_run; a run has the ranks of torchrun --nproc_per_node")
     if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
         refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
     if args.chat and (args.fsdp2 or "RANK" in os.environ):
@@ -687,8 +686,6 @@ def open_run(args, config, loader, source, ranks):
         ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
     if ranks.device.type == "cuda" and steps > 200 and not args.compile:
         ranks.say("note: --compile takes half a minute, and then a step is about 1.2 times as fast")
-    if steps < 20 and not args.steps:
-        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
     if state["steps"] != steps:
         ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate "
                   "changes")
@@ -1511,7 +1508,7 @@ def chat(args):
     with ranks.agree():
         data.load_weights_(model, source, adapter, args.seed, ranks.device, sys.stderr.isatty())
     model.eval()
-    sys.stdin.reconfigure(errors="surrogateescape")  # question.encode() refuses a line that is not UTF-8
+    sys.stdin.reconfigure(errors="replace")  # of what is not UTF-8
     messages = []
     while True:
         try:
@@ -1523,20 +1520,17 @@ def chat(args):
         if question in ("", "/reset"):
             continue
         asked = [*messages, {"role": "user", "content": question}]
-        tokens = []
+        decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
         said = ""
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                question.encode()
                 prompt = tokenizer.prompt(asked)
                 for token in lm.generate(model, prompt, args.max_new_tokens or 512, tokenizer.stop_ids,
                                          ranks.device, args.temperature):
-                    tokens.append(token)
-                    # all tokens are decoded again, because one alone may be a part of a character
-                    text = data.printable(tokenizer.core.decode(tokens))
-                    if not text.endswith("\ufffd"):  # the first bytes of a character: wait for the rest
-                        print(text[len(said):], end="", flush=True)
-                        said = text
+                    # None where the token ends within a character
+                    text = data.printable(decoder.step(tokenizer.core, token) or "")
+                    print(text, end="", flush=True)
+                    said += text
             messages = [*asked, {"role": "assistant", "content": said}]
         except ValueError as error:  # the conversation goes on without this question
             print(data.printable(f"train.py: error: {error}"), file=sys.stderr)
@@ -2315,9 +2309,8 @@ def check_sizes(args, config, world):
     for flag, n in (("replicas", world), ("sequence_parallel", math.gcd(world, n_heads))):
         given = getattr(args, flag)
         if n % given:
-            divisors = [str(i) for i in range(1, n + 1) if n % i == 0]
-            raise ValueError(f"--{flag} {given} does not divide the {world} rank(s) or the {n_heads} heads "
-                             f"of attention; these do: {', '.join(divisors)}")
+            raise ValueError(f"--{flag} {given}: expected a divisor of {n}, for {world} rank(s) and "
+                             f"{n_heads} heads of attention")
     if args.sequence_parallel > 1 and "linear_attention" in config.layer_types:
         raise ValueError("--sequence_parallel: Gated DeltaNet is not implemented over several ranks; "
                          "--offload and --tiled_mlp leave room for longer rows")

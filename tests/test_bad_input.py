@@ -27,7 +27,7 @@ def assert_says(message, words):
 FLAGS = {
     "--nonsense 1": "--nonsense", "--qlor": "mean --qlora?", "--learning_rate 1": "mean --lr?", "--seq-len 8": "_len?",
     "--no_compile": "mean --compile?", "--no_packing": "mean --no-packing?", "tiny": "tiny: no such flag",
-    **{f"--{flag}": f"--{flag.split()[0]} needs --lora or --qlora" for flag in (
+    **{f"--{flag}": f"--{flag.split()[0]} needs --lora" for flag in (
         "lora_rank 8", "lora_alpha 8", "lora_dropout 0.1", "lora_targets q_proj", "merge")},
     **{f"--lora --adapter a --{flag}": f"--{flag.split()[0]} | --adapter | leave" for flag in (
         "lora_rank 8", "lora_alpha 8", "lora_targets q_proj", "random_init")},
@@ -43,7 +43,7 @@ FLAGS = {
     "--stochastic_rounding": "needs --precision bf16",
     "--optim_in_backward --grad_accum 2": "needs --grad_accum 1", "--optim_in_backward --clip 1": "no --clip",
     "--seq_len 99999999999999999999": "--seq_len | below",
-    "--eval_every 5": "--eval_every needs --eval_data", "--world 4": "--world needs --dry_run | --nproc_per_node",
+    "--eval_every 5": "--eval_every needs --eval_data", "--world 4": "--world needs --dry_run",
     "--precision fp16": "--precision | fp16 | bf16", "--steps 0": "--steps | 0 | above 0",
     "--steps 1.5": "--steps | 1.5 | int", "--batch_size -1": "--batch_size | -1 | above 0",
     "--epochs inf": "--epochs | inf | above 0", "--lr nan": "--lr | nan | 0 or above",
@@ -258,14 +258,14 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "out a file": ([write("file", "")], "--model tiny --out file", "--out file | folder"),
     "out of a run": ([write("taken/args.json", "{}")], "--model tiny --out taken", "taken | contains a run | --resume"),
     "nothing to resume": ([], "--model tiny --resume model", "--resume model | no complete checkpoint"),
-    "replicas of a plan": ([], "--fsdp2 --replicas 3 --dry_run --world 8", "--replicas 3 | 8 rank | 1, 2, 4, 8"),
-    "groups of a plan": ([], "--sequence_parallel 4 --dry_run --world 6", "--sequence_parallel 4 | 6 rank | 1, 2"),
+    "replicas of a plan": ([], "--fsdp2 --replicas 3 --dry_run --world 8", "--replicas 3 | 8 rank | divisor of 8"),
+    "groups of a plan": ([], "--sequence_parallel 4 --dry_run --world 6", "--sequence_parallel 4 | 6 rank | of 2"),
     "half of the experts": ([], "--lora --lora_targets up_proj --dry_run --model qwen3-30b-a3b", "up_proj | give both"),
     "rank in an adapter": ([lambda: data.save_adapter({"mlp.experts.0.down_proj.lora_A.weight": torch.ones(12, 8)},
         Path("model"), "", 12, 8, 0, ["down_proj"])], "--dry_run --model qwen3-30b-a3b --adapter model", "12 | of 8"),
     "ranks of experts": ([], "--lora --lora_rank 4 --dry_run --model qwen3-30b-a3b", "--lora_rank 4 | multiple of 8"),
     "groups of heads": ([], "--model qwen2.5-0.5b --sequence_parallel 4 --dry_run --world 28",
-                        "--sequence_parallel 4 | 14 heads | 1, 2, 7, 14"),
+                        "--sequence_parallel 4 | 14 heads | of 14"),
     "plan without an adapter": ([], f"--dry_run {ADAPTER}", "adapter/adapter_config.json"),
 }
 
