@@ -255,6 +255,11 @@ class Tokenizer:
         end_of_turn = "<|im_end|>" if "<|im_end|>" in self.added else self.variables.get("eos_token", "")
         self.stop_ids = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
         self.special_ids = sorted({*special, *self.stop_ids})
+        generation = self.folder / "generation_config.json"
+        if generation.exists():  # Muse Glimmer's names its end of a turn, which is not its EOS
+            ends = read_json(generation).get("eos_token_id")
+            ends = ends if isinstance(ends, list) else [ends]
+            self.stop_ids.update(end for end in ends if isinstance(end, int))
 
         self.load_template(config.get("chat_template"), template_file, end_of_turn)
         # the tokens and masks of a text depend on these, so the name of its folder in the cache does
@@ -1228,6 +1233,7 @@ qwen3.5-27b     Qwen/Qwen3.5-27B              qwen3_5_text 248320  5120 17408  6
     "linear_num_value_heads": 48
 qwen3.5-35b-a3b Qwen/Qwen3.5-35B-A3B      qwen3_5_moe_text 248320  2048     1  40  16  2 256 262144  1e7 0
     "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512
+muse-glimmer-30b meta-models/Muse-Glimmer-30B muse_glimmer_text 202048 6656 19968 52 32 2 128 131072  5e5 0
 """
 PRESET_KEYS = """_name_or_path model_type vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads head_dim max_position_embeddings rope_theta""".split()
@@ -1253,9 +1259,9 @@ PRESETS = read_presets()
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-# Qwen3.5's vision tower, and its block that predicts two tokens at once. They are not trained: a result gets
-# a copy of them.
-OTHER_PARTS = ("model.visual.", "mtp.")
+# Vision towers, and Qwen3.5's block that predicts two tokens at once. They are not trained: a result gets a
+# copy of them.
+OTHER_PARTS = ("model.visual.", "mtp.", "model.vision_")
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 
@@ -1409,7 +1415,8 @@ class RandomWeights:
     def rows(self, name, start, stop):
         shape = self.tensors[name].shape
         if len(shape) == 1:
-            adds_one = self.config.is_qwen35 and not name.endswith("linear_attn.norm.weight")
+            trait = "1+w" if ".layers." in name else "last_1+w"
+            adds_one = trait in self.config.traits and not name.endswith("linear_attn.norm.weight")
             is_one = name.endswith("norm.weight") and not adds_one
             return torch.full((stop - start,), float(is_one))
         rows = random_rows(name, shape[-1], start, stop, self.seed, self.device)
@@ -1507,10 +1514,9 @@ def check_weights(model, checkpoint, folder):
     elif model.config.tie_word_embeddings and HEAD in checkpoint.tensors:
         # a duplicate: check_tied_head compares the values
         expected[HEAD] = (model.config.vocab_size, model.config.hidden_size)
-    others = OTHER_PARTS if model.config.is_qwen35 else ()
     found = {name: stored.shape for name, stored in checkpoint.tensors.items()
              if not name.endswith("rotary_emb.inv_freq")  # old Llama-2 files have it
-             and not name.startswith(others)}
+             and not name.startswith(OTHER_PARTS)}
     differences = {
         "missing": expected.keys() - found,
         "unexpected": found.keys() - expected,
@@ -1550,7 +1556,7 @@ def open_adapter(folder):
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {lm.quoted(value)} is not implemented: {MERGE}")
     checkpoint = Checkpoint(folder, "adapter_model.safetensors")
-    found = {name.split(".lora_")[0].rsplit(".")[-1] for name in checkpoint.tensors}
+    found = {lm.target_of(name.split(".lora_")[0]) for name in checkpoint.tensors}
     if not found or not found <= set(lm.LORA_TARGETS):
         raise ValueError(f"{folder}: adapter_model.safetensors has {listing(found)}, expected some of "
                          f"{', '.join(lm.LORA_TARGETS)}: {MERGE}")
@@ -1663,7 +1669,7 @@ def with_both_ropes(raw):
     """The dict of a config.json with RoPE as transformers 5 spells it, and as 4 does, which takes a theta of
     10,000 where it finds none."""
     config = lm.parse_config(raw)
-    if config.is_qwen35:  # version 4 does not have it
+    if "1+w" in config.traits:  # version 4 has neither Qwen3.5 nor Muse Glimmer
         return raw
     scaling = config.rope_scaling
     theta = config.rope_theta
@@ -1687,6 +1693,14 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
         "bias": "none", "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets),
         "inference_mode": True})
+
+
+def modules_in(adapter, config, targets):
+    """Ends of the names of all layers with an adapter, as PEFT looks for them. In Muse Glimmer they are
+    longer: its vision tower has a q_proj, too, and both parts of a block have a gate_proj."""
+    if lm.GATE_TARGET not in lm.targets_in(config):
+        return targets
+    return sorted({".".join(name.split(".")[-4:-2]) for name in adapter})
 
 
 def export(args, model, source, files, tokenizer, out, ranks):
@@ -1714,7 +1728,7 @@ def export(args, model, source, files, tokenizer, out, ranks):
             save_model(tensors, layout, part, files.config, write=is_first)
         elif is_first:
             save_adapter(adapter, part, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
-                         args.lora_targets)
+                         modules_in(adapter, model.config, args.lora_targets))
         if is_first:
             remove(out / "merged")  # of an older final/: find_result() would prefer it to this one
             put_in_place(part)

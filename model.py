@@ -41,22 +41,60 @@ IGNORE = -100  # a target that is not trained on, as in every Hugging Face datas
 
 # ---------------- config
 
-FAMILIES = {  # model_type: what `architectures` says
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    # Files of the Hub have a vision tower and keep the decoder's keys in `text_config`, whose model_type ends
-    # in _text. Files of the decoder alone have that model_type at the top.
-    "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+# The families: model_type, what `architectures` says, the kinds of blocks (of two, every fourth block is of
+# the first kind), and the traits that Llama 2 does not have:
+#
+#     bias          of q_proj, k_proj and v_proj
+#     qk_norm       RMSNorm on each head of q and k, with `bare` without a weight
+#     1+w           the norms of a block multiply by 1 + w, with last_1+w the last norm does, too
+#     gate          attention's output is multiplied by a gate, which with gate_in_q is a part of q_proj
+#     branch_norms  the outputs of attention and MLP are normed before they are added to x
+#     embed_norm    the embedding is normed, without a weight
+#     some_rope     RoPE turns q and k in three blocks of four, and with part_rope only a part of a head
+#     experts       in place of the MLP, and with `shared` one more that sees all tokens
+#     vision        files have a vision tower, and keep the decoder's keys in `text_config`. Its model_type
+#                   ends in _text; files of the decoder alone have that model_type at the top
+FAMILY_TABLE = """
+llama              LlamaForCausalLM                     full
+mistral            MistralForCausalLM                   sliding
+qwen2              Qwen2ForCausalLM                     full          bias
+qwen3              Qwen3ForCausalLM                     full          qk_norm
+qwen3_moe          Qwen3MoeForCausalLM                  full          qk_norm experts
+qwen3_5            Qwen3_5ForConditionalGeneration      full,linear   vision
+qwen3_5_text       Qwen3_5ForCausalLM                   full,linear   qk_norm 1+w last_1+w gate gate_in_q
+                                                                      part_rope
+qwen3_5_moe        Qwen3_5MoeForConditionalGeneration   full,linear   vision
+qwen3_5_moe_text   Qwen3_5MoeForCausalLM                full,linear   qk_norm 1+w last_1+w gate gate_in_q
+                                                                      part_rope experts shared
+smollm3            SmolLM3ForCausalLM                   full          some_rope
+muse_glimmer       MuseGlimmerForConditionalGeneration  full,sliding  vision
+muse_glimmer_text  MuseGlimmerForCausalLM               full,sliding  qk_norm bare 1+w gate branch_norms
+                                                                      embed_norm some_rope
+"""
+FAMILY_ROWS = FAMILY_TABLE.strip().replace("\n    ", " ").splitlines()
+# {model_type: [architecture, kinds, *traits]}
+FAMILIES = {name: columns for name, *columns in map(str.split, FAMILY_ROWS)}
+
+# what transformers takes where a file of the family does not have a key
+IMPLIED = {
+    "mistral": {"sliding_window": 4096},
+    "qwen3_5_text": {"head_dim": 256},
+    # no block has a dense MLP
+    "qwen3_5_moe_text": {
+        "head_dim": 256, "intermediate_size": 1, "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True},
+    "smollm3": {"tie_word_embeddings": True},
+    "muse_glimmer_text": {
+        "head_dim": 128, "rms_norm_eps": 1e-5, "post_norm_eps": 1e-8, "sliding_window": 2048,
+        "qk_scale_factor": 3.87, "output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20.0},
 }
-WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe_text")
 
 # A file that sets one of these keys to another value (absent and null are fine) asks for something that the
-# model does not compute. Training it anyway would be silently wrong.
+# model does not compute. Training it anyway would be silently wrong. Families with the key in IMPLIED do.
 REFUSED = {
-    "hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0, "pretraining_tp": 1, "logit_scale": 1.0,
-    "use_sliding_window": False, "output_router_logits": False, "is_causal": True,
-    "final_logit_softcapping": None, "original_max_position_embeddings": None,
+    "hidden_act": "silu", "hidden_activation": "silu", "mlp_bias": False, "attention_dropout": 0,
+    "pretraining_tp": 1, "logit_scale": 1.0, "use_sliding_window": False, "output_router_logits": False,
+    "is_causal": True, "final_logit_softcapping": None, "original_max_position_embeddings": None,
     "mlp_only_layers": [], "decoder_sparse_step": 1,  # every block has experts, or none has
     "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
 }
@@ -82,6 +120,7 @@ class Config:
     """What the model needs of a config.json, under the file's own names. parse_config() makes it."""
 
     model_type: str  # one of FAMILIES, the decoder's own if there is a vision tower
+    traits: list  # of the family
     prefix: str  # of tensors in files: "model.", or "model.language_model." beside a vision tower
     dtype: torch.dtype  # of the weights in the files
     vocab_size: int = within(1, 1 << 20)  # V
@@ -100,8 +139,9 @@ class Config:
     moe_intermediate_size: int = within(1, 1 << 18)  # F of an expert
     norm_topk_prob: bool = within(False, True, False)  # the k chosen odds of a token sum to 1
     shared_expert_intermediate_size: int = within(0, 1 << 18, 0)  # F of Qwen3.5's expert for all tokens
-    layer_types: list  # of each block, "full_attention" or "linear_attention", which is Gated DeltaNet
+    layer_types: list  # of each block, a kind of its family; "linear_attention" is Gated DeltaNet
     full_attention_interval: int = within(1, 1 << 10, 4)  # makes layer_types where a file has none
+    sliding_window: int = within(1, 1 << 30, 1 << 30)  # keys that a token sees in "sliding_attention"
     linear_num_key_heads: int = within(1, 1 << 10, 16)  # of Gated DeltaNet, as the next three
     linear_num_value_heads: int = within(1, 1 << 10, 32)
     linear_key_head_dim: int = within(2, 1 << 10, 128)  # the size of a value, too
@@ -109,11 +149,11 @@ class Config:
     rope_theta: float
     rope_scaling: dict  # {"rope_type": "default", "linear" or "llama3", and that type's numbers}
     rope_size: int  # how many numbers of a head RoPE turns: K, or a quarter of it in Qwen3.5
-    sliding_window: int | None  # Mistral's. No mask of a window is made, so train.py refuses longer rows
-
-    @property
-    def is_qwen35(self):
-        return self.model_type.startswith("qwen3_5")
+    rope_layers: list  # of each block, whether RoPE turns its q and k
+    qk_scale_factor: float = within(1e-30, 1e30, 1.0)  # q is multiplied by it
+    post_norm_eps: float = within(1e-30, 1, 1e-6)  # of branch_norms
+    output_multiplier: float = within(1e-30, 1e30, 1.0)  # logits are multiplied by it
+    final_logit_softcapping: float = within(0, 1e30, 0.0)  # then they become cap * tanh(logits / cap); 0: not
 
     @property
     def q_size(self):
@@ -170,59 +210,54 @@ def parse_config(raw, where="config.json"):
         if wrong:
             raise ValueError(f"{where}: {key} = {quoted(raw.get(key))}: {why}")
 
-    family = raw.get("model_type")
-    refuse(family not in list(FAMILIES), "model_type", f"not one of {', '.join(FAMILIES)}")
-    is_other = raw.get("architectures") not in (None, [], [FAMILIES[family]])
-    refuse(is_other, "architectures", f"not {FAMILIES[family]}")
+    name = raw.get("model_type")
+    refuse(name not in list(FAMILIES), "model_type", f"not one of {', '.join(FAMILIES)}")
+    architecture, kinds, *traits = FAMILIES[name]
+    refuse(raw.get("architectures") not in (None, [], [architecture]), "architectures", f"not {architecture}")
     prefix = "model."
-    if family in ("qwen3_5", "qwen3_5_moe"):
+    if "vision" in traits:
         raw = with_text_config(raw, refuse)
-        family = raw["model_type"]
+        name = raw["model_type"]
+        _, kinds, *traits = FAMILIES[name]
         prefix = "model.language_model."
-    is_qwen35 = family.startswith("qwen3_5")
     for key, value in REFUSED.items():
-        refuse(raw.get(key) not in (None, value), key, f"not implemented, only {quoted(value)} works")
+        is_wrong = raw.get(key) not in (None, value) and key not in IMPLIED.get(name, {})
+        refuse(is_wrong, key, f"not implemented, only {quoted(value)} works")
     key = "quantization_config"
     refuse(raw.get(key) is not None, key, "not implemented, use the unquantized model and --qlora")
-    refuse(raw.get("attention_bias") and family != "qwen2", "attention_bias", f"not implemented for {family}")
+    key = "attention_bias"
+    refuse(raw.get(key) and "bias" not in traits, key, f"not implemented for {name}")
 
-    given = with_implied_values(raw, family)
+    given = with_implied_values(raw, name, traits)
     values = {f.name: read_field(given, f.name, Bounds(f.type, *f.metadata["limits"]), where)
               for f in fields(Config) if f.metadata}
     D = values["hidden_size"]
     H = values["num_attention_heads"]
     key = "num_key_value_heads"
     refuse(H % values[key], key, f"does not divide num_attention_heads {H}")
-    kinds = ["full_attention"]
-    interval = 1
-    if is_qwen35:
-        kinds.append("linear_attention")
-        interval = values["full_attention_interval"]
-    layer_types = layer_types_of(given, kinds, interval, values["num_hidden_layers"], refuse)
     K = values["linear_key_head_dim"]
     refuse(raw.get("linear_value_head_dim", K) != K, "linear_value_head_dim", f"not linear_key_head_dim {K}")
     key = "linear_num_key_heads"
     refuse(values["linear_num_value_heads"] % values[key], key, "does not divide linear_num_value_heads")
 
     E = values["num_experts"]
-    refuse((E > 0) != (family in WITH_EXPERTS), "num_experts",
+    refuse((E > 0) != ("experts" in traits), "num_experts",
            "above 0 for a model with experts, absent for others")
     refuse(values["num_experts_per_tok"] > max(E, 1), "num_experts_per_tok", f"above {E} experts")
     odd_size = E and math.gcd(D, values["moe_intermediate_size"]) % 8  # grouped_mm wants rows of 16 bytes
     refuse(odd_size, "moe_intermediate_size", f"this and hidden_size {D} must be multiples of 8")
 
-    window = None
-    if family == "mistral" and raw.get("sliding_window", 4096) is not None:  # 4096 is transformers' default
-        window = read_field(raw, "sliding_window", Bounds(int, 1, 1 << 30, 4096), where)
     key = "dtype" if "dtype" in given else "torch_dtype"  # transformers 5, 4
     dtype = given.get(key, "bfloat16")
     refuse(dtype not in ("float32", "float16", "bfloat16"), key, "expected float32, float16 or bfloat16")
-    theta, factor, scaling = parse_rope(given, family, values, where, refuse)
+    theta, factor, scaling = parse_rope(given, name, traits, values, where, refuse)
+    layer_types, rope_layers = blocks_of(given, kinds, "some_rope" in traits, values, theta, refuse)
     rope_size = int(values["head_dim"] * factor)
     refuse(rope_size == 0 or rope_size % 2, "head_dim", f"RoPE needs an even number, not {rope_size}")
     return Config(
-        **values, model_type=family, prefix=prefix, dtype=getattr(torch, dtype), layer_types=layer_types,
-        rope_theta=theta, rope_scaling=scaling, rope_size=rope_size, sliding_window=window)
+        **values, model_type=name, traits=traits, prefix=prefix, dtype=getattr(torch, dtype),
+        layer_types=layer_types, rope_layers=rope_layers, rope_theta=theta, rope_scaling=scaling,
+        rope_size=rope_size)
 
 
 def with_text_config(raw, refuse):
@@ -237,45 +272,50 @@ def with_text_config(raw, refuse):
     return raw | text
 
 
-def layer_types_of(given, kinds, interval, n_layers, refuse):
-    """-> one of `kinds` for each block. Files without layer_types have one block of attention every
-    `interval` blocks."""
-    types = ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
-    types = given.get("layer_types") or types
+def blocks_of(given, kinds, some_rope, values, theta, refuse):
+    """-> (layer_types, rope_layers). Where a file leaves them out, every fourth block is of the family's
+    first kind, and with some_rope it is the one that RoPE leaves alone."""
+    n_layers = values["num_hidden_layers"]
+    kinds = [f"{kind}_attention" for kind in kinds.split(",")]
+    # Muse Glimmer counts from its last block, the others from their first
+    first = n_layers if "sliding_attention" in kinds else 0
+    between = [(i - first) % values["full_attention_interval"] > 0 for i in range(1, n_layers + 1)]
+    types = given.get("layer_types") or [kinds[-1] if other else kinds[0] for other in between]
     is_known = isinstance(types, list) and len(types) == n_layers and all(kind in kinds for kind in types)
     refuse(not is_known, "layer_types", f"expected {' or '.join(kinds)} for each of {n_layers} blocks")
-    return types
+    if not some_rope:
+        return types, [True] * n_layers
+    for key in ("no_rope_layers", "layer_rope_theta"):  # of SmolLM3, 0 or 1; of Muse Glimmer, 0 or theta
+        between = given.get(key) or between
+        is_known = isinstance(between, list) and len(between) == n_layers
+        is_known = is_known and all(rope in (0, 1, theta) for rope in between)
+        refuse(not is_known, key, f"expected 0, or 1 or rope_theta, for each of {n_layers} blocks")
+    return types, [rope > 0 for rope in between]
 
 
-def with_implied_values(raw, family):
+def with_implied_values(raw, name, traits):
     """The keys that a file gives, and those that transformers derives where a file leaves them out."""
-    given = {key: value for key, value in raw.items() if value is not None}
+    given = {key: value for key, value in (IMPLIED.get(name, {}) | raw).items() if value is not None}
     D = given.get("hidden_size")
     H = given.get("num_attention_heads")
     if "num_local_experts" in given:  # transformers 5
         given.setdefault("num_experts", given["num_local_experts"])
-    if family not in WITH_EXPERTS:
+    if "experts" not in traits:
         # a dense model has no such keys, and where a file has them they mean nothing
         given.setdefault("num_experts_per_tok", 1)
         given.setdefault("moe_intermediate_size", 1)
-    if family.startswith("qwen3_5"):
-        given.setdefault("head_dim", 256)
-        given["norm_topk_prob"] = True
-    if family == "qwen3_5_moe_text":  # no block has a dense MLP
-        given.setdefault("intermediate_size", 1)
-        given.setdefault("shared_expert_intermediate_size", 512)
-    if family == "llama":  # Llama-2 7B and 13B leave it out
+    if name == "llama":  # Llama-2 7B and 13B leave it out
         given.setdefault("num_key_value_heads", H)
-    if family != "qwen3" and type(D) is type(H) is int and H > 0 and D % H == 0:
+    if name != "qwen3" and type(D) is type(H) is int and H > 0 and D % H == 0:
         given.setdefault("head_dim", D // H)
     return given
 
 
-def parse_rope(given, family, values, where, refuse):
+def parse_rope(given, family, traits, values, where, refuse):
     """-> (theta, the part of a head that RoPE turns, scaling). A file may have `rope_theta`,
-    `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. Where
-    one is there twice both must agree, or which one counts would depend on who reads it. mrope_section means
-    nothing for text, whose tokens have three equal positions."""
+    `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. What is
+    there twice must agree, or which one counts would depend on who reads it. mrope_section means nothing for
+    text, whose tokens have three equal positions."""
     numbers = {
         "default": {},
         "linear": {"factor": POSITIVE},
@@ -285,48 +325,42 @@ def parse_rope(given, family, values, where, refuse):
         },
     }
     stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    scalings = []
     for key in ("rope_scaling", "rope_parameters"):
-        rope = given.get(key)
-        if not rope:
-            continue
+        rope = given.get(key) or {}
         is_flat = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
         refuse(not is_flat, key,
                "expected one flat object; rope parameters per layer type are not implemented")
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        refuse(kind not in list(numbers), key, f"rope_type is not one of {', '.join(numbers)}")
-        scaling = {name: read_field(rope, name, bounds, f"{where}: {key}")
-                   for name, bounds in numbers[kind].items()}
-        scalings.append({"rope_type": kind, **scaling})
-        for name, value in stated.items():
-            other = rope.get(name)
-            if other is not None:
-                refuse(value not in (None, other), name,
-                       f"{key}.{name} = {quoted(other)} differs: leave one of the two out")
-                stated[name] = other
-    scalings = scalings or [{"rope_type": "default"}]
-    refuse(scalings[0] != scalings[-1], "rope_scaling", "rope_parameters differ: leave one of the two out")
-    scaling = scalings[0]
+        rope = {"rope_type": rope.get("type"), **rope}  # its older name
+        kind = rope["rope_type"]
+        refuse(kind not in (None, *numbers), key, f"rope_type is not one of {', '.join(numbers)}")
+        for name in ("rope_theta", "partial_rotary_factor", "rope_type", *numbers["llama3"]):
+            value = rope.get(name)
+            if value is not None:
+                refuse(stated.get(name) not in (None, value), name,
+                       f"{key}.{name} = {quoted(value)} differs: leave one of the two out")
+                stated[name] = value
+    kind = stated.get("rope_type", "default")
+    scaling = {name: read_field(stated, name, bounds, f"{where}: rope_parameters")
+               for name, bounds in numbers[kind].items()}
     # Old Llama-2 files leave out their 10000. Elsewhere this default would train on wrong positions
     # (vllm #42624).
-    no_default = (family.startswith("qwen") or scaling["rope_type"] == "llama3"
-                  or values["vocab_size"] >= 100_000)
+    no_default = family.startswith("qwen") or kind == "llama3" or values["vocab_size"] >= 100_000
     refuse(stated["rope_theta"] is None and no_default, "rope_theta",
            "missing, with no safe default: copy it from the model's page")
     theta = read_field(stated, "rope_theta", POSITIVE._replace(default=1e4), where)
     bounds = Bounds(float, 1, 1, 1)  # RoPE turns the whole of a head
-    if family.startswith("qwen3_5"):
+    if "part_rope" in traits:
         bounds = Bounds(float, 0, 1, 0.25)
     factor = read_field(stated, "partial_rotary_factor", bounds, where)
-    return theta, factor, scaling
+    return theta, factor, {"rope_type": kind, **scaling}
 
 
 # ---------------- layers
 
 
 class RMSNorm(nn.RMSNorm):
-    """Computes in float32 and multiplies by w, or by 1 + w in Qwen3.5. That sum is rounded to the dtype of x,
-    as only then a fused kernel runs: an error of 2.4e-3 in bf16 where a float32 weight has 1.7e-3."""
+    """Computes in float32 and multiplies by w, or by 1 + w. That sum is rounded to the dtype of x, as only
+    then a fused kernel runs: an error of 2.4e-3 in bf16 where a float32 weight has 1.7e-3."""
 
     def __init__(self, size, eps, adds_one=False):
         super().__init__(size, eps)
@@ -337,6 +371,13 @@ class RMSNorm(nn.RMSNorm):
         if self.adds_one:
             weight = 1 + weight.float()
         return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
+
+
+class BareNorm(nn.RMSNorm):
+    """RMSNorm without a weight."""
+
+    def __init__(self, size, eps, _=None):
+        super().__init__(size, eps, elementwise_affine=False)
 
 
 class Linear(nn.Linear):
@@ -425,6 +466,8 @@ class RunOnce(torch.autograd.Function):
 
 # ---------------- attention
 
+NO_WINDOW = 1 << 30  # tokens: no row is as long
+
 
 class Spans:
     """Where the documents of packed rows lie in the flattened B*T tokens. pairs: (start, stop) of each;
@@ -451,65 +494,86 @@ class Cache:
         self.layers = {}  # {Attention: (keys, values), GatedDeltaNet: (end of the tokens, S)}
 
     def extend(self, layer, *new):
-        """Adds a layer's new keys and values, [B, T, G, K] -> all that it has, oldest first."""
+        """Adds a layer's new keys and values, [B, T, G, K] -> all that it has, oldest first. Keeps those in
+        the window of the next token."""
         if layer in self.layers:
             new = [torch.cat(pair, 1) for pair in zip(self.layers[layer], new)]
-        self.layers[layer] = new
+        n_old = max(0, new[0].shape[1] + 1 - layer.window)
+        self.layers[layer] = [t[:, n_old:] for t in new]
         return new
 
 
 class Attention(nn.Module):
     """A block calls qkv(), forward() and o_proj one after another and compiles all but forward(), which
-    depends on where the documents lie. In Qwen3.5 the output is multiplied by a gate (arXiv:2505.06708).
+    depends on where the documents lie. In Qwen3.5 and Muse Glimmer the output is multiplied by a gate
+    (arXiv:2505.06708).
 
     Set from outside: kept (in_checkpoint)."""
 
-    def __init__(self, c):
+    def __init__(self, c, number):
         super().__init__()
         self.head_dim = c.head_dim
-        self.has_gate = c.is_qwen35
+        self.has_gate = "gate" in c.traits
+        self.gate_in_q = "gate_in_q" in c.traits
+        self.q_factor = c.qk_scale_factor
+        self.turns = c.rope_layers[number]
+        self.window = c.sliding_window if c.layer_types[number] == "sliding_attention" else NO_WINDOW
         self.kept = None
-        bias = c.model_type == "qwen2"
-        # with a gate, each head has K rows of q, then K rows of its gate
-        q_width = 2 * c.q_size if self.has_gate else c.q_size
+        bias = "bias" in c.traits
+        # with a gate in it, each head has K rows of q, then K rows of its gate
+        q_width = 2 * c.q_size if self.gate_in_q else c.q_size
         self.q_proj = Linear(c.hidden_size, q_width, bias)
         self.k_proj = Linear(c.hidden_size, c.kv_size, bias)
         self.v_proj = Linear(c.hidden_size, c.kv_size, bias)
         self.o_proj = Linear(c.q_size, c.hidden_size, bias=False)
-        norm = RMSNorm if c.model_type.startswith("qwen3") else nn.Identity
-        self.q_norm = norm(c.head_dim, c.rms_norm_eps, c.is_qwen35)
-        self.k_norm = norm(c.head_dim, c.rms_norm_eps, c.is_qwen35)
+        if self.has_gate and not self.gate_in_q:
+            self.gate_proj = Linear(c.hidden_size, c.q_size, bias=False)
+        norm = nn.Identity
+        if "qk_norm" in c.traits:
+            norm = BareNorm if "bare" in c.traits else RMSNorm
+        self.q_norm = norm(c.head_dim, c.rms_norm_eps, "1+w" in c.traits)
+        self.k_norm = norm(c.head_dim, c.rms_norm_eps, "1+w" in c.traits)
 
     def qkv(self, h_BTD, rope):
+        """-> q_BTHK, k_BTGK, v_BTGK and gate_BTHK, which is None without a gate."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q_BTHK, k_BTGK, v_BTGK = (proj(h_BTD).unflatten(-1, (-1, self.head_dim)) for proj in projections)
         gate_BTHK = None
-        if self.has_gate:  # so q has every second head here, and gates have the others
+        if self.gate_in_q:  # so q has every second head here, and gates have the others
             gate_BTHK = q_BTHK[:, :, 1::2]
             q_BTHK = q_BTHK[:, :, ::2]
+        elif self.has_gate:
+            gate_BTHK = self.gate_proj(h_BTD).view_as(q_BTHK)
         # norm before rotation: torchtune shipped Qwen3 the other way round (torchtune #2822)
-        return rotate(self.q_norm(q_BTHK), rope), rotate(self.k_norm(k_BTGK), rope), v_BTGK, gate_BTHK
+        q_BTHK = self.q_norm(q_BTHK)
+        k_BTGK = self.k_norm(k_BTGK)
+        if self.q_factor != 1:
+            q_BTHK = q_BTHK * self.q_factor
+        if self.turns:
+            q_BTHK = rotate(q_BTHK, rope)
+            k_BTGK = rotate(k_BTGK, rope)
+        return q_BTHK, k_BTGK, v_BTGK, gate_BTHK
 
     def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group):
         if cache is not None:
             k_BTGK, v_BTGK = cache.extend(self, k_BTGK, v_BTGK)
-        out = attend(q_BTHK, k_BTGK, v_BTGK, spans, group, self.kept)
+        out = attend(q_BTHK, k_BTGK, v_BTGK, spans, self.window, group, self.kept)
         return out * gate_BTHK.flatten(2).sigmoid() if self.has_gate else out
 
 
-def attend(q_BTHK, k_BTGK, v_BTGK, spans, group=None, kept=None):
-    """Causal attention inside each document -> [B, T, H*K]. Nothing allocates T*T numbers. Padding gets any
-    finite values. With a group, tensors are a rank's piece of the tokens; without one, as many tokens as
-    `spans` describes."""
+def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, kept=None):
+    """Causal attention inside each document -> [B, T, H*K]. A token sees itself and the window - 1 tokens
+    before it. Nothing allocates T*T numbers. Padding gets any finite values. With a group, tensors are a
+    rank's piece of the tokens; without one, as many tokens as `spans` describes."""
     if group is not None:
-        return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, group, kept)
-    run = functools.partial(attend_here, spans)
+        return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, kept)
+    run = functools.partial(attend_here, spans, window)
     if kept is None or not q_BTHK.requires_grad:
         return run(q_BTHK, k_BTGK, v_BTGK)
     return RunOnce.apply(kept, run, q_BTHK, k_BTGK, v_BTGK)
 
 
-def attend_here(spans, q_BTHK, k_BTGK, v_BTGK):
+def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
     B, T, H, K = q_BTHK.shape
     has_cache = k_BTGK.shape[1] > T
     q, k, v = (t.flatten(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK))
@@ -517,14 +581,21 @@ def attend_here(spans, q_BTHK, k_BTGK, v_BTGK):
     if q.is_cuda and not has_flash:
         # to share key heads, torch would choose its math kernel, which stores all scores
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
-    if spans.bounds is not None and has_flash:
-        out = flash_attention()(q, k, v, spans.bounds, spans.bounds, spans.longest, spans.longest)
+    bounds = spans.bounds
+    longest = spans.longest
+    if bounds is None and window < spans.pairs[0][1]:  # equal documents, but sdpa() has no kernel for windows
+        longest = spans.pairs[0][1]
+        bounds = torch.arange(0, len(q) + 1, longest, dtype=torch.int32, device=q.device)
+    if bounds is not None and has_flash:
+        # how many earlier tokens a token sees, where -1 is all; and no later ones
+        n_seen = window - 1 if window < longest else -1
+        out = flash_attention()(q, k, v, bounds, bounds, longest, longest, window_size=(n_seen, 0))
     elif has_cache or (spans.bounds is None and spans.pairs[0][1] % length_multiple(q) == 0):
         # Equal documents are rows of a batch: no copy is made. A new token behind a cache sees all of it.
         n = len(spans.pairs)
-        out = sdpa(*(t.unflatten(0, (n, -1)) for t in (q, k, v)), is_causal=not has_cache)
+        out = sdpa(*(t.unflatten(0, (n, -1)) for t in (q, k, v)), window=window)
     else:
-        out = attend_one_by_one(q, k, v, spans.pairs)
+        out = attend_one_by_one(q, k, v, spans.pairs, window)
     return out.reshape(B, T, H * K)
 
 
@@ -540,21 +611,35 @@ def flash_attention():
     It is imported here, because that takes 0.3 s and only a GPU has it."""
     from torch.nn.attention.varlen import varlen_attn
 
-    options = {"window_size": (-1, 0)}  # all earlier tokens, no later one
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True  # torch 2.11 lets query heads share key heads without being asked
-    return functools.partial(varlen_attn, **options)
+        # torch 2.11 lets query heads share key heads without being asked
+        return functools.partial(varlen_attn, enable_gqa=True)
+    return varlen_attn
 
 
-def sdpa(*qkv, is_causal=True):
-    """q [n, T, H, K], k and v [n, T, G, K] -> [n, T, H, K]"""
+def sdpa(*qkv, window):
+    """q [n, T, H, K], k and v [n, T, G, K] -> [n, T, H, K]. A single query sees all keys. Rows beyond the
+    window run in blocks of as many queries, and each sees the keys of its own block and the one before: at
+    most window * 2 * window numbers of a mask are alive."""
     q, k, v = (t.transpose(1, 2) for t in qkv)
-    shares_keys = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=shares_keys)
-    return out.transpose(1, 2)
+    run = functools.partial(F.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
+    T = q.shape[2]
+    if window >= T:
+        return run(q, k, v, is_causal=T > 1).transpose(1, 2)
+    out = []
+    key_blocks = k.split(window, 2)
+    value_blocks = v.split(window, 2)
+    for i, queries in enumerate(q.split(window, 2)):
+        seen = slice(max(i - 1, 0), i + 1)
+        keys = torch.cat(key_blocks[seen], 2)
+        n_before = keys.shape[2] - queries.shape[2]
+        mask = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
+        mask = mask.tril(n_before).triu(n_before - window + 1)
+        out.append(run(queries, keys, torch.cat(value_blocks[seen], 2), attn_mask=mask))
+    return torch.cat(out, 2).transpose(1, 2)
 
 
-def attend_one_by_one(q, k, v, pairs):
+def attend_one_by_one(q, k, v, pairs, window):
     """A call for each document. A gap between two documents keeps its q as its output."""
     ends = [0, *itertools.chain(*pairs), len(q)]
     # gap, document, gap, ... document, gap: documents have odd numbers, and a gap may be empty
@@ -562,18 +647,18 @@ def attend_one_by_one(q, k, v, pairs):
     parts = [list(t.split(sizes)) for t in (q, k, v)]
     out = parts[0]
     for i in range(1, len(sizes), 2):
-        out[i] = attend_alone(*(t[i] for t in parts))
+        out[i] = attend_alone(*(t[i] for t in parts), window=window)
     return torch.cat(out)
 
 
-def attend_alone(*qkv):
+def attend_alone(*qkv, window):
     """One document, filled up at its end to length_multiple(): causal attention hides the added tokens from
     the others, and their outputs are cut off."""
     T = len(qkv[0])
     n_more = -T % length_multiple(qkv[0])
     if n_more:
         qkv = [F.pad(t, (0, 0, 0, 0, 0, n_more)) for t in qkv]
-    return sdpa(*(t[None] for t in qkv))[0, :T]
+    return sdpa(*(t[None] for t in qkv), window=window)[0, :T]
 
 
 def length_multiple(q):
@@ -581,7 +666,7 @@ def length_multiple(q):
     return 32 if q.device.type == "cpu" else 1
 
 
-def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, group, kept):
+def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, kept):
     """attend() of rows that are spread over S ranks (Ulysses, arXiv:2309.14509). One all-to-all goes from
     (this rank's tokens, all heads) to (all tokens, this rank's heads), a second one goes back. Together they
     move 2 * tokens * (2*H + 2*G) * K / S bytes a rank."""
@@ -594,8 +679,8 @@ def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, group, kept):
     # row i of the first dimension goes to rank i: its heads of q, k and v
     by_rank = [t.reshape(B * T, S, -1, K).transpose(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK)]
     qkv = exchange(torch.cat(by_rank, 2), group).flatten(0, 1)[None]
-    out = attend(*qkv.split([t.shape[2] for t in by_rank], 2), spans, kept=kept).view(S, B * T, -1)
-    return exchange(out, group).transpose(0, 1).reshape(B, T, H * K)
+    out = attend(*qkv.split([t.shape[2] for t in by_rank], 2), spans, window, kept=kept)
+    return exchange(out.view(S, B * T, -1), group).transpose(0, 1).reshape(B, T, H * K)
 
 
 def exchange(x, group):
@@ -859,7 +944,7 @@ class MoE(nn.Module):
         self.normalize = c.norm_topk_prob
         self.gate = Linear(c.hidden_size, c.num_experts, bias=False)
         self.experts = MLP(c.hidden_size, c.moe_intermediate_size, c.num_experts)
-        self.has_shared = c.is_qwen35
+        self.has_shared = "shared" in c.traits
         if self.has_shared:
             self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
             self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False)
@@ -905,12 +990,19 @@ class Block(nn.Module):
 
     def __init__(self, c, number):
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.is_qwen35)
+        norm = functools.partial(RMSNorm, c.hidden_size, adds_one="1+w" in c.traits)
+        self.input_layernorm = norm(c.rms_norm_eps)
         if c.layer_types[number] == "linear_attention":
             self.linear_attn = GatedDeltaNet(c)
         else:
-            self.self_attn = Attention(c)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.is_qwen35)
+            self.self_attn = Attention(c, number)
+        self.has_branch_norms = "branch_norms" in c.traits
+        if self.has_branch_norms:
+            self.post_attention_layernorm = norm(c.post_norm_eps)
+            self.pre_feedforward_layernorm = norm(c.rms_norm_eps)
+            self.post_feedforward_layernorm = norm(c.post_norm_eps)
+        else:
+            self.post_attention_layernorm = norm(c.rms_norm_eps)
         self.mlp = MoE(c) if c.num_experts else MLP(c.hidden_size, c.intermediate_size)
 
     @property
@@ -926,11 +1018,18 @@ class Block(nn.Module):
 
     def rest(self, x, mixed):
         x, started = self.start_mlp(x, mixed)
-        return x + self.mlp.finish(started)
+        branch = self.mlp.finish(started)
+        return x + (self.post_feedforward_layernorm(branch) if self.has_branch_norms else branch)
 
     def start_mlp(self, x, mixed):
-        x = x + self.mixer.o_proj(mixed)
-        return x, self.mlp.start(self.post_attention_layernorm(x))
+        branch = self.mixer.o_proj(mixed)
+        if self.has_branch_norms:
+            x = x + self.post_attention_layernorm(branch)
+            h = self.pre_feedforward_layernorm(x)
+        else:
+            x = x + branch
+            h = self.post_attention_layernorm(x)
+        return x, self.mlp.start(h)
 
 
 # ---------------- the loss
@@ -1014,6 +1113,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 class LMHead(nn.Module):
     """The head and its loss are one module, because under FSDP2 the weight exists inside this forward only.
+    Muse Glimmer's logits are multiplied by a factor and capped.
 
     Set from outside: chunk and per_token (on_meta), softmax_gradient (compile_, and any fork with another
     loss)."""
@@ -1024,14 +1124,30 @@ class LMHead(nn.Module):
         # tokens; 0 computes all logits at once by F.cross_entropy, without softmax_gradient
         self.chunk = 1024
         self.per_token = False
-        self.softmax_gradient = softmax_gradient
+        self.factor = c.output_multiplier
+        self.cap = c.final_logit_softcapping
+        self.softmax_gradient = self.capped_gradient if self.cap else softmax_gradient
+
+    def capped_gradient(self, logits_CV, targets_C1):
+        """softmax_gradient() of cap * tanh(logits / cap), with the gradient of the logits."""
+        tanh_CV = (logits_CV.float() / self.cap).tanh_()
+        losses_C1, grad_CV = softmax_gradient(tanh_CV * self.cap, targets_C1)
+        slope_CV = tanh_CV.square_().neg_().add_(1)
+        return losses_C1, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
+
+    def logits(self, x, w_VD):
+        """float32, for generation and for a loss that is not chunked."""
+        logits = F.linear(x, w_VD).float()
+        return self.cap * (logits / self.cap).tanh() if self.cap else logits
 
     def forward(self, x, targets_BT=None, keep_S=None):
         """Summed loss over the supervised tokens `keep_S` (flat indices into B*T), or with per_token the loss
         of each; without targets float32 logits."""
         w_VD = self.weight.to(x.dtype)
+        if self.factor != 1:
+            x = x * self.factor
         if targets_BT is None:
-            return F.linear(x, w_VD).float()
+            return self.logits(x, w_VD)
         # Copies of the last supervised token, without a target, fill its rows up to a multiple of 128:
         # allocators and oneDNN keep memory for each new size.
         S = len(keep_S)
@@ -1041,7 +1157,7 @@ class LMHead(nn.Module):
         targets_S = targets_BT.flatten()[keep_S]
         targets_S[S:] = IGNORE
         if not self.chunk:
-            return F.cross_entropy(F.linear(h_SD, w_VD).float(), targets_S, reduction="sum")
+            return F.cross_entropy(self.logits(h_SD, w_VD), targets_S, reduction="sum")
         loss = ChunkedCrossEntropy.apply(
             h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(), self.softmax_gradient, self.per_token)
         return loss[:S, 0] if self.per_token else loss
@@ -1063,12 +1179,15 @@ class Transformer(nn.Module):
         self.compute_dtype = torch.float32
         self.activation_hooks = None
         self.sequence_group = None
+        self.embed_norm = None
+        if "embed_norm" in c.traits:
+            self.embed_norm = BareNorm(c.hidden_size, c.rms_norm_eps)
         # made here, because nn.Embedding's own initial values import torch._dynamo: 0.5 s
         embedding = torch.empty(c.vocab_size, c.hidden_size)
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(*embedding.shape, _weight=embedding),
             "layers": nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers)),
-            "norm": RMSNorm(c.hidden_size, c.rms_norm_eps, c.is_qwen35),
+            "norm": RMSNorm(c.hidden_size, c.rms_norm_eps, "last_1+w" in c.traits),
         })
         self.lm_head = LMHead(c)
         self.tie_()
@@ -1096,6 +1215,8 @@ class Transformer(nn.Module):
         spans.positions_BT = positions_BT
         rope = rope_table(positions_BT, self.config)
         x = self.model.embed_tokens(tokens_BT).to(self.compute_dtype)
+        if self.embed_norm:
+            x = self.embed_norm(x)
         *blocks, last = self.model.layers
         with self.activation_hooks or contextlib.nullcontext():
             for block in blocks:
@@ -1123,12 +1244,10 @@ def next_logits(model, tokens, device, cache):
 
 
 def generate(model, tokens, n, stop, device, temperature=0.0):
-    """Yields up to n ids after `tokens`, none of `stop`, inside a sliding window. Temperature 0 takes the
-    likeliest."""
+    """Yields up to n ids after `tokens`, none of `stop`. Temperature 0 takes the likeliest."""
     cache = Cache()
     generator = torch.Generator().manual_seed(next(SEEDS))
-    window = model.config.sliding_window or math.inf
-    for _ in range(min(n, window - len(tokens))):
+    for _ in range(n):
         logits_V = next_logits(model, tokens, device, cache)
         if logits_V.isnan().any():
             raise FloatingPointError("the model computes nan: the files of --model are damaged")
@@ -1145,16 +1264,30 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
 # ---------------- LoRA
 
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+GATE_TARGET = "self_attn.gate_proj"  # of Muse Glimmer: `gate_proj` alone is the MLP's
 DELTANET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # its other two projections are H rows each
-MIXER_TARGETS = {"full_attention": ATTENTION_TARGETS, "linear_attention": DELTANET_TARGETS}
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
-LORA_TARGETS = (*ATTENTION_TARGETS, *DELTANET_TARGETS, *MLP_TARGETS)
+LORA_TARGETS = (*ATTENTION_TARGETS, *DELTANET_TARGETS, *MLP_TARGETS, GATE_TARGET)
+
+
+def mixer_targets(c, kind):
+    """Those of LORA_TARGETS that the mixer of such a block has. The last one makes its output."""
+    if kind == "linear_attention":
+        return DELTANET_TARGETS
+    if "gate" in c.traits and "gate_in_q" not in c.traits:
+        return (GATE_TARGET, *ATTENTION_TARGETS)
+    return ATTENTION_TARGETS
 
 
 def targets_in(c):
     """Those of LORA_TARGETS that a model has."""
-    found = {name for kind in c.layer_types for name in MIXER_TARGETS[kind]}
-    return [name for name in LORA_TARGETS if name in found or name in MLP_TARGETS]
+    found = {*MLP_TARGETS}.union(*(mixer_targets(c, kind) for kind in c.layer_types))
+    return [name for name in LORA_TARGETS if name in found]
+
+
+def target_of(layer):
+    """The one of LORA_TARGETS that a layer with this name would be, the end of the name."""
+    return GATE_TARGET if layer.endswith(GATE_TARGET) else layer.rpartition(".")[2]
 
 
 class LoRA:
@@ -1196,7 +1329,7 @@ def add_lora_(model, rank, alpha, dropout, targets):
     with_lora = {Linear: LoRALinear, nf4.NF4Linear: LoRANF4Linear}
     model.requires_grad_(False)
     for name, layer in list(model.model.layers.named_modules()):
-        if name.rsplit(".")[-1] in targets:
+        if target_of(name) in targets:
             layer.__class__ = with_lora[type(layer)]
             n_experts = model.config.num_experts if ".experts." in name else 1
             layer.add_adapter_(rank, alpha, dropout, n_experts)
@@ -1326,7 +1459,7 @@ def mixer_weights(c, kind):
     """Number of weights in the projections of a mixer."""
     if kind == "linear_attention":
         return c.hidden_size * (c.conv_size + 2 * c.value_size)
-    n_square = 3 if c.is_qwen35 else 2  # of q, o and Qwen3.5's gate
+    n_square = 3 if "gate" in c.traits else 2  # of q, o and the gate
     return c.hidden_size * (n_square * c.q_size + 2 * c.kv_size)
 
 
@@ -1339,10 +1472,14 @@ def step_flops(c, counted, is_frozen):
     forward, are left out. counted: (targets, tokens, sum of the squared lengths of documents)."""
     n_targets, n_tokens, n_squares = counted
     n_linear = c.layer_types.count("linear_attention")
+    n_sliding = c.layer_types.count("sliding_attention")
+    n_full = c.num_hidden_layers - n_linear - n_sliding
+    # pairs of tokens; in windows at most, as a document of L tokens has window**2 less than 2 * window * L
+    n_pairs = n_full * n_squares + n_sliding * min(n_squares, 2 * c.sliding_window * n_tokens)
     mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_expert_intermediate_size + c.num_experts)
     blocks = sum(mixer_weights(c, kind) + mlp for kind in c.layer_types)
     products = blocks * n_tokens + c.hidden_size * c.vocab_size * n_targets
-    attention = 2 * c.q_size * (c.num_hidden_layers - n_linear) * n_squares * 3.5
+    attention = 2 * c.q_size * n_pairs * 3.5
     rule = 18 * c.linear_key_head_dim * c.value_size * n_linear * n_tokens
     return attention + rule + (4 if is_frozen else 6) * products
 
@@ -1372,7 +1509,7 @@ def numbers_of_attention(args, c, size):
     saved = 2 * Q + 2 * G  # q, output, k and v
     saved += 4 / size * c.num_attention_heads  # the log of the sum of each softmax, float32
     gradients = Q + 2 * G  # of q, k and v
-    if c.model_type.startswith("qwen3"):
+    if "qk_norm" in c.traits:
         saved += Q + c.kv_size  # inputs of the norms of q and k
     if args.sequence_parallel > 1:
         saved += Q  # output behind the second all-to-all
@@ -1385,9 +1522,11 @@ def numbers_of_attention(args, c, size):
             saved += 2 * Q  # k and v of each query head: the kernel for float32 shares no key heads
             if args.sequence_parallel == 1:
                 saved -= 2 * G  # else they lie in one tensor with q, which the all-to-all has brought
-    if c.is_qwen35:
-        saved += 2 * Q  # the gate, which is in one tensor with the input of q's norm, and its sigmoid
+    if "gate" in c.traits:
+        saved += Q  # the sigmoid of the gate
         gradients += Q  # of the gate
+    if "gate_in_q" in c.traits:
+        saved += Q  # the gate, which is in one tensor with the input of q's norm
     return saved, gradients
 
 
@@ -1457,14 +1596,14 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
     else:
         E = c.q_size
         attention, gradients = numbers_of_attention(args, c, size)
-    *inner, last = MIXER_TARGETS[kind]
+    *inner, last = mixer_targets(c, kind)
     attention += saved_input(args, size, D, *inner)
     if args.lora:  # what A makes, of all adapters of the block
-        adapted = [name for name in (*MIXER_TARGETS[kind], *MLP_TARGETS) if name in args.lora_targets]
+        adapted = [name for name in (*inner, last, *MLP_TARGETS) if name in args.lora_targets]
         attention += args.lora_rank * sum(k if name in MLP_TARGETS else 1 for name in adapted)
     in_attention = N * (attention + gradients + D + E)  # gradients of the block's and of attention's output
     mlp = saved_by_mlp(args, c, size)
-    if args.lora_dropout or c.is_qwen35:  # else the input of o_proj is attention's output
+    if args.lora_dropout or "gate" in c.traits:  # else the input of o_proj is attention's output
         mlp += saved_input(args, size, E, last)
     down = saved_input(args, size, F, "down_proj")
     tile = min(args.tiled_mlp or N, N)
@@ -1480,16 +1619,18 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
     at_down = tile * 2 * routed + weight + max(tile * (F + down), scratch)
     in_mlp = N * attention + tile * (mlp + 2 * D) + max(at_gate, at_down)
 
-    saved = N * (attention + mlp + down + 2 * D)  # 2 * D: inputs of the norms
+    norms = 4 * D if "branch_norms" in c.traits else 2 * D  # their inputs
+    saved = N * (attention + mlp + down + norms)
     if args.tiled_mlp:
-        inputs = D + E if c.is_qwen35 else D  # of tiles; the output of plain attention is saved by itself
+        # of tiles; the output of attention without a gate is saved by itself
+        inputs = D + E if "gate" in c.traits else D
         saved = N * (attention + inputs)
         in_mlp += N * inputs + (N - tile) * (D + E)  # gradients of the output, and of what other tiles read
     if keeps.weights:
         saved += n_attention + 3 * n_down
     if not keeps.activations:
         saved = N * D
-        if keeps.attention and kind == "full_attention":
+        if keeps.attention and kind != "linear_attention":
             saved += N * (E + 4 / size * c.num_attention_heads)
             if size == 4 and key_width(args, c) < E:
                 saved += N * 2 * E  # copies of k and v for each query head
@@ -1512,7 +1653,10 @@ def loss_bytes(args, c, size, n_tokens):
     n_bytes = chunk * c.vocab_size * size
     if chunk < n_tokens:
         n_bytes += 4 * n_head  # gradients of several chunks are added up in float32
-    in_float32 = 0
+    in_float32 = 0  # bytes a logit of a piece: it, and its gradient in 16 bits
     if size == 2:
-        in_float32 = 6 * min(chunk, PIECE) * c.vocab_size  # a piece of logits, and its gradient in 16 bits
+        in_float32 = 6
+    if c.final_logit_softcapping:
+        in_float32 = 8 + size  # its tanh, too
+    in_float32 *= min(chunk, PIECE) * c.vocab_size
     return n_bytes + max(in_float32, n_head * size)

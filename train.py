@@ -2321,10 +2321,6 @@ def check_sizes(args, config, world):
                              "give both or none")
         if expert_targets and (args.lora_rank or 8) % 8:
             raise ValueError(f"--lora_rank {args.lora_rank}: the products of experts need a multiple of 8")
-    if config.sliding_window and args.seq_len > config.sliding_window:
-        raise ValueError(f"--seq_len {args.seq_len}: config.json has sliding_window = "
-                         f"{config.sliding_window}, which is not implemented; up to that many tokens it "
-                         "changes nothing")
 
 
 def memory_of(args, ranks):

@@ -8,10 +8,10 @@ transformers 5.23, peft 0.21.2, bitsandbytes 0.50.2. One line per check with its
     python tests/check_peers.py tiny qwen3.5            # these models alone
 
 train.py runs a few steps on the built-in model and on random ones that transformers wrote (llama3.1 in several files,
-qwen2 tied, qwen3 in float32, qwen3.5 with a vision tower), in full, with --lora and with --qlora, at a learning rate so
-high that the result is another model. Every folder is then read by both sides in float32 and must give the same logits.
-Merged models differ from base + adapter by the rounding of each weight to bf16 and nothing else: they are held against
-PEFT's own merge, rounded the same way.
+qwen2 tied, qwen3 in float32, qwen3.5 and muse-glimmer with a vision tower), in full, with --lora and with --qlora, at
+a learning rate so high that the result is another model. Every folder is then read by both sides in float32 and must
+give the same logits. Merged models differ from base + adapter by the rounding of each weight to bf16 and nothing else:
+they are held against PEFT's own merge, rounded the same way.
 """
 
 import json
@@ -82,6 +82,7 @@ def class_of(config):
     """Of a model with a vision tower, the class that has it: its names of tensors are those of the Hub's files."""
     return {"qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
             "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
+            "muse_glimmer": transformers.MuseGlimmerForConditionalGeneration,
             }.get(config.model_type, transformers.AutoModelForCausalLM)
 
 
@@ -117,6 +118,12 @@ def write_random_models(folder):
     cases["qwen3.5"] = (transformers.Qwen3_5Config(text_config=qwen35, vision_config=vision), torch.bfloat16, "5GB")
     cases["qwen3.5-moe"] = (transformers.Qwen3_5MoeConfig(text_config=qwen35 | MOE | shared, vision_config=vision),
                             torch.bfloat16, "5GB")
+    cases["smollm3"] = (transformers.SmolLM3Config(**shape | {"num_hidden_layers": 4}, rope_parameters=theta,
+                                                   tie_word_embeddings=True, pad_token_id=None), torch.bfloat16, "5GB")
+    muse = shape | dict(num_hidden_layers=4, head_dim=32, sliding_window=32, rope_parameters=theta)
+    vision = dict(num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2)
+    cases["muse-glimmer"] = (transformers.MuseGlimmerConfig(
+        text_config=muse, vision_config=vision, out_hidden_size=32, projector_hidden_size=32), torch.bfloat16, "5GB")
     for number, (name, (config, dtype, file_size)) in enumerate(cases.items()):
         model = random_model(config, number).to(dtype)
         model.save_pretrained(folder / name, max_shard_size=file_size)
@@ -202,7 +209,8 @@ def check_model(name, base, runs, tokens):
         unloaded = round_to_file(model.merge_and_unload(), merged)
         same(f"{name}: {run}, merged/ against PEFT's merge, rounded alike", merged_logits, unloaded(tokens).logits)
         ratio = ((merged_logits - logits).std() / (start - logits).std()).item()
-        limit = 0.2 if "moe" in name else 0.02  # a token whose experts were a near tie goes to another one
+        # a token whose experts were a near tie goes to another one; norms behind branches magnify small ones
+        limit = {"qwen3-moe": 0.2, "qwen3.5-moe": 0.2, "muse-glimmer": 0.05}.get(name, 0.02)
         check(f"{name}: {run}, merged/ against base + adapter", ratio < limit,
               f"rounded weights move the logits {ratio:.2%} as far as the adapter does")
         check_tokenizer(f"{name}: {run}, merged/", merged)
@@ -216,7 +224,7 @@ def check_generation(folder):
                   original_max_position_embeddings=32)
     cases = {"llama3.1": transformers.LlamaConfig(**shape | {"rope_parameters": llama3}),
              "llama-tied": transformers.LlamaConfig(**shape, tie_word_embeddings=True),
-             "mistral": transformers.MistralConfig(**shape, head_dim=16, sliding_window=None),
+             "mistral": transformers.MistralConfig(**shape, head_dim=16, sliding_window=48),
              "qwen2": transformers.Qwen2Config(**shape), "qwen3": transformers.Qwen3Config(**shape, head_dim=32),
              "qwen3-moe": transformers.Qwen3MoeConfig(**shape, head_dim=32, **MOE)}
     for number, (name, config) in enumerate(cases.items()):

@@ -196,6 +196,11 @@ QWEN35 = MOE | {
     "shared_expert_intermediate_size": 64, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }
+# two blocks with a window of less than a row, and one that sees all, without RoPE
+MUSE = {
+    "model_type": "muse_glimmer_text", "architectures": None, "sliding_window": 24, "qk_scale_factor": 2.0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "layer_rope_theta": [1e6, 1e6, 0],
+}
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 4096, "hidden_size": 64,
     "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1,

@@ -90,15 +90,18 @@ def replace_attention(torch, varlen):
     """Asserts what the CUDA kernels of attention ask for, and computes the same by the CPU's."""
     F = torch.nn.functional
 
-    def sdpa(q, k, v, is_causal=False, enable_gqa=False, plain=F.scaled_dot_product_attention, **more):
+    def sdpa(q, k, v, is_causal=False, enable_gqa=False, attn_mask=None, plain=F.scaled_dot_product_attention, **more):
         if not q.is_cuda:
-            return plain(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa, **more)
+            return plain(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa, attn_mask=attn_mask, **more)
         assert q.dtype == k.dtype == v.dtype and k.is_cuda and v.is_cuda and q.numel() and not more
         if k.shape[1] != q.shape[1]:  # only FlashAttention shares key heads in every torch; a new token has few scores
             flash = q.dtype is not torch.float32 and q.shape[-1] <= 256
             assert enable_gqa and (flash or q.shape[2] == 1), "the math kernel holds all scores"
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0]
+        if attn_mask is not None:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, is_causal, attn_mask=attn_mask)[0]
 
     @functools.wraps(varlen.varlen_attn)
     def attend(q, k, v, bounds, bounds_k, longest, longest_k, *, window_size, **_):
@@ -110,9 +113,12 @@ def replace_attention(torch, varlen):
         pairs = list(zip(ends, ends[1:]))
         lengths = [stop - start for start, stop in pairs]
         assert type(longest) is int and longest == longest_k == max(lengths) and min(lengths) > 0
-        assert ends[0] == 0 and ends[-1] == len(q) == len(k) == len(v) and window_size == (-1, 0)
+        assert ends[0] == 0 and ends[-1] == len(q) == len(k) == len(v) and window_size[1] == 0
+        n_seen = window_size[0] if window_size[0] >= 0 else longest
         parts = [[t[start:stop].transpose(0, 1)[None] for t in (q, k, v)] for start, stop in pairs]
-        return torch.cat([sdpa(*part, is_causal=True, enable_gqa=True)[0].transpose(0, 1) for part in parts])
+        masks = [torch.ones(n, n, dtype=torch.bool, device=q.device).tril().triu(-n_seen) for n in lengths]
+        return torch.cat([sdpa(*part, enable_gqa=True, attn_mask=mask)[0].transpose(0, 1)
+                          for part, mask in zip(parts, masks)])
 
     F.scaled_dot_product_attention, varlen.varlen_attn = sdpa, attend
 

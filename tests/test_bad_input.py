@@ -202,8 +202,6 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "no config": ([rename("model/config.json", "gone")], "", "model | no config.json"),
     "config cut": ([write("model/config.json", "{")], "", "model/config.json | JSON"),
     "a pipe of weights": ([rename(WEIGHTS, "gone"), lambda: os.mkfifo(WEIGHTS)], "", f"{WEIGHTS} | no such file"),
-    "rows beyond a window": ([config(model_type="mistral", architectures=None, sliding_window=32)], "",
-                             "--seq_len 64 | sliding_window"),
     "no weights": ([rename(WEIGHTS, "gone")], "", f"{WEIGHTS} | no such file"),
     "a pickle": ([rename(WEIGHTS, "model/pytorch_model.bin")], "", f"{WEIGHTS} | .bin | save_pretrained | safetensors"),
     **{f"weights cut at {share}": ([truncate(share)], "", f"{WEIGHTS} | cut short | download it again")

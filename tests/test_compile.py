@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import MOE, QWEN35, curve, on_ranks
+from conftest import MOE, MUSE, QWEN35, curve, on_ranks
 from test_model import build_random
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -96,6 +96,7 @@ def trace_only(set_attribute=setattr):
     ("qlora", {"precision": "mixed", "checkpointing": True}),
     ("qlora", {"precision": "mixed", "checkpointing": True, **MOE}),
     ("qlora", {"checkpointing": True, **QWEN35}),
+    ("full", {"checkpointing": True, **MUSE}),
     ("lora", {"checkpointing": True, "tile": 127, "packing": False, **MOE}),  # a tile of one token
 ], ids=str)
 def test_a_block_is_compiled_once_without_graph_breaks_and_computes_the_same(monkeypatch, method, how):

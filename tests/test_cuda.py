@@ -13,7 +13,7 @@ import sys
 import pytest
 import standins
 import torch
-from conftest import MOE, QWEN35, SHAPE, build, curve, run_ranks, start_ranks
+from conftest import MOE, MUSE, QWEN35, SHAPE, build, curve, run_ranks, start_ranks
 from emulated_cuda import LOADED
 from safetensors.torch import load_file, save_file
 
@@ -164,9 +164,11 @@ def test_wide_heads_do_not_fall_to_the_math_kernel(job, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes, flags", [
     (MOE, "--qlora --offload"), (MOE, "--lora --tiled_mlp 200"), (MOE, ""),
-    (QWEN35, "--qlora --offload"), (QWEN35, "--fsdp2")], ids=lambda value: value if isinstance(value, str) else "")
-def test_experts_train_on_a_gpu_to_the_losses_of_the_cpu(job, tmp_path, changes, flags):
-    path = shutil.copytree(job[1], tmp_path / "moe")
+    (QWEN35, "--qlora --offload"), (QWEN35, "--fsdp2"), (MUSE, "--qlora --offload"),
+    (MUSE, "--no-packing --activation_checkpointing 0"), (MUSE, "--precision fp32"),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_other_families_train_on_a_gpu_to_the_losses_of_the_cpu(job, tmp_path, changes, flags):
+    path = shutil.copytree(job[1], tmp_path / "model")
     config = SHAPE | changes
     (path / "config.json").write_text(json.dumps(config))
     vanilla = lm.Transformer(lm.parse_config(config))

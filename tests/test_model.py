@@ -141,6 +141,7 @@ def test_presets_hold_the_published_parameter_counts():
         "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
         "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09, "qwen3.5-0.8b": 0.75,
         "qwen3.5-2b": 1.88, "qwen3.5-4b": 4.21, "qwen3.5-9b": 8.95, "qwen3.5-27b": 26.90, "qwen3.5-35b-a3b": 34.66,
+        "muse-glimmer-30b": 27.85,
     }
     assert published.keys() == data.PRESETS.keys()
     for name, count in published.items():

@@ -29,6 +29,7 @@ MODELS = {
             "num_experts_per_tok": 4, "moe_intermediate_size": 192},
     "qwen3.5": {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "linear_num_key_heads": 1,
                 "linear_num_value_heads": 2},
+    "muse": {"model_type": "muse_glimmer_text", "architectures": None, "sliding_window": 256},
 }
 MODELS["qwen3.5-moe"] = MODELS["moe"] | MODELS["qwen3.5"] | {
     "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -74,6 +75,12 @@ CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make
     ("moe", 2048, 1, "--qlora --lora_dropout 0.1 --ce_chunk 64"),
     ("moe", 1024, 1, "--no-activation_checkpointing --precision bf16"),
     ("moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
+    ("muse", 1024, 1, ""),
+    ("muse", 1024, 1, "--lora --ce_chunk 64"),
+    ("muse", 1024, 1, "--qlora --no-activation_checkpointing --precision bf16 --ce_chunk 64"),
+    ("muse", 1024, 2, "--fsdp2 --qlora --lora_dropout 0.1 --activation_checkpointing 2 --ce_chunk 64"),
+    ("muse", 1024, 1, "--no-activation_checkpointing --tiled_mlp 256 --ce_chunk 64"),
+    ("muse", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
     ("qwen3.5", 1024, 1, "--ce_chunk 64"),
     ("qwen3.5", 1280, 1, "--qlora --ce_chunk 64"),  # more than one segment
     ("qwen3.5", 1024, 1, "--lora --tiled_mlp 256 --ce_chunk 64"),

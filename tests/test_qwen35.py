@@ -1,5 +1,5 @@
 """Qwen3.5: the gated delta rule against its definition a token at a time in float64, and packed documents against
-transformers, which computed each alone (tests/make_goldens_qwen35.py)."""
+transformers, which computed each alone (tests/make_goldens_qwen35.py and make_goldens_windows.py)."""
 
 import contextlib
 import shutil
@@ -17,6 +17,7 @@ import data
 import model as lm
 
 GOLDENS = sorted((HERE / "goldens-qwen35").iterdir())
+WINDOWS = sorted((HERE / "goldens-windows").iterdir())
 EXPERTS, TIED, TEXT, _ = GOLDENS
 G, H, K, P = 2, 4, 16, 24  # the rule alone does not need values as large as keys
 MANY = [5, 1, 1, 30, 2, 64, 100, 3, 1, 1, 1, 47]
@@ -115,7 +116,7 @@ def packed(folder, monkeypatch, segment=2048):
 
 
 @pytest.mark.parametrize("segment", [64, 2048])
-@pytest.mark.parametrize("folder", GOLDENS, ids=lambda f: f.name)
+@pytest.mark.parametrize("folder", [*GOLDENS, *WINDOWS], ids=lambda f: f.name)
 def test_packed_documents_equal_transformers(folder, segment, monkeypatch):
     model, golden, logits, nll = packed(folder, monkeypatch, segment)
     assert error(logits[golden["rows"]], golden["logits"]) < 1e-5  # float32 rounding: 5e-7 seen
@@ -130,10 +131,11 @@ def test_packed_documents_equal_transformers(folder, segment, monkeypatch):
         assert got.shape == expected[name].shape and error(got, expected[name]) < 1e-5, name  # 5e-6 seen
 
 
-@pytest.mark.parametrize("folder", GOLDENS, ids=lambda f: f.name)
+@pytest.mark.parametrize("folder", [*GOLDENS, *WINDOWS], ids=lambda f: f.name)
 def test_greedy_tokens_equal_transformers(folder):
     model, golden = build(folder).eval(), load_file(folder / "golden.safetensors")
-    prompt, expected = golden["tokens"][-300:][:40].tolist(), golden["generated"].tolist()
+    prompt = golden["tokens"][-int(golden["lengths"][-1]) :][:40].tolist()
+    expected = golden["generated"].tolist()
     assert list(lm.generate(model, prompt, len(expected), {-1}, torch.device("cpu"))) == expected
 
 
@@ -146,7 +148,7 @@ def test_a_leak_between_documents_would_be_seen(leak, monkeypatch):
     if leak == "state":
         monkeypatch.setattr(lm, "chunk_system", lambda *t: system(*t[:5], t[5] + 64))
     if leak == "attention":
-        monkeypatch.setattr(lm, "attend_one_by_one", lambda q, k, v, pairs: lm.attend_alone(q, k, v))
+        monkeypatch.setattr(lm, "attend_one_by_one", lambda q, k, v, _, window: lm.attend_alone(q, k, v, window=window))
     *_, leaking, _ = packed(TIED, monkeypatch)
     n = golden["lengths"][0]
     assert error(leaking[n:], good[n:]) > 1e-2

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from bench_scale import counted
 from conftest import (
-    MOE, QWEN35, SHAPE, build, curve, documents_of, losses, on_ranks, random_model, run_ranks, start_ranks)
+    MOE, MUSE, QWEN35, SHAPE, build, curve, documents_of, losses, on_ranks, random_model, run_ranks, start_ranks)
 from safetensors.torch import load_file, save_file
 
 import data
@@ -44,8 +44,10 @@ def plain(job, tmp_path_factory):
     """{(method, whether the embeddings are tied, or "moe"): its run on one rank without sharding}."""
     path, results = tmp_path_factory.mktemp("plain"), {}
     folders = {False: job[1], True: random_model(path / "tied", tie_word_embeddings=True),
-               "moe": random_model(path / "moe", **MOE), "qwen3.5": random_model(path / "qwen3.5", **QWEN35)}
-    kinds = *itertools.product(METHODS, [False, "moe"]), *itertools.product(["full", "qlora"], [True, "qwen3.5"])
+               "moe": random_model(path / "moe", **MOE), "qwen3.5": random_model(path / "qwen3.5", **QWEN35),
+               "muse": random_model(path / "muse", **MUSE)}
+    kinds = [*itertools.product(METHODS, [False, "moe"]),
+             *itertools.product(["full", "qlora"], [True, "qwen3.5", "muse"])]
     for method, kind in kinds:
         argv, out = ["--model", folders[kind], *job[2:], *METHODS[method]], path / f"{method}{kind}"
         argv += ["--lora_rank", 8] if kind in ("moe", "qwen3.5") and method != "full" else []
@@ -76,6 +78,8 @@ PAIRS = [(method, tied, 2, ["--fsdp2", *(word for flag, on in zip(FLAGS, chosen)
     ("full", "qwen3.5", 3, ["--fsdp2", "--activation_checkpointing", 1]), ("qlora", "qwen3.5", 2, ["--tiled_mlp", 20]),
     ("full", "qwen3.5", 4, ["--fsdp2", "--replicas", 2, "--offload", "params", "--no-reshard_after_forward"]),
     ("qlora", "qwen3.5", 4, ["--fsdp2", "--offload", "--tiled_mlp", 20]),
+    ("full", "muse", 3, ["--fsdp2", "--no-chunked_ce", "--activation_checkpointing", 1]),
+    ("qlora", "muse", 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 20]),
 ], ids=str)
 def test_ranks_and_flags_change_no_losses_norms_and_weights(plain, tmp_path, method, tied, world, flags):
     expected = plain[method, tied]
