@@ -619,8 +619,8 @@ def flash_attention():
 
 def sdpa(*qkv, window):
     """q [n, T, H, K], k and v [n, T, G, K] -> [n, T, H, K]. A single query sees all keys. Rows beyond the
-    window run in blocks of as many queries, and each sees the keys of its own block and the one before: at
-    most window * 2 * window numbers of a mask are alive."""
+    window run in blocks of as many queries, and each sees keys of its own block and of the one before: the
+    mask has 2 * window**2 numbers, and keys and values are copied."""
     q, k, v = (t.transpose(1, 2) for t in qkv)
     run = functools.partial(F.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
     T = q.shape[2]
@@ -629,13 +629,14 @@ def sdpa(*qkv, window):
     out = []
     key_blocks = k.split(window, 2)
     value_blocks = v.split(window, 2)
+    # 0 for the keys that a query sees, -inf for others; all blocks share it until the backward
+    mask = q.new_ones(window, 2 * window).tril(window).triu(1).log()
     for i, queries in enumerate(q.split(window, 2)):
         seen = slice(max(i - 1, 0), i + 1)
         keys = torch.cat(key_blocks[seen], 2)
-        n_before = keys.shape[2] - queries.shape[2]
-        mask = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
-        mask = mask.tril(n_before).triu(n_before - window + 1)
-        out.append(run(queries, keys, torch.cat(value_blocks[seen], 2), attn_mask=mask))
+        stop = window + queries.shape[2]
+        visible = mask[: queries.shape[2], stop - keys.shape[2] : stop]
+        out.append(run(queries, keys, torch.cat(value_blocks[seen], 2), attn_mask=visible))
     return torch.cat(out, 2).transpose(1, 2)
 
 

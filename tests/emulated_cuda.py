@@ -98,7 +98,7 @@ def replace_attention(torch, varlen):
             flash = q.dtype is not torch.float32 and q.shape[-1] <= 256
             assert enable_gqa and (flash or q.shape[2] == 1), "the math kernel holds all scores"
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        if attn_mask is not None:
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, is_causal, attn_mask=attn_mask)[0]
