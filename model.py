@@ -151,7 +151,7 @@ class Config:
     rope_size: int  # how many numbers of a head RoPE turns: K, or a quarter of it in Qwen3.5
     rope_layers: list  # of each block, whether RoPE turns its q and k
     qk_scale_factor: float = within(1e-30, 1e30, 1.0)  # q is multiplied by it
-    post_norm_eps: float = within(1e-30, 1, 1e-6)  # of branch_norms
+    post_norm_eps: float = within(0, 1, 0.0)  # of branch_norms; 0: rms_norm_eps
     output_multiplier: float = within(1e-30, 1e30, 1.0)  # logits are multiplied by it
     final_logit_softcapping: float = within(0, 1e30, 0.0)  # then they become cap * tanh(logits / cap); 0: not
 
@@ -999,9 +999,10 @@ class Block(nn.Module):
             self.self_attn = Attention(c, number)
         self.has_branch_norms = "branch_norms" in c.traits
         if self.has_branch_norms:
-            self.post_attention_layernorm = norm(c.post_norm_eps)
+            branch_eps = c.post_norm_eps or c.rms_norm_eps
+            self.post_attention_layernorm = norm(branch_eps)
             self.pre_feedforward_layernorm = norm(c.rms_norm_eps)
-            self.post_feedforward_layernorm = norm(c.post_norm_eps)
+            self.post_feedforward_layernorm = norm(branch_eps)
         else:
             self.post_attention_layernorm = norm(c.rms_norm_eps)
         self.mlp = MoE(c) if c.num_experts else MLP(c.hidden_size, c.intermediate_size)

@@ -205,6 +205,15 @@ def test_a_merge_that_fails_prints_its_message_alone(job, tmp_path):
     assert f"{out}/final is complete" in message and "No space left" in message and (out / "final").exists()
 
 
+def test_a_slow_save_is_no_hang(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(train.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("not watched"))
+    monkeypatch.setattr(train, "write_rows", lambda path, rows: calls.append("written") or [1, 1])
+    ranks = SimpleNamespace(rank=0, world=1, gather=lambda value: [value], say=calls.append)
+    train.Saver(tmp_path, 1, ranks).save({"a": torch.ones(1)}, {"step": 1})
+    assert calls[0] == "not watched" and "written" in calls and steps_of(tmp_path) == [1]
+
+
 # ---------------------------------------------------------------- hangs
 
 

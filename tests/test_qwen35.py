@@ -154,6 +154,24 @@ def test_a_leak_between_documents_would_be_seen(leak, monkeypatch):
     assert error(leaking[n:], good[n:]) > 1e-2
 
 
+@torch.no_grad()
+def test_a_state_in_the_cache_equals_the_whole_row_and_does_not_grow():
+    net = build(TIED).model.layers[0]
+    c = torch.randn(1, 150, 16, generator=torch.Generator().manual_seed(0))
+
+    def run(x, start, cache):
+        spans = lm.Spans([(0, x.shape[1])])
+        spans.positions_BT = torch.arange(start, start + x.shape[1])[None]
+        return net(x, None, spans, cache)
+
+    cache, out, start = lm.Cache(), [], 0
+    for part in c.split([1, 70, 1, 61, 1, 16], 1):
+        out.append(run(part, start, cache))
+        start += part.shape[1]
+    assert error(torch.cat(out, 1), run(c, 0, None)) < 1e-6
+    assert [t.shape for t in cache.layers[net.linear_attn]] == [(3, 48), (2, 8, 8)]
+
+
 # ---------------------------------------------------------------- files
 
 
