@@ -1,11 +1,9 @@
-"""The decoder of Llama 2/3, Mistral, Qwen2/2.5, Qwen3 and Qwen3.5, dense and MoE, its loss, and what a
-trainer does to it.
+"""The decoder of Llama 2 and 3, Muse Glimmer, Mistral, SmolLM3 and Qwen 2 to 3.8, dense and MoE, its loss,
+and what a trainer does to it.
 
-The modules are vanilla and carry Hugging Face's parameter names, so weights need no mapping table. Up to
-Qwen3 the families differ in five things only: biases on q, k, v (Qwen2), RMSNorm on each head of q and k
-(Qwen3), experts in place of the MLP (MoE), a head tied to the embedding, and how RoPE is scaled. Qwen3.5,
-which 3.6 and 3.8 share, has Gated DeltaNet in three blocks of four and a gate behind attention in the
-fourth; its norms multiply by 1 + w, and RoPE turns a quarter of a head.
+The modules are vanilla and carry Hugging Face's parameter names, so weights need no mapping table. Every
+family is Llama 2 with a few traits, and FAMILY_TABLE says with which. A model's config.json says the rest:
+sizes, windows, how RoPE is scaled, whether the head is tied to the embedding.
 
 Two tensors would be too large if they existed. Attention scores (T*T per head) do not, because attention runs
 document by document in kernels that never store them. Logits (8,192 x 128,256 x 4 bytes = 3.9 GiB) do not,
@@ -41,8 +39,9 @@ IGNORE = -100  # a target that is not trained on, as in every Hugging Face datas
 
 # ---------------- config
 
-# The families: model_type, what `architectures` says, the kinds of blocks (of two, every fourth block is of
-# the first kind), and the traits that Llama 2 does not have:
+# The families: model_type, what `architectures` says, the kinds of blocks, and the traits that Llama 2 does
+# not have. In a `full` block a token attends to all earlier ones, in a `sliding` one to those in a window. A
+# `linear` block has Gated DeltaNet instead. Of two kinds, every fourth block is of the first. The traits:
 #
 #     bias          of q_proj, k_proj and v_proj
 #     qk_norm       RMSNorm on each head of q and k, with `bare` without a weight
@@ -97,6 +96,7 @@ REFUSED = {
     "is_causal": True, "final_logit_softcapping": None, "original_max_position_embeddings": None,
     "mlp_only_layers": [], "decoder_sparse_step": 1,  # every block has experts, or none has
     "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
+    "no_rope_layer_interval": 4,
 }
 
 
@@ -583,7 +583,7 @@ def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     bounds = spans.bounds
     longest = spans.longest
-    if bounds is None and window < spans.pairs[0][1]:  # equal documents, but sdpa() has no kernel for windows
+    if bounds is None and window < spans.pairs[0][1]:  # equal documents: for sdpa() they would be blocks
         longest = spans.pairs[0][1]
         bounds = torch.arange(0, len(q) + 1, longest, dtype=torch.int32, device=q.device)
     if bounds is not None and has_flash:
@@ -629,7 +629,7 @@ def sdpa(*qkv, window):
     out = []
     key_blocks = k.split(window, 2)
     value_blocks = v.split(window, 2)
-    # 0 for the keys that a query sees, -inf for others; all blocks share it until the backward
+    # 0 for the keys that a query sees, -inf for the others. One for all blocks: it lives until the backward.
     mask = q.new_ones(window, 2 * window).tril(window).triu(1).log()
     for i, queries in enumerate(q.split(window, 2)):
         seen = slice(max(i - 1, 0), i + 1)

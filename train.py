@@ -183,7 +183,8 @@ def make_parser():
         "reference (default: 0.1)", fixed=True)
     add(method, "--lora_targets", str, None,
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
-        "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are)",
+        "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
+        "has a gate_proj, too, that name alone is the MLP's)",
         nargs="+", choices=("all-linear", *lm.LORA_TARGETS), metavar="LAYER", fixed=True)
 
     dataset = parser.add_argument_group("data")
