@@ -1622,15 +1622,16 @@ def full_tensors(model, trainable_only, tensors=()):
 
 
 def write_safetensors(path, layout, tensors, checksum=None):
-    """Writes tensors in the order of layout, {name: (shape, dtype)}, with one of them in memory at a time:
-    the library wants all at once. Returns [size of the file, its checksum by a function like zlib.crc32, or
-    0]. An OSError names path and tensor."""
+    """Writes tensors in the order of layout, {name: anything with the tensor's shape and dtype}, with one of
+    them in memory at a time: the library wants all at once. Returns [size of the file, its checksum by a
+    function like zlib.crc32, or 0]. An OSError names path and tensor."""
     header = {"__metadata__": {"format": "pt"}}  # older transformers need the format
     stop = 0
-    for name, (shape, dtype) in layout.items():
+    for name, like in layout.items():
         start = stop
-        stop += math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        stop += math.prod(like.shape) * like.dtype.itemsize
+        header[name] = {
+            "dtype": DTYPE_NAMES[like.dtype], "shape": list(like.shape), "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     text = len(text).to_bytes(8, "little") + text
@@ -1685,8 +1686,8 @@ def write_config(path, config):
 
 def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
     """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them."""
-    layout = {PEFT_PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    write_safetensors(out / "adapter_model.safetensors", layout, tensors.values())
+    named = {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
+    write_safetensors(out / "adapter_model.safetensors", named, named.values())
     if any(".experts." in name for name in tensors):
         dropout = 0.0  # on transformers 5 PEFT stacks experts, and a stack has no dropout
     write_config(out / "adapter_config.json", {
@@ -1720,10 +1721,10 @@ def export(args, model, source, files, tokenizer, out, ranks):
         if not args.lora:
             # only the rank that writes them reads them
             others = [name for name in source.tensors if is_first and name.startswith(OTHER_PARTS)]
-            layout = {name: (source.tensors[name].shape, source.tensors[name].dtype)
+            layout = {name: source.tensors[name]
                       for name in (*shapes_in_files(model, source.tensors), *others)}
-            tensors = (tensor.to(layout[name][1]) for name, tensor in tensors)
-            copies = (source.rows(name, 0, source.tensors[name].n_rows) for name in others)
+            tensors = (tensor.to(layout[name].dtype) for name, tensor in tensors)
+            copies = (source.rows(name, 0, layout[name].n_rows) for name in others)
             tensors = itertools.chain(tensors, copies)
             save_model(tensors, layout, part, files.config, write=is_first)
         elif is_first:
@@ -1739,7 +1740,7 @@ def merge(source, adapter, scale, files, tokenizer, out):
     """Writes merged/: the original weights, without NF4's error, plus scale * B A, summed in float32."""
     part = out / "merged.part"
     config = lm.parse_config(files.config)
-    layout = {name: (stored.shape, stored.dtype) for name, stored in source.tensors.items()
+    layout = {name: stored for name, stored in source.tensors.items()
               if name != HEAD or not config.tie_word_embeddings}
     products = defaultdict(list)  # {name in files: [(first row, A, B) of its layers in the adapter]}
     for name, a_RD in adapter.items():

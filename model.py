@@ -1649,16 +1649,17 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
 def loss_bytes(args, c, size, n_tokens):
     """The most that is alive at once while the loss is computed: logits, their gradient and the head's."""
     if not args.chunked_ce:
-        return 12 * n_tokens * c.vocab_size  # float32 logits, their log-softmax and their gradient
+        # float32 logits, their log-softmax and their gradient, and the tanh of capped ones
+        n_bytes = 16 if c.final_logit_softcapping else 12
+        return n_bytes * n_tokens * c.vocab_size
     n_head = 0 if args.lora else c.vocab_size * c.hidden_size
     chunk = min(args.ce_chunk, n_tokens)
     n_bytes = chunk * c.vocab_size * size
     if chunk < n_tokens:
         n_bytes += 4 * n_head  # gradients of several chunks are added up in float32
-    in_float32 = 0  # bytes a logit of a piece: it, and its gradient in 16 bits
+    of_piece = 0  # bytes a logit: of one in 16 bits the float32 copy and the gradient
     if size == 2:
-        in_float32 = 6
+        of_piece = 6
     if c.final_logit_softcapping:
-        in_float32 = 8 + size  # its tanh, too
-    in_float32 *= min(chunk, PIECE) * c.vocab_size
-    return n_bytes + max(in_float32, n_head * size)
+        of_piece += 4 if size == 2 else 8  # the tanh, and of a float32 logit what is capped
+    return n_bytes + max(of_piece * min(chunk, PIECE) * c.vocab_size, n_head * size)

@@ -1764,8 +1764,7 @@ def write_rows(path, rows_of):
     """Writes and syncs the file of a rank -> [its size, its checksum]."""
     # Wide numbers come first, so that each tensor begins at a multiple of its element size.
     ordered = dict(sorted(rows_of.items(), key=lambda item: -item[1].dtype.itemsize))
-    layout = {key: (tuple(rows.shape), rows.dtype) for key, rows in ordered.items()}
-    return data.write_safetensors(path, layout, (rows.cpu() for rows in ordered.values()), zlib.crc32)
+    return data.write_safetensors(path, ordered, (rows.cpu() for rows in ordered.values()), zlib.crc32)
 
 
 def copy_rows_(tensor, saved, first_saved):

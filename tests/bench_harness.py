@@ -114,8 +114,8 @@ def write_model(folder, config):
     with torch.device("meta"):
         model = lm.Transformer(lm.parse_config(config))
     source, bf16 = data.RandomWeights(model, 0, torch.device("cpu")), torch.bfloat16
-    layout = {name: (shape, bf16) for name, shape in data.shapes_in_files(model).items()}
-    weights = (source.rows(name, 0, shape[0]).to(bf16) for name, (shape, _) in layout.items())
+    layout = {name: stored._replace(dtype=bf16) for name, stored in source.tensors.items()}
+    weights = (source.rows(name, 0, stored.shape[0]).to(bf16) for name, stored in layout.items())
     folder.mkdir(exist_ok=True)
     data.Tokenizer(TESTS / "tiny").save(folder)
     data.save_model(weights, layout, folder, config, write=True)

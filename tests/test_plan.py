@@ -81,6 +81,7 @@ CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make
     ("muse", 1024, 2, "--fsdp2 --qlora --lora_dropout 0.1 --activation_checkpointing 2 --ce_chunk 64"),
     ("muse", 1024, 1, "--no-activation_checkpointing --tiled_mlp 256 --ce_chunk 64"),
     ("muse", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
+    ("muse", 1024, 1, "--no-chunked_ce --lora"), ("muse", 512, 1, "--precision fp32 --qlora"),
     ("qwen3.5", 1024, 1, "--ce_chunk 64"),
     ("qwen3.5", 1280, 1, "--qlora --ce_chunk 64"),  # more than one segment
     ("qwen3.5", 1024, 1, "--lora --tiled_mlp 256 --ce_chunk 64"),
