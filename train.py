@@ -339,7 +339,9 @@ def complete(args):
     when the model is known: rank, alpha, dropout and targets of --adapter (in open_config); --precision and
     --lr (in open_model); --activation_checkpointing auto, n_weights_kept and n_attention_kept (in
     choose_blocks)."""
-    if not args.adapter:  # the folder of a run may stand for its model and adapter
+    # The folder of a run may stand for its model and adapter. This comes first, because an adapter decides
+    # which other flags make sense.
+    if not args.adapter:
         try:
             args.model, args.adapter = data.find_result(args.model)
         except (ValueError, OSError) as error:
@@ -412,6 +414,7 @@ def refuse_conflicts(args):
 def main(argv, progress):
     """A training run from top to bottom. `progress` is kept up to date for report_out_of_memory()."""
     args = parse_args(argv)
+    # these two train nothing, and --dry_run needs neither weights nor a device
     if args.dry_run:
         return dry_run(args)
     if args.chat:
@@ -430,11 +433,13 @@ def main(argv, progress):
         data.print_data(args, loader, eval_loader, tokenizer)
     if args.inspect:
         return ranks.leave()
+    # Nothing has been written so far: a mistake in the flags, the model or the data leaves no folder behind.
     out, resumed, state = open_run(args, config, loader, source, ranks)
     start = state["step"]  # steps that were done before this process began
     steps = state["steps"]
     progress.update(phase="weights", out=out)
     if args.activation_checkpointing == "auto":
+        # the smallest GPU decides for all: ranks that recompute other blocks would wait for one another
         room = min(ranks.gather(memory_of(args, ranks)))
         ranks.say(choose_blocks(args, config, world, loader.longest, room))
     if ranks.rank == 0:
@@ -479,6 +484,7 @@ def main(argv, progress):
             write_args(out, args, world)
             prune_metrics(out, start)
     state = ranks.gather(state)[0]
+    # From here on rank 0's folder exists and is locked, and all ranks have the same state.
     saver = Saver(out, args.keep, ranks)
     ranks.say(describe_run(args, state, resumed, out))
     answer_before = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
@@ -505,6 +511,7 @@ def main(argv, progress):
         # supervised tokens of this step, or its pairs, over all micro-batches and ranks
         n_terms = counted[3] // 2 if args.dpo else counted[0]
         ranks.alive()
+        # dropout draws the same in this step whether or not the run was interrupted before it
         torch.manual_seed(dropout_seed(args.seed, ranks.rank, step))
         lr = lr_at(step, steps, args)
         for group in optimizer.param_groups:
@@ -538,6 +545,7 @@ def main(argv, progress):
             if world > 1 and not args.fsdp2:
                 average_gradients_(trained, world)
             norm = clip_gradients_(trained, args.clip)
+            # the host does not look at the norm: where it is inf or nan, the kernels change nothing
             step_if_finite(optimizer, norm, bad)
             optimizer.zero_grad()
         n_bad += bad
@@ -546,6 +554,8 @@ def main(argv, progress):
         log.count(sums, n_terms, counted[1], lm.step_flops(config, counted[:3], args.lora) / world)
 
         # once in a while: log, and see whether the numbers are still finite
+        # All ranks must decide alike, or one would save while the others train. This all-reduce is gloo's: it
+        # does not wait for the GPU.
         stopped, overdue = ranks.largest(stop.number, log.seconds() > 10)
         save_due = args.save_every and (n % args.save_every == 0 or n == steps)
         log_due = n <= 10 or n == start + 1 or n == steps or n % args.log_every == 0
@@ -624,6 +634,7 @@ def open_config(args, world, random_init):
 def open_model(args, ranks):
     """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated. Decides
     --precision and --lr where they are not given."""
+    # each rank reads the files by itself: a node may lack one
     with ranks.agree():
         files, config, adapter = open_config(args, ranks.world, args.random_init)
         if args.precision is None:
@@ -633,6 +644,7 @@ def open_model(args, ranks):
             args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
             if args.dpo:
                 args.lr /= 10
+        # Names and shapes in files are those of the vanilla model, without NF4's codes and without adapters.
         with torch.device("meta"):
             vanilla = lm.Transformer(config)
         if files.weights:
@@ -662,6 +674,7 @@ def default_precision(args, device):
 def open_run(args, config, loader, source, ranks):
     """-> (folder of the run, checkpoint to resume from or None, state). `state` is all that a run carries
     from step to step beside its tensors; trainer_state.json holds it."""
+    # Only rank 0 looks for the folder: other nodes may see what it writes a moment later.
     folders = None
     rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
     with ranks.agree():
@@ -678,6 +691,7 @@ def open_run(args, config, loader, source, ranks):
         settings = fixed_settings(args, config, rows_a_step, loader, source)
         state = {"step": 0, "tokens": 0, "best_eval": None, "steps": steps, "rows_a_step": rows_a_step,
                  "settings": settings}
+        # the saved state counts, but for `steps`: a run may be made longer or shorter
         if resumed:
             state = read_state(resumed, settings, ranks)
         if state["step"] > steps:
@@ -687,6 +701,8 @@ def open_run(args, config, loader, source, ranks):
         ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
     if ranks.device.type == "cuda" and steps > 200 and not args.compile:
         ranks.say("note: --compile takes half a minute, and then a step is about 1.2 times as fast")
+    if steps < 20 and not args.steps:
+        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
     if state["steps"] != steps:
         ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate "
                   "changes")
@@ -769,6 +785,7 @@ class Ranks:
             dist.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.world, timeout=self.wait)
         if self.world > 1:
+            # for gather() and agree(): a month, because another rank may be reading terabytes
             self.control = dist.new_group(backend="gloo", timeout=timedelta(days=30))
 
     def say(self, text):
@@ -892,6 +909,7 @@ def shard_(model, args, device):
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shard_bytes_on_old_torch_()
+    # Ranks of one shard group are neighbours, so that all-gathers stay inside a node.
     sizes = args.replicas, dist.get_world_size() // args.replicas
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
     if args.replicas == 1:
@@ -907,6 +925,7 @@ def shard_(model, args, device):
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     *blocks, last = model.model.layers
     in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
+    # A unit is gathered in one dtype, so the float32 vectors of a DecayGate are units of their own.
     for module in model.model.layers.modules():
         if isinstance(module, lm.DecayGate):
             shard(module, mp_policy=in_float32, reshard_after_forward=False)
@@ -1053,7 +1072,8 @@ def make_optimizer(params, args, bad):
     if eight_bits or args.stochastic_rounding:
         return nf4.CompactAdamW(groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, bad)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
-    for p in params:  # as torch would at the first step
+    # As torch would at the first step. Fused AdamW reads `step` on the device, the others on the host.
+    for p in params:
         optimizer.state[p] = {"step": torch.zeros((), device=p.device if args.fused_adamw else "cpu"),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     if args.fused_adamw:
@@ -1064,6 +1084,7 @@ def make_optimizer(params, args, bad):
 def lr_at(step, steps, args):
     """Learning rate of step 0, 1, ...: linear warmup, then constant, or linear or cosine down to --min_lr."""
     warmup = args.warmup * steps if args.warmup < 1 else args.warmup
+    # neither 0 nor the peak is one of the warmup's own steps
     if step < warmup:
         return args.lr * (step + 1) / (warmup + 1)
     if args.schedule == "constant":
@@ -1194,6 +1215,7 @@ def evaluate(model, loader, ranks, beta=None):
             n_terms += len(b.n_targets) // 2 if beta else len(b.keep_S)
     model.train()
     lm.reshard_(model)
+    # sums are float64, so the digits that are printed do not depend on the number of ranks
     sums_of_ranks, counts = zip(*ranks.gather((sums.tolist(), n_terms)))
     return [sum(column) / sum(counts) for column in zip(*sums_of_ranks)], sum(counts)
 
@@ -1231,6 +1253,7 @@ def memory_gib(device):
 def draw(path, curves):
     """Writes curves as SVG. curves: {(name, colour): [(step, loss)]}. There is no background, and the grey of
     axes and words can be read on white and on black."""
+    # one scale for all curves, from the smallest to the largest number that any of them has
     steps, losses = zip(*(point for curve in curves.values() for point in curve))
     first, last = min(steps), max(steps)
     low, high = min(losses), max(losses)
@@ -1340,6 +1363,7 @@ class Log:
             "data_s": (self.loader.waited_s - self.waited_s) / n_steps,
             **dict(zip(DPO_FIGURES, means[n_steps:])),
         }
+        # with pauses: what is left has evaluations and saves as well
         left_s = (steps - step) * (time.perf_counter() - self.start) / (step - self.start_step)
         # The line has 80 columns. What follows from the flags (lr) and from tok/s (mfu) stands in the row
         # alone
@@ -1354,6 +1378,7 @@ class Log:
         terms = "pairs" if preferences else "tokens"
         row = {"step": self.state["step"], "eval_loss": loss, f"eval_{terms}": n_terms}
         row |= {f"eval_{name}": mean for name, mean in zip(DPO_FIGURES, preferences)}
+        # Saver keeps the checkpoint of this step; of two equal losses the earlier one counts
         best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
         self.state["best_eval"] = best
         self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_terms:,} {terms}, best "
@@ -1657,6 +1682,7 @@ def replace_file(path, text):
 
 def write_args(out, args, world):
     """Writes args.json: the value of every flag, and versions of what the run uses."""
+    # what a reader needs to repeat the run, or to see why another version gave another loss
     versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
     settings = vars(args) | {"world": world, "python": platform.python_version()} | versions
     replace_file(out / "args.json", json.dumps(settings, indent=2) + "\n")
@@ -1684,6 +1710,7 @@ def read_metrics(out, last_step):
 
 def prune_metrics(out, last_step):
     """Removes the rows after `last_step` from metrics.jsonl: the resumed run repeats these steps."""
+    # read_metrics() also drops a last line that a killed process has not finished
     rows = read_metrics(out, last_step)
     replace_file(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
@@ -1731,6 +1758,7 @@ def training_tensors(model, optimizer):
     for name, p in model.named_parameters():
         if p.requires_grad:
             tensors[name] = p.detach()
+            # the optimizer's own names, so that another one is found out when its state is loaded
             for key, value in optimizer.state[p].items():
                 tensors[f"{name}.{key}"] = value
     return tensors
@@ -1817,6 +1845,8 @@ class Saver:
 
     def write(self, rows_of, state):
         """Returns the message to print: the size of the checkpoint, or why it was not written."""
+        # Each rank writes its rows, then all hear of all sizes and errors, then rank 0 commits, and last all
+        # hear whether that has worked.
         started = time.perf_counter()
         rank = self.ranks.rank
         name = f"checkpoint-{state['step']}"
@@ -1854,6 +1884,7 @@ class Saver:
         data.sync(part / STATE)
         data.put_in_place(part)
         best = (state.get("best_eval") or {}).get("step")  # there may be no evaluation yet
+        # Old ones go only after the new one is in place, so for a moment there is one more than `keep`.
         saved = checkpoints(self.out)
         for step in sorted(saved)[: -self.keep]:
             if step != best:
@@ -1926,6 +1957,7 @@ def unit_of(module, args, shards, dtype):
         elif p.requires_grad and args.lora:
             kind = "adapters"
         unit.always[kind] += n_bytes
+        # Products read a copy: gathered by FSDP2, or made by Linear.forward() where a master is wider.
         if args.fsdp2 or p.itemsize > product_itemsize:
             unit.unsharded += shards * n * product_itemsize
         if not p.requires_grad:
@@ -1951,6 +1983,7 @@ def plan(args, config, world, length):
     model with one block of each kind on the meta device. Activations come from formulas, which assume rows of
     `length` tokens, one document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py
     compares the sums with real steps."""
+    # replicas hold the same shards, so what counts is the size of a replica
     shards = world // args.replicas if args.fsdp2 else 1
     n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # of a micro-batch on this rank
     n_layers = config.num_hidden_layers
@@ -1959,6 +1992,7 @@ def plan(args, config, world, length):
     few_blocks = dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds)
     model = lm.on_meta(few_blocks, args)
     blocks = model.model.layers
+    # The backward reaches these first. Their gradients are there while attention's is computed.
     after_attention = nn.ModuleList([blocks[0].mixer.o_proj, blocks[0].mlp])
     modules = after_attention, model.model.embed_tokens, model.lm_head, *blocks
     after, embedding, head, *of_kinds = (
@@ -1978,6 +2012,7 @@ def plan(args, config, world, length):
     logits_bytes = lm.loss_bytes(args, config, itemsize, n_tokens)
 
     always = sum((unit.always for unit in whole), Counter())
+    # With --offload params nothing of this stays on the GPU: FSDP2 brings a unit there when it is used.
     host = {}
     offloaded = "params" in args.offload
     if offloaded:
@@ -2120,6 +2155,7 @@ def play_step(args, config, shards, units, acts, logits_bytes, always):
 def largest_moments(events):
     """{moment: {kind: bytes}} of the largest event of each phase: one of the blocks, for example."""
     largest = {}
+    # play_step() has hundreds of events, and a reader wants one column for each phase
     for moment, kinds in events:
         phase = moment.split()[0]  # "block 3" -> "block"
         if phase not in largest or kinds.total() >= largest[phase][1].total():
@@ -2162,6 +2198,7 @@ def choose_blocks(args, config, world, length, room):
     choices += [BlockChoice(n, 0, n) for n in range(n_layers + 1)]
     choices += [BlockChoice(n_layers, 0, n) for n in range(n_layers - 1, 0, -1)]
     choices.append(BlockChoice("all", 0, 0))
+    # about ten plans: each of them plays a whole step
     trial = argparse.Namespace(**vars(args))
     first = 0
     last = len(choices) - 1
@@ -2325,6 +2362,7 @@ def check_sizes(args, config, world):
 
 def memory_of(args, ranks):
     """Bytes of the GPU that a run may use. On a CPU only --gpu_gib is a limit."""
+    # all of the card: what other processes have of it is not known to stay theirs
     room = (args.gpu_gib or math.inf) * GIB
     if ranks.device.type == "cuda":
         room = min(room, torch.cuda.get_device_properties(ranks.device).total_memory)
