@@ -8,7 +8,7 @@ import conftest
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HERE, QWEN35
+from conftest import HERE, MUSE, QWEN35
 from safetensors.torch import load_file, save_file
 
 import data
@@ -84,7 +84,7 @@ def test_long_positions_keep_float32_angles_in_bf16():
     assert cos.flatten()[0].item() == pytest.approx(expected.item(), abs=5e-3)  # an ulp of the angle 5e4 is 4e-3
 
 
-@pytest.mark.parametrize("changes", [{}, QWEN35], ids=["qwen3", "qwen3.5"])
+@pytest.mark.parametrize("changes", [{}, QWEN35, MUSE], ids=["qwen3", "qwen3.5", "muse"])
 def test_attention_that_a_checkpointed_block_keeps_runs_once_and_changes_no_bit(changes, monkeypatch):
     calls, n_calls, results, plain = [], [], [], lm.sdpa
     monkeypatch.setattr(lm, "sdpa", lambda *args, **options: calls.append(1) or plain(*args, **options))
