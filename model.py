@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 import nf4
 
 IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
+NO_WINDOW = 1 << 30  # tokens: no row is as long
 
 # ---------------- config
 
@@ -49,7 +50,8 @@ IGNORE = -100  # a target that is not trained on, as in every Hugging Face datas
 #     gate          attention's output is multiplied by a gate, which with gate_in_q is a part of q_proj
 #     branch_norms  the outputs of attention and MLP are normed before they are added to x
 #     embed_norm    the embedding is normed, without a weight
-#     some_rope     RoPE turns q and k in three blocks of four, and with part_rope only a part of a head
+#     some_rope     RoPE turns q and k in three blocks of four only
+#     part_rope     RoPE turns only a part of each head
 #     experts       in place of the MLP, and with `shared` one more that sees all tokens
 #     vision        files have a vision tower, and keep the decoder's keys in `text_config`. Its model_type
 #                   ends in _text; files of the decoder alone have that model_type at the top
@@ -141,7 +143,7 @@ class Config:
     shared_expert_intermediate_size: int = within(0, 1 << 18, 0)  # F of Qwen3.5's expert for all tokens
     layer_types: list  # of each block, a kind of its family; "linear_attention" is Gated DeltaNet
     full_attention_interval: int = within(1, 1 << 10, 4)  # makes layer_types where a file has none
-    sliding_window: int = within(1, 1 << 30, 1 << 30)  # keys that a token sees in "sliding_attention"
+    sliding_window: int = within(1, NO_WINDOW, NO_WINDOW)  # keys that a token sees in "sliding_attention"
     linear_num_key_heads: int = within(1, 1 << 10, 16)  # of Gated DeltaNet, as the next three
     linear_num_value_heads: int = within(1, 1 << 10, 32)
     linear_key_head_dim: int = within(2, 1 << 10, 128)  # the size of a value, too
@@ -313,9 +315,9 @@ def with_implied_values(raw, name, traits):
 
 def parse_rope(given, family, traits, values, where, refuse):
     """-> (theta, the part of a head that RoPE turns, scaling). A file may have `rope_theta`,
-    `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. What is
-    there twice must agree, or which one counts would depend on who reads it. mrope_section means nothing for
-    text, whose tokens have three equal positions."""
+    `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. Where
+    one is there twice both must agree, or which one counts would depend on who reads it. mrope_section means
+    nothing for text, whose tokens have three equal positions."""
     numbers = {
         "default": {},
         "linear": {"factor": POSITIVE},
@@ -325,26 +327,32 @@ def parse_rope(given, family, traits, values, where, refuse):
         },
     }
     stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    scalings = []
     for key in ("rope_scaling", "rope_parameters"):
-        rope = given.get(key) or {}
+        rope = given.get(key)
+        if not rope:
+            continue
         is_flat = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
         refuse(not is_flat, key,
                "expected one flat object; rope parameters per layer type are not implemented")
-        rope = {"rope_type": rope.get("type"), **rope}  # its older name
-        kind = rope["rope_type"]
-        refuse(kind not in (None, *numbers), key, f"rope_type is not one of {', '.join(numbers)}")
-        for name in ("rope_theta", "partial_rotary_factor", "rope_type", *numbers["llama3"]):
-            value = rope.get(name)
-            if value is not None:
-                refuse(stated.get(name) not in (None, value), name,
-                       f"{key}.{name} = {quoted(value)} differs: leave one of the two out")
-                stated[name] = value
-    kind = stated.get("rope_type", "default")
-    scaling = {name: read_field(stated, name, bounds, f"{where}: rope_parameters")
-               for name, bounds in numbers[kind].items()}
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        refuse(kind not in list(numbers), key, f"rope_type is not one of {', '.join(numbers)}")
+        scaling = {name: read_field(rope, name, bounds, f"{where}: {key}")
+                   for name, bounds in numbers[kind].items()}
+        scalings.append({"rope_type": kind, **scaling})
+        for name, value in stated.items():
+            other = rope.get(name)
+            if other is not None:
+                refuse(value not in (None, other), name,
+                       f"{key}.{name} = {quoted(other)} differs: leave one of the two out")
+                stated[name] = other
+    scalings = scalings or [{"rope_type": "default"}]
+    refuse(scalings[0] != scalings[-1], "rope_scaling", "rope_parameters differ: leave one of the two out")
+    scaling = scalings[0]
     # Old Llama-2 files leave out their 10000. Elsewhere this default would train on wrong positions
     # (vllm #42624).
-    no_default = family.startswith("qwen") or kind == "llama3" or values["vocab_size"] >= 100_000
+    no_default = (family.startswith("qwen") or scaling["rope_type"] == "llama3"
+                  or values["vocab_size"] >= 100_000)
     refuse(stated["rope_theta"] is None and no_default, "rope_theta",
            "missing, with no safe default: copy it from the model's page")
     theta = read_field(stated, "rope_theta", POSITIVE._replace(default=1e4), where)
@@ -352,7 +360,7 @@ def parse_rope(given, family, traits, values, where, refuse):
     if "part_rope" in traits:
         bounds = Bounds(float, 0, 1, 0.25)
     factor = read_field(stated, "partial_rotary_factor", bounds, where)
-    return theta, factor, {"rope_type": kind, **scaling}
+    return theta, factor, scaling
 
 
 # ---------------- layers
@@ -465,8 +473,6 @@ class RunOnce(torch.autograd.Function):
 
 
 # ---------------- attention
-
-NO_WINDOW = 1 << 30  # tokens: no row is as long
 
 
 class Spans:

@@ -1871,7 +1871,7 @@ class Saver:
                 error = str(caught)
         error = self.ranks.gather(error)[0]
         if error:
-            shutil.rmtree(part, ignore_errors=True)
+            data.remove(part)
             return f"{name} was NOT written: {error}. Older checkpoints are intact and training continues"
         self.last_step = state["step"]
         gib = sum(size for size, _ in files.values()) / GIB
@@ -2362,7 +2362,7 @@ def check_sizes(args, config, world):
 
 def memory_of(args, ranks):
     """Bytes of the GPU that a run may use. On a CPU only --gpu_gib is a limit."""
-    # all of the card: what other processes have of it is not known to stay theirs
+    # all of the card, also where another process uses a part of it now
     room = (args.gpu_gib or math.inf) * GIB
     if ranks.device.type == "cuda":
         room = min(room, torch.cuda.get_device_properties(ranks.device).total_memory)

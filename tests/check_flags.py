@@ -32,7 +32,7 @@ import train
 ROWS, STEPS, ON_GPU = 12, 4, bool(emulated_cuda.LOADED)  # rows a step, however they are split
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 4}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
-MODELS = [{}, {"tie_word_embeddings": True}, {"num_hidden_layers": 1}, LLAMA, QWEN2, QWEN35, MUSE, MUSE, MOE,
+MODELS = [{}, {"tie_word_embeddings": True}, {"num_hidden_layers": 1}, LLAMA, QWEN2, QWEN35, MUSE, MOE,
           MOE | {"num_experts": 3, "norm_topk_prob": False}]
 METHODS = ["", "--lora", "--lora --lora_targets q_proj v_proj", "--qlora", "--qlora --lora_targets o_proj down_proj",
            "--qlora --lora_targets gate_proj up_proj down_proj", "--dpo --lora", "--dpo --qlora"]

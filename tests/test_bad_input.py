@@ -86,11 +86,13 @@ ASKED_FOR = [  # a family, what its config.json asks for, words of the message b
     ("qwen2", {"tie_word_embeddings": "false"}, "bool"), ("mistral", {"sliding_window": "64"}, "int"),
     # transformers 5 would take rope_parameters; both are there when somebody adds YaRN to a file that it has written
     ("llama3.1", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"),
-    ("llama3.1", {"rope_scaling": {**LLAMA3, "factor": 2 * LLAMA3["factor"]}}, "rope_parameters"),
+    *(("llama3.1", {"rope_scaling": rope}, "rope_parameters") for rope in (
+        {**LLAMA3, "factor": 2 * LLAMA3["factor"]}, {"rope_theta": 5e5})),  # without a type it means "default"
     ("qwen2", {"rope_theta": 1e4}, "rope_parameters.rope_theta = 1000000.0 differs"),
     *(("llama3.1", {"rope_parameters": rope}, words) for rope, words in (
         ({**LLAMA3, "rope_theta": None}, "rope_theta | missing | copy"), ([1], "flat"),
         ({FULL: LLAMA3, SLIDING: LLAMA3}, "flat"), ({**LLAMA3, "rope_type": "yarn"}, "yarn | llama3"),
+        ({**LLAMA3, "rope_type": None, "type": "yarn"}, "yarn | llama3"),
         ({**LLAMA3, "factor": INFINITY}, "factor"), ({**LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
         ({**LLAMA3, "original_max_position_embeddings": "16"}, "original_max_position_embeddings"))),
     *(("qwen2", {"rope_parameters": rope}, words) for rope, words in (
