@@ -1180,30 +1180,27 @@ def print_file(file):
 # Shapes of models on the Hub. PRESET_KEYS has the names of the columns in config.json, up to RoPE, its theta.
 # t is 1 if head and embedding are tied. Indented lines belong to the row above them and set further keys, as
 # in config.json.
-PRESET_TABLE = """
+LLAMA_3_1_ROPE = """"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}"""
+LLAMA_3_2_ROPE = LLAMA_3_1_ROPE.replace("8.0", "32.0")
+PRESET_TABLE = f"""
 name            Hub-id                            family         V     D     F   n   H  G   K tokens RoPE t
 llama-2-7b      meta-llama/Llama-2-7b-hf          llama      32000  4096 11008  32  32 32 128   4096  1e4 0
 llama-2-13b     meta-llama/Llama-2-13b-hf         llama      32000  5120 13824  40  40 40 128   4096  1e4 0
 llama-2-70b     meta-llama/Llama-2-70b-hf         llama      32000  8192 28672  80  64  8 128   4096  1e4 0
 llama-3-8b      meta-llama/Meta-Llama-3-8B        llama     128256  4096 14336  32  32  8 128   8192  5e5 0
 llama-3.1-8b    meta-llama/Llama-3.1-8B           llama     128256  4096 14336  32  32  8 128 131072  5e5 0
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    {LLAMA_3_1_ROPE}
 llama-3.1-70b   meta-llama/Llama-3.1-70B          llama     128256  8192 28672  80  64  8 128 131072  5e5 0
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    {LLAMA_3_1_ROPE}
 llama-3.1-405b  meta-llama/Llama-3.1-405B         llama     128256 16384 53248 126 128  8 128 131072  5e5 0
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    {LLAMA_3_1_ROPE}
 llama-3.2-1b    meta-llama/Llama-3.2-1B           llama     128256  2048  8192  16  32  8  64 131072  5e5 1
-    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    {LLAMA_3_2_ROPE}
 llama-3.2-3b    meta-llama/Llama-3.2-3B           llama     128256  3072  8192  28  24  8 128 131072  5e5 1
-    "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    {LLAMA_3_2_ROPE}
 llama-3.3-70b   meta-llama/Llama-3.3-70B-Instruct llama     128256  8192 28672  80  64  8 128 131072  5e5 0
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    {LLAMA_3_1_ROPE}
 mistral-7b      mistralai/Mistral-7B-v0.3         mistral    32768  4096 14336  32  32  8 128  32768  1e6 0
     "sliding_window": null
 qwen2.5-0.5b    Qwen/Qwen2.5-0.5B                 qwen2     151936   896  4864  24  14  2  64  32768  1e6 1
