@@ -104,6 +104,22 @@ def run_alone(model, documents):
     return {"logits": torch.stack(logits).detach(), "nll": nll.detach(), "rows": torch.tensor(rows)}
 
 
+def write(folder, model, tensors, documents):
+    """Writes a model's config, `tensors`, and golden.safetensors, what the model makes of each document alone."""
+    golden = {"tokens": torch.cat(documents), "lengths": torch.tensor([len(tokens) for tokens in documents])}
+    golden |= run_alone(model, documents)
+    golden |= {f"grad.{key}": p.grad for key, p in model.named_parameters() if p.grad is not None}
+    prompt = documents[-1][:PROMPT]
+    answer = model.generate(prompt[None], max_new_tokens=N_GENERATED, do_sample=False, eos_token_id=None)
+    golden["generated"] = answer[0, PROMPT:]
+    golden = {key: t.to(FLOAT32) if t.is_floating_point() else t for key, t in golden.items()}
+    model.config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(golden, folder / "golden.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def main():
     shutil.rmtree(HERE, ignore_errors=True)
     torch.set_num_threads(1)
@@ -114,20 +130,9 @@ def main():
         model.set_experts_implementation("eager")  # grouped products have no float64
         tensors = randomize_(model, keep_float32)
         tokens = torch.randint(0, TEXT["vocab_size"], (sum(LENGTHS),))
-        golden = {"tokens": tokens, "lengths": torch.tensor(LENGTHS)} | run_alone(model, tokens.split(LENGTHS))
-        golden |= {f"grad.{key}": p.grad for key, p in model.named_parameters() if p.grad is not None}
-        prompt = tokens[-LENGTHS[-1] :][:PROMPT]
-        answer = model.generate(prompt[None], max_new_tokens=N_GENERATED, do_sample=False, eos_token_id=None)
-        golden["generated"] = answer[0, PROMPT:]
-        golden = {key: t.to(FLOAT32) if t.is_floating_point() else t for key, t in golden.items()}
-        model.config.save_pretrained(HERE / name)
         if family is not Qwen3_5ForCausalLM:
             tensors |= extra_tensors(TEXT["hidden_size"])
-        save_file(tensors, HERE / name / "model.safetensors", {"format": "pt"})
-        save_file(golden, HERE / name / "golden.safetensors")
-        config = json.loads((HERE / name / "config.json").read_text())
-        config["architectures"] = [family.__name__]
-        (HERE / name / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write(HERE / name, model, tensors, tokens.split(LENGTHS))
 
 
 if __name__ == "__main__":

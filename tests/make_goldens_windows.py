@@ -6,14 +6,12 @@ The files are those of make_goldens_qwen35.py. All is computed in float64, and e
 than the window, one as long, and one many times as long.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
 
 import make_goldens_qwen35 as packed
 import torch
-from safetensors.torch import save_file
 from transformers import (MistralConfig, MistralForCausalLM, MuseGlimmerConfig, MuseGlimmerForConditionalGeneration,
                           SmolLM3Config, SmolLM3ForCausalLM)
 
@@ -62,18 +60,7 @@ def main():
         model = family(config()).double().eval()
         tensors = randomize_(model)
         tokens = torch.randint(0, SHAPE["vocab_size"], (sum(LENGTHS),))
-        golden = {"tokens": tokens, "lengths": torch.tensor(LENGTHS)} | packed.run_alone(model, tokens.split(LENGTHS))
-        golden |= {f"grad.{key}": p.grad for key, p in model.named_parameters() if p.grad is not None}
-        prompt = tokens[-LENGTHS[-1] :][: packed.PROMPT]
-        answer = model.generate(prompt[None], max_new_tokens=packed.N_GENERATED, do_sample=False, eos_token_id=None)
-        golden["generated"] = answer[0, packed.PROMPT :]
-        golden = {key: t.to(packed.FLOAT32) if t.is_floating_point() else t for key, t in golden.items()}
-        model.config.save_pretrained(HERE / name)
-        save_file(tensors, HERE / name / "model.safetensors", {"format": "pt"})
-        save_file(golden, HERE / name / "golden.safetensors")
-        path = HERE / name / "config.json"
-        config = json.loads(path.read_text()) | {"architectures": [family.__name__]}
-        path.write_text(json.dumps(config, indent=2) + "\n")
+        packed.write(HERE / name, model, tensors, tokens.split(LENGTHS))
 
 
 if __name__ == "__main__":
