@@ -1027,7 +1027,9 @@ class Block(nn.Module):
     def rest(self, x, mixed):
         x, started = self.start_mlp(x, mixed)
         branch = self.mlp.finish(started)
-        return x + (self.post_feedforward_layernorm(branch) if self.has_branch_norms else branch)
+        if self.has_branch_norms:
+            branch = self.post_feedforward_layernorm(branch)
+        return x + branch
 
     def start_mlp(self, x, mixed):
         branch = self.mixer.o_proj(mixed)
@@ -1146,7 +1148,9 @@ class LMHead(nn.Module):
     def logits(self, x, w_VD):
         """float32, for generation and for a loss that is not chunked."""
         logits = F.linear(x, w_VD).float()
-        return self.cap * (logits / self.cap).tanh() if self.cap else logits
+        if self.cap:
+            logits = self.cap * (logits / self.cap).tanh()
+        return logits
 
     def forward(self, x, targets_BT=None, keep_S=None):
         """Summed loss over the supervised tokens `keep_S` (flat indices into B*T), or with per_token the loss
