@@ -214,8 +214,10 @@ def cpu_time_limit(seconds):
         signal.signal(signal.SIGVTALRM, handler)
 
 
-TOKENIZER_FILES = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
-    added_tokens.json vocab.json merges.txt tokenizer.model""".split()
+TOKENIZER_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+)
 
 
 class Tokenizer:
@@ -626,7 +628,11 @@ EXPECTED = ("expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs o
             "csv, parquet and data sets of the Hub: datasets.load_dataset(...).to_json(FILE)")
 CHUNK = 2**20  # bytes of whole lines that are tokenized at once
 BOM = b"\xef\xbb\xbf"
-SKIPPED = set("site-packages test tests idlelib lib2to3 turtledemo ensurepip encodings pydoc_data".split())
+# folders of the standard library that stdlib_modules() leaves out
+SKIPPED = {
+    "site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
+    "pydoc_data",
+}
 
 
 def chunks_of(path, kind, held_out):
@@ -1177,80 +1183,155 @@ def print_file(file):
 
 # ---------------- presets
 
-# Shapes of models on the Hub. PRESET_KEYS has the names of the columns in config.json, up to RoPE, its theta.
-# t is 1 if head and embedding are tied. Indented lines belong to the row above them and set further keys, as
-# in config.json.
-LLAMA_3_1_ROPE = """"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}"""
-LLAMA_3_2_ROPE = LLAMA_3_1_ROPE.replace("8.0", "32.0")
-PRESET_TABLE = f"""
-name            Hub-id                            family         V     D     F   n   H  G   K tokens RoPE t
-llama-2-7b      meta-llama/Llama-2-7b-hf          llama      32000  4096 11008  32  32 32 128   4096  1e4 0
-llama-2-13b     meta-llama/Llama-2-13b-hf         llama      32000  5120 13824  40  40 40 128   4096  1e4 0
-llama-2-70b     meta-llama/Llama-2-70b-hf         llama      32000  8192 28672  80  64  8 128   4096  1e4 0
-llama-3-8b      meta-llama/Meta-Llama-3-8B        llama     128256  4096 14336  32  32  8 128   8192  5e5 0
-llama-3.1-8b    meta-llama/Llama-3.1-8B           llama     128256  4096 14336  32  32  8 128 131072  5e5 0
-    {LLAMA_3_1_ROPE}
-llama-3.1-70b   meta-llama/Llama-3.1-70B          llama     128256  8192 28672  80  64  8 128 131072  5e5 0
-    {LLAMA_3_1_ROPE}
-llama-3.1-405b  meta-llama/Llama-3.1-405B         llama     128256 16384 53248 126 128  8 128 131072  5e5 0
-    {LLAMA_3_1_ROPE}
-llama-3.2-1b    meta-llama/Llama-3.2-1B           llama     128256  2048  8192  16  32  8  64 131072  5e5 1
-    {LLAMA_3_2_ROPE}
-llama-3.2-3b    meta-llama/Llama-3.2-3B           llama     128256  3072  8192  28  24  8 128 131072  5e5 1
-    {LLAMA_3_2_ROPE}
-llama-3.3-70b   meta-llama/Llama-3.3-70B-Instruct llama     128256  8192 28672  80  64  8 128 131072  5e5 0
-    {LLAMA_3_1_ROPE}
-mistral-7b      mistralai/Mistral-7B-v0.3         mistral    32768  4096 14336  32  32  8 128  32768  1e6 0
-    "sliding_window": null
-qwen2.5-0.5b    Qwen/Qwen2.5-0.5B                 qwen2     151936   896  4864  24  14  2  64  32768  1e6 1
-qwen2.5-1.5b    Qwen/Qwen2.5-1.5B                 qwen2     151936  1536  8960  28  12  2 128 131072  1e6 1
-qwen2.5-3b      Qwen/Qwen2.5-3B                   qwen2     151936  2048 11008  36  16  2 128  32768  1e6 1
-qwen2.5-7b      Qwen/Qwen2.5-7B                   qwen2     152064  3584 18944  28  28  4 128 131072  1e6 0
-qwen2.5-14b     Qwen/Qwen2.5-14B                  qwen2     152064  5120 13824  48  40  8 128 131072  1e6 0
-qwen2.5-32b     Qwen/Qwen2.5-32B                  qwen2     152064  5120 27648  64  40  8 128 131072  1e6 0
-qwen2.5-72b     Qwen/Qwen2.5-72B                  qwen2     152064  8192 29568  80  64  8 128 131072  1e6 0
-qwen3-0.6b      Qwen/Qwen3-0.6B                   qwen3     151936  1024  3072  28  16  8 128  40960  1e6 1
-qwen3-1.7b      Qwen/Qwen3-1.7B                   qwen3     151936  2048  6144  28  16  8 128  40960  1e6 1
-qwen3-4b        Qwen/Qwen3-4B                     qwen3     151936  2560  9728  36  32  8 128  40960  1e6 1
-qwen3-8b        Qwen/Qwen3-8B                     qwen3     151936  4096 12288  36  32  8 128  40960  1e6 0
-qwen3-14b       Qwen/Qwen3-14B                    qwen3     151936  5120 17408  40  40  8 128  40960  1e6 0
-qwen3-32b       Qwen/Qwen3-32B                    qwen3     151936  5120 25600  64  64  8 128  40960  1e6 0
-qwen3-30b-a3b   Qwen/Qwen3-30B-A3B                qwen3_moe 151936  2048  6144  48  32  4 128  40960  1e6 0
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": true
-qwen3-235b-a22b Qwen/Qwen3-235B-A22B              qwen3_moe 151936  4096 12288  94  64  4 128  40960  1e6 0
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": true
-qwen3.5-0.8b    Qwen/Qwen3.5-0.8B             qwen3_5_text 248320  1024  3584  24   8  2 256 262144  1e7 1
-    "linear_num_value_heads": 16
-qwen3.5-2b      Qwen/Qwen3.5-2B               qwen3_5_text 248320  2048  6144  24   8  2 256 262144  1e7 1
-    "linear_num_value_heads": 16
-qwen3.5-4b      Qwen/Qwen3.5-4B               qwen3_5_text 248320  2560  9216  32  16  4 256 262144  1e7 1
-qwen3.5-9b      Qwen/Qwen3.5-9B               qwen3_5_text 248320  4096 12288  32  16  4 256 262144  1e7 0
-qwen3.5-27b     Qwen/Qwen3.5-27B              qwen3_5_text 248320  5120 17408  64  24  4 256 262144  1e7 0
-    "linear_num_value_heads": 48
-qwen3.5-35b-a3b Qwen/Qwen3.5-35B-A3B      qwen3_5_moe_text 248320  2048     1  40  16  2 256 262144  1e7 0
-    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512
-muse-glimmer-30b meta-models/Muse-Glimmer-30B muse_glimmer_text 202048 6656 19968 52 32 2 128 131072  5e5 0
-"""
-PRESET_KEYS = """_name_or_path model_type vocab_size hidden_size intermediate_size num_hidden_layers
-    num_attention_heads num_key_value_heads head_dim max_position_embeddings rope_theta""".split()
+class Preset(NamedTuple):
+    """The shape of a model on the Hub, its sizes by the letters of model.py."""
+
+    hub_id: str
+    model_type: str
+    V: int
+    D: int
+    F: int
+    layers: int
+    H: int
+    G: int
+    K: int
+    positions: int  # tokens that the model was trained on
+    theta: float  # of RoPE
+    tied: bool = False  # head and embedding are one matrix
+    rope: dict | None = None  # rope_scaling
+    further: dict = {}  # keys and values as in config.json
+
+    def config(self):
+        """The dict of a config.json."""
+        config = {
+            "_name_or_path": self.hub_id, "model_type": self.model_type, "vocab_size": self.V,
+            "hidden_size": self.D, "intermediate_size": self.F, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.H, "num_key_value_heads": self.G, "head_dim": self.K,
+            "max_position_embeddings": self.positions, "rope_theta": self.theta,
+            "rms_norm_eps": 1e-6 if self.model_type.startswith("qwen") else 1e-5,
+            "tie_word_embeddings": self.tied,
+        }
+        if self.rope:
+            config["rope_scaling"] = self.rope
+        return config | self.further
 
 
-def read_presets():
-    """PRESET_TABLE -> {name: dict as config.json}."""
-    presets = {}
-    _, *rows = PRESET_TABLE.strip().replace("\n    ", " ").splitlines()
-    for row in rows:
-        cells, quote, further = row.partition('"')
-        name, hub_id, family, *sizes, is_tied = cells.split()
-        config = dict(zip(PRESET_KEYS, [hub_id, family, *map(json.loads, sizes)]))
-        config["rms_norm_eps"] = 1e-6 if family.startswith("qwen") else 1e-5
-        config["tie_word_embeddings"] = is_tied == "1"
-        presets[name] = config | json.loads("{" + quote + further + "}")
-    return presets
-
-
-PRESETS = read_presets()
+LLAMA_3_1_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA_3_2_ROPE = LLAMA_3_1_ROPE | {"factor": 32.0}
+SHAPES = {  # to add a preset, copy a row
+    "llama-2-7b": Preset(
+        "meta-llama/Llama-2-7b-hf", "llama", V=32000, D=4096, F=11008, layers=32,
+        H=32, G=32, K=128, positions=4096, theta=1e4),
+    "llama-2-13b": Preset(
+        "meta-llama/Llama-2-13b-hf", "llama", V=32000, D=5120, F=13824, layers=40,
+        H=40, G=40, K=128, positions=4096, theta=1e4),
+    "llama-2-70b": Preset(
+        "meta-llama/Llama-2-70b-hf", "llama", V=32000, D=8192, F=28672, layers=80,
+        H=64, G=8, K=128, positions=4096, theta=1e4),
+    "llama-3-8b": Preset(
+        "meta-llama/Meta-Llama-3-8B", "llama", V=128256, D=4096, F=14336, layers=32,
+        H=32, G=8, K=128, positions=8192, theta=5e5),
+    "llama-3.1-8b": Preset(
+        "meta-llama/Llama-3.1-8B", "llama", V=128256, D=4096, F=14336, layers=32,
+        H=32, G=8, K=128, positions=131072, theta=5e5, rope=LLAMA_3_1_ROPE),
+    "llama-3.1-70b": Preset(
+        "meta-llama/Llama-3.1-70B", "llama", V=128256, D=8192, F=28672, layers=80,
+        H=64, G=8, K=128, positions=131072, theta=5e5, rope=LLAMA_3_1_ROPE),
+    "llama-3.1-405b": Preset(
+        "meta-llama/Llama-3.1-405B", "llama", V=128256, D=16384, F=53248, layers=126,
+        H=128, G=8, K=128, positions=131072, theta=5e5, rope=LLAMA_3_1_ROPE),
+    "llama-3.2-1b": Preset(
+        "meta-llama/Llama-3.2-1B", "llama", V=128256, D=2048, F=8192, layers=16,
+        H=32, G=8, K=64, positions=131072, theta=5e5, tied=True, rope=LLAMA_3_2_ROPE),
+    "llama-3.2-3b": Preset(
+        "meta-llama/Llama-3.2-3B", "llama", V=128256, D=3072, F=8192, layers=28,
+        H=24, G=8, K=128, positions=131072, theta=5e5, tied=True, rope=LLAMA_3_2_ROPE),
+    "llama-3.3-70b": Preset(
+        "meta-llama/Llama-3.3-70B-Instruct", "llama", V=128256, D=8192, F=28672, layers=80,
+        H=64, G=8, K=128, positions=131072, theta=5e5, rope=LLAMA_3_1_ROPE),
+    "mistral-7b": Preset(
+        "mistralai/Mistral-7B-v0.3", "mistral", V=32768, D=4096, F=14336, layers=32,
+        H=32, G=8, K=128, positions=32768, theta=1e6,
+        further={"sliding_window": None}),
+    "qwen2.5-0.5b": Preset(
+        "Qwen/Qwen2.5-0.5B", "qwen2", V=151936, D=896, F=4864, layers=24,
+        H=14, G=2, K=64, positions=32768, theta=1e6, tied=True),
+    "qwen2.5-1.5b": Preset(
+        "Qwen/Qwen2.5-1.5B", "qwen2", V=151936, D=1536, F=8960, layers=28,
+        H=12, G=2, K=128, positions=131072, theta=1e6, tied=True),
+    "qwen2.5-3b": Preset(
+        "Qwen/Qwen2.5-3B", "qwen2", V=151936, D=2048, F=11008, layers=36,
+        H=16, G=2, K=128, positions=32768, theta=1e6, tied=True),
+    "qwen2.5-7b": Preset(
+        "Qwen/Qwen2.5-7B", "qwen2", V=152064, D=3584, F=18944, layers=28,
+        H=28, G=4, K=128, positions=131072, theta=1e6),
+    "qwen2.5-14b": Preset(
+        "Qwen/Qwen2.5-14B", "qwen2", V=152064, D=5120, F=13824, layers=48,
+        H=40, G=8, K=128, positions=131072, theta=1e6),
+    "qwen2.5-32b": Preset(
+        "Qwen/Qwen2.5-32B", "qwen2", V=152064, D=5120, F=27648, layers=64,
+        H=40, G=8, K=128, positions=131072, theta=1e6),
+    "qwen2.5-72b": Preset(
+        "Qwen/Qwen2.5-72B", "qwen2", V=152064, D=8192, F=29568, layers=80,
+        H=64, G=8, K=128, positions=131072, theta=1e6),
+    "qwen3-0.6b": Preset(
+        "Qwen/Qwen3-0.6B", "qwen3", V=151936, D=1024, F=3072, layers=28,
+        H=16, G=8, K=128, positions=40960, theta=1e6, tied=True),
+    "qwen3-1.7b": Preset(
+        "Qwen/Qwen3-1.7B", "qwen3", V=151936, D=2048, F=6144, layers=28,
+        H=16, G=8, K=128, positions=40960, theta=1e6, tied=True),
+    "qwen3-4b": Preset(
+        "Qwen/Qwen3-4B", "qwen3", V=151936, D=2560, F=9728, layers=36,
+        H=32, G=8, K=128, positions=40960, theta=1e6, tied=True),
+    "qwen3-8b": Preset(
+        "Qwen/Qwen3-8B", "qwen3", V=151936, D=4096, F=12288, layers=36,
+        H=32, G=8, K=128, positions=40960, theta=1e6),
+    "qwen3-14b": Preset(
+        "Qwen/Qwen3-14B", "qwen3", V=151936, D=5120, F=17408, layers=40,
+        H=40, G=8, K=128, positions=40960, theta=1e6),
+    "qwen3-32b": Preset(
+        "Qwen/Qwen3-32B", "qwen3", V=151936, D=5120, F=25600, layers=64,
+        H=64, G=8, K=128, positions=40960, theta=1e6),
+    "qwen3-30b-a3b": Preset(
+        "Qwen/Qwen3-30B-A3B", "qwen3_moe", V=151936, D=2048, F=6144, layers=48,
+        H=32, G=4, K=128, positions=40960, theta=1e6,
+        further={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                 "norm_topk_prob": True}),
+    "qwen3-235b-a22b": Preset(
+        "Qwen/Qwen3-235B-A22B", "qwen3_moe", V=151936, D=4096, F=12288, layers=94,
+        H=64, G=4, K=128, positions=40960, theta=1e6,
+        further={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
+                 "norm_topk_prob": True}),
+    "qwen3.5-0.8b": Preset(
+        "Qwen/Qwen3.5-0.8B", "qwen3_5_text", V=248320, D=1024, F=3584, layers=24,
+        H=8, G=2, K=256, positions=262144, theta=1e7, tied=True,
+        further={"linear_num_value_heads": 16}),
+    "qwen3.5-2b": Preset(
+        "Qwen/Qwen3.5-2B", "qwen3_5_text", V=248320, D=2048, F=6144, layers=24,
+        H=8, G=2, K=256, positions=262144, theta=1e7, tied=True,
+        further={"linear_num_value_heads": 16}),
+    "qwen3.5-4b": Preset(
+        "Qwen/Qwen3.5-4B", "qwen3_5_text", V=248320, D=2560, F=9216, layers=32,
+        H=16, G=4, K=256, positions=262144, theta=1e7, tied=True),
+    "qwen3.5-9b": Preset(
+        "Qwen/Qwen3.5-9B", "qwen3_5_text", V=248320, D=4096, F=12288, layers=32,
+        H=16, G=4, K=256, positions=262144, theta=1e7),
+    "qwen3.5-27b": Preset(
+        "Qwen/Qwen3.5-27B", "qwen3_5_text", V=248320, D=5120, F=17408, layers=64,
+        H=24, G=4, K=256, positions=262144, theta=1e7,
+        further={"linear_num_value_heads": 48}),
+    "qwen3.5-35b-a3b": Preset(
+        "Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe_text", V=248320, D=2048, F=1, layers=40,
+        H=16, G=2, K=256, positions=262144, theta=1e7,
+        further={"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}),
+    "muse-glimmer-30b": Preset(
+        "meta-models/Muse-Glimmer-30B", "muse_glimmer_text", V=202048, D=6656, F=19968, layers=52,
+        H=32, G=2, K=128, positions=131072, theta=5e5),
+}
+PRESETS = {name: preset.config() for name, preset in SHAPES.items()}  # {name: dict as config.json}
 
 # ---------------- finding and reading a model
 
@@ -1412,8 +1493,9 @@ class RandomWeights:
     def rows(self, name, start, stop):
         shape = self.tensors[name].shape
         if len(shape) == 1:
-            trait = "1+w" if ".layers." in name else "last_1+w"
-            adds_one = trait in self.config.traits and not name.endswith("linear_attn.norm.weight")
+            family = self.config.family
+            adds_one = family.norms_add_one if ".layers." in name else family.last_norm_adds_one
+            adds_one = adds_one and not name.endswith("linear_attn.norm.weight")
             is_one = name.endswith("norm.weight") and not adds_one
             return torch.full((stop - start,), float(is_one))
         rows = random_rows(name, shape[-1], start, stop, self.seed, self.device)
@@ -1537,8 +1619,10 @@ ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["non
                 "init_lora_weights": [True, False, "gaussian"],  # PiSSA and others change the base weights
                 "layers_to_transform": [],  # 0 and false are layer 0
                 "rank_pattern": [{}], "alpha_pattern": [{}], "loftq_config": [{}]}
-ADAPTER_FREE = """r lora_alpha lora_dropout target_modules base_model_name_or_path auto_mapping revision
-    inference_mode peft_version megatron_core qalora_group_size""".split()
+ADAPTER_FREE = (
+    "r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path", "auto_mapping",
+    "revision", "inference_mode", "peft_version", "megatron_core", "qalora_group_size",
+)
 # what to do with an adapter that is not read: on transformers 5 PEFT trains stacked experts, for example
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that folder as --model"
 
@@ -1667,7 +1751,7 @@ def with_both_ropes(raw):
     """The dict of a config.json with RoPE as transformers 5 spells it, and as 4 does, which takes a theta of
     10,000 where it finds none."""
     config = lm.parse_config(raw)
-    if "1+w" in config.traits:  # version 4 has neither Qwen3.5 nor Muse Glimmer
+    if config.family.norms_add_one:  # version 4 has neither Qwen3.5 nor Muse Glimmer
         return raw
     scaling = config.rope_scaling
     theta = config.rope_theta

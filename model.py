@@ -2,7 +2,7 @@
 and what a trainer does to it.
 
 The modules are vanilla and carry Hugging Face's parameter names, so weights need no mapping table. Every
-family is Llama 2 with a few traits, and FAMILY_TABLE says with which. A model's config.json says the rest:
+family is Llama 2 with a few traits, and FAMILIES says with which. A model's config.json says the rest:
 sizes, windows, how RoPE is scaled, whether the head is tied to the embedding.
 
 Two tensors would be too large if they existed. Attention scores (T*T per head) do not, because attention runs
@@ -40,41 +40,52 @@ NO_WINDOW = 1 << 30  # tokens: no row is as long
 
 # ---------------- config
 
-# The families: model_type, what `architectures` says, the kinds of blocks, and the traits that Llama 2 does
-# not have. In a `full` block a token attends to all earlier ones, in a `sliding` one to those in a window. A
-# `linear` block has Gated DeltaNet instead. Of two kinds, every fourth block is of the first. The traits:
-#
-#     bias          of q_proj, k_proj and v_proj
-#     qk_norm       RMSNorm on each head of q and k, with `bare` without a weight
-#     1+w           the norms of a block multiply by 1 + w, with last_1+w the last norm does, too
-#     gate          attention's output is multiplied by a gate, which with gate_in_q is a part of q_proj
-#     branch_norms  the outputs of attention and MLP are normed before they are added to x
-#     embed_norm    the embedding is normed, without a weight
-#     some_rope     RoPE turns q and k in three blocks of four only
-#     part_rope     RoPE turns only a part of each head
-#     experts       in place of the MLP, and with `shared` one more that sees all tokens
-#     vision        files have a vision tower, and keep the decoder's keys in `text_config`. Its model_type
-#                   ends in _text; files of the decoder alone have that model_type at the top
-FAMILY_TABLE = """
-llama              LlamaForCausalLM                     full
-mistral            MistralForCausalLM                   sliding
-qwen2              Qwen2ForCausalLM                     full          bias
-qwen3              Qwen3ForCausalLM                     full          qk_norm
-qwen3_moe          Qwen3MoeForCausalLM                  full          qk_norm experts
-qwen3_5            Qwen3_5ForConditionalGeneration      full,linear   vision
-qwen3_5_text       Qwen3_5ForCausalLM                   full,linear   qk_norm 1+w last_1+w gate gate_in_q
-                                                                      part_rope
-qwen3_5_moe        Qwen3_5MoeForConditionalGeneration   full,linear   vision
-qwen3_5_moe_text   Qwen3_5MoeForCausalLM                full,linear   qk_norm 1+w last_1+w gate gate_in_q
-                                                                      part_rope experts shared
-smollm3            SmolLM3ForCausalLM                   full          some_rope
-muse_glimmer       MuseGlimmerForConditionalGeneration  full,sliding  vision
-muse_glimmer_text  MuseGlimmerForCausalLM               full,sliding  qk_norm bare 1+w gate branch_norms
-                                                                      embed_norm some_rope
-"""
-FAMILY_ROWS = FAMILY_TABLE.strip().replace("\n    ", " ").splitlines()
-# {model_type: [architecture, kinds, *traits]}
-FAMILIES = {name: columns for name, *columns in map(str.split, FAMILY_ROWS)}
+class Family(NamedTuple):
+    """What a family has that Llama 2 does not have. A new trait is a field here, and an `if c.family.TRAIT`
+    where the model differs."""
+
+    architecture: str  # what `architectures` in a config.json says
+    # Kinds of blocks. In a "full" block a token attends to all earlier ones, in a "sliding" one to those in a
+    # window. A "linear" block has Gated DeltaNet instead. Of two kinds, every fourth block is of the first.
+    kinds: tuple = ("full",)
+    bias: bool = False  # of q_proj, k_proj and v_proj
+    qk_norm: bool = False  # RMSNorm on each head of q and k
+    bare_qk_norm: bool = False  # the same without a weight
+    norms_add_one: bool = False  # the norms of a block multiply by 1 + w
+    last_norm_adds_one: bool = False  # and so does the last norm
+    gate: bool = False  # attention's output is multiplied by a gate
+    gate_in_q: bool = False  # the gate is a part of q_proj
+    branch_norms: bool = False  # the outputs of attention and MLP are normed before they are added to x
+    embed_norm: bool = False  # the embedding is normed, without a weight
+    some_rope: bool = False  # RoPE turns q and k in three blocks of four only
+    part_rope: bool = False  # RoPE turns only a part of each head
+    experts: bool = False  # in place of the MLP
+    shared_expert: bool = False  # one more expert, which sees all tokens
+    # Files have a vision tower, and keep the decoder's keys in `text_config`. Its model_type ends in _text;
+    # files of the decoder alone have that model_type at the top.
+    vision: bool = False
+
+
+FAMILIES = {  # by model_type; to add a family, copy a row
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", kinds=("sliding",)),
+    "qwen2": Family("Qwen2ForCausalLM", bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=True),
+    "qwen3_5": Family("Qwen3_5ForConditionalGeneration", vision=True),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM", kinds=("full", "linear"), qk_norm=True, norms_add_one=True,
+        last_norm_adds_one=True, gate=True, gate_in_q=True, part_rope=True),
+    "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", vision=True),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM", kinds=("full", "linear"), qk_norm=True, norms_add_one=True,
+        last_norm_adds_one=True, gate=True, gate_in_q=True, part_rope=True, experts=True, shared_expert=True),
+    "smollm3": Family("SmolLM3ForCausalLM", some_rope=True),
+    "muse_glimmer": Family("MuseGlimmerForConditionalGeneration", vision=True),
+    "muse_glimmer_text": Family(
+        "MuseGlimmerForCausalLM", kinds=("full", "sliding"), bare_qk_norm=True, norms_add_one=True, gate=True,
+        branch_norms=True, embed_norm=True, some_rope=True),
+}
 
 # what transformers takes where a file of the family does not have a key
 IMPLIED = {
@@ -122,7 +133,7 @@ class Config:
     """What the model needs of a config.json, under the file's own names. parse_config() makes it."""
 
     model_type: str  # one of FAMILIES, the decoder's own if there is a vision tower
-    traits: list  # of the family
+    family: Family
     prefix: str  # of tensors in files: "model.", or "model.language_model." beside a vision tower
     dtype: torch.dtype  # of the weights in the files
     vocab_size: int = within(1, 1 << 20)  # V
@@ -214,13 +225,14 @@ def parse_config(raw, where="config.json"):
 
     name = raw.get("model_type")
     refuse(name not in list(FAMILIES), "model_type", f"not one of {', '.join(FAMILIES)}")
-    architecture, kinds, *traits = FAMILIES[name]
-    refuse(raw.get("architectures") not in (None, [], [architecture]), "architectures", f"not {architecture}")
+    family = FAMILIES[name]
+    known = (None, [], [family.architecture])
+    refuse(raw.get("architectures") not in known, "architectures", f"not {family.architecture}")
     prefix = "model."
-    if "vision" in traits:
+    if family.vision:
         raw = with_text_config(raw, refuse)
         name = raw["model_type"]
-        _, kinds, *traits = FAMILIES[name]
+        family = FAMILIES[name]
         prefix = "model.language_model."
     for key, value in REFUSED.items():
         is_wrong = raw.get(key) not in (None, value) and key not in IMPLIED.get(name, {})
@@ -228,9 +240,9 @@ def parse_config(raw, where="config.json"):
     key = "quantization_config"
     refuse(raw.get(key) is not None, key, "not implemented, use the unquantized model and --qlora")
     key = "attention_bias"
-    refuse(raw.get(key) and "bias" not in traits, key, f"not implemented for {name}")
+    refuse(raw.get(key) and not family.bias, key, f"not implemented for {name}")
 
-    given = with_implied_values(raw, name, traits)
+    given = with_implied_values(raw, name, family)
     values = {f.name: read_field(given, f.name, Bounds(f.type, *f.metadata["limits"]), where)
               for f in fields(Config) if f.metadata}
     D = values["hidden_size"]
@@ -243,7 +255,7 @@ def parse_config(raw, where="config.json"):
     refuse(values["linear_num_value_heads"] % values[key], key, "does not divide linear_num_value_heads")
 
     E = values["num_experts"]
-    refuse((E > 0) != ("experts" in traits), "num_experts",
+    refuse((E > 0) != family.experts, "num_experts",
            "above 0 for a model with experts, absent for others")
     refuse(values["num_experts_per_tok"] > max(E, 1), "num_experts_per_tok", f"above {E} experts")
     odd_size = E and math.gcd(D, values["moe_intermediate_size"]) % 8  # grouped_mm wants rows of 16 bytes
@@ -252,12 +264,12 @@ def parse_config(raw, where="config.json"):
     key = "dtype" if "dtype" in given else "torch_dtype"  # transformers 5, 4
     dtype = given.get(key, "bfloat16")
     refuse(dtype not in ("float32", "float16", "bfloat16"), key, "expected float32, float16 or bfloat16")
-    theta, factor, scaling = parse_rope(given, name, traits, values, where, refuse)
-    layer_types, rope_layers = blocks_of(given, kinds, "some_rope" in traits, values, theta, refuse)
+    theta, factor, scaling = parse_rope(given, name, values, where, refuse)
+    layer_types, rope_layers = blocks_of(given, family, values, theta, refuse)
     rope_size = int(values["head_dim"] * factor)
     refuse(rope_size == 0 or rope_size % 2, "head_dim", f"RoPE needs an even number, not {rope_size}")
     return Config(
-        **values, model_type=name, traits=traits, prefix=prefix, dtype=getattr(torch, dtype),
+        **values, model_type=name, family=family, prefix=prefix, dtype=getattr(torch, dtype),
         layer_types=layer_types, rope_layers=rope_layers, rope_theta=theta, rope_scaling=scaling,
         rope_size=rope_size)
 
@@ -274,18 +286,18 @@ def with_text_config(raw, refuse):
     return raw | text
 
 
-def blocks_of(given, kinds, some_rope, values, theta, refuse):
+def blocks_of(given, family, values, theta, refuse):
     """-> (layer_types, rope_layers). Where a file leaves them out, every fourth block is of the family's
     first kind, and with some_rope it is the one that RoPE leaves alone."""
     n_layers = values["num_hidden_layers"]
-    kinds = [f"{kind}_attention" for kind in kinds.split(",")]
+    kinds = [f"{kind}_attention" for kind in family.kinds]
     # Muse Glimmer counts from its last block, the others from their first
     first = n_layers if "sliding_attention" in kinds else 0
     between = [(i - first) % values["full_attention_interval"] > 0 for i in range(1, n_layers + 1)]
     types = given.get("layer_types") or [kinds[-1] if other else kinds[0] for other in between]
     is_known = isinstance(types, list) and len(types) == n_layers and all(kind in kinds for kind in types)
     refuse(not is_known, "layer_types", f"expected {' or '.join(kinds)} for each of {n_layers} blocks")
-    if not some_rope:
+    if not family.some_rope:
         return types, [True] * n_layers
     for key in ("no_rope_layers", "layer_rope_theta"):  # of SmolLM3, 0 or 1; of Muse Glimmer, 0 or theta
         between = given.get(key) or between
@@ -295,14 +307,14 @@ def blocks_of(given, kinds, some_rope, values, theta, refuse):
     return types, [rope > 0 for rope in between]
 
 
-def with_implied_values(raw, name, traits):
+def with_implied_values(raw, name, family):
     """The keys that a file gives, and those that transformers derives where a file leaves them out."""
     given = {key: value for key, value in (IMPLIED.get(name, {}) | raw).items() if value is not None}
     D = given.get("hidden_size")
     H = given.get("num_attention_heads")
     if "num_local_experts" in given:  # transformers 5
         given.setdefault("num_experts", given["num_local_experts"])
-    if "experts" not in traits:
+    if not family.experts:
         # a dense model has no such keys, and where a file has them they mean nothing
         given.setdefault("num_experts_per_tok", 1)
         given.setdefault("moe_intermediate_size", 1)
@@ -313,7 +325,7 @@ def with_implied_values(raw, name, traits):
     return given
 
 
-def parse_rope(given, family, traits, values, where, refuse):
+def parse_rope(given, model_type, values, where, refuse):
     """-> (theta, the part of a head that RoPE turns, scaling). A file may have `rope_theta`,
     `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. Where
     one is there twice both must agree, or which one counts would depend on who reads it. mrope_section means
@@ -351,13 +363,13 @@ def parse_rope(given, family, traits, values, where, refuse):
     scaling = scalings[0]
     # Old Llama-2 files leave out their 10000. Elsewhere this default would train on wrong positions
     # (vllm #42624).
-    no_default = (family.startswith("qwen") or scaling["rope_type"] == "llama3"
+    no_default = (model_type.startswith("qwen") or scaling["rope_type"] == "llama3"
                   or values["vocab_size"] >= 100_000)
     refuse(stated["rope_theta"] is None and no_default, "rope_theta",
            "missing, with no safe default: copy it from the model's page")
     theta = read_field(stated, "rope_theta", POSITIVE._replace(default=1e4), where)
     bounds = Bounds(float, 1, 1, 1)  # RoPE turns the whole of a head
-    if "part_rope" in traits:
+    if FAMILIES[model_type].part_rope:
         bounds = Bounds(float, 0, 1, 0.25)
     factor = read_field(stated, "partial_rotary_factor", bounds, where)
     return theta, factor, scaling
@@ -384,7 +396,7 @@ class RMSNorm(nn.RMSNorm):
 class BareNorm(nn.RMSNorm):
     """RMSNorm without a weight."""
 
-    def __init__(self, size, eps, _=None):
+    def __init__(self, size, eps):
         super().__init__(size, eps, elementwise_affine=False)
 
 
@@ -519,26 +531,22 @@ class Attention(nn.Module):
     def __init__(self, c, number):
         super().__init__()
         self.head_dim = c.head_dim
-        self.has_gate = "gate" in c.traits
-        self.gate_in_q = "gate_in_q" in c.traits
+        self.has_gate = c.family.gate
+        self.gate_in_q = c.family.gate_in_q
         self.q_factor = c.qk_scale_factor
         self.turns = c.rope_layers[number]
         self.window = c.sliding_window if c.layer_types[number] == "sliding_attention" else NO_WINDOW
         self.kept = None
-        bias = "bias" in c.traits
         # with a gate in it, each head has K rows of q, then K rows of its gate
         q_width = 2 * c.q_size if self.gate_in_q else c.q_size
-        self.q_proj = Linear(c.hidden_size, q_width, bias)
-        self.k_proj = Linear(c.hidden_size, c.kv_size, bias)
-        self.v_proj = Linear(c.hidden_size, c.kv_size, bias)
+        self.q_proj = Linear(c.hidden_size, q_width, c.family.bias)
+        self.k_proj = Linear(c.hidden_size, c.kv_size, c.family.bias)
+        self.v_proj = Linear(c.hidden_size, c.kv_size, c.family.bias)
         self.o_proj = Linear(c.q_size, c.hidden_size, bias=False)
         if self.has_gate and not self.gate_in_q:
             self.gate_proj = Linear(c.hidden_size, c.q_size, bias=False)
-        norm = nn.Identity
-        if "qk_norm" in c.traits:
-            norm = BareNorm if "bare" in c.traits else RMSNorm
-        self.q_norm = norm(c.head_dim, c.rms_norm_eps, "1+w" in c.traits)
-        self.k_norm = norm(c.head_dim, c.rms_norm_eps, "1+w" in c.traits)
+        self.q_norm = head_norm(c)
+        self.k_norm = head_norm(c)
 
     def qkv(self, h_BTD, rope):
         """-> q_BTHK, k_BTGK, v_BTGK and gate_BTHK, which is None without a gate."""
@@ -565,6 +573,15 @@ class Attention(nn.Module):
             k_BTGK, v_BTGK = cache.extend(self, k_BTGK, v_BTGK)
         out = attend(q_BTHK, k_BTGK, v_BTGK, spans, self.window, group, self.kept)
         return out * gate_BTHK.flatten(2).sigmoid() if self.has_gate else out
+
+
+def head_norm(c):
+    """The norm of each head of q, or of k, if the family has one."""
+    if c.family.bare_qk_norm:
+        return BareNorm(c.head_dim, c.rms_norm_eps)
+    if c.family.qk_norm:
+        return RMSNorm(c.head_dim, c.rms_norm_eps, c.family.norms_add_one)
+    return nn.Identity()
 
 
 def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, kept=None):
@@ -951,7 +968,7 @@ class MoE(nn.Module):
         self.normalize = c.norm_topk_prob
         self.gate = Linear(c.hidden_size, c.num_experts, bias=False)
         self.experts = MLP(c.hidden_size, c.moe_intermediate_size, c.num_experts)
-        self.has_shared = "shared" in c.traits
+        self.has_shared = c.family.shared_expert
         if self.has_shared:
             self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
             self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False)
@@ -997,13 +1014,13 @@ class Block(nn.Module):
 
     def __init__(self, c, number):
         super().__init__()
-        norm = functools.partial(RMSNorm, c.hidden_size, adds_one="1+w" in c.traits)
+        norm = functools.partial(RMSNorm, c.hidden_size, adds_one=c.family.norms_add_one)
         self.input_layernorm = norm(c.rms_norm_eps)
         if c.layer_types[number] == "linear_attention":
             self.linear_attn = GatedDeltaNet(c)
         else:
             self.self_attn = Attention(c, number)
-        self.has_branch_norms = "branch_norms" in c.traits
+        self.has_branch_norms = c.family.branch_norms
         if self.has_branch_norms:
             branch_eps = c.post_norm_eps or c.rms_norm_eps
             self.post_attention_layernorm = norm(branch_eps)
@@ -1192,14 +1209,14 @@ class Transformer(nn.Module):
         self.activation_hooks = None
         self.sequence_group = None
         self.embed_norm = None
-        if "embed_norm" in c.traits:
+        if c.family.embed_norm:
             self.embed_norm = BareNorm(c.hidden_size, c.rms_norm_eps)
         # made here, because nn.Embedding's own initial values import torch._dynamo: 0.5 s
         embedding = torch.empty(c.vocab_size, c.hidden_size)
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(*embedding.shape, _weight=embedding),
             "layers": nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers)),
-            "norm": RMSNorm(c.hidden_size, c.rms_norm_eps, "last_1+w" in c.traits),
+            "norm": RMSNorm(c.hidden_size, c.rms_norm_eps, c.family.last_norm_adds_one),
         })
         self.lm_head = LMHead(c)
         self.tie_()
@@ -1286,7 +1303,7 @@ def mixer_targets(c, kind):
     """Those of LORA_TARGETS that the mixer of such a block has. The last one makes its output."""
     if kind == "linear_attention":
         return DELTANET_TARGETS
-    if "gate" in c.traits and "gate_in_q" not in c.traits:
+    if c.family.gate and not c.family.gate_in_q:
         return (GATE_TARGET, *ATTENTION_TARGETS)
     return ATTENTION_TARGETS
 
@@ -1471,7 +1488,7 @@ def mixer_weights(c, kind):
     """Number of weights in the projections of a mixer."""
     if kind == "linear_attention":
         return c.hidden_size * (c.conv_size + 2 * c.value_size)
-    n_square = 3 if "gate" in c.traits else 2  # of q, o and the gate
+    n_square = 3 if c.family.gate else 2  # of q, o and the gate
     return c.hidden_size * (n_square * c.q_size + 2 * c.kv_size)
 
 
@@ -1521,7 +1538,7 @@ def numbers_of_attention(args, c, size):
     saved = 2 * Q + 2 * G  # q, output, k and v
     saved += 4 / size * c.num_attention_heads  # the log of the sum of each softmax, float32
     gradients = Q + 2 * G  # of q, k and v
-    if "qk_norm" in c.traits:
+    if c.family.qk_norm or c.family.bare_qk_norm:
         saved += Q + c.kv_size  # inputs of the norms of q and k
     if args.sequence_parallel > 1:
         saved += Q  # output behind the second all-to-all
@@ -1534,10 +1551,10 @@ def numbers_of_attention(args, c, size):
             saved += 2 * Q  # k and v of each query head: the kernel for float32 shares no key heads
             if args.sequence_parallel == 1:
                 saved -= 2 * G  # else they lie in one tensor with q, which the all-to-all has brought
-    if "gate" in c.traits:
+    if c.family.gate:
         saved += Q  # the sigmoid of the gate
         gradients += Q  # of the gate
-    if "gate_in_q" in c.traits:
+    if c.family.gate_in_q:
         saved += Q  # the gate, which is in one tensor with the input of q's norm
     return saved, gradients
 
@@ -1615,7 +1632,7 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
         attention += args.lora_rank * sum(k if name in MLP_TARGETS else 1 for name in adapted)
     in_attention = N * (attention + gradients + D + E)  # gradients of the block's and of attention's output
     mlp = saved_by_mlp(args, c, size)
-    if args.lora_dropout or "gate" in c.traits:  # else the input of o_proj is attention's output
+    if args.lora_dropout or c.family.gate:  # else the input of o_proj is attention's output
         mlp += saved_input(args, size, E, last)
     down = saved_input(args, size, F, "down_proj")
     tile = min(args.tiled_mlp or N, N)
@@ -1631,11 +1648,11 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
     at_down = tile * 2 * routed + weight + max(tile * (F + down), scratch)
     in_mlp = N * attention + tile * (mlp + 2 * D) + max(at_gate, at_down)
 
-    norms = 4 * D if "branch_norms" in c.traits else 2 * D  # their inputs
+    norms = 4 * D if c.family.branch_norms else 2 * D  # their inputs
     saved = N * (attention + mlp + down + norms)
     if args.tiled_mlp:
         # of tiles; the output of attention without a gate is saved by itself
-        inputs = D + E if "gate" in c.traits else D
+        inputs = D + E if c.family.gate else D
         saved = N * (attention + inputs)
         in_mlp += N * inputs + (N - tile) * (D + E)  # gradients of the output, and of what other tiles read
     if keeps.weights:

@@ -95,42 +95,48 @@ AMOUNT = number(float)
 AMOUNT_OR_0 = number(float, zero_too=True)
 
 # -h shows these flags, --help_all shows every flag
-EVERYDAY = set("""model lora qlora lora_rank data eval_data seq_len inspect fsdp2 offload optim tiled_mlp
-    compile help batch_size grad_accum steps epochs lr out resume save_every merge chat dry_run
-    gpu_gib dpo""".split())
+EVERYDAY = {
+    "help", "model", "lora", "qlora", "dpo", "lora_rank",
+    "data", "eval_data", "seq_len", "inspect",
+    "fsdp2", "offload", "optim", "tiled_mlp", "compile",
+    "batch_size", "grad_accum", "steps", "epochs", "lr",
+    "out", "resume", "save_every", "merge", "chat", "dry_run", "gpu_gib",
+}
 # flags of TRL, axolotl, torchtune and Unsloth that difflib does not find, and ours
-OTHER_NAMES = dict(pair.split() for pair in """
-    model_name_or_path --model
-    use_peft --lora
-    load_in_4bit --qlora
-    dataset_name --data
-    train_file --data
-    max_length --seq_len
-    bf16 --precision
-    output_dir --out
-    enable_activation_offloading --offload
-    per_device_train_batch_size --batch_size
-    learning_rate --lr
-    gradient_accumulation_steps --grad_accum
-    num_train_epochs --epochs
-    max_grad_norm --clip
-    gradient_clipping --clip
-    save_total_limit --keep
-    resume_from_checkpoint --resume
-    eval_steps --eval_every
-    save_steps --save_every
-    logging_steps --log_every""".strip().splitlines())
+OTHER_NAMES = {
+    "model_name_or_path": "--model",
+    "use_peft": "--lora",
+    "load_in_4bit": "--qlora",
+    "dataset_name": "--data",
+    "train_file": "--data",
+    "max_length": "--seq_len",
+    "bf16": "--precision",
+    "output_dir": "--out",
+    "enable_activation_offloading": "--offload",
+    "per_device_train_batch_size": "--batch_size",
+    "learning_rate": "--lr",
+    "gradient_accumulation_steps": "--grad_accum",
+    "num_train_epochs": "--epochs",
+    "max_grad_norm": "--clip",
+    "gradient_clipping": "--clip",
+    "save_total_limit": "--keep",
+    "resume_from_checkpoint": "--resume",
+    "eval_steps": "--eval_every",
+    "save_steps": "--save_every",
+    "logging_steps": "--log_every",
+}
 # flags that mean nothing without another one; --qlora and --adapter stand for --lora, too
-NEEDED = dict(pair.split() for pair in """
-    lora_rank lora
-    lora_alpha lora
-    lora_dropout lora
-    lora_targets lora
-    merge lora
-    dpo lora
-    beta dpo
-    eval_every eval_data
-    world dry_run""".strip().splitlines())
+NEEDED = {
+    "lora_rank": "lora",
+    "lora_alpha": "lora",
+    "lora_dropout": "lora",
+    "lora_targets": "lora",
+    "merge": "lora",
+    "dpo": "lora",
+    "beta": "dpo",
+    "eval_every": "eval_data",
+    "world": "dry_run",
+}
 
 
 def add(group, flag, kind, default, text, fixed=False, **options):
@@ -1220,23 +1226,6 @@ def evaluate(model, loader, ranks, beta=None):
     return [sum(column) / sum(counts) for column in zip(*sums_of_ranks)], sum(counts)
 
 
-# TFLOP/s of dense bf16 matrix products, and a part of the device's name; the first that fits counts
-PEAKS = """
-    756 H100 PCIe
-    835 H100 NVL
-    989 H100
-    989 H200
-    2250 B200
-    312 A100
-    209 RTX 5090
-    165 RTX 4090
-    71 RTX 3090
-    362 L40S
-    155 A6000
-    70 A10G
-"""
-
-
 # ---------------- what a run prints and writes
 
 
@@ -1278,6 +1267,23 @@ def draw(path, curves):
     replace_file(path, "\n".join([*parts, "</svg>\n"]))
 
 
+# TFLOP/s of dense bf16 matrix products, by a part of the device's name; the first one that fits counts
+PEAKS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "B200": 2250,
+    "A100": 312,
+    "RTX 5090": 209,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+    "L40S": 362,
+    "A6000": 155,
+    "A10G": 70,
+}
+
+
 class Log:
     """metrics.jsonl, loss.svg and the lines on the console. A row of training has means over the steps since
     the row before it. The step and its tokens stand in `state`, where main's loop counts them; evaluations
@@ -1293,8 +1299,8 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(out, purge_step=state["step"] + 1)
-        peaks = [line.split(maxsplit=1) for line in PEAKS.strip().splitlines()]
-        self.peak_flops = next((1e12 * int(peak) for peak, name in peaks if name in ranks.device_name), None)
+        peaks = [peak for name, peak in PEAKS.items() if name in ranks.device_name]
+        self.peak_flops = 1e12 * peaks[0] if peaks else None
         memory_gib(ranks.device)  # resets the peak: loading does not count
         self.start = time.perf_counter()
         self.start_step = state["step"]
