@@ -452,9 +452,16 @@ class Kept:
 class RunOnce(torch.autograd.Function):
     """function(*inputs) inside a checkpointed block, which runs in the forward and not again in the block's
     recomputation. Its output and what it saves stay (for attention an output and a float32 a head), but not
-    its inputs: they are computed again, and put where the graph of the forward looks for them. torch's
-    selective checkpointing does the same by a Python mode that sees every operator of the block, and makes
-    small steps slower than without it (1.3 times where this costs nothing, tests/LOG.md)."""
+    its inputs: they are computed again, and put where the graph of the forward looks for them.
+
+        forward of the block:   q, k, v are copied to kept.inputs, function() runs on these copies, and builds
+                                a graph of its own; then the copies give their memory back
+        recomputation:          q, k, v are computed again and written into the copies' memory, which returns;
+                                kept.out is there, so function() does not run
+        backward:               autograd runs through function()'s own graph, which finds its inputs in place
+
+    torch's selective checkpointing does the same by a Python mode that sees every operator of the block, and
+    makes small steps slower than without it (1.3 times where this costs nothing, tests/LOG.md)."""
 
     @staticmethod
     def forward(ctx, kept, function, *inputs):
@@ -597,6 +604,14 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, kept=Non
 
 
 def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
+    """attend() on one rank, in the fastest of four ways:
+
+        FlashAttention, documents of any lengths    one call, which is told where they begin (`bounds`)
+        documents of one length, without gaps       one call of sdpa(), each document a row of its batch
+        a new token behind a cache                  the same: it sees all keys, so nothing is hidden from it
+        else                                        a call of sdpa() for each document
+
+    A window shorter than documents of one length takes the first way where it can."""
     B, T, H, K = q_BTHK.shape
     has_cache = k_BTGK.shape[1] > T
     q, k, v = (t.flatten(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK))
@@ -1092,8 +1107,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     PIECE rows of both (V*6 bytes each), and a trained head's gradient in float32 (V*D*4 bytes). A rank
     without a target (S = 0) runs it too, because the head's gradient is reduced over all ranks.
 
-    loss_and_grad: softmax_gradient() or a function like it. with_grad: whether gradients are wanted; inside
-    forward() autograd is off, so the caller has to say it."""
+    chunk: rows of h at a time. with_grad: whether gradients are wanted; inside forward() autograd is off, so
+    the caller has to say it. loss_and_grad: softmax_gradient() or a function like it."""
 
     @staticmethod
     def forward(
@@ -1135,6 +1150,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # scaled in place: a copy of grad_w would cost V*D. With per_token each row has a scale of its own
         grad_h, grad_w = (None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.grads)
         ctx.grads = None
+        # the other arguments of forward() have no gradient
         return grad_h, grad_w, None, None, None, None, None
 
 
@@ -1142,8 +1158,8 @@ class LMHead(nn.Module):
     """The head and its loss are one module, because under FSDP2 the weight exists inside this forward only.
     Muse Glimmer's logits are multiplied by a factor and capped.
 
-    Set from outside: chunk and per_token (on_meta), softmax_gradient (compile_, and any fork with another
-    loss)."""
+    Set from outside: chunk and per_token (on_meta), softmax_gradient (a fork with another loss, in on_meta),
+    loss_and_grad (compile_)."""
 
     def __init__(self, c):
         super().__init__()
@@ -1153,12 +1169,15 @@ class LMHead(nn.Module):
         self.per_token = False
         self.factor = c.output_multiplier
         self.cap = c.final_logit_softcapping
-        self.softmax_gradient = self.capped_gradient if self.cap else softmax_gradient
+        self.softmax_gradient = softmax_gradient
 
-    def capped_gradient(self, logits_CV, targets_C1):
-        """softmax_gradient() of cap * tanh(logits / cap), with the gradient of the logits."""
+    def loss_and_grad(self, logits_CV, targets_C1):
+        """softmax_gradient() of the capped logits, with the gradient of the uncapped ones. The cap stands
+        around the loss and not in it, so that another loss cannot lose it."""
+        if not self.cap:
+            return self.softmax_gradient(logits_CV, targets_C1)
         tanh_CV = (logits_CV.float() / self.cap).tanh_()
-        losses_C1, grad_CV = softmax_gradient(tanh_CV * self.cap, targets_C1)
+        losses_C1, grad_CV = self.softmax_gradient(tanh_CV * self.cap, targets_C1)
         slope_CV = tanh_CV.square_().neg_().add_(1)
         return losses_C1, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
 
@@ -1185,10 +1204,13 @@ class LMHead(nn.Module):
         h_SD = x.flatten(0, 1)[keep_S]
         targets_S = targets_BT.flatten()[keep_S]
         targets_S[S:] = IGNORE
+        if self.softmax_gradient is not softmax_gradient and (self.per_token or not self.chunk):
+            raise ValueError("--no-chunked_ce computes plain cross-entropy, and --dpo needs it: leave them "
+                             "out with another softmax_gradient")
         if not self.chunk:
             return F.cross_entropy(self.logits(h_SD, w_VD), targets_S, reduction="sum")
         loss = ChunkedCrossEntropy.apply(
-            h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(), self.softmax_gradient, self.per_token)
+            h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(), self.loss_and_grad, self.per_token)
         return loss[:S, 0] if self.per_token else loss
 
 
@@ -1425,7 +1447,7 @@ def compile_(model, packing):
             module.before_scan = in_training(module.before_scan, dynamic=not packing)
             module.after_scan = in_training(module.after_scan, dynamic=not packing)
     head = model.lm_head
-    head.softmax_gradient = in_training(head.softmax_gradient, dynamic=True)  # the last piece is shorter
+    head.loss_and_grad = in_training(head.loss_and_grad, dynamic=True)  # the last piece is shorter
 
 
 def rest_in_tiles(rest, size, preserve_rng, x, mixed):

@@ -181,6 +181,40 @@ def test_a_sure_targets_gradient_is_not_rounded_away_in_16_bits():
     assert grad[0, 3].item() == pytest.approx(exact, rel=0.01)  # bf16 has 8 bits, float32's 1 - 4e-5 another 8
 
 
+def with_z_loss(logits_CV, targets_C1):
+    """A fork's loss: cross-entropy plus the squared log of the softmax's total (PaLM, arXiv:2204.02311)."""
+    losses_C1, grad_CV = lm.softmax_gradient(logits_CV.clone(), targets_C1)
+    log_total_C1 = logits_CV.float().logsumexp(-1, keepdim=True)
+    slope_CV = 2 * log_total_C1 * logits_CV.softmax(-1)
+    return losses_C1 + log_total_C1.square(), grad_CV + slope_CV
+
+
+def test_a_forks_loss_sees_capped_logits_and_its_gradient_passes_the_cap():
+    config = lm.parse_config(data.read_json(HERE / "goldens-windows/muse-glimmer/config.json"))
+    torch.manual_seed(0)
+    head = lm.LMHead(config)
+    torch.nn.init.normal_(head.weight)
+    head.softmax_gradient = with_z_loss
+    x = torch.randn(1, 20, config.hidden_size, requires_grad=True)
+    targets = torch.arange(20)
+    loss = head(x, targets[None], torch.arange(20))
+    logits = head(x)[0]  # capped, by the code of generation
+    expected = F.cross_entropy(logits, targets, reduction="sum") + logits.logsumexp(-1).square().sum()
+    for got, want in zip(torch.autograd.grad(loss, [x, head.weight]), torch.autograd.grad(expected, [x, head.weight])):
+        assert (got - want).norm() < 1e-6 * want.norm()  # float32 sums in another order
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name, value", [("chunk", 0), ("per_token", True)])  # --no-chunked_ce, --dpo
+def test_a_forks_loss_is_refused_where_only_cross_entropy_is_computed(name, value):
+    head = lm.LMHead(lm.parse_config(conftest.SHAPE))
+    head.softmax_gradient = with_z_loss
+    setattr(head, name, value)
+    tokens = torch.arange(4)[None]
+    with pytest.raises(ValueError, match="--no-chunked_ce computes plain cross-entropy"):
+        head(torch.zeros(1, 4, 64), tokens, torch.arange(4))
+
+
 def test_no_supervised_token_gives_zero_loss_and_a_working_backward():
     model = build(GOLDENS[0])
     tokens = torch.ones(1, 4, dtype=torch.int64)
