@@ -219,74 +219,86 @@ def parse_config(raw, where="config.json"):
     """Reads the dict of a config.json, as transformers 4 or 5 writes it. ValueError names the key that is
     wrong or that the model does not implement."""
 
-    def refuse(wrong, key, why):
-        if wrong:
-            raise ValueError(f"{where}: {key} = {quoted(raw.get(key))}: {why}")
+    def error(key, why):
+        return ValueError(f"{where}: {key} = {quoted(raw.get(key))}: {why}")
 
     name = raw.get("model_type")
-    refuse(name not in list(FAMILIES), "model_type", f"not one of {', '.join(FAMILIES)}")
+    if name not in list(FAMILIES):  # a list, because a name may be anything, even a dict
+        raise error("model_type", f"not one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    known = (None, [], [family.architecture])
-    refuse(raw.get("architectures") not in known, "architectures", f"not {family.architecture}")
+    if raw.get("architectures") not in (None, [], [family.architecture]):
+        raise error("architectures", f"not {family.architecture}")
     prefix = "model."
     if family.vision:
-        raw = with_text_config(raw, refuse)
+        raw = with_text_config(raw, error)
         name = raw["model_type"]
         family = FAMILIES[name]
         prefix = "model.language_model."
     for key, value in REFUSED.items():
-        is_wrong = raw.get(key) not in (None, value) and key not in IMPLIED.get(name, {})
-        refuse(is_wrong, key, f"not implemented, only {quoted(value)} works")
-    key = "quantization_config"
-    refuse(raw.get(key) is not None, key, "not implemented, use the unquantized model and --qlora")
-    key = "attention_bias"
-    refuse(raw.get(key) and not family.bias, key, f"not implemented for {name}")
+        if raw.get(key) not in (None, value) and key not in IMPLIED.get(name, {}):
+            raise error(key, f"not implemented, only {quoted(value)} works")
+    if raw.get("quantization_config") is not None:
+        raise error("quantization_config", "not implemented, use the unquantized model and --qlora")
+    if raw.get("attention_bias") and not family.bias:
+        raise error("attention_bias", f"not implemented for {name}")
 
     given = with_implied_values(raw, name, family)
     values = {f.name: read_field(given, f.name, Bounds(f.type, *f.metadata["limits"]), where)
               for f in fields(Config) if f.metadata}
-    D = values["hidden_size"]
-    H = values["num_attention_heads"]
-    key = "num_key_value_heads"
-    refuse(H % values[key], key, f"does not divide num_attention_heads {H}")
-    K = values["linear_key_head_dim"]
-    refuse(raw.get("linear_value_head_dim", K) != K, "linear_value_head_dim", f"not linear_key_head_dim {K}")
-    key = "linear_num_key_heads"
-    refuse(values["linear_num_value_heads"] % values[key], key, "does not divide linear_num_value_heads")
-
-    E = values["num_experts"]
-    refuse((E > 0) != family.experts, "num_experts",
-           "above 0 for a model with experts, absent for others")
-    refuse(values["num_experts_per_tok"] > max(E, 1), "num_experts_per_tok", f"above {E} experts")
-    odd_size = E and math.gcd(D, values["moe_intermediate_size"]) % 8  # grouped_mm wants rows of 16 bytes
-    refuse(odd_size, "moe_intermediate_size", f"this and hidden_size {D} must be multiples of 8")
-
-    key = "dtype" if "dtype" in given else "torch_dtype"  # transformers 5, 4
-    dtype = given.get(key, "bfloat16")
-    refuse(dtype not in ("float32", "float16", "bfloat16"), key, "expected float32, float16 or bfloat16")
-    theta, factor, scaling = parse_rope(given, name, values, where, refuse)
-    layer_types, rope_layers = blocks_of(given, family, values, theta, refuse)
+    check_heads(raw, values, error)
+    check_experts(family, values, error)
+    dtype_key = "dtype" if "dtype" in given else "torch_dtype"  # transformers 5, 4
+    dtype = given.get(dtype_key, "bfloat16")
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise error(dtype_key, "expected float32, float16 or bfloat16")
+    theta, factor, scaling = parse_rope(given, name, values, where, error)
+    layer_types, rope_layers = blocks_of(given, family, values, theta, error)
     rope_size = int(values["head_dim"] * factor)
-    refuse(rope_size == 0 or rope_size % 2, "head_dim", f"RoPE needs an even number, not {rope_size}")
+    if rope_size == 0 or rope_size % 2:
+        raise error("head_dim", f"RoPE needs an even number, not {rope_size}")
     return Config(
         **values, model_type=name, family=family, prefix=prefix, dtype=getattr(torch, dtype),
         layer_types=layer_types, rope_layers=rope_layers, rope_theta=theta, rope_scaling=scaling,
         rope_size=rope_size)
 
 
-def with_text_config(raw, refuse):
+def check_heads(raw, values, error):
+    """Raises where numbers of heads, or their sizes, do not fit each other."""
+    H = values["num_attention_heads"]
+    if H % values["num_key_value_heads"]:
+        raise error("num_key_value_heads", f"does not divide num_attention_heads {H}")
+    K = values["linear_key_head_dim"]
+    if raw.get("linear_value_head_dim", K) != K:
+        raise error("linear_value_head_dim", f"not linear_key_head_dim {K}")
+    if values["linear_num_value_heads"] % values["linear_num_key_heads"]:
+        raise error("linear_num_key_heads", "does not divide linear_num_value_heads")
+
+
+def check_experts(family, values, error):
+    E = values["num_experts"]
+    if (E > 0) != family.experts:
+        raise error("num_experts", "above 0 for a model with experts, absent for others")
+    if values["num_experts_per_tok"] > max(E, 1):
+        raise error("num_experts_per_tok", f"above {E} experts")
+    D = values["hidden_size"]
+    if E and math.gcd(D, values["moe_intermediate_size"]) % 8:  # grouped_mm wants rows of 16 bytes
+        raise error("moe_intermediate_size", f"this and hidden_size {D} must be multiples of 8")
+
+
+def with_text_config(raw, error):
     """The config.json of a model with a vision tower -> that of its decoder. Whether the head is tied stands
     at the top and in `text_config`, and each counts for another class of transformers."""
     text = raw.get("text_config")
     expected = f"{raw['model_type']}_text"
-    is_text = isinstance(text, dict) and text.get("model_type") == expected
-    refuse(not is_text, "text_config", f"expected an object with model_type {expected}")
+    if not isinstance(text, dict) or text.get("model_type") != expected:
+        raise error("text_config", f"expected an object with model_type {expected}")
     key = "tie_word_embeddings"
-    refuse(key in raw and key in text and raw[key] != text[key], key, "differs from the one in text_config")
+    if key in raw and key in text and raw[key] != text[key]:
+        raise error(key, "differs from the one in text_config")
     return raw | text
 
 
-def blocks_of(given, family, values, theta, refuse):
+def blocks_of(given, family, values, theta, error):
     """-> (layer_types, rope_layers). Where a file leaves them out, every fourth block is of the family's
     first kind, and with some_rope it is the one that RoPE leaves alone."""
     n_layers = values["num_hidden_layers"]
@@ -295,15 +307,16 @@ def blocks_of(given, family, values, theta, refuse):
     first = n_layers if "sliding_attention" in kinds else 0
     between = [(i - first) % values["full_attention_interval"] > 0 for i in range(1, n_layers + 1)]
     types = given.get("layer_types") or [kinds[-1] if other else kinds[0] for other in between]
-    is_known = isinstance(types, list) and len(types) == n_layers and all(kind in kinds for kind in types)
-    refuse(not is_known, "layer_types", f"expected {' or '.join(kinds)} for each of {n_layers} blocks")
+    is_list = isinstance(types, list) and len(types) == n_layers
+    if not is_list or any(kind not in kinds for kind in types):
+        raise error("layer_types", f"expected {' or '.join(kinds)} for each of {n_layers} blocks")
     if not family.some_rope:
         return types, [True] * n_layers
     for key in ("no_rope_layers", "layer_rope_theta"):  # of SmolLM3, 0 or 1; of Muse Glimmer, 0 or theta
         between = given.get(key) or between
-        is_known = isinstance(between, list) and len(between) == n_layers
-        is_known = is_known and all(rope in (0, 1, theta) for rope in between)
-        refuse(not is_known, key, f"expected 0, or 1 or rope_theta, for each of {n_layers} blocks")
+        is_list = isinstance(between, list) and len(between) == n_layers
+        if not is_list or any(rope not in (0, 1, theta) for rope in between):
+            raise error(key, f"expected 0, or 1 or rope_theta, for each of {n_layers} blocks")
     return types, [rope > 0 for rope in between]
 
 
@@ -325,7 +338,7 @@ def with_implied_values(raw, name, family):
     return given
 
 
-def parse_rope(given, model_type, values, where, refuse):
+def parse_rope(given, model_type, values, where, error):
     """-> (theta, the part of a head that RoPE turns, scaling). A file may have `rope_theta`,
     `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. Where
     one is there twice both must agree, or which one counts would depend on who reads it. mrope_section means
@@ -344,29 +357,31 @@ def parse_rope(given, model_type, values, where, refuse):
         rope = given.get(key)
         if not rope:
             continue
-        is_flat = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
-        refuse(not is_flat, key,
-               "expected one flat object; rope parameters per layer type are not implemented")
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise error(key, "expected one flat object; rope parameters per layer type are not implemented")
         kind = rope.get("rope_type") or rope.get("type") or "default"
-        refuse(kind not in list(numbers), key, f"rope_type is not one of {', '.join(numbers)}")
+        if kind not in list(numbers):
+            raise error(key, f"rope_type is not one of {', '.join(numbers)}")
         scaling = {name: read_field(rope, name, bounds, f"{where}: {key}")
                    for name, bounds in numbers[kind].items()}
         scalings.append({"rope_type": kind, **scaling})
         for name, value in stated.items():
             other = rope.get(name)
-            if other is not None:
-                refuse(value not in (None, other), name,
-                       f"{key}.{name} = {quoted(other)} differs: leave one of the two out")
-                stated[name] = other
+            if other is None:
+                continue
+            if value not in (None, other):
+                raise error(name, f"{key}.{name} = {quoted(other)} differs: leave one of the two out")
+            stated[name] = other
     scalings = scalings or [{"rope_type": "default"}]
-    refuse(scalings[0] != scalings[-1], "rope_scaling", "rope_parameters differ: leave one of the two out")
+    if scalings[0] != scalings[-1]:
+        raise error("rope_scaling", "rope_parameters differ: leave one of the two out")
     scaling = scalings[0]
     # Old Llama-2 files leave out their 10000. Elsewhere this default would train on wrong positions
     # (vllm #42624).
-    no_default = (model_type.startswith("qwen") or scaling["rope_type"] == "llama3"
-                  or values["vocab_size"] >= 100_000)
-    refuse(stated["rope_theta"] is None and no_default, "rope_theta",
-           "missing, with no safe default: copy it from the model's page")
+    is_old_llama = not (model_type.startswith("qwen") or scaling["rope_type"] == "llama3"
+                        or values["vocab_size"] >= 100_000)
+    if stated["rope_theta"] is None and not is_old_llama:
+        raise error("rope_theta", "missing, with no safe default: copy it from the model's page")
     theta = read_field(stated, "rope_theta", POSITIVE._replace(default=1e4), where)
     bounds = Bounds(float, 1, 1, 1)  # RoPE turns the whole of a head
     if FAMILIES[model_type].part_rope:
