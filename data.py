@@ -214,6 +214,13 @@ def cpu_time_limit(seconds):
         signal.signal(signal.SIGVTALRM, handler)
 
 
+class Rendered(NamedTuple):
+    """A text that a template has made of messages."""
+
+    text: str | None  # None: the messages spell a special token, and the text is not used
+    spans: list | None  # [(start, stop)] of the characters to train on; None: all of them
+
+
 TOKENIZER_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
@@ -343,13 +350,12 @@ class Tokenizer:
         return self.render(messages, tools)
 
     def conversation(self, messages, tools=None):
-        """Messages -> ([(text, spans to train on)], number of answers without a span). The first text is the
-        whole conversation up to its last answer, others repeat answers that it rewrites. The text is None if
-        the messages spell a special token. Answers are trained on unless their weight is 0 (OpenAI's key).
-        Raises a ValueError if no answer can be delimited, or if the template leaves out a tool or a message.
-        """
+        """Messages -> ([Rendered], number of answers without a span). The first text is the whole
+        conversation up to its last answer, others repeat answers that it rewrites. Answers are trained on
+        unless their weight is 0 (OpenAI's key). Raises a ValueError if no answer can be delimited, or if the
+        template leaves out a tool or a message."""
         if self.reserved.search(json.dumps([messages, tools], ensure_ascii=False)):
-            return [(None, None)], 0
+            return [Rendered(None, [])], 0
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if messages[i].get("weight") != 0]
         if turns and self.train_on != "all":
@@ -358,8 +364,8 @@ class Tokenizer:
         text, spans = self.render_calls(messages, tools)
         self.check_complete(messages, tools, text)
         if self.train_on == "all":
-            return [(text, None)], 0
-        documents = [(text, spans)]
+            return [Rendered(text, None)], 0
+        documents = [Rendered(text, spans)]
         if not spans:
             self.delimit_by_prefix(messages, tools, documents, trained)
         elif trained != turns:
@@ -367,7 +373,7 @@ class Tokenizer:
                 raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, "
                                  "some of weight 0")
             spans[:] = [span for i, span in zip(turns, spans) if i in trained]
-        n_spans = sum(len(spans) for _, spans in documents)
+        n_spans = sum(len(document.spans) for document in documents)
         if trained and not n_spans:
             raise ValueError(f"{self.source}: cannot delimit any assistant turn; put {{% generation %}} "
                              "... {% endgeneration %} around what the assistant says")
@@ -391,27 +397,34 @@ class Tokenizer:
 
     def delimit_by_prefix(self, messages, tools, documents, turns):
         """Adds the span of each turn to the first of the documents that begins with the conversation up to
-        and with this turn. If none does, that text becomes one more document, unless train_on is "whole"."""
+        and with this turn. If none does, the template rewrites the turn later, and that text becomes one more
+        document, unless train_on is "whole"."""
         for i in reversed(turns):  # so that a document of its own also serves the turns before
+            turn = None
             with contextlib.suppress(TextError):  # a template may insist on a question before an answer
-                prompt, _ = self.render(messages[:i], tools, generation_prompt=True)
-                after, _ = self.render(messages[: i + 1], tools)
-                if not after.startswith(prompt):
-                    # small Qwen3.5 models are asked with an empty thought, and this turn may have another
-                    prompt = prompt.removesuffix("\n</think>\n\n")
-                if not after.startswith(prompt):
-                    continue
-                stop = len(after)
-                if after.rstrip().endswith(self.added):
-                    stop = len(after.rstrip())  # the model never says the newline behind the end of its turn
-                span = len(prompt), stop
-                for text, spans in documents:
-                    if text.startswith(after):
-                        spans.append(span)
-                        break
-                else:
-                    if self.train_on == "targets":
-                        documents.append((after, [span]))
+                turn = self.render_turn(messages, tools, i)
+            if turn is None:
+                continue
+            same = [document for document in documents if document.text.startswith(turn.text)]
+            if same:
+                same[0].spans.extend(turn.spans)
+            elif self.train_on == "targets":
+                documents.append(turn)
+
+    def render_turn(self, messages, tools, i):
+        """The conversation up to and with turn i, whose span is what the turn adds to the text that asks for
+        it. None if the template changes that text once it is answered."""
+        prompt, _ = self.render(messages[:i], tools, generation_prompt=True)
+        text, _ = self.render(messages[: i + 1], tools)
+        if not text.startswith(prompt):
+            # small Qwen3.5 models are asked with an empty thought, and this turn may have another one
+            prompt = prompt.removesuffix("\n</think>\n\n")
+        if not text.startswith(prompt):
+            return None
+        stop = len(text)
+        if text.rstrip().endswith(self.added):
+            stop = len(text.rstrip())  # the model never says the newline behind the end of its turn
+        return Rendered(text, [(len(prompt), stop)])
 
     def encode(self, examples):
         """[Example] -> an iterator of (ids [n] int32, supervised [n] bool). A text that is no chat gets the
@@ -554,8 +567,8 @@ def read_example(example, form, tokenizer):
     if not isinstance(tools, list | None):
         raise ValueError("'tools' must be a list of JSON schemas")
     (whole, *others), n_without_mask = tokenizer.conversation(messages, tools)
-    others = [Example(form, *document, True) for document in others]
-    return [Example(form, *whole, True, n_without_mask), *others]
+    first = Example(form, whole.text, whole.spans, is_chat=True, n_without_mask=n_without_mask)
+    return [first, *(Example(form, other.text, other.spans, is_chat=True) for other in others)]
 
 
 def messages_of(example, form):
@@ -1524,7 +1537,13 @@ def random_rows(name, width, start, stop, seed, device, uniform=False):
 
 # The model has one matrix for a stack of E experts, of E * N rows. Files have a matrix per expert, or (those
 # of Qwen3.5 on the Hub) a stack experts.gate_up_proj [E, 2*F, D], in which an expert's rows of gate_proj come
-# before those of its up_proj, and a stack experts.down_proj [E, D, F].
+# before those of its up_proj, and a stack experts.down_proj [E, D, F]. An example, the up_proj of expert 3 of
+# 128 experts with F = 768:
+#
+#     in the model      experts.up_proj.weight [128 * 768, D], rows 3 * 768 to 4 * 768
+#     a matrix each     experts.3.up_proj.weight [768, D], all rows
+#     stacks            experts.gate_up_proj [128, 2 * 768, D], which is read as [128 * 2 * 768, D]: rows
+#                       (3 * 2 + 1) * 768 to (3 * 2 + 2) * 768
 STACKS = {"gate_proj": ("gate_up_proj", 0, 2),  # in which stack, as which of so many matrices of an expert
           "up_proj": ("gate_up_proj", 1, 2),
           "down_proj": ("down_proj", 0, 1)}
@@ -1533,7 +1552,7 @@ STACKS = {"gate_proj": ("gate_up_proj", 0, 2),  # in which stack, as which of so
 class Piece(NamedTuple):
     """Rows of a tensor in files. A parameter of the model is one of them, or one per expert."""
 
-    name: str
+    name: str  # of the tensor in files
     first_row: int
     n_rows: int
     shape: tuple  # of the whole tensor
