@@ -1842,6 +1842,10 @@ def merge(source, adapter, scale, files, tokenizer, out):
     config = lm.parse_config(files.config)
     layout = {name: stored for name, stored in source.tensors.items()
               if name != HEAD or not config.tie_word_embeddings}
+    others = [name for name in adapter if ".lora_A." not in name and ".lora_B." not in name]
+    if others:
+        raise ValueError(f"--merge: {out}/final is complete, but merge() knows only LoRA and would lose "
+                         f"{listing(others)}")
     products = defaultdict(list)  # {name in files: [(first row, A, B) of its layers in the adapter]}
     for name, a_RD in adapter.items():
         layer, is_a, _ = name.partition(".lora_A.")

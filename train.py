@@ -80,7 +80,7 @@ def number(kind, zero_too=False, below=1e12):
     return parse
 
 
-def n_blocks(text):
+def blocks_or_auto(text):
     """An argparse type: all, auto or a number of blocks."""
     if text in ("all", "auto"):
         return text
@@ -235,10 +235,10 @@ def add_memory_flags(parser):
         "backward, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
         "applies)",
         nargs="*", choices=("activations", "params"))
-    add(memory, "--activation_checkpointing", n_blocks, "auto", "recompute the first N blocks (or all) in "
-        "the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping even "
-        "dequantized NF4 weights to recomputing even attention; all blocks on a CPU without --gpu_gib, and "
-        "with --offload activations", nargs="?", const="all")
+    add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "recompute the first N blocks (or all) "
+        "in the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping "
+        "even dequantized NF4 weights to recomputing even attention; all blocks on a CPU without --gpu_gib, "
+        "and with --offload activations", nargs="?", const="all")
     memory.add_argument("--no-activation_checkpointing", action="store_const", const=0,
                         dest="activation_checkpointing", help="recompute nothing: least time, most memory")
     switch(memory, "--chunked_ce",
@@ -1968,11 +1968,7 @@ def unit_of(module, args, shards, dtype):
             unit.unsharded += shards * n * product_itemsize
         if not p.requires_grad:
             continue
-        state = [n_bytes, n_bytes]
-        if args.optim == "adamw8bit" and p.dim() > 1:  # one byte per weight, one float32 per block of them
-            scales = 4 * n_rows * nf4.ceil_div(width, nf4.MOMENT_BLOCK)
-            state = [n, n, scales, scales]
-        unit.always["optimizer"] += sum(state)
+        unit.always["optimizer"] += optimizer_bytes(args, n_rows, width, p.dim() > 1, n_bytes)
         unit.workspace = max(unit.workspace, step_workspace(args, n_bytes))
         unit.gradient += n_bytes  # --precision bf16 reduces in bf16, the others in float32
         if args.fsdp2:
@@ -1981,6 +1977,20 @@ def unit_of(module, args, shards, dtype):
         else:
             unit.new_gradient += n_bytes
     return unit
+
+
+def optimizer_bytes(args, n_rows, width, is_matrix, n_bytes):
+    """Bytes of the optimizer's state for a weight of n_bytes. Raises a ValueError for an optimizer that is
+    not counted here: taken for another one, it would be planned wrong without a word."""
+    if args.optim == "adamw":
+        return 2 * n_bytes
+    if args.optim == "adamw8bit":
+        if not is_matrix:
+            return 2 * n_bytes
+        # two moments of one byte per weight, and one float32 per block of them
+        return 2 * (n_rows * width + 4 * n_rows * nf4.ceil_div(width, nf4.MOMENT_BLOCK))
+    raise ValueError(f"--optim {args.optim}: not in the memory plan: add its state to optimizer_bytes(), and "
+                     "what its step allocates to step_workspace()")
 
 
 def plan(args, config, world, length):
@@ -2197,14 +2207,8 @@ def choose_blocks(args, config, world, length, room):
         args.activation_checkpointing = "all"
         return "--activation_checkpointing all: inputs are offloaded, or no --gpu_gib is known"
     can_keep_weights = args.qlora and not args.tiled_mlp  # a tile dequantizes its weights again
-    # From the fastest to the smallest. Each choice needs less memory than the one before, so we can bisect:
-    # recompute no block; then more and more, but not attention, whose output is the cheapest thing to keep
-    # per second that it saves where documents are longer than about D tokens; then attention as well.
-    choices = [BlockChoice(0, n, 0) for n in range(n_layers if can_keep_weights else 0, 0, -1)]
-    choices += [BlockChoice(n, 0, n) for n in range(n_layers + 1)]
-    choices += [BlockChoice(n_layers, 0, n) for n in range(n_layers - 1, 0, -1)]
-    choices.append(BlockChoice("all", 0, 0))
-    # about ten plans: each of them plays a whole step
+    choices = block_choices(n_layers, can_keep_weights)
+    # We bisect: about ten plans, each of which plays a whole step.
     trial = argparse.Namespace(**vars(args))
     first = 0
     last = len(choices) - 1
@@ -2228,6 +2232,18 @@ class BlockChoice(NamedTuple):
     activation_checkpointing: int | str  # first blocks to recompute
     n_weights_kept: int  # last blocks that keep NF4 weights in 16 bits from forward to backward
     n_attention_kept: int  # last ones of the recomputed blocks that keep attention's output
+
+
+def block_choices(n_layers, can_keep_weights):
+    """[BlockChoice] from the fastest to the smallest; each needs at most the memory of the one before."""
+    # recompute no block, and keep fewer and fewer dequantized weights
+    choices = [BlockChoice(0, n, 0) for n in range(n_layers if can_keep_weights else 0, 0, -1)]
+    # Recompute more and more blocks, but not attention: its output is the cheapest thing to keep per second
+    # that it saves, where documents are longer than about D tokens.
+    choices += [BlockChoice(n, 0, n) for n in range(n_layers + 1)]
+    # recompute attention as well, in more and more blocks
+    choices += [BlockChoice(n_layers, 0, n) for n in range(n_layers - 1, 0, -1)]
+    return [*choices, BlockChoice("all", 0, 0)]
 
 
 def rungs_of(args):

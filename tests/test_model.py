@@ -3,6 +3,7 @@ plain ones, generation, and the files that it reads and writes."""
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import conftest
 import pytest
@@ -213,6 +214,14 @@ def test_a_forks_loss_is_refused_where_only_cross_entropy_is_computed(name, valu
     tokens = torch.arange(4)[None]
     with pytest.raises(ValueError, match="--no-chunked_ce computes plain cross-entropy"):
         head(torch.zeros(1, 4, 64), tokens, torch.arange(4))
+
+
+def test_merging_refuses_tensors_that_it_would_lose(tmp_path):
+    files = SimpleNamespace(config=data.read_json(HERE / "tiny" / "config.json"))
+    adapter = {"model.embed_tokens.weight": torch.zeros(4096, 192)}  # as of a fork that trains the embedding
+    with pytest.raises(ValueError, match=r"final is complete, but merge\(\) knows only LoRA.*embed_tokens"):
+        data.merge(data.Checkpoint(HERE / "tiny"), adapter, 1.0, files, None, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_supervised_token_gives_zero_loss_and_a_working_backward():

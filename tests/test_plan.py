@@ -216,6 +216,26 @@ def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_mem
         assert train.peak_of(moments)[1] + train.OVERHEAD > 0.9 * gib * 2**30
 
 
+def test_an_optimizer_that_the_plan_does_not_know_is_refused():
+    _, _, args = planned(["--model", "qwen3-0.6b"], config_of("qwen3-0.6b"), 1)
+    args.optim = "muon"  # as a fork's choice of --optim
+    with pytest.raises(ValueError, match=r"--optim muon: not in the memory plan: add its state to optimizer_bytes"):
+        train.plan(args, config_of("qwen3-0.6b"), 1, 1024)
+
+
+@pytest.mark.parametrize("preset, flags", [
+    ("llama-3.2-1b", "--qlora"), ("qwen3.5-0.8b", "--lora"), ("qwen3-0.6b", ""), ("muse-glimmer-30b", "--qlora"),
+    ("qwen3-30b-a3b", "--qlora --fsdp2")])
+def test_each_choice_of_auto_needs_at_most_the_memory_of_the_one_before(preset, flags):
+    config = lm.parse_config(data.PRESETS[preset] | {"num_hidden_layers": 8})  # each block is one choice more
+    _, _, args = planned(["--model", preset, *flags.split()], config, 2)
+    peaks = []
+    for choice in train.block_choices(config.num_hidden_layers, args.qlora):
+        vars(args).update(choice._asdict())
+        peaks.append(train.planned_bytes(args, config, 2, 4096))
+    assert peaks == sorted(peaks, reverse=True)  # or bisecting could miss the fastest that fits
+
+
 # ---------------------------------------------------------------- the search for what fits
 
 NOTHING_ON = "--no-fused_adamw --no-chunked_ce --no-activation_checkpointing"
