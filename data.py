@@ -1031,20 +1031,20 @@ class Loader:
         together = np.arange(len(lengths)).reshape(-1, 2 if documents.has_pairs else 1)
         rows = pack(lengths[together].sum(1), seq_len) if packing else np.arange(len(together))[:, None]
         self.rows = [together[row].flatten() for row in rows] if documents.has_pairs else rows
-        counts = documents.n_targets, lengths, lengths**2, np.ones_like(lengths)
-        per_part = np.stack(counts, 1)[np.concatenate(self.rows)]
+        per_part = lm.Counts(documents.n_targets, lengths, lengths**2, np.ones_like(lengths))
+        part_of_rows = np.concatenate(self.rows)  # the parts in the order of the rows
         first_part = np.cumsum([0, *map(len, self.rows)])[:-1]  # of each row
-        # [rows, 4]: targets, tokens, squared document lengths, documents
-        self.per_row = np.add.reduceat(per_part, first_part)
+        self.per_row = lm.Counts(*(np.add.reduceat(count[part_of_rows], first_part) for count in per_part))
         # positions of the longest row in a batch
-        self.longest = seq_len if packing else int(self.per_row[:, 1].max())
+        self.longest = seq_len if packing else int(self.per_row.tokens.max())
 
     def make_order(self, epoch):
         """[rows] int64: the order of an epoch."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         if epoch == 0:  # the largest row runs first: memory runs out at step 0 or not at all
-            targets, tokens, *_ = self.per_row.T
-            largest = np.lexsort([targets] if self.packing else [targets, tokens])[-1]
+            # Packed rows are equally long. The one with the most targets has the largest loss.
+            by_size = [self.per_row.targets] if self.packing else [self.per_row.targets, self.per_row.tokens]
+            largest = np.lexsort(by_size)[-1]
             first = np.flatnonzero(order == largest)[0]
             order[[0, first]] = order[[first, 0]]
         return order
@@ -1059,10 +1059,10 @@ class Loader:
         return rows, micro_batches[self.rank :: self.world]
 
     def step(self, step, grad_accum):
-        """-> (this rank's micro-batches, [targets, tokens, squared document lengths, documents] of the global
-        batch)."""
+        """-> (this rank's micro-batches, the lm.Counts of the global batch)."""
         rows, rows_by_batch = self.rows_of(step, grad_accum)
-        return [self.batch(rows) for rows in rows_by_batch], self.per_row[rows].sum(0).tolist()
+        counts = lm.Counts(*(int(count[rows].sum()) for count in self.per_row))
+        return [self.batch(rows) for rows in rows_by_batch], counts
 
     def places(self, step, grad_accum):
         """["FILE:LINE"] of what is in this rank's rows of a step."""
@@ -1093,7 +1093,7 @@ class Loader:
     def batch(self, rows):
         """Row numbers -> Batch on the CPU. No rows make a row of one padding token."""
         B = max(len(rows), 1)
-        T = self.seq_len if self.packing else int(self.per_row[list(rows), 1].max(initial=1))
+        T = self.seq_len if self.packing else int(self.per_row.tokens[list(rows)].max(initial=1))
         n = B * T
         n += -n % self.n_shards  # shards are equal
         tokens = np.zeros(n, np.int64)
@@ -1163,7 +1163,7 @@ def print_data(args, loader, eval_loader, tokenizer):
     for one in filter(None, (loader, eval_loader)):
         for file in one.documents.files:
             print_file(file)
-        full = one.per_row[:, 1].sum() / (len(one.rows) * one.seq_len)
+        full = one.per_row.tokens.sum() / (len(one.rows) * one.seq_len)
         print(f"  {len(one.rows):,} rows of at most {one.seq_len} tokens, {full:.1%} full")
     documents = loader.documents
     for i in range(min(args.inspect or 0, len(documents.start))):

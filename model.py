@@ -1529,24 +1529,33 @@ def mixer_weights(c, kind):
     return c.hidden_size * (n_square * c.q_size + 2 * c.kv_size)
 
 
-def step_flops(c, counted, is_frozen):
+class Counts(NamedTuple):
+    """What a step has, on all ranks together; in the loader also arrays, with a number for each row."""
+
+    targets: int  # supervised tokens
+    tokens: int
+    squares: int  # of the lengths of documents, summed: twice the pairs of tokens that attend to each other
+    documents: int = 1
+
+
+def step_flops(c, counts, is_frozen):
     """FLOP of a step without recomputation. A weight costs a token 2 in the forward and 4 in the backward, 2
     of them for its own gradient. Two tokens that attend to each other cost 4*H*K in the forward and 2.5 times
     that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads S twice and writes it once,
     6*K*P a token and head (w S, queries S, keys^T d), and the backward of a product costs twice the product;
     what chunks add, 70 % of that, a model does not need. Adapters, about 1 %, and the reference of --dpo, a
-    forward, are left out. counted: (targets, tokens, sum of the squared lengths of documents)."""
-    n_targets, n_tokens, n_squares = counted
+    forward, are left out."""
     n_linear = c.layer_types.count("linear_attention")
     n_sliding = c.layer_types.count("sliding_attention")
     n_full = c.num_hidden_layers - n_linear - n_sliding
     # pairs of tokens; in windows at most, as a document of L tokens has window**2 less than 2 * window * L
-    n_pairs = n_full * n_squares + n_sliding * min(n_squares, 2 * c.sliding_window * n_tokens)
+    n_pairs = n_full * counts.squares
+    n_pairs += n_sliding * min(counts.squares, 2 * c.sliding_window * counts.tokens)
     mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_expert_intermediate_size + c.num_experts)
     blocks = sum(mixer_weights(c, kind) + mlp for kind in c.layer_types)
-    products = blocks * n_tokens + c.hidden_size * c.vocab_size * n_targets
+    products = blocks * counts.tokens + c.hidden_size * c.vocab_size * counts.targets
     attention = 2 * c.q_size * n_pairs * 3.5
-    rule = 18 * c.linear_key_head_dim * c.value_size * n_linear * n_tokens
+    rule = 18 * c.linear_key_head_dim * c.value_size * n_linear * counts.tokens
     return attention + rule + (4 if is_frozen else 6) * products
 
 

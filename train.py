@@ -511,11 +511,11 @@ def main(argv, progress):
     keep_freed_memory(on=not on_gpu and not args.fsdp2)
     n_bad = torch.zeros_like(bad)  # steps since a gradient was inf or nan, counted without a host sync
     profiler = tracer(args, out, ranks)
-    for batches, counted in loader.ahead(start, steps, args.grad_accum):
+    for batches, counts in loader.ahead(start, steps, args.grad_accum):
         step = state["step"]  # steps done before this one: data, dropout and schedule count from 0
         n = step + 1
         # supervised tokens of this step, or its pairs, over all micro-batches and ranks
-        n_terms = counted[3] // 2 if args.dpo else counted[0]
+        n_terms = counts.documents // 2 if args.dpo else counts.targets
         ranks.alive()
         # dropout draws the same in this step whether or not the run was interrupted before it
         torch.manual_seed(dropout_seed(args.seed, ranks.rank, step))
@@ -556,8 +556,8 @@ def main(argv, progress):
             optimizer.zero_grad()
         n_bad += bad
         state["step"] = n
-        state["tokens"] += counted[0]
-        log.count(sums, n_terms, counted[1], lm.step_flops(config, counted[:3], args.lora) / world)
+        state["tokens"] += counts.targets
+        log.count(sums, n_terms, counts.tokens, lm.step_flops(config, counts, args.lora) / world)
 
         # once in a while: log, and see whether the numbers are still finite
         # All ranks must decide alike, or one would save while the others train. This all-reduce is gloo's: it

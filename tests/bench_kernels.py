@@ -145,7 +145,7 @@ def bench_blocks(bounds, tokens):
                 lm.compile_(model, packing=True)
             lm.checkpoint_activations_(model, False, recomputes, n_kept)
             variants[what + compiled] = lambda model=model: model(tokens_BT, tokens_BT).backward()
-    products = lm.step_flops(config, (tokens, tokens, tokens**2), True)
+    products = lm.step_flops(config, lm.Counts(tokens, tokens, tokens**2), True)
     bounds.hold(f"two blocks, {tokens:,} tokens, recomputed:", variants, flop=products)
 
 

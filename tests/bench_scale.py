@@ -164,7 +164,8 @@ def on_paper(name, flags, seq_len, world, replicas, speed):
     args.precision = args.precision or "mixed"
     n = seq_len // args.sequence_parallel
     again = 6 / 4 if args.lora else 8 / 6  # the blocks' forward runs again
-    products = args.grad_accum * lm.step_flops(config, (n, n, n * seq_len), args.lora) * again / (FLOPS * FRACTION)
+    flops = lm.step_flops(config, lm.Counts(n, n, n * seq_len), args.lora) * again
+    products = args.grad_accum * flops / (FLOPS * FRACTION)
     moved = formula(args, config, world, n)
     link = NVLINK if world // replicas <= NODE else min(NVLINK, speed)
     between = moved["gradients between replicas"] / (speed / NODE)  # as many rings at once

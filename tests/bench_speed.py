@@ -229,8 +229,8 @@ def write_steps(folder, shape, n_steps):
     (folder / "any.txt").write_text("train.py reads this, and trains on the documents")
     grids, n_tokens = np.zeros((3, n_steps, shape.B, shape.T), np.int64), 0
     for step in range(n_steps):
-        (batch,), counted = loader.step(step, 1)
-        n_tokens += int(counted[1]) if step >= WARMUP else 0
+        (batch,), counts = loader.step(step, 1)
+        n_tokens += counts.tokens if step >= WARMUP else 0
         for b, (tokens_T, targets_T, positions_T) in enumerate(zip(batch.tokens, batch.targets, batch.positions)):
             end = int(positions_T.nonzero().max()) + 1  # padding follows, at position 0: a document of its own
             positions_T[end:] = positions_T.new_tensor(range(shape.T - end))

@@ -173,7 +173,7 @@ def global_batches(documents, batch_size, grad_accum, world, packing):
         lengths = [stop - start for batch in batches for start, stop in batch.spans.pairs]
         n_targets = sum(len(batch.keep_S) for batch in batches)
         squares = sum(length**2 for length in lengths)
-        assert counts == ([n_targets, sum(lengths), squares, len(lengths)],) * world
+        assert counts == (data.lm.Counts(n_targets, sum(lengths), squares, len(lengths)),) * world
         yield [row for batch in batches for row in rows_of(batch)]
 
 
@@ -189,7 +189,9 @@ def test_global_batch_does_not_depend_on_how_it_is_split(documents, split, packi
 def test_rows_come_once_an_epoch_in_the_order_of_seed_and_epoch_the_largest_first(documents, packing):
     for seed, epoch in itertools.product(range(3), range(3)):
         loader = loader_of(documents, packing, seed=seed)
-        n, (targets, tokens, *_) = len(loader.rows), loader.per_row.T.tolist()
+        n = len(loader.rows)
+        targets = loader.per_row.targets.tolist()
+        tokens = loader.per_row.tokens.tolist()
         order = [loader.rows_of(epoch * n + i, 1)[0][0] for i in range(n)]
         shuffled = np.random.default_rng([seed, epoch]).permutation(n).tolist()
         if epoch == 0:  # the first row trades places with the largest: memory runs out at step 0 or not at all

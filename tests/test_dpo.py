@@ -114,8 +114,8 @@ def test_pairs_share_a_row_or_are_dropped_both_and_counted(tmp_path):
         loader = data.Loader(documents, 100, packing, 1, 0, 0, 1)
         for i, parts in enumerate(loader.rows):
             assert [part % 2 for part in parts] == [0, 1] * (len(parts) // 2) and (np.diff(parts)[::2] == 1).all()
-            (_, tokens, _, n_documents) = loader.per_row[i]
-            assert tokens == sum(lengths[part] for part in parts) <= 100 and n_documents == len(parts)
+            assert loader.per_row.tokens[i] == sum(lengths[part] for part in parts) <= 100
+            assert loader.per_row.documents[i] == len(parts)
             batch = loader.batch([i])
             assert sum(batch.n_targets) == len(batch.keep_S) and len(batch.n_targets) == len(parts)
 

@@ -172,13 +172,13 @@ def test_decay_spares_norms_and_biases():
 
 def test_flops_of_a_step_are_six_per_weight_and_token():
     c = lm.parse_config(data.PRESETS["llama-3.1-8b"])
-    counted = 4096, 4096, 4096**2
-    assert lm.step_flops(c, counted, False) / 4096 == pytest.approx(48.8e9, rel=0.01)  # 6 * 7.5e9 + attention, by hand
-    assert lm.step_flops(c, counted, True) / 4096 == pytest.approx(33.8e9, rel=0.01)
+    counts = lm.Counts(4096, 4096, 4096**2)
+    assert lm.step_flops(c, counts, False) / 4096 == pytest.approx(48.8e9, rel=0.01)  # 6 * 7.5e9 + attention, by hand
+    assert lm.step_flops(c, counts, True) / 4096 == pytest.approx(33.8e9, rel=0.01)
     # 8 * 58.7e6 in attention, 24 * 67.1e6 in Gated DeltaNet, 32 * 151e6 in MLPs, 1.02e9 in the head: 6 times that, plus
     # 0.94e9 of attention and 0.23e9 of the delta rule
     c = lm.parse_config(data.PRESETS["qwen3.5-9b"])
-    assert lm.step_flops(c, counted, False) / 4096 == pytest.approx(48.7e9, rel=0.002)
+    assert lm.step_flops(c, counts, False) / 4096 == pytest.approx(48.7e9, rel=0.002)
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_a_file_that_leaves_them_out_gets_the_windows_of_its_family():
 
 def test_flops_of_a_window_are_those_of_its_pairs():
     c = lm.parse_config(data.PRESETS["muse-glimmer-30b"])
-    flops = [lm.step_flops(c, (0, T, T**2), True) for T in (2048, 65536)]
+    flops = [lm.step_flops(c, lm.Counts(0, T, T**2), True) for T in (2048, 65536)]
     products = 4 * c.num_hidden_layers * (lm.mixer_weights(c, "full_attention") + 3 * c.hidden_size * c.mlp_size)
     pairs = [(n - products * T) / (7 * c.q_size) for n, T in zip(flops, (2048, 65536))]
     assert pairs == pytest.approx([52 * 2048**2, 13 * 65536**2 + 39 * 2 * 2048 * 65536])
