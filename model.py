@@ -1684,9 +1684,12 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
     tile = min(args.tiled_mlp or N, N)
 
     weight = n_down if args.qlora else 0  # down_proj is dequantized for its backward
-    scratch = 6 / size * min(nf4.CHUNK, weight)
+    # nf4.dequantize(): the scales of all of it, and of a chunk the int32 index and the float32 levels
+    scratch = 4 / size * weight / nf4.BLOCK + 6 / size * min(nf4.CHUNK, weight)
     if args.qlora and "down_proj" in args.lora_targets:
-        scratch += tile * routed
+        scratch += tile * k * D  # the adapter's output
+    if args.qlora and not c.num_experts:
+        scratch += tile * F  # the product's input; 2 * routed below is more than that of experts
     if args.lora_dropout:
         scratch += tile * down  # its input's copy is alive at the same time
     # the larger of two moments: the backward of gate and up, and before it that of down_proj

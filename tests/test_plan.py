@@ -25,6 +25,7 @@ MODELS = {
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
     "tied": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "deep": {"num_hidden_layers": 10},
+    "wide": {"intermediate_size": 8192},
     "moe": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 16,
             "num_experts_per_tok": 4, "moe_intermediate_size": 192},
     "qwen3.5": {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "linear_num_key_heads": 1,
@@ -38,6 +39,7 @@ CASES = [  # model, tokens in a row, ranks, flags. Loss chunks of 64 tokens make
     ("gqa", 1024, 1, ""),
     ("gqa", 1024, 1, "--lora --ce_chunk 64"),
     ("gqa", 1024, 1, "--qlora --ce_chunk 64"),
+    ("wide", 256, 1, "--qlora --lora_targets q_proj --ce_chunk 64"),  # the recomputation's last dequantization
     ("gqa", 1024, 1, "--precision fp32 --ce_chunk 64"),
     ("mha", 1024, 1, "--lora --tiled_mlp 256 --ce_chunk 64"),
     ("gqa", 1024, 1, "--tiled_mlp 256 --no-activation_checkpointing"),
