@@ -1,14 +1,17 @@
 """Qwen3.5: the gated delta rule against its definition a token at a time in float64, and packed documents against
-transformers, which computed each alone (tests/make_goldens_qwen35.py and make_goldens_windows.py)."""
+transformers, which computed each alone (make_goldens_qwen35.py)."""
 
 import contextlib
 import shutil
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import HERE
+from packed_goldens import (check_greedy_tokens, check_packed_documents, packed_logits, positions_of, read_golden,
+                            relative_error)
 from safetensors.torch import load_file, save_file
 from test_model import build
 from torch.autograd import grad
@@ -16,167 +19,191 @@ from torch.autograd import grad
 import data
 import model as lm
 
-GOLDENS = sorted((HERE / "goldens-qwen35").iterdir())
-WINDOWS = sorted((HERE / "goldens-windows").iterdir())
-EXPERTS, TIED, TEXT, _ = GOLDENS
-G, H, K, P = 2, 4, 16, 24  # the rule alone does not need values as large as keys
-MANY = [5, 1, 1, 30, 2, 64, 100, 3, 1, 1, 1, 47]
-GATES = ["trained", "strong", "mixed", "none", "same keys", "no writing"]
+FOLDER = HERE / "goldens-qwen35"
+EXPERTS = FOLDER / "experts"
+TIED = FOLDER / "same-heads-tied"
+TEXT = FOLDER / "thrice-text"
+GOLDENS = pytest.mark.parametrize("folder", sorted(FOLDER.iterdir()), ids=lambda folder: folder.name)
 
-
-def error(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-12)).item()
+# heads and sizes of keys and values. The rule alone does not need values as large as keys
+G, H, K, P = 2, 4, 16, 24
+MANY = [5, 1, 1, 30, 2, 64, 100, 3, 1, 1, 1, 47]  # several documents in a chunk, and several chunks in a document
 
 
 # ---------------------------------------------------------------- the rule
 
 
-def rule_by_definition(q, k, v, g, beta, lengths):
-    """All [T, heads, size] float64."""
-    out = []
-    q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
-    q, k = (t.repeat_interleave(v.shape[1] // k.shape[1], 1) for t in (q * q.shape[-1] ** -0.5, k))
-    for document in zip(*(t.split(lengths) for t in (q, k, v, g, beta))):
-        S = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
-        for q_, k_, v_, g_, beta_ in zip(*document):
-            S = S * g_.exp()[:, None, None]
-            S = S + k_[:, :, None] * (beta_[:, None] * (v_ - torch.einsum("hkv,hk->hv", S, k_)))[:, None]
-            out.append(torch.einsum("hkv,hk->hv", S, q_))
-    return torch.stack(out), S
+class Inputs(NamedTuple):
+    q: torch.Tensor  # [T, G, K], and so is k
+    k: torch.Tensor
+    v: torch.Tensor  # [T, H, P]
+    g: torch.Tensor  # [T, H], and so is beta
+    beta: torch.Tensor
 
 
-def make(lengths, gates):
+def random_inputs(lengths, gates):
+    """Inputs for documents of these lengths, with gates of some kind."""
     torch.manual_seed(0)
     T = sum(lengths)
-    q, k, v = torch.randn(T, G, K), torch.randn(T, G, K) + 0.3, torch.randn(T, H, P)
-    A, beta = torch.empty(H).uniform_(0.01, 16), (2 * torch.randn(T, H)).sigmoid()
-    g = -A * F.softplus(torch.randn(T, H) - 4)
+    q = torch.randn(T, G, K)
+    k = torch.randn(T, G, K) + 0.3
+    v = torch.randn(T, H, P)
+    decay = torch.empty(H).uniform_(0.01, 16)
+    beta = (2 * torch.randn(T, H)).sigmoid()
+    g = -decay * F.softplus(torch.randn(T, H) - 4)  # "trained": as in trained models
     if gates == "strong":
         g = -200 * torch.rand(T, H)
-    if gates == "mixed":
+    if gates == "mixed":  # one token in twenty forgets nearly all
         g = torch.where(torch.rand(T, H) < 0.05, g - 20, -1e-2 * torch.rand(T, H))
     if gates == "none":
         g = torch.zeros(T, H)
-    if gates == "same keys":
-        g, beta, k = -1e-4 * torch.rand(T, H), torch.full_like(beta, 0.9999), torch.randn(1, G, K) + 0.05 * k
+    if gates == "same keys":  # each token writes over what the one before it has written: ill-conditioned
+        g = -1e-4 * torch.rand(T, H)
+        beta = torch.full_like(beta, 0.9999)
+        k = torch.randn(1, G, K) + 0.05 * k
     if gates == "no writing":
         beta = 1e-6 * beta
-    return [t.clone().requires_grad_() for t in (q, k, v, g, beta)], positions_of(lengths)
+    return Inputs(*(t.clone().requires_grad_() for t in (q, k, v, g, beta)))
 
 
-def positions_of(lengths):
-    return torch.cat([torch.arange(n) for n in lengths])
+def unit_length(x):
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def rule(q, k, v, g, beta, positions, S):
-    T = len(g)
+def rule_by_definition(inputs, lengths):
+    """A token at a time, every document alone -> what is read [T, H, P], and the state that the last one leaves."""
+    q_TGK = unit_length(inputs.q) * K**-0.5
+    k_TGK = unit_length(inputs.k)
+    q_THK = q_TGK.repeat_interleave(H // G, 1)
+    k_THK = k_TGK.repeat_interleave(H // G, 1)
+    out = []
+    for document in zip(*(t.split(lengths) for t in (q_THK, k_THK, inputs.v, inputs.g, inputs.beta))):
+        S_HKP = inputs.v.new_zeros(H, K, P)
+        for q_HK, k_HK, v_HP, g_H, beta_H in zip(*document):
+            S_HKP = S_HKP * g_H.exp()[:, None, None]
+            stored_HP = torch.einsum("hkp,hk->hp", S_HKP, k_HK)
+            change_HP = beta_H[:, None] * (v_HP - stored_HP)
+            S_HKP = S_HKP + k_HK[:, :, None] * change_HP[:, None]
+            out.append(torch.einsum("hkp,hk->hp", S_HKP, q_HK))
+    return torch.stack(out), S_HKP
+
+
+def rule_in_chunks(inputs, positions):
+    """The same as GatedDeltaNet.mix() computes it, which has a convolution before it and a norm behind it."""
+    T = len(positions)
     C = min(lm.RULE_CHUNK, 1 << (T - 1).bit_length())
-    more = -T % C
-    q, k, v = (F.pad(t, (0, 0, 0, 0, 0, more)) for t in (q, k, v))
-    positions = torch.cat([positions, positions[-1] + torch.arange(1, more + 1)]).view(-1, C)
-    gates = (F.pad(t, (0, 0, 0, more)) for t in (g, beta))
-    *system, queries, scores = lm.chunk_system(q, k, v, *gates, positions)
-    d, S, last = lm.scan(*system, S)
-    return (queries @ S + scores @ d).transpose(1, 2).flatten(0, 1)[:T], last
+    n_more = -T % C  # added tokens fill the last chunk; with g and beta of 0 they change no state
+    q, k, v = (F.pad(t, (0, 0, 0, 0, 0, n_more)) for t in (inputs.q, inputs.k, inputs.v))
+    g, beta = (F.pad(t, (0, 0, 0, n_more)) for t in (inputs.g, inputs.beta))
+    added = positions[-1] + torch.arange(1, n_more + 1)
+    positions_nC = torch.cat([positions, added]).view(-1, C)
+    *system, queries, scores = lm.chunk_system(q, k, v, g, beta, positions_nC)
+    d_nHCP, S_nHKP, S_HKP = lm.scan(*system, torch.zeros(H, K, P))
+    o_nHCP = queries @ S_nHKP + scores @ d_nHCP
+    return o_nHCP.transpose(1, 2).flatten(0, 1)[:T], S_HKP
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("lengths", [MANY, [300, 1, 211], [1]], ids=str)
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("gates", ["trained", "strong", "mixed", "none", "same keys", "no writing"])
 def test_the_rule_in_chunks_equals_its_definition_alone(gates, lengths, chunk, monkeypatch):
     monkeypatch.setattr(lm, "RULE_CHUNK", chunk)
-    inputs, positions = make(lengths, gates)
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    o, S = rule(*inputs, positions, torch.zeros(H, K, P))
-    (expected, S_last), up = rule_by_definition(*exact, lengths), torch.randn_like(o)
-    grads, exact_grads = grad(o, inputs, up), grad(expected, exact, up.double())
+    inputs = random_inputs(lengths, gates)
+    exact = Inputs(*(t.detach().double().requires_grad_() for t in inputs))
+    out, last = rule_in_chunks(inputs, positions_of(lengths))
+    expected, expected_last = rule_by_definition(exact, lengths)
     bound = 4e-6  # float32 rounding: 2e-6 seen
-    assert error(o, expected) < bound and error(S, S_last) < bound
-    for i, (got, want) in enumerate(zip(grads, exact_grads)):
-        if i == 3:  # where all is forgotten the gradient of g is 0, to rounding of what cancels
-            assert (got.double() - want).norm() < 5e-6 * max(want.norm(), up.norm())
-        else:
-            assert error(got, want) < bound
+    assert relative_error(out, expected) < bound
+    assert relative_error(last, expected_last) < bound
+
+    up = torch.randn_like(out)
+    gradients = Inputs(*grad(out, inputs, up))
+    expected_gradients = Inputs(*grad(expected, exact, up.double()))
+    for name in ("q", "k", "v", "beta"):
+        assert relative_error(getattr(gradients, name), getattr(expected_gradients, name)) < bound, name
+    # where all is forgotten the gradient of g is 0, to rounding of what cancels
+    error = (gradients.g.double() - expected_gradients.g).norm()
+    assert error < 5e-6 * max(expected_gradients.g.norm(), up.norm())
 
 
 # ---------------------------------------------------------------- transformers' numbers
 
 
-def packed(folder, monkeypatch, segment=2048):
-    """-> model, golden, logits and nll of the golden documents in one row."""
-    monkeypatch.setattr(lm, "SEGMENT", segment)
-    model, golden = build(folder), load_file(folder / "golden.safetensors")
-    lengths, tokens = golden["lengths"].tolist(), golden["tokens"]
-    ends = golden["lengths"].cumsum(0).tolist()
-    spans = lm.Spans([(end - n, end) for n, end in zip(lengths, ends)], torch.tensor([0, *ends]))
-    logits = model(tokens[None], positions_BT=positions_of(lengths)[None], spans=spans)[0]
-    nll = [F.cross_entropy(part[:-1], rest[1:], reduction="none")
-           for part, rest in zip(logits.split(lengths), tokens.split(lengths))]
-    return model, golden, logits, torch.cat(nll)
-
-
-@pytest.mark.parametrize("segment", [64, 2048])
-@pytest.mark.parametrize("folder", [*GOLDENS, *WINDOWS], ids=lambda f: f.name)
+@pytest.mark.parametrize("segment", [64, 2048])  # the 493 tokens in eight segments, and in one
+@GOLDENS
 def test_packed_documents_equal_transformers(folder, segment, monkeypatch):
-    model, golden, logits, nll = packed(folder, monkeypatch, segment)
-    assert error(logits[golden["rows"]], golden["logits"]) < 1e-5  # float32 rounding: 5e-7 seen
-    assert error(nll, golden["nll"]) < 1e-5
-    nll.sum().backward()
-    for p in model.parameters():
-        p.data = p.grad  # full_tensors() gives gradients the names and forms of the file
-    grads = dict(data.full_tensors(model, False, data.Checkpoint(folder).tensors))
-    expected = {name.removeprefix("grad."): t for name, t in golden.items() if name.startswith("grad.")}
-    assert grads.keys() == expected.keys()
-    for name, got in grads.items():
-        assert got.shape == expected[name].shape and error(got, expected[name]) < 1e-5, name  # 5e-6 seen
+    monkeypatch.setattr(lm, "SEGMENT", segment)
+    check_packed_documents(folder)
 
 
-@pytest.mark.parametrize("folder", [*GOLDENS, *WINDOWS], ids=lambda f: f.name)
+@GOLDENS
 def test_greedy_tokens_equal_transformers(folder):
-    model, golden = build(folder).eval(), load_file(folder / "golden.safetensors")
-    prompt = golden["tokens"][-int(golden["lengths"][-1]) :][:40].tolist()
-    expected = golden["generated"].tolist()
-    assert list(lm.generate(model, prompt, len(expected), {-1}, torch.device("cpu"))) == expected
+    check_greedy_tokens(folder)
 
 
-@pytest.mark.parametrize("leak", ["convolution", "state", "attention"])
+def leak_through_convolution(monkeypatch):
+    """Positions that say that no token of a document is near its start."""
+    forward = lm.ShortConv.forward
+    monkeypatch.setattr(lm.ShortConv, "forward", lambda net, x, positions: forward(net, x, positions + 100))
+
+
+def leak_through_state(monkeypatch):
+    """Positions that say that every document began in an earlier chunk."""
+    chunk_system = lm.chunk_system
+
+    def leaking(q, k, v, g, beta, positions):
+        return chunk_system(q, k, v, g, beta, positions + 64)
+
+    monkeypatch.setattr(lm, "chunk_system", leaking)
+
+
+def leak_through_attention(monkeypatch):
+    """The whole row as one document."""
+    def leaking(q, k, v, pairs, window):
+        return lm.attend_alone(q, k, v, window=window)
+
+    monkeypatch.setattr(lm, "attend_one_by_one", leaking)
+
+
+@pytest.mark.parametrize("leak", [leak_through_convolution, leak_through_state, leak_through_attention],
+                         ids=["convolution", "state", "attention"])
 def test_a_leak_between_documents_would_be_seen(leak, monkeypatch):
-    *_, golden, good, _ = packed(TIED, monkeypatch)
-    conv, system = lm.ShortConv.forward, lm.chunk_system
-    if leak == "convolution":
-        monkeypatch.setattr(lm.ShortConv, "forward", lambda net, x, p: conv(net, x, p + 100))
-    if leak == "state":
-        monkeypatch.setattr(lm, "chunk_system", lambda *t: system(*t[:5], t[5] + 64))
-    if leak == "attention":
-        monkeypatch.setattr(lm, "attend_one_by_one", lambda q, k, v, _, window: lm.attend_alone(q, k, v, window=window))
-    *_, leaking, _ = packed(TIED, monkeypatch)
-    n = golden["lengths"][0]
-    assert error(leaking[n:], good[n:]) > 1e-2
+    monkeypatch.setattr(lm, "SEGMENT", 2048)
+    golden = read_golden(TIED)
+    good = packed_logits(build(TIED), golden)
+    leak(monkeypatch)
+    leaking = packed_logits(build(TIED), golden)
+    first = golden["lengths"][0]  # nothing can leak into the first document
+    assert relative_error(leaking[first:], good[first:]) > 1e-2
 
 
 @torch.no_grad()
 def test_a_state_in_the_cache_equals_the_whole_row_and_does_not_grow():
-    net = build(TIED).model.layers[0]
-    c = torch.randn(1, 150, 16, generator=torch.Generator().manual_seed(0))
+    block = build(TIED).model.layers[0]
+    x_BTD = torch.randn(1, 150, 16, generator=torch.Generator().manual_seed(0))
 
-    def run(x, start, cache):
-        spans = lm.Spans([(0, x.shape[1])])
-        spans.positions_BT = torch.arange(start, start + x.shape[1])[None]
-        return net(x, None, spans, cache)
+    def run(x_BTD, start, cache):
+        T = x_BTD.shape[1]
+        spans = lm.Spans([(0, T)])
+        spans.positions_BT = torch.arange(start, start + T)[None]
+        return block(x_BTD, None, spans, cache)
 
-    cache, out, start = lm.Cache(), [], 0
-    for part in c.split([1, 70, 1, 61, 1, 16], 1):
+    cache = lm.Cache()
+    out = []
+    start = 0
+    for part in x_BTD.split([1, 70, 1, 61, 1, 16], 1):  # prompts of more and of less than a chunk, and single tokens
         out.append(run(part, start, cache))
         start += part.shape[1]
-    assert error(torch.cat(out, 1), run(c, 0, None)) < 1e-6
-    assert [t.shape for t in cache.layers[net.linear_attn]] == [(3, 48), (2, 8, 8)]
+    assert relative_error(torch.cat(out, 1), run(x_BTD, 0, None)) < 1e-6
+    # the last three rows before the convolution of 48 channels, and S of two heads
+    assert [t.shape for t in cache.layers[block.linear_attn]] == [(3, 48), (2, 8, 8)]
 
 
 # ---------------------------------------------------------------- files
 
 
-def in_float32(folder, out, change):
-    """A copy of a golden checkpoint, changed -> its tensors."""
+def write_in_float32(folder, out, change):
+    """Writes a copy of a golden checkpoint whose tensors `change` has changed -> these tensors."""
     tensors = {name: t.float() for name, t in load_file(folder / "model.safetensors").items()}
     change(tensors)
     out.mkdir()
@@ -185,55 +212,79 @@ def in_float32(folder, out, change):
     return tensors
 
 
+def leave(tensors):
+    """Experts as stacks, as they are in the golden files."""
+
+
 def split_stacks(tensors):
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]:
+    """Makes a matrix of every expert, gate_proj and up_proj apart, as older files have them."""
+    stacks = [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]
+    for name in stacks:
+        stem, _, projection = name.rpartition(".")
         for i, expert in enumerate(tensors.pop(name)):
-            stem = name.rpartition(".")[0]
-            layers = {"down_proj": expert}
-            if "gate_up" in name:
-                layers = dict(zip(("gate_proj", "up_proj"), expert.chunk(2)))
-            tensors |= {f"{stem}.{i}.{layer}.weight": t.contiguous() for layer, t in layers.items()}
+            matrices = {"down_proj": expert}
+            if projection == "gate_up_proj":
+                gate, up = expert.chunk(2)
+                matrices = {"gate_proj": gate, "up_proj": up}
+            for matrix, t in matrices.items():
+                tensors[f"{stem}.{i}.{matrix}.weight"] = t.contiguous()
 
 
-def files_of(folder):
-    """What data.export and data.merge need, without a tokenizer."""
+class NoTokenizer:
+    """For data.export() and data.merge(), which ask a tokenizer to save itself."""
+
+    def save(self, out):
+        pass
+
+
+def model_files(folder):
     config = data.read_json(folder / "config.json")
-    return data.ModelFiles(config, folder, folder, "base"), SimpleNamespace(save=lambda out: None)
+    return data.ModelFiles(config, folder, folder, "base")
 
 
-FORMS = pytest.mark.parametrize("change", [dict, split_stacks], ids=["stacks of experts", "a matrix an expert"])
+FORMS = pytest.mark.parametrize("change", [leave, split_stacks], ids=["stacks of experts", "a matrix an expert"])
 
 
 @FORMS
 def test_a_whole_result_has_the_names_forms_and_other_parts_of_the_files(change, tmp_path):
-    tensors = in_float32(EXPERTS, tmp_path / "base", change)
-    assert {"mtp", "model"} <= {name.split(".")[0] for name in tensors}  # model.visual beside model.language_model
-    model, source = build(tmp_path / "base"), data.Checkpoint(tmp_path / "base")
+    tensors = write_in_float32(EXPERTS, tmp_path / "base", change)
+    # what the model does not compute: a head for the token after the next, and the tower of images
+    assert {name.split(".")[0] for name in tensors} >= {"mtp", "model"}
+    assert {name.split(".")[1] for name in tensors} >= {"visual", "language_model"}
+
+    model = build(tmp_path / "base")
+    source = data.Checkpoint(tmp_path / "base")
+    args = SimpleNamespace(lora=False)
     ranks = SimpleNamespace(rank=0, agree=contextlib.nullcontext)
-    data.export(SimpleNamespace(lora=False), model, source, *files_of(EXPERTS), tmp_path, ranks)
+    data.export(args, model, source, model_files(EXPERTS), NoTokenizer(), tmp_path, ranks)
     written = load_file(tmp_path / "final/model.safetensors")
-    assert written.keys() == tensors.keys() and all(torch.equal(written[name], t) for name, t in tensors.items())
+    assert written.keys() == tensors.keys()
+    for name, t in tensors.items():
+        assert torch.equal(written[name], t), name
     assert data.read_json(tmp_path / "final/config.json") == data.read_json(EXPERTS / "config.json")
 
 
 @torch.no_grad()
 @FORMS
 def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
-    in_float32(EXPERTS, tmp_path / "base", change)
-    model, source = build(tmp_path / "base"), data.Checkpoint(tmp_path / "base")
-    lm.add_lora_(model, 8, 16, 0.0, lm.targets_in(model.config))
+    write_in_float32(EXPERTS, tmp_path / "base", change)
+    model = build(tmp_path / "base")
+    source = data.Checkpoint(tmp_path / "base")
+    rank, alpha = 8, 16
+    lm.add_lora_(model, rank, alpha, 0.0, lm.targets_in(model.config))
     for name, p in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name:  # B begins as zeros, which would hide a wrong merge
             p.normal_(0, 0.2)
     tokens = torch.arange(40)[None]
     expected = model(tokens)
+
     adapter = dict(data.full_tensors(model, True, source.tensors))
     assert "model.language_model.layers.0.linear_attn.in_proj_qkv.lora_A.weight" in adapter
     assert "model.language_model.layers.0.mlp.experts.7.up_proj.lora_B.weight" in adapter
-    data.merge(source, adapter, 2.0, *files_of(EXPERTS), tmp_path)
-    assert source.tensors.keys() == data.Checkpoint(tmp_path / "merged").tensors.keys()
-    assert error(build(tmp_path / "merged")(tokens), expected) < 1e-5  # float32 rounding
-    assert error(build(tmp_path / "base")(tokens), expected) > 0.1
+    data.merge(source, adapter, alpha / rank, model_files(EXPERTS), NoTokenizer(), tmp_path)
+    assert data.Checkpoint(tmp_path / "merged").tensors.keys() == source.tensors.keys()
+    assert relative_error(build(tmp_path / "merged")(tokens), expected) < 1e-5  # float32 rounding
+    assert relative_error(build(tmp_path / "base")(tokens), expected) > 0.1  # the adapter counts
 
 
 # ---------------------------------------------------------------- config.json
@@ -262,6 +313,11 @@ def test_a_config_with_a_vision_tower_says_once_whether_the_head_is_tied():
     raw["tie_word_embeddings"] = False
     with pytest.raises(ValueError, match="tie_word_embeddings = false: differs from the one in text_config"):
         lm.parse_config(raw)
-    del raw["text_config"]["layer_types"]
     raw["text_config"]["tie_word_embeddings"] = False
+    assert not lm.parse_config(raw).tie_word_embeddings
+
+
+def test_a_config_without_layer_types_has_attention_in_every_fourth_block():
+    raw = data.read_json(TIED / "config.json")
+    del raw["text_config"]["layer_types"]
     assert lm.parse_config(raw).layer_types == ["linear_attention"] * 3 + ["full_attention"]
