@@ -2,7 +2,7 @@
 
 Which tests hold which promise of DESIGN section 6:
 
-    1 parity                        test_model, test_qwen35, test_formats (chat templates), test_dpo
+    1 parity                        test_model, test_qwen35, test_windows, test_formats (chat templates), test_dpo
     2 every memory flag is neutral  test_sharding (flags in pairs), test_offload, test_optim, test_compile, test_nf4
     3 sharding is neutral           test_sharding
     4 resume is exact               test_resume, test_faults (a killed save, signals)
