@@ -86,6 +86,36 @@ def test_experts_are_products_of_their_own_rows(keeps_weight):
     torch.testing.assert_close(x.grad, x2.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keeps_weight", [True, False])
+def test_an_answer_dequantizes_the_chosen_experts_alone_and_gets_the_same_bits(monkeypatch, keeps_weight, dtype):
+    layer = nf4.NF4Linear(64, 16 * 48, False)
+    layer.weight_codes.data, layer.weight_scales.data = nf4.quantize(weights("normal", 16 * 48, 64))
+    layer.keeps_weight = keeps_weight
+    dequantize = nf4.dequantize
+    n_rows = []
+    monkeypatch.setattr(nf4, "dequantize", lambda codes, *rest: (n_rows.append(len(codes)), dequantize(codes, *rest))[1])
+    for chosen in ([0], [3, 15], [5, 5, 6]):
+        counts = torch.bincount(torch.tensor(chosen, dtype=torch.int64), minlength=16)
+        ends = counts.cumsum(0).to(torch.int32)
+        x = torch.randn(len(chosen), 64).to(dtype)
+        with torch.no_grad():
+            y = layer(x, ends)
+        assert torch.equal(y, layer(x, ends))  # with gradients: all experts
+        assert n_rows == [48 * len(set(chosen)), 48 * 16]
+        n_rows.clear()
+
+
+def test_a_mixture_in_nf4_answers_with_the_logits_of_all_its_experts_bit_for_bit(monkeypatch):
+    model = build_random("qlora", **MOE).eval()
+    for n_tokens in (1, 3):
+        tokens = list(range(7, 7 + n_tokens))
+        got = lm.next_logits(model, tokens, torch.device("cpu"), lm.Cache())
+        with monkeypatch.context() as patch:
+            patch.setattr(nf4, "MANY_ROWS", 0)
+            assert torch.equal(got, lm.next_logits(model, tokens, torch.device("cpu"), lm.Cache()))
+
+
 @pytest.mark.parametrize("fast, shape", [(False, {}), (True, {}), (True, MOE)], ids=str)
 def test_a_recomputed_block_dequantizes_each_weight_once_for_its_backward(monkeypatch, fast, shape):
     model = build_random("qlora", **shape)
@@ -113,5 +143,6 @@ def test_every_pair_of_levels_is_rounded_to_the_nearest_even_bf16():
     scales = torch.tensor([1.0, 0.3, 7e-5, 1.5, 2.0**-126, 0.0, 123.456, 3e38]).view(-1, 1)
     levels = torch.tensor(nf4.CODEBOOK)
     expected = torch.stack([levels[codes.long() >> 4], levels[codes.long() & 15]], -1) * scales[..., None]
-    packed = nf4.dequantize_pairs(codes, scales, nf4.levels_of_bytes(codes.device))
-    assert torch.equal(packed.view(torch.bfloat16).view(8, 32, 2), expected.bfloat16())
+    for table in (None, nf4.levels_of_bytes(codes.device)):  # what a CPU does, and a GPU
+        packed = nf4.dequantize_pairs(codes, scales, table)
+        assert torch.equal(packed.view(torch.bfloat16).view(8, 32, 2), expected.bfloat16())
