@@ -995,6 +995,7 @@ class Batch(NamedTuple):
     targets: torch.Tensor  # [B, T] int64, IGNORE where a token is not trained on
     positions: torch.Tensor  # [B, T] int64
     keep_S: torch.Tensor  # places of the other targets in the flattened batch
+    dropout_bits: torch.Tensor  # [B, T] int32 of nf4.token_bits()
     spans: Spans
     n_targets: list  # of each document
 
@@ -1007,7 +1008,7 @@ class Batch(NamedTuple):
             return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
 
         spans = Spans(self.spans.pairs, copied(self.spans.bounds), self.spans.longest)
-        return Batch(*map(copied, self[:4]), spans, self.n_targets)
+        return Batch(*map(copied, self[:5]), spans, self.n_targets)
 
 
 class Loader:
@@ -1062,7 +1063,10 @@ class Loader:
         """-> (this rank's micro-batches, the lm.Counts of the global batch)."""
         rows, rows_by_batch = self.rows_of(step, grad_accum)
         counts = lm.Counts(*(int(count[rows].sum()) for count in self.per_row))
-        return [self.batch(rows) for rows in rows_by_batch], counts
+        B = self.batch_size
+        first_rows = range(self.rank * B, len(rows), self.world * B)
+        batches = [self.batch(*of_batch, step) for of_batch in zip(rows_by_batch, first_rows, strict=True)]
+        return batches, counts
 
     def places(self, step, grad_accum):
         """["FILE:LINE"] of what is in this rank's rows of a step."""
@@ -1090,8 +1094,9 @@ class Loader:
         for start in range(first, first + n_rows, B * self.world):
             yield self.batch(range(start, min(start + B, n_rows)))
 
-    def batch(self, rows):
-        """Row numbers -> Batch on the CPU. No rows make a row of one padding token."""
+    def batch(self, rows, first_row=0, step=0):
+        """Row numbers -> Batch on the CPU. No rows make a row of one padding token. first_row: the place of the
+        first one among the rows of the step."""
         B = max(len(rows), 1)
         T = self.seq_len if self.packing else int(self.per_row.tokens[list(rows)].max(initial=1))
         n = B * T
@@ -1099,6 +1104,8 @@ class Loader:
         tokens = np.zeros(n, np.int64)
         positions = np.zeros(n, np.int64)
         targets = np.full(n, IGNORE)
+        bits = np.zeros(n, np.int32)
+        bits[: B * T] = nf4.token_bits(self.seed, step, first_row, B, T).flatten()
         pairs = []
         n_targets = []
         for b, row in enumerate(rows):
@@ -1117,8 +1124,8 @@ class Loader:
             T = n // self.n_shards
         shard = slice(self.shard * T, self.shard * T + B * T)
         keep_S = np.flatnonzero(targets[shard] != IGNORE)
-        grids = [torch.from_numpy(grid[shard]).view(B, T) for grid in (tokens, targets, positions)]
-        return Batch(*grids, torch.from_numpy(keep_S), pack_spans(pairs, n), n_targets)
+        *grids, bits_BT = (torch.from_numpy(grid[shard]).view(B, T) for grid in (tokens, targets, positions, bits))
+        return Batch(*grids, torch.from_numpy(keep_S), bits_BT, pack_spans(pairs, n), n_targets)
 
 
 def load_data(args, specs, held_out, tokenizer, vocab_size, ranks):

@@ -989,7 +989,9 @@ class FromExperts(torch.autograd.Function):
 class MoE(nn.Module):
     """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest odds. A stack of experts
     is one matrix of E * F rows, so NF4, FSDP2 and LoRA see a matrix like any other. Nothing balances the load
-    of the experts. In Qwen3.5 one more expert sees all tokens, through a gate of its own."""
+    of the experts. In Qwen3.5 one more expert sees all tokens, through a gate of its own.
+
+    Set from outside: dropout (add_lora_)."""
 
     def __init__(self, c):
         super().__init__()
@@ -998,6 +1000,7 @@ class MoE(nn.Module):
         self.normalize = c.norm_topk_prob
         self.gate = Linear(c.hidden_size, c.num_experts, bias=False)
         self.experts = MLP(c.hidden_size, c.moe_intermediate_size, c.num_experts)
+        self.dropout = None
         self.has_shared = c.family.shared_expert
         if self.has_shared:
             self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
@@ -1019,10 +1022,11 @@ class MoE(nn.Module):
         experts = torch.arange(self.n_experts, device=h.device)
         ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
         route = (order, self.n_chosen)
-        gated = self.experts.start(ToExperts.apply(h_ND, *route), ends)
         # odds are applied before the last product: the sums are the same, and a recomputation can end here
         odds = odds_Nk.flatten()[order, None]
-        rows = self.experts.finish(gated * odds.to(h.dtype), ends)
+        with rows_of_experts(self.dropout if self.training else None, chosen, *route):
+            gated = self.experts.start(ToExperts.apply(h_ND, *route), ends)
+            rows = self.experts.finish(gated * odds.to(h.dtype), ends)
         out = FromExperts.apply(rows, *route).view_as(h)
         return out + shared if self.has_shared else out
 
@@ -1235,14 +1239,15 @@ class LMHead(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, norm, and the head with the loss.
 
-    Set from outside: compute_dtype (set_precision_), activation_hooks, a context manager around the blocks
-    (train.py's activation offload), and sequence_group, the ranks that hold pieces of the same rows
-    (--sequence_parallel)."""
+    Set from outside: compute_dtype (set_precision_), dropout (add_lora_), activation_hooks, a context manager
+    around the blocks (train.py's activation offload), and sequence_group, the ranks that hold pieces of the
+    same rows (--sequence_parallel)."""
 
     def __init__(self, c):
         super().__init__()
         self.config = c
         self.compute_dtype = torch.float32
+        self.dropout = None
         self.activation_hooks = None
         self.sequence_group = None
         self.embed_norm = None
@@ -1356,12 +1361,84 @@ def target_of(layer):
     return GATE_TARGET if layer.endswith(GATE_TARGET) else layer.rpartition(".")[2]
 
 
+class Dropout:
+    """Dropout (arXiv:1207.0580) of the inputs of all adapters, each with masks of its own. A mask is a hash of
+    (seed, step, row of the step, column; adapter, input), see nf4.drop_(). So it is the same however a step is
+    split and a row cut into tiles, and there is no random state: neither a checkpoint of a run nor one of a
+    block has one to restore, and the backward makes the mask again instead of reading it.
+
+    Set from outside: bits_N, of the tokens that the adapters see now (set_dropout_bits_, and `instead`)."""
+
+    def __init__(self, rate):
+        self.kept = 1 - rate
+        self.threshold = round(rate * 2**32) - 2**31
+        self.bits_N = None
+
+    @contextlib.contextmanager
+    def instead(self, bits_N):
+        """For tiles and experts, whose rows are other ones than the block's."""
+        before = self.bits_N
+        self.bits_N = bits_N
+        try:
+            yield
+        finally:  # a recomputation leaves by an exception
+            self.bits_N = before
+
+
+def set_dropout_bits_(model, bits_BT):
+    """Before each forward of a training with dropout. bits_BT: of nf4.token_bits()."""
+    if model.dropout.bits_N is None:
+        layers = [layer for layer in model.modules() if isinstance(layer, LoRA)]
+        for number, layer in enumerate(layers):
+            layer.column_bits = nf4.column_bits(number, layer.in_features, bits_BT.device)
+    model.dropout.bits_N = bits_BT.flatten()
+
+
+def rows_of_experts(dropout, chosen, order, k):
+    """A context in which adapters see the rows of experts, each of which drops other inputs of a token."""
+    if dropout is None:
+        return contextlib.nullcontext()
+    return dropout.instead(dropout.bits_N[order // k] * (nf4.mix(chosen) | 1).to(torch.int32))
+
+
+class DroppedLinear(torch.autograd.Function):
+    """nf4.linear() of x after dropout, without the factor 1 / (1 - rate). It saves x, which other layers save,
+    too, and neither a mask nor what dropout leaves of x: per adapter 3 bytes an input in bf16."""
+
+    @staticmethod
+    def forward(ctx, x, w_RD, token_bits_N, column_bits_D, threshold, ends):
+        ctx.save_for_backward(x, w_RD, token_bits_N, column_bits_D)
+        ctx.threshold = threshold
+        ctx.ends = ends
+        dropped = nf4.drop_(x.clone(), token_bits_N, column_bits_D, threshold)
+        return nf4.linear(dropped, w_RD, ends)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w_RD, *bits = ctx.saved_tensors
+        dropped = nf4.drop_(x.clone(), *bits, ctx.threshold)
+        if ctx.ends is None:
+            grad_w = grad.flatten(0, -2).T @ dropped.flatten(0, -2)
+        else:
+            grad_w = F.grouped_mm(dropped.T, grad, offs=ctx.ends).transpose(1, 2).flatten(0, 1)
+        del dropped
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            if ctx.ends is None:
+                grad_x = grad @ w_RD
+            else:
+                grad_x = F.grouped_mm(grad, w_RD.unflatten(0, (len(ctx.ends), -1)), offs=ctx.ends)
+            nf4.drop_(grad_x, *bits, ctx.threshold)
+        return grad_x, grad_w, None, None, None, None
+
+
 class LoRA:
     """y = W x + (alpha / rank) B A x (arXiv:2106.09685), with PEFT's names. A part of two classes below.
 
-    Set from outside: adapter_on (switch_adapters_)."""
+    Set from outside: adapter_on (switch_adapters_), column_bits (set_dropout_bits_)."""
 
     adapter_on = True
+    column_bits = None
 
     def add_adapter_(self, rank, alpha, dropout, n_experts):
         """Adds A [R, in] and B [out, R], of a stack of experts one pair for each."""
@@ -1369,14 +1446,20 @@ class LoRA:
             self.lora_A = Linear(self.in_features, n_experts * rank, bias=False)
             self.lora_B = Linear(rank, self.out_features, bias=False)
         self.lora_scale = alpha / rank
-        self.lora_dropout = dropout
+        self.dropout = dropout
 
     def forward(self, x, ends=None):
         if not self.adapter_on:
             return super().forward(x, ends)
+        if self.dropout is not None and self.training:
+            w_RD = self.lora_A.weight.to(x.dtype)
+            dropout = self.dropout
+            a = DroppedLinear.apply(x, w_RD, dropout.bits_N, self.column_bits, dropout.threshold, ends)
+            a = a * (self.lora_scale / dropout.kept)
+        else:
+            a = self.lora_A(x, ends) * self.lora_scale
         # the frozen base last: it saves nothing, so the recomputation of a block ends before down_proj
-        a = self.lora_A(F.dropout(x, self.lora_dropout, self.training), ends)
-        delta = self.lora_B(a * self.lora_scale, ends)
+        delta = self.lora_B(a, ends)
         return delta + super().forward(x, ends)
 
 
@@ -1394,11 +1477,15 @@ def add_lora_(model, rank, alpha, dropout, targets):
     compiles one block for all."""
     with_lora = {Linear: LoRALinear, nf4.NF4Linear: LoRANF4Linear}
     model.requires_grad_(False)
+    if dropout:
+        model.dropout = Dropout(dropout)
     for name, layer in list(model.model.layers.named_modules()):
         if target_of(name) in targets:
             layer.__class__ = with_lora[type(layer)]
             n_experts = model.config.num_experts if ".experts." in name else 1
-            layer.add_adapter_(rank, alpha, dropout, n_experts)
+            layer.add_adapter_(rank, alpha, model.dropout, n_experts)
+        if isinstance(layer, MoE):
+            layer.dropout = model.dropout
 
 
 def switch_adapters_(model, on):
@@ -1465,34 +1552,79 @@ def compile_(model, packing):
     head.loss_and_grad = in_training(head.loss_and_grad, dynamic=True)  # the last piece is shorter
 
 
-def rest_in_tiles(rest, size, preserve_rng, x, mixed):
-    """Each tile is a checkpoint. In a checkpointed block it runs three times, because the block's
-    recomputation brings back the inputs of the tiles and so has to reach the last one. Keeping them instead
-    would cost 2*E bytes a token and block."""
-    tiles = zip(*(t.flatten(0, 1).split(size) for t in (x, mixed)))
-    run = functools.partial(checkpoint, rest, use_reentrant=False, preserve_rng_state=preserve_rng)
-    return torch.cat([run(*tile) for tile in tiles]).view_as(x)
+class SaveNow(torch.autograd.Function):
+    """Saves tensors for the backward at once. They are in .grad_fn.saved_tensors of the empty result."""
+
+    @staticmethod
+    def forward(ctx, needs_grad, *tensors):
+        ctx.save_for_backward(*tensors)
+        return needs_grad.new_empty(0)
 
 
-def tile_mlp_(model, size, preserve_rng):
+class Tiles:
+    """The inputs of one call of Block.rest, which are saved once and whole and run `size` tokens at a time.
+    Each tile is a checkpoint of its own, which keeps its number and no tensor:
+
+        forward     save x and mixed -> tile 1, tile 2, ... tile n
+        backward    read them again -> tile n again, its backward; ... tile 1 again, its backward
+
+    If the block is checkpointed as well, what the first line saves is dropped, and the read in the second
+    line recomputes the block up to there. If tiles saved their inputs themselves, the recomputation would
+    have to reach the last of them, and each tile would run three times."""
+
+    def __init__(self, rest, size, dropout, x, mixed):
+        self.rest = rest
+        self.size = size
+        self.dropout = dropout
+        if dropout is not None:
+            self.bits = dropout.bits_N.split(size)
+        # kept as an attribute, because torch 2.11 frees what it saved together with it
+        self.saved = SaveNow.apply(torch.empty(0, requires_grad=True), x, mixed)
+        self.tiles = self.cut(x, mixed)
+
+    def cut(self, *inputs):
+        return list(zip(*(t.flatten(0, 1).split(self.size) for t in inputs)))
+
+    def run(self, i):
+        if not self.tiles:
+            # The backward has begun. It needs values alone: gradients go through the graph of the forward.
+            saved = self.saved.grad_fn.saved_tensors
+            self.tiles = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
+        if self.dropout is None:
+            return self.rest(*self.tiles[i])
+        with self.dropout.instead(self.bits[i]):
+            return self.rest(*self.tiles[i])
+
+
+def rest_in_tiles(block, rest, size, dropout, x, mixed):
+    tiles = Tiles(rest, size, dropout if block.training else None, x, mixed)
+    run = functools.partial(checkpoint, tiles.run, use_reentrant=False, preserve_rng_state=False)
+    # These hooks do nothing. Those of a checkpointed block, which they cover, would count what tiles save.
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        out = [run(i) for i in range(len(tiles.tiles))]
+    tiles.tiles = []
+    return torch.cat(out).view_as(x)
+
+
+def tile_mlp_(model, size):
     """Runs what follows attention `size` tokens at a time, and once more in the backward: 6*F values a token
     live for one tile (ALST, arXiv:2506.13996)."""
     for block in model.model.layers:
-        block.rest = functools.partial(rest_in_tiles, block.rest, size, preserve_rng)
+        block.rest = functools.partial(rest_in_tiles, block, block.rest, size, model.dropout)
 
 
-def checkpoint_activations_(model, preserve_rng, n_blocks=None, n_attention_kept=0):
+def checkpoint_activations_(model, n_blocks=None, n_attention_kept=0):
     """Keeps the inputs of the first blocks, 2*D bytes a token and not about 34*D, and recomputes the rest in
-    the backward, at most a third more FLOP (arXiv:1604.06174). Dropout needs the random state back. The last
-    n_attention_kept of these blocks keep attention's output as well."""
+    the backward, at most a third more FLOP (arXiv:1604.06174). The last n_attention_kept of these blocks keep
+    attention's output as well."""
     blocks = model.model.layers[:n_blocks]
     for i, block in enumerate(blocks):
         keeps_attention = i >= len(blocks) - n_attention_kept
-        block.forward = functools.partial(in_checkpoint, block, block.forward, preserve_rng, keeps_attention)
+        block.forward = functools.partial(in_checkpoint, block, block.forward, keeps_attention)
         keep_weights_(block)
 
 
-def in_checkpoint(block, forward, preserve_rng, keeps_attention, *args):
+def in_checkpoint(block, forward, keeps_attention, *args):
     """A call of a block under torch's checkpoint."""
     kept = Kept() if keeps_attention else None
 
@@ -1500,7 +1632,7 @@ def in_checkpoint(block, forward, preserve_rng, keeps_attention, *args):
         block.mixer.kept = kept
         return forward(*args)
 
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng)
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def keep_weights_(module):
@@ -1559,14 +1691,17 @@ def step_flops(c, counts, is_frozen):
     return attention + rule + (4 if is_frozen else 6) * products
 
 
-def saved_input(args, size, width, *names):
+def saved_input(args, width, *names):
     """Numbers a token that the gradients of these weights need of the input that they share."""
     trained = args.lora_targets if args.lora else LORA_TARGETS
-    n = sum(name in trained for name in names)
-    if args.lora_dropout:
-        # each adapter has its own copy after dropout, and a mask of a byte a number
-        return n * width * (1 + 1 / size)
-    return min(n, 1) * width
+    return width if any(name in trained for name in names) else 0
+
+
+def masks(args, size, n_tokens, width, *names):
+    """Numbers that dropout's masks of an input of these weights take: an int32 and a byte of each, by pieces."""
+    if not args.lora_dropout:
+        return 0
+    return 5 / size * min(nf4.CHUNK, n_tokens * saved_input(args, width, *names))
 
 
 def key_width(args, c):
@@ -1630,7 +1765,7 @@ def saved_by_mlp(args, c, size):
     k = c.num_experts_per_tok
     shared = c.shared_expert_intermediate_size
     saved = 3 * (c.mlp_size + shared)  # gate, up and silu(gate)
-    saved += saved_input(args, size, k * c.hidden_size, "gate_proj", "up_proj")
+    saved += saved_input(args, k * c.hidden_size, "gate_proj", "up_proj")
     if c.num_experts:
         saved += c.mlp_size  # what the odds are applied to
         saved += 4 / size * c.num_experts  # odds of all experts, float32
@@ -1640,7 +1775,7 @@ def saved_by_mlp(args, c, size):
     if shared:
         # its result, and its input, which full fine-tuning has counted as the router's
         saved += 2 * c.hidden_size if args.lora else c.hidden_size
-        saved += saved_input(args, size, shared, "down_proj")
+        saved += saved_input(args, shared, "down_proj")
     return saved
 
 
@@ -1672,15 +1807,16 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
         E = c.q_size
         attention, gradients = numbers_of_attention(args, c, size)
     *inner, last = mixer_targets(c, kind)
-    attention += saved_input(args, size, D, *inner)
+    attention += saved_input(args, D, *inner)
     if args.lora:  # what A makes, of all adapters of the block
         adapted = [name for name in (*inner, last, *MLP_TARGETS) if name in args.lora_targets]
         attention += args.lora_rank * sum(k if name in MLP_TARGETS else 1 for name in adapted)
     in_attention = N * (attention + gradients + D + E)  # gradients of the block's and of attention's output
+    in_attention += masks(args, size, N, D, *inner)
     mlp = saved_by_mlp(args, c, size)
-    if args.lora_dropout or c.family.gate:  # else the input of o_proj is attention's output
-        mlp += saved_input(args, size, E, last)
-    down = saved_input(args, size, F, "down_proj")
+    if c.family.gate:  # else the input of o_proj is attention's output
+        mlp += saved_input(args, E, last)
+    down = saved_input(args, F, "down_proj")
     tile = min(args.tiled_mlp or N, N)
 
     weight = n_down if args.qlora else 0  # down_proj is dequantized for its backward
@@ -1690,12 +1826,12 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
         scratch += tile * k * D  # the adapter's output
     if args.qlora and not c.num_experts:
         scratch += tile * F  # the product's input; 2 * routed below is more than that of experts
-    if args.lora_dropout:
-        scratch += tile * down  # its input's copy is alive at the same time
-    # the larger of two moments: the backward of gate and up, and before it that of down_proj
-    at_gate = tile * max(3 * F, down + 2 * F, 2 * routed)
+    # the largest of three moments: the backward of gate and up, before it that of down_proj's adapter, and
+    # before that one of down_proj
+    at_gate = tile * max(3 * F, down + 2 * F, 2 * routed) + masks(args, size, tile * k, D, "gate_proj", "up_proj")
+    at_adapter = tile * (2 * F + down) + masks(args, size, tile, F, "down_proj")
     at_down = tile * 2 * routed + weight + max(tile * (F + down), scratch)
-    in_mlp = N * attention + tile * (mlp + 2 * D) + max(at_gate, at_down)
+    in_mlp = N * attention + tile * (mlp + 2 * D) + max(at_gate, at_adapter, at_down)
 
     norms = 4 * D if c.family.branch_norms else 2 * D  # their inputs
     saved = N * (attention + mlp + down + norms)

@@ -300,10 +300,37 @@ def local(param):
 
 def mix(x):
     """The project's hash: index -> 32 well mixed bits (MurmurHash3's finalizer), for an int or an int64
-    tensor. It seeds dropout and random rounding, so that a resumed run has no random state to restore."""
+    tensor. Dropout and random rounding come from it, so a run has no random state to restore."""
     for shift, factor in (16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1):
         x = x & 0xFFFFFFFF
         x = (x ^ x >> shift) * factor
+    return x
+
+
+def token_bits(seed, step, first_row, n_rows, n_columns):
+    """[n_rows, n_columns] int32: odd random factors of the tokens of a step, by their row in the step and their
+    column. So they do not depend on how the rows are split over ranks and micro-batches."""
+    rows = torch.arange(first_row, first_row + n_rows)[:, None]
+    rows = mix(mix(mix(seed) + step) + rows)
+    return (mix(rows + torch.arange(n_columns)) | 1).to(torch.int32)
+
+
+def column_bits(number, D, device):
+    """[D] int32: odd random factors of the inputs of the number-th adapter."""
+    key = mix((1 << 31) + number)  # no step is as large
+    return (mix(key + torch.arange(D, device=device)) | 1).to(torch.int32)
+
+
+def drop_(x, token_bits_N, column_bits_D, threshold):
+    """Zeroes x in place where the product of a token's and a column's factor, random bits as those of
+    dither_words() are, is below `threshold`, as an int32."""
+    x_ND = x.view(-1, x.shape[-1])
+    token_bits_N1 = token_bits_N[:, None]
+    pieces = chunks(x_ND, token_bits_N1)
+    if torch.compiler.is_compiling():
+        pieces = [(x_ND, token_bits_N1)]  # one kernel without temporaries
+    for piece, bits in pieces:
+        piece.masked_fill_(bits * column_bits_D < threshold, 0)
     return x
 
 

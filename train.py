@@ -457,10 +457,9 @@ def main(argv, progress):
     if args.compile:
         lm.compile_(model, args.packing)
     if args.tiled_mlp:
-        lm.tile_mlp_(model, args.tiled_mlp, bool(args.lora_dropout))
+        lm.tile_mlp_(model, args.tiled_mlp)
     if args.activation_checkpointing:
-        n_blocks = n_recomputed(args, config)
-        lm.checkpoint_activations_(model, bool(args.lora_dropout), n_blocks, args.n_attention_kept)
+        lm.checkpoint_activations_(model, n_recomputed(args, config), args.n_attention_kept)
     if args.n_weights_kept:
         lm.keep_weights_(model.model.layers[-args.n_weights_kept :])
     if args.sequence_parallel > 1:
@@ -517,8 +516,6 @@ def main(argv, progress):
         # supervised tokens of this step, or its pairs, over all micro-batches and ranks
         n_terms = counts.documents // 2 if args.dpo else counts.targets
         ranks.alive()
-        # dropout draws the same in this step whether or not the run was interrupted before it
-        torch.manual_seed(dropout_seed(args.seed, ranks.rank, step))
         lr = lr_at(step, steps, args)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -535,6 +532,8 @@ def main(argv, progress):
                 model.set_requires_all_reduce(last)
             b = batch.to(device)
             progress.update(phase="forward", step=n, tokens_of_micro_batch=b.tokens.numel())
+            if args.lora_dropout:
+                lm.set_dropout_bits_(model, b.dropout_bits)
             of_batch = loss_of(model, b, args.beta)
             # The loss is a sum. We divide it by the targets of all micro-batches and ranks, so each token
             # counts the same however a step is split; `* world` undoes the mean over ranks that is taken of
@@ -1098,14 +1097,6 @@ def lr_at(step, steps, args):
     progress = (step - warmup) / max(1, steps - warmup)
     height = 1 - progress if args.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return args.min_lr + (args.lr - args.min_lr) * height
-
-
-def dropout_seed(*numbers):
-    """A hash of (seed, rank, step). Dropout depends on it alone, so a run that resumes draws the same."""
-    mixed = 0
-    for number in numbers:
-        mixed = nf4.mix(mixed + number)
-    return mixed
 
 
 def average_gradients_(params, world):

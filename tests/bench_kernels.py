@@ -143,7 +143,7 @@ def bench_blocks(bounds, tokens):
                 torch.nn.init.normal_(p, 0, 0.02)
             if compiled:
                 lm.compile_(model, packing=True)
-            lm.checkpoint_activations_(model, False, recomputes, n_kept)
+            lm.checkpoint_activations_(model, recomputes, n_kept)
             variants[what + compiled] = lambda model=model: model(tokens_BT, tokens_BT).backward()
     products = lm.step_flops(config, lm.Counts(tokens, tokens, tokens**2), True)
     bounds.hold(f"two blocks, {tokens:,} tokens, recomputed:", variants, flop=products)

@@ -49,19 +49,6 @@ class Attention(torch.autograd.Function):
         return tuple(grads)
 
 
-class Dropout(torch.autograd.Function):
-    """aten::native_dropout: keeps a mask of one byte a number."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(torch.ones_like(x, dtype=torch.bool))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.clone()
-
-
 def attention(*qkv, **_):
     q_BHTK, k_BGTK, v_BGTK = (t.transpose(1, 2) for t in qkv)
     if q_BHTK.dtype is torch.float32:  # model.py repeats key heads on a GPU: that kernel shares none
@@ -93,7 +80,6 @@ def install():
     torch.Tensor.__iadd__ = in_place
     F.rms_norm = lambda x, shape, weight, eps: RMSNorm.apply(x, weight)
     model.sdpa, model.flash_attention = attention, lambda: attention_of_documents
-    F.dropout = lambda x, p, training: Dropout.apply(x) if p and training else x
 
 
 def install_with_zeros():

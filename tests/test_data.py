@@ -218,6 +218,38 @@ def test_batch_is_right_to_the_token(packing):
     assert batch.spans.bounds.tolist() == ([0, 3, 5, 6, 8] if packing else [0, 3, 5, 6, 7, 9])  # of padding too
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_token_draws_the_same_dropout_however_a_step_is_split(packing):
+    documents = make_documents([4, 3, 6, 5, 2, 4, 3, 7, 5, 4])
+
+    def drawn(step, batch_size, world, grad_accum, shards=1):
+        """{(row of the step, column): (token, bits)} of all ranks."""
+        found = {}
+        for rank in range(world):
+            loader = data.Loader(documents, 8, packing, batch_size, 3, rank, world, shards)
+            for i, batch in enumerate(loader.step(step, grad_accum)[0]):
+                first_row = (i * loader.world + loader.rank) * batch_size
+                T = 8 if packing else batch.tokens.numel() * shards // batch_size
+                first = loader.shard * batch.tokens.numel()
+                for at, pair in enumerate(zip(batch.tokens.flatten().tolist(), batch.dropout_bits.flatten().tolist())):
+                    row, column = divmod(first + at, T)
+                    if row < batch_size:  # not what fills up the shards
+                        found[first_row + row, column] = pair
+        return found
+
+    one = drawn(0, 6, 1, 1)
+    assert len({bits for _, bits in one.values()}) == len(one)  # no two tokens of a step share theirs
+    splits = [(1, 1, 6), (2, 1, 3), (1, 2, 3), (2, 3, 1)]
+    if packing:
+        splits += [(3, 4, 1, 2), (1, 3, 6, 3)]
+    for split in splits:
+        other = drawn(0, *split)
+        assert other.keys() <= one.keys()  # a row that is not packed has the columns of the longest beside it
+        assert all(one[place] == pair for place, pair in other.items())
+        assert {row for row, _ in other} == {*range(6)}
+    assert not {bits for _, bits in one.values()} & {bits for _, bits in drawn(1, 6, 1, 1).values()}
+
+
 def test_inspected_example_shows_what_is_trained_on(tiny, tmp_path):
     documents, _ = read_data(jsonl(tmp_path / "a.jsonl", chat(message("user", "\x1b[2J"), ANSWER)), tiny)
     text = data.show(tiny, documents, 0)

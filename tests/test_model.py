@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import data
 import model as lm
+import nf4
 
 CPU = torch.device("cpu")
 GOLDENS = sorted((HERE / "goldens").iterdir())
@@ -38,14 +39,15 @@ def build_random(method="full", tile=0, checkpointing=False, dropout=0.0, **shap
         if "lora_B" in name:  # zeros would hide a wrong adapter
             param.data.normal_(std=0.1, generator=generator)
     if tile:
-        lm.tile_mlp_(model, tile, dropout > 0)
+        lm.tile_mlp_(model, tile)
     if checkpointing:
-        lm.checkpoint_activations_(model, preserve_rng=True)
+        lm.checkpoint_activations_(model)
     return model
 
 
 def gradients(model, tokens=TOKENS):
-    torch.manual_seed(0)
+    if model.dropout:
+        lm.set_dropout_bits_(model, nf4.token_bits(0, 0, 0, *tokens.shape))
     loss = model(tokens, tokens.roll(-1, 1))
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -92,7 +94,7 @@ def test_attention_that_a_checkpointed_block_keeps_runs_once_and_changes_no_bit(
     for n_kept in (0, 9):
         calls.clear()
         model = build_random("lora", **changes)
-        lm.checkpoint_activations_(model, False, None, n_kept)
+        lm.checkpoint_activations_(model, None, n_kept)
         results.append(gradients(model))
         n_calls.append(len(calls))
     kept = [block.mixer.kept for block in model.model.layers]
@@ -301,11 +303,117 @@ def test_tiles_do_not_change_loss_and_gradients(method, tile, checkpointing):
         torch.testing.assert_close(grad, expected[name], rtol=scale, atol=scale * expected[name].abs().max().item())
 
 
-@pytest.mark.parametrize("tile", [96, 20])
-def test_the_backward_drops_the_same_inputs_as_the_forward(tile):
-    loss, expected = gradients(build_random("lora", tile, dropout=0.3))
-    got_loss, got = gradients(build_random("lora", tile, checkpointing=True, dropout=0.3))  # draws the masks once more
-    assert got_loss == loss and all(torch.equal(got[name], expected[name]) for name in got)
+@pytest.mark.parametrize("method, shape", [("qlora", {}), ("lora", QWEN35)], ids=["qwen3", "qwen3.5-moe"])
+@pytest.mark.parametrize("tile, checkpointing", [(20, False), (0, True), (20, True)])
+def test_tiles_and_recomputing_drop_the_same_inputs(method, shape, tile, checkpointing):
+    loss, expected = gradients(build_random(method, dropout=0.3, **shape))
+    got_loss, got = gradients(build_random(method, tile, checkpointing, dropout=0.3, **shape))
+    assert got_loss == pytest.approx(loss, rel=1e-6)
+    for name, grad in got.items():  # sums of tiles in another order; another mask would be 0.1 away
+        bound = 1e-5 * expected[name].abs().max().item()
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=bound)
+
+
+# ---------------------------------------------------------------- dropout
+
+
+def dropped_parts(tokens_NN, columns_AD, rate):
+    """Which inputs [A, N, D] of A adapters are dropped."""
+    tokens_N = tokens_NN.flatten()
+    threshold = lm.Dropout(rate).threshold
+    ones = [torch.ones(len(tokens_N), len(columns_D)) for columns_D in columns_AD]
+    return torch.stack([nf4.drop_(x, tokens_N, columns_D, threshold) for x, columns_D in zip(ones, columns_AD)]) == 0
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
+def test_masks_have_their_rate_and_are_independent_of_each_other(rate):
+    N, D = 512, 256
+    steps = [nf4.token_bits(7, step, 0, 2, N // 2) for step in (0, 1)]
+    columns_AD = [nf4.column_bits(number, D, CPU) for number in range(4)]
+    masks_SAND = torch.stack([dropped_parts(tokens, columns_AD, rate) for tokens in steps]).double()
+    n = masks_SAND.numel()
+    # of n independent draws: 4 standard deviations of their mean, which chance exceeds once in 16,000
+    assert (masks_SAND.mean() - rate).abs() < 4 * (rate * (1 - rate) / n) ** 0.5
+    noise_SAND = (masks_SAND - rate) / (rate * (1 - rate)) ** 0.5  # of variance 1
+    flat = noise_SAND.flatten(2)
+    pairs = {
+        "steps": noise_SAND[0] * noise_SAND[1],
+        "adapters": noise_SAND[:, :1] * noise_SAND[:, 1:],
+        "neighbouring tokens": noise_SAND[:, :, 1:] * noise_SAND[:, :, :-1],
+        "neighbouring columns": noise_SAND[..., 1:] * noise_SAND[..., :-1],
+        "rows of a step": noise_SAND[:, :, : N // 2] * noise_SAND[:, :, N // 2 :],
+        "a token and another column": flat[..., D + 1 :] * flat[..., : -D - 1],
+    }
+    for name, products in pairs.items():  # the mean of n independent products has a deviation of 1 / sqrt(n)
+        assert products.mean().abs() < 4 / products.numel() ** 0.5, name
+    # The share that a token or a column drops has a binomial's variance: none is dropped more often than others.
+    for dims, n_each in (((0, 1, 3), 8 * D), ((2,), N), ((3,), D)):
+        shares = masks_SAND.mean(dims)
+        expected = rate * (1 - rate) / n_each
+        # The variance of m shares is itself off by sqrt(2 / m), and by the kurtosis of rare drops
+        bound = 5 * ((2 + 1 / (rate * n_each)) / shares.numel()) ** 0.5
+        assert (shares.var().item() / expected) == pytest.approx(1, abs=bound), dims
+
+
+def test_products_of_every_token_with_every_column_spread_evenly():
+    tokens_N = nf4.token_bits(3, 5, 0, 1, 512).flatten()
+    bits_ND = tokens_N[:, None] * nf4.column_bits(1, 512, CPU)
+    counts = torch.histc(bits_ND.double(), 64, -(2**31), 2**31)
+    expected = bits_ND.numel() / 64
+    # chi-square of 63 degrees of freedom: mean 63, deviation 11.2; 110 is exceeded once in 5,000
+    assert ((counts - expected) ** 2 / expected).sum() < 110
+
+
+def test_dropout_of_an_adapter_is_torchs_with_these_masks_and_keeps_the_mean():
+    model = build_random("lora", dropout=0.25)
+    lm.set_dropout_bits_(model, nf4.token_bits(1, 2, 0, *TOKENS.shape))
+    layers = model.model.layers[0].self_attn
+    x = torch.randn(2, 48, 64, requires_grad=True)
+    x2 = x.detach().clone().requires_grad_()
+    masks = []
+    for layer in (layers.q_proj, layers.k_proj):
+        mask = 1 - dropped_parts(model.dropout.bits_N, [layer.column_bits], 0.25)[0].float().view_as(x)
+        y = layer(x)
+        y2 = x2 @ layer.weight.T + x2 * mask / 0.75 @ layer.lora_A.weight.T @ layer.lora_B.weight.T * layer.lora_scale
+        torch.testing.assert_close(y, y2)
+        weights = [x, layer.lora_A.weight, layer.lora_B.weight]
+        grads = torch.autograd.grad(y.square().sum(), weights)
+        weights[0] = x2
+        for got, expected in zip(grads, torch.autograd.grad(y2.square().sum(), weights), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        masks.append(mask)
+    assert not torch.equal(*masks)  # of q and k
+
+
+def test_experts_of_a_token_drop_different_inputs_and_tokens_keep_theirs_wherever_they_stand():
+    dropout = lm.Dropout(0.5)
+    dropout.bits_N = nf4.token_bits(0, 0, 0, 1, 3).flatten()
+    # tokens 0, 1, 2 with two experts each: choices 0, 1 are token 0's
+    chosen = torch.tensor([4, 9, 4, 9, 9, 5])
+    by_expert, order = chosen.sort(stable=True)
+    with lm.rows_of_experts(dropout, by_expert, order, 2):
+        bits = dict(zip(zip((order // 2).tolist(), by_expert.tolist()), dropout.bits_N.tolist()))
+    assert len(set(bits.values())) == 6
+    dropout.bits_N = dropout.bits_N[1:2]  # token 1 alone
+    with lm.rows_of_experts(dropout, torch.tensor([4, 9]), torch.tensor([0, 1]), 2):
+        assert dropout.bits_N.tolist() == [bits[1, 4], bits[1, 9]]
+
+
+def saved_bytes(model):
+    """What the forward saves for the backward."""
+    if model.dropout:
+        lm.set_dropout_bits_(model, nf4.token_bits(0, 0, 0, *TOKENS.shape))
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+        model(TOKENS, TOKENS)
+    return sum(t.nbytes for t in saved.values())
+
+
+def test_adapters_with_dropout_save_what_they_save_without():
+    without, with_dropout = (saved_bytes(build_random("lora", dropout=rate)) for rate in (0, 0.1))
+    bits = 4 * (TOKENS.numel() + 3 * (6 * 64 + 192))  # of tokens, and of the inputs of each adapter
+    bits += 3 * 8 * 64 * 4  # q, k and v of the first block save A, too, although their input needs no gradient
+    assert with_dropout - without == bits < without / 100
 
 
 # ---------------------------------------------------------------- files

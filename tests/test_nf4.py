@@ -94,7 +94,12 @@ def test_an_answer_dequantizes_the_chosen_experts_alone_and_gets_the_same_bits(m
     layer.keeps_weight = keeps_weight
     dequantize = nf4.dequantize
     n_rows = []
-    monkeypatch.setattr(nf4, "dequantize", lambda codes, *rest: (n_rows.append(len(codes)), dequantize(codes, *rest))[1])
+
+    def counted(codes, *rest):
+        n_rows.append(len(codes))
+        return dequantize(codes, *rest)
+
+    monkeypatch.setattr(nf4, "dequantize", counted)
     for chosen in ([0], [3, 15], [5, 5, 6]):
         counts = torch.bincount(torch.tensor(chosen, dtype=torch.int64), minlength=16)
         ends = counts.cumsum(0).to(torch.int32)
@@ -128,7 +133,7 @@ def test_a_recomputed_block_dequantizes_each_weight_once_for_its_backward(monkey
         return [p.grad.clone() for p in model.parameters() if p.requires_grad]
 
     expected = gradients()
-    lm.checkpoint_activations_(model, preserve_rng=False)
+    lm.checkpoint_activations_(model)
     dequantize, calls = nf4.dequantize, []
     monkeypatch.setattr(nf4, "dequantize", lambda *packed: (calls.append(1), dequantize(*packed))[1])
     assert all(torch.equal(got, want) for got, want in zip(gradients(), expected, strict=True))

@@ -18,7 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def checkpointed(device="cpu", n_layers=5):
     model = build(num_hidden_layers=n_layers)[0].to(device)
-    lm.checkpoint_activations_(model, preserve_rng=False)
+    lm.checkpoint_activations_(model)
     return model
 
 

@@ -95,6 +95,30 @@ def test_ranks_and_flags_change_no_losses_norms_and_weights(plain, tmp_path, met
         torch.testing.assert_close(tensor, tensors[name], atol=1e-3, rtol=1e-3)
 
 
+@pytest.fixture(scope="module")
+def dropped(job, tmp_path_factory):
+    """The losses of two steps with dropout, on one rank."""
+    argv = [*job, "--lora", "--lr", "1e-2", "--lora_dropout", 0.3]
+    folder = tmp_path_factory.mktemp("dropped")
+    expected = losses(1, [*argv, *SPLITS[1]], folder / "run")
+    # in the second step, adapters are no longer zero and masks count
+    without = losses(1, [*job, "--lora", "--lr", "1e-2", *SPLITS[1]], folder / "without")
+    assert expected[0] == without[0] and abs(expected[1] - without[1]) > 1e-3
+    return argv, expected
+
+
+@pytest.mark.parametrize("world, flags", [
+    (1, ["--batch_size", 12, "--grad_accum", 1, "--tiled_mlp", 20]),
+    (2, [*SPLITS[2], "--fsdp2"]),
+    (3, [*SPLITS[3], "--no-activation_checkpointing"]),
+    (2, [*SPLITS[1], "--sequence_parallel", 2, "--tiled_mlp", 20]),
+], ids=str)
+def test_dropout_draws_the_same_however_a_step_is_split(dropped, tmp_path, world, flags):
+    argv, expected = dropped
+    got = losses(world, [*argv, *flags], tmp_path / "run")
+    assert got == pytest.approx(expected, abs=1e-5)  # as without dropout
+
+
 @pytest.mark.parametrize("method, flags", [("full", ["--no-activation_checkpointing"]), ("qlora", ["--gpu_gib", 99])])
 def test_checkpointing_changes_no_bit(plain, tmp_path, method, flags):  # in 99 GiB NF4 is dequantized once
     argv = [*plain[method, False].argv, *SPLITS[1], *flags]

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import data
 import model as lm
+import nf4
 import train
 
 CPU, MAIN = torch.device("cpu"), HERE.parent / "train.py"
@@ -134,17 +135,18 @@ def test_unpacked_rows_have_the_loss_and_the_gradients_of_packed_ones(chats):
         torch.testing.assert_close(packed, unpacked, rtol=1e-4, atol=1e-3 * packed.abs().max().item())
 
 
-def test_adapters_start_as_in_peft_and_their_dropout_depends_on_the_seed_and_is_off_in_evaluation():
-    tokens, losses_of_seeds = torch.arange(30)[None], []
+def test_adapters_start_as_in_peft_and_their_dropout_depends_on_seed_and_step_and_is_off_in_evaluation():
+    tokens, losses_of_bits = torch.arange(30)[None], []
     model, _ = build("--lora", "--lora_dropout", 0.5)
     for p in model.parameters():
         if p.requires_grad:
             assert 0.9 < p.abs().max() * p.shape[1] ** 0.5 <= 1 or not p.any()  # A in U(-1/sqrt(in), 1/sqrt(in)), B 0
             torch.nn.init.normal_(p)
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        losses_of_seeds.append(model(tokens, tokens).item())
-    assert losses_of_seeds[0] == losses_of_seeds[1] != losses_of_seeds[2]
+    for seed, step in ((1, 0), (1, 0), (2, 0), (1, 1)):
+        lm.set_dropout_bits_(model, nf4.token_bits(seed, step, 0, *tokens.shape))
+        losses_of_bits.append(model(tokens, tokens).item())
+    assert losses_of_bits[0] == losses_of_bits[1]
+    assert len({*losses_of_bits}) == 3
     assert model.eval()(tokens, tokens) == model(tokens, tokens)
 
 
