@@ -4,13 +4,16 @@ out, and that documents in one row do not see each other."""
 import errno
 import itertools
 import json
+import os
 import re
+import signal
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import HERE, build, documents_of, pieces, read_data
+from conftest import HERE, build, documents_of, pieces, processes, read_data
 from test_bad_input import assert_says
 from test_formats import ANSWER, END, QUESTION, chat, jsonl, message, model_folder
 
@@ -23,6 +26,11 @@ def cache(tmp_path, monkeypatch):
     """A cache of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "oomph"
+
+
+def folders_in(cache):
+    """What is in a cache beside its lock."""
+    return {path for path in cache.iterdir() if path.name != "lock"}
 
 
 def windows(ids, mask, seq_len):
@@ -86,7 +94,7 @@ def test_folder_in_the_cache_depends_on_what_the_tokens_depend_on(tiny, tmp_path
         path.write_bytes(path.read_bytes().replace(b"4", b"5"))
     path = path.rename(tmp_path / ("a.txt" if change == "kind" else "b.jsonl"))
     found = data.tokenized(str(path), False, data.Tokenizer(model))
-    assert (found == folder) == (change is None) and set(cache.iterdir()) == {found, folder}
+    assert (found == folder) == (change is None) and folders_in(cache) == {found, folder}
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt(), ValueError("bad")])
@@ -99,7 +107,179 @@ def test_error_while_tokenizing_leaves_nothing_and_says_where_it_was(tiny, tmp_p
         data.tokenized(jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER)), False, tiny)
     if isinstance(error, OSError):
         assert_says(str(raised.value), f"a.jsonl: {cache} (delete this folder | XDG_CACHE_HOME | not written: No space")
-    assert list(cache.iterdir()) == []
+    assert folders_in(cache) == set()
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def replace_by_a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = {
+    "one bit": flip_a_bit,
+    "removed": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 8),  # a whole number of items of each array
+    "longer": lambda path: path.write_bytes(path.read_bytes() + bytes(8)),
+    "a pipe": replace_by_a_pipe,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [*data.ARRAYS, "report.json"])
+def test_a_damaged_file_in_the_cache_is_made_again_and_said(tiny, tmp_path, cache, capsys, name, damage):
+    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER), {"text": "a b"})
+    folder = data.tokenized(path, False, tiny)
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    DAMAGES[damage](folder / name)
+    assert data.tokenized(path, False, tiny) == folder
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
+    assert folders_in(cache) == {folder}
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert_says(said, f"{path} is tokenized again | {folder} | {name}")
+
+
+def edit_report(folder, **changes):
+    """Changes report.json, with the checksum that belongs to the change: only the counts can tell."""
+    report = data.read_json(folder / "report.json") | changes
+    (folder / "report.json").write_text(json.dumps(data.with_checksum(report)))
+
+
+def one_token_more(folder):
+    edit_report(folder, n_tokens=data.read_report(folder).n_tokens + 1)
+
+
+def one_document_more(folder):
+    edit_report(folder, n_documents=data.read_report(folder).n_documents + 1)
+
+
+def one_line_less(folder):
+    os.truncate(folder / "lines", (folder / "lines").stat().st_size - 8)
+    edit_report(folder, checksums=data.checksums_of(folder))
+
+
+def a_longer_document(folder):
+    lengths = np.fromfile(folder / "lengths", np.int64)
+    lengths[0] += 1
+    lengths.tofile(folder / "lengths")
+    edit_report(folder, checksums=data.checksums_of(folder))
+
+
+@pytest.mark.parametrize("change", [one_token_more, one_document_more, one_line_less, a_longer_document])
+def test_counts_that_do_not_agree_are_made_again_although_checksums_fit(tiny, tmp_path, cache, capsys, change):
+    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER), {"text": "a b"})
+    folder = data.tokenized(path, False, tiny)
+    report = (folder / "report.json").read_text()
+    change(folder)
+    data.tokenized(path, False, tiny)
+    assert (folder / "report.json").read_text() == report
+    assert "is tokenized again" in capsys.readouterr().out
+
+
+def test_an_edited_count_in_the_report_is_noticed(tiny, tmp_path, cache):
+    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER))
+    report = data.tokenized(path, False, tiny) / "report.json"
+    whole = report.read_text()
+    for count in ("n_bad", "n_tokens", "largest_id", "n_documents"):
+        content = json.loads(whole)
+        content[count] += 1
+        report.write_text(json.dumps(content))
+        data.tokenized(path, False, tiny)
+        assert report.read_text() == whole
+
+
+@pytest.mark.parametrize("name", data.ARRAYS)
+def test_the_checksum_that_a_resume_compares_depends_on_every_array(tiny, tmp_path, cache, name):
+    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER), {"text": "a b"})
+    folder = data.tokenized(path, False, tiny)
+    before = data.open_documents([folder], [path], 64).checksum
+    content = bytearray((folder / name).read_bytes())
+    content[0] ^= 1  # the first token is no target, so no count of targets changes with its flag
+    (folder / name).write_bytes(content)
+    edit_report(folder, checksums=data.checksums_of(folder))
+    assert data.open_documents([folder], [path], 64).checksum != before
+
+
+def test_the_checksum_of_a_file_is_that_of_its_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "CRC_BLOCK", 1000)
+    content = np.random.default_rng(0).bytes(2500)
+    for key in data.ARRAYS:
+        (tmp_path / key).write_bytes(content)
+    expected = [zlib.crc32(content[start : start + 1000]) for start in (0, 1000, 2000)]
+    assert data.checksums_of(tmp_path) == dict.fromkeys(data.ARRAYS, expected)
+
+
+def test_a_data_file_that_changes_while_it_is_read_is_refused(tiny, tmp_path, cache, monkeypatch):
+    def replace(*args, original=data.encode_chunk):
+        jsonl(tmp_path / "a.jsonl", {"text": "c d"})  # of the same length, and maybe within the same second
+        return original(*args)
+
+    path = jsonl(tmp_path / "a.jsonl", {"text": "a b"})
+    monkeypatch.setattr(data, "encode_chunk", replace)
+    with pytest.raises(ValueError, match=r"a\.jsonl: changed while it was read"):
+        data.tokenized(path, False, tiny)
+    assert folders_in(cache) == set()
+
+
+def test_whoever_finishes_a_folder_second_takes_the_first_one(tiny, tmp_path, cache, monkeypatch):
+    def rename(part, target, original=Path.rename):
+        monkeypatch.setattr(Path, "rename", original)
+        data.tokenized(path, False, tiny)  # another process, at the last moment
+        first.append(target.stat().st_ino)
+        return original(part, target)
+
+    first = []
+    path = jsonl(tmp_path / "a.jsonl", {"text": "a b"})
+    monkeypatch.setattr(Path, "rename", rename)
+    folder = data.tokenized(path, False, tiny)
+    assert folders_in(cache) == {folder} and [folder.stat().st_ino] == first
+
+
+def tokenize_for_ever(path, cache_home, pipe):
+    """A process that says when its part is there, and then waits to be killed."""
+    def wait(*_):
+        pipe.send("writing")
+        signal.pause()
+
+    os.environ["XDG_CACHE_HOME"] = cache_home
+    data.encode_chunk = wait
+    data.tokenized(path, False, data.Tokenizer(HERE / "tiny"))
+
+
+def test_only_parts_of_killed_processes_of_this_machine_are_removed(tiny, tmp_path, cache):
+    other = cache / "0123.another-machine.4567.part"  # it shares this home, and may be alive
+    other.mkdir(parents=True)
+    paths = [jsonl(tmp_path / f"{name}.jsonl", {"text": name}) for name in "abc"]
+    mine, its = processes.Pipe()
+    process = processes.Process(target=tokenize_for_ever, args=(paths[0], str(cache.parent), its))
+    process.start()
+    its.close()
+    assert mine.recv() == "writing"
+    folder_b = data.tokenized(paths[1], False, tiny)
+    (part,) = folders_in(cache) - {other, folder_b}
+    assert part.suffix == ".part"  # its process lives
+    process.kill()
+    process.join()
+    folder_c = data.tokenized(paths[2], False, tiny)
+    assert folders_in(cache) == {other, folder_b, folder_c}
+
+
+def test_a_disk_without_locks_keeps_all_parts(tiny, tmp_path, cache, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    part = cache / f"0123.{data.MACHINE}.4567.part"
+    part.mkdir(parents=True)
+    monkeypatch.setattr(data.fcntl, "flock", flock)
+    folder = data.tokenized(jsonl(tmp_path / "a.jsonl", {"text": "a b"}), False, tiny)
+    assert folders_in(cache) == {folder, part}
 
 
 def test_whole_folder_in_the_cache_is_not_made_again(tiny, tmp_path, cache, monkeypatch, capsys):
@@ -119,7 +299,7 @@ def test_chunks_make_no_difference_but_for_texts(tiny, tmp_path, cache, monkeypa
     for key in data.ARRAYS:
         assert (folder / key).read_bytes() == (whole / key).read_bytes()
     reports = [data.read_json(path / "report.json") for path in (folder, whole)]
-    assert reports[0] | {"crc": 0} == reports[1] | {"crc": 0} and reports[0]["n_bad"] == 8
+    assert reports[0] == reports[1] and reports[0]["n_bad"] == 8
     assert re.findall(r"\n  line (\d+): not valid JSON", reports[0]["errors"]) == ["8", "208", "408", "608", "808"]
 
 
