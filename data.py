@@ -79,8 +79,16 @@ def listing(names):
     return printable(text)
 
 
+def check_is_file(path):
+    """Raises a ValueError if something else than a file has this name. Reading a pipe would wait for its
+    writer for ever, and some devices have no end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path}: not a file, but a folder, a pipe or a device")
+
+
 def read_json(path):
     """Reads a JSON object from a file. A ValueError names the file and the place."""
+    check_is_file(path)
     try:
         value = json.loads(Path(path).read_text("utf-8"))
     # not JSON, not UTF-8, thousands of digits, endless brackets
@@ -252,6 +260,7 @@ class Tokenizer:
             raise ValueError(
                 f"{self.path}: no such file; to make it of tokenizer.model: pip install transformers "
                 f'sentencepiece protobuf && python -c "from transformers import AutoTokenizer; {code}"')
+        check_is_file(self.path)
         with errors_of(self.path):
             special = self.load_core()
         bos = self.core.token_to_id(self.variables.get("bos_token", ""))
@@ -301,6 +310,7 @@ class Tokenizer:
         """Compiles --chat_template, or else what the folder has, or else ChatML."""
         path = Path(template_file or self.folder / "chat_template.jinja")
         has_file = template_file or path.exists()
+        check_is_file(path)
         self.source = f"chat template ({path if has_file else 'tokenizer_config.json'})"
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
             if has_file:
@@ -453,7 +463,7 @@ class Tokenizer:
         """Copies the tokenizer's files, and writes the chat template that training has used."""
         with writing(out, "tokenizer"):
             for name in TOKENIZER_FILES:
-                if (self.folder / name).exists():
+                if (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, out / name)
             # readers prefer this file to a template in tokenizer_config.json
             (out / "chat_template.jinja").write_text(self.template_text, "utf-8")
@@ -1540,23 +1550,71 @@ class Stored(NamedTuple):
         return math.prod(self.shape) // math.prod(self.row_shape)
 
 
+def weight_map_of(index):
+    """{tensor: file in the same folder} of an index."""
+    weight_map = read_json(index).get("weight_map")
+    is_plain = re.compile(r"[\w.-]{1,200}[.]safetensors", re.ASCII).fullmatch
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: weight_map: expected {{tensor: name of its file}}")
+    if not all(is_plain(str(file)) for file in weight_map.values()):
+        raise ValueError(f"{index}: weight_map: expected plain names of files in the same folder")
+    return weight_map
+
+
+def files_without_index(folder, single):
+    """Names of the files that weights have where no index says it: the single one, or else each of the N with
+    -of-N in their names. transformers writes model-00001-of-00002.safetensors, and the Hub's Qwen3.5 has
+    model.safetensors-00001-of-00002.safetensors."""
+    if (folder / single).is_file():
+        return [single]
+    stem = re.escape(single.removesuffix(".safetensors"))
+    part_of = re.compile(rf"({stem}(?:[.]safetensors)?)-\d{{5}}-of-(\d{{5}})[.]safetensors", re.ASCII)
+    found = [part for part in map(part_of.fullmatch, os.listdir(folder)) if part]
+    sets = {(part[1], part[2]) for part in found}
+    if len(sets) > 1:
+        names = listing([part[0] for part in found])
+        raise ValueError(f"{folder}: {names}: several sets of files: keep one")
+    if not sets:
+        return [single]
+    begin, n = sets.pop()
+    return [f"{begin}-{i:05}-of-{n}.safetensors" for i in range(1, int(n) + 1)]
+
+
 class Checkpoint:
-    """The safetensors files of a folder, read by rows: the single one, or else all whose names begin like its
-    own. tensors: {name: Stored}. Raises a ValueError if there is no file, if one is cut short or in another
-    format, or if a tensor is in two files. Index files are not read: check_weights() sees whether a file is
-    missing."""
+    """The safetensors files of a folder, read by rows: those that its index names, or else the single one, or
+    else all of a set with -of-N in the names, and no other file. tensors: {name: Stored}. Raises a ValueError
+    if a file or a tensor of these is missing, if a file is cut short or in another format, or if a tensor is
+    in two files; also where an index stands beside a single file that it does not name, because
+    transformers reads the one and vLLM the other."""
 
     def __init__(self, folder, single="model.safetensors"):
-        path = Path(folder, single)
-        parts = sorted(path.parent.glob(f"{path.stem}*.safetensors"))
-        self.files = [path] if path.is_file() or not parts else parts
+        folder = Path(folder)
+        index = folder / f"{single}.index.json"
+        weight_map = {}
+        if index.exists():
+            weight_map = weight_map_of(index)
+            names = set(weight_map.values())
+            if single not in names and (folder / single).exists():
+                raise ValueError(
+                    f"{index}: does not name {single}, which is there as well: remove one of the two")
+        else:
+            names = files_without_index(folder, single)
+        self.files = [folder / name for name in sorted(names)]
         self.tensors = {}
         for path in self.files:
-            if not path.is_file():
-                raise ValueError(f"{path}: no such file: the download is incomplete, or the weights are .bin "
-                                 "files, which can run code (transformers' save_pretrained writes "
-                                 "safetensors)")
+            check_is_file(path)
+        missing = [str(path) for path in self.files if not path.exists()]
+        if missing:
+            raise ValueError(f"{listing(missing)}: no such file: the download is incomplete, or the weights "
+                             "are .bin files, which can run code (transformers' save_pretrained writes "
+                             "safetensors)")
+        for path in self.files:
             self.read_header(path)
+        lost = [name for name, file in weight_map.items()
+                if name not in self.tensors or self.tensors[name].path.name != file]
+        if lost:
+            raise ValueError(f"{index}: {listing(lost)}: not in the files that it names: the download is "
+                             "incomplete, or the index belongs to other weights")
 
     def read_header(self, path):
         try:

@@ -129,6 +129,7 @@ GOOD = json.dumps(CHAT) + "\n"
 MODEL = "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
 LONG = 300_000  # characters of which a message should quote a few
 WEIGHTS = "model/model.safetensors"
+INDEX = "model/model.safetensors.index.json"
 EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"
 
 
@@ -168,15 +169,55 @@ def tiny(*files):
     return lambda: [shutil.copy(HERE / "tiny" / file, "model") for file in files]
 
 
-def in_parts(again=()):
+def in_parts(again=(), begin="model"):
     """Puts the weights into two files, the head into the second, with tensors that are in the first one as well."""
     def spoil():
         found = load_file(WEIGHTS)
         Path(WEIGHTS).unlink()
         head = {name: found[name] for name in (*again, data.HEAD)}
         del found[data.HEAD]
-        save_file(found, "model/model-00001-of-00002.safetensors")
-        save_file(head, "model/model-00002-of-00002.safetensors")
+        save_file(found, f"model/{begin}-00001-of-00002.safetensors")
+        save_file(head, f"model/{begin}-00002-of-00002.safetensors")
+    return spoil
+
+
+def tower_in_a_part():
+    """Puts the weights into the first of two files, and a vision tower, which is not trained, into the second one."""
+    Path(WEIGHTS).rename("model/model-00001-of-00002.safetensors")
+    save_file({"model.visual.proj.weight": torch.zeros(2, 2)}, "model/model-00002-of-00002.safetensors")
+
+
+def index(**places):
+    """Writes an index that names the one file, or what is said here, for each tensor."""
+    def spoil():
+        known = dict.fromkeys(load_file(WEIGHTS), "model.safetensors")
+        Path(INDEX).write_text(json.dumps({"weight_map": known | places}))
+    return spoil
+
+
+def remove(name):
+    return lambda: Path(name).unlink()
+
+
+def pipe(name):
+    """A pipe that nobody writes to."""
+    def spoil():
+        Path(name).unlink(missing_ok=True)
+        os.mkfifo(name)
+    return spoil
+
+
+def device(name):
+    def spoil():
+        Path(name).unlink(missing_ok=True)
+        os.symlink("/dev/zero", name)
+    return spoil
+
+
+def directory(name):
+    def spoil():
+        Path(name).unlink(missing_ok=True)
+        Path(name).mkdir()
     return spoil
 
 
@@ -203,7 +244,10 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "no such id": ([], "--model nobody/nothing-at-all", "--model nobody/nothing-at-all | not fetched from the Hub"),
     "no config": ([rename("model/config.json", "gone")], "", "model | no config.json"),
     "config cut": ([write("model/config.json", "{")], "", "model/config.json | JSON"),
-    "a pipe of weights": ([rename(WEIGHTS, "gone"), lambda: os.mkfifo(WEIGHTS)], "", f"{WEIGHTS} | no such file"),
+    **{f"a {what.__name__} as {name}": ([tiny(*MODEL), what(f"model/{name}")], "", f"model/{name} | not a file")
+       for name in (*MODEL, "generation_config.json", "chat_template.jinja", "model.safetensors.index.json")
+       for what in (pipe, device, directory)},
+    "a pipe as a template": ([pipe("mine.jinja")], TEMPLATE, "mine.jinja | not a file"),
     "no weights": ([rename(WEIGHTS, "gone")], "", f"{WEIGHTS} | no such file"),
     "a pickle": ([rename(WEIGHTS, "model/pytorch_model.bin")], "", f"{WEIGHTS} | .bin | save_pretrained | safetensors"),
     **{f"weights cut at {share}": ([truncate(share)], "", f"{WEIGHTS} | cut short | download it again")
@@ -214,8 +258,27 @@ FILES = {  # what is wrong: (functions that spoil, flags, words of the message)
     "escapes": ([tensors(lambda t: t.update({"\x1b[2J": t[EMBEDDING] + 0}))], "", "unexpected: \\x1b[2J"),
     "int8": ([tensors(lambda t: t.update({data.HEAD: t[data.HEAD].to(torch.int8)}))], "", "lm_head.weight | bfloat16"),
     "bitsandbytes": ([tensors(bitsandbytes)], "", "unquantized model | --qlora"),
-    "a part less": ([in_parts(), lambda: os.remove("model/model-00002-of-00002.safetensors")], "",
-                    "missing: lm_head.weight"),
+    **{f"a part less of {begin}": ([in_parts(begin=begin), remove(f"model/{begin}-00002-of-00002.safetensors")], "",
+                                   f"model/{begin}-00002-of-00002.safetensors | no such file | incomplete")
+       for begin in ("model", "model.safetensors")},
+    "a part that is a pipe": ([in_parts(), pipe("model/model-00001-of-00002.safetensors")], "",
+                              "model/model-00001-of-00002.safetensors | not a file"),
+    "a tower less": ([tower_in_a_part, remove("model/model-00002-of-00002.safetensors")], "",
+                     "model/model-00002-of-00002.safetensors | no such file | incomplete"),
+    "two sets of parts": ([in_parts(), write("model/model-00001-of-00003.safetensors", "")], "",
+                          "model-00001-of-00002.safetensors | model-00001-of-00003.safetensors | several sets"),
+    "an old file alone": ([rename(WEIGHTS, "model/model-old.safetensors")], "", f"{WEIGHTS} | no such file"),
+    **{f"index of {file!r}": ([index(**{data.HEAD: file})], "", f"{INDEX} | plain names")
+       for file in ("../x.safetensors", "/x.safetensors", "sub/x.safetensors", "x.bin", "x\n.safetensors", 5)},
+    "index of a missing file": ([index(**{data.HEAD: "b.safetensors"})], "",
+                                "model/b.safetensors | no such file | incomplete"),
+    "index of a missing tensor": ([index(**{"model.visual.proj.weight": "model.safetensors"})], "",
+                                  f"{INDEX} | model.visual.proj.weight | not in the files | incomplete"),
+    "index of other files": ([write(INDEX, '{"weight_map": {"a": "a.safetensors"}}')], "",
+                             f"{INDEX} | does not name model.safetensors | remove one"),
+    **{f"index {text}": ([write(INDEX, text)], "", f"{INDEX} | weight_map") for text in (
+        "{}", '{"weight_map": {}}', '{"weight_map": []}')},
+    "a long name of a file": ([index(**{data.HEAD: f"{'x' * LONG}.safetensors"})], "", f"{INDEX} | plain names"),
     "a tensor twice": ([in_parts(again=[UP])], "", f"{UP} | model-00001-of-00002.safetensors | as well"),
     "a head that differs": ([tiny(*MODEL), tensors(lambda t: t.update({data.HEAD: t[EMBEDDING] + 1}))], "",
                             "lm_head.weight | set tie_word_embeddings to false"),

@@ -419,11 +419,25 @@ def test_adapters_with_dropout_save_what_they_save_without():
 # ---------------------------------------------------------------- files
 
 
-def test_a_model_in_several_files_is_read_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("names, has_index", [
+    ("model.safetensors", False),
+    ("model.safetensors", True),
+    ("model-00001-of-00002.safetensors model-00002-of-00002.safetensors", False),
+    ("model-00001-of-00002.safetensors model-00002-of-00002.safetensors", True),
+    ("model.safetensors-00001-of-00002.safetensors model.safetensors-00002-of-00002.safetensors", False),  # Qwen3.5's
+    ("a.safetensors b.safetensors model-00001-of-00009.safetensors", True),
+])
+def test_the_files_of_a_model_are_read_bit_for_bit_and_no_others(tmp_path, names, has_index):
     model = build_random()
     tensors = dict(data.full_tensors(model, False))
-    for i in range(3):
-        save_file({name: tensors[name] for name in list(tensors)[i::3]}, tmp_path / f"model-{i}.safetensors")
+    files = names.split()
+    places = {name: files[i % len(files)] for i, name in enumerate(tensors)}
+    for file in files:
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, tmp_path / file)
+    if has_index:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for other in ("model-old", "model-00001-of-2", "consolidated", "modelx-00001-of-00009"):
+        save_file({"other": torch.ones(1)}, tmp_path / f"{other}.safetensors")
     source = data.Checkpoint(tmp_path)
     data.check_weights(model, source, tmp_path)
     for name, p in model.named_parameters():
