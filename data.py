@@ -1773,6 +1773,7 @@ def check_weights(model, checkpoint, folder):
     expected = shapes_in_files(model, checkpoint.tensors)
     is_adapter = any(".lora_" in name for name in expected)
     if is_adapter:
+        layers = [name.removesuffix(".weight") for name in expected if ".lora_" not in name]
         expected = {PEFT_PREFIX + name: shape for name, shape in expected.items() if ".lora_" in name}
     elif model.config.tie_word_embeddings and HEAD in checkpoint.tensors:
         # a duplicate: check_tied_head compares the values
@@ -1789,6 +1790,29 @@ def check_weights(model, checkpoint, folder):
     if any(differences.values()):
         text = "; ".join(f"{what}: {listing(names)}" for what, names in differences.items() if names)
         raise ValueError(f"{folder}: {text}")
+    if is_adapter:
+        check_targets(layers, checkpoint, folder)
+
+
+def check_targets(layers, adapter, folder):
+    """Raises a ValueError if target_modules names other ones of a model's layers than those that the tensors
+    of an adapter adapt. By PEFT's rule a name is that of a layer, or its end behind a dot. A string is not
+    compared: it may be a regular expression, which could run for ever."""
+    where = f"{folder}/adapter_config.json: target_modules"
+    targets = read_json(f"{folder}/adapter_config.json").get("target_modules")
+    if isinstance(targets, str | None):
+        return
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f"{where} = {lm.quoted(targets)}: expected a list of names")
+    ends = tuple(f".{target}" for target in targets)
+    named = {layer for layer in layers if f".{layer}".endswith(ends)}
+    adapted = {name.removeprefix(PEFT_PREFIX).split(".lora_")[0] for name in adapter.tensors}
+    if named - adapted:
+        raise ValueError(f"{where} names layers that adapter_model.safetensors does not adapt: "
+                         f"{listing(named - adapted)}: it is incomplete, or the names are wrong")
+    if adapted - named:
+        raise ValueError(f"{where} does not name layers that adapter_model.safetensors adapts: "
+                         f"{listing(adapted - named)}: both must be of the same training")
 
 
 def check_tied_head(source, embedding, start, stop):
@@ -1813,8 +1837,7 @@ MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) an
 
 def open_adapter(folder):
     """A PEFT LoRA adapter -> (Checkpoint, {flag: value}). A ValueError names a key that is not understood.
-    The names of the tensors decide which layers are adapted. target_modules is not read: it may be a regular
-    expression, which could run for ever, and a layer without tensors adds nothing."""
+    The names of the tensors decide which layers are adapted; check_weights() compares target_modules."""
     where = f"{folder}/adapter_config.json"
     config = read_json(where)
     for key, value in config.items():

@@ -264,13 +264,23 @@ def test_attention_by_documents_equals_a_block_diagonal_mask(T, pairs, dtype, to
 
 
 TARGETS = lm.ATTENTION_TARGETS + lm.MLP_TARGETS
-DOTTED = [f"proj.{target}" for target in TARGETS]
+DOTTED = [f"self_attn.{target}" for target in lm.ATTENTION_TARGETS] + [f"mlp.{target}" for target in lm.MLP_TARGETS]
+MODULES = {
+    "none": None,  # PEFT has defaults for a family
+    "all-linear": "all-linear",
+    "pattern": r".*\.(q|k|v|o|gate|up|down)_proj",
+    "endless pattern": r"(([a-z._0-9]+)*)*!",  # to match it would take longer than the universe has
+    "names": [*TARGETS],
+    "longer names": DOTTED,
+    "every layer": [f"model.layers.{i}.{end}" for i in range(3) for end in DOTTED],
+    "names of other models": [*TARGETS, "query_key_value", "j_proj", "proj.q_proj"],  # PEFT skips what no layer is
+}
 
 
-@pytest.mark.parametrize("modules", ["all-linear", r".*\.(q|k|v|o|gate|up|down)_proj", DOTTED], ids=str)
+@pytest.mark.parametrize("modules", MODULES.values(), ids=MODULES)
 def test_an_adapter_is_read_back_with_the_layers_that_its_tensors_name(tmp_path, modules):
     tensors = {name: p.data for name, p in build_random("lora").named_parameters() if p.requires_grad}
-    data.save_adapter(tensors, tmp_path, "base", 4, 8, 0.1, modules)
+    data.save_adapter(tensors, tmp_path, "base", 4, 8, 0.1, TARGETS)
     config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"target_modules": modules}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     source, flags = data.open_adapter(tmp_path)
