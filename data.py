@@ -513,6 +513,7 @@ class Example(NamedTuple):
     spans: list | None = None  # [(start, stop)] of the characters to train on; None: all
     is_chat: bool = False  # the template has written BOS, EOS and the ends of turns
     n_without_mask: int = 0  # answers of the line that are not trained on
+    is_further: bool = False  # of answers that the line's first document rewrites
 
 
 def parse_example(line, tokenizer):
@@ -580,7 +581,8 @@ def read_example(example, form, tokenizer):
         raise ValueError("'tools' must be a list of JSON schemas")
     (whole, *others), n_without_mask = tokenizer.conversation(messages, tools)
     first = Example(form, whole.text, whole.spans, is_chat=True, n_without_mask=n_without_mask)
-    return [first, *(Example(form, other.text, other.spans, is_chat=True) for other in others)]
+    others = [Example(form, other.text, other.spans, is_chat=True, is_further=True) for other in others]
+    return [first, *others]
 
 
 def messages_of(example, form):
@@ -869,7 +871,8 @@ class FileReport:
     formats: dict = field(default_factory=Counter)  # {one of FORMATS: number of examples}
     n_chats: int = 0
     n_spells_special: int = 0  # examples that spell a special token
-    n_further: int = 0  # documents beside the first one of an example
+    n_further: int = 0  # documents of answers that the whole conversation rewrites
+    n_further_tok: int = 0  # their tokens
     n_without_mask: int = 0  # answers that are not trained on: rewritten, or not to be delimited
     n_without_end: int = 0  # answers that end without a special token
     n_documents: int = 0
@@ -915,7 +918,6 @@ def encode_chunk(tokenizer, chunk, report):
             continue
         report.n_chats += first.is_chat
         report.n_without_mask += first.n_without_mask
-        report.n_further += len(found) - 1
         examples += found
         lines += [report.n_lines] * len(found)
     tokens = []
@@ -925,6 +927,9 @@ def encode_chunk(tokenizer, chunk, report):
         tokens += ids.tolist()
         supervised += mask.tolist()
         lengths.append(len(ids))
+        if example.is_further:
+            report.n_further += 1
+            report.n_further_tok += len(ids)
         if example.is_chat:
             report.n_without_end += turns_without_end(ids, mask, tokenizer.special_ids)
     report.n_documents += len(lengths)
@@ -1277,11 +1282,18 @@ def show(tokenizer, documents, number):
 
 def print_data(args, loader, eval_loader, tokenizer):
     """Prints what was read, what was dropped and why, and the first --inspect documents."""
+    n_chats = 0
     for one in filter(None, (loader, eval_loader)):
         for file in one.documents.files:
             print_file(file)
+            n_chats += file.report.n_chats
         full = one.per_row.tokens.sum() / (len(one.rows) * one.seq_len)
         print(f"  {len(one.rows):,} rows of at most {one.seq_len} tokens, {full:.1%} full")
+    if n_chats:
+        line = printable(f"conversations are rendered by {tokenizer.source}")
+        if len(line) > 80:  # a long path: its end says more
+            line = f"{line[:46]}...{line[-31:]}"
+        print(line)
     documents = loader.documents
     for i in range(min(args.inspect or 0, len(documents.start))):
         print(f"--- example {i + 1}, {printable(documents.place(i))}, trained on: ⟦this⟧")
@@ -1298,8 +1310,8 @@ def print_file(file):
         (file.n_long, f"longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}"),
         (file.n_untrained, "without a token to train on: dropped"),
         (report.n_spells_special, "spell a special token: dropped"),
-        (report.n_further, "further documents: rejected answers, or assistant turns that the template "
-         "rewrites later (--train_on whole leaves these out)"),
+        (report.n_further, f"further documents, {report.n_further_tok:,} tokens: assistant turns that the "
+         "template rewrites later (--train_on whole leaves them out)"),
         (report.n_without_mask, "assistant turns not trained on: the template rewrites them later, or they "
          "cannot be delimited"),
         (report.n_without_end, "assistant turns end without a special token: the model cannot learn to stop"),

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import string
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -198,7 +199,8 @@ def test_answers_that_later_turns_rewrite_are_trained_on_in_a_document_of_their_
     assert [marked(tokenizer, *piece) for piece in pieces(documents)] == [WHOLE, further]
     assert documents.line.tolist() == [1, 1] and file.report.n_without_mask == 0
     data.print_file(file)
-    assert "1 further documents: " in capsys.readouterr().out
+    n_tokens = len(pieces(documents)[1][0])
+    assert f"1 further documents, {n_tokens} tokens: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("train_on", "expected", "n_lost"), [
@@ -495,6 +497,42 @@ def test_exports_carry_the_template_that_was_trained_on(tmp_path, own, mine, pro
     assert written.source == f"chat template ({tmp_path}/out/chat_template.jinja)"
     assert written.render([QUESTION, ANSWER]) == tokenizer.render([QUESTION, ANSWER])
     assert written.template_text == tokenizer.template_text == (mine or own or written.template_text)
+
+
+def start_up_lines(folder, tokenizer, row, capsys):
+    """What a run on this row says of its data."""
+    documents, _ = read_data(jsonl(folder / "a.jsonl", row), tokenizer)
+    loader = data.Loader(documents, 1000, True, 1, 0, 0, 1)
+    data.print_data(SimpleNamespace(inspect=0), loader, None, tokenizer)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("where, named", [
+    ("file", "chat template ("), ("tokenizer_config.json", "chat template (tokenizer_config.json)"),
+    ("flag", "mine.jinja)"), ("nowhere", "ChatML (the model has no template)")])
+def test_a_run_on_conversations_says_where_the_template_is_from(tmp_path, capsys, where, named):
+    folder = tmp_path / ("long" * 30)  # as the Hub's cache has
+    folder.mkdir()
+    model_folder(folder, CHATML if where == "file" else None)
+    if where == "tokenizer_config.json":
+        config = json.loads((folder / where).read_text())
+        (folder / where).write_text(json.dumps(config | {"chat_template": CHATML}))
+    mine = folder / "mine.jinja"
+    mine.write_text(CHATML)
+    tokenizer = data.Tokenizer(folder, mine if where == "flag" else None)
+    (said,) = [line for line in start_up_lines(folder, tokenizer, chat(QUESTION, ANSWER), capsys) if "rendered" in line]
+    assert said.startswith("conversations are rendered by ") and named in said and len(said) <= 80
+    assert said.endswith("/chat_template.jinja)") or where != "file"
+
+
+def test_a_run_on_texts_says_nothing_of_a_template(tmp_path, tiny, capsys):
+    assert "rendered" not in str(start_up_lines(tmp_path, tiny, {"text": "a b"}, capsys))
+
+
+def test_rejected_answers_are_no_further_documents(tmp_path, capsys):
+    tokenizer = data.Tokenizer(HERE / "tiny", train_on="pairs")
+    row = {"prompt": "a", "chosen": " b", "rejected": " c"}
+    assert "further" not in str(start_up_lines(tmp_path, tokenizer, row, capsys))
 
 
 PIECES = ["a", "word", " ", "  ", "\n", "\n\n", "\t", "\r\n", "é", "e\u0301", "☃", "🙂", "👩\u200d👩\u200d👧", "日本語",
