@@ -28,6 +28,7 @@ Shapes: N out features, D in features, M blocks; codes_ND2 is [N, D/2], scales_N
 
 import functools
 import math
+import zlib
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,10 @@ CODEBOOK = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0,
 )
+# What the bytes of a weight depend on. Adapters that were trained beside the weights of one format do not fit
+# those of another: a resumed run compares it. Change the first words with the rule in quantize().
+FORMAT = (f"codes by the largest magnitude, blocks of {BLOCK}, {SCALE_STEPS} steps of scales, codebook "
+          f"{zlib.crc32(repr(CODEBOOK).encode()):08x}")
 
 
 def chunks(*matrices):

@@ -62,6 +62,8 @@ SAMPLES = {
 # exit codes
 NOT_FINITE = 3
 OUT_OF_MEMORY = 4
+# the last phase of a run, in which nothing is left to save
+AFTER_RESULT = "sample or merge"
 
 # ---------------- flags
 
@@ -440,7 +442,7 @@ def main(argv, progress):
     if args.inspect:
         return ranks.leave()
     # Nothing has been written so far: a mistake in the flags, the model or the data leaves no folder behind.
-    out, resumed, state = open_run(args, config, loader, source, ranks)
+    out, resumed, state = open_run(args, config, loader, eval_loader, source, ranks)
     start = state["step"]  # steps that were done before this process began
     steps = state["steps"]
     progress.update(phase="weights", out=out)
@@ -448,10 +450,8 @@ def main(argv, progress):
         # the smallest GPU decides for all: ranks that recompute other blocks would wait for one another
         room = min(ranks.gather(memory_of(args, ranks)))
         ranks.say(choose_blocks(args, config, world, loader.longest, room))
-    if ranks.rank == 0:
-        print_start(args, model, source, ranks)
-    if on_gpu:
-        limit_gpu(args, config, loader.longest, ranks)
+    print_start(args, model, source, ranks)
+    limit_gpu(args, config, loader.longest, ranks)
 
     # ---- the model: each feature wraps what is there, from the inside out, and the weights come last
     if args.compile:
@@ -483,11 +483,9 @@ def main(argv, progress):
     in_backward = StepInBackward(optimizer, trained, bad, ranks, args) if args.optim_in_backward else None
     with ranks.agree():
         if resumed:
-            load_checkpoint(resumed, training_tensors(model, optimizer))
+            load_checkpoint(resumed, state["files"], training_tensors(model, optimizer))
         if ranks.rank == 0:
-            ranks.lock = lock_folder(out)  # the folder is this process's own while the file is open
-            write_args(out, args, world)
-            prune_metrics(out, start)
+            ranks.lock = take_folder(out, args, world, state)  # this process's own while the file is open
     state = ranks.gather(state)[0]
     # From here on rank 0's folder exists and is locked, and all ranks have the same state.
     saver = Saver(out, args.keep, ranks)
@@ -502,8 +500,13 @@ def main(argv, progress):
             log.draw()
 
     def evaluate_now():
+        progress["phase"] = "evaluation"
         with log.paused():
-            log.write_eval(*evaluate(model, eval_loader, ranks, args.beta))
+            result = evaluate(model, eval_loader, ranks, args.beta, stop)
+        if result is None:  # a signal came: the run that continues this one evaluates this step
+            end_if_stopped(save, saver, state, stop, ranks)
+        log.write_eval(*result)
+        saver.note_evaluation(state)
 
     # ---- training
     # not with FSDP2, whose gathered units would leave holes between the shards
@@ -511,6 +514,10 @@ def main(argv, progress):
     n_bad = torch.zeros_like(bad)  # steps since a gradient was inf or nan, counted without a host sync
     profiler = tracer(args, out, ranks)
     for batches, counts in loader.ahead(start, steps, args.grad_accum):
+        # The evaluation of the step before. It stands here because a run that was stopped between a save and
+        # its evaluation makes up for it before it trains on.
+        if evaluation_is_due(args, state):
+            evaluate_now()
         step = state["step"]  # steps done before this one: data, dropout and schedule count from 0
         n = step + 1
         # supervised tokens of this step, or its pairs, over all micro-batches and ranks
@@ -550,6 +557,8 @@ def main(argv, progress):
             if world > 1 and not args.fsdp2:
                 average_gradients_(trained, world)
             norm = clip_gradients_(trained, args.clip)
+            if n == 1:
+                note_dominant_gradient(model, norm, args, tokenizer, ranks)
             # the host does not look at the norm: where it is inf or nan, the kernels change nothing
             step_if_finite(optimizer, norm, bad)
             optimizer.zero_grad()
@@ -569,36 +578,37 @@ def main(argv, progress):
             # the only host sync of the step
             *means, grad_norm, n_bad_steps = torch.stack([x.to(device) for x in figures]).tolist()
             if n_bad_steps or not math.isfinite(sum(means)):
-                end_not_finite(model, loader, n - max(int(n_bad_steps), 1), args, ranks)
+                bad_step = n - max(int(n_bad_steps), 1)
+                end_not_finite(model, loader, bad_step, args, ranks, in_backward, tokenizer)
             log.write(means, grad_norm, lr)
         if profiler:
             profiler.step()
 
-        # once in a while: evaluate, save, stop. A checkpoint contains the evaluation of its step
-        progress["phase"] = "evaluation or checkpoint"
-        if args.eval_every and n % args.eval_every == 0 and n < steps:
-            evaluate_now()
-        if save_due or stopped:
+        # once in a while: save, stop. A save comes before the evaluation of its step, which may take minutes
+        progress["phase"] = "checkpoint"
+        if save_due:
             save()
         if stopped:
-            end_early(saver, state, stop, ranks)
+            end_if_stopped(save, saver, state, stop, ranks)
 
     # ---- the result: written before an evaluation or a sample could fail
     progress["phase"] = "result"
     faulthandler.cancel_dump_traceback_later()  # set by alive(): an export may take longer than a step
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
     adapter_tensors = data.export(args, model, source, files, tokenizer, out, ranks)
-    if eval_loader:
+    if eval_loader and state["evaluated"] < steps:
         evaluate_now()
+    end_if_stopped(save, saver, state, stop, ranks)
+    stop.number = None  # all is written: from here on a signal ends the process at once
+    progress["phase"] = AFTER_RESULT
     if answer_after := sample(args, model, tokenizer, loader.documents, ranks):
         ranks.say(f"--- {args.sample.strip()}\nbefore: {answer_before}\nafter:  {answer_after}\n---")
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
-    written = f"{out}/final"
     if args.merge and ranks.rank == 0:
         with ranks.agree():
             data.merge(source, adapter_tensors, args.lora_alpha / args.lora_rank, files, tokenizer, out)
-        written += f" and {out}/merged"
+    written = f"{out}/final and {out}/merged" if args.merge else f"{out}/final"
     ranks.say(f"done: {written}; --chat --model {out} talks with it")
 
 
@@ -676,9 +686,10 @@ def default_precision(args, device):
     return "bf16" if args.chat else "mixed"  # a chat trains nothing, so it needs no float32 masters
 
 
-def open_run(args, config, loader, source, ranks):
+def open_run(args, config, loader, eval_loader, source, ranks):
     """-> (folder of the run, checkpoint to resume from or None, state). `state` is all that a run carries
-    from step to step beside its tensors; trainer_state.json holds it."""
+    from step to step beside its tensors; trainer_state.json holds it. evaluated: the step of the newest
+    evaluation. best_eval: the best one's row of metrics.jsonl. eval_data: the checksum of what they read."""
     # Only rank 0 looks for the folder: other nodes may see what it writes a moment later.
     folders = None
     rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
@@ -694,11 +705,12 @@ def open_run(args, config, loader, source, ranks):
     steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
     with ranks.agree():
         settings = fixed_settings(args, config, rows_a_step, loader, source)
-        state = {"step": 0, "tokens": 0, "best_eval": None, "steps": steps, "rows_a_step": rows_a_step,
-                 "settings": settings}
+        eval_data = eval_loader.documents.checksum if eval_loader else None
+        state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": eval_data,
+                 "steps": steps, "rows_a_step": rows_a_step, "settings": settings}
         # the saved state counts, but for `steps`: a run may be made longer or shorter
         if resumed:
-            state = read_state(resumed, settings, ranks)
+            state = {"eval_data": eval_data} | read_state(resumed, settings, ranks)
         if state["step"] > steps:
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
@@ -712,6 +724,10 @@ def open_run(args, config, loader, source, ranks):
         ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate "
                   "changes")
         state["steps"] = steps
+    if eval_data not in (None, state["eval_data"]):
+        if state["evaluated"]:
+            ranks.say(f"note: {resumed} was evaluated on other --eval_data: its best evaluation is forgotten")
+        state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None}
     return out, resumed, state
 
 
@@ -722,9 +738,13 @@ def describe_run(args, state, resumed, out):
             f"writing to {out}")
 
 
-def end_early(saver, state, stop, ranks):
-    """Ends a run that a signal has stopped after a step. All ranks must call it."""
-    number = signal.Signals(ranks.largest(stop.number)[0])
+def end_if_stopped(save, saver, state, stop, ranks):
+    """Saves and ends the run if a signal has reached any rank. All ranks must call it."""
+    (number,) = ranks.largest(stop.number)
+    if not number:
+        return
+    save()  # does nothing if this step is saved
+    number = signal.Signals(number)
     is_saved = saver.last_step == state["step"]
     outcome = "NOT saved, see above"
     if is_saved:
@@ -1141,6 +1161,7 @@ class StepInBackward:
         self.ranks = ranks
         self.args = args
         self.norm_squared = torch.zeros_like(bad)
+        self.row_norms = None  # {parameter: row_norms()} while gradients_of() computes a step again
         for p in params:
             p.register_post_accumulate_grad_hook(self.update)
 
@@ -1149,6 +1170,8 @@ class StepInBackward:
         # torch 2.11 calls this hook before an offloaded gradient has arrived on the CPU (`bad` is there, too)
         if self.ranks.device.type != self.bad.device.type:
             torch.cuda.current_stream().synchronize()
+        if self.row_norms is not None:
+            self.row_norms[p] = row_norms(p.grad)
         if self.ranks.world > 1 and not self.args.fsdp2:
             average_gradients_([p], self.ranks.world)
         # dtype=float32 would copy a bf16 gradient
@@ -1198,20 +1221,35 @@ def preferences(losses_S, reference_S, n_targets, beta):
     return torch.stack([loss, margins_P.sum(), (margins_P > 0).float().sum(), *logp_P2.sum(0)])
 
 
-def evaluate(model, loader, ranks, beta=None):
+def evaluation_is_due(args, state):
+    """Whether an evaluation belongs to the step that `state` is at, and is not in it. That of the last step
+    is not meant: it comes after the result is written."""
+    n = state["step"]
+    return args.eval_every and n % args.eval_every == 0 and state["evaluated"] < n < state["steps"]
+
+
+def evaluate(model, loader, ranks, beta=None, stop=None):
     """-> (means of what loss_of() sums, over supervised tokens or pairs; the number of these) over all
-    rows."""
+    rows. None if any rank got a signal: an evaluation may take longer than a cluster waits before it
+    kills."""
     sums = 0
     n_terms = 0
+    stopped = 0
     model.eval()
     with torch.no_grad():
         for batch in loader.once():
             ranks.alive()
+            # Every rank has equally many batches, so all of them stop before the same one.
+            (stopped,) = ranks.largest(stop.number if stop else 0)
+            if stopped:
+                break
             b = batch.to(ranks.device)
             sums = sums + loss_of(model, b, beta).double()
             n_terms += len(b.n_targets) // 2 if beta else len(b.keep_S)
     model.train()
     lm.reshard_(model)
+    if stopped:
+        return None
     # sums are float64, so the digits that are printed do not depend on the number of ranks
     sums_of_ranks, counts = zip(*ranks.gather((sums.tolist(), n_terms)))
     return [sum(column) / sum(counts) for column in zip(*sums_of_ranks)], sum(counts)
@@ -1378,6 +1416,7 @@ class Log:
         # Saver keeps the checkpoint of this step; of two equal losses the earlier one counts
         best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
         self.state["best_eval"] = best
+        self.state["evaluated"] = row["step"]
         self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_terms:,} {terms}, best "
                          f"{best['eval_loss']:.4f} at step {best['step']}")
 
@@ -1467,7 +1506,7 @@ def print_start(args, model, source, ranks):
     if args.seq_len > seen:
         lines.append(f"  note: --seq_len is beyond the {seen} positions that the model was trained on")
     for line in lines:
-        print(textwrap.fill(line, 80, subsequent_indent=" " * 6))
+        ranks.say(textwrap.fill(line, 80, subsequent_indent=" " * 6))
 
 
 def flag_of(name, value):
@@ -1571,17 +1610,121 @@ def check_finite(tensors, step, ranks):
             f"{names[0]} contains inf or nan after {step} steps, nothing is saved: {cause}")
 
 
-def end_not_finite(model, loader, step, args, ranks):
-    """Ends a run whose loss or a gradient was inf or nan in `step` (from 0), and names that step's
-    documents."""
+def row_norms(grad):
+    """-> (L2 norm of each of this rank's rows of a gradient, number of the first one)."""
+    rows, first = local_rows(grad)
+    if rows.dim() == 1:  # of a norm's weights, for example: each number is a row
+        return rows.abs(), first
+    return torch.linalg.vector_norm(rows.flatten(1), dim=1), first
+
+
+# The square of a row's norm where that is inf or nan. Squares of float32 norms are below 1e78, and a sum of
+# these still tells how many there are.
+NOT_FINITE_SQUARED = 1e200
+
+
+class GradientSize(NamedTuple):
+    """The gradient of a tensor: its squared L2 norm, and the row that has the largest part of it."""
+
+    squared: float
+    row: int
+    row_squared: float
+
+
+def gradient_sizes(model, norms, ranks):
+    """{parameter: row_norms()} -> {name: GradientSize} over all ranks, in the order of the model. Copies of a
+    gradient count as often as they are there. Collective."""
+    mine = {}
+    for name, p in model.named_parameters():
+        if p in norms and len(norms[p][0]):
+            of_rows, first = norms[p]
+            squared = of_rows.double().square()
+            squared[~squared.isfinite()] = NOT_FINITE_SQUARED
+            row = int(squared.argmax())
+            mine[name] = GradientSize(squared.sum().item(), first + row, squared[row].item())
+    sizes = {}
+    for of_rank in ranks.gather(mine):
+        for name, size in of_rank.items():
+            if name not in sizes:
+                sizes[name] = size
+                continue
+            other = sizes[name]
+            squared = other.squared + size.squared
+            if other.row == size.row:  # each rank has a copy
+                sizes[name] = GradientSize(squared, size.row, other.row_squared + size.row_squared)
+            else:
+                largest = max(other, size, key=lambda size: size.row_squared)
+                sizes[name] = largest._replace(squared=squared)
+    return sizes
+
+
+def place_of(name, size, tokenizer):
+    """What to print of the largest part of a gradient: the tensor, and a row that has most of it."""
+    if size.row_squared < 0.5 * size.squared:
+        return name
+    token = ""
+    if name in (data.EMBEDDING, data.HEAD):  # a row for each token
+        token = f" (token {tokenizer.core.id_to_token(size.row)!r})"
+    return f"{name}, row {size.row}{token}"
+
+
+def note_dominant_gradient(model, norm, args, tokenizer, ranks):
+    """Says which tensor it is that makes --clip scale the first gradient to next to nothing. The others hardly
+    learn beside it: a token that the model was never trained on, for example. Collective."""
+    norm = norm.item()
+    # one that is not finite ends the run, see end_not_finite()
+    if not args.clip or not 1000 * args.clip < norm < math.inf:
+        return
+    norms = {p: row_norms(p.grad) for p in model.parameters() if p.grad is not None}
+    sizes = gradient_sizes(model, norms, ranks)
+    name = max(sizes, key=lambda name: sizes[name].squared)
+    share = math.sqrt(sizes[name].squared / sum(size.squared for size in sizes.values()))
+    ranks.say(f"note: step 1: the gradient norm {norm:.3g} is clipped to {args.clip:g}; {100 * share:.0f} % of "
+              f"it is of {place_of(name, sizes[name], tokenizer)}")
+
+
+def gradients_of(model, loader, step, args, ranks, in_backward):
+    """Computes a step (from 0) again that has changed no weight -> (sum of its losses on this rank, {parameter:
+    row_norms()}). Collective."""
+    ranks.alive()
+    batches, counted = loader.step(step, args.grad_accum)
+    n_terms = counted[3] // 2 if args.dpo else counted[0]
+    norms = {}
+    if in_backward:
+        in_backward.row_norms = norms
+    torch.manual_seed(dropout_seed(args.seed, ranks.rank, step))
+    loss_sum = 0.0
+    for batch in batches:
+        loss = loss_of(model, batch.to(ranks.device), args.beta)[0]
+        (loss * (ranks.world / n_terms)).backward()
+        loss_sum += loss.item()
+    if not in_backward:
+        norms = {p: row_norms(p.grad) for p in model.parameters() if p.grad is not None}
+    return loss_sum, norms
+
+
+def end_not_finite(model, loader, step, args, ranks, in_backward, tokenizer):
+    """Ends a run whose loss or a gradient was inf or nan in `step` (from 0), and names that step's documents
+    and the tensor."""
     check_finite(dict(model.named_parameters()), step, ranks)
+    # The gradients are gone by now, but not what made them.
+    loss_sum, norms = gradients_of(model, loader, step, args, ranks, in_backward)
+    sizes = gradient_sizes(model, norms, ranks)
+    wrong = [name for name, size in sizes.items() if size.squared >= NOT_FINITE_SQUARED]
+    what = "the loss or a gradient, but none when the step was computed again"
+    if not math.isfinite(sum(ranks.gather(loss_sum))):
+        what = "the loss"
+    elif wrong:
+        # The backward goes through the model from its end, so it began in the last one.
+        what = (f"{len(wrong)} of {len(sizes)} gradients, first that of "
+                + place_of(wrong[-1], sizes[wrong[-1]], tokenizer))
     places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
     changed = "no weight was changed by it"
     if args.optim_in_backward:
         changed = "those of its gradients that came earlier were applied"
     ranks.leave()
     raise FloatingPointError(
-        f"step {step + 1}: the loss or a gradient is not finite; {changed}, checkpoints are as they were. "
+        f"step {step + 1}: not finite: {what}; {changed}, checkpoints are as they were. "
         "Lower --lr, raise --warmup, or look at the documents of that step:"
         + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
 
@@ -1669,6 +1812,14 @@ def lock_folder(out):
     return lock
 
 
+def take_folder(out, args, world, state):
+    """Makes the run's folder this process's own and prepares the files in it -> the lock, to be kept open."""
+    lock = lock_folder(out)
+    write_args(out, args, world)
+    prune_metrics(out, state["step"], state["evaluated"])
+    return lock
+
+
 def replace_file(path, text):
     """Writes a file beside its place first: a process that is killed never leaves half of it."""
     part = path.with_name(f"{path.name}.part")
@@ -1705,10 +1856,12 @@ def read_metrics(out, last_step):
     return rows
 
 
-def prune_metrics(out, last_step):
-    """Removes the rows after `last_step` from metrics.jsonl: the resumed run repeats these steps."""
+def prune_metrics(out, last_step, evaluated):
+    """Removes the rows after `last_step` from metrics.jsonl: the resumed run repeats these steps. It also
+    repeats the evaluation of `last_step` if that is not the one that the checkpoint knows, the newest."""
     # read_metrics() also drops a last line that a killed process has not finished
-    rows = read_metrics(out, last_step)
+    rows = [row for row in read_metrics(out, last_step)
+            if "eval_loss" not in row or row["step"] < last_step or evaluated == last_step]
     replace_file(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -1728,12 +1881,48 @@ def with_checksum(state):
     return state | {"checksum": zlib.crc32(text.encode())}
 
 
+def check_state(state):
+    """ValueError names what cannot be in a state. Its checksum says nothing about a state that somebody has
+    edited."""
+    def expect(is_right, name, expected):
+        if not is_right:
+            raise ValueError(f"{name} is {str(state.get(name))[:100]}, expected {expected}")
+
+    for name in ("step", "tokens", "steps", "rows_a_step", "evaluated"):
+        value = state.get(name)
+        # type(), because isinstance() takes True for an int
+        expect(type(value) is int and 0 <= value < 1e15, name, "a whole number")
+    best = state.get("best_eval")
+    if best is not None:
+        is_row = type(best) is dict and type(best.get("step")) is int and type(best.get("eval_loss")) is float
+        expect(is_row, "best_eval", "null, or a step and its eval_loss")
+    expect(type(state.get("settings")) is dict, "settings", "an object")
+    expect(type(state.get("files")) is dict, "files", "an object")
+    # a name with a folder in it would be a file outside of the checkpoint
+    are_files = all(re.fullmatch(r"rank-\d+-of-\d+\.safetensors", name) for name in state["files"])
+    expect(are_files, "files", "names like rank-00000-of-00002.safetensors")
+
+
+def write_state(path, state):
+    """Writes and syncs a trainer_state.json."""
+    data.write_config(path, with_checksum(state))
+    data.sync(path)
+
+
 def read_state(folder, settings, ranks):
     """Returns the state in trainer_state.json. ValueError names a file that is not as it was saved, to the
     byte, or the settings in which this run differs from the checkpoint's."""
     state = data.read_json(folder / STATE)
-    if state != with_checksum(state) or folder.name != f"checkpoint-{state['step']}":
-        raise ValueError(f"{folder / STATE}: damaged, or the folder of another step; {REMOVE}")
+    if state != with_checksum(state):
+        raise ValueError(f"{folder / STATE}: damaged; {REMOVE}")
+    # older versions evaluated before they saved, and did not note it
+    state.setdefault("evaluated", state.get("step"))
+    try:
+        check_state(state)
+    except ValueError as error:
+        raise ValueError(f"{folder / STATE}: {error}; {REMOVE}") from error
+    if folder.name != f"checkpoint-{state['step']}":
+        raise ValueError(f"{folder / STATE}: of step {state['step']}, in the folder of another one; {REMOVE}")
     # Every byte is read, so the ranks divide the files among them. The caller is inside Ranks.agree().
     for name in list(state["files"])[ranks.rank :: ranks.world]:
         path = folder / name
@@ -1793,30 +1982,57 @@ def write_rows(path, rows_of):
 
 
 def copy_rows_(tensor, saved, first_saved):
-    """Copies the saved rows that belong to this rank -> how many there were."""
+    """Copies the saved rows that belong to this rank."""
     rows, first = local_rows(tensor)
     begin = max(first, first_saved)
     end = min(first + len(rows), first_saved + saved.get_shape()[0])
-    if begin >= end:
-        return 0
-    # A slice of `saved` is read when it is taken: a rank never has a whole tensor in memory.
-    rows[begin - first : end - first].copy_(saved[begin - first_saved : end - first_saved])
-    return end - begin
+    if begin < end:
+        # A slice of `saved` is read when it is taken: a rank never has a whole tensor in memory.
+        rows[begin - first : end - first].copy_(saved[begin - first_saved : end - first_saved])
 
 
-def load_checkpoint(folder, tensors):
-    """Fills this rank's rows of `tensors` from the files of any number of ranks. ValueError names what is
-    wrong."""
-    # {name: rows that no file has had yet}. Below zero, some were in two files.
-    n_missing = {name: len(local_rows(tensor)[0]) for name, tensor in tensors.items()}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as reader:
-            for key in reader.keys():  # noqa: SIM118
-                name, _, first = key.rpartition(":")
-                if name not in tensors:
-                    raise ValueError(f"{path}: {key}: this run trains no such tensor; {REMOVE}")
-                n_missing[name] -= copy_rows_(tensors[name], reader.get_slice(key), int(first))
-    wrong = [name for name, n in n_missing.items() if n]
+def check_rows(key, saved, tensors):
+    """-> (name, number of the first row, number of rows) of a key in a checkpoint. ValueError if its rows, a
+    slice of an open file, do not fit into this run's tensors: copy_() would cast and repeat them without a
+    word. The settings of a run do not tell that a fork has changed a shape or the dtype of a moment."""
+    name, _, first = key.rpartition(":")
+    if name not in tensors or not first.isdecimal():
+        raise ValueError(f"{key}: this run trains no such tensor")
+    shape = list(tensors[name].shape) or [1]  # a scalar is saved as one row
+    dtype = data.DTYPE_NAMES[tensors[name].dtype]
+    saved_shape = saved.get_shape()
+    same_kind = saved.get_dtype() == dtype and len(saved_shape) == len(shape)
+    if not same_kind or saved_shape[1:] != shape[1:] or int(first) + saved_shape[0] > shape[0]:
+        raise ValueError(f"{key}: {saved.get_dtype()} {saved_shape}, but this run has {dtype} {shape}")
+    return name, int(first), saved_shape[0]
+
+
+def are_all_rows(pieces, n_rows):
+    """Whether pieces, (number of the first row, number of rows), are rows 0 to n_rows, each of them once."""
+    stop = 0
+    for first, n in sorted(pieces):
+        if first != stop:
+            return False
+        stop += n
+    return stop == n_rows
+
+
+def load_checkpoint(folder, files, tensors):
+    """Fills this rank's rows of `tensors` from `files`, those of any number of ranks. What else lies in the
+    folder is not read. ValueError names what is wrong."""
+    pieces = {name: [] for name in tensors}  # see are_all_rows()
+    for file in sorted(files):
+        try:
+            with safe_open(folder / file, framework="pt") as reader:
+                for key in reader.keys():  # noqa: SIM118
+                    saved = reader.get_slice(key)
+                    name, first, n_rows = check_rows(key, saved, tensors)
+                    pieces[name].append((first, n_rows))
+                    copy_rows_(tensors[name], saved, first)
+        except (ValueError, safetensors.SafetensorError) as error:
+            raise ValueError(f"{folder / file}: {data.printable(str(error))}; {REMOVE}") from error
+    wrong = [name for name, tensor in tensors.items()
+             if not are_all_rows(pieces[name], math.prod(tensor.shape[:1]))]
     if wrong:
         raise ValueError(f"{folder}: rows are missing or stored twice: {data.listing(wrong)}; {REMOVE}")
 
@@ -1875,11 +2091,28 @@ class Saver:
         return f"{name}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s"
 
     def commit(self, part, state):
-        """On rank 0: writes trainer_state.json, renames the folder, and then removes old checkpoints, except
-        the newest `keep` and the one with the best evaluation."""
-        data.write_config(part / STATE, with_checksum(state))
-        data.sync(part / STATE)
+        """On rank 0: writes trainer_state.json, renames the folder, and then removes old checkpoints."""
+        write_state(part / STATE, state)
         data.put_in_place(part)
+        self.remove_old(state)
+
+    def note_evaluation(self, state):
+        """Enters an evaluation into the checkpoint of its step, which was saved before it. Without that, a
+        run that continues from there would repeat the evaluation, or, made longer, not know of it."""
+        if self.ranks.rank or state["step"] != self.last_step:
+            return
+        path = self.out / f"checkpoint-{state['step']}" / STATE
+        part = path.with_suffix(".part")
+        try:
+            # A process that is killed here leaves the state without the evaluation, or the one with it.
+            write_state(part, state | {"files": data.read_json(path)["files"]})
+            part.replace(path)
+            self.remove_old(state)
+        except (OSError, ValueError, KeyError) as error:  # the folder may have been removed, the disk be full
+            self.ranks.say(f"{path}: the evaluation was not noted: {error}. A resumed run repeats it")
+
+    def remove_old(self, state):
+        """Removes all checkpoints except the newest `keep` and the one with the best evaluation."""
         best = (state.get("best_eval") or {}).get("step")  # there may be no evaluation yet
         # Old ones go only after the new one is in place, so for a moment there is one more than `keep`.
         saved = checkpoints(self.out)
@@ -1900,6 +2133,8 @@ def fixed_settings(args, config, rows_a_step, loader, source):
     settings["the checksum of --data's tokens and masks"] = loader.documents.checksum
     if args.lora:
         settings["the checksum of --model's frozen weights"] = source.crc()
+    if args.qlora:
+        settings["the format of NF4"] = nf4.FORMAT  # adapters make up for the errors of their weights
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -2383,7 +2618,9 @@ def memory_of(args, ranks):
 
 
 def limit_gpu(args, config, length, ranks):
-    """Limits the process to --gpu_gib of its GPU. Rank 0 prints the plan."""
+    """Limits the process to --gpu_gib of its GPU, if it has one. Rank 0 prints the plan."""
+    if ranks.device.type != "cuda":
+        return
     total = torch.cuda.get_device_properties(ranks.device).total_memory
     room = memory_of(args, ranks)
     torch.cuda.set_per_process_memory_fraction(room / total, ranks.device)
@@ -2414,6 +2651,12 @@ def report_out_of_memory(error, progress):
 # ---------------- the exit code
 
 
+def lost_another_rank(error):
+    """Whether gloo or NCCL report that a rank which they talk to is gone."""
+    texts = "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited"
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
 def launch(argv=None):
     """Runs main() -> the exit code. Every error that is expected becomes one message, printed last: by rank 0
     here, and by torchrun from its error file. An unexpected one keeps its traceback, on each rank."""
@@ -2438,14 +2681,22 @@ def launch(argv=None):
     except KeyboardInterrupt:  # Ctrl-C, or another signal that StopSignal knows
         code = 130
         message = "interrupted, nothing saved"
+        if progress["phase"] == AFTER_RESULT:
+            message = f"interrupted, {progress['out']}/final is complete"
     except Exception as error:
-        speaks = True
-        message = f"{type(error).__name__}: {error}"
-        if is_out_of_memory(error):
-            code = OUT_OF_MEMORY
-            message = report_out_of_memory(error, progress)
+        if lost_another_rank(error):
+            # the rank that has ended first, or torchrun, says why
+            where = str(error).split(". This is")[0]  # gloo's address of it
+            message = (f"another rank has ended, while this one was at step {progress['step']}, "
+                       f"{progress['phase']}; complete checkpoints are as they were ({where})")
         else:
-            traceback.print_exc()
+            speaks = True
+            message = f"{type(error).__name__}: {error}"
+            if is_out_of_memory(error):
+                code = OUT_OF_MEMORY
+                message = report_out_of_memory(error, progress)
+            else:
+                traceback.print_exc()
     if speaks:
         print(data.printable(f"train.py: error: {message}"), file=sys.stderr)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:

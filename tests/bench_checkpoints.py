@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 from bench_harness import metrics, spread, table, write_model
-from conftest import SHAPE, processes, run_ranks, start_rank, start_ranks
+from conftest import SHAPE, processes, run_ranks, start_rank, start_ranks, state_of
 
 import torch
 import torch.distributed as dist
@@ -245,11 +245,12 @@ def state_rank(folder):
         train.data.sync(folder)
 
     def resume():
-        train.read_state(saved, {}, ranks)
-        train.load_checkpoint(saved, tensors)
+        state = train.read_state(saved, {}, ranks)
+        train.load_checkpoint(saved, state["files"], tensors)
 
     for step in range(1, ROUNDS + 2):  # the first round warms up
-        took("save", lambda: saver.save(tensors, {"step": step, "settings": {}}))  # noqa: B023
+        state = state_of(step)
+        took("save", lambda: saver.save(tensors, state))  # noqa: B023
         took("gather", gather)
         took("torch: save", save_single, on_all=False)
         saved = train.newest_checkpoint(folder)

@@ -159,6 +159,12 @@ def run_ranks(world, argv, out, gpu=False):
     return rows, "".join(log.read_text() for log in logs), codes
 
 
+def state_of(step):
+    """The state of a run after a step, as train.py hands it to its Saver, of a run without settings."""
+    return {"step": step, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": None, "steps": 9,
+            "rows_a_step": 1, "settings": {}}
+
+
 def on_ranks(world, function, folder, *args):
     """Runs function(ranks, folder, *args) inside a process group of `world` ranks, ranks being a train.Ranks; what it
     asserts must hold on each."""

@@ -2,8 +2,10 @@
 finite."""
 
 import builtins
+import contextlib
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -16,14 +18,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SHAPE, run_ranks, start_ranks, train_main
+from conftest import HERE, SHAPE, build, on_ranks, run_ranks, start_ranks, state_of, train_main
 from safetensors.torch import load_file, save_file
 
 import data
 import model as lm
+import nf4
 import train
 
-STEPS, WORLD, ALONE = 6, 2, SimpleNamespace(rank=0, world=1)
+STEPS, WORLD, EVAL_EVERY, ALONE = 6, 2, 2, SimpleNamespace(rank=0, world=1)
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
 
 
@@ -32,6 +35,8 @@ def job(folder, chats, tmp_path_factory):
     path = tmp_path_factory.mktemp("small") / "model"
     shutil.copytree(folder, path)
     (path / "config.json").write_text(json.dumps(SHAPE | SMALL))
+    few = path / "few.jsonl"  # to evaluate on: three rows for each rank
+    few.write_text("".join(chats.read_text().splitlines(keepends=True)[:9]))
     return (f"--model {path} --random_init --precision fp32 --data {chats} --seq_len 64 --steps {STEPS} --lr 1e-2 "
             "--log_every 1 --keep 99 --fsdp2").split()
 
@@ -43,11 +48,16 @@ def start(function, argv, out, *args):
     return [log.read_text() for log in logs], codes
 
 
+def evaluated(job):
+    """The job with an evaluation after every second step. They change no weight."""
+    return [*job, "--eval_data", f"{job[1]}/few.jsonl", "--eval_every", EVAL_EVERY]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(job, tmp_path_factory):
-    """Folder of a run with a checkpoint after every step."""
+    """Folder of a run with a checkpoint after every step, and evaluations."""
     out = tmp_path_factory.mktemp("undisturbed") / "run"
-    _, text, codes = run_ranks(WORLD, [*job, "--save_every", 1], out)
+    _, text, codes = run_ranks(WORLD, [*evaluated(job), "--save_every", 1], out)
     assert codes == [0] * WORLD, text
     return out
 
@@ -133,20 +143,54 @@ def test_any_flipped_bit_of_the_state_is_noticed(saved):
 
 def test_a_checkpoint_renamed_to_another_step_is_refused(saved):
     renamed = saved.rename(saved.with_name("checkpoint-6"))
-    with pytest.raises(ValueError, match=f"{renamed / train.STATE}: damaged, or the folder of another step"):
+    with pytest.raises(ValueError, match=f"{renamed / train.STATE}: of step 4, in the folder of another one"):
         train.read_state(renamed, {}, ALONE)
 
 
+FORGERIES = {
+    **{name: [None, "4", -1, 4.0, True, [4], 10**30]
+       for name in ("step", "tokens", "steps", "rows_a_step", "evaluated")},
+    "best_eval": [7, [], {}, {"step": 2}, {"step": 2, "eval_loss": "1.5"}, {"step": "2", "eval_loss": 1.5}],
+    "settings": [None, 7, [], "x"],
+    "files": [None, 7, [], "x", {"../other/rank-00000-of-00002.safetensors": [1, 1]}, {"a.safetensors": [1, 1]}],
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_state_that_was_edited_and_has_the_right_checksum_is_one_message(saved, name):
+    good = json.loads((saved / train.STATE).read_text())
+    forged = [good | {name: value} for value in FORGERIES[name]]
+    if name not in ("evaluated", "best_eval"):  # older versions did not write one, a run may have no other
+        forged.append({key: value for key, value in good.items() if key != name})
+    for state in forged:
+        (saved / train.STATE).write_text(json.dumps(train.with_checksum(state)))
+        words = f"{saved / train.STATE}: {name} is .*, expected .*remove this checkpoint"
+        with pytest.raises(ValueError, match=words):
+            train.read_state(saved, {}, ALONE)
+
+
 @pytest.mark.parametrize("tensor, files, words", [
+    (torch.zeros(4, 2), [{"a:0": (2, 3)}, {"a:2": (2, 3)}], r"a:0: F32 \[2, 3\], but this run has F32 \[4, 2\]"),
+    # [2, 1] and [2] would be repeated to [2, 3] without a word
+    (torch.zeros(4, 3), [{"a:0": (2, 1)}, {"a:2": (2, 1)}], r"a:0: F32 \[2, 1\], but this run has F32 \[4, 3\]"),
+    (torch.zeros(4, 3), [{"a:0": (4,)}], r"a:0: F32 \[4\], but this run has F32 \[4, 3\]"),
+    (torch.zeros(4, 3, dtype=torch.bfloat16), [{"a:0": (4, 3)}], r"a:0: F32 \[4, 3\], but this run has BF16"),
+    (torch.zeros(4, 3), [{"a:0": (5, 3)}], r"a:0: F32 \[5, 3\], but this run has F32 \[4, 3\]"),
+    (torch.zeros(4, 3), [{"a:0": (2, 3)}, {"a:3": (2, 3)}], r"a:3: F32 \[2, 3\], but this run has F32 \[4, 3\]"),
+    (torch.zeros(()), [{"a:0": (2,)}], r"a:0: F32 \[2\], but this run has F32 \[1\]"),
+    (torch.zeros(4, 3), [{"a:-1": (4, 3)}], "a:-1: this run trains no such tensor"),
+    # as many rows as there should be, but the last two are missing
+    (torch.zeros(4, 3), [{"a:0": (2, 3)}, {"a:0": (2, 3)}], "missing or stored twice: a"),
     (torch.zeros(4, 3), [{"a:0": (2, 3)}], "missing or stored twice: a"),
     (torch.zeros(4, 3), [{"a:0": (4, 3)}, {"a:0": (4, 3)}], "missing or stored twice: a"),
     (torch.zeros(4, 3), [{"a:0": (4, 3), "b:0": (1,)}], "b:0: this run trains no such tensor"),
 ])
 def test_tensors_other_than_those_of_the_run_are_refused_by_name(tmp_path, tensor, files, words):
-    for number, shapes in enumerate(files):
-        train.write_rows(tmp_path / f"{number}.safetensors", {key: torch.ones(shape) for key, shape in shapes.items()})
+    names = [f"{number}.safetensors" for number in range(len(files))]
+    for name, shapes in zip(names, files):
+        train.write_rows(tmp_path / name, {key: torch.ones(shape) for key, shape in shapes.items()})
     with pytest.raises(ValueError, match=words + ".*remove this checkpoint"):
-        train.load_checkpoint(tmp_path, {"a": tensor})
+        train.load_checkpoint(tmp_path, names, {"a": tensor})
 
 
 def test_a_damaged_checkpoint_ends_with_one_message_and_the_older_one_continues(job, saved, undisturbed):
@@ -157,7 +201,12 @@ def test_a_damaged_checkpoint_ends_with_one_message_and_the_older_one_continues(
     assert str(rows_of(saved, 1)) in message and "remove this checkpoint" in message
     shutil.rmtree(saved)
     (saved.parent / "metrics.jsonl").write_text((undisturbed / "metrics.jsonl").read_text())
+    # What the save did not write is not read: a copy of good rows, which would be stored twice, and no safetensors.
+    older = saved.with_name("checkpoint-2")
+    shutil.copy(rows_of(older), rows_of(older, 7))
+    (older / "notes.safetensors").write_text("mine")
     assert_resumes(job, saved.parent, undisturbed)
+    assert (older / "notes.safetensors").read_text() == "mine"
 
 
 # ---------------------------------------------------------------- disks that fail
@@ -210,7 +259,7 @@ def test_a_slow_save_is_no_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(train.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("not watched"))
     monkeypatch.setattr(train, "write_rows", lambda path, rows: calls.append("written") or [1, 1])
     ranks = SimpleNamespace(rank=0, world=1, gather=lambda value: [value], say=calls.append)
-    train.Saver(tmp_path, 1, ranks).save({"a": torch.ones(1)}, {"step": 1})
+    train.Saver(tmp_path, 1, ranks).save({"a": torch.ones(1)}, state_of(1))
     assert calls[0] == "not watched" and "written" in calls and steps_of(tmp_path) == [1]
 
 
@@ -251,7 +300,10 @@ def test_a_stopped_rank_ends_the_job_and_the_others_say_where_they_wait(job, tmp
 
 
 def signalled(argv, number, moment):
-    """train.py whose rank 1 alone gets a signal: in the data of step 4, or in the save of step 3."""
+    """train.py whose rank 1 alone gets a signal: in the data of step 4, in the save of step 3, in the first batch of
+    the second or third evaluation, in the sample after training."""
+    evaluations = []
+
     def send():
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), number)
@@ -262,12 +314,27 @@ def signalled(argv, number, moment):
                 send()
             yield made
 
+    def once(self, original=data.Loader.once):
+        evaluation = f"evaluation {len(evaluations) + 1}"
+        evaluations.append(evaluation)
+        for i, batch in enumerate(original(self)):
+            print(f"batch {i} of {evaluation}", flush=True)
+            yield batch
+            if moment == evaluation and i == 0:  # the model has seen this batch
+                send()
+
     def write_rows(path, rows, original=train.write_rows):
         if moment == "save" and "checkpoint-3" in str(path):
             send()
         return original(path, rows)
 
-    data.Loader.ahead, train.write_rows = ahead, write_rows
+    def generate(*args, original=lm.generate):
+        for token in original(*args):
+            if moment == "sample" and len(evaluations) == 3:  # there is a sample before training, too
+                send()
+            yield token
+
+    data.Loader.ahead, data.Loader.once, train.write_rows, lm.generate = ahead, once, write_rows, generate
     return train_main(argv)
 
 
@@ -275,17 +342,61 @@ def signalled(argv, number, moment):
     (signal.SIGTERM, "data", "--save_every 0"), (signal.SIGINT, "data", "--save_every 3"),
     (signal.SIGUSR1, "save", "--save_every 3"),
     (signal.SIGHUP, "data", "--save_every 0"),
+    # a save of this step comes before its evaluation, or because of the signal
+    (signal.SIGTERM, "evaluation 2", "--save_every 4"), (signal.SIGUSR1, "evaluation 2", "--save_every 0"),
 ], ids=str)
 def test_a_signal_to_one_rank_saves_on_all_and_resume_completes(job, undisturbed, tmp_path, number, moment, flags):
-    out, argv = tmp_path / "run", [*job, *flags.split()]
+    out, argv = tmp_path / "run", [*evaluated(job), *flags.split()]
     said, codes = start(signalled, argv, out, number, moment)
     said = "".join(said)
     assert codes == [128 + number] * WORLD, said
     assert f"stopped by {number.name} after step 4 of {STEPS}, saved: the same command with --resume {out} " in said
     assert said.count("stopped by") == 1 and "Traceback" not in said
+    # Of the evaluation of step 4, all ranks see the first batch, fetch the second one and stop before it.
+    n_batches = {f"batch {i} of evaluation 2": said.count(f"batch {i} of evaluation 2") for i in range(3)}
+    assert list(n_batches.values()) == ([WORLD, WORLD, 0] if moment == "evaluation 2" else [0, 0, 0])
     assert same(out / "checkpoint-4", undisturbed / "checkpoint-4") and not (out / "final").exists()
     assert not list(out.glob("*.part"))
-    assert_resumes(argv, out, undisturbed)
+    assert_same_evaluations(assert_resumes(argv, out, undisturbed), out, undisturbed)
+
+
+def assert_same_evaluations(rows, out, undisturbed):
+    """The evaluations of a run that went on, one that was cut among them, are the undisturbed run's, to the bit."""
+    expected = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    expected = [row for row in expected if "eval_loss" in row]
+    assert [row["step"] for row in expected] == [2, 4, STEPS]
+    assert [row for row in rows if "eval_loss" in row] == expected
+    ends = [train.read_state(run / f"checkpoint-{STEPS}", {}, ALONE) for run in (out, undisturbed)
+            if (run / f"checkpoint-{STEPS}").exists()]
+    assert all(end["best_eval"] == ends[-1]["best_eval"] and end["evaluated"] == STEPS for end in ends)
+
+
+def test_a_rank_that_dies_in_an_evaluation_costs_nothing_that_was_due_to_be_saved(job, undisturbed, tmp_path):
+    out, argv = tmp_path / "run", [*evaluated(job), "--save_every", 4]
+    said, codes = start(signalled, argv, out, signal.SIGKILL, "evaluation 2")
+    assert codes == [1, -signal.SIGKILL], said
+    assert steps_of(out) == [4] and same(out / "checkpoint-4", undisturbed / "checkpoint-4")
+    assert_same_evaluations(assert_resumes(argv, out, undisturbed), out, undisturbed)
+
+
+def test_a_signal_in_the_last_evaluation_ends_it_and_the_result_is_complete(job, undisturbed, tmp_path):
+    out, argv = tmp_path / "run", [*evaluated(job), "--save_every", 6]
+    said, codes = start(signalled, argv, out, signal.SIGTERM, "evaluation 3")
+    said = "".join(said)
+    assert codes == [128 + signal.SIGTERM] * WORLD and "Traceback" not in said, said
+    assert f"stopped by SIGTERM after step {STEPS} of {STEPS}, saved" in said and "batch 2 of evaluation 3" not in said
+    assert same(out / "final", undisturbed / "final")
+    assert_same_evaluations(assert_resumes(argv, out, undisturbed), out, undisturbed)
+
+
+def test_a_signal_after_the_result_ends_the_run_at_once(job, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    argv = [*evaluated(job), "--save_every", 6, "--sample", "def f(x):", "--max_new_tokens", 99]
+    said, codes = start(signalled, argv, out, signal.SIGTERM, "sample")
+    assert codes == [1, 130] and "Traceback" not in "".join(said), said
+    # rank 1 alone had the signal, and rank 0 prints for all
+    assert re.findall("^train.py: error: (.*)", said[0], re.M)[0].startswith("another rank has ended")
+    assert same(out / "final", undisturbed / "final") and steps_of(out) == [6]
 
 
 def test_a_rank_that_dies_in_a_save_ends_the_run_and_costs_that_save_only(job, undisturbed, tmp_path):
@@ -293,15 +404,19 @@ def test_a_rank_that_dies_in_a_save_ends_the_run_and_costs_that_save_only(job, u
     said, codes = start(signalled, [*job, "--save_every", 1], out, signal.SIGKILL, "save")
     assert codes == [1, -signal.SIGKILL], said
     assert steps_of(out) == [1, 2] and same(out / "checkpoint-2", undisturbed / "checkpoint-2")
+    (message,) = re.findall("^train.py: error: (.*)", "".join(said), re.M)
+    assert "another rank has ended, while this one was at step 3, checkpoint" in message
+    assert "Connection" in message and "Traceback" not in "".join(said)
     assert_resumes(job, out, undisturbed)
 
 
 def early(argv, name, number):
-    """train.py that gets a signal where it calls this function of data.py."""
+    """train.py whose last rank gets a signal where it calls this function of data.py."""
     original = getattr(data, name)
 
     def call(*args, **kwargs):
-        signal.raise_signal(number)
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            signal.raise_signal(number)
         return original(*args, **kwargs)
 
     setattr(data, name, call)
@@ -316,6 +431,17 @@ def test_a_signal_before_the_first_step_says_that_nothing_is_saved(job, tmp_path
     said = log.read_text()
     assert codes == [130] and said.endswith("train.py: error: interrupted, nothing saved\n"), said
     assert "Traceback" not in said and said.count("error") == 1 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["check_weights", "load_weights_"])
+def test_a_signal_to_one_rank_before_the_first_step_ends_all_with_one_message(job, tmp_path, name):
+    logs = [tmp_path / f"log{rank}" for rank in range(3)]
+    codes = start_ranks(3, early, ([*job, "--out", str(tmp_path / "run")], name, signal.SIGTERM), logs)
+    said = "".join(log.read_text() for log in logs)
+    assert codes == [1, 1, 130] and "Traceback" not in said, said
+    (message,) = re.findall("^train.py: error: (.*)", said, re.M)
+    assert message.startswith("another rank has ended, while this one was at step 0")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
@@ -347,12 +473,49 @@ def test_a_run_under_nohup_outlives_its_terminal(handlers):
     assert stop.number == 0
 
 
-# ---------------------------------------------------------------- numbers that are not finite
+# ---------------------------------------------------------------- gradients that are too large or not finite
+
+
+def check_dominant_gradient(ranks, folder, flags):
+    """A row of the embedding, then a whole matrix, has nearly all of the gradient: all ranks together say so."""
+    args = train.parse_args(["--clip", "2"])
+    model, _ = build(*flags, ranks=ranks)
+    tokenizer = data.Tokenizer(HERE / "tiny")
+    tokens = torch.arange(100)[None]
+    model(tokens, tokens).backward()
+    parameters = dict(model.named_parameters())
+    trained = list(parameters.values())
+
+    def note():
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            train.note_dominant_gradient(model, train.clip_gradients_(trained, 0.0), args, tokenizer, ranks)
+        return said.getvalue()
+
+    def scale(name, row, factor):
+        rows, first = nf4.local(parameters[name].grad)
+        rows[max(0, row - first) : max(0, row - first + 1)] *= factor  # of the rank that has this row
+
+    assert not note()  # as usual, not worth a word
+    scale("model.embed_tokens.weight", 77, 1e6)
+    token = repr(tokenizer.core.id_to_token(77))
+    expected = f"100 % of it is of model.embed_tokens.weight, row 77 (token {token})\n"
+    assert note().endswith(expected) == (ranks.rank == 0)
+    nf4.local(parameters["model.layers.1.mlp.up_proj.weight"].grad)[0].mul_(1e9)
+    expected = "100 % of it is of model.layers.1.mlp.up_proj.weight\n"  # and of none of its rows
+    assert note().endswith(expected) == (ranks.rank == 0)
+    scale("model.norm.weight", 63, math.inf)
+    assert not note()  # main's next look at the numbers ends the run
+
+
+@pytest.mark.parametrize("flags", [[], ["--fsdp2"]], ids=str)
+def test_what_clips_the_first_gradient_to_nothing_is_named(tmp_path, flags):
+    on_ranks(2, check_dominant_gradient, tmp_path, flags)
 
 
 def not_finite(argv, what):
-    """train.py in which the documents of rank 1 at step 3 make a loss or a gradient that is not finite. At the end each
-    rank says where its documents of that step are, and writes its rows of the weights."""
+    """train.py in which the documents of rank 1 at step 3 make a loss or a gradient that is not finite; `row`: the
+    gradient of a token's embedding alone. At the end each rank says where its documents of that step are, and writes
+    its rows of the weights."""
     mark = 4095  # a token of no document
     step, forward, end = data.Loader.step, lm.Transformer.forward, train.end_not_finite
 
@@ -362,28 +525,34 @@ def not_finite(argv, what):
             batches[0].tokens[:] = mark
         return batches, counted
 
+    def hook_embedding(module, inputs, x):
+        if x.requires_grad and (inputs[0] == mark).all():
+            x.register_hook(lambda grad: grad * torch.inf)
+
     def bad_forward(self, tokens_BT, *args):
+        if what == "row" and not hasattr(self, "is_hooked"):
+            self.is_hooked = self.model.embed_tokens.register_forward_hook(hook_embedding)
         loss = forward(self, tokens_BT, *args)
         if (tokens_BT == mark).all() and what == "loss":
             loss = loss * torch.nan
-        elif (tokens_BT == mark).all() and loss.requires_grad:
+        elif (tokens_BT == mark).all() and what == "gradient" and loss.requires_grad:
             loss.register_hook(lambda grad: grad * torch.inf)
         return loss
 
-    def end_not_finite(model, loader, number, args, ranks):
+    def end_not_finite(model, loader, number, args, ranks, *others):
         rows = train.rows_of_rank({name: p.detach() for name, p in model.named_parameters()}, ranks.rank)
         save_file(rows, f"{args.out}/end-{ranks.rank}.safetensors")
         print("documents: " + ", ".join(loader.places(2, 1)))
-        end(model, loader, number, args, ranks)
+        end(model, loader, number, args, ranks, *others)
 
     data.Loader.step, lm.Transformer.forward, train.end_not_finite = marked_step, bad_forward, end_not_finite
     return train_main(argv)
 
 
 @pytest.mark.parametrize("what, flags", [
-    ("loss", "--fsdp2"), ("loss", "--no-fused_adamw"), ("loss", "--optim_in_backward"),
+    ("loss", "--fsdp2 --clip 1e-5"), ("loss", "--no-fused_adamw"), ("loss", "--optim_in_backward"),
     ("gradient", "--fsdp2 --optim adamw8bit"), ("gradient", "--lora --precision bf16 --stochastic_rounding"),
-    ("gradient", "--fsdp2 --optim_in_backward"),
+    ("gradient", "--fsdp2 --optim_in_backward"), ("row", "--fsdp2"), ("row", "--no-fused_adamw"),
 ])
 def test_a_number_that_is_not_finite_ends_the_run_before_a_weight_changes(job, tmp_path, what, flags):
     argv = [*job[:-1], "--save_every", 2, "--log_every", 4, *flags.split()]  # found at step 4, which is logged
@@ -393,7 +562,16 @@ def test_a_number_that_is_not_finite_ends_the_run_before_a_weight_changes(job, t
                      for pattern in ("checkpoint-2/*.safetensors", "end-*.safetensors"))
     common = trained.keys() & left.keys()
     assert common and all(torch.equal(trained[key], left[key]) for key in common)
-    assert "error: step 3: " in said[0] and "".join(said).count("not finite") == 1
+    assert "error: step 3: not finite: " in said[0] and "".join(said).count("not finite") == 1
+    # The tensor is named by computing the step again. From an inf behind the loss on, no gradient is finite.
+    culprit = {
+        "loss": "the loss; ",
+        "gradient": r"(\d+) of \1 gradients, first that of (lm_head|model\.\S+lora_B)\.weight",
+        "row": r"1 of \d+ gradients, first that of model\.embed_tokens\.weight, row 4095 \(token '.+'\); ",
+    }
+    assert re.search(f"not finite: {culprit[what]}", said[0]), said[0]
+    # --clip 1e-5 is the one that leaves next to nothing of the first gradient
+    assert said[0].count("note: step 1: the gradient norm") == flags.count("--clip")
     for rank in range(WORLD):
         (places,) = re.findall(r"documents: (.*)", said[rank])
         assert re.fullmatch(r"\S+/chats\.jsonl:\d+(, \S+/chats\.jsonl:\d+)*", places)

@@ -1,6 +1,7 @@
 """Resume is exact: k steps, a new process, the rest: bit for bit the uninterrupted run; on another world within
 rounding."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,10 +9,11 @@ import subprocess
 import sys
 import time
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HERE, QWEN35, on_ranks, random_model, run_ranks
+from conftest import HERE, QWEN35, on_ranks, random_model, run_ranks, state_of
 
 import model as lm
 import train
@@ -35,6 +37,14 @@ def run(world, argv, out):
     return rows, text
 
 
+def evaluations(rows):
+    return [row for row in rows if "eval_loss" in row]
+
+
+def state_at(out, step):
+    return json.loads((out / f"checkpoint-{step}" / train.STATE).read_text())
+
+
 def curve(rows):
     keys = "step", "epoch", "loss", "grad_norm", "lr", "tokens"
     return [[row[key] for key in keys] for row in rows if "loss" in row]
@@ -56,12 +66,18 @@ def assert_same_end(one, other, step=STEPS):
 ])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(job, tmp_path, world, step, flags):
     flags = flags.replace("qwen3.5", str(random_model(tmp_path / "qwen3.5", **QWEN35)))
+    job = [*job, "--eval_data", job[4], "--eval_every", 2]
     rows, _ = run(world, [*job, *flags.split()], tmp_path / "whole")
-    assert rows[EDGE - 1]["epoch"] == 1  # steps begin in the middle of an epoch and at the edge of two
+    # steps begin in the middle of an epoch and at the edge of two
+    assert next(row["epoch"] for row in rows if row["step"] == EDGE and "loss" in row) == 1
     checkpoint = tmp_path / f"whole/checkpoint-{step}"
     again, text = run(world, [*job, *flags.split(), "--resume", checkpoint], tmp_path / "again")
     assert f"continuing after step {step} of {checkpoint}" in text
     assert curve(again) == curve(rows)[step:]
+    # The evaluation of step 2 was noted in its checkpoint, so it is known and not repeated.
+    assert evaluations(again) == [row for row in evaluations(rows) if row["step"] > step]
+    assert [row["step"] for row in evaluations(rows)] == [2, 4, STEPS]
+    assert state_at(tmp_path / "again", STEPS)["best_eval"] == state_at(tmp_path / "whole", STEPS)["best_eval"]
     assert_same_end(tmp_path / "whole", tmp_path / "again")
 
 
@@ -100,12 +116,12 @@ def save_and_load(ranks, folder, model_folder, flags):
         expected[name] = (whole[start : start + len(mine)] if mine.dim() else whole).to(mine.dtype)
         mine.copy_(expected[name])
     saver = train.Saver(folder / f"run {ranks.world} {flags}", args.keep, ranks)
-    saver.save(tensors, {"step": 1, "settings": {}})
+    saver.save(tensors, state_of(1))
     for checkpoint in folder.glob("run*/checkpoint-1"):
-        train.read_state(checkpoint, {}, ranks)
+        state = train.read_state(checkpoint, {}, ranks)
         for tensor in tensors.values():
             nf4.local(tensor)[0].zero_()
-        train.load_checkpoint(checkpoint, tensors)
+        train.load_checkpoint(checkpoint, state["files"], tensors)
         assert all(torch.equal(nf4.local(tensor)[0], expected[name]) for name, tensor in tensors.items()), checkpoint
 
 
@@ -116,12 +132,15 @@ def test_any_layout_of_ranks_loads_what_any_other_wrote_bit_for_bit(folder, tmp_
     assert len(list(tmp_path.glob("run*/checkpoint-1"))) == len(LAYOUTS)
 
 
-def test_the_same_command_continues_by_itself(job, tmp_path):
+def test_the_same_command_continues_by_itself(job, chats, tmp_path):
     out = tmp_path / "run"
     argv = [*job, *f"--schedule constant --save_every 2 --keep 1 --eval_data {job[4]} --eval_every 2 --resume".split()]
-    run(1, [*argv, "--steps", 4], out)  # nothing there yet: from the start
-    # when step 4 was saved, the evaluation behind step 2 was the best
-    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    rows, _ = run(1, [*argv, "--steps", 4], out)  # nothing there yet: from the start
+    losses = {row["step"]: row["eval_loss"] for row in evaluations(rows)}
+    assert losses.keys() == {2, 4} and losses[4] < losses[2]
+    # Only the evaluation after the last save shows that checkpoint-4 is the best one: then checkpoint-2 goes.
+    assert train.checkpoints(out).keys() == {4}
+    assert state_at(out, 4)["best_eval"]["step"] == 4
     # as if the process had been killed in step 5, in the middle of writing a row, and in the middle of a save
     shutil.rmtree(out / "final")
     (out / "checkpoint-9.part").mkdir()
@@ -129,13 +148,59 @@ def test_the_same_command_continues_by_itself(job, tmp_path):
         file.write('{"step": 5, "loss": 9.9}\n{"step": 5, "lo')
     rows, text = run(1, argv, out)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5] and rows[-1].get("loss") != 9.9
-    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 5] and text.count("eval loss") == 1
+    # the last evaluation of a run that is made longer counts, and is not repeated
+    assert {row["step"]: row["eval_loss"] for row in evaluations(rows[:-1])} == losses
+    assert rows[-1]["step"] == 5 and text.count("eval loss") == 1
     names = {path.name for path in out.iterdir()}
-    # a run evaluates once more behind its last save, so the best evaluation that checkpoint-5 knows is that of step 2
-    assert names == {"args.json", "checkpoint-2", "checkpoint-5", "final", "lock", "loss.svg", "metrics.jsonl"}
-    rows, text = run(1, [*argv, "--steps", STEPS + 2], out)
+    kept = {"checkpoint-5", f"checkpoint-{state_at(out, 5)['best_eval']['step']}"}
+    assert names == {"args.json", *kept, "final", "lock", "loss.svg", "metrics.jsonl"}
+    # The same command once more has nothing to train, and nothing to evaluate.
+    again, text = run(1, argv, out)
+    assert again == rows and "eval loss" not in text
+    rows, text = run(1, [*argv, "--steps", STEPS + 2, "--eval_data", chats], out)
     assert f"was to end at step {STEPS}, not {STEPS + 2}: the learning rate changes" in text
+    assert "was evaluated on other --eval_data: its best evaluation is forgotten" in text
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, STEPS + 3)]
+    assert state_at(out, STEPS + 2)["best_eval"]["step"] > STEPS
+
+
+def test_the_best_checkpoint_stays_though_its_evaluation_comes_later(tmp_path):
+    alone = train.Ranks(False, 1800)
+    saver = train.Saver(tmp_path, 1, alone)
+    state = state_of(0)
+
+    def save_and_evaluate(step, loss):
+        """-> steps of the checkpoints after the save, and after the evaluation."""
+        state["step"] = step
+        saver.save({"w": torch.ones(2)}, state)
+        saved = sorted(train.checkpoints(tmp_path))
+        if not state["best_eval"] or loss < state["best_eval"]["eval_loss"]:
+            state["best_eval"] = {"step": step, "eval_loss": loss}
+        saver.note_evaluation(state)
+        assert train.read_state(tmp_path / f"checkpoint-{step}", {}, alone)["best_eval"] == state["best_eval"]
+        return saved, sorted(train.checkpoints(tmp_path))
+
+    assert save_and_evaluate(1, 3.0) == ([1], [1])
+    assert save_and_evaluate(2, 2.0) == ([1, 2], [2])  # 1 was the best one until 2 was evaluated
+    assert save_and_evaluate(3, 5.0) == ([2, 3], [2, 3])
+    assert save_and_evaluate(4, 4.0) == ([2, 4], [2, 4])
+    # An evaluation between two saves has no checkpoint to be noted in.
+    state["step"] = 5
+    before = (tmp_path / "checkpoint-4" / train.STATE).read_bytes()
+    saver.note_evaluation(state)
+    assert (tmp_path / "checkpoint-4" / train.STATE).read_bytes() == before
+
+
+def test_an_evaluation_that_a_full_disk_refuses_is_said_and_harms_no_checkpoint(tmp_path, capsys):
+    alone = train.Ranks(False, 1800)
+    saver = train.Saver(tmp_path, 1, alone)
+    state = state_of(1)
+    saver.save({"w": torch.ones(2)}, state)
+    (tmp_path / "checkpoint-1/trainer_state.part").symlink_to("/dev/full")
+    saver.note_evaluation(state | {"evaluated": 1})
+    said = capsys.readouterr().out
+    assert "the evaluation was not noted: " in said and "No space left" in said
+    assert train.read_state(tmp_path / "checkpoint-1", {}, alone)["evaluated"] == 0
 
 
 # ---------------------------------------------------------------- what must stay the same
@@ -179,6 +244,37 @@ def test_what_would_change_the_mathematics_is_refused_by_name(lora_run, chats, c
     message = capsys.readouterr().err
     assert SETTINGS[flags] in message and f"--resume {out}/checkpoint-2" in message
     assert (out / "final").exists() and (out / "checkpoint-2" / train.STATE).exists()
+
+
+def test_adapters_on_nf4_of_another_format_are_refused_by_name(tmp_path, monkeypatch):
+    config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
+    loader = SimpleNamespace(documents=SimpleNamespace(checksum=1))
+    source = SimpleNamespace(crc=lambda: 2)
+    alone = train.Ranks(False, 1800)
+
+    def settings(method):
+        return train.fixed_settings(train.parse_args([method]), config, 4, loader, source)
+
+    before = settings("--lora")
+    for word in (f"blocks of {nf4.BLOCK}", f"{nf4.SCALE_STEPS} steps of scales"):
+        assert word in nf4.FORMAT
+    train.Saver(tmp_path, 1, alone).save({"w": torch.ones(2)}, state_of(1) | {"settings": settings("--qlora")})
+    monkeypatch.setattr(nf4, "FORMAT", "another one")
+    with pytest.raises(ValueError, match=r"the format of NF4 was codes by .*codebook [0-9a-f]{8}, is another one: "):
+        train.read_state(tmp_path / "checkpoint-1", settings("--qlora"), alone)
+    assert settings("--lora") == before  # without NF4 its format does not matter
+
+
+def test_a_change_of_nf4s_bytes_is_a_change_of_its_format():
+    """If this fails because quantize() now chooses other codes or scales: give nf4.FORMAT other words, too, so that
+    adapters are not resumed on weights that they were not trained on, and then write both down here."""
+    # exact in float32 on any machine; the last row is zero
+    w_ND = (torch.arange(1024) * 37 % 101 - 50).view(4, 256) * torch.tensor([[1.0], [0.125], [7.0], [0.0]])
+    crc = 0
+    for part in nf4.quantize(w_ND):
+        crc = zlib.crc32(part.numpy().tobytes(), crc)
+    assert (nf4.FORMAT, f"{crc:08x}") == (
+        "codes by the largest magnitude, blocks of 64, 254 steps of scales, codebook 42a89f9f", "CRC")
 
 
 def test_what_does_not_change_the_mathematics_is_accepted(lora_run, tmp_path):
