@@ -327,8 +327,10 @@ def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
             '{"step": 1, "loss": 2.0, "losses": 2.0}', '{"step": 1, "loss": 1' + "0" * 400 + "}",
             '{"step": 1, "loss": 2.0, "eval_loss": "x"}', "[" * 100_000]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
-    train.prune_metrics(tmp_path, 3)
+    train.prune_metrics(tmp_path, 3, 3)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    train.prune_metrics(tmp_path, 3, 2)  # the checkpoint of step 3 has no evaluation of it: it is repeated
+    assert "eval_loss" not in (tmp_path / "metrics.jsonl").read_text()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write("\n".join(rows))  # edited while the run goes on
     state = {"step": 3, "steps": 3}
