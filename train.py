@@ -34,6 +34,7 @@ import resource
 import shutil
 import sys
 import textwrap
+import threading
 import time
 import traceback
 import zlib
@@ -64,6 +65,7 @@ NOT_FINITE = 3
 OUT_OF_MEMORY = 4
 # the last phase of a run, in which nothing is left to save
 AFTER_RESULT = "sample or merge"
+PARENT = os.getppid()  # under torchrun: torchrun
 
 # ---------------- flags
 
@@ -288,7 +290,8 @@ def add_run_flags(parser):
         "checkpoint of --out or of the newest run in out/, or start a new one if there is none (default: "
         "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN")
     add(run, "--timeout", AMOUNT, 1800.0,
-        "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first")
+        "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first. "
+        "Loading, saving and exporting may take any time: abort if a rank makes no progress for 2 N seconds")
     add(run, "--log_every", WHOLE, 10,
         "log every N steps, and also the first ten steps and at least every ten seconds")
     add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)")
@@ -740,16 +743,17 @@ def describe_run(args, state, resumed, out):
 
 def end_if_stopped(save, saver, state, stop, ranks):
     """Saves and ends the run if a signal has reached any rank. All ranks must call it."""
-    (number,) = ranks.largest(stop.number)
+    number, is_orphan = ranks.largest(stop.number, stop.is_orphan())
     if not number:
         return
     save()  # does nothing if this step is saved
     number = signal.Signals(number)
+    cause = "because torchrun is gone" if is_orphan else f"by {number.name}"
     is_saved = saver.last_step == state["step"]
     outcome = "NOT saved, see above"
     if is_saved:
         outcome = f"saved: the same command with --resume {saver.out} continues"
-    ranks.say(f"stopped by {number.name} after step {state['step']} of {state['steps']}, {outcome}")
+    ranks.say(f"stopped {cause} after step {state['step']} of {state['steps']}, {outcome}")
     ranks.leave()
     if not is_saved:
         raise SystemExit(1)
@@ -763,17 +767,19 @@ def end_if_stopped(save, saver, state, stop, ranks):
 class Ranks:
     """This process among the others: its number, its device, and the small values that they exchange.
 
-    gather() and agree() use a group without a timeout, because one rank may spend an hour loading or saving.
-    In the training loop alive() ends the job if a rank hangs."""
+    gather() and agree() use a group without a timeout, because one rank may spend hours loading or saving.
+    If a rank hangs, alive() ends the job in the training loop, and Watch elsewhere."""
 
     def __init__(self, want_group, timeout):
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         self.timeout = timeout
-        self.wait = timedelta(seconds=timeout + 60)  # of a collective: longer, so that alive() reports first
+        # of a collective: longer, so that alive() and Watch report first
+        self.wait = timedelta(seconds=2 * timeout + 60)
         self.rank = 0
         self.world = 1
         self.control = None
+        self.watch = None
         self.local = int(os.environ.get("LOCAL_RANK", 0))
         n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.choose_device(n_local)
@@ -812,6 +818,9 @@ class Ranks:
         if self.world > 1:
             # for gather() and agree(): a month, because another rank may be reading terabytes
             self.control = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+            watch = Watch(self, 2 * self.timeout)
+            watch.start()
+            self.watch = watch
 
     def say(self, text):
         """Prints on rank 0."""
@@ -823,8 +832,18 @@ class Ranks:
         """[value of each rank] on every rank, for anything that can be pickled. Never times out."""
         values = [value] * self.world
         if self.control is not None:
-            dist.all_gather_object(values, value, self.control)
+            with self.waiting():
+                dist.all_gather_object(values, value, self.control)
         return values
+
+    @contextlib.contextmanager
+    def waiting(self):
+        """Inside the block this rank waits for others: Watch does not expect it to make progress."""
+        if self.watch:
+            self.watch.main_waits = True
+        yield
+        if self.watch:
+            self.watch.main_waits = False
 
     def largest(self, *numbers):
         """[the largest of each number over all ranks]: an all-reduce on the CPU, which waits for no GPU."""
@@ -859,15 +878,126 @@ class Ranks:
         talk to it makes them abort. From then on gather() and agree() are about this rank alone."""
         faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized():
-            dist.barrier(self.control)
+            with self.waiting():
+                if self.watch:
+                    self.watch.stop()
+                dist.barrier(self.control)
             dist.destroy_process_group()
             self.control = None
+            self.watch = None
+
+
+class Watch(threading.Thread):
+    """Ends the job when a rank has made no progress for `patience` seconds, because the process or its disk is
+    stuck. The others wait for it without a timeout: to load terabytes may take any time.
+
+    Progress is CPU time of a rank's main thread. One that reads, quantizes, tokenizes or writes uses some in
+    every second, one that is stuck uses none; one that waits for other ranks is not expected to. Each rank
+    reports every few seconds through a store in rank 0's process. Rank 0 reads the reports of all, the others
+    rank 0's, and each measures by its own clock how long a report has stayed the same."""
+
+    def __init__(self, ranks, patience):
+        super().__init__(daemon=True)
+        self.rank = ranks.rank
+        self.patience = patience
+        self.pause = min(10, patience / 8)  # seconds between reports
+        self.main_waits = False  # set by Ranks.waiting()
+        self.leaving = threading.Event()
+        # Not torchrun's store, which is gone when torchrun is: then the ranks must still save.
+        address = os.environ["MASTER_ADDR"]
+        port = None
+        if self.rank == 0:
+            self.store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            port = self.store.port
+        port = ranks.gather(port)[0]
+        if self.rank > 0:
+            self.store = dist.TCPStore(address, port, timeout=ranks.wait)
+        self.report()
+        ranks.gather(None)  # from here on the store has a report of each rank
+        self.watched = [0] if self.rank else list(range(ranks.world))
+        self.reports = {rank: self.store.get(str(rank)) for rank in self.watched}
+        self.changed_at = dict.fromkeys(self.watched, time.monotonic())
+
+    def run(self):
+        while not self.leaving.wait(self.pause):
+            # While rank 0's process is stopped, a call of its store does not return. The timer is longer than
+            # `patience`, so that rank 0, if it is well, names the rank that is not.
+            silence = threading.Timer(1.25 * self.patience, self.end, [self.complaint([0]), self.rank == 1])
+            silence.daemon = True
+            silence.start()
+            try:
+                self.report()
+                self.compare()
+            except dist.DistError:  # rank 0 has ended, which the main thread sees as well
+                return
+            finally:
+                silence.cancel()
+
+    def report(self):
+        """Tells where the main thread stands, with a number that changes as long as it makes progress."""
+        main = threading.main_thread().ident
+        if self.main_waits:
+            progress = time.monotonic()
+        elif hasattr(time, "pthread_getcpuclockid"):
+            progress = time.clock_gettime(time.pthread_getcpuclockid(main))
+        else:  # macOS
+            progress = time.process_time()
+        self.store.set(str(self.rank), json.dumps([progress, os.uname().nodename, stack_of(main)]))
+
+    def compare(self):
+        """Ends this process if a rank that it watches is stuck, or if another rank has found one."""
+        if self.store.check(["end"]):
+            self.end(self.store.get("end").decode(), False)
+        now = time.monotonic()
+        for rank in self.watched:
+            report = self.store.get(str(rank))
+            if report != self.reports[rank]:
+                self.reports[rank] = report
+                self.changed_at[rank] = now
+        stuck = [rank for rank in self.watched if now - self.changed_at[rank] > self.patience]
+        if stuck:
+            message = self.complaint(stuck)
+            self.store.set("end", message)
+            self.end(message, self.store.add("reported", 1) == 1)
+
+    def complaint(self, ranks):
+        lines = []
+        for rank in ranks:
+            _, host, stack = json.loads(self.reports[rank])
+            lines.append(f"rank {rank} ({host}) has made no progress for {self.patience:,.0f} s; last seen in "
+                         + stack)
+        return "; ".join(lines) + ". Is its process stopped, or its disk? --timeout N waits for 2 N seconds"
+
+    def end(self, message, speaks):
+        """Ends the process from this thread: the main thread may wait in a collective for ever."""
+        ENDING.acquire()  # never given back
+        report_error(message, speaks)
+        if self.rank == 0:
+            time.sleep(2 * self.pause)  # the others read the message in its store
+        os._exit(1)
+
+    def stop(self):
+        self.leaving.set()
+        self.join()
+
+
+def stack_of(thread):
+    """Where a thread stands in this project's files, the last four calls: main > save > write (train.py:9)."""
+    folder = os.path.dirname(__file__)
+    calls = [(frame.f_code, line) for frame, line in traceback.walk_stack(sys._current_frames()[thread])
+             if os.path.dirname(frame.f_code.co_filename) == folder]
+    if not calls:
+        return "unknown code"
+    code, line = calls[0]
+    names = [code.co_name for code, _ in calls if code.co_name not in ("<module>", "launch")][:4]
+    return f"{' > '.join(reversed(names))} ({os.path.basename(code.co_filename)}:{line})"
 
 
 class StopSignal:
     """Notes SIGTERM, SIGUSR1, SIGHUP (its terminal was closed) or Ctrl-C, so that a run can finish its step,
     save and end. `number` is the signal's, or 0; only ranks.largest(stop.number) makes all ranks see it after
-    the same step.
+    the same step. A torchrun that was killed counts as SIGTERM: without it ranks would train on unseen, and
+    keep the run's lock.
 
     Until main sets it to 0 it is None: there is nothing to save, and a signal ends the process at once. So
     does a second Ctrl-C, except under torchrun, which itself sends each rank a second."""
@@ -877,6 +1007,15 @@ class StopSignal:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.note)
+        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+            PR_SET_PDEATHSIG = 1
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # when the parent ends
+            if self.is_orphan():  # during the imports
+                raise KeyboardInterrupt
+
+    def is_orphan(self):
+        """Whether the torchrun that started this process is gone."""
+        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
 
     def note(self, number, _):
         if self.number is None or (number == self.number == signal.SIGINT and "RANK" not in os.environ):
@@ -2650,6 +2789,10 @@ def report_out_of_memory(error, progress):
 
 # ---------------- the exit code
 
+# Held by what ends the process. If it is Watch, the others end too, and what the main thread makes of that is
+# not reported.
+ENDING = threading.Lock()
+
 
 def lost_another_rank(error):
     """Whether gloo or NCCL report that a rank which they talk to is gone."""
@@ -2696,13 +2839,20 @@ def launch(argv=None):
                 code = OUT_OF_MEMORY
                 message = report_out_of_memory(error, progress)
             else:
-                traceback.print_exc()
+                with ENDING:
+                    traceback.print_exc()
+    with ENDING:
+        report_error(message, speaks)
+    return code
+
+
+def report_error(message, speaks):
+    """Prints the last message of a process, and writes the file from which torchrun prints it."""
     if speaks:
-        print(data.printable(f"train.py: error: {message}"), file=sys.stderr)
+        print(data.printable(f"train.py: error: {message}"), file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         report = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": report}))
-    return code
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -294,6 +295,90 @@ def test_a_stopped_rank_ends_the_job_and_the_others_say_where_they_wait(job, tmp
     said, codes = start(stops, [*job, "--save_every", 2], tmp_path / "run", tmp_path / "pid")
     assert codes == [1, -signal.SIGKILL], said
     assert "train.py" in said[0].partition("Timeout (0:00:03)!")[2] and steps_of(tmp_path / "run") == [2]
+
+
+PATIENCE_S = 3  # of the ranks with one that is stuck; --timeout's default makes it an hour
+
+
+def stop_process(pid_file):
+    (watch,) = (thread for thread in threading.enumerate() if isinstance(thread, train.Watch))
+    watch.report()
+    time.sleep(2 * watch.pause)  # the others read that report: once rank 0 is stopped, its store tells nothing
+    pid_file.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def read_from_a_dead_disk(_):
+    reading, _writing = os.pipe()
+    os.read(reading, 1)  # nobody writes: the thread waits as for a disk, and other threads run on
+
+
+def load_slowly(_):
+    """Longer than the others' patience, but a bit is always done."""
+    started = time.monotonic()
+    while time.monotonic() < started + 1.3 * PATIENCE_S:
+        sum(range(10_000))
+        time.sleep(PATIENCE_S / 30)
+
+
+def with_stuck_rank(argv, pid_file, *disturbances):
+    """train.py with disturbances (rank, function's name, what that rank does before its first call of it)."""
+    start_watch = train.Watch.__init__
+    train.Watch.__init__ = lambda self, ranks, _: start_watch(self, ranks, PATIENCE_S)
+    for rank, name, disturb in disturbances:
+        if int(os.environ["RANK"]) == rank:
+            disturb_once(*name.split("."), disturb, pid_file)
+    return train_main(argv)
+
+
+def disturb_once(module, name, disturb, pid_file):
+    module = globals()[module]
+    original = getattr(module, name)
+
+    def call(*args, **kwargs):
+        setattr(module, name, original)
+        disturb(pid_file)
+        return original(*args, **kwargs)
+
+    setattr(module, name, call)
+
+
+# what is done to which rank where; which one is stuck then, and where it was seen last
+STUCK = {
+    "stopped in loading": ([(1, "data.stacked_rows", stop_process)], 1, "main > load_weights_ (data.py:"),
+    "slow in loading, stopped in a save": (
+        [(1, "data.stacked_rows", load_slowly), (0, "train.write_rows", stop_process)],
+        0, "main > save > save > write (train.py:"),
+    "a stuck disk in the export": ([(0, "data.save_model", read_from_a_dead_disk)], 0, "main > export (data.py:"),
+}
+
+
+def run_with_stuck_rank(job, folder, disturbances):
+    """What the ranks of a run said, and their exit codes. A stopped rank is killed when another one has ended."""
+    def kill():
+        while "no progress" not in "".join(log.read_text() for log in logs if log.exists()):
+            time.sleep(0.1)
+        if pid_file.exists():
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+    folder.mkdir()
+    pid_file = folder / "pid"
+    logs = [folder / f"run-rank{rank}.log" for rank in range(WORLD)]
+    threading.Thread(target=kill, daemon=True).start()
+    argv = [*job, "--steps", 2, "--save_every", 2]
+    return start(with_stuck_rank, argv, folder / "run", pid_file, *disturbances)
+
+
+def test_a_rank_without_progress_is_named_with_its_place_and_ends_the_job(job, tmp_path):
+    with ThreadPoolExecutor() as pool:  # all at once: they mostly wait
+        runs = {case: pool.submit(run_with_stuck_rank, job, tmp_path / case, disturbances)
+                for case, (disturbances, _, _) in STUCK.items()}
+    for case, (_, stuck, place) in STUCK.items():
+        said, codes = runs[case].result()
+        assert codes[1 - stuck] == 1 and codes[stuck] in (1, -signal.SIGKILL), said
+        (message,) = re.findall("^train.py: error: (.*)$", "".join(said), re.M)
+        who = f"rank {stuck} ({os.uname().nodename})"
+        assert message.startswith(f"{who} has made no progress for {PATIENCE_S} s; last seen in {place}"), said
 
 
 # ---------------------------------------------------------------- signals
