@@ -888,8 +888,8 @@ class Ranks:
 
 
 class Watch(threading.Thread):
-    """Ends the job when a rank has made no progress for `patience` seconds, because the process or its disk is
-    stuck. The others wait for it without a timeout: to load terabytes may take any time.
+    """Ends the job when a rank has made no progress for `patience` seconds, because the process or its disk
+    is stuck. The others wait for it without a timeout: to load terabytes may take any time.
 
     Progress is CPU time of a rank's main thread. One that reads, quantizes, tokenizes or writes uses some in
     every second, one that is stuck uses none; one that waits for other ranks is not expected to. Each rank
@@ -964,8 +964,8 @@ class Watch(threading.Thread):
         lines = []
         for rank in ranks:
             _, host, stack = json.loads(self.reports[rank])
-            lines.append(f"rank {rank} ({host}) has made no progress for {self.patience:,.0f} s; last seen in "
-                         + stack)
+            lines.append(f"rank {rank} ({host}) has made no progress for {self.patience:,.0f} s; "
+                         f"last seen in {stack}")
         return "; ".join(lines) + ". Is its process stopped, or its disk? --timeout N waits for 2 N seconds"
 
     def end(self, message, speaks):
@@ -982,7 +982,7 @@ class Watch(threading.Thread):
 
 
 def stack_of(thread):
-    """Where a thread stands in this project's files, the last four calls: main > save > write (train.py:9)."""
+    """Where a thread stands in this project's files, as its last four calls: main > save (train.py:9)."""
     folder = os.path.dirname(__file__)
     calls = [(frame.f_code, line) for frame, line in traceback.walk_stack(sys._current_frames()[thread])
              if os.path.dirname(frame.f_code.co_filename) == folder]

@@ -1,0 +1,73 @@
+"""A run under a real torchrun whose launcher is signalled or killed. Other tests start ranks by themselves."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from conftest import HANG_S, HERE, random_model, run_ranks
+
+TRAIN = HERE.parent / "train.py"
+ENOUGH = 300  # steps after the signal: who has not stopped by then does not stop
+
+
+@pytest.fixture(scope="module")
+def job(chats, tmp_path_factory):
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    model = random_model(tmp_path_factory.mktemp("small") / "model", **small)
+    # the rate of a step does not depend on --steps, so a shorter run has the same losses
+    return (f"--model {model} --random_init --precision fp32 --data {chats} --seq_len 64 --fsdp2 --lr 1e-2 "
+            "--schedule constant --warmup 0 --log_every 1").split()
+
+
+def signalled(job, out, options, number):
+    """What a run on two ranks said whose torchrun alone gets a signal after three steps. It returns when all of its
+    processes have closed their output, so no orphan is left."""
+    argv = [*job, "--out", str(out), "--steps", "1000000", "--save_every", "0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options]
+    process = subprocess.Popen([*torchrun, TRAIN, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    said = ""
+    ranks = []
+
+    def kill():
+        for pid in [process.pid, *ranks]:
+            os.kill(pid, signal.SIGKILL)
+
+    watchdog = threading.Timer(HANG_S, kill)
+    watchdog.start()
+    for line in process.stdout:
+        said += line
+        step = re.match(r"step +(\d+)/", line)
+        if step and step[1] == "3":
+            with open(f"/proc/{process.pid}/task/{process.pid}/children") as children:
+                ranks += map(int, children.read().split())
+            os.kill(process.pid, number)
+        elif step and int(step[1]) > ENOUGH:
+            kill()
+            raise AssertionError(f"the ranks train on: {said}")
+    watchdog.cancel()
+    process.wait()
+    return said
+
+
+@pytest.mark.parametrize("options, number, cause", [
+    (["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1"], signal.SIGUSR1, "by SIGUSR1"),
+    ([], signal.SIGKILL, "because torchrun is gone"),
+], ids=["told by SIGUSR1", "killed"])
+def test_ranks_save_when_torchrun_alone_is_signalled_and_resume_exactly(job, tmp_path, options, number, cause):
+    out = tmp_path / "run"
+    said = signalled(job, out, options, number)
+    (stopped_at,) = re.findall(f"^stopped {cause} after step (\\d+) of .*, saved: ", said, re.M)
+    assert "train.py: error" not in said
+    # the lock is free, and what was saved continues as if nothing had happened
+    steps = ["--steps", int(stopped_at) + 2]
+    _, resumed, codes = run_ranks(2, [*job, *steps, "--resume"], out)
+    assert codes == [0, 0], resumed
+    _, _, codes = run_ranks(2, [*job, *steps], tmp_path / "undisturbed")
+    assert codes == [0, 0]
+    weights = [folder / "final/model.safetensors" for folder in (out, tmp_path / "undisturbed")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
