@@ -1533,7 +1533,13 @@ def download(name, random_init):
     if not random_init:
         wanted.append("model*.safetensors")  # consolidated.safetensors would be the same weights once more
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"]))
+        # In a thread, or a signal would wait for the files on their way: the library waits for its threads.
+        fetched = ThreadPoolExecutor(1).submit(
+            snapshot_download, name, allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"])
+        return Path(fetched.result())
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # the progress bars end without a newline
+        raise
     except Exception as error:  # those of its HTTP library, too, which another version does not have
         line = " ".join(str(error).split())
         raise ValueError(f"--model {name}: no such folder, and not fetched from the Hub; the next start "
