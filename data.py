@@ -1210,8 +1210,8 @@ class Loader:
             yield self.batch(range(start, min(start + B, n_rows)))
 
     def batch(self, rows, first_row=0, step=0):
-        """Row numbers -> Batch on the CPU. No rows make a row of one padding token. first_row: the place of the
-        first one among the rows of the step."""
+        """Row numbers -> Batch on the CPU. No rows make a row of one padding token. first_row: the place of
+        the first one among the rows of the step."""
         B = max(len(rows), 1)
         T = self.seq_len if self.packing else int(self.per_row.tokens[list(rows)].max(initial=1))
         n = B * T
@@ -1239,7 +1239,8 @@ class Loader:
             T = n // self.n_shards
         shard = slice(self.shard * T, self.shard * T + B * T)
         keep_S = np.flatnonzero(targets[shard] != IGNORE)
-        *grids, bits_BT = (torch.from_numpy(grid[shard]).view(B, T) for grid in (tokens, targets, positions, bits))
+        grids = tokens, targets, positions, bits
+        *grids, bits_BT = (torch.from_numpy(grid[shard]).view(B, T) for grid in grids)
         return Batch(*grids, torch.from_numpy(keep_S), bits_BT, pack_spans(pairs, n), n_targets)
 
 

@@ -1362,10 +1362,10 @@ def target_of(layer):
 
 
 class Dropout:
-    """Dropout (arXiv:1207.0580) of the inputs of all adapters, each with masks of its own. A mask is a hash of
-    (seed, step, row of the step, column; adapter, input), see nf4.drop_(). So it is the same however a step is
-    split and a row cut into tiles, and there is no random state: neither a checkpoint of a run nor one of a
-    block has one to restore, and the backward makes the mask again instead of reading it.
+    """Dropout (arXiv:1207.0580) of the inputs of all adapters, each with masks of its own. A mask is a hash
+    of (seed, step, row of the step, column; adapter, input), see nf4.drop_(). So it is the same however a
+    step is split and a row cut into tiles, and there is no random state: neither a checkpoint of a run nor
+    one of a block has one to restore, and the backward makes the mask again instead of reading it.
 
     Set from outside: bits_N, of the tokens that the adapters see now (set_dropout_bits_, and `instead`)."""
 
@@ -1402,8 +1402,8 @@ def rows_of_experts(dropout, chosen, order, k):
 
 
 class DroppedLinear(torch.autograd.Function):
-    """nf4.linear() of x after dropout, without the factor 1 / (1 - rate). It saves x, which other layers save,
-    too, and neither a mask nor what dropout leaves of x: per adapter 3 bytes an input in bf16."""
+    """nf4.linear() of x after dropout, without the factor 1 / (1 - rate). It saves x, which other layers
+    save, too, and neither a mask nor what dropout leaves of x: per adapter 3 bytes an input in bf16."""
 
     @staticmethod
     def forward(ctx, x, w_RD, token_bits_N, column_bits_D, threshold, ends):
@@ -1698,7 +1698,8 @@ def saved_input(args, width, *names):
 
 
 def masks(args, size, n_tokens, width, *names):
-    """Numbers that dropout's masks of an input of these weights take: an int32 and a byte of each, by pieces."""
+    """Numbers that dropout's masks of an input of these weights take: an int32 and a byte of each, a piece
+    at a time."""
     if not args.lora_dropout:
         return 0
     return 5 / size * min(nf4.CHUNK, n_tokens * saved_input(args, width, *names))
@@ -1828,7 +1829,8 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
         scratch += tile * F  # the product's input; 2 * routed below is more than that of experts
     # the largest of three moments: the backward of gate and up, before it that of down_proj's adapter, and
     # before that one of down_proj
-    at_gate = tile * max(3 * F, down + 2 * F, 2 * routed) + masks(args, size, tile * k, D, "gate_proj", "up_proj")
+    at_gate = tile * max(3 * F, down + 2 * F, 2 * routed)
+    at_gate += masks(args, size, tile * k, D, "gate_proj", "up_proj")
     at_adapter = tile * (2 * F + down) + masks(args, size, tile, F, "down_proj")
     at_down = tile * 2 * routed + weight + max(tile * (F + down), scratch)
     in_mlp = N * attention + tile * (mlp + 2 * D) + max(at_gate, at_adapter, at_down)

@@ -313,8 +313,8 @@ def mix(x):
 
 
 def token_bits(seed, step, first_row, n_rows, n_columns):
-    """[n_rows, n_columns] int32: odd random factors of the tokens of a step, by their row in the step and their
-    column. So they do not depend on how the rows are split over ranks and micro-batches."""
+    """[n_rows, n_columns] int32: odd random factors of the tokens of a step, by their row in the step and
+    their column. So they do not depend on how the rows are split over ranks and micro-batches."""
     rows = torch.arange(first_row, first_row + n_rows)[:, None]
     rows = mix(mix(mix(seed) + step) + rows)
     return (mix(rows + torch.arange(n_columns)) | 1).to(torch.int32)

@@ -542,8 +542,6 @@ def main(argv, progress):
                 model.set_requires_all_reduce(last)
             b = batch.to(device)
             progress.update(phase="forward", step=n, tokens_of_micro_batch=b.tokens.numel())
-            if args.lora_dropout:
-                lm.set_dropout_bits_(model, b.dropout_bits)
             of_batch = loss_of(model, b, args.beta)
             # The loss is a sum. We divide it by the targets of all micro-batches and ranks, so each token
             # counts the same however a step is split; `* world` undoes the mean over ranks that is taken of
@@ -1336,6 +1334,8 @@ DPO_FIGURES = "reward_margin", "reward_accuracy", "logp_chosen", "logp_rejected"
 def loss_of(model, b, beta):
     """-> [summed loss] of a batch. With beta it is that of preferences(), and the sums of DPO_FIGURES follow.
     The reference is the same model with its adapters switched off, so no second one is in memory."""
+    if model.dropout:
+        lm.set_dropout_bits_(model, b.dropout_bits)
     inputs = b.tokens, b.targets, b.positions, b.spans, b.keep_S
     if beta is None:
         return model(*inputs)[None]
@@ -1808,8 +1808,8 @@ def place_of(name, size, tokenizer):
 
 
 def note_dominant_gradient(model, norm, args, tokenizer, ranks):
-    """Says which tensor it is that makes --clip scale the first gradient to next to nothing. The others hardly
-    learn beside it: a token that the model was never trained on, for example. Collective."""
+    """Says which tensor it is that makes --clip scale the first gradient to next to nothing. The others
+    hardly learn beside it: a token that the model was never trained on, for example. Collective."""
     norm = norm.item()
     # one that is not finite ends the run, see end_not_finite()
     if not args.clip or not 1000 * args.clip < norm < math.inf:
@@ -1818,20 +1818,19 @@ def note_dominant_gradient(model, norm, args, tokenizer, ranks):
     sizes = gradient_sizes(model, norms, ranks)
     name = max(sizes, key=lambda name: sizes[name].squared)
     share = math.sqrt(sizes[name].squared / sum(size.squared for size in sizes.values()))
-    ranks.say(f"note: step 1: the gradient norm {norm:.3g} is clipped to {args.clip:g}; {100 * share:.0f} % of "
-              f"it is of {place_of(name, sizes[name], tokenizer)}")
+    ranks.say(f"note: step 1: the gradient norm {norm:.3g} is clipped to {args.clip:g}; {100 * share:.0f} % "
+              f"of it is of {place_of(name, sizes[name], tokenizer)}")
 
 
 def gradients_of(model, loader, step, args, ranks, in_backward):
-    """Computes a step (from 0) again that has changed no weight -> (sum of its losses on this rank, {parameter:
-    row_norms()}). Collective."""
+    """Computes a step (from 0) again that has changed no weight -> (sum of its losses on this rank,
+    {parameter: row_norms()}). Collective."""
     ranks.alive()
-    batches, counted = loader.step(step, args.grad_accum)
-    n_terms = counted[3] // 2 if args.dpo else counted[0]
+    batches, counts = loader.step(step, args.grad_accum)
+    n_terms = counts.documents // 2 if args.dpo else counts.targets
     norms = {}
     if in_backward:
         in_backward.row_norms = norms
-    torch.manual_seed(dropout_seed(args.seed, ranks.rank, step))
     loss_sum = 0.0
     for batch in batches:
         loss = loss_of(model, batch.to(ranks.device), args.beta)[0]
