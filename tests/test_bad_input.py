@@ -93,6 +93,8 @@ ASKED_FOR = [  # a family, what its config.json asks for, words of the message b
         ({**LLAMA3, "rope_theta": None}, "rope_theta | missing | copy"), ([1], "flat"),
         ({FULL: LLAMA3, SLIDING: LLAMA3}, "flat"), ({**LLAMA3, "rope_type": "yarn"}, "yarn | llama3"),
         ({**LLAMA3, "rope_type": None, "type": "yarn"}, "yarn | llama3"),
+        ({**LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor must be below"),
+        ({**LLAMA3, "low_freq_factor": 4.5}, "low_freq_factor must be below"),
         ({**LLAMA3, "factor": INFINITY}, "factor"), ({**LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
         ({**LLAMA3, "original_max_position_embeddings": "16"}, "original_max_position_embeddings"))),
     *(("qwen2", {"rope_parameters": rope}, words) for rope, words in (
