@@ -195,7 +195,7 @@ def make_parser():
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
         "has a gate_proj, too, that name alone is the MLP's)",
-        nargs="+", choices=("all-linear", *lm.LORA_TARGETS), metavar="LAYER", fixed=True)
+        nargs="+", metavar="LAYER", fixed=True)
 
     dataset = parser.add_argument_group("data")
     add(dataset, "--data", str, None, "files to train on, .jsonl, .json, .txt or .gz of these, or the "
@@ -324,6 +324,10 @@ def parse_args(argv, args=None):
         for action in parser._actions:
             if action.dest not in EVERYDAY:
                 action.help = argparse.SUPPRESS
+    for word in argv:
+        # argparse drops such a value, and then raises a bare ValueError, or uses the default
+        if re.fullmatch(r"--\w+=--", word):
+            refuse(f"{word}: expected a value, got two dashes")
     args, unknown = parser.parse_known_args(argv, args)
     if unknown:
         refuse_unknown(unknown[0], parser._option_string_actions)
@@ -350,6 +354,8 @@ def complete(args):
     when the model is known: rank, alpha, dropout and targets of --adapter (in open_config); --precision and
     --lr (in open_model); --activation_checkpointing auto, n_weights_kept and n_attention_kept (in
     choose_blocks)."""
+    if not args.model:  # it would be the folder that the command runs in
+        refuse("--model: expected a name, got an empty text")
     # The folder of a run may stand for its model and adapter. This comes first, because an adapter decides
     # which other flags make sense.
     if not args.adapter:
@@ -360,7 +366,11 @@ def complete(args):
     if args.qlora or args.adapter:
         args.lora = True
     if args.lora_targets:
-        given = args.lora_targets
+        given = ",".join(args.lora_targets).split(",")  # commas are as good as spaces
+        unknown = {*given} - {*lm.LORA_TARGETS, "all-linear"}
+        if unknown:
+            refuse(f"--lora_targets {', '.join(sorted(unknown))}: expected all-linear or some of "
+                   + ", ".join(lm.LORA_TARGETS))
         args.lora_targets = [name for name in lm.LORA_TARGETS if name in given or "all-linear" in given]
     if args.offload == []:  # --offload without a value
         args.offload = ["activations", "params"] if args.fsdp2 else ["activations"]

@@ -50,6 +50,10 @@ FLAGS = {
     "--dpo": "needs --lora", "--lora --beta 1": "--beta needs --dpo", "--dpo --adapter X": "merge it first",
     **{f"--dpo --lora --{flag}": f"--{flag.split()[0]} | leave out" for flag in (
         "no-chunked_ce", "overflow split", "train_on all", "sequence_parallel 2")},
+    **{f"--{flag}=--": f"--{flag}=--: expected a value" for flag in ("model", "data", "steps", "resume")},
+    "--model --": "--model | expected one argument", "--model -- tiny": "--model",
+    "--model=": "--model: expected a name, got an empty text",
+    "--lora --lora_targets q_proj,x_proj k_proj": "--lora_targets x_proj: expected all-linear or some of q_proj, k_",
     "--chat --fsdp2": "--chat | one device", "--seed -1": "--seed | above 0", "--gpu_gib 24GB": "_gib | 24GB | float",
 }
 
