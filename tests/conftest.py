@@ -36,12 +36,21 @@ import traceback
 from pathlib import Path
 
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # before torch: threads that spin starve the others
+# before torch, too: the most that oneDNN uses. Where a CPU has less than that, it changes nothing
+os.environ |= {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"} if os.environ.get("OOMPH_BF16") == "0" else {}
 
 import pytest
 
 import emulated_cuda  # before torch
+import torch
+
+FORCED_BF16 = os.environ.get("OOMPH_BF16")  # 1 or 0: as on a CPU with bf16 instructions, or as on one without
+if FORCED_BF16:  # ranks import this and are forced, too; commands start forced_bf16.py
+    torch.cpu._is_avx512_bf16_supported = lambda: FORCED_BF16 == "1"
 
 HERE = Path(__file__).parent
+collect_ignore = [] if "OOMPH_SIZES" in os.environ else ["test_size.py"]  # a fork has limits of its own
+TRAIN = HERE / "forced_bf16.py" if FORCED_BF16 else HERE.parent / "train.py"  # as a command
 if "oomph-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):  # of tokenized files; ranks import this and inherit it
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="oomph-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -56,8 +65,6 @@ WAITS = "test_what_is_marked_gpu_passes_on_an_emulated_device"
 @pytest.fixture(scope="session", autouse=True)
 def emulated(request, tmp_path_factory):
     """The tests marked gpu on an emulated device, beside all others: (process, its output), or why there is none."""
-    import torch
-
     if torch.cuda.is_available() or not any(item.name == WAITS for item in request.session.items):
         yield None
         return
@@ -70,7 +77,8 @@ def emulated(request, tmp_path_factory):
         return
     log = tmp_path_factory.mktemp("gpu") / "log"
     files = [path for path in HERE.glob("test_*.py") if "mark.gpu" in path.read_text()]
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    marks = "gpu and bf16" if request.config.option.markexpr == "bf16" else "gpu"
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", marks, "-p", "no:cacheprovider", *files]
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"OOMPH_EMULATED_CUDA": "1"})
     yield process, log
@@ -79,11 +87,13 @@ def emulated(request, tmp_path_factory):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or an emulated one (test_cuda.py)")
+    config.addinivalue_line("markers", "bf16: depends on whether the CPU has bf16 instructions (OOMPH_BF16)")
 
 
-def pytest_collection_modifyitems(items):
-    import torch
-
+def pytest_collection_modifyitems(config, items):
+    if not torch.cuda.is_available() and any(item.name == WAITS for item in items):  # which runs them elsewhere
+        config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
+        items[:] = [item for item in items if "gpu" not in item.keywords]
     for item in items if not torch.cuda.is_available() else []:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device in this process: test_cuda.py emulates one"))
@@ -256,8 +266,6 @@ def chats(tmp_path_factory):
 def build(*flags, ranks=None, **changes):
     """(the model of a run with these flags and the weights of --random_init, its args). With --fsdp2 it is sharded over
     `ranks`. changes: of SHAPE."""
-    import torch
-
     import model as lm
     import data
     import train

@@ -142,6 +142,7 @@ def test_compiled_shards_compute_the_same(tmp_path):
     on_ranks(2, check_compiled_shards, tmp_path)
 
 
+@pytest.mark.bf16
 def test_a_compiled_run_learns_what_an_eager_one_does(folder, chats, tmp_path):
     job = ["--model", folder, "--random_init", "--data", chats, "--seq_len", 96, "--steps", 4, "--precision", "mixed",
            "--batch_size", 2, "--qlora", "--lora_rank", 5, "--lr", "1e-2"]

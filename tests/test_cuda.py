@@ -31,6 +31,7 @@ ROWS = [["+-+++---+-+"[column - shift] == "+" for column in range(11)] for shift
 PAIRS = [" ".join(["--fsdp2", *(flag[not on] for flag, on in zip(FLAGS, row))]) for row in ROWS]
 
 
+@pytest.mark.bf16
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this process has a GPU")
 def test_what_is_marked_gpu_passes_on_an_emulated_device(emulated):
     if isinstance(emulated, Exception):
@@ -117,6 +118,7 @@ def change_and_run(change, argv):
 
 
 @pytest.mark.gpu
+@pytest.mark.bf16
 @pytest.mark.parametrize("flags", ["--lora --offload --tiled_mlp 384", "--qlora --offload"])
 def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(job, tmp_path, flags):
     flags = ["--batch_size", 8, "--steps", 1, *flags.split()]
@@ -160,6 +162,7 @@ def test_wide_heads_do_not_fall_to_the_math_kernel(job, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.bf16
 @pytest.mark.parametrize("changes, flags", [
     (MOE, "--qlora --offload"), (MOE, "--lora --tiled_mlp 200"), (MOE, ""),
     (QWEN35, "--qlora --offload"), (QWEN35, "--fsdp2"), (MUSE, "--qlora --offload"),

@@ -157,6 +157,7 @@ def test_presets_hold_the_published_parameter_counts():
 
 
 # float32: sums in another order. bf16: a logit is off by up to 1/256 of itself, its gradient is rounded to 8 bits
+@pytest.mark.bf16
 @pytest.mark.parametrize("dtype, loss_error, error", [(torch.float32, 1e-6, 1e-5), (torch.bfloat16, 4e-3, 0.02)])
 @pytest.mark.parametrize("chunk", [1, 7, 320, 400])
 def test_chunked_cross_entropy_equals_the_full_one(chunk, dtype, loss_error, error):
@@ -238,6 +239,7 @@ def test_no_supervised_token_gives_zero_loss_and_a_working_backward():
 # ---------------------------------------------------------------- attention by documents
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])  # of numbers below 4
 @pytest.mark.parametrize("T, pairs", [
     (40, [(0, 7), (7, 8), (8, 33), (40, 80)]),  # 33..40 is padding

@@ -300,6 +300,7 @@ def after_backward(job, tmp_path_factory):
     return {name: curve(1, [*job, *TWO_ROWS, "--clip", 0, *flags], out / name) for name, flags in RUNS.items()}
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("name", RUNS)
 def test_stepping_in_the_backward_changes_no_bit_on_one_rank(job, after_backward, tmp_path, name):
     got, norms = curve(1, [*job, *TWO_ROWS, *RUNS[name], "--optim_in_backward"], tmp_path / "run")

@@ -125,6 +125,7 @@ def test_checkpointing_changes_no_bit(plain, tmp_path, method, flags):  # in 99 
     assert losses(1, argv, tmp_path / "run") == plain[method, False].losses  # recomputing repeats the same operations
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("method, precision", [("full", "mixed"), ("qlora", "bf16")])
 def test_bf16_follows_float32(plain, tmp_path, method, precision):
     expected = plain[method, False]
@@ -227,6 +228,7 @@ def check_shards_of_rows(ranks, folder, shapes):
                 torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)  # another order of sums
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_shards_of_rows_have_the_loss_and_the_gradients_of_whole_rows(tmp_path, world):
     heads = {2: [(4, 1), (4, 4), (2, 2)], 3: [(6, 2), (3, 1)], 4: [(4, 2), (12, 3), (8, 8)]}[world]

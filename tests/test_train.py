@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HERE, build, losses, read_data, run_ranks
+from conftest import HERE, TRAIN, build, losses, read_data, run_ranks
 from safetensors.torch import load_file, save_file
 
 import data
@@ -47,12 +47,13 @@ def loader_of(chats, packing=True):
 def main_job(chats, tmp_path_factory):
     """The README's main command, cut to a few steps."""
     out = tmp_path_factory.mktemp("main") / "run"
-    done = shell("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, MAIN, "--fsdp2", "--qlora",
+    done = shell("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, TRAIN, "--fsdp2", "--qlora",
                  "--offload", "--seq_len", 256, "--steps", 12, "--merge", "--eval_data", chats, "--out", out)
     assert done.returncode == 0, done.stderr
     return out, done.stdout, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.bf16
 def test_main_job_writes_what_it_promises(main_job):
     out, _, rows = main_job
     assert names(out) == {"args.json", "metrics.jsonl", "loss.svg", "lock", "checkpoint-12", "final", "merged"}
@@ -68,6 +69,15 @@ def test_main_job_writes_what_it_promises(main_job):
     assert rows[-2]["loss"] < rows[0]["loss"] < 5  # nats a token; ln(4096) = 8.3 is knowing nothing of Python
 
 
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_the_default_precision_is_what_the_cpu_computes_fast(monkeypatch, has_bf16):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    for flags, precision in (["--qlora"], "mixed"), (["--chat"], "bf16"):
+        args = train.parse_args(flags)
+        assert train.default_precision(args, CPU) == (precision if has_bf16 else "fp32")
+
+
+@pytest.mark.bf16
 def test_main_job_says_what_is_on_and_why(main_job):
     said = main_job[1]
     precision = "mixed" if torch.cpu._is_avx512_bf16_supported() else "fp32"
@@ -104,7 +114,7 @@ def test_plain_python_finds_a_hub_id_in_the_cache_and_names_a_fresh_folder(tmp_p
     shutil.copytree(HERE / "tiny", snapshot)
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs/main").write_text("abc")
-    done = shell(MAIN, "--model", "someone/tiny", "--data", chats, "--seq_len", 128, "--lora", "--steps", 1,
+    done = shell(TRAIN, "--model", "someone/tiny", "--data", chats, "--seq_len", 128, "--lora", "--steps", 1,
                  "--sample", "", cwd=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "out").iterdir()
@@ -213,9 +223,10 @@ def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 4, "eval_loss": 2.5, "eval_tokens": 100}
 
 
+@pytest.mark.bf16
 def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
     asked = "What does `os.getcwd()` do?\n/reset\n\nWhat does `os.getcwd()` do?\n"
-    argv = [sys.executable, MAIN, "--chat", "--model", main_job[0], "--max_new_tokens", "8"]
+    argv = [sys.executable, TRAIN, "--chat", "--model", main_job[0], "--max_new_tokens", "8"]
     done = subprocess.run(argv, input=asked, capture_output=True, text=True)
     first, second = done.stdout.splitlines()  # the same question after /reset: the same greedy answer
     assert done.returncode == 0 and first == second != ""
