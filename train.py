@@ -1472,6 +1472,7 @@ class Log:
         self.state = state
         self.loader = loader
         self.ranks = ranks
+        self.before_row = ""  # see append()
         self.board = None
         if tensorboard and ranks.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
@@ -1566,7 +1567,8 @@ class Log:
         best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
         self.state["best_eval"] = best
         self.state["evaluated"] = row["step"]
-        self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_terms:,} {terms}, best "
+        accuracy = f", accuracy {row['eval_reward_accuracy']:.3f}" if preferences else ""
+        self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_terms:,} {terms}{accuracy}, best "
                          f"{best['eval_loss']:.4f} at step {best['step']}")
 
     def append(self, row, line):
@@ -1575,8 +1577,10 @@ class Log:
             return
         try:
             with open(self.out / "metrics.jsonl", "a") as file:
-                file.write(f"{json.dumps(row)}\n")
+                file.write(f"{self.before_row}{json.dumps(row)}\n")
+            self.before_row = ""
         except OSError as error:  # a full disk does not end a training
+            self.before_row = "\n"  # a part of the row may be written, and must not swallow the next one
             self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
         if self.board:
             for name in row.keys() - {"step", "losses"}:

@@ -11,6 +11,8 @@ import pickle
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -516,6 +518,13 @@ def test_a_signal_before_the_first_step_says_that_nothing_is_saved(job, tmp_path
     said = log.read_text()
     assert codes == [130] and said.endswith("train.py: error: interrupted, nothing saved\n"), said
     assert "Traceback" not in said and said.count("error") == 1 and not (tmp_path / "run").exists()
+
+
+def test_an_interrupt_during_the_imports_leaves_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = subprocess.run([sys.executable, HERE.parent / "train.py"], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
 
 
 @pytest.mark.parametrize("name", ["check_weights", "load_weights_"])

@@ -94,6 +94,46 @@ def test_main_job_says_what_is_on_and_why(main_job):
     assert len(shown) <= 25 and all(len(line) <= 80 for line in shown), said
 
 
+def start_of(flags, capsys):
+    """What print_start() prints for a run of qwen3-0.6b on eight ranks."""
+    model = SimpleNamespace(config=lm.parse_config(data.PRESETS["qwen3-0.6b"]), compute_dtype=torch.bfloat16,
+                            parameters=list)
+    ranks = SimpleNamespace(world=8, device_name="CPU", say=print)
+    train.print_start(train.parse_args(flags.split()), model, SimpleNamespace(tensors={}), ranks)
+    return capsys.readouterr().out
+
+
+def test_the_start_fits_a_screen_with_every_feature_on(capsys):
+    said = start_of("--precision bf16 --qlora --seq_len 99999 --fsdp2 --replicas 2 --sequence_parallel 2 --offload "
+                    "--tiled_mlp 4096 --optim adamw8bit --stochastic_rounding --optim_in_backward --compile --clip 0 "
+                    "--lora_dropout 0.1 --min_lr 0.1 --warmup 0 --schedule linear --weight_decay 0 --seed 1", capsys)
+    assert "  off: dpo, fused_adamw\n" in said  # AdamW of 8 bits has no fused kernel
+    assert len(said.splitlines()) <= 25 and max(map(len, said.splitlines())) <= 80, said
+
+
+def test_a_new_flag_that_changes_the_mathematics_needs_no_list(monkeypatch, capsys):
+    make_parser = train.make_parser
+
+    def make_fork():
+        parser = make_parser()
+        train.add(parser, "--z_loss", float, 0.0, "weight of the z-loss", fixed=True)
+        return parser
+
+    monkeypatch.setattr(train, "make_parser", make_fork)
+    assert "--z_loss 0.5" in start_of("--z_loss 0.5", capsys)
+    assert "z_loss" not in start_of("", capsys)
+    config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
+    loader = SimpleNamespace(documents=SimpleNamespace(checksum=0))
+    assert train.fixed_settings(train.parse_args(["--z_loss", "0.5"]), config, 4, loader, None)["--z_loss"] == 0.5
+
+
+def test_the_names_in_the_tables_of_flags_are_flags():
+    flags = vars(train.parse_args([])).keys()
+    assert {name.removeprefix("--") for name in train.OTHER_NAMES.values()} <= flags
+    assert train.NEEDED.keys() | set(train.NEEDED.values()) <= flags
+    assert train.EVERYDAY - {"help"} <= flags
+
+
 def test_merged_model_is_base_plus_adapter(main_job):
     out = main_job[0]
     base, merged = load_file(HERE / "tiny/model.safetensors"), load_file(out / "merged/model.safetensors")
@@ -217,6 +257,25 @@ def test_an_evaluation_between_log_lines_does_not_count_as_training(log, tmp_pat
     assert row["step_s"] == pytest.approx(5.0) and row["tokens_per_s"] == pytest.approx(20.0)  # 200 tokens, 10 s
 
 
+def test_a_line_of_a_long_run_on_a_large_gpu_has_80_columns(log, monkeypatch, capsys):
+    log.state |= {"step": 2000, "steps": 10_000}
+    log.start -= 10_000  # seconds: more than ten hours are left
+    log.mark -= 1.0
+    log.n_tokens = 123_000
+    log.sums = [None]
+    monkeypatch.setattr(train, "memory_gib", lambda device: (139.51, 140.0))
+    log.write([12.3456], 0.0123, 2e-4)
+    line = capsys.readouterr().out.strip()
+    assert "step  2000/10000  loss 12.3456  norm 0.0123  12" in line and "139.51 GiB  11:" in line
+    assert len(line) <= 80
+
+
+def test_an_evaluation_of_pairs_says_how_often_the_chosen_answer_wins(log, capsys):
+    log.write_eval([0.5, 1.25, 0.75, -10.0, -20.0], 40)
+    assert capsys.readouterr().out == (
+        "step 4  eval loss 0.5000 over 40 pairs, accuracy 0.750, best 0.5000 at step 4\n")
+
+
 def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
     log.write_eval([2.5], 100)
     assert log.board.purge_step == 5 and log.board.scalars == {("eval_loss", 2.5, 4), ("eval_tokens", 100, 4)}
@@ -261,6 +320,13 @@ def test_chat_says_what_is_wrong_with_template_and_weights(tmp_path, monkeypatch
     assert ask(monkeypatch, b"What?\n", "--model", model) == train.NOT_FINITE
     message = capsys.readouterr().err.splitlines()[-1]
     assert message == "train.py: error: the model computes nan: the files of --model are damaged"
+
+
+def test_a_lock_that_is_a_link_empties_nothing(tmp_path):
+    (tmp_path / "mine").write_text("work")
+    (tmp_path / "lock").symlink_to("mine")
+    train.lock_folder(tmp_path)
+    assert (tmp_path / "mine").read_text() == "work"
 
 
 def test_what_is_left_of_a_save_is_removed_and_not_waited_for_or_followed(tmp_path):
@@ -352,10 +418,17 @@ def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
     assert "2.50<" in picture and "2.00<" in picture and "step 3<" in picture
 
 
-def test_metrics_that_a_full_disk_refuses_end_no_run(log, tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+def test_a_row_that_a_full_disk_has_cut_ends_no_run_and_does_not_swallow_the_next(log, tmp_path, capsys):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.symlink_to("/dev/full")
     log.write_eval([3.0], 10)
-    assert f"{tmp_path}/metrics.jsonl: not written: [Errno 28]" in capsys.readouterr().out
+    assert f"{metrics}: not written: [Errno 28]" in capsys.readouterr().out
+    metrics.unlink()
+    metrics.write_text('{"step": 4, "eval_lo')  # what a disk may take before it is full
+    for loss in (2.0, 1.0):
+        log.write_eval([loss], 10)
+    assert [row["eval_loss"] for row in train.read_metrics(tmp_path, 4)] == [2.0, 1.0]
+    assert len(metrics.read_text().splitlines()) == 3
 
 
 def test_a_disk_that_is_full_costs_the_profile_and_not_the_run(tmp_path, capsys):
