@@ -365,8 +365,8 @@ def parse_rope(given, model_type, values, where, error):
         scaling = {name: read_field(rope, name, bounds, f"{where}: {key}")
                    for name, bounds in numbers[kind].items()}
         # transformers would divide by their difference, and blend the two ends the wrong way round
-        crossed = kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]
-        refuse(crossed, key, "low_freq_factor must be below high_freq_factor")
+        if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+            raise error(key, "low_freq_factor must be below high_freq_factor")
         scalings.append({"rope_type": kind, **scaling})
         for name, value in stated.items():
             other = rope.get(name)
