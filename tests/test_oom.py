@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,70 +13,103 @@ import data
 import model as lm
 import train
 
-SAYS_CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
-
-
-def flags(folder, text, out):
-    return (f"--model {folder} --random_init --precision fp32 --data {text} --seq_len 96 --steps 2 --out {out} "
-            "--save_every 0").split()
-
-
 # ---------------------------------------------------------------- running out
 
-PHASES = {  # function that fails: its owner, the step it fails in, the phase of main then
-    "tokenized": (data, 0, "data"), "load_weights_": (data, 0, "weights"), "forward": (lm.Transformer, 2, "forward"),
-    "backward": (torch.Tensor, 2, "backward"), "step": (torch.optim.AdamW, 2, "step"),
-}
+
+class Failure(NamedTuple):
+    """A function that runs out of memory in a step, and from then on."""
+
+    owner: Any
+    name: str
+    step: int  # 0: before the first step
+    phase: str  # of main at that time
+
+
+FAILURES = {failure.name: failure for failure in (
+    Failure(data, "tokenized", 0, "data"),
+    Failure(data, "load_weights_", 0, "weights"),
+    Failure(lm.Transformer, "forward", 2, "forward"),
+    Failure(torch.Tensor, "backward", 2, "backward"),
+    Failure(torch.optim.AdamW, "step", 2, "step"),
+)}
+
+
+def job(folder, chats, out):
+    return ["--model", str(folder), "--random_init", "--precision", "fp32", "--data", str(chats), "--seq_len", "96",
+            "--steps", "2", "--save_every", "0", "--out", str(out)]
 
 
 def run_out(argv, name, error):
-    """train.py whose last rank gets an error from a function when it is called for the first time, or in step 2."""
-    owner, step, _ = PHASES[name]
-    original, calls = getattr(owner, name), []
+    """Runs train.py. On the last rank the function of that name in FAILURES raises the error."""
+    failure = FAILURES[name]
+    original = getattr(failure.owner, name)
+    is_last_rank = int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"])
+    n_calls = 0
 
     def call(*args, **kwargs):
-        calls.append(args)
-        if len(calls) >= step and int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
+        nonlocal n_calls
+        n_calls += 1
+        if is_last_rank and n_calls >= failure.step:
             raise error
         return original(*args, **kwargs)
 
-    setattr(owner, name, call)
+    setattr(failure.owner, name, call)
     return train_main(argv)
 
 
-@pytest.mark.parametrize("name", PHASES)
+@pytest.mark.parametrize("name", FAILURES)
 def test_the_report_says_where_and_the_exit_code_is_4(folder, chats, tmp_path, name):
-    _, step, phase = PHASES[name]
-    error = MemoryError("std::bad_alloc") if name == "tokenized" else torch.OutOfMemoryError(SAYS_CUDA)
-    world = 2 if step else 1
+    failure = FAILURES[name]
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    if name == "tokenized":  # which runs on the CPU
+        error = MemoryError("std::bad_alloc")
+    world = 2 if failure.step else 1
     logs = [tmp_path / f"rank{rank}.log" for rank in range(world)]
-    codes = start_ranks(world, run_out, (flags(folder, chats, tmp_path / "out"), name, error), logs)
+    codes = start_ranks(world, run_out, (job(folder, chats, tmp_path / "out"), name, error), logs)
     said = logs[-1].read_text()
-    assert codes[-1] == train.OUT_OF_MEMORY == 4 and all(codes) and "Traceback" not in said, said
-    assert "out of memory: " in said and "--dry_run --gpu_gib" in said and f'"phase": "{phase}"' in said
-    if name != "tokenized":  # then the folder of the run is known
-        report = json.loads((tmp_path / "out/oom.json").read_text())
-        assert report["phase"] == phase and report["error"] == str(error)
-        expected = world - 1, step, 96 if step else 0
-        assert (report["rank"], report["step"], report["tokens_of_micro_batch"]) == expected
+    assert train.OUT_OF_MEMORY == 4
+    assert codes[-1] == 4, said
+    assert all(codes), "the other rank has to end, too"
+    assert "Traceback" not in said
+    assert "out of memory: " in said
+    assert "--dry_run --gpu_gib" in said
+    assert f'"phase": "{failure.phase}"' in said
+    if name == "tokenized":  # before the folder of the run is known
+        return
+    report = json.loads((tmp_path / "out/oom.json").read_text())
+    assert report["phase"] == failure.phase
+    assert report["error"] == str(error)
+    assert report["rank"] == world - 1
+    assert report["step"] == failure.step
+    assert report["tokens_of_micro_batch"] == (96 if failure.step else 0)
 
 
 def test_other_errors_keep_their_traceback(folder, chats, tmp_path):
-    argv, error = flags(folder, chats, tmp_path / "out"), RuntimeError("shapes differ")
-    assert start_ranks(1, run_out, (argv, "load_weights_", error), [tmp_path / "log"]) == [1]
-    assert re.search(r"^Traceback(.|\n)*^RuntimeError: shapes differ$", (tmp_path / "log").read_text(), re.M)
+    log = tmp_path / "log"
+    argv = job(folder, chats, tmp_path / "out")
+    codes = start_ranks(1, run_out, (argv, "load_weights_", RuntimeError("shapes differ")), [log])
+    assert codes == [1]
+    assert re.search(r"^Traceback(.|\n)*^RuntimeError: shapes differ$", log.read_text(), re.MULTILINE)
     assert not (tmp_path / "out/oom.json").exists()
 
 
-@pytest.mark.parametrize("error, is_one", [
-    (MemoryError(), True), (RuntimeError("CUDA error: out of memory"), True), (RuntimeError("std::bad_alloc"), True),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), True),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
-    (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-    (RuntimeError("[gloo] Connection closed by peer"), False),
+@pytest.mark.parametrize("error", [
+    MemoryError(),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
 ], ids=str)
-def test_out_of_memory_is_told_from_other_errors(error, is_one):
-    assert train.is_out_of_memory(error) is is_one
+def test_out_of_memory_is_recognised(error):
+    assert train.is_out_of_memory(error) is True
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("[gloo] Connection closed by peer"),
+], ids=str)
+def test_other_errors_are_not_out_of_memory(error):
+    assert train.is_out_of_memory(error) is False
 
 
 # ---------------------------------------------------------------- --dry_run
@@ -92,10 +126,15 @@ def test_dry_run_prints_the_plan_of_every_preset_and_writes_nothing(capsys, tmp_
     monkeypatch.chdir(tmp_path)
     for world in (1, 4):
         said = dry_run(capsys, f"--model {preset} --qlora --offload --fsdp2 --world {world}")
-        _, head, moments, *rows = said.splitlines()
-        assert f"rank 0 of {world}, micro-batches of 1 x 1024 tokens" in head and "fit" not in said
-        (totals,) = [[float(number) for number in row.split()[1:]] for row in rows if row.split()[0] == "all"]
-        assert "*" in moments and len(totals) >= 3 and max(totals) > 0 and "host memory" in rows[-1]
+        _, title, moments, *rows = said.splitlines()
+        assert f"rank 0 of {world}, micro-batches of 1 x 1024 tokens" in title
+        assert "*" in moments  # marks the peak
+        (total,) = [row.split() for row in rows if row.split()[0] == "all"]
+        gib = [float(cell) for cell in total[1:]]
+        assert len(gib) >= 3  # moments of a step
+        assert max(gib) > 0
+        assert "host memory" in rows[-1]
+        assert "fit" not in said  # without --gpu_gib nobody knows
     assert not list(tmp_path.iterdir())
 
 
