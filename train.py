@@ -515,10 +515,10 @@ def main(argv, progress):
     def evaluate_now():
         progress["phase"] = "evaluation"
         with log.paused():
-            result = evaluate(model, eval_loader, ranks, args.beta, stop)
-        if result is None:  # a signal came: the run that continues this one evaluates this step
+            evaluation = evaluate(model, eval_loader, ranks, args.beta, stop)
+        if evaluation is None:  # a signal came: the run that continues this one evaluates this step
             end_if_stopped(save, saver, state, stop, ranks)
-        log.write_eval(*result)
+        log.write_eval(evaluation)
         saver.note_evaluation(state)
 
     # ---- training
@@ -541,7 +541,8 @@ def main(argv, progress):
             group["lr"] = lr
 
         # forward and backward of each micro-batch
-        sums = 0  # see loss_of()
+        loss_sum = 0
+        dpo_sums = 0  # empty without --dpo
         for i, batch in enumerate(batches):
             if args.fsdp2:
                 # Gradients of all weights are too large to wait unsharded for the last micro-batch, so each
@@ -552,13 +553,14 @@ def main(argv, progress):
                 model.set_requires_all_reduce(last)
             b = batch.to(device)
             progress.update(phase="forward", step=n, tokens_of_micro_batch=b.tokens.numel())
-            of_batch = loss_of(model, b, args.beta)
+            loss, dpo = loss_of(model, b, args.beta)
             # The loss is a sum. We divide it by the targets of all micro-batches and ranks, so each token
             # counts the same however a step is split; `* world` undoes the mean over ranks that is taken of
             # gradients.
             progress["phase"] = "backward"
-            (of_batch[0] * (world / n_terms)).backward()
-            sums = sums + of_batch.detach()
+            (loss * (world / n_terms)).backward()
+            loss_sum = loss_sum + loss.detach()
+            dpo_sums = dpo_sums + dpo
 
         # update the weights
         progress["phase"] = "step"
@@ -576,7 +578,8 @@ def main(argv, progress):
         n_bad += bad
         state["step"] = n
         state["tokens"] += counts.targets
-        log.count(sums, n_terms, counts.tokens, lm.step_flops(config, counts, args.lora) / world)
+        flops = lm.step_flops(config, counts, args.lora) / world
+        log.count(loss_sum, dpo_sums, n_terms, counts.tokens, flops)
 
         # once in a while: log, and see whether the numbers are still finite
         # All ranks must decide alike, or one would save while the others train. This all-reduce is gloo's: it
@@ -585,13 +588,13 @@ def main(argv, progress):
         save_due = args.save_every and (n % args.save_every == 0 or n == steps)
         log_due = n <= 10 or n == start + 1 or n == steps or n % args.log_every == 0
         if log_due or overdue or save_due or stopped:
-            figures = [*log.means(), norm, n_bad]
+            losses, dpo_means = log.means()
             # the only host sync of the step
-            *means, grad_norm, n_bad_steps = torch.stack([x.to(device) for x in figures]).tolist()
-            if n_bad_steps or not math.isfinite(sum(means)):
+            losses, dpo_means, (grad_norm,), (n_bad_steps,) = to_host(device, losses, dpo_means, norm, n_bad)
+            if n_bad_steps or not math.isfinite(sum(losses)):
                 bad_step = n - max(int(n_bad_steps), 1)
                 end_not_finite(model, loader, bad_step, args, ranks, in_backward, tokenizer)
-            log.write(means, grad_norm, lr)
+            log.write(losses, dpo_means, grad_norm, lr)
         if profiler:
             profiler.step()
 
@@ -1342,13 +1345,14 @@ DPO_FIGURES = "reward_margin", "reward_accuracy", "logp_chosen", "logp_rejected"
 
 
 def loss_of(model, b, beta):
-    """-> [summed loss] of a batch. With beta it is that of preferences(), and the sums of DPO_FIGURES follow.
-    The reference is the same model with its adapters switched off, so no second one is in memory."""
+    """-> (summed loss of a batch, sums of DPO_FIGURES [4]). Without beta there are no such figures, [0]. The
+    reference of --dpo is the same model with its adapters switched off, so no second one is in memory."""
     if model.dropout:
         lm.set_dropout_bits_(model, b.dropout_bits)
     inputs = b.tokens, b.targets, b.positions, b.spans, b.keep_S
     if beta is None:
-        return model(*inputs)[None]
+        loss_sum = model(*inputs)
+        return loss_sum, loss_sum.new_zeros(0)
     with torch.no_grad():
         lm.switch_adapters_(model, on=False)
         reference_S = model(*inputs)
@@ -1357,17 +1361,24 @@ def loss_of(model, b, beta):
 
 
 def preferences(losses_S, reference_S, n_targets, beta):
-    """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> [summed loss, sums of
-    DPO_FIGURES]. n_targets: of each document, a chosen one before its rejected one. P pairs."""
+    """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, sums of
+    DPO_FIGURES). n_targets: of each document, a chosen one before its rejected one. P pairs."""
     if not n_targets:  # an evaluation's rank without rows
-        return losses_S.new_zeros(5)
-    # not index_add: on a GPU it adds in another order, with other bits, in each run
-    logp_P2, reference_P2 = (-torch.stack([part.sum() for part in losses.split(n_targets)]).view(-1, 2)
-                             for losses in (losses_S, reference_S))
+        return losses_S.sum(), losses_S.new_zeros(len(DPO_FIGURES))
+    logp_P2 = log_probabilities(losses_S, n_targets)
+    reference_P2 = log_probabilities(reference_S, n_targets)
     rewards_P2 = beta * (logp_P2 - reference_P2)
     margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
-    loss = -nn.functional.logsigmoid(margins_P).sum()
-    return torch.stack([loss, margins_P.sum(), (margins_P > 0).float().sum(), *logp_P2.sum(0)])
+    loss_sum = -nn.functional.logsigmoid(margins_P).sum()
+    figures = torch.stack([margins_P.sum(), (margins_P > 0).float().sum(), *logp_P2.sum(0)])
+    return loss_sum, figures.detach()
+
+
+def log_probabilities(losses_S, n_targets):
+    """Losses of tokens -> the log of the probability of each answer, [P, 2]: chosen, rejected."""
+    # not index_add: on a GPU it adds in another order, with other bits, in each run
+    answers = losses_S.split(n_targets)
+    return -torch.stack([answer.sum() for answer in answers]).view(-1, 2)
 
 
 def evaluation_is_due(args, state):
@@ -1377,11 +1388,17 @@ def evaluation_is_due(args, state):
     return args.eval_every and n % args.eval_every == 0 and state["evaluated"] < n < state["steps"]
 
 
+class Evaluation(NamedTuple):
+    loss: float  # mean over supervised tokens or pairs
+    dpo_means: list  # of DPO_FIGURES; empty without --dpo
+    n_terms: int  # supervised tokens, or pairs
+
+
 def evaluate(model, loader, ranks, beta=None, stop=None):
-    """-> (means of what loss_of() sums, over supervised tokens or pairs; the number of these) over all
-    rows. None if any rank got a signal: an evaluation may take longer than a cluster waits before it
-    kills."""
-    sums = 0
+    """-> Evaluation of all rows. None if any rank got a signal: an evaluation may take longer than a cluster
+    waits before it kills."""
+    loss_sum = 0
+    dpo_sums = 0
     n_terms = 0
     stopped = 0
     model.eval()
@@ -1393,15 +1410,25 @@ def evaluate(model, loader, ranks, beta=None, stop=None):
             if stopped:
                 break
             b = batch.to(ranks.device)
-            sums = sums + loss_of(model, b, beta).double()
+            loss, dpo = loss_of(model, b, beta)
+            # float64, so that the digits that are printed do not depend on the number of ranks
+            loss_sum = loss_sum + loss.double()
+            dpo_sums = dpo_sums + dpo.double()
             n_terms += len(b.n_targets) // 2 if beta else len(b.keep_S)
     model.train()
     lm.reshard_(model)
     if stopped:
         return None
-    # sums are float64, so the digits that are printed do not depend on the number of ranks
-    sums_of_ranks, counts = zip(*ranks.gather((sums.tolist(), n_terms)))
-    return [sum(column) / sum(counts) for column in zip(*sums_of_ranks)], sum(counts)
+    loss_sums, dpo_of_ranks, counts = zip(*ranks.gather((loss_sum.item(), dpo_sums.tolist(), n_terms)))
+    n_terms = sum(counts)
+    dpo_means = [sum(figures) / n_terms for figures in zip(*dpo_of_ranks)]
+    return Evaluation(sum(loss_sums) / n_terms, dpo_means, n_terms)
+
+
+def to_host(device, *tensors):
+    """[numbers of each tensor], for which the host waits once."""
+    numbers = torch.cat([tensor.to(device).flatten() for tensor in tensors]).cpu()
+    return [part.tolist() for part in numbers.split([tensor.numel() for tensor in tensors])]
 
 
 # ---------------- what a run prints and writes
@@ -1489,8 +1516,9 @@ class Log:
         """Begins a row."""
         self.mark = time.perf_counter()
         self.waited_s = self.loader.waited_s
-        self.sums = []
+        self.loss_sums = []
         self.n_terms = []
+        self.dpo_sums = None
         self.n_tokens = 0
         self.flops = 0.0
 
@@ -1505,30 +1533,31 @@ class Log:
         """Since the last row, without pauses."""
         return time.perf_counter() - self.mark
 
-    def count(self, sums, n_terms, n_tokens, flops):
-        """Adds a step to the row. sums, flops: of this rank. n_terms, n_tokens: of all ranks."""
-        self.sums.append(sums)
+    def count(self, loss_sum, dpo_sums, n_terms, n_tokens, flops):
+        """Adds a step to the row. Sums and flops are this rank's, n_terms and n_tokens those of all ranks."""
+        self.loss_sums.append(loss_sum)
         self.n_terms.append(n_terms)
+        self.dpo_sums = dpo_sums
         self.n_tokens += n_tokens
         self.flops += flops
 
     def means(self):
-        """-> [mean loss of each step since the last row, the DPO_FIGURES of the last one], scalars on the
+        """-> (mean loss of each step since the last row, means of DPO_FIGURES in the last one), on the
         device. Collective."""
         # In float64 the sum over ranks is exact. In float32 it would depend on the order in which a backend
         # adds ranks, which depends on the number of steps: a run that stops and resumes would log other
         # losses.
-        sums = torch.stack(self.sums).double()
+        sums = torch.cat([torch.stack(self.loss_sums), self.dpo_sums]).double()
         if self.ranks.world > 1:
             dist.all_reduce(sums)
-        means = [of_step / n for of_step, n in zip(sums.float(), self.n_terms, strict=True)]
-        return [*(mean[0] for mean in means), *means[-1][1:]]
+        loss_sums, dpo_sums = sums.float().split([len(self.loss_sums), len(self.dpo_sums)])
+        losses = [loss_sum / n for loss_sum, n in zip(loss_sums, self.n_terms, strict=True)]
+        return torch.stack(losses), dpo_sums / self.n_terms[-1]
 
-    def write(self, means, norm, lr):
-        """Writes the row of this step. means: those of means(); loss.svg needs the losses of all steps."""
+    def write(self, losses, dpo_means, norm, lr):
+        """Writes the row of this step. losses: of each step since the last row, which loss.svg needs."""
         seconds = self.seconds()
-        n_steps = len(self.sums)
-        losses = means[:n_steps]
+        n_steps = len(losses)
         step = self.state["step"]
         steps = self.state["steps"]
         mem_gib, mem_reserved_gib = memory_gib(self.ranks.device)
@@ -1546,7 +1575,7 @@ class Log:
             "mem_reserved_gib": mem_reserved_gib,
             "step_s": seconds / n_steps,
             "data_s": (self.loader.waited_s - self.waited_s) / n_steps,
-            **dict(zip(DPO_FIGURES, means[n_steps:])),
+            **dict(zip(DPO_FIGURES, dpo_means)),
         }
         # with pauses: what is left has evaluations and saves as well
         left_s = (steps - step) * (time.perf_counter() - self.start) / (step - self.start_step)
@@ -1557,17 +1586,17 @@ class Log:
                          f"{timedelta(seconds=int(left_s))}")
         self.reset()
 
-    def write_eval(self, means, n_terms):
-        """Writes the row of an evaluation and enters it in `state`."""
-        loss, *preferences = means
-        terms = "pairs" if preferences else "tokens"
+    def write_eval(self, evaluation):
+        """Writes the row of an Evaluation and enters it in `state`."""
+        loss, dpo_means, n_terms = evaluation
+        terms = "pairs" if dpo_means else "tokens"
         row = {"step": self.state["step"], "eval_loss": loss, f"eval_{terms}": n_terms}
-        row |= {f"eval_{name}": mean for name, mean in zip(DPO_FIGURES, preferences)}
+        row |= {f"eval_{name}": mean for name, mean in zip(DPO_FIGURES, dpo_means)}
         # Saver keeps the checkpoint of this step; of two equal losses the earlier one counts
         best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
         self.state["best_eval"] = best
         self.state["evaluated"] = row["step"]
-        accuracy = f", accuracy {row['eval_reward_accuracy']:.3f}" if preferences else ""
+        accuracy = f", accuracy {row['eval_reward_accuracy']:.3f}" if dpo_means else ""
         self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_terms:,} {terms}{accuracy}, best "
                          f"{best['eval_loss']:.4f} at step {best['step']}")
 
@@ -1847,7 +1876,7 @@ def gradients_of(model, loader, step, args, ranks, in_backward):
         in_backward.row_norms = norms
     loss_sum = 0.0
     for batch in batches:
-        loss = loss_of(model, batch.to(ranks.device), args.beta)[0]
+        loss, _ = loss_of(model, batch.to(ranks.device), args.beta)
         (loss * (ranks.world / n_terms)).backward()
         loss_sum += loss.item()
     if not in_backward:

@@ -217,7 +217,7 @@ def check_shards_of_rows(ranks, folder, shapes):
             evaluation = train.evaluate(model, loader, who)
             sample = model(torch.arange(20)[None])  # every rank runs all of it
             results.append([loss.detach(), *(p.grad for p in model.parameters()),
-                            torch.tensor([*evaluation[0], evaluation[1]]), sample])
+                            torch.tensor([evaluation.loss, evaluation.n_terms]), sample])
             if group:
                 train.average_gradients_(list(model.parameters()), 1)  # their sum
                 dist.all_reduce(results[-1][0])

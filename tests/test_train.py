@@ -179,7 +179,7 @@ def test_unpacked_rows_have_the_loss_and_the_gradients_of_packed_ones(chats):
         model, _ = build()
         for b in loader_of(chats, packing).once():
             model(b.tokens, b.targets, b.positions, b.spans, b.keep_S).backward()
-        (loss,), n_targets = train.evaluate(model, loader_of(chats, packing), ALONE)
+        loss, _, n_targets = train.evaluate(model, loader_of(chats, packing), ALONE)
         results.append([torch.tensor([loss, n_targets]), *(p.grad for p in model.parameters())])
     for packed, unpacked in zip(*results, strict=True):  # sums in another order, of some 2,000 tokens
         torch.testing.assert_close(packed, unpacked, rtol=1e-4, atol=1e-3 * packed.abs().max().item())
@@ -246,12 +246,13 @@ def log(tmp_path, monkeypatch):
 def test_an_evaluation_between_log_lines_does_not_count_as_training(log, tmp_path, monkeypatch):
     clock = iter([log.mark + 5.0, log.mark + 25.0])  # an evaluation of 20 seconds, and the log line after it
     monkeypatch.setattr(train.time, "perf_counter", lambda: next(clock, log.mark + 10.0))
-    log.count(torch.tensor([20.0]), 10, 100, 0)
+    log.count(torch.tensor(20.0), torch.zeros(0), 10, 100, 0)
     with log.paused():
-        log.write_eval([1.0], 5)
-    log.count(torch.tensor([10.0]), 10, 100, 0)
+        log.write_eval(train.Evaluation(1.0, [], 5))
+    log.count(torch.tensor(10.0), torch.zeros(0), 10, 100, 0)
     log.state["step"] = 6
-    log.write([loss.item() for loss in log.means()], 1e-3, 1.0)
+    losses, _ = log.means()
+    log.write(losses.tolist(), [], 1e-3, 1.0)
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["losses"] == [2.0, 1.0] and row["loss"] == 1.0
     assert row["step_s"] == pytest.approx(5.0) and row["tokens_per_s"] == pytest.approx(20.0)  # 200 tokens, 10 s
@@ -262,22 +263,21 @@ def test_a_line_of_a_long_run_on_a_large_gpu_has_80_columns(log, monkeypatch, ca
     log.start -= 10_000  # seconds: more than ten hours are left
     log.mark -= 1.0
     log.n_tokens = 123_000
-    log.sums = [None]
     monkeypatch.setattr(train, "memory_gib", lambda device: (139.51, 140.0))
-    log.write([12.3456], 0.0123, 2e-4)
+    log.write([12.3456], [], 0.0123, 2e-4)
     line = capsys.readouterr().out.strip()
     assert "step  2000/10000  loss 12.3456  norm 0.0123  12" in line and "139.51 GiB  11:" in line
     assert len(line) <= 80
 
 
 def test_an_evaluation_of_pairs_says_how_often_the_chosen_answer_wins(log, capsys):
-    log.write_eval([0.5, 1.25, 0.75, -10.0, -20.0], 40)
+    log.write_eval(train.Evaluation(0.5, [1.25, 0.75, -10.0, -20.0], 40))
     assert capsys.readouterr().out == (
         "step 4  eval loss 0.5000 over 40 pairs, accuracy 0.750, best 0.5000 at step 4\n")
 
 
 def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
-    log.write_eval([2.5], 100)
+    log.write_eval(train.Evaluation(2.5, [], 100))
     assert log.board.purge_step == 5 and log.board.scalars == {("eval_loss", 2.5, 4), ("eval_tokens", 100, 4)}
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 4, "eval_loss": 2.5, "eval_tokens": 100}
 
@@ -421,12 +421,12 @@ def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
 def test_a_row_that_a_full_disk_has_cut_ends_no_run_and_does_not_swallow_the_next(log, tmp_path, capsys):
     metrics = tmp_path / "metrics.jsonl"
     metrics.symlink_to("/dev/full")
-    log.write_eval([3.0], 10)
+    log.write_eval(train.Evaluation(3.0, [], 10))
     assert f"{metrics}: not written: [Errno 28]" in capsys.readouterr().out
     metrics.unlink()
     metrics.write_text('{"step": 4, "eval_lo')  # what a disk may take before it is full
     for loss in (2.0, 1.0):
-        log.write_eval([loss], 10)
+        log.write_eval(train.Evaluation(loss, [], 10))
     assert [row["eval_loss"] for row in train.read_metrics(tmp_path, 4)] == [2.0, 1.0]
     assert len(metrics.read_text().splitlines()) == 3
 
