@@ -258,7 +258,7 @@ def test_only_parts_of_killed_processes_of_this_machine_are_removed(tiny, tmp_pa
     other.mkdir(parents=True)
     paths = [jsonl(tmp_path / f"{name}.jsonl", {"text": name}) for name in "abc"]
     mine, its = processes.Pipe()
-    process = processes.Process(target=tokenize_for_ever, args=(paths[0], str(cache.parent), its))
+    process = processes.Process(target=tokenize_for_ever, args=(paths[0], str(cache.parent), its), daemon=True)
     process.start()
     its.close()
     assert mine.recv() == "writing"

@@ -97,7 +97,7 @@ def script(environment, log, argv):
 
 def test_a_signal_ends_a_download_at_once_and_the_next_start_continues_it(hub, tmp_path):
     def start():
-        process = processes.Process(target=script, args=(environment, log, argv))
+        process = processes.Process(target=script, args=(environment, log, argv), daemon=True)
         process.start()
         return process
 
