@@ -724,7 +724,8 @@ def open_run(args, config, loader, eval_loader, source, ranks):
                  "steps": steps, "rows_a_step": rows_a_step, "settings": settings}
         # the saved state counts, but for `steps`: a run may be made longer or shorter
         if resumed:
-            state = {"eval_data": eval_data} | read_state(resumed, settings, ranks)
+            state = read_state(resumed, settings, ranks)
+            state.setdefault("eval_data", eval_data)  # older versions did not note it
         if state["step"] > steps:
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")

@@ -7,7 +7,8 @@
 kill: two ranks train and save after each step. During a save both, or in every other round one, get SIGKILL. The newest
 complete checkpoint must be no older than the last one that was reported, and every complete one byte for byte what an
 uninterrupted run has saved at that step. The run continues from it and is killed again, until its end. Half of the
-moments are spread over a save, the others sought right after its file operations: a rename lasts microseconds.
+moments are spread over a save, the others sought right after its file operations: a rename lasts microseconds. One kind
+of run evaluates after each save, so that kills reach evaluations, too: none may be missing, done twice or forgotten.
 
 time: what train.Saver writes, and what a resume checks and reads, against torch.save and torch.load(weights_only=True)
 of the same tensors, gathered in one process before the clock runs, with the fsync and the rename that make it as safe.
@@ -53,9 +54,13 @@ def curve(out):
     return {row["step"]: (row["loss"], row["grad_norm"], row["tokens"]) for row in metrics(out) if "loss" in row}
 
 
+def evaluations(out):
+    return [(row["step"], row["eval_loss"]) for row in metrics(out) if "eval_loss" in row]
+
+
 def different_files(folder, reference):
     """Names of files that differ by a byte between two folders."""
-    names = {path.name for path in (*folder.glob("*"), *reference.glob("*"))}
+    names = {path.name for path in (*folder.glob("*"), *reference.glob("*")) if path.suffix != ".part"}
     return sorted(names - set(filecmp.cmpfiles(folder, reference, names, shallow=False)[0]))
 
 
@@ -111,7 +116,8 @@ def kill_once(argv, out, reference, rng, everyone):
     wait(lambda: step in curve(out) and (out / "metrics.jsonl").stat().st_mtime >= born)
     sought = rng.choice((0, 0, 0, 0, 1, 2, 3, 4))
     wait(lambda: phase_of(out, step, born) >= sought)
-    time.sleep(rng.uniform(0, 0.002 if sought else 0.05))
+    # an evaluation comes behind the save
+    time.sleep(rng.uniform(0, 0.3) if "--eval_every" in argv else rng.uniform(0, 0.002 if sought else 0.05))
     for rank in ranks if everyone else [rng.choice(ranks)]:
         rank.kill()
     phase, started = phase_of(out, step, born), time.perf_counter()
@@ -136,8 +142,15 @@ def check(out, reference, at_least):
     wrong, found = [], train.checkpoints(out)
     if newest(out) < at_least or len(found) < min(KEEP, newest(out)):
         wrong.append(f"complete are steps {sorted(found)}, there was checkpoint-{at_least}")
-    for folder in found.values():
-        wrong += [f"{folder.name}/{name} differs" for name in different_files(folder, reference / folder.name)]
+    of_reference = evaluations(reference)
+    for step, folder in found.items():
+        names = different_files(folder, reference / folder.name)
+        if step == max(found) and of_reference:  # its evaluation may not have been done yet
+            names = [name for name in names if name != train.STATE]
+        wrong += [f"{folder.name}/{name} differs" for name in names]
+    done = evaluations(out)
+    if done != of_reference[: len(done)]:
+        wrong.append(f"evaluations are {done}")
     losses, expected = curve(out), curve(reference)
     if losses != {step: expected[step] for step in range(1, len(losses) + 1)}:
         wrong.append(f"metrics.jsonl has {losses}")
@@ -150,8 +163,13 @@ def check_end(argv, out, reference):
     for rank in ranks:
         rank.join()
     wrong = check(out, reference, STEPS) + different_files(out / "final", reference / "final")
+    wrong += different_files(out / f"checkpoint-{STEPS}", reference / f"checkpoint-{STEPS}")
+    if evaluations(out) != evaluations(reference):
+        wrong.append(f"evaluations are {evaluations(out)}")
+    best = train.data.read_json(out / f"checkpoint-{STEPS}" / train.STATE)["best_eval"]
     unexpected = {path.name for path in out.iterdir()} ^ {path.name for path in reference.iterdir()}
-    if unexpected != {f"checkpoint-{step}" for step in range(1, STEPS - KEEP + 1)}:
+    removed = set(range(1, STEPS - KEEP + 1)) - {best and best["step"]}
+    if unexpected != {f"checkpoint-{step}" for step in removed}:
         wrong.append(f"left over or missing: {unexpected}")
     return [*wrong, *(log.read_text()[-2000:] for log in logs if wrong)]
 
@@ -162,7 +180,8 @@ def kill(n=200, seed=0):
     n_bad = n_finished = 0
     with tempfile.TemporaryDirectory() as folder:
         shared = [*write_inputs(Path(folder, "inputs"), SHAPE), "--steps", STEPS]
-        for method, flags in (("full", []), ("lora", ["--lora", "--lora_dropout", 0.1])):
+        evaluated = ["--eval_data", "stdlib:docs", "--eval_every", 1]
+        for method, flags in (("full", []), ("lora", ["--lora", "--lora_dropout", 0.1]), ("evaluated", evaluated)):
             reference = Path(folder, method)
             _, said, codes = run_ranks(WORLD, [*shared, *flags, "--keep", 100], reference)
             assert codes == [0] * WORLD, said
