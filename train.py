@@ -1748,7 +1748,7 @@ def chat(args):
     """A conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C
     ends an answer, Ctrl-D the chat."""
     ranks = Ranks(False, args.timeout)
-    _, _, model, source, adapter, tokenizer = open_model(args, ranks)
+    _, config, model, source, adapter, tokenizer = open_model(args, ranks)
     model.to_empty(device=ranks.device).tie_()
     with ranks.agree():
         data.load_weights_(model, source, adapter, args.seed, ranks.device, sys.stderr.isatty())
@@ -1765,21 +1765,46 @@ def chat(args):
         if question in ("", "/reset"):
             continue
         asked = [*messages, {"role": "user", "content": question}]
-        decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
-        said = ""
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 prompt = tokenizer.prompt(asked)
-                for token in lm.generate(model, prompt, args.max_new_tokens or 512, tokenizer.stop_ids,
-                                         ranks.device, args.temperature):
-                    # None where the token ends within a character
-                    text = data.printable(decoder.step(tokenizer.core, token) or "")
-                    print(text, end="", flush=True)
-                    said += text
-            messages = [*asked, {"role": "assistant", "content": said}]
+                check_length(len(prompt), config.max_position_embeddings)
+                tokens = lm.generate(model, prompt, args.max_new_tokens or 512, tokenizer.stop_ids,
+                                     ranks.device, args.temperature)
+                said = print_answer(tokenizer.core, tokens)
+                messages = [*asked, {"role": "assistant", "content": said}]
         except ValueError as error:  # the conversation goes on without this question
             print(data.printable(f"train.py: error: {error}"), file=sys.stderr)
         print()
+
+
+def check_length(n_tokens, n_trained):
+    """Of a prompt. Its attention takes time with the square of its length, and Ctrl-C waits for the end of a
+    kernel: 100,000 tokens of a model that has seen 2,048 would keep a CPU busy for minutes, for nothing."""
+    if n_tokens > 4 * n_trained:
+        raise ValueError(f"the conversation has {n_tokens:,} tokens, more than 4 times the {n_trained:,} "
+                         "positions that the model was trained on: ask less, or type /reset")
+    if n_tokens > n_trained:
+        print(f"the conversation has {n_tokens:,} tokens, and the model was trained on {n_trained:,} positions: "
+              "answers may make no sense; /reset starts a new one", file=sys.stderr)
+
+
+def print_answer(core, tokens):
+    """Prints the text of the ids while they arrive -> the text, also when Ctrl-C ends it. All ids are decoded
+    each time, as the next one may change what is there: bytes become a character, or turn out to be none.
+    DecodeStream, which looks at the last ids alone, raises then."""
+    ids = []
+    text = ""
+    n_shown = 0
+    with contextlib.suppress(KeyboardInterrupt):
+        for token in tokens:
+            ids.append(token)
+            text = core.decode(ids)
+            complete = text.rstrip("\N{REPLACEMENT CHARACTER}")  # that may be the beginning of a character
+            print(data.printable(complete[n_shown:]), end="", flush=True)
+            n_shown = max(n_shown, len(complete))
+    print(data.printable(text[n_shown:]), end="", flush=True)
+    return text
 
 
 def check_finite(tensors, step, ranks):

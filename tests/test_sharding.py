@@ -101,9 +101,9 @@ def dropped(job, tmp_path_factory):
     argv = [*job, "--lora", "--lr", "1e-2", "--lora_dropout", 0.3]
     folder = tmp_path_factory.mktemp("dropped")
     expected = losses(1, [*argv, *SPLITS[1]], folder / "run")
-    # in the second step, adapters are no longer zero and masks count
+    # in the second step, adapters are no longer zero and masks count, far more than the 1e-5 of rounding
     without = losses(1, [*job, "--lora", "--lr", "1e-2", *SPLITS[1]], folder / "without")
-    assert expected[0] == without[0] and abs(expected[1] - without[1]) > 1e-3
+    assert expected[0] == without[0] and abs(expected[1] - without[1]) > 2e-4
     return argv, expected
 
 

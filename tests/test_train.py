@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 from conftest import HERE, TRAIN, build, losses, read_data, run_ranks
 from safetensors.torch import load_file, save_file
+from test_formats import byte_level
 
 import data
 import model as lm
@@ -306,6 +308,77 @@ def test_chat_goes_on_after_a_question_that_cannot_be_asked(monkeypatch, capsys)
     assert "U+104000" in said.err and len(said.err.splitlines()) == 1
     empty, answered, *_ = said.out.splitlines()
     assert not empty and answered
+
+
+def answer_with(monkeypatch, ids):
+    """--chat gets these ids for each question -> the list of all questions, as messages."""
+    asked = []
+    prompt = data.Tokenizer.prompt
+    monkeypatch.setattr(data.Tokenizer, "prompt", lambda self, ask: asked.append(ask) or prompt(self, ask))
+    monkeypatch.setattr(lm, "generate", lambda *rest: iter(ids))
+    return asked
+
+
+def test_chat_prints_and_remembers_a_run_of_odd_bytes(tiny, monkeypatch, capsys):
+    ids = [109, 179, 1466]  # a byte that is a character, one that is none, a word: DecodeStream raised here
+    asked = answer_with(monkeypatch, ids)
+    assert ask(monkeypatch, b"hi\nagain\n") == 0
+    text = tiny.core.decode(ids)
+    assert text.startswith("��") and asked[1][1] == {"role": "assistant", "content": text}
+    # the first byte was shown as a character before the second one made it part of a run that is none
+    assert capsys.readouterr().out.splitlines() == [f"{tiny.core.decode(ids[:1])}{text[1:]}"] * 2
+
+
+def test_a_character_that_the_last_token_cuts_is_shown_as_one(tiny, monkeypatch, capsys):
+    euro = tiny.core.encode("a €", add_special_tokens=False).ids[:-1]  # it has three bytes
+    asked = answer_with(monkeypatch, euro)
+    assert ask(monkeypatch, b"hi\nagain\n") == 0
+    shown = capsys.readouterr().out.splitlines()[0]
+    assert shown == asked[1][1]["content"] == tiny.core.decode(euro)
+    assert shown.startswith("a ") and shown.endswith("�")
+
+
+@pytest.mark.parametrize("kind", ["built-in", "bytes"])
+def test_random_streams_of_ids_are_shown_and_returned_as_their_text(tiny, tmp_path, capsys, kind):
+    core = tiny.core if kind == "built-in" else byte_level(tmp_path, trim_offsets=False).core
+    rng = random.Random(0)
+    n_equal = 0
+    for _ in range(300):
+        # half of them bytes, most of which are no characters
+        ids = [rng.randrange(256 if rng.random() < 0.5 else core.get_vocab_size()) for _ in range(12)]
+        text = train.print_answer(core, iter(ids))
+        assert text == core.decode(ids)
+        is_equal = capsys.readouterr().out == data.printable(text)
+        # In the built-in one, bytes that are no character spoil the characters before them, which stay on the screen
+        assert is_equal or (kind == "built-in" and "�" in text)
+        n_equal += is_equal
+    assert n_equal > 150  # otherwise it shows nothing
+
+
+def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(tiny, monkeypatch, capsys):
+    ids = tiny.core.encode("one two", add_special_tokens=False).ids
+
+    def interrupted(*_):
+        yield from ids
+        raise KeyboardInterrupt
+
+    asked = answer_with(monkeypatch, [])
+    monkeypatch.setattr(lm, "generate", interrupted)
+    assert ask(monkeypatch, b"hi\nagain\n") == 0
+    assert capsys.readouterr().out.splitlines() == ["one two"] * 2
+    assert asked[1][1]["content"] == "one two"
+
+
+def test_chat_tells_of_a_prompt_beyond_the_trained_positions_and_refuses_an_endless_one(monkeypatch, capsys):
+    asked = answer_with(monkeypatch, [])
+    monkeypatch.setattr(lm, "generate", lambda model, prompt, *rest: asked.append(len(prompt)) or iter([]))
+    lines = ["a", "é" * 2100, "a" * 100_000, "b"]  # the built-in model has seen 2,048 positions
+    assert ask(monkeypatch, "\n/reset\n".join(lines).encode()) == 0
+    n_short, n_long, n_next = (n for n in asked if isinstance(n, int))  # the third question reaches no model
+    assert n_short == n_next < 2048 < n_long
+    told, refused = capsys.readouterr().err.splitlines()
+    assert f"{n_long:,} tokens" in told and "2,048 positions" in told and "/reset" in told
+    assert "error" in refused and "more than 4 times the 2,048 positions" in refused
 
 
 def test_chat_says_what_is_wrong_with_template_and_weights(tmp_path, monkeypatch, capsys):
