@@ -21,7 +21,10 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, _ = ctx.saved_tensors
-        return torch.zeros_like(x), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
+        return torch.zeros_like(x), grad_weight
 
 
 class Attention(torch.autograd.Function):
@@ -41,48 +44,75 @@ class Attention(torch.autograd.Function):
     def backward(ctx, grad_BHTK):
         q, k, v, _, logsumexp = ctx.saved_tensors
         grads = [torch.zeros_like(t) for t in (q, k, v)]
+        # alive until this returns
         scratch = [torch.zeros_like(logsumexp)]  # sums of out * grad
         if q.dtype is not torch.float32:
-            scratch.append(q.new_zeros(q.shape, dtype=torch.float32))
+            scratch.append(torch.zeros_like(q, dtype=torch.float32))  # dq
         if q.shape[1] != k.shape[1]:
-            scratch += [torch.zeros_like(q), torch.zeros_like(q)]
+            scratch.append(torch.zeros_like(q))  # dk of every query head
+            scratch.append(torch.zeros_like(q))  # and dv
         return tuple(grads)
 
 
-def attention(*qkv, **_):
-    q_BHTK, k_BGTK, v_BGTK = (t.transpose(1, 2) for t in qkv)
-    if q_BHTK.dtype is torch.float32:  # model.py repeats key heads on a GPU: that kernel shares none
-        k_BGTK, v_BGTK = (t.repeat_interleave(q_BHTK.shape[1] // t.shape[1], 1) for t in (k_BGTK, v_BGTK))
-    return Attention.apply(q_BHTK, k_BGTK, v_BGTK).transpose(1, 2)
+def attention(q_BTHK, k_BTGK, v_BTGK, **_):
+    """model.sdpa()."""
+    if q_BTHK.dtype is torch.float32:  # model.py repeats key heads on a GPU: that kernel shares none
+        n_repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
+        k_BTGK = k_BTGK.repeat_interleave(n_repeats, 2)
+        v_BTGK = v_BTGK.repeat_interleave(n_repeats, 2)
+    out_BHTK = Attention.apply(q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2))
+    return out_BHTK.transpose(1, 2)
 
 
 def attention_of_documents(q_NHK, k_NGK, v_NGK, *_, **__):
-    return Attention.apply(*(t.transpose(0, 1)[None] for t in (q_NHK, k_NGK, v_NGK)))[0].transpose(0, 1)
+    """What model.flash_attention() returns: documents one after another are one row here."""
+    out_1NHK = attention(q_NHK[None], k_NGK[None], v_NGK[None])
+    return out_1NHK[0]
 
 
-def in_place(self, other):
+def add_in_place(self, other):
     """aten::add_ of 16 bits to float32: a CPU makes a float32 copy first, a GPU does not."""
-    return self if isinstance(other, torch.Tensor) and other.dtype is not self.dtype else self.add_(other)
-
-
-KERNELS = torch.library.Library("aten", "IMPL")
+    if isinstance(other, torch.Tensor) and other.dtype is not self.dtype:
+        return self
+    return self.add_(other)
 
 
 def product(a, b, out=None):
     """aten::mm: on some CPUs oneDNN makes a float32 copy of a product in 16 bits, which no GPU does."""
-    return a.new_zeros(len(a), b.shape[1]) if out is None else out.zero_()
+    if out is not None:
+        return out.zero_()
+    return a.new_zeros(len(a), b.shape[1])
+
+
+def product_into(a, b, *, out):
+    """aten::mm.out."""
+    return product(a, b, out)
+
+
+def rms_norm(x, shape, weight, eps):
+    return RMSNorm.apply(x, weight)
+
+
+KERNELS = torch.library.Library("aten", "IMPL")  # replaces them as long as it is alive
 
 
 def install():
+    """Replaces the kernels in this process."""
     with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
         KERNELS.impl("mm", product, "CPU")
-        KERNELS.impl("mm.out", lambda a, b, *, out: product(a, b, out), "CPU")
-    torch.Tensor.__iadd__ = in_place
-    F.rms_norm = lambda x, shape, weight, eps: RMSNorm.apply(x, weight)
-    model.sdpa, model.flash_attention = attention, lambda: attention_of_documents
+        KERNELS.impl("mm.out", product_into, "CPU")
+    torch.Tensor.__iadd__ = add_in_place
+    F.rms_norm = rms_norm
+    model.sdpa = attention
+    model.flash_attention = lambda: attention_of_documents
+
+
+def fill_with_zeros(module, *_):
+    for p in module.parameters():
+        p.data.zero_()
 
 
 def install_with_zeros():
-    """And no time for random weights."""
+    """Replaces the kernels, and random weights by zeros, which take no time."""
     install()
-    data.load_weights_ = lambda module, *_: [p.data.zero_() for p in module.parameters()]
+    data.load_weights_ = fill_with_zeros
