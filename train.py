@@ -489,10 +489,11 @@ def main(argv, progress):
         model.activation_hooks = OffloadActivations(device)
 
     # ---- the optimizer, and the state of a run that is resumed
-    trained = [p for p in model.parameters() if p.requires_grad]
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = list(named.values())
     # 1 once a gradient was inf or nan. It stays on the device, so that no step waits for the host to look
     bad = torch.zeros((), device=trained[0].device)
-    optimizer = make_optimizer(trained, args, bad)
+    optimizer = make_optimizer(named, args, bad)
     in_backward = StepInBackward(optimizer, trained, bad, ranks, args) if args.optim_in_backward else None
     with ranks.agree():
         if resumed:
@@ -1230,10 +1231,11 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 # ---------------- optimizers, learning rate, evaluation
 
 
-def make_optimizer(params, args, bad):
+def make_optimizer(named, args, bad):
     """AdamW with weight decay on matrices only: pulling norms and biases towards zero regularises nothing.
 
-    An optimizer of your own has to do this:
+    An optimizer of your own has to do this, with named = {name: parameter}, whose names tell embedding and
+    head from the matrices of the blocks:
     - Allocate all state here, as tensors in optimizer.state[p], and update it in place: a resumed run fills
       it before the first step, and memory must not grow later. zeros_like(p) is sharded and saved as p is.
     - Either keep `bad` as its attribute `found_inf` and change nothing where it is 1 (a gradient was inf or
@@ -1242,6 +1244,7 @@ def make_optimizer(params, args, bad):
     - Read the learning rate from param_groups, and skip a parameter whose grad is None: --optim_in_backward
       calls step() once for each parameter, while no other gradient is alive.
     """
+    params = list(named.values())
     groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": args.weight_decay},
               {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
     eight_bits = args.optim == "adamw8bit"
@@ -1785,8 +1788,8 @@ def check_length(n_tokens, n_trained):
         raise ValueError(f"the conversation has {n_tokens:,} tokens, more than 4 times the {n_trained:,} "
                          "positions that the model was trained on: ask less, or type /reset")
     if n_tokens > n_trained:
-        print(f"the conversation has {n_tokens:,} tokens, and the model was trained on {n_trained:,} positions: "
-              "answers may make no sense; /reset starts a new one", file=sys.stderr)
+        print(f"the conversation has {n_tokens:,} tokens, and the model was trained on {n_trained:,} "
+              "positions: answers may make no sense; /reset starts a new one", file=sys.stderr)
 
 
 def print_answer(core, tokens):

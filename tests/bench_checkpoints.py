@@ -227,7 +227,7 @@ def state_after_a_step(folder, args, ranks):
     model.to_empty(device=ranks.device)
     model.tie_()
     data.load_weights_(model, source, None, 0, ranks.device)
-    optimizer = train.make_optimizer(list(model.parameters()), args, torch.zeros(()))
+    optimizer = train.make_optimizer(dict(model.named_parameters()), args, torch.zeros(()))
     for p in model.parameters():
         p.grad = p.detach().clone()
     optimizer.step()

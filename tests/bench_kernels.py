@@ -123,7 +123,7 @@ def bench_optimizer(bounds, tokens):
             p = torch.nn.Parameter(random(F, D, dtype=dtype))
             p.grad = random(F, D, dtype=dtype)
             args = train.parse_args(["--lr", "1e-4", *more])
-            variants[variant] = train.make_optimizer([p], args, torch.zeros((), device=DEVICE)).step
+            variants[variant] = train.make_optimizer({"weight": p}, args, torch.zeros((), device=DEVICE)).step
         bounds.hold(name, variants, n_bytes=F * D * (3 * dtype.itemsize + 2 * state))
 
 

@@ -27,7 +27,8 @@ def optimizer_of(params, *flags, bad=None):
     args = train.parse_args(["--precision", "bf16", "--lr", "1e-3", "--weight_decay", "0.1", *flags])
     if bad is None:
         bad = torch.zeros((), device=params[0].device)
-    return train.make_optimizer(params, args, bad)
+    named = {f"parameter {number}": p for number, p in enumerate(params)}
+    return train.make_optimizer(named, args, bad)
 
 
 def normal(shape, seed, dtype=torch.float32):
@@ -331,7 +332,7 @@ def check_gradients_are_gone(ranks, folder, flags, tied):
     model, args = build("--lr", "1e-3", "--optim_in_backward", *flags, ranks=ranks, tie_word_embeddings=tied)
     trained = list(model.parameters())
     bad = torch.zeros(())
-    optimizer = train.make_optimizer(trained, args, bad)
+    optimizer = train.make_optimizer(dict(model.named_parameters()), args, bad)
     step = optimizer.step
     alive = []  # in each step, the parameters that have a gradient
 

@@ -108,7 +108,8 @@ def save_and_load(ranks, folder, model_folder, flags):
     if args.fsdp2:
         train.shard_(model, args, ranks.device)
     model.to_empty(device="cpu")
-    tensors = train.training_tensors(model, train.make_optimizer(list(model.parameters()), args, torch.zeros(())))
+    optimizer = train.make_optimizer(dict(model.named_parameters()), args, torch.zeros(()))
+    tensors = train.training_tensors(model, optimizer)
     expected = {}
     for name, tensor in tensors.items():  # every number depends on its tensor and its place
         mine, start = nf4.local(tensor)

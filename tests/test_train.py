@@ -219,7 +219,8 @@ def test_learning_rate_schedules(schedule, middle, end):
 
 def test_decay_spares_norms_and_biases():
     matrix, norm = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = train.make_optimizer([matrix, norm], train.parse_args(["--lr", "1e-3"]), torch.zeros(()))
+    named = {"matrix": matrix, "norm": norm}
+    optimizer = train.make_optimizer(named, train.parse_args(["--lr", "1e-3"]), torch.zeros(()))
     assert [(group["weight_decay"], group["params"]) for group in optimizer.param_groups] == [
         (0.01, [matrix]), (0.0, [norm])]
 
