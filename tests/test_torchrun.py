@@ -61,10 +61,10 @@ def signalled(job, out, options, number):
 def test_ranks_save_when_torchrun_alone_is_signalled_and_resume_exactly(job, tmp_path, options, number, cause):
     out = tmp_path / "run"
     said = signalled(job, out, options, number)
-    (stopped_at,) = re.findall(f"^stopped {cause} after step (\\d+) of .*, saved: ", said, re.M)
-    assert "train.py: error" not in said
+    stopped = re.search(f"^stopped {cause} after step (\\d+) of .*, saved: ", said, re.M)
+    assert stopped and "train.py: error" not in said, said
     # the lock is free, and what was saved continues as if nothing had happened
-    steps = ["--steps", int(stopped_at) + 2]
+    steps = ["--steps", int(stopped[1]) + 2]
     _, resumed, codes = run_ranks(2, [*job, *steps, "--resume"], out)
     assert codes == [0, 0], resumed
     _, _, codes = run_ranks(2, [*job, *steps], tmp_path / "undisturbed")
