@@ -113,7 +113,9 @@ def kill_once(argv, out, reference, rng, everyone):
             time.sleep(0.0003)
 
     # the save is next. A resumed run rewrites metrics.jsonl, without the rows of steps after its checkpoint
-    wait(lambda: step in curve(out) and (out / "metrics.jsonl").stat().st_mtime >= born)
+    # (asked in this order: the other way round could find the old rows and then the new time)
+    metrics_file = out / "metrics.jsonl"
+    wait(lambda: metrics_file.exists() and metrics_file.stat().st_mtime >= born and step in curve(out))
     sought = rng.choice((0, 0, 0, 0, 1, 2, 3, 4))
     wait(lambda: phase_of(out, step, born) >= sought)
     # an evaluation comes behind the save
