@@ -787,40 +787,48 @@ def test_exports_carry_the_template_that_was_trained_on(tmp_path, of_model, of_f
         assert written.template_text == (of_flag or of_model)
 
 
-def start_up_lines(folder, tokenizer, row, capsys):
-    """What a run on this row says of its data."""
+# ---------------------------------------------------------------- what a run says of its data
+
+
+def start_up_text(folder, tokenizer, row, capsys):
+    """What a run on this row prints of its data."""
     documents, _ = read_data(jsonl(folder / "a.jsonl", row), tokenizer)
     loader = data.Loader(documents, 1000, True, 1, 0, 0, 1)
     data.print_data(SimpleNamespace(inspect=0), loader, None, tokenizer)
-    return capsys.readouterr().out.splitlines()
+    return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where, named", [
-    ("file", "chat template ("), ("tokenizer_config.json", "chat template (tokenizer_config.json)"),
-    ("flag", "mine.jinja)"), ("nowhere", "ChatML (the model has no template)")])
-def test_a_run_on_conversations_says_where_the_template_is_from(tmp_path, capsys, where, named):
+@pytest.mark.parametrize("where, pattern", [
+    ("file", r"chat template \(.*/chat_template\.jinja\)"),
+    ("tokenizer_config.json", r"chat template \(tokenizer_config\.json\)"),
+    ("flag", r"chat template \(.*mine\.jinja\)"),
+    ("nowhere", r"ChatML \(the model has no template\)"),
+], ids=["file", "tokenizer_config.json", "flag", "nowhere"])
+def test_a_run_on_conversations_says_where_the_template_is_from(tmp_path, capsys, where, pattern):
     folder = tmp_path / ("long" * 30)  # as the Hub's cache has
     folder.mkdir()
     model_folder(folder, CHATML if where == "file" else None)
+    template_file = None
     if where == "tokenizer_config.json":
-        config = json.loads((folder / where).read_text())
-        (folder / where).write_text(json.dumps(config | {"chat_template": CHATML}))
-    mine = folder / "mine.jinja"
-    mine.write_text(CHATML)
-    tokenizer = data.Tokenizer(folder, mine if where == "flag" else None)
-    (said,) = [line for line in start_up_lines(folder, tokenizer, chat(QUESTION, ANSWER), capsys) if "rendered" in line]
-    assert said.startswith("conversations are rendered by ") and named in said and len(said) <= 80
-    assert said.endswith("/chat_template.jinja)") or where != "file"
+        edit_json(folder / "tokenizer_config.json", {"chat_template": CHATML})
+    if where == "flag":
+        template_file = folder / "mine.jinja"
+        template_file.write_text(CHATML)
+    tokenizer = data.Tokenizer(folder, template_file)
+    text = start_up_text(folder, tokenizer, chat(QUESTION, ANSWER), capsys)
+    (line,) = [line for line in text.splitlines() if "rendered" in line]
+    assert re.fullmatch(f"conversations are rendered by {pattern}", line)
+    assert len(line) <= 80  # long names of folders are cut
 
 
 def test_a_run_on_texts_says_nothing_of_a_template(tmp_path, tiny, capsys):
-    assert "rendered" not in str(start_up_lines(tmp_path, tiny, {"text": "a b"}, capsys))
+    assert "rendered" not in start_up_text(tmp_path, tiny, {"text": "a b"}, capsys)
 
 
 def test_rejected_answers_are_no_further_documents(tmp_path, capsys):
     tokenizer = data.Tokenizer(HERE / "tiny", train_on="pairs")
     row = {"prompt": "a", "chosen": " b", "rejected": " c"}
-    assert "further" not in str(start_up_lines(tmp_path, tokenizer, row, capsys))
+    assert "further" not in start_up_text(tmp_path, tokenizer, row, capsys)
 
 
 # ---------------------------------------------------------------- random conversations against a mask made by hand
