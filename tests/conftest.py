@@ -15,7 +15,10 @@ Which tests hold which promise of DESIGN section 6:
 
 Ranks are processes of a fork server that has imported train.py once: four of them cost less than one `import torch`.
 They run train.launch() on gloo, as torchrun would start it. No test measures seconds: a rank is hung when none has
-written to its log for ten minutes.
+written to its log for ten minutes. Files of tests run side by side (side_by_side.py).
+
+    OOMPH_BF16=0 python -m pytest -q -m bf16    # what depends on bf16 instructions, as on a CPU without; 1: with
+    OOMPH_SIZES=1 OOMPH_EMULATED_CUDA=required  # as .ci/run: with test_size.py, and no test of a GPU is skipped
 """
 
 import atexit
@@ -28,7 +31,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,6 +45,7 @@ import pytest
 
 import emulated_cuda  # before torch
 import torch
+from side_by_side import EMULATED, WAITS, pytest_runtestloop  # noqa: F401
 
 FORCED_BF16 = os.environ.get("OOMPH_BF16")  # 1 or 0: as on a CPU with bf16 instructions, or as on one without
 if FORCED_BF16:  # ranks import this and are forced, too; commands start forced_bf16.py
@@ -59,30 +62,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 processes = multiprocessing.get_context("fork" if emulated_cuda.LOADED else "forkserver")
 processes.set_forkserver_preload(["train", "torch._dynamo", "numpy.ma", "pytest", "conftest"])  # not in each rank
 HANG_S = 600
-WAITS = "test_what_is_marked_gpu_passes_on_an_emulated_device"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def emulated(request, tmp_path_factory):
+@pytest.fixture
+def emulated(request):
     """The tests marked gpu on an emulated device, beside all others: (process, its output), or why there is none."""
-    if torch.cuda.is_available() or not any(item.name == WAITS for item in request.session.items):
-        yield None
-        return
-    try:
-        if torch.version.cuda or torch.version.hip:
-            raise OSError("this torch has a GPU's device of its own; the CPU build has none")
-        emulated_cuda.library()
-    except (OSError, subprocess.CalledProcessError) as error:
-        yield error
-        return
-    log = tmp_path_factory.mktemp("gpu") / "log"
-    files = [path for path in HERE.glob("test_*.py") if "mark.gpu" in path.read_text()]
-    marks = "gpu and bf16" if request.config.option.markexpr == "bf16" else "gpu"
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", marks, "-p", "no:cacheprovider", *files]
-    with open(log, "w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"OOMPH_EMULATED_CUDA": "1"})
-    yield process, log
-    process.kill()
+    return request.config.stash[EMULATED]
 
 
 def pytest_configure(config):
@@ -126,11 +111,19 @@ def start_rank(rank, world, port, function, args, log, gpu=False):
     sys.exit(code)
 
 
+def free_port():
+    """A port for the ranks to meet at. The system gives those from 32768 on to whoever asks for any, and other ranks do
+    so all the time."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def start_ranks(world, function, args, logs, gpu=False):
     """Runs function(*args) on `world` ranks at once -> their exit codes. TimeoutError if they hang."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [processes.Process(target=start_rank, args=(rank, world, port, function, args, logs[rank], gpu))
              for rank in range(world)]
     for process in ranks:

@@ -144,10 +144,11 @@ def test_compiled_shards_compute_the_same(tmp_path):
 
 @pytest.mark.bf16
 def test_a_compiled_run_learns_what_an_eager_one_does(folder, chats, tmp_path):
+    # one layer with an adapter in each compiled part: each kernel costs g++ a second
     job = ["--model", folder, "--random_init", "--data", chats, "--seq_len", 96, "--steps", 4, "--precision", "mixed",
-           "--batch_size", 2, "--qlora", "--lora_rank", 5, "--lr", "1e-2"]
+           "--batch_size", 2, "--qlora", "--lora_rank", 5, "--lr", "1e-2", "--lora_targets", "v_proj", "gate_proj"]
     got, _ = curve(1, [*job, "--compile"], tmp_path / "compiled")
     expected, _ = curve(1, job, tmp_path / "eager")
-    # bf16: 3 significant digits of a sum over hundreds of tokens; random weights lose 0.3 in these steps
+    # bf16: 3 significant digits of a sum over hundreds of tokens; random weights lose 0.2 in these steps
     assert got == pytest.approx(expected, abs=0.02)
     assert expected[0] - expected[-1] > 0.1
