@@ -70,12 +70,9 @@ def round_to_bf16(x, step):
     return nf4.round_to(torch.bfloat16, x, dither(step, x.shape))
 
 
-N_ROWS, N_COLS = 512, 512
-
-
-def fractions(**changes):
-    """The 20 bits that decide a rounding, as a number from 0 to 1."""
-    bits = dither(**{"step": 7, "shape": (N_ROWS, N_COLS)} | changes)
+def fractions(step=7, number=0, use=0):
+    """The 20 bits that decide a rounding, as numbers [512, 512] from 0 to 1."""
+    bits = dither(step, (512, 512), number, use)
     return (bits & 0xFFFFF).double() / 2**20
 
 
