@@ -66,6 +66,7 @@ OUT_OF_MEMORY = 4
 # the last phase of a run, in which nothing is left to save
 AFTER_RESULT = "sample or merge"
 PARENT = os.getppid()  # under torchrun: torchrun
+TORCHRUN_GONE = getattr(signal, "SIGRTMIN", 0)  # the signal that says so; macOS has none
 
 # ---------------- flags
 
@@ -756,12 +757,14 @@ def describe_run(args, state, resumed, out):
 
 def end_if_stopped(save, saver, state, stop, ranks):
     """Saves and ends the run if a signal has reached any rank. All ranks must call it."""
-    number, is_orphan = ranks.largest(stop.number, stop.is_orphan())
+    (number,) = ranks.largest(stop.number)
     if not number:
         return
     save()  # does nothing if this step is saved
     number = signal.Signals(number)
-    cause = "because torchrun is gone" if is_orphan else f"by {number.name}"
+    cause = f"by {number.name}"
+    if number == TORCHRUN_GONE:
+        cause = "because torchrun is gone"
     is_saved = saver.last_step == state["step"]
     outcome = "NOT saved, see above"
     if is_saved:
@@ -1009,8 +1012,8 @@ def stack_of(thread):
 class StopSignal:
     """Notes SIGTERM, SIGUSR1, SIGHUP (its terminal was closed) or Ctrl-C, so that a run can finish its step,
     save and end. `number` is the signal's, or 0; only ranks.largest(stop.number) makes all ranks see it after
-    the same step. A torchrun that was killed counts as SIGTERM: without it ranks would train on unseen, and
-    keep the run's lock.
+    the same step. If torchrun is killed, the kernel sends TORCHRUN_GONE: otherwise the ranks would train on
+    unseen, and keep the run's lock.
 
     Until main sets it to 0 it is None: there is nothing to save, and a signal ends the process at once. So
     does a second Ctrl-C, except under torchrun, which itself sends each rank a second."""
@@ -1020,15 +1023,12 @@ class StopSignal:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.note)
-        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        if "TORCHELASTIC_RUN_ID" in os.environ and TORCHRUN_GONE:
+            signal.signal(TORCHRUN_GONE, self.note)
             PR_SET_PDEATHSIG = 1
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # when the parent ends
-            if self.is_orphan():  # during the imports
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, TORCHRUN_GONE)
+            if os.getppid() != PARENT:  # it has gone during the imports
                 raise KeyboardInterrupt
-
-    def is_orphan(self):
-        """Whether the torchrun that started this process is gone."""
-        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
 
     def note(self, number, _):
         if self.number is None or (number == self.number == signal.SIGINT and "RANK" not in os.environ):
