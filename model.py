@@ -719,7 +719,8 @@ def attend_alone(*qkv, window):
 
 
 def length_multiple(q):
-    """oneDNN keeps 4 MiB of bf16 kernels for each new length. So a CPU only sees multiples of 32."""
+    """oneDNN keeps 4 MiB of bf16 kernels for each new length, and 0.6 MiB for each new number of rows of a
+    product. So a CPU only sees multiples of 32."""
     return 32 if q.device.type == "cpu" else 1
 
 
@@ -966,27 +967,33 @@ class ToExperts(torch.autograd.Function):
     bits in each run."""
 
     @staticmethod
-    def forward(ctx, x_ND, order, k):
+    def forward(ctx, x_ND, order, k, N):
         # not a saved tensor, for which a recomputation would run up to the last product to save it again
-        ctx.route = (order, k)
-        return x_ND[order // k]
+        ctx.route = (order, k, N)
+        return x_ND[tokens_of(*ctx.route)]
 
     @staticmethod
     def backward(ctx, grad):
-        return FromExperts.apply(grad, *ctx.route), None, None
+        return FromExperts.apply(grad, *ctx.route), None, None, None
 
 
 class FromExperts(torch.autograd.Function):
     """Rows by expert -> [N, D], for each token the sum over its k experts. Its backward is ToExperts."""
 
     @staticmethod
-    def forward(ctx, rows, order, k):
-        ctx.route = (order, k)
-        return rows[order.argsort()].unflatten(0, (-1, k)).sum(1)
+    def forward(ctx, rows, order, k, N):
+        ctx.route = (order, k, N)
+        by_token = order.argsort()[: N * k]  # added rows come last in this order
+        return rows[by_token].unflatten(0, (N, k)).sum(1)
 
     @staticmethod
     def backward(ctx, grad):
-        return ToExperts.apply(grad, *ctx.route), None, None
+        return ToExperts.apply(grad, *ctx.route), None, None, None
+
+
+def tokens_of(order, k, N):
+    """The token of each row of the experts. Added rows are copies of the last token."""
+    return (order // k).clamp_max(N - 1)
 
 
 class MoE(nn.Module):
@@ -1020,18 +1027,26 @@ class MoE(nn.Module):
         odds_Nk, chosen_Nk = self.gate(h_ND).softmax(-1, dtype=torch.float32).topk(self.n_chosen)
         if self.normalize:
             odds_Nk = odds_Nk / odds_Nk.sum(-1, keepdim=True)
-        # row i of the experts is number order[i] of the N * k choices; ends: where the rows of each end
-        chosen, order = chosen_Nk.flatten().sort(stable=True)
-        experts = torch.arange(self.n_experts, device=h.device)
-        ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
-        route = (order, self.n_chosen)
+        chosen, order, ends = self.sort(chosen_Nk.flatten(), h)
+        route = (order, self.n_chosen, len(h_ND))
         # odds are applied before the last product: the sums are the same, and a recomputation can end here
-        odds = odds_Nk.flatten()[order, None]
+        odds = F.pad(odds_Nk.flatten(), (0, len(order) - odds_Nk.numel()))[order, None]
         with rows_of_experts(self.dropout if self.training else None, chosen, *route):
             gated = self.experts.start(ToExperts.apply(h_ND, *route), ends)
             rows = self.experts.finish(gated * odds.to(h.dtype), ends)
         out = FromExperts.apply(rows, *route).view_as(h)
         return out + shared if self.has_shared else out
+
+    def sort(self, chosen, h):
+        """The expert of each (token, choice) -> (the expert of each row; order, in which row i of the experts is
+        number order[i] of `chosen`; ends, int32, where the rows of each expert end)."""
+        experts = torch.arange(self.n_experts, device=h.device)
+        if h.dtype is not torch.float32 and length_multiple(h) > 1:
+            # rows of odds 0 fill each expert up to a multiple, for the reason in length_multiple()
+            n_more = -chosen.bincount(minlength=self.n_experts) % length_multiple(h)
+            chosen = torch.cat([chosen, experts.repeat_interleave(n_more)])
+        chosen, order = chosen.sort(stable=True)
+        return chosen, order, torch.searchsorted(chosen, experts, right=True, out_int32=True)
 
 
 # ---------------- the block
@@ -1397,11 +1412,11 @@ def set_dropout_bits_(model, bits_BT):
     model.dropout.bits_N = bits_BT.flatten()
 
 
-def rows_of_experts(dropout, chosen, order, k):
+def rows_of_experts(dropout, chosen, *route):
     """A context in which adapters see the rows of experts, each of which drops other inputs of a token."""
     if dropout is None:
         return contextlib.nullcontext()
-    return dropout.instead(dropout.bits_N[order // k] * (nf4.mix(chosen) | 1).to(torch.int32))
+    return dropout.instead(dropout.bits_N[tokens_of(*route)] * (nf4.mix(chosen) | 1).to(torch.int32))
 
 
 class DroppedLinear(torch.autograd.Function):

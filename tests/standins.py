@@ -105,6 +105,7 @@ def install():
     F.rms_norm = rms_norm
     model.sdpa = attention
     model.flash_attention = lambda: attention_of_documents
+    model.length_multiple = lambda q: 1  # a GPU fills up no rows
 
 
 def fill_with_zeros(module, *_):
