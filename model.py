@@ -1038,8 +1038,8 @@ class MoE(nn.Module):
         return out + shared if self.has_shared else out
 
     def sort(self, chosen, h):
-        """The expert of each (token, choice) -> (the expert of each row; order, in which row i of the experts is
-        number order[i] of `chosen`; ends, int32, where the rows of each expert end)."""
+        """The expert of each (token, choice) -> (the expert of each row; order, in which row i of the experts
+        is number order[i] of `chosen`; ends, int32, where the rows of each expert end)."""
         experts = torch.arange(self.n_experts, device=h.device)
         if h.dtype is not torch.float32 and length_multiple(h) > 1:
             # rows of odds 0 fill each expert up to a multiple, for the reason in length_multiple()

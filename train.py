@@ -910,7 +910,8 @@ class Watch(threading.Thread):
     Progress is CPU time of a rank's main thread. One that reads, quantizes, tokenizes or writes uses some in
     every second, one that is stuck uses none; one that waits for other ranks is not expected to. Each rank
     reports every few seconds through a store in rank 0's process. Rank 0 reads the reports of all, the others
-    rank 0's, and each measures by its own clock how long a report has stayed the same."""
+    rank 0's. Time is counted in these rounds and not by a clock: where a whole job is suspended and goes on
+    later, as a cluster or a laptop may do, nobody has been stuck."""
 
     def __init__(self, ranks, patience):
         super().__init__(daemon=True)
@@ -932,7 +933,7 @@ class Watch(threading.Thread):
         ranks.gather(None)  # from here on the store has a report of each rank
         self.watched = [0] if self.rank else list(range(ranks.world))
         self.reports = {rank: self.store.get(str(rank)) for rank in self.watched}
-        self.changed_at = dict.fromkeys(self.watched, time.monotonic())
+        self.n_unchanged = dict.fromkeys(self.watched, 0)  # rounds in which a report has stayed the same
 
     def run(self):
         while not self.leaving.wait(self.pause):
@@ -964,13 +965,13 @@ class Watch(threading.Thread):
         """Ends this process if a rank that it watches is stuck, or if another rank has found one."""
         if self.store.check(["end"]):
             self.end(self.store.get("end").decode(), False)
-        now = time.monotonic()
         for rank in self.watched:
             report = self.store.get(str(rank))
+            self.n_unchanged[rank] += 1
             if report != self.reports[rank]:
                 self.reports[rank] = report
-                self.changed_at[rank] = now
-        stuck = [rank for rank in self.watched if now - self.changed_at[rank] > self.patience]
+                self.n_unchanged[rank] = 0
+        stuck = [rank for rank in self.watched if self.n_unchanged[rank] * self.pause > self.patience]
         if stuck:
             message = self.complaint(stuck)
             self.store.set("end", message)
