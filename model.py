@@ -1053,16 +1053,24 @@ class MoE(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention, then x + MLP, in three parts: qkv(), mixer.forward() and rest(). The mixer is
-    `self_attn` or `linear_attn`.
+    """In most families a block is
 
-    Attention depends on where the documents lie, the other two do not. So --compile compiles qkv() and
-    start_mlp(), each once for all blocks and all packed rows. down_proj stays outside of start_mlp(), because
-    the recomputation of a checkpointed block ends before it: nothing behind it needs its result, and a
-    compiled graph runs as a whole.
+        h = input_layernorm(x)
+        x = x + o_proj(attention(q_proj(h), k_proj(h), v_proj(h)))
+        h = post_attention_layernorm(x)
+        x = x + down_proj(silu(gate_proj(h)) * up_proj(h))
 
-    Set from outside: qkv and start_mlp (compile_), rest (tile_mlp_), forward (checkpoint_activations_,
-    fully_shard)."""
+    With branch_norms each branch is also normed before it is added to x. The mixer is attention, `self_attn`,
+    or Gated DeltaNet, `linear_attn`.
+
+    These lines are three parts here: qkv(), mixer.forward() and o_proj_and_mlp(). Attention depends on where
+    the documents lie, the other two do not. So --compile compiles qkv() and start_mlp(), each once for all
+    blocks and all packed rows. down_proj stays outside of start_mlp(), because the recomputation of a
+    checkpointed block ends before it: nothing behind it needs its result, and a compiled graph runs as a
+    whole.
+
+    Set from outside: qkv and start_mlp (compile_), o_proj_and_mlp (tile_mlp_), forward
+    (checkpoint_activations_, fully_shard)."""
 
     def __init__(self, c, number):
         super().__init__()
@@ -1086,14 +1094,19 @@ class Block(nn.Module):
     def mixer(self):
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
+    @property
+    def mlp_norm(self):
+        """The norm before the MLP. Hugging Face has two names for it."""
+        return self.pre_feedforward_layernorm if self.has_branch_norms else self.post_attention_layernorm
+
     def forward(self, x, rope, spans, cache=None, group=None):
         mixed = self.mixer(*self.qkv(x, rope), spans, cache, group)
-        return self.rest(x, mixed)
+        return self.o_proj_and_mlp(x, mixed)
 
     def qkv(self, x, rope):
         return self.mixer.qkv(self.input_layernorm(x), rope)
 
-    def rest(self, x, mixed):
+    def o_proj_and_mlp(self, x, mixed):
         x, started = self.start_mlp(x, mixed)
         branch = self.mlp.finish(started)
         if self.has_branch_norms:
@@ -1103,12 +1116,9 @@ class Block(nn.Module):
     def start_mlp(self, x, mixed):
         branch = self.mixer.o_proj(mixed)
         if self.has_branch_norms:
-            x = x + self.post_attention_layernorm(branch)
-            h = self.pre_feedforward_layernorm(x)
-        else:
-            x = x + branch
-            h = self.post_attention_layernorm(x)
-        return x, self.mlp.start(h)
+            branch = self.post_attention_layernorm(branch)
+        x = x + branch
+        return x, self.mlp.start(self.mlp_norm(x))
 
 
 # ---------------- the loss
@@ -1580,8 +1590,8 @@ class SaveNow(torch.autograd.Function):
 
 
 class Tiles:
-    """The inputs of one call of Block.rest, which are saved once and whole and run `size` tokens at a time.
-    Each tile is a checkpoint of its own, which keeps its number and no tensor:
+    """The inputs of one call of o_proj_and_mlp(). They are saved once and whole, and run `size` tokens at a
+    time. Each tile is a checkpoint of its own, which keeps its number and no tensor:
 
         forward     save x and mixed -> tile 1, tile 2, ... tile n
         backward    read them again -> tile n again, its backward; ... tile 1 again, its backward
@@ -1590,8 +1600,8 @@ class Tiles:
     line recomputes the block up to there. If tiles saved their inputs themselves, the recomputation would
     have to reach the last of them, and each tile would run three times."""
 
-    def __init__(self, rest, size, dropout, x, mixed):
-        self.rest = rest
+    def __init__(self, function, size, dropout, x, mixed):
+        self.function = function
         self.size = size
         self.dropout = dropout
         if dropout is not None:
@@ -1609,13 +1619,13 @@ class Tiles:
             saved = self.saved.grad_fn.saved_tensors
             self.tiles = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
         if self.dropout is None:
-            return self.rest(*self.tiles[i])
+            return self.function(*self.tiles[i])
         with self.dropout.instead(self.bits[i]):
-            return self.rest(*self.tiles[i])
+            return self.function(*self.tiles[i])
 
 
-def rest_in_tiles(block, rest, size, dropout, x, mixed):
-    tiles = Tiles(rest, size, dropout if block.training else None, x, mixed)
+def run_in_tiles(block, function, size, dropout, x, mixed):
+    tiles = Tiles(function, size, dropout if block.training else None, x, mixed)
     run = functools.partial(checkpoint, tiles.run, use_reentrant=False, preserve_rng_state=False)
     # These hooks do nothing. Those of a checkpointed block, which they cover, would count what tiles save.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -1628,7 +1638,8 @@ def tile_mlp_(model, size):
     """Runs what follows attention `size` tokens at a time, and once more in the backward: 6*F values a token
     live for one tile (ALST, arXiv:2506.13996)."""
     for block in model.model.layers:
-        block.rest = functools.partial(rest_in_tiles, block, block.rest, size, model.dropout)
+        block.o_proj_and_mlp = functools.partial(
+            run_in_tiles, block, block.o_proj_and_mlp, size, model.dropout)
 
 
 def checkpoint_activations_(model, n_blocks=None, n_attention_kept=0):
