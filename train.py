@@ -9,8 +9,11 @@ In the order of this file: flags; `main`, a run from top to bottom; then what ma
 activation offload, optimizers, evaluation, the log, checkpoints; and last the memory plan. A memory feature
 is one function or small class that edits a finished vanilla module, and one call in main. """
 
+import os
 import signal
 
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    TORCHRUN = os.getppid()  # read before the imports: it may end while they run
 if __name__ == "__main__":
     # Ctrl-C during the imports, which take seconds, ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -27,7 +30,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import platform
 import re
 import resource
@@ -65,7 +67,6 @@ NOT_FINITE = 3
 OUT_OF_MEMORY = 4
 # the last phase of a run, in which nothing is left to save
 AFTER_RESULT = "sample or merge"
-PARENT = os.getppid()  # under torchrun: torchrun
 TORCHRUN_GONE = getattr(signal, "SIGRTMIN", 0)  # the signal that says so; macOS has none
 
 # ---------------- flags
@@ -507,7 +508,7 @@ def main(argv, progress):
     ranks.say(describe_run(args, state, resumed, out))
     answer_before = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
     log = Log(out, state, loader, ranks, args.tensorboard)
-    stop.number = 0  # from here on a signal waits for the end of a step, which is saved
+    stop.begin()  # from here on a signal waits for the end of a step, which is saved
 
     def save():
         with log.paused():
@@ -1016,7 +1017,7 @@ class StopSignal:
     the same step. If torchrun is killed, the kernel sends TORCHRUN_GONE: otherwise the ranks would train on
     unseen, and keep the run's lock.
 
-    Until main sets it to 0 it is None: there is nothing to save, and a signal ends the process at once. So
+    Until begin() sets it to 0 it is None: there is nothing to save, and a signal ends the process at once. So
     does a second Ctrl-C, except under torchrun, which itself sends each rank a second."""
 
     def __init__(self):
@@ -1024,12 +1025,22 @@ class StopSignal:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.note)
-        if "TORCHELASTIC_RUN_ID" in os.environ and TORCHRUN_GONE:
+        # A rank that waits for another in C++ would not see a signal that can be handled.
+        self.end_with_torchrun(signal.SIGKILL)
+
+    def begin(self):
+        self.number = 0
+        if TORCHRUN_GONE:
             signal.signal(TORCHRUN_GONE, self.note)
+            self.end_with_torchrun(TORCHRUN_GONE)
+
+    def end_with_torchrun(self, number):
+        """Lets the kernel send a signal to this process when torchrun ends, even by SIGKILL."""
+        if "TORCHELASTIC_RUN_ID" in os.environ and TORCHRUN_GONE:
             PR_SET_PDEATHSIG = 1
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, TORCHRUN_GONE)
-            if os.getppid() != PARENT:  # it has gone during the imports
-                raise KeyboardInterrupt
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
+            if os.getppid() != TORCHRUN:  # it has ended already
+                os.kill(os.getpid(), number)
 
     def note(self, number, _):
         if self.number is None or (number == self.number == signal.SIGINT and "RANK" not in os.environ):
