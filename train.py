@@ -1017,8 +1017,9 @@ class StopSignal:
     the same step. If torchrun is killed, the kernel sends TORCHRUN_GONE: otherwise the ranks would train on
     unseen, and keep the run's lock.
 
-    Until begin() sets it to 0 it is None: there is nothing to save, and a signal ends the process at once. So
-    does a second Ctrl-C, except under torchrun, which itself sends each rank a second."""
+    Until begin() sets it to 0, and again once the result is written, it is None: there is nothing to save,
+    and a signal ends the process at once. So does a second Ctrl-C, except under torchrun, which itself sends
+    each rank a second."""
 
     def __init__(self):
         self.number = None
@@ -1896,7 +1897,7 @@ def note_dominant_gradient(model, norm, args, tokenizer, ranks):
     hardly learn beside it: a token that the model was never trained on, for example. Collective."""
     norm = norm.item()
     # one that is not finite ends the run, see end_not_finite()
-    if not args.clip or not 1000 * args.clip < norm < math.inf:
+    if args.clip == 0 or not 1000 * args.clip < norm < math.inf:
         return
     norms = {p: row_norms(p.grad) for p in model.parameters() if p.grad is not None}
     sizes = gradient_sizes(model, norms, ranks)
@@ -1960,7 +1961,8 @@ def end_not_finite(model, loader, step, args, ranks, in_backward, tokenizer):
 # checksum of every file, and a checksum of itself.
 #
 # All this is written to checkpoint-<step>.part/ and synced; renaming the folder commits it. A process that is
-# killed at any byte leaves a complete checkpoint or a .part, which the next process removes.
+# killed at any byte leaves a complete checkpoint or a .part, which the next process removes. The evaluation
+# of a step comes after its save: Saver.note_evaluation() enters it, by another rename.
 
 STATE = "trainer_state.json"  # a folder without it is not a checkpoint
 REMOVE = "remove this checkpoint to continue from an older one"
