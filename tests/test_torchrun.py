@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from conftest import HANG_S, HERE, random_model, run_ranks
@@ -23,13 +25,20 @@ def job(chats, tmp_path_factory):
             "--schedule constant --warmup 0 --log_every 1").split()
 
 
-def signalled(job, out, options, number):
-    """What a run on two ranks said whose torchrun alone gets a signal after three steps. It returns when all of its
-    processes have closed their output, so no orphan is left."""
+def start_torchrun(job, out, *options):
     argv = [*job, "--out", str(out), "--steps", "1000000", "--save_every", "0"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options]
-    process = subprocess.Popen([*torchrun, TRAIN, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    return subprocess.Popen([*torchrun, TRAIN, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def children_of(process):
+    return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+
+
+def signalled(process, number):
+    """What a run said whose torchrun alone gets a signal after three steps. It returns when all of its processes have
+    closed their output, so no orphan is left."""
     said = ""
     ranks = []
 
@@ -43,8 +52,7 @@ def signalled(job, out, options, number):
         said += line
         step = re.match(r"step +(\d+)/", line)
         if step and step[1] == "3":
-            with open(f"/proc/{process.pid}/task/{process.pid}/children") as children:
-                ranks += map(int, children.read().split())
+            ranks += children_of(process)
             os.kill(process.pid, number)
         elif step and int(step[1]) > ENOUGH:
             kill()
@@ -60,7 +68,7 @@ def signalled(job, out, options, number):
 ], ids=["told by SIGUSR1", "killed"])
 def test_ranks_save_when_torchrun_alone_is_signalled_and_resume_exactly(job, tmp_path, options, number, cause):
     out = tmp_path / "run"
-    said = signalled(job, out, options, number)
+    said = signalled(start_torchrun(job, out, *options), number)
     stopped = re.search(f"^stopped {cause} after step (\\d+) of .*, saved: ", said, re.M)
     assert stopped and "train.py: error" not in said, said
     # the lock is free, and what was saved continues as if nothing had happened
@@ -71,3 +79,17 @@ def test_ranks_save_when_torchrun_alone_is_signalled_and_resume_exactly(job, tmp
     assert codes == [0, 0]
     weights = [folder / "final/model.safetensors" for folder in (out, tmp_path / "undisturbed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_ranks_end_when_torchrun_is_killed_during_their_imports(job, tmp_path):
+    process = start_torchrun(job, tmp_path / "run")
+    ranks = []
+    # torch is mapped after train.py has read who its parent is
+    while len(ranks) < 2 or not all("libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text() for pid in ranks):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+        ranks = children_of(process)
+    process.kill()
+    said, _ = process.communicate(timeout=HANG_S)  # until nobody has its output open any more
+    assert "step " not in said
+    assert not (tmp_path / "run").exists()
