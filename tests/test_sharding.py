@@ -57,7 +57,7 @@ def plain(job, tmp_path_factory):
 
 
 # An orthogonal array: any two of the seven flags meet in all four combinations within the eight runs of QLoRA.
-FLAGS = [["--no-activation_checkpointing"], ["--no-chunked_ce"], ["--tiled_mlp", 20], ["--no-reshard_after_forward"],
+FLAGS = [["--no-activation_checkpointing"], ["--no-chunked_ce"], ["--tiled_mlp", 100], ["--no-reshard_after_forward"],
          ["--no-shard_embeddings"], ["--offload", "params"]]  # the seventh: tied embeddings
 COMBINATIONS = [[bool((row & (column + 1)).bit_count() % 2) for column in range(7)] for row in range(8)]
 PAIRS = [(method, tied, 2, ["--fsdp2", *(word for flag, on in zip(FLAGS, chosen) if on for word in flag)])
@@ -70,16 +70,16 @@ PAIRS = [(method, tied, 2, ["--fsdp2", *(word for flag, on in zip(FLAGS, chosen)
     ("full", False, 2, []), ("qlora", False, 3, []),  # every rank holds the whole model
     ("qlora", False, 4, ["--fsdp2", "--replicas", 2, "--offload", "--no-reshard_after_forward"]),
     ("full", False, 4, ["--fsdp2", "--replicas", 2, "--batch_size", 1, "--grad_accum", 3]),
-    ("lora", False, 2, ["--sequence_parallel", 2, "--tiled_mlp", 20]),  # tiles without a gradient of their input
+    ("lora", False, 2, ["--sequence_parallel", 2, "--tiled_mlp", 100]),  # tiles without a gradient of their input
     ("lora", False, 4, ["--fsdp2", "--sequence_parallel", 2, "--no-activation_checkpointing", "--no-chunked_ce"]),
-    ("qlora", False, 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 20]),
-    ("full", "moe", 3, ["--fsdp2", "--activation_checkpointing", 1]), ("lora", "moe", 2, ["--tiled_mlp", 20]),
-    ("qlora", "moe", 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 20]),
-    ("full", "qwen3.5", 3, ["--fsdp2", "--activation_checkpointing", 1]), ("qlora", "qwen3.5", 2, ["--tiled_mlp", 20]),
+    ("qlora", False, 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 100]),
+    ("full", "moe", 3, ["--fsdp2", "--activation_checkpointing", 1]), ("lora", "moe", 2, ["--tiled_mlp", 100]),
+    ("qlora", "moe", 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 100]),
+    ("full", "qwen3.5", 3, ["--fsdp2", "--activation_checkpointing", 1]), ("qlora", "qwen3.5", 2, ["--tiled_mlp", 100]),
     ("full", "qwen3.5", 4, ["--fsdp2", "--replicas", 2, "--offload", "params", "--no-reshard_after_forward"]),
-    ("qlora", "qwen3.5", 4, ["--fsdp2", "--offload", "--tiled_mlp", 20]),
+    ("qlora", "qwen3.5", 4, ["--fsdp2", "--offload", "--tiled_mlp", 100]),
     ("full", "muse", 3, ["--fsdp2", "--no-chunked_ce", "--activation_checkpointing", 1]),
-    ("qlora", "muse", 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 20]),
+    ("qlora", "muse", 4, ["--fsdp2", "--sequence_parallel", 2, "--replicas", 2, "--offload", "--tiled_mlp", 100]),
 ], ids=str)
 def test_ranks_and_flags_change_no_losses_norms_and_weights(plain, tmp_path, method, tied, world, flags):
     expected = plain[method, tied]
