@@ -10,8 +10,8 @@ document by document in kernels that never store them. Logits (8,192 x 128,256 x
 because the loss turns them into their gradient in the forward, chunk by chunk (Liger, arXiv:2410.10989; Cut
 Cross-Entropy, arXiv:2411.09009).
 
-Read Transformer.forward first, then Block. What follows "LoRA" edits a finished model. This file needs torch
-and nf4.py alone: copy the two to use them elsewhere.
+Read Transformer.forward first, then Block. What follows "LoRA" edits a finished model; how a config.json is
+read and refused stands last. This file needs torch and nf4.py alone: copy the two to use them elsewhere.
 
 Shapes are in the names: B rows, T tokens per row, D model, F mlp, H query heads, G kv heads, K head size, V
 vocabulary, R LoRA rank, E experts, k experts per token, N tokens of a micro-batch or rows of a matrix, S
@@ -38,7 +38,7 @@ import nf4
 IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
 NO_WINDOW = 1 << 30  # tokens: no row is as long
 
-# ---------------- config
+# ---------------- families and config
 
 class Family(NamedTuple):
     """What a family has that Llama 2 does not have. A new trait is a field here, and an `if c.family.TRAIT`
@@ -86,41 +86,6 @@ FAMILIES = {  # by model_type; to add a family, copy a row
         "MuseGlimmerForCausalLM", kinds=("full", "sliding"), bare_qk_norm=True, norms_add_one=True, gate=True,
         branch_norms=True, embed_norm=True, some_rope=True),
 }
-
-# what transformers takes where a file of the family does not have a key
-IMPLIED = {
-    "mistral": {"sliding_window": 4096},
-    "qwen3_5_text": {"head_dim": 256},
-    # no block has a dense MLP
-    "qwen3_5_moe_text": {
-        "head_dim": 256, "intermediate_size": 1, "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True},
-    "smollm3": {"tie_word_embeddings": True},
-    "muse_glimmer_text": {
-        "head_dim": 128, "rms_norm_eps": 1e-5, "post_norm_eps": 1e-8, "sliding_window": 2048,
-        "qk_scale_factor": 3.87, "output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20.0},
-}
-
-# A file that sets one of these keys to another value (absent and null are fine) asks for something that the
-# model does not compute. Training it anyway would be silently wrong. Families with the key in IMPLIED do.
-REFUSED = {
-    "hidden_act": "silu", "hidden_activation": "silu", "mlp_bias": False, "attention_dropout": 0,
-    "pretraining_tp": 1, "logit_scale": 1.0, "use_sliding_window": False, "output_router_logits": False,
-    "is_causal": True, "final_logit_softcapping": None, "original_max_position_embeddings": None,
-    "mlp_only_layers": [], "decoder_sparse_step": 1,  # every block has experts, or none has
-    "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
-    "no_rope_layer_interval": 4,
-}
-
-
-class Bounds(NamedTuple):
-    """What a number in a JSON file may be. A file is data from a stranger, so sizes are checked before they
-    are used to allocate memory. Without a default the key must be there."""
-
-    kind: type
-    low: float
-    high: float
-    default: float | None = None
 
 
 def within(*limits):
@@ -192,205 +157,6 @@ class Config:
     def conv_size(self):
         """Channels of the convolution of a Gated DeltaNet, X."""
         return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.value_size
-
-
-POSITIVE = Bounds(float, 1e-30, 1e30)
-
-
-def quoted(value):
-    """A value from a file as JSON for a message: all of a short one, the beginning of a long one."""
-    return json.dumps(value, ensure_ascii=False)[:200]
-
-
-def read_field(raw, key, bounds, where):
-    """raw[key], or the default where it is absent or null. ValueError if its type or its size is wrong."""
-    kind, low, high, default = bounds
-    value = raw.get(key)
-    if value is None:
-        value = default
-    kinds = (int, float) if kind is float else (kind,)  # type() below, because True is an instance of int
-    if type(value) not in kinds or not low <= value <= high:
-        expected = f"expected {kind.__name__} from {low} to {high}"
-        raise ValueError(f"{where}: {key} = {quoted(value)}: {expected}")
-    return kind(value)
-
-
-def parse_config(raw, where="config.json"):
-    """Reads the dict of a config.json, as transformers 4 or 5 writes it. ValueError names the key that is
-    wrong or that the model does not implement."""
-
-    def error(key, why):
-        return ValueError(f"{where}: {key} = {quoted(raw.get(key))}: {why}")
-
-    name = raw.get("model_type")
-    if name not in list(FAMILIES):  # a list, because a name may be anything, even a dict
-        raise error("model_type", f"not one of {', '.join(FAMILIES)}")
-    family = FAMILIES[name]
-    if raw.get("architectures") not in (None, [], [family.architecture]):
-        raise error("architectures", f"not {family.architecture}")
-    prefix = "model."
-    if family.vision:
-        raw = with_text_config(raw, error)
-        name = raw["model_type"]
-        family = FAMILIES[name]
-        prefix = "model.language_model."
-    for key, value in REFUSED.items():
-        if raw.get(key) not in (None, value) and key not in IMPLIED.get(name, {}):
-            raise error(key, f"not implemented, only {quoted(value)} works")
-    if raw.get("quantization_config") is not None:
-        raise error("quantization_config", "not implemented, use the unquantized model and --qlora")
-    if raw.get("attention_bias") and not family.bias:
-        raise error("attention_bias", f"not implemented for {name}")
-
-    given = with_implied_values(raw, name, family)
-    values = {f.name: read_field(given, f.name, Bounds(f.type, *f.metadata["limits"]), where)
-              for f in fields(Config) if f.metadata}
-    check_heads(raw, values, error)
-    check_experts(family, values, error)
-    dtype_key = "dtype" if "dtype" in given else "torch_dtype"  # transformers 5, 4
-    dtype = given.get(dtype_key, "bfloat16")
-    if dtype not in ("float32", "float16", "bfloat16"):
-        raise error(dtype_key, "expected float32, float16 or bfloat16")
-    theta, factor, scaling = parse_rope(given, name, values, where, error)
-    layer_types, rope_layers = blocks_of(given, family, values, theta, error)
-    rope_size = int(values["head_dim"] * factor)
-    if rope_size == 0 or rope_size % 2:
-        raise error("head_dim", f"RoPE needs an even number, not {rope_size}")
-    return Config(
-        **values, model_type=name, family=family, prefix=prefix, dtype=getattr(torch, dtype),
-        layer_types=layer_types, rope_layers=rope_layers, rope_theta=theta, rope_scaling=scaling,
-        rope_size=rope_size)
-
-
-def check_heads(raw, values, error):
-    """Raises where numbers of heads, or their sizes, do not fit each other."""
-    H = values["num_attention_heads"]
-    if H % values["num_key_value_heads"]:
-        raise error("num_key_value_heads", f"does not divide num_attention_heads {H}")
-    K = values["linear_key_head_dim"]
-    if raw.get("linear_value_head_dim", K) != K:
-        raise error("linear_value_head_dim", f"not linear_key_head_dim {K}")
-    if values["linear_num_value_heads"] % values["linear_num_key_heads"]:
-        raise error("linear_num_key_heads", "does not divide linear_num_value_heads")
-
-
-def check_experts(family, values, error):
-    E = values["num_experts"]
-    if (E > 0) != family.experts:
-        raise error("num_experts", "above 0 for a model with experts, absent for others")
-    if values["num_experts_per_tok"] > max(E, 1):
-        raise error("num_experts_per_tok", f"above {E} experts")
-    D = values["hidden_size"]
-    if E and math.gcd(D, values["moe_intermediate_size"]) % 8:  # grouped_mm wants rows of 16 bytes
-        raise error("moe_intermediate_size", f"this and hidden_size {D} must be multiples of 8")
-
-
-def with_text_config(raw, error):
-    """The config.json of a model with a vision tower -> that of its decoder. Whether the head is tied stands
-    at the top and in `text_config`, and each counts for another class of transformers."""
-    text = raw.get("text_config")
-    expected = f"{raw['model_type']}_text"
-    if not isinstance(text, dict) or text.get("model_type") != expected:
-        raise error("text_config", f"expected an object with model_type {expected}")
-    key = "tie_word_embeddings"
-    if key in raw and key in text and raw[key] != text[key]:
-        raise error(key, "differs from the one in text_config")
-    return raw | text
-
-
-def blocks_of(given, family, values, theta, error):
-    """-> (layer_types, rope_layers). Where a file leaves them out, every fourth block is of the family's
-    first kind, and with some_rope it is the one that RoPE leaves alone."""
-    n_layers = values["num_hidden_layers"]
-    kinds = [f"{kind}_attention" for kind in family.kinds]
-    # Muse Glimmer counts from its last block, the others from their first
-    first = n_layers if "sliding_attention" in kinds else 0
-    between = [(i - first) % values["full_attention_interval"] > 0 for i in range(1, n_layers + 1)]
-    types = given.get("layer_types") or [kinds[-1] if other else kinds[0] for other in between]
-    is_list = isinstance(types, list) and len(types) == n_layers
-    if not is_list or any(kind not in kinds for kind in types):
-        raise error("layer_types", f"expected {' or '.join(kinds)} for each of {n_layers} blocks")
-    if not family.some_rope:
-        return types, [True] * n_layers
-    for key in ("no_rope_layers", "layer_rope_theta"):  # of SmolLM3, 0 or 1; of Muse Glimmer, 0 or theta
-        between = given.get(key) or between
-        is_list = isinstance(between, list) and len(between) == n_layers
-        if not is_list or any(rope not in (0, 1, theta) for rope in between):
-            raise error(key, f"expected 0, or 1 or rope_theta, for each of {n_layers} blocks")
-    return types, [rope > 0 for rope in between]
-
-
-def with_implied_values(raw, name, family):
-    """The keys that a file gives, and those that transformers derives where a file leaves them out."""
-    given = {key: value for key, value in (IMPLIED.get(name, {}) | raw).items() if value is not None}
-    D = given.get("hidden_size")
-    H = given.get("num_attention_heads")
-    if "num_local_experts" in given:  # transformers 5
-        given.setdefault("num_experts", given["num_local_experts"])
-    if not family.experts:
-        # a dense model has no such keys, and where a file has them they mean nothing
-        given.setdefault("num_experts_per_tok", 1)
-        given.setdefault("moe_intermediate_size", 1)
-    if name == "llama":  # Llama-2 7B and 13B leave it out
-        given.setdefault("num_key_value_heads", H)
-    if name != "qwen3" and type(D) is type(H) is int and H > 0 and D % H == 0:
-        given.setdefault("head_dim", D // H)
-    return given
-
-
-def parse_rope(given, model_type, values, where, error):
-    """-> (theta, the part of a head that RoPE turns, scaling). A file may have `rope_theta`,
-    `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. Where
-    one is there twice both must agree, or which one counts would depend on who reads it. mrope_section means
-    nothing for text, whose tokens have three equal positions."""
-    numbers = {
-        "default": {},
-        "linear": {"factor": POSITIVE},
-        "llama3": {
-            "factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE,
-            "original_max_position_embeddings": Bounds(int, 1, 1 << 30, values["max_position_embeddings"]),
-        },
-    }
-    stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    scalings = []
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = given.get(key)
-        if not rope:
-            continue
-        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            raise error(key, "expected one flat object; rope parameters per layer type are not implemented")
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in list(numbers):
-            raise error(key, f"rope_type is not one of {', '.join(numbers)}")
-        scaling = {name: read_field(rope, name, bounds, f"{where}: {key}")
-                   for name, bounds in numbers[kind].items()}
-        # transformers would divide by their difference, and blend the two ends the wrong way round
-        if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-            raise error(key, "low_freq_factor must be below high_freq_factor")
-        scalings.append({"rope_type": kind, **scaling})
-        for name, value in stated.items():
-            other = rope.get(name)
-            if other is None:
-                continue
-            if value not in (None, other):
-                raise error(name, f"{key}.{name} = {quoted(other)} differs: leave one of the two out")
-            stated[name] = other
-    scalings = scalings or [{"rope_type": "default"}]
-    if scalings[0] != scalings[-1]:
-        raise error("rope_scaling", "rope_parameters differ: leave one of the two out")
-    scaling = scalings[0]
-    # Old Llama-2 files leave out their 10000. Elsewhere this default would train on wrong positions
-    # (vllm #42624).
-    is_old_llama = not (model_type.startswith("qwen") or scaling["rope_type"] == "llama3"
-                        or values["vocab_size"] >= 100_000)
-    if stated["rope_theta"] is None and not is_old_llama:
-        raise error("rope_theta", "missing, with no safe default: copy it from the model's page")
-    theta = read_field(stated, "rope_theta", POSITIVE._replace(default=1e4), where)
-    bounds = Bounds(float, 1, 1, 1)  # RoPE turns the whole of a head
-    if FAMILIES[model_type].part_rope:
-        bounds = Bounds(float, 0, 1, 0.25)
-    factor = read_field(stated, "partial_rotary_factor", bounds, where)
-    return theta, factor, scaling
 
 
 # ---------------- layers
@@ -1679,7 +1445,7 @@ def reshard_(model):
             module.reshard()
 
 
-# ---------------- what a step costs
+# ---------------- FLOP of a step
 
 
 def mixer_weights(c, kind):
@@ -1720,189 +1486,239 @@ def step_flops(c, counts, is_frozen):
     return attention + rule + (4 if is_frozen else 6) * products
 
 
-def saved_input(args, width, *names):
-    """Numbers a token that the gradients of these weights need of the input that they share."""
-    trained = args.lora_targets if args.lora else LORA_TARGETS
-    return width if any(name in trained for name in names) else 0
+# ---------------- reading a config.json
 
 
-def masks(args, size, n_tokens, width, *names):
-    """Numbers that dropout's masks of an input of these weights take: an int32 and a byte of each, a piece
-    at a time."""
-    if not args.lora_dropout:
-        return 0
-    return 5 / size * min(nf4.CHUNK, n_tokens * saved_input(args, width, *names))
+# what transformers takes where a file of the family does not have a key
+IMPLIED = {
+    "mistral": {"sliding_window": 4096},
+    "qwen3_5_text": {"head_dim": 256},
+    # no block has a dense MLP
+    "qwen3_5_moe_text": {
+        "head_dim": 256, "intermediate_size": 1, "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True},
+    "smollm3": {"tie_word_embeddings": True},
+    "muse_glimmer_text": {
+        "head_dim": 128, "rms_norm_eps": 1e-5, "post_norm_eps": 1e-8, "sliding_window": 2048,
+        "qk_scale_factor": 3.87, "output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20.0},
+}
+
+# A file that sets one of these keys to another value (absent and null are fine) asks for something that the
+# model does not compute. Training it anyway would be silently wrong. Families with the key in IMPLIED do.
+REFUSED = {
+    "hidden_act": "silu", "hidden_activation": "silu", "mlp_bias": False, "attention_dropout": 0,
+    "pretraining_tp": 1, "logit_scale": 1.0, "use_sliding_window": False, "output_router_logits": False,
+    "is_causal": True, "final_logit_softcapping": None, "original_max_position_embeddings": None,
+    "mlp_only_layers": [], "decoder_sparse_step": 1,  # every block has experts, or none has
+    "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
+    "no_rope_layer_interval": 4,
+}
 
 
-def key_width(args, c):
-    """Numbers a token of the key heads in attention: --sequence_parallel repeats them until each rank has as
-    many."""
-    return c.head_dim * math.lcm(c.num_key_value_heads, args.sequence_parallel)
+class Bounds(NamedTuple):
+    """What a number in a JSON file may be. A file is data from a stranger, so sizes are checked before they
+    are used to allocate memory. Without a default the key must be there."""
+
+    kind: type
+    low: float
+    high: float
+    default: float | None = None
 
 
-def numbers_of_attention(args, c, size):
-    """-> (numbers a token that attention saves, those that its backward adds), without the inputs of the
-    projections. FlashAttention, and the memory-efficient kernel that does its work in float32, save q, k, v,
-    the output and a float32 a head."""
-    Q = c.q_size
-    G = key_width(args, c)
-    saved = 2 * Q + 2 * G  # q, output, k and v
-    saved += 4 / size * c.num_attention_heads  # the log of the sum of each softmax, float32
-    gradients = Q + 2 * G  # of q, k and v
-    if c.family.qk_norm or c.family.bare_qk_norm:
-        saved += Q + c.kv_size  # inputs of the norms of q and k
-    if args.sequence_parallel > 1:
-        saved += Q  # output behind the second all-to-all
-        gradients *= 2  # on both sides of the all-to-all
-    if size == 2:
-        gradients += 2 * Q  # FlashAttention adds up dq in float32
-    if G < Q:
-        gradients += 2 * Q  # and makes dk and dv of each query head
-        if size == 4:
-            saved += 2 * Q  # k and v of each query head: the kernel for float32 shares no key heads
-            if args.sequence_parallel == 1:
-                saved -= 2 * G  # else they lie in one tensor with q, which the all-to-all has brought
-    if c.family.gate:
-        saved += Q  # the sigmoid of the gate
-        gradients += Q  # of the gate
-    if c.family.gate_in_q:
-        saved += Q  # the gate, which is in one tensor with the input of q's norm
-    return saved, gradients
+POSITIVE = Bounds(float, 1e-30, 1e30)
 
 
-def numbers_of_deltanet(c, size, n_tokens):
-    """The same of Gated DeltaNet. Its backward recomputes one segment at a time. When that is done, a token
-    of the segment has in float32 (K = 2 * RULE_CHUNK, as in every Qwen3.5)
-
-        3 * X - E          what SiLU is applied to; q, k, v by chunks; q and k of unit length
-        X / 2 - E / 2      products of q and k with k
-        7/2 * E            decays, these with beta, a, its inverse, that times beta and carry, scores
-        4 * E              w and u, queries, keys
-        6 * E              d and S of each chunk, in a list and in one tensor
-        6 * E              o, by tokens, normalized; z, its SiLU, the gradient of their product
-        -E / 2             the 16-bit gradient of the output, which activation_bytes() counts, is gone"""
-    X = c.conv_size
-    E = c.value_size
-    segment = min(SEGMENT, n_tokens)
-    saved = X + E + 4 / size * E * c.linear_key_head_dim / segment  # qkv, z, and the S before each segment
-    rule = 4 / size * (3.5 * X + 17.5 * E)
-    # X: gradients of qkv of the segments before, and a padded input of this one
-    return saved, X + rule * segment / n_tokens
+def quoted(value):
+    """A value from a file as JSON for a message: all of a short one, the beginning of a long one."""
+    return json.dumps(value, ensure_ascii=False)[:200]
 
 
-def saved_by_mlp(args, c, size):
-    """Numbers a token, without down_proj's input, at which a recomputation ends."""
-    k = c.num_experts_per_tok
-    shared = c.shared_expert_intermediate_size
-    saved = 3 * (c.mlp_size + shared)  # gate, up and silu(gate)
-    saved += saved_input(args, k * c.hidden_size, "gate_proj", "up_proj")
-    if c.num_experts:
-        saved += c.mlp_size  # what the odds are applied to
-        saved += 4 / size * c.num_experts  # odds of all experts, float32
-        saved += 32 / size * k  # odds and order of the chosen ones, float32 and int64
-        if not args.lora:
-            saved += c.hidden_size  # input of the router
-    if shared:
-        # its result, and its input, which full fine-tuning has counted as the router's
-        saved += 2 * c.hidden_size if args.lora else c.hidden_size
-        saved += saved_input(args, shared, "down_proj")
-    return saved
+def read_field(raw, key, bounds, where):
+    """raw[key], or the default where it is absent or null. ValueError if its type or its size is wrong."""
+    kind, low, high, default = bounds
+    value = raw.get(key)
+    if value is None:
+        value = default
+    kinds = (int, float) if kind is float else (kind,)  # type() below, because True is an instance of int
+    if type(value) not in kinds or not low <= value <= high:
+        expected = f"expected {kind.__name__} from {low} to {high}"
+        raise ValueError(f"{where}: {key} = {quoted(value)}: {expected}")
+    return kind(value)
 
 
-class Keeps(NamedTuple):
-    """What a block keeps from the forward to the backward, beside its input."""
+def parse_config(raw, where="config.json"):
+    """Reads the dict of a config.json, as transformers 4 or 5 writes it. ValueError names the key that is
+    wrong or that the model does not implement."""
 
-    activations: bool  # all of them: it is not recomputed
-    weights: bool  # NF4 weights in 16 bits
-    attention: bool  # of a recomputed block, attention's output
+    def error(key, why):
+        return ValueError(f"{where}: {key} = {quoted(raw.get(key))}: {why}")
 
+    name = raw.get("model_type")
+    if name not in list(FAMILIES):  # a list, because a name may be anything, even a dict
+        raise error("model_type", f"not one of {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    if raw.get("architectures") not in (None, [], [family.architecture]):
+        raise error("architectures", f"not {family.architecture}")
+    prefix = "model."
+    if family.vision:
+        raw = with_text_config(raw, error)
+        name = raw["model_type"]
+        family = FAMILIES[name]
+        prefix = "model.language_model."
+    for key, value in REFUSED.items():
+        if raw.get(key) not in (None, value) and key not in IMPLIED.get(name, {}):
+            raise error(key, f"not implemented, only {quoted(value)} works")
+    if raw.get("quantization_config") is not None:
+        raise error("quantization_config", "not implemented, use the unquantized model and --qlora")
+    if raw.get("attention_bias") and not family.bias:
+        raise error("attention_bias", f"not implemented for {name}")
 
-def activation_bytes(args, c, size, n_tokens, kind, keeps):
-    """Bytes of a block of n_tokens where a number has `size` bytes, as CUDA kernels save and allocate them:
-    its input; all that it saves for its backward; and the most that is alive at once while its backward runs,
-    in attention and in the MLP, with what is saved for it. kind: of layer_types. tests/test_plan.py compares
-    them with real steps."""
-    D = c.hidden_size
-    N = n_tokens
-    F = c.mlp_size
-    k = c.num_experts_per_tok  # 1 for a dense MLP
-    n_attention = mixer_weights(c, kind)
-    n_down = D * F // k * max(c.num_experts, 1)  # of down_proj, as many as of gate_proj and up_proj
-    routed = k * D if c.num_experts else 0  # numbers a token of rows on their way to experts or back
-
-    if kind == "linear_attention":
-        E = c.value_size
-        attention, gradients = numbers_of_deltanet(c, size, N)
-    else:
-        E = c.q_size
-        attention, gradients = numbers_of_attention(args, c, size)
-    *inner, last = mixer_targets(c, kind)
-    attention += saved_input(args, D, *inner)
-    if args.lora:  # what A makes, of all adapters of the block
-        adapted = [name for name in (*inner, last, *MLP_TARGETS) if name in args.lora_targets]
-        attention += args.lora_rank * sum(k if name in MLP_TARGETS else 1 for name in adapted)
-    in_attention = N * (attention + gradients + D + E)  # gradients of the block's and of attention's output
-    in_attention += masks(args, size, N, D, *inner)
-    mlp = saved_by_mlp(args, c, size)
-    if c.family.gate:  # else the input of o_proj is attention's output
-        mlp += saved_input(args, E, last)
-    down = saved_input(args, F, "down_proj")
-    tile = min(args.tiled_mlp or N, N)
-
-    weight = n_down if args.qlora else 0  # down_proj is dequantized for its backward
-    # nf4.dequantize(): the scales of all of it, and of a chunk the int32 index and the float32 levels
-    scratch = 4 / size * weight / nf4.BLOCK + 6 / size * min(nf4.CHUNK, weight)
-    if args.qlora and "down_proj" in args.lora_targets:
-        scratch += tile * k * D  # the adapter's output
-    if args.qlora and not c.num_experts:
-        scratch += tile * F  # the product's input; 2 * routed below is more than that of experts
-    # the largest of three moments: the backward of gate and up, before it that of down_proj's adapter, and
-    # before that one of down_proj
-    at_gate = tile * max(3 * F, down + 2 * F, 2 * routed)
-    at_gate += masks(args, size, tile * k, D, "gate_proj", "up_proj")
-    at_adapter = tile * (2 * F + down) + masks(args, size, tile, F, "down_proj")
-    at_down = tile * 2 * routed + weight + max(tile * (F + down), scratch)
-    in_mlp = N * attention + tile * (mlp + 2 * D) + max(at_gate, at_adapter, at_down)
-
-    norms = 4 * D if c.family.branch_norms else 2 * D  # their inputs
-    saved = N * (attention + mlp + down + norms)
-    if args.tiled_mlp:
-        # of tiles; the output of attention without a gate is saved by itself
-        inputs = D + E if c.family.gate else D
-        saved = N * (attention + inputs)
-        in_mlp += N * inputs + (N - tile) * (D + E)  # gradients of the output, and of what other tiles read
-    if keeps.weights:
-        saved += n_attention + 3 * n_down
-    if not keeps.activations:
-        saved = N * D
-        if keeps.attention and kind != "linear_attention":
-            saved += N * (E + 4 / size * c.num_attention_heads)
-            if size == 4 and key_width(args, c) < E:
-                saved += N * 2 * E  # copies of k and v for each query head
-        if c.num_experts:
-            saved += N * 8 * k / size  # the order of the experts' rows, int64, which no checkpoint drops
-    if keeps.weights or (args.qlora and not keeps.activations):
-        # all weights but down_proj, which is in `weight`
-        in_attention += n_attention
-        in_mlp += n_attention + 2 * n_down
-    numbers = {"input": N * D, "saved": saved, "in attention": in_attention, "in mlp": in_mlp}
-    return {what: int(size * n) for what, n in numbers.items()}
+    given = with_implied_values(raw, name, family)
+    values = {f.name: read_field(given, f.name, Bounds(f.type, *f.metadata["limits"]), where)
+              for f in fields(Config) if f.metadata}
+    check_heads(raw, values, error)
+    check_experts(family, values, error)
+    dtype_key = "dtype" if "dtype" in given else "torch_dtype"  # transformers 5, 4
+    dtype = given.get(dtype_key, "bfloat16")
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise error(dtype_key, "expected float32, float16 or bfloat16")
+    theta, factor, scaling = parse_rope(given, name, values, where, error)
+    layer_types, rope_layers = blocks_of(given, family, values, theta, error)
+    rope_size = int(values["head_dim"] * factor)
+    if rope_size == 0 or rope_size % 2:
+        raise error("head_dim", f"RoPE needs an even number, not {rope_size}")
+    return Config(
+        **values, model_type=name, family=family, prefix=prefix, dtype=getattr(torch, dtype),
+        layer_types=layer_types, rope_layers=rope_layers, rope_theta=theta, rope_scaling=scaling,
+        rope_size=rope_size)
 
 
-def loss_bytes(args, c, size, n_tokens):
-    """The most that is alive at once while the loss is computed: logits, their gradient and the head's."""
-    if not args.chunked_ce:
-        # float32 logits, their log-softmax and their gradient, and the tanh of capped ones
-        n_bytes = 16 if c.final_logit_softcapping else 12
-        return n_bytes * n_tokens * c.vocab_size
-    n_head = 0 if args.lora else c.vocab_size * c.hidden_size
-    chunk = min(args.ce_chunk, n_tokens)
-    n_bytes = chunk * c.vocab_size * size
-    if chunk < n_tokens:
-        n_bytes += 4 * n_head  # gradients of several chunks are added up in float32
-    of_piece = 0  # bytes a logit: of one in 16 bits the float32 copy and the gradient
-    if size == 2:
-        of_piece = 6
-    if c.final_logit_softcapping:
-        of_piece += 4 if size == 2 else 8  # the tanh, and of a float32 logit what is capped
-    return n_bytes + max(of_piece * min(chunk, PIECE) * c.vocab_size, n_head * size)
+def with_text_config(raw, error):
+    """The config.json of a model with a vision tower -> that of its decoder. Whether the head is tied stands
+    at the top and in `text_config`, and each counts for another class of transformers."""
+    text = raw.get("text_config")
+    expected = f"{raw['model_type']}_text"
+    if not isinstance(text, dict) or text.get("model_type") != expected:
+        raise error("text_config", f"expected an object with model_type {expected}")
+    key = "tie_word_embeddings"
+    if key in raw and key in text and raw[key] != text[key]:
+        raise error(key, "differs from the one in text_config")
+    return raw | text
+
+
+def check_heads(raw, values, error):
+    """Raises where numbers of heads, or their sizes, do not fit each other."""
+    H = values["num_attention_heads"]
+    if H % values["num_key_value_heads"]:
+        raise error("num_key_value_heads", f"does not divide num_attention_heads {H}")
+    K = values["linear_key_head_dim"]
+    if raw.get("linear_value_head_dim", K) != K:
+        raise error("linear_value_head_dim", f"not linear_key_head_dim {K}")
+    if values["linear_num_value_heads"] % values["linear_num_key_heads"]:
+        raise error("linear_num_key_heads", "does not divide linear_num_value_heads")
+
+
+def check_experts(family, values, error):
+    E = values["num_experts"]
+    if (E > 0) != family.experts:
+        raise error("num_experts", "above 0 for a model with experts, absent for others")
+    if values["num_experts_per_tok"] > max(E, 1):
+        raise error("num_experts_per_tok", f"above {E} experts")
+    D = values["hidden_size"]
+    if E and math.gcd(D, values["moe_intermediate_size"]) % 8:  # grouped_mm wants rows of 16 bytes
+        raise error("moe_intermediate_size", f"this and hidden_size {D} must be multiples of 8")
+
+
+def blocks_of(given, family, values, theta, error):
+    """-> (layer_types, rope_layers). Where a file leaves them out, every fourth block is of the family's
+    first kind, and with some_rope it is the one that RoPE leaves alone."""
+    n_layers = values["num_hidden_layers"]
+    kinds = [f"{kind}_attention" for kind in family.kinds]
+    # Muse Glimmer counts from its last block, the others from their first
+    first = n_layers if "sliding_attention" in kinds else 0
+    between = [(i - first) % values["full_attention_interval"] > 0 for i in range(1, n_layers + 1)]
+    types = given.get("layer_types") or [kinds[-1] if other else kinds[0] for other in between]
+    is_list = isinstance(types, list) and len(types) == n_layers
+    if not is_list or any(kind not in kinds for kind in types):
+        raise error("layer_types", f"expected {' or '.join(kinds)} for each of {n_layers} blocks")
+    if not family.some_rope:
+        return types, [True] * n_layers
+    for key in ("no_rope_layers", "layer_rope_theta"):  # of SmolLM3, 0 or 1; of Muse Glimmer, 0 or theta
+        between = given.get(key) or between
+        is_list = isinstance(between, list) and len(between) == n_layers
+        if not is_list or any(rope not in (0, 1, theta) for rope in between):
+            raise error(key, f"expected 0, or 1 or rope_theta, for each of {n_layers} blocks")
+    return types, [rope > 0 for rope in between]
+
+
+def with_implied_values(raw, name, family):
+    """The keys that a file gives, and those that transformers derives where a file leaves them out."""
+    given = {key: value for key, value in (IMPLIED.get(name, {}) | raw).items() if value is not None}
+    D = given.get("hidden_size")
+    H = given.get("num_attention_heads")
+    if "num_local_experts" in given:  # transformers 5
+        given.setdefault("num_experts", given["num_local_experts"])
+    if not family.experts:
+        # a dense model has no such keys, and where a file has them they mean nothing
+        given.setdefault("num_experts_per_tok", 1)
+        given.setdefault("moe_intermediate_size", 1)
+    if name == "llama":  # Llama-2 7B and 13B leave it out
+        given.setdefault("num_key_value_heads", H)
+    if name != "qwen3" and type(D) is type(H) is int and H > 0 and D % H == 0:
+        given.setdefault("head_dim", D // H)
+    return given
+
+
+def parse_rope(given, model_type, values, where, error):
+    """-> (theta, the part of a head that RoPE turns, scaling). A file may have `rope_theta`,
+    `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. Where
+    one is there twice both must agree, or which one counts would depend on who reads it. mrope_section means
+    nothing for text, whose tokens have three equal positions."""
+    numbers = {
+        "default": {},
+        "linear": {"factor": POSITIVE},
+        "llama3": {
+            "factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE,
+            "original_max_position_embeddings": Bounds(int, 1, 1 << 30, values["max_position_embeddings"]),
+        },
+    }
+    stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    scalings = []
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = given.get(key)
+        if not rope:
+            continue
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise error(key, "expected one flat object; rope parameters per layer type are not implemented")
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in list(numbers):
+            raise error(key, f"rope_type is not one of {', '.join(numbers)}")
+        scaling = {name: read_field(rope, name, bounds, f"{where}: {key}")
+                   for name, bounds in numbers[kind].items()}
+        # transformers would divide by their difference, and blend the two ends the wrong way round
+        if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+            raise error(key, "low_freq_factor must be below high_freq_factor")
+        scalings.append({"rope_type": kind, **scaling})
+        for name, value in stated.items():
+            other = rope.get(name)
+            if other is None:
+                continue
+            if value not in (None, other):
+                raise error(name, f"{key}.{name} = {quoted(other)} differs: leave one of the two out")
+            stated[name] = other
+    scalings = scalings or [{"rope_type": "default"}]
+    if scalings[0] != scalings[-1]:
+        raise error("rope_scaling", "rope_parameters differ: leave one of the two out")
+    scaling = scalings[0]
+    # Old Llama-2 files leave out their 10000. Elsewhere this default would train on wrong positions
+    # (vllm #42624).
+    is_old_llama = not (model_type.startswith("qwen") or scaling["rope_type"] == "llama3"
+                        or values["vocab_size"] >= 100_000)
+    if stated["rope_theta"] is None and not is_old_llama:
+        raise error("rope_theta", "missing, with no safe default: copy it from the model's page")
+    theta = read_field(stated, "rope_theta", POSITIVE._replace(default=1e4), where)
+    bounds = Bounds(float, 1, 1, 1)  # RoPE turns the whole of a head
+    if FAMILIES[model_type].part_rope:
+        bounds = Bounds(float, 0, 1, 0.25)
+    factor = read_field(stated, "partial_rotary_factor", bounds, where)
+    return theta, factor, scaling

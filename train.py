@@ -6,8 +6,9 @@ memory.
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chats.jsonl
 
 In the order of this file: flags; `main`, a run from top to bottom; then what main uses: ranks, FSDP2 and
-activation offload, optimizers, evaluation, the log, checkpoints; and last the memory plan. A memory feature
-is one function or small class that edits a finished vanilla module, and one call in main. """
+activation offload, optimizers, the loss of a batch, the log, checkpoints; and last the memory plan, a tenth
+of the code, and the limits of the memory. A memory feature is one function or small class that edits a
+finished vanilla module, and one call in main. """
 
 import os
 import signal
@@ -1049,15 +1050,7 @@ class StopSignal:
         self.number = number
 
 
-# ---------------- memory of the CPU, FSDP2, activation offload
-
-
-def keep_freed_memory(on):
-    """Tells glibc to keep freed memory. Mapping large tensors anew would take a fifth of a step on a CPU."""
-    if on and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: a large block gets no mapping of its own
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
+# ---------------- FSDP2, activation offload
 
 
 @functools.cache  # a second call would wrap the method again
@@ -1241,7 +1234,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
 
-# ---------------- optimizers, learning rate, evaluation
+# ---------------- optimizers, learning rate
 
 
 def make_optimizer(named, args, bad):
@@ -1355,6 +1348,9 @@ class StepInBackward:
             dist.all_reduce(norm_squared)
             dist.all_reduce(self.bad, dist.ReduceOp.MAX)
         return (norm_squared / self.args.replicas).sqrt()  # replicas hold the same gradients
+
+
+# ---------------- the loss of a batch, evaluation
 
 
 # what a run with --dpo logs, means over pairs
@@ -2472,10 +2468,10 @@ def plan(args, config, world, length):
     n_checkpointed = n_recomputed(args, config)
     acts = []
     for i, kind in enumerate(config.layer_types):
-        keeps = lm.Keeps(i >= n_checkpointed, i >= n_layers - args.n_weights_kept,
+        keeps = Keeps(i >= n_checkpointed, i >= n_layers - args.n_weights_kept,
                          i >= n_checkpointed - args.n_attention_kept)
-        acts.append(lm.activation_bytes(args, config, itemsize, n_tokens, kind, keeps))
-    logits_bytes = lm.loss_bytes(args, config, itemsize, n_tokens)
+        acts.append(activation_bytes(args, config, itemsize, n_tokens, kind, keeps))
+    logits_bytes = loss_bytes(args, config, itemsize, n_tokens)
 
     always = sum((unit.always for unit in whole), Counter())
     # With --offload params nothing of this stays on the GPU: FSDP2 brings a unit there when it is used.
@@ -2627,6 +2623,194 @@ def largest_moments(events):
         if phase not in largest or kinds.total() >= largest[phase][1].total():
             largest[phase] = moment, kinds
     return dict(largest.values())
+
+
+def saved_input(args, width, *names):
+    """Numbers a token that the gradients of these weights need of the input that they share."""
+    trained = args.lora_targets if args.lora else lm.LORA_TARGETS
+    return width if any(name in trained for name in names) else 0
+
+
+def masks(args, size, n_tokens, width, *names):
+    """Numbers that dropout's masks of an input of these weights take: an int32 and a byte of each, a piece
+    at a time."""
+    if not args.lora_dropout:
+        return 0
+    return 5 / size * min(nf4.CHUNK, n_tokens * saved_input(args, width, *names))
+
+
+def key_width(args, c):
+    """Numbers a token of the key heads in attention: --sequence_parallel repeats them until each rank has as
+    many."""
+    return c.head_dim * math.lcm(c.num_key_value_heads, args.sequence_parallel)
+
+
+def numbers_of_attention(args, c, size):
+    """-> (numbers a token that attention saves, those that its backward adds), without the inputs of the
+    projections. FlashAttention, and the memory-efficient kernel that does its work in float32, save q, k, v,
+    the output and a float32 a head."""
+    Q = c.q_size
+    G = key_width(args, c)
+    saved = 2 * Q + 2 * G  # q, output, k and v
+    saved += 4 / size * c.num_attention_heads  # the log of the sum of each softmax, float32
+    gradients = Q + 2 * G  # of q, k and v
+    if c.family.qk_norm or c.family.bare_qk_norm:
+        saved += Q + c.kv_size  # inputs of the norms of q and k
+    if args.sequence_parallel > 1:
+        saved += Q  # output behind the second all-to-all
+        gradients *= 2  # on both sides of the all-to-all
+    if size == 2:
+        gradients += 2 * Q  # FlashAttention adds up dq in float32
+    if G < Q:
+        gradients += 2 * Q  # and makes dk and dv of each query head
+        if size == 4:
+            saved += 2 * Q  # k and v of each query head: the kernel for float32 shares no key heads
+            if args.sequence_parallel == 1:
+                saved -= 2 * G  # else they lie in one tensor with q, which the all-to-all has brought
+    if c.family.gate:
+        saved += Q  # the sigmoid of the gate
+        gradients += Q  # of the gate
+    if c.family.gate_in_q:
+        saved += Q  # the gate, which is in one tensor with the input of q's norm
+    return saved, gradients
+
+
+def numbers_of_deltanet(c, size, n_tokens):
+    """The same of Gated DeltaNet. Its backward recomputes one segment at a time. When that is done, a token
+    of the segment has in float32 (K = 2 * RULE_CHUNK, as in every Qwen3.5)
+
+        3 * X - E          what SiLU is applied to; q, k, v by chunks; q and k of unit length
+        X / 2 - E / 2      products of q and k with k
+        7/2 * E            decays, these with beta, a, its inverse, that times beta and carry, scores
+        4 * E              w and u, queries, keys
+        6 * E              d and S of each chunk, in a list and in one tensor
+        6 * E              o, by tokens, normalized; z, its SiLU, the gradient of their product
+        -E / 2             the 16-bit gradient of the output, which activation_bytes() counts, is gone"""
+    X = c.conv_size
+    E = c.value_size
+    segment = min(lm.SEGMENT, n_tokens)
+    saved = X + E + 4 / size * E * c.linear_key_head_dim / segment  # qkv, z, and the S before each segment
+    rule = 4 / size * (3.5 * X + 17.5 * E)
+    # X: gradients of qkv of the segments before, and a padded input of this one
+    return saved, X + rule * segment / n_tokens
+
+
+def saved_by_mlp(args, c, size):
+    """Numbers a token, without down_proj's input, at which a recomputation ends."""
+    k = c.num_experts_per_tok
+    shared = c.shared_expert_intermediate_size
+    saved = 3 * (c.mlp_size + shared)  # gate, up and silu(gate)
+    saved += saved_input(args, k * c.hidden_size, "gate_proj", "up_proj")
+    if c.num_experts:
+        saved += c.mlp_size  # what the odds are applied to
+        saved += 4 / size * c.num_experts  # odds of all experts, float32
+        saved += 32 / size * k  # odds and order of the chosen ones, float32 and int64
+        if not args.lora:
+            saved += c.hidden_size  # input of the router
+    if shared:
+        # its result, and its input, which full fine-tuning has counted as the router's
+        saved += 2 * c.hidden_size if args.lora else c.hidden_size
+        saved += saved_input(args, shared, "down_proj")
+    return saved
+
+
+class Keeps(NamedTuple):
+    """What a block keeps from the forward to the backward, beside its input."""
+
+    activations: bool  # all of them: it is not recomputed
+    weights: bool  # NF4 weights in 16 bits
+    attention: bool  # of a recomputed block, attention's output
+
+
+def activation_bytes(args, c, size, n_tokens, kind, keeps):
+    """Bytes of a block of n_tokens where a number has `size` bytes, as CUDA kernels save and allocate them:
+    its input; all that it saves for its backward; and the most that is alive at once while its backward runs,
+    in attention and in the MLP, with what is saved for it. kind: of layer_types. tests/test_plan.py compares
+    them with real steps."""
+    D = c.hidden_size
+    N = n_tokens
+    F = c.mlp_size
+    k = c.num_experts_per_tok  # 1 for a dense MLP
+    n_attention = lm.mixer_weights(c, kind)
+    n_down = D * F // k * max(c.num_experts, 1)  # of down_proj, as many as of gate_proj and up_proj
+    routed = k * D if c.num_experts else 0  # numbers a token of rows on their way to experts or back
+
+    if kind == "linear_attention":
+        E = c.value_size
+        attention, gradients = numbers_of_deltanet(c, size, N)
+    else:
+        E = c.q_size
+        attention, gradients = numbers_of_attention(args, c, size)
+    *inner, last = lm.mixer_targets(c, kind)
+    attention += saved_input(args, D, *inner)
+    if args.lora:  # what A makes, of all adapters of the block
+        adapted = [name for name in (*inner, last, *lm.MLP_TARGETS) if name in args.lora_targets]
+        attention += args.lora_rank * sum(k if name in lm.MLP_TARGETS else 1 for name in adapted)
+    in_attention = N * (attention + gradients + D + E)  # gradients of the block's and of attention's output
+    in_attention += masks(args, size, N, D, *inner)
+    mlp = saved_by_mlp(args, c, size)
+    if c.family.gate:  # else the input of o_proj is attention's output
+        mlp += saved_input(args, E, last)
+    down = saved_input(args, F, "down_proj")
+    tile = min(args.tiled_mlp or N, N)
+
+    weight = n_down if args.qlora else 0  # down_proj is dequantized for its backward
+    # nf4.dequantize(): the scales of all of it, and of a chunk the int32 index and the float32 levels
+    scratch = 4 / size * weight / nf4.BLOCK + 6 / size * min(nf4.CHUNK, weight)
+    if args.qlora and "down_proj" in args.lora_targets:
+        scratch += tile * k * D  # the adapter's output
+    if args.qlora and not c.num_experts:
+        scratch += tile * F  # the product's input; 2 * routed below is more than that of experts
+    # the largest of three moments: the backward of gate and up, before it that of down_proj's adapter, and
+    # before that one of down_proj
+    at_gate = tile * max(3 * F, down + 2 * F, 2 * routed)
+    at_gate += masks(args, size, tile * k, D, "gate_proj", "up_proj")
+    at_adapter = tile * (2 * F + down) + masks(args, size, tile, F, "down_proj")
+    at_down = tile * 2 * routed + weight + max(tile * (F + down), scratch)
+    in_mlp = N * attention + tile * (mlp + 2 * D) + max(at_gate, at_adapter, at_down)
+
+    norms = 4 * D if c.family.branch_norms else 2 * D  # their inputs
+    saved = N * (attention + mlp + down + norms)
+    if args.tiled_mlp:
+        # of tiles; the output of attention without a gate is saved by itself
+        inputs = D + E if c.family.gate else D
+        saved = N * (attention + inputs)
+        in_mlp += N * inputs + (N - tile) * (D + E)  # gradients of the output, and of what other tiles read
+    if keeps.weights:
+        saved += n_attention + 3 * n_down
+    if not keeps.activations:
+        saved = N * D
+        if keeps.attention and kind != "linear_attention":
+            saved += N * (E + 4 / size * c.num_attention_heads)
+            if size == 4 and key_width(args, c) < E:
+                saved += N * 2 * E  # copies of k and v for each query head
+        if c.num_experts:
+            saved += N * 8 * k / size  # the order of the experts' rows, int64, which no checkpoint drops
+    if keeps.weights or (args.qlora and not keeps.activations):
+        # all weights but down_proj, which is in `weight`
+        in_attention += n_attention
+        in_mlp += n_attention + 2 * n_down
+    numbers = {"input": N * D, "saved": saved, "in attention": in_attention, "in mlp": in_mlp}
+    return {what: int(size * n) for what, n in numbers.items()}
+
+
+def loss_bytes(args, c, size, n_tokens):
+    """The most that is alive at once while the loss is computed: logits, their gradient and the head's."""
+    if not args.chunked_ce:
+        # float32 logits, their log-softmax and their gradient, and the tanh of capped ones
+        n_bytes = 16 if c.final_logit_softcapping else 12
+        return n_bytes * n_tokens * c.vocab_size
+    n_head = 0 if args.lora else c.vocab_size * c.hidden_size
+    chunk = min(args.ce_chunk, n_tokens)
+    n_bytes = chunk * c.vocab_size * size
+    if chunk < n_tokens:
+        n_bytes += 4 * n_head  # gradients of several chunks are added up in float32
+    of_piece = 0  # bytes a logit: of one in 16 bits the float32 copy and the gradient
+    if size == 2:
+        of_piece = 6
+    if c.final_logit_softcapping:
+        of_piece += 4 if size == 2 else 8  # the tanh, and of a float32 logit what is capped
+    return n_bytes + max(of_piece * min(chunk, lm.PIECE) * c.vocab_size, n_head * size)
 
 
 def peak_of(moments):
@@ -2811,25 +2995,15 @@ def dry_run(args):
     print_plan(args, config, world, args.seq_len, room)
 
 
-def check_sizes(args, config, world):
-    """ValueError where a flag does not fit the ranks or the model."""
-    n_heads = config.num_attention_heads
-    # each rank of a --sequence_parallel group attends with its share of the heads
-    for flag, n in (("replicas", world), ("sequence_parallel", math.gcd(world, n_heads))):
-        given = getattr(args, flag)
-        if n % given:
-            raise ValueError(f"--{flag} {given}: expected a divisor of {n}, for {world} rank(s) and "
-                             f"{n_heads} heads of attention")
-    if args.sequence_parallel > 1 and "linear_attention" in config.layer_types:
-        raise ValueError("--sequence_parallel: Gated DeltaNet is not implemented over several ranks; "
-                         "--offload and --tiled_mlp leave room for longer rows")
-    if config.num_experts:
-        expert_targets = set(args.lora_targets or []) & {"gate_proj", "up_proj", "down_proj"}
-        if len(expert_targets & {"gate_proj", "up_proj"}) == 1:
-            raise ValueError("--lora_targets: PEFT adapts gate_proj and up_proj of experts together: "
-                             "give both or none")
-        if expert_targets and (args.lora_rank or 8) % 8:
-            raise ValueError(f"--lora_rank {args.lora_rank}: the products of experts need a multiple of 8")
+# ---------------- limits of the memory
+
+
+def keep_freed_memory(on):
+    """Tells glibc to keep freed memory. Mapping large tensors anew would take a fifth of a step on a CPU."""
+    if on and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: a large block gets no mapping of its own
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
 def memory_of(args, ranks):
@@ -2850,6 +3024,27 @@ def limit_gpu(args, config, length, ranks):
     torch.cuda.set_per_process_memory_fraction(room / total, ranks.device)
     if ranks.rank == 0:
         print_plan(args, config, ranks.world, length, room)
+
+
+def check_sizes(args, config, world):
+    """ValueError where a flag does not fit the ranks or the model."""
+    n_heads = config.num_attention_heads
+    # each rank of a --sequence_parallel group attends with its share of the heads
+    for flag, n in (("replicas", world), ("sequence_parallel", math.gcd(world, n_heads))):
+        given = getattr(args, flag)
+        if n % given:
+            raise ValueError(f"--{flag} {given}: expected a divisor of {n}, for {world} rank(s) and "
+                             f"{n_heads} heads of attention")
+    if args.sequence_parallel > 1 and "linear_attention" in config.layer_types:
+        raise ValueError("--sequence_parallel: Gated DeltaNet is not implemented over several ranks; "
+                         "--offload and --tiled_mlp leave room for longer rows")
+    if config.num_experts:
+        expert_targets = set(args.lora_targets or []) & {"gate_proj", "up_proj", "down_proj"}
+        if len(expert_targets & {"gate_proj", "up_proj"}) == 1:
+            raise ValueError("--lora_targets: PEFT adapts gate_proj and up_proj of experts together: "
+                             "give both or none")
+        if expert_targets and (args.lora_rank or 8) % 8:
+            raise ValueError(f"--lora_rank {args.lora_rank}: the products of experts need a multiple of 8")
 
 
 def is_out_of_memory(error):
