@@ -811,7 +811,8 @@ def put_in_cache(part, folder):
 
 
 def with_checksum(content):
-    """The content of report.json. Its checksum is that of the rest, with 0 in its own place."""
+    """A JSON object with a checksum of the rest of it, with 0 in the checksum's own place. It reveals damage
+    and edits by hand, not forgery."""
     text = json.dumps(content | {"checksum": 0}, sort_keys=True)
     return content | {"checksum": zlib.crc32(text.encode())}
 

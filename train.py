@@ -2094,13 +2094,6 @@ def crc_of(path):
     return crc
 
 
-def with_checksum(state):
-    """Returns the content of trainer_state.json. Its checksum is that of the rest, with 0 in its own
-    place."""
-    text = json.dumps(state | {"checksum": 0}, sort_keys=True)
-    return state | {"checksum": zlib.crc32(text.encode())}
-
-
 def check_state(state):
     """ValueError names what cannot be in a state. Its checksum says nothing about a state that somebody has
     edited."""
@@ -2125,7 +2118,7 @@ def check_state(state):
 
 def write_state(path, state):
     """Writes and syncs a trainer_state.json."""
-    data.write_config(path, with_checksum(state))
+    data.write_config(path, data.with_checksum(state))
     data.sync(path)
 
 
@@ -2133,7 +2126,7 @@ def read_state(folder, settings, ranks):
     """Returns the state in trainer_state.json. ValueError names a file that is not as it was saved, to the
     byte, or the settings in which this run differs from the checkpoint's."""
     state = data.read_json(folder / STATE)
-    if state != with_checksum(state):
+    if state != data.with_checksum(state):
         raise ValueError(f"{folder / STATE}: damaged; {REMOVE}")
     # older versions evaluated before they saved, and did not note it
     state.setdefault("evaluated", state.get("step"))

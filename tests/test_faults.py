@@ -166,7 +166,7 @@ def test_a_state_that_was_edited_and_has_the_right_checksum_is_one_message(saved
     if name not in ("evaluated", "best_eval"):  # older versions did not write one, a run may have no other
         forged.append({key: value for key, value in good.items() if key != name})
     for state in forged:
-        (saved / train.STATE).write_text(json.dumps(train.with_checksum(state)))
+        (saved / train.STATE).write_text(json.dumps(train.data.with_checksum(state)))
         words = f"{saved / train.STATE}: {name} is .*, expected .*remove this checkpoint"
         with pytest.raises(ValueError, match=words):
             train.read_state(saved, {}, ALONE)
