@@ -6,6 +6,7 @@ a fake process group that makes one process rank 0 of any number. torch.profiler
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -119,17 +120,13 @@ def count(argv, world, result):
 
     def stop(*_):
         profiler.stop()
-        events, trees = [], profiler.profiler.kineto_results.experimental_event_tree()
-        while trees:
-            event = trees.pop()
-            trees += event.children
-            if event.tag.name == "Allocation":
-                events.append((event.start_time_ns, event.typed[1].total_allocated, event.typed[1].alloc_size))
-        _, total, size = min(events)
+        events = profiler.profiler.kineto_results.events()
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        totals = itertools.accumulate(n_bytes for _, n_bytes in changes)
         pages, parked = 0, hooks[0].last if hooks else None
         while parked is not None:
             pages, parked = pages + sum(page.nbytes for page in parked.pages), parked.previous
-        Path(result).write_text(json.dumps([max(event[1] for event in events) - (total - size), pages]))
+        Path(result).write_text(json.dumps([max(totals), pages]))
         os._exit(0)
 
     standins.install()
