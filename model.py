@@ -1158,8 +1158,9 @@ def target_of(layer):
 class Dropout:
     """Dropout (arXiv:1207.0580) of the inputs of all adapters, each with masks of its own. A mask is a hash
     of (seed, step, row of the step, column; adapter, input), see nf4.drop_(). So it is the same however a
-    step is split and a row cut into tiles, and there is no random state: neither a checkpoint of a run nor
-    one of a block has one to restore, and the backward makes the mask again instead of reading it.
+    step is split over ranks and micro-batches and a row into tiles. There is no random state: neither a
+    resumed run nor a recomputed block has one to restore, and the backward makes masks again, so that none
+    is kept.
 
     Set from outside: bits_N, of the tokens that the adapters see now (set_dropout_bits_, and `instead`)."""
 
@@ -1196,8 +1197,8 @@ def rows_of_experts(dropout, chosen, *route):
 
 
 class DroppedLinear(torch.autograd.Function):
-    """nf4.linear() of x after dropout, without the factor 1 / (1 - rate). It saves x, which other layers
-    save, too, and neither a mask nor what dropout leaves of x: per adapter 3 bytes an input in bf16."""
+    """nf4.linear() of x after dropout, without the factor 1 / (1 - rate). It saves x, as other layers do, and
+    neither the mask nor what dropout leaves of x, which would be 3 bytes an input and adapter in bf16."""
 
     @staticmethod
     def forward(ctx, x, w_RD, token_bits_N, column_bits_D, threshold, ends):

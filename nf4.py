@@ -327,13 +327,14 @@ def column_bits(number, D, device):
 
 
 def drop_(x, token_bits_N, column_bits_D, threshold):
-    """Zeroes x in place where the product of a token's and a column's factor, random bits as those of
-    dither_words() are, is below `threshold`, as an int32."""
+    """Zeroes x in place where the product of the token's and the column's factor, as an int32, is below
+    `threshold`. The bits of such a product are random as those of dither_words() are."""
     x_ND = x.view(-1, x.shape[-1])
     token_bits_N1 = token_bits_N[:, None]
-    pieces = chunks(x_ND, token_bits_N1)
     if torch.compiler.is_compiling():
         pieces = [(x_ND, token_bits_N1)]  # one kernel without temporaries
+    else:
+        pieces = chunks(x_ND, token_bits_N1)
     for piece, bits in pieces:
         piece.masked_fill_(bits * column_bits_D < threshold, 0)
     return x
