@@ -42,7 +42,7 @@ import sys
 import time
 import zlib
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -1538,6 +1538,9 @@ def download(name, random_init):
         # In a thread, or a signal would wait for the files on their way: the library waits for its threads.
         fetched = ThreadPoolExecutor(1).submit(
             snapshot_download, name, allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"])
+        while not fetched.done():
+            # A second at a time: a rank whose main thread sleeps for an hour would count as stuck (train.Watch).
+            wait([fetched], timeout=1)
         return Path(fetched.result())
     except KeyboardInterrupt:
         print(file=sys.stderr)  # the progress bars end without a newline
