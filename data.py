@@ -1539,7 +1539,7 @@ def download(name, random_init):
         fetched = ThreadPoolExecutor(1).submit(
             snapshot_download, name, allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"])
         while not fetched.done():
-            # A second at a time: a rank whose main thread sleeps for an hour would count as stuck (train.Watch).
+            # A second at a time: to train.Watch, a rank whose main thread sleeps for an hour is stuck.
             wait([fetched], timeout=1)
         return Path(fetched.result())
     except KeyboardInterrupt:
