@@ -315,6 +315,15 @@ def test_tiles_do_not_change_loss_and_gradients(method, tile, checkpointing):
         torch.testing.assert_close(grad, expected[name], rtol=scale, atol=scale * expected[name].abs().max().item())
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_tile_runs_once_in_the_forward_and_once_in_the_backward(monkeypatch, checkpointing):
+    start, n_tokens = lm.MLP.start, []
+    monkeypatch.setattr(lm.MLP, "start", lambda self, h: n_tokens.append(h.shape[0]) or start(self, h))
+    gradients(build_random("full", 40, checkpointing))
+    # 96 tokens in three blocks. A tile that kept its own input would run once more in a checkpointed block
+    assert sorted(n_tokens) == [16] * 2 * 3 + [40] * 4 * 3
+
+
 @pytest.mark.parametrize("method, shape", [("qlora", {}), ("lora", QWEN35)], ids=["qwen3", "qwen3.5-moe"])
 @pytest.mark.parametrize("tile, checkpointing", [(20, False), (0, True), (20, True)])
 def test_tiles_and_recomputing_drop_the_same_inputs(method, shape, tile, checkpointing):
