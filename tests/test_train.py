@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import HERE, TRAIN, build, losses, read_data, run_ranks
 from safetensors.torch import load_file, save_file
-from test_formats import byte_level
+from test_formats import byte_level_tokenizer
 
 import data
 import model as lm
@@ -341,7 +341,7 @@ def test_a_character_that_the_last_token_cuts_is_shown_as_one(tiny, monkeypatch,
 
 @pytest.mark.parametrize("kind", ["built-in", "bytes"])
 def test_random_streams_of_ids_are_shown_and_returned_as_their_text(tiny, tmp_path, capsys, kind):
-    core = tiny.core if kind == "built-in" else byte_level(tmp_path, trim_offsets=False).core
+    core = tiny.core if kind == "built-in" else byte_level_tokenizer(tmp_path, trim_offsets=False).core
     rng = random.Random(0)
     n_equal = 0
     for _ in range(300):
