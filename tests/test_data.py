@@ -106,7 +106,8 @@ def test_error_while_tokenizing_leaves_nothing_and_says_where_it_was(tiny, tmp_p
     with pytest.raises(type(error)) as raised:
         data.tokenized(jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER)), False, tiny)
     if isinstance(error, OSError):
-        assert_says(str(raised.value), f"a.jsonl: {cache} (delete this folder | XDG_CACHE_HOME | not written: No space")
+        words = [f"a.jsonl: {cache} (delete this folder", "XDG_CACHE_HOME", "not written: No space"]
+        assert_says(str(raised.value), words)
     assert folders_in(cache) == set()
 
 
@@ -143,7 +144,7 @@ def test_a_damaged_file_in_the_cache_is_made_again_and_said(tiny, tmp_path, cach
     assert folders_in(cache) == {folder}
     said = capsys.readouterr().out
     assert said.count("\n") == 1
-    assert_says(said, f"{path} is tokenized again | {folder} | {name}")
+    assert_says(said, [f"{path} is tokenized again", str(folder), name])
 
 
 def edit_report(folder, **changes):
