@@ -108,10 +108,10 @@ def dropped(job, tmp_path_factory):
 
 
 @pytest.mark.parametrize("world, flags", [
-    (1, ["--batch_size", 12, "--grad_accum", 1, "--tiled_mlp", 20]),
+    (1, ["--batch_size", 12, "--grad_accum", 1, "--tiled_mlp", 100]),
     (2, [*SPLITS[2], "--fsdp2"]),
     (3, [*SPLITS[3], "--no-activation_checkpointing"]),
-    (2, [*SPLITS[1], "--sequence_parallel", 2, "--tiled_mlp", 20]),
+    (2, [*SPLITS[1], "--sequence_parallel", 2, "--tiled_mlp", 100]),
 ], ids=str)
 def test_dropout_draws_the_same_however_a_step_is_split(dropped, tmp_path, world, flags):
     argv, expected = dropped
