@@ -463,9 +463,7 @@ def main(argv, progress):
     steps = state["steps"]
     progress.update(phase="weights", out=out)
     if args.activation_checkpointing == "auto":
-        # the smallest GPU decides for all: ranks that recompute other blocks would wait for one another
-        room = min(ranks.gather(memory_of(args, ranks)))
-        ranks.say(choose_blocks(args, config, world, loader.longest, room))
+        ranks.say(choose_blocks(args, config, world, loader.longest, smallest_memory(args, ranks)))
     print_start(args, model, source, ranks)
     limit_gpu(args, config, loader.longest, ranks)
 
@@ -3006,6 +3004,12 @@ def memory_of(args, ranks):
     if ranks.device.type == "cuda":
         room = min(room, torch.cuda.get_device_properties(ranks.device).total_memory)
     return room
+
+
+def smallest_memory(args, ranks):
+    """Bytes of the smallest GPU, which decides for all: ranks that recompute other blocks than the others
+    would wait for one another. Collective."""
+    return min(ranks.gather(memory_of(args, ranks)))
 
 
 def limit_gpu(args, config, length, ranks):
