@@ -57,9 +57,11 @@ class Sender:
         self.connection.send(("report", message))
 
 
-def run_files(session, files, connection):
-    """The life of a fork: it asks for the name of a file and runs its tests, until there are no more."""
+def run_files(session, files, connection, cores):
+    """The life of a fork: it asks for the name of a file and runs its tests, until there are no more. It has cores of
+    its own: where more threads than cores share the work of a kernel, those that run wait for those that do not."""
     os.environ["XDG_CACHE_HOME"] += f"/{os.getpid()}"
+    os.sched_setaffinity(0, cores)
     config = session.config
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()  # or all processes would write to one file
@@ -119,16 +121,20 @@ def pytest_runtestloop(session):
     for item in session.items:
         if item not in last:
             files.setdefault(item.path.stem.removeprefix("test_"), []).append(item)
-    n_workers = min(4, os.cpu_count(), len(files))
+    n_workers = min(4, len(files))
+    if sys.platform == "linux":
+        n_workers = min(n_workers, len(os.sched_getaffinity(0)))
     if sys.platform != "linux" or emulated_cuda.LOADED or option.usepdb or option.capture == "no":
         n_workers = 1
     workers = {}
     try:
         if n_workers > 1:
             session.config._tmp_path_factory.getbasetemp()  # one for all
-            for _ in range(n_workers):
+            cores = sorted(os.sched_getaffinity(0))
+            for number in range(n_workers):
                 mine, theirs = forks.Pipe()
-                workers[mine] = forks.Process(target=run_files, args=(session, files, theirs))
+                args = session, files, theirs, cores[number::n_workers]
+                workers[mine] = forks.Process(target=run_files, args=args)
                 workers[mine].start()
                 theirs.close()
         if last and not torch.cuda.is_available():
