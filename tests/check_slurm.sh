@@ -140,7 +140,8 @@ state_is() { [ "$(scontrol show job "$job" | sed -n 's/ *JobState=\([A-Z_]*\).*/
 not_running() { ! state_is RUNNING && ! state_is COMPLETING; }
 start_now() {  # SLURM lets a requeued job wait for two minutes
     wait_for 90 state_is PENDING
-    scontrol update jobid="$job" StartTime=now
+    # not at once: a node refuses a job whose credential it has revoked in the same second
+    scontrol update jobid="$job" StartTime=now+5
 }
 world_is() { grep -q "\"world\": $1," "$run/args.json"; }
 newest_step() { ls -d "$run"/checkpoint-* 2> /dev/null | sed 's/.*-//' | sort -n | tail -n1; }
