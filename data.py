@@ -1880,9 +1880,11 @@ def open_adapter(folder):
 @torch.no_grad()
 def load_weights_(model, source, adapter, seed, device, progress=False, frozen_only=False):
     """Fills a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time. adapter:
-    a Checkpoint, or None for a fresh one; frozen_only: leave out what trains."""
+    a Checkpoint, or None for a fresh one; progress: show a bar on a terminal; frozen_only: leave out what
+    trains."""
     params = dict(model.named_parameters())
-    for name in tqdm(params, "loading weights", unit="tensor", disable=not progress, leave=False):
+    disable = None if progress else True  # None: no bar where stderr is no terminal
+    for name in tqdm(params, "loading weights", unit="tensor", disable=disable, leave=False):
         out, start = nf4.local(params[name])
         stop = start + len(out)
         pieces = pieces_of(name, params[name].shape, model.config, source.tensors)

@@ -353,10 +353,9 @@ def refuse_unknown(word, flags):
 
 
 def complete(args):
-    """Refuses what cannot work, and writes the final value of flags that depend on others. Decided later,
-    when the model is known: rank, alpha, dropout and targets of --adapter (in open_config); --precision and
-    --lr (in open_model); --activation_checkpointing auto, n_weights_kept and n_attention_kept (in
-    choose_blocks)."""
+    """Refuses what cannot work, and writes the final value of flags that depend on other flags alone. What
+    depends on the model or the device is written by complete_for_model(), and nothing writes to `args` after
+    that."""
     if not args.model:  # it would be the folder that the command runs in
         refuse("--model: expected a name, got an empty text")
     # The folder of a run may stand for its model and adapter. This comes first, because an adapter decides
@@ -381,13 +380,11 @@ def complete(args):
     refuse_conflicts(args)  # from here on, defaults look like values that were given
 
     args.data = args.data or ["stdlib:docs"]
-    args.n_weights_kept = 0  # see BlockChoice
-    args.n_attention_kept = 0
     if not args.chunked_ce:
         args.ce_chunk = 0  # the head sees all tokens at once
     if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
         args.clip = 0.0 if args.optim_in_backward else 1.0
-    if args.lora and not args.adapter:  # an adapter brings its own, see open_config()
+    if args.lora and not args.adapter:  # an adapter brings its own, see complete_for_model()
         args.lora_rank = args.lora_rank or 16
         args.lora_alpha = args.lora_alpha or 32
         args.lora_dropout = args.lora_dropout or 0.0
@@ -448,9 +445,11 @@ def main(argv, progress):
     stop = StopSignal()
     ranks = Ranks(args.fsdp2, args.timeout)
     device = ranks.device
-    world = ranks.world
     on_gpu = device.type == "cuda"
-    files, config, model, source, adapter, tokenizer = open_model(args, ranks)
+    opened = open_model(args, ranks)
+    config = opened.config
+    model = opened.model
+    tokenizer = opened.tokenizer
     progress["phase"] = "data"
     loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
     if ranks.rank == 0:
@@ -458,24 +457,23 @@ def main(argv, progress):
     if args.inspect:
         return ranks.leave()
     # Nothing has been written so far: a mistake in the flags, the model or the data leaves no folder behind.
-    out, resumed, state = open_run(args, config, loader, eval_loader, source, ranks)
+    out, resumed, state = open_run(args, config, loader, eval_loader, opened.source, ranks)
     start = state["step"]  # steps that were done before this process began
     steps = state["steps"]
     progress.update(phase="weights", out=out)
-    if args.activation_checkpointing == "auto":
-        ranks.say(choose_blocks(args, config, world, loader.longest, smallest_memory(args, ranks)))
-    print_start(args, model, source, ranks)
-    limit_gpu(args, config, loader.longest, ranks)
+    blocks = choose_blocks(args, config, ranks.world, loader.longest, smallest_memory(args, ranks))
+    print_start(args, model, opened.source, blocks, ranks)
+    limit_gpu(args, config, loader.longest, blocks, ranks)
 
     # ---- the model: each feature wraps what is there, from the inside out, and the weights come last
     if args.compile:
         lm.compile_(model, args.packing)
     if args.tiled_mlp:
         lm.tile_mlp_(model, args.tiled_mlp)
-    if args.activation_checkpointing:
-        lm.checkpoint_activations_(model, n_recomputed(args, config), args.n_attention_kept)
-    if args.n_weights_kept:
-        lm.keep_weights_(model.model.layers[-args.n_weights_kept :])
+    if blocks.n_recomputed:
+        lm.checkpoint_activations_(model, blocks.n_recomputed, blocks.n_attention_kept)
+    if blocks.n_weights_kept:
+        lm.keep_weights_(model.model.layers[-blocks.n_weights_kept :])
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
     if args.fsdp2:
@@ -483,9 +481,9 @@ def main(argv, progress):
     # until here the model is on the meta device, so a rank allocates no more than its own shard
     model.to_empty(device="cpu" if "params" in args.offload else device).tie_()
     with ranks.agree():
-        show_progress = ranks.rank == 0 and sys.stderr.isatty()
         # of a resumed run only what is frozen: the rest comes from the checkpoint
-        data.load_weights_(model, source, adapter, args.seed, device, show_progress, bool(resumed))
+        data.load_weights_(model, opened.source, opened.adapter, args.seed, device, ranks.rank == 0,
+                           frozen_only=bool(resumed))
     if "activations" in args.offload and on_gpu:
         model.activation_hooks = OffloadActivations(device)
 
@@ -499,11 +497,10 @@ def main(argv, progress):
     with ranks.agree():
         if resumed:
             load_checkpoint(resumed, state["files"], training_tensors(model, optimizer))
-        if ranks.rank == 0:
-            ranks.lock = take_folder(out, args, world, state)  # this process's own while the file is open
+        lock = take_folder(out, args, blocks, state, ranks)
     state = ranks.gather(state)[0]
     # From here on rank 0's folder exists and is locked, and all ranks have the same state.
-    saver = Saver(out, args.keep, ranks)
+    saver = Saver(out, args.keep, ranks, lock)
     ranks.say(describe_run(args, state, resumed, out))
     answer_before = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
     log = Log(out, state, loader, ranks, args.tensorboard)
@@ -557,10 +554,10 @@ def main(argv, progress):
             progress.update(phase="forward", step=n, tokens_of_micro_batch=b.tokens.numel())
             loss, dpo = loss_of(model, b, args.beta)
             # The loss is a sum. We divide it by the targets of all micro-batches and ranks, so each token
-            # counts the same however a step is split; `* world` undoes the mean over ranks that is taken of
-            # gradients.
+            # counts the same however a step is split; `ranks.world` undoes the mean over ranks that is taken
+            # of gradients.
             progress["phase"] = "backward"
-            (loss * (world / n_terms)).backward()
+            (loss * (ranks.world / n_terms)).backward()
             loss_sum = loss_sum + loss.detach()
             dpo_sums = dpo_sums + dpo
 
@@ -569,8 +566,8 @@ def main(argv, progress):
         if in_backward:
             norm = in_backward.norm()  # they were updated during the backward
         else:
-            if world > 1 and not args.fsdp2:
-                average_gradients_(trained, world)
+            if ranks.world > 1 and not args.fsdp2:
+                average_gradients_(trained, ranks.world)
             norm = clip_gradients_(trained, args.clip)
             if n == 1:
                 note_dominant_gradient(model, norm, args, tokenizer, ranks)
@@ -580,7 +577,7 @@ def main(argv, progress):
         n_bad += bad
         state["step"] = n
         state["tokens"] += counts.targets
-        flops = lm.step_flops(config, counts, args.lora) / world
+        flops = lm.step_flops(config, counts, args.lora) / ranks.world
         log.count(loss_sum, dpo_sums, n_terms, counts.tokens, flops)
 
         # once in a while: log, and see whether the numbers are still finite
@@ -611,11 +608,11 @@ def main(argv, progress):
     progress["phase"] = "result"
     faulthandler.cancel_dump_traceback_later()  # set by alive(): an export may take longer than a step
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
-    adapter_tensors = data.export(args, model, source, files, tokenizer, out, ranks)
+    adapter_tensors = data.export(args, model, opened.source, opened.files, tokenizer, out, ranks)
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()
     end_if_stopped(save, saver, state, stop, ranks)
-    stop.number = None  # all is written: from here on a signal ends the process at once
+    stop.end()  # all is written: from here on a signal ends the process at once
     progress["phase"] = AFTER_RESULT
     if answer_after := sample(args, model, tokenizer, loader.documents, ranks):
         ranks.say(f"--- {args.sample.strip()}\nbefore: {answer_before}\nafter:  {answer_after}\n---")
@@ -623,9 +620,9 @@ def main(argv, progress):
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
         with ranks.agree():
-            data.merge(source, adapter_tensors, args.lora_alpha / args.lora_rank, files, tokenizer, out)
-    written = f"{out}/final and {out}/merged" if args.merge else f"{out}/final"
-    ranks.say(f"done: {written}; --chat --model {out} talks with it")
+            scale = args.lora_alpha / args.lora_rank
+            data.merge(opened.source, adapter_tensors, scale, opened.files, tokenizer, out)
+    say_done(args, model, out, ranks)
 
 
 class OpenedModel(NamedTuple):
@@ -639,17 +636,34 @@ class OpenedModel(NamedTuple):
     tokenizer: data.Tokenizer
 
 
-def open_config(args, world, random_init):
-    """-> (ModelFiles, Config, Checkpoint of --adapter or None). Rank, alpha and targets of the adapter become
-    those of the run, and so does its dropout unless --lora_dropout is given."""
+class OpenedConfig(NamedTuple):
+    """What can be known of --model and --adapter without their weights."""
+
+    files: data.ModelFiles
+    config: lm.Config
+    adapter: data.Checkpoint | None
+
+
+def open_config(args, world, device, random_init):
+    """-> OpenedConfig. `args` is complete after it. device: None if the run is only planned."""
     files = data.find_model(args.model, random_init)
     config = lm.parse_config(files.config, f"{args.model}: config.json")
     adapter = None
+    adapter_settings = {}
     if args.adapter:
-        adapter, settings = data.open_adapter(args.adapter)
-        for name, value in settings.items():
-            if getattr(args, name) is None:
-                setattr(args, name, value)
+        adapter, adapter_settings = data.open_adapter(args.adapter)
+    complete_for_model(args, config, adapter_settings, device)
+    check_sizes(args, config, world)
+    return OpenedConfig(files, config, adapter)
+
+
+def complete_for_model(args, config, adapter_settings, device):
+    """Writes the final value of flags that depend on the model or the device. Nothing writes to `args` after
+    it. Rank, alpha and targets of an adapter become those of the run, and so does its dropout unless
+    --lora_dropout is given."""
+    for name, value in adapter_settings.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if args.lora:
         found = lm.targets_in(config)
         if args.lora_targets == list(lm.LORA_TARGETS):  # all-linear
@@ -658,23 +672,20 @@ def open_config(args, world, random_init):
         if absent:
             raise ValueError(f"--lora_targets {', '.join(absent)}: the model has no such layer, only "
                              + ", ".join(found))
-    check_sizes(args, config, world)
-    return files, config, adapter
+    if args.precision is None:
+        args.precision = default_precision(args, device)
+    if args.lr is None:
+        # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
+        args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
+        if args.dpo:
+            args.lr /= 10
 
 
 def open_model(args, ranks):
-    """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated. Decides
-    --precision and --lr where they are not given."""
+    """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated."""
     # each rank reads the files by itself: a node may lack one
     with ranks.agree():
-        files, config, adapter = open_config(args, ranks.world, args.random_init)
-        if args.precision is None:
-            args.precision = default_precision(args, ranks.device)
-        if args.lr is None:
-            # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
-            args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
-            if args.dpo:
-                args.lr /= 10
+        files, config, adapter = open_config(args, ranks.world, ranks.device, args.random_init)
         # Names and shapes in files are those of the vanilla model, without NF4's codes and without adapters.
         with torch.device("meta"):
             vanilla = lm.Transformer(config)
@@ -692,7 +703,10 @@ def open_model(args, ranks):
 
 
 def default_precision(args, device):
-    """bf16 that is emulated takes several times as long as float32."""
+    """bf16 that is emulated takes several times as long as float32. device: None if the run is only
+    planned, for GPUs that have it."""
+    if device is None:
+        return "mixed"
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -775,6 +789,26 @@ def end_if_stopped(save, saver, state, stop, ranks):
         raise SystemExit(1)
     # torchrun relays its own signal, and would take another exit code as a reason to start the run again
     raise SystemExit(0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + number)
+
+
+def say_done(args, model, out, ranks):
+    """The last line of a run: what was written, and the command that talks with it. That command opens the
+    adapter by the same functions, so a fork whose adapter it would refuse hears why here."""
+    if ranks.rank:
+        return
+    written = f"{out}/final"
+    if args.merge:
+        written += f" and {out}/merged"
+    next_step = f"--chat --model {out} talks with it"
+    if args.lora and not args.merge:
+        try:
+            adapter, _ = data.open_adapter(out / "final")
+            data.check_weights(model, adapter, out / "final")
+        except (ValueError, OSError) as error:
+            next_step = f"--chat cannot talk with it: {error}"
+        if args.random_init:
+            next_step = "--chat cannot talk with it: only --merge saves the random weights under it"
+    ranks.say(f"done: {written}; {next_step}")
 
 
 # ---------------- ranks
@@ -1016,12 +1050,12 @@ class StopSignal:
     the same step. If torchrun is killed, the kernel sends TORCHRUN_GONE: otherwise the ranks would train on
     unseen, and keep the run's lock.
 
-    Until begin() sets it to 0, and again once the result is written, it is None: there is nothing to save,
-    and a signal ends the process at once. So does a second Ctrl-C, except under torchrun, which itself sends
-    each rank a second."""
+    Before begin() and after end() there is nothing to save, and a signal ends the process at once. So does a
+    second Ctrl-C, except under torchrun, which itself sends each rank a second."""
 
     def __init__(self):
-        self.number = None
+        self.number = 0
+        self.can_save = False
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.note)
@@ -1029,7 +1063,7 @@ class StopSignal:
         self.end_with_torchrun(signal.SIGKILL)
 
     def begin(self):
-        self.number = 0
+        self.can_save = True
         if TORCHRUN_GONE:
             signal.signal(TORCHRUN_GONE, self.note)
             self.end_with_torchrun(TORCHRUN_GONE)
@@ -1042,8 +1076,12 @@ class StopSignal:
             if os.getppid() != TORCHRUN:  # it has ended already
                 os.kill(os.getpid(), number)
 
+    def end(self):
+        self.can_save = False
+
     def note(self, number, _):
-        if self.number is None or (number == self.number == signal.SIGINT and "RANK" not in os.environ):
+        is_second = number == self.number == signal.SIGINT and "RANK" not in os.environ
+        if is_second or not self.can_save:
             raise KeyboardInterrupt
         self.number = number
 
@@ -1647,52 +1685,50 @@ class Log:
         self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s")
 
 
-def print_start(args, model, source, ranks):
+def print_start(args, model, source, blocks, ranks):
     """Prints what is trained, what each feature does in this run, and what is off. Flags with fixed=True that
     have no words here are printed where they are not at their default."""
     c = model.config
+    trained = "bfloat16" if args.precision == "bf16" else "float32"
+    other_dtype = str(model.compute_dtype).removeprefix("torch.")
+    # the other optimizers have no fused kernel, see make_optimizer()
+    fused = args.fused_adamw and args.optim == "adamw" and not args.stochastic_rounding
+    # (flag, whether it is on, what it does)
+    features = [
+        ("precision", True, f"trained {trained}, all else {other_dtype}"),
+        ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, all else is frozen"),
+        ("qlora", args.qlora, "the weights of the blocks are in NF4, 4.14 bits each"),
+        ("dpo", args.dpo, "chosen answers are preferred to rejected ones, more than without adapters"),
+        ("fsdp2", args.fsdp2,
+         f"parameters, gradients and optimizer state in {ranks.world // args.replicas} shards"),
+        ("replicas", args.replicas > 1, "gradients are averaged over the replicas once per step"),
+        ("sequence_parallel", args.sequence_parallel > 1,
+         f"the {c.num_attention_heads} heads are split over that many ranks in attention"),
+        ("offload", args.offload, "kept in host memory until they are needed"),
+        ("activation_checkpointing", args.activation_checkpointing, blocks.describe(c.num_hidden_layers)),
+        ("chunked_ce", args.chunked_ce, f"head and loss see {args.ce_chunk} tokens at a time"),
+        ("tiled_mlp", args.tiled_mlp, "the MLPs see that many tokens at a time"),
+        ("optim", args.optim != "adamw", "AdamW's two moments take 8 bits per weight each"),
+        ("stochastic_rounding", args.stochastic_rounding, "updates too small for bf16 count on average"),
+        ("optim_in_backward", args.optim_in_backward, "a gradient is freed as soon as its weight is updated"),
+        ("fused_adamw", fused, "one kernel updates all weights"),
+        ("compile", args.compile, "blocks, loss and NF4 are compiled in the first step"),
+        ("packing", args.packing,
+         f"documents share rows of {args.seq_len} tokens, and see only themselves"),
+        ("save_every", args.save_every, f"the newest {args.keep} checkpoints are kept"),
+    ]
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     n_total = sum(math.prod(stored.shape) for name, stored in source.tensors.items()
                   if not name.startswith(data.OTHER_PARTS))
-    trained = "bfloat16" if args.precision == "bf16" else "float32"
-    features = {
-        "precision": f"trained {trained}, all else {str(model.compute_dtype).removeprefix('torch.')}",
-        "lora": f"adapters of rank {args.lora_rank} are trained, all else is frozen",
-        "qlora": "the weights of the blocks are in NF4, 4.14 bits each",
-        "dpo": "chosen answers are preferred to rejected ones, more than without adapters",
-        "fsdp2": f"parameters, gradients and optimizer state in {ranks.world // args.replicas} shards",
-        "replicas": "gradients are averaged over the replicas once per step",
-        "sequence_parallel": f"the {c.num_attention_heads} heads are split over that many ranks in attention",
-        "offload": "kept in host memory until they are needed",
-        "activation_checkpointing":
-            f"{n_recomputed(args, c)} of {c.num_hidden_layers} blocks keep only their input for the backward",
-        "chunked_ce": f"head and loss see {args.ce_chunk} tokens at a time",
-        "tiled_mlp": "the MLPs see that many tokens at a time",
-        "optim": "AdamW's two moments take 8 bits per weight each",
-        "stochastic_rounding": "updates too small for bf16 count on average",
-        "optim_in_backward": "a gradient is freed as soon as its weight is updated",
-        "fused_adamw": "one kernel updates all weights",
-        "compile": "blocks, loss and NF4 are compiled in the first step",
-        "packing": f"documents share rows of {args.seq_len} tokens, and see only themselves",
-        "save_every": f"the newest {args.keep} checkpoints are kept",
-    }
-    no_fused_kernel = args.optim != "adamw" or args.stochastic_rounding  # see make_optimizer()
-    # values that mean off, beside False, 0, None and []
-    off_values = {"replicas": 1, "sequence_parallel": 1, "optim": "adamw", "fused_adamw": no_fused_kernel}
     lines = [f"{args.model} ({c.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
              f"{ranks.world} x {ranks.device_name}"]
-    off = []
-    for name, words in features.items():
-        value = getattr(args, name)
-        if value and value != off_values.get(name):
-            lines.append(f"  {flag_of(name, value)}: {words}")
-        else:
-            off.append(name)
-    lines.append(f"  off: {', '.join(off)}")
+    lines += [f"  {flag_of(flag, getattr(args, flag))}: {words}" for flag, is_on, words in features if is_on]
+    lines.append("  off: " + ", ".join(flag for flag, is_on, _ in features if not is_on))
+    with_words = {flag for flag, _, _ in features}
     others = []
     for name, default in fixed_flags().items():
         value = getattr(args, name)
-        if value != default and name not in features:
+        if value != default and name not in with_words:
             others.append(flag_of(name, value))
     lines.append(f"  settings: {' '.join(others)}")
     seen = c.max_position_embeddings
@@ -1758,10 +1794,12 @@ def chat(args):
     """A conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C
     ends an answer, Ctrl-D the chat."""
     ranks = Ranks(False, args.timeout)
-    _, config, model, source, adapter, tokenizer = open_model(args, ranks)
+    opened = open_model(args, ranks)
+    model = opened.model
+    tokenizer = opened.tokenizer
     model.to_empty(device=ranks.device).tie_()
     with ranks.agree():
-        data.load_weights_(model, source, adapter, args.seed, ranks.device, sys.stderr.isatty())
+        data.load_weights_(model, opened.source, opened.adapter, args.seed, ranks.device, progress=True)
     model.eval()
     sys.stdin.reconfigure(errors="replace")  # of what is not UTF-8
     messages = []
@@ -1778,7 +1816,7 @@ def chat(args):
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 prompt = tokenizer.prompt(asked)
-                check_length(len(prompt), config.max_position_embeddings)
+                check_length(len(prompt), opened.config.max_position_embeddings)
                 tokens = lm.generate(model, prompt, args.max_new_tokens or 512, tokenizer.stop_ids,
                                      ranks.device, args.temperature)
                 said = print_answer(tokenizer.core, tokens)
@@ -2030,10 +2068,13 @@ def lock_folder(out):
     return lock
 
 
-def take_folder(out, args, world, state):
-    """Makes the run's folder this process's own and prepares the files in it -> the lock, to be kept open."""
+def take_folder(out, args, blocks, state, ranks):
+    """On rank 0: makes the run's folder this process's own and prepares the files in it -> the lock, which
+    must stay open. On other ranks None."""
+    if ranks.rank:
+        return None
     lock = lock_folder(out)
-    write_args(out, args, world)
+    write_args(out, args, ranks.world, blocks)
     prune_metrics(out, state["step"], state["evaluated"])
     return lock
 
@@ -2046,11 +2087,13 @@ def replace_file(path, text):
         part.replace(path)
 
 
-def write_args(out, args, world):
-    """Writes args.json: the value of every flag, and versions of what the run uses."""
+def write_args(out, args, world, blocks):
+    """Writes args.json: the value of every flag, what choose_blocks() made of --activation_checkpointing, and
+    versions of what the run uses."""
     # what a reader needs to repeat the run, or to see why another version gave another loss
     versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
-    settings = vars(args) | {"world": world, "python": platform.python_version()} | versions
+    others = {"world": world, "python": platform.python_version(), **versions}
+    settings = vars(args) | blocks._asdict() | others
     replace_file(out / "args.json", json.dumps(settings, indent=2) + "\n")
 
 
@@ -2250,10 +2293,12 @@ def load_checkpoint(folder, files, tensors):
 
 class Saver:
     """Writes the checkpoints of a run and removes the old ones. If the disk is full, this save is lost and
-    nothing else: training continues, and older checkpoints stay."""
+    nothing else: training continues, and older checkpoints stay. lock: what take_folder() returns on rank 0,
+    held here because the folder is locked for as long as that file is open."""
 
-    def __init__(self, out, keep, ranks):
+    def __init__(self, out, keep, ranks, lock=None):
         self.out = out
+        self.lock = lock
         self.keep = keep
         self.ranks = ranks
         self.last_step = max(checkpoints(out), default=None)
@@ -2430,7 +2475,7 @@ def optimizer_bytes(args, n_rows, width, is_matrix, n_bytes):
                      "what its step allocates to step_workspace()")
 
 
-def plan(args, config, world, length):
+def plan(args, config, world, length, blocks):
     """Where the memory of a training step goes on rank 0 of `world` GPUs -> ({moment: {kind: bytes}}, {kind:
     bytes of host memory}). A moment is an event of the step that may be its peak. Parameters are counted in a
     model with one block of each kind on the meta device. Activations come from formulas, which assume rows of
@@ -2444,10 +2489,10 @@ def plan(args, config, world, length):
     kinds = list(dict.fromkeys(config.layer_types))
     few_blocks = dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds)
     model = lm.on_meta(few_blocks, args)
-    blocks = model.model.layers
+    layers = model.model.layers
     # The backward reaches these first. Their gradients are there while attention's is computed.
-    after_attention = nn.ModuleList([blocks[0].mixer.o_proj, blocks[0].mlp])
-    modules = after_attention, model.model.embed_tokens, model.lm_head, *blocks
+    after_attention = nn.ModuleList([layers[0].mixer.o_proj, layers[0].mlp])
+    modules = after_attention, model.model.embed_tokens, model.lm_head, *layers
     after, embedding, head, *of_kinds = (
         unit_of(module, args, shards, model.compute_dtype) for module in modules)
     whole = [of_kinds[kinds.index(kind)] for kind in config.layer_types] + [embedding]
@@ -2456,11 +2501,10 @@ def plan(args, config, world, length):
     units = Units(whole, after, embedding, head)
 
     itemsize = model.compute_dtype.itemsize
-    n_checkpointed = n_recomputed(args, config)
     acts = []
     for i, kind in enumerate(config.layer_types):
-        keeps = Keeps(i >= n_checkpointed, i >= n_layers - args.n_weights_kept,
-                         i >= n_checkpointed - args.n_attention_kept)
+        keeps = Keeps(i >= blocks.n_recomputed, i >= n_layers - blocks.n_weights_kept,
+                      i >= blocks.n_recomputed - blocks.n_attention_kept)
         acts.append(activation_bytes(args, config, itemsize, n_tokens, kind, keeps))
     logits_bytes = loss_bytes(args, config, itemsize, n_tokens)
 
@@ -2475,7 +2519,8 @@ def plan(args, config, world, length):
         host["activations"] = (n_layers - 1) * nf4.ceil_div(acts[0]["input"], PAGE) * PAGE
     # RoPE's tables, the batch's integers
     always["saved activations"] = n_tokens * (4 * config.rope_size + 32)
-    events = play_step(args, config, shards, units, acts, logits_bytes, always)
+    weights = weights_of_blocks(args, n_layers, blocks.n_recomputed, shards, units)
+    events = play_step(args, config, shards, units, acts, weights, logits_bytes, always)
     return largest_moments(events), host
 
 
@@ -2492,18 +2537,16 @@ def step_workspace(args, n_bytes):
     return 0 if args.fused_adamw else 2 * n_bytes
 
 
-def weights_of_blocks(args, config, shards, units):
+def weights_of_blocks(args, n_layers, n_recomputed, shards, units):
     """-> (bytes of weights in the dtype of products that the forward of each block leaves for its backward,
     bytes that its backward adds to them)."""
-    n_layers = config.num_hidden_layers
     weights = units.whole[0].unsharded  # the first block stands for all: no other one is larger
     if not args.fsdp2:
-        # Autograd keeps the 16-bit copies of float32 weights. Checkpointed blocks and tiles make them again.
-        n_checkpointed = n_recomputed(args, config)
-        n_others = n_layers - n_checkpointed
+        # Autograd keeps the 16-bit copies of float32 weights. Recomputed blocks and tiles make them again.
+        n_others = n_layers - n_recomputed
         copies = weights - (units.after_attention.unsharded if args.tiled_mlp else 0)
-        left = [0] * n_checkpointed + [copies] * n_others
-        return left, [weights] * n_checkpointed + [0] * n_others
+        left = [0] * n_recomputed + [copies] * n_others
+        return left, [weights] * n_recomputed + [0] * n_others
     if args.reshard_after_forward:
         # One block is gathered at a time, from the forward of the first block to its backward. In the
         # backward FSDP2 gathers the next block while one runs; with one shard it has nothing to gather.
@@ -2520,10 +2563,10 @@ def inputs_of_loss(args, head):
     return 2 if head.gradient else 1  # x and its norm
 
 
-def play_step(args, config, shards, units, acts, logits_bytes, always):
+def play_step(args, config, shards, units, acts, weights_of_block, logits_bytes, always):
     """Plays a training step on paper, in the order of main. Yields (moment, {kind: bytes}) for each event
-    that may be the peak. acts: activation_bytes() of each block. always: what is on the GPU from the first
-    event to the last."""
+    that may be the peak. acts: activation_bytes() of each block. weights_of_block: weights_of_blocks().
+    always: what is on the GPU from the first event to the last."""
     whole, after_attention, embedding, head = units
     tied = config.tie_word_embeddings
     n_layers = config.num_hidden_layers
@@ -2532,7 +2575,7 @@ def play_step(args, config, shards, units, acts, logits_bytes, always):
     saved = [of_block["saved"] for of_block in acts]
     if "activations" in args.offload:  # two inputs are on the GPU: in use, and on its way to the host or back
         saved[2:] = [0] * len(saved[2:])
-    left, fetched = weights_of_blocks(args, config, shards, units)
+    left, fetched = weights_of_block
     alive = always.copy()  # what is on the GPU between two events
 
     # A tied pair belongs to FSDP2's root unit, and so do embedding and head with --no-shard_embeddings. The
@@ -2810,65 +2853,69 @@ def peak_of(moments):
     return name, moments[name].total()
 
 
-def planned_bytes(args, config, world, length):
+def planned_bytes(args, config, world, length, blocks):
     """What a GPU needs for a step, CUDA's own memory included."""
-    moments, _ = plan(args, config, world, length)
+    moments, _ = plan(args, config, world, length, blocks)
     return peak_of(moments)[1] + OVERHEAD
 
 
-def n_recomputed(args, config):
-    """Number of blocks that --activation_checkpointing recomputes. These are the first ones: what the last
-    ones save is freed first."""
-    if args.activation_checkpointing in ("all", "auto"):
-        return config.num_hidden_layers
-    return min(args.activation_checkpointing, config.num_hidden_layers)
+class Blocks(NamedTuple):
+    """What the blocks keep from their forward to their backward. Losses do not depend on it."""
+
+    n_recomputed: int  # the first ones: what the last ones keep is freed first
+    n_weights_kept: int = 0  # last ones that keep NF4 weights in 16 bits
+    n_attention_kept: int = 0  # last ones of the recomputed that keep attention's output
+
+    def describe(self, n_layers):
+        text = f"the backward recomputes {self.n_recomputed} of {n_layers} blocks"
+        if self.n_attention_kept:
+            text += f", in {self.n_attention_kept} of them all but attention"
+        if self.n_weights_kept:
+            text += f"; {self.n_weights_kept} keep their NF4 weights in 16 bits"
+        return text
+
+
+def blocks_as_asked(args, config):
+    """-> Blocks of --activation_checkpointing N and all. auto counts as all, which needs the least memory."""
+    asked = args.activation_checkpointing
+    if asked in ("all", "auto"):
+        asked = config.num_hidden_layers
+    return Blocks(min(asked, config.num_hidden_layers))
 
 
 def choose_blocks(args, config, world, length, room):
-    """Replaces --activation_checkpointing auto by the fastest choice that needs at most 90 % of `room` bytes,
-    or else by the smallest. Returns the line that says what was chosen. Losses do not depend on it."""
-    n_layers = config.num_hidden_layers
-    if room == math.inf or "activations" in args.offload:
-        args.activation_checkpointing = "all"
-        return "--activation_checkpointing all: inputs are offloaded, or no --gpu_gib is known"
+    """-> Blocks. For --activation_checkpointing auto it is the fastest choice that needs at most 90 % of
+    `room` bytes, or else the one that needs the least. Without a known room, and where the blocks' inputs are
+    offloaded, auto recomputes all blocks."""
+    is_auto = args.activation_checkpointing == "auto"
+    if not is_auto or room == math.inf or "activations" in args.offload:
+        return blocks_as_asked(args, config)
     can_keep_weights = args.qlora and not args.tiled_mlp  # a tile dequantizes its weights again
-    choices = block_choices(n_layers, can_keep_weights)
+    choices = block_choices(config.num_hidden_layers, can_keep_weights)
     # We bisect: about ten plans, each of which plays a whole step.
-    trial = argparse.Namespace(**vars(args))
     first = 0
     last = len(choices) - 1
     while first < last:
         middle = (first + last) // 2
-        vars(trial).update(choices[middle]._asdict())
-        if planned_bytes(trial, config, world, length) <= 0.9 * room:
+        if planned_bytes(args, config, world, length, choices[middle]) <= 0.9 * room:
             last = middle
         else:
             first = middle + 1
-    chosen = choices[first]
-    vars(args).update(chosen._asdict())
-    kept = f", NF4 weights of {chosen.n_weights_kept} kept in 16 bits" if args.qlora else ""
-    return (f"--activation_checkpointing {chosen.activation_checkpointing} of {n_layers} blocks, for 90 % of "
-            f"{room / GIB:.1f} GiB:\n  attention's output of {chosen.n_attention_kept} kept{kept}")
-
-
-class BlockChoice(NamedTuple):
-    """What --activation_checkpointing auto stands for."""
-
-    activation_checkpointing: int | str  # first blocks to recompute
-    n_weights_kept: int  # last blocks that keep NF4 weights in 16 bits from forward to backward
-    n_attention_kept: int  # last ones of the recomputed blocks that keep attention's output
+    return choices[first]
 
 
 def block_choices(n_layers, can_keep_weights):
-    """[BlockChoice] from the fastest to the smallest; each needs at most the memory of the one before."""
+    """[Blocks] from the fastest choice to the smallest; each needs at most the memory of the one before."""
     # recompute no block, and keep fewer and fewer dequantized weights
-    choices = [BlockChoice(0, n, 0) for n in range(n_layers if can_keep_weights else 0, 0, -1)]
+    choices = []
+    if can_keep_weights:
+        choices = [Blocks(0, n_weights_kept=n) for n in range(n_layers, 0, -1)]
     # Recompute more and more blocks, but not attention: its output is the cheapest thing to keep per second
     # that it saves, where documents are longer than about D tokens.
-    choices += [BlockChoice(n, 0, n) for n in range(n_layers + 1)]
+    choices += [Blocks(n, n_attention_kept=n) for n in range(n_layers + 1)]
     # recompute attention as well, in more and more blocks
-    choices += [BlockChoice(n_layers, 0, n) for n in range(n_layers - 1, 0, -1)]
-    return [*choices, BlockChoice("all", 0, 0)]
+    choices += [Blocks(n_layers, n_attention_kept=n) for n in range(n_layers - 1, -1, -1)]
+    return choices
 
 
 def rungs_of(args):
@@ -2911,7 +2958,7 @@ def bytes_with(args, config, world, length, rungs):
         check_sizes(changed, config, world)
     except (argparse.ArgumentError, ValueError):
         return math.inf
-    return planned_bytes(changed, config, world, length)
+    return planned_bytes(changed, config, world, length, blocks_as_asked(changed, config))
 
 
 def ladder(args, config, world, length, room):
@@ -2938,10 +2985,10 @@ def print_row(name, values):
     print(f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
 
 
-def print_plan(args, config, world, length, room):
+def print_plan(args, config, world, length, blocks, room):
     """Prints the plan as a table, whether it fits into `room` bytes (infinite: not known), and which flags
     would make it fit. A run that needs less than 60 % of the room prints one line."""
-    moments, host = plan(args, config, world, length)
+    moments, host = plan(args, config, world, length, blocks)
     name, peak = peak_of(moments)
     need = peak + OVERHEAD
     host_text = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in host.items()) or "none"
@@ -2964,7 +3011,8 @@ def print_plan(args, config, world, length, room):
     if need <= room:
         return
     added = ladder(args, config, world, length, room)
-    moments, host = plan(with_rungs(args, added), config, world, length)
+    changed = with_rungs(args, added)
+    moments, host = plan(changed, config, world, length, blocks_as_asked(changed, config))
     need = peak_of(moments)[1] + OVERHEAD
     print(f"  it needs {need / GIB:.2f} GiB, and {sum(host.values()) / GIB:.2f} GiB of host memory, with")
     print(f"    {' '.join(added) or 'every flag'}")
@@ -2975,15 +3023,15 @@ def print_plan(args, config, world, length, room):
 def dry_run(args):
     """Prints the plan of --world ranks without weights, data or a GPU."""
     world = args.world or 1
-    args.precision = args.precision or "mixed"
     try:
-        _, config, _ = open_config(args, world, random_init=True)
+        config = open_config(args, world, device=None, random_init=True).config
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     room = (args.gpu_gib or math.inf) * GIB
+    blocks = choose_blocks(args, config, world, args.seq_len, room)
     if args.activation_checkpointing == "auto":
-        print(choose_blocks(args, config, world, args.seq_len, room))
-    print_plan(args, config, world, args.seq_len, room)
+        print(f"--activation_checkpointing auto: {blocks.describe(config.num_hidden_layers)}")
+    print_plan(args, config, world, args.seq_len, blocks, room)
 
 
 # ---------------- limits of the memory
@@ -3012,7 +3060,7 @@ def smallest_memory(args, ranks):
     return min(ranks.gather(memory_of(args, ranks)))
 
 
-def limit_gpu(args, config, length, ranks):
+def limit_gpu(args, config, length, blocks, ranks):
     """Limits the process to --gpu_gib of its GPU, if it has one. Rank 0 prints the plan."""
     if ranks.device.type != "cuda":
         return
@@ -3020,7 +3068,7 @@ def limit_gpu(args, config, length, ranks):
     room = memory_of(args, ranks)
     torch.cuda.set_per_process_memory_fraction(room / total, ranks.device)
     if ranks.rank == 0:
-        print_plan(args, config, ranks.world, length, room)
+        print_plan(args, config, ranks.world, length, blocks, room)
 
 
 def check_sizes(args, config, world):

@@ -10,6 +10,7 @@ on a GPU what three steps take:
 """
 
 import argparse
+import math
 import tempfile
 from pathlib import Path
 
@@ -183,14 +184,12 @@ def flags(tokens=2048):
 
 def kinds_at_peak(flags, world):
     """Of rank 0 on a GPU -> ({kind: bytes} at the peak, bytes of host memory)."""
-    import model as lm
-    import data
     import train
 
     args = train.parse_args([*flags, "--dry_run"])
-    args.precision = args.precision or "mixed"
-    config = lm.parse_config(data.find_model(args.model, random_init=True)[0])
-    moments, host = train.plan(args, config, world, args.seq_len)
+    config = train.open_config(args, world, device=None, random_init=True).config
+    blocks = train.choose_blocks(args, config, world, args.seq_len, math.inf)
+    moments, host = train.plan(args, config, world, args.seq_len, blocks)
     return moments[train.peak_of(moments)[0]], sum(host.values())
 
 

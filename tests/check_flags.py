@@ -131,7 +131,7 @@ def check_plan(rng, folder):
                          | {"max_position_embeddings": 4096, "num_hidden_layers": rng.choice([4, 4, 10])})
     try:
         args = train.parse_args(["--model", str(model), "--random_init", "--dry_run", *words.split()])
-        train.open_config(args, world, True)
+        train.open_config(args, world, device=None, random_init=True)
     except (argparse.ArgumentError, ValueError):
         return None, said
     planned, counted = test_plan.planned_and_counted(model, world, words, folder)

@@ -129,7 +129,9 @@ def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(job, tmp_path, flags):
     code, text, argv = run_changed(job, tmp_path, change, *flags, **config)
     assert code == 0, text
     (row,) = map(json.loads, (tmp_path / "out/metrics.jsonl").read_text().splitlines())
-    moments, _ = train.plan(train.parse_args(argv), lm.parse_config(config), 1, 96)  # tokens of a row
+    args = train.parse_args(argv)
+    config = lm.parse_config(config)
+    moments, _ = train.plan(args, config, 1, 96, train.blocks_as_asked(args, config))  # 96 tokens a row
     workspaces = 0 if LOADED or torch.cuda.get_device_capability() < (9, 0) else 2**-4  # cuBLAS's 64 MiB on Hopper
     assert train.peak_of(moments)[1] / 2**30 == pytest.approx(row["mem_gib"] - workspaces, rel=0.05)
 

@@ -548,7 +548,7 @@ def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch, handlers)
     monkeypatch.delenv("RANK", raising=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = train.StopSignal()
-    stop.number = 0
+    stop.begin()
     signal.raise_signal(signal.SIGINT)
     assert stop.number == signal.SIGINT
     with pytest.raises(KeyboardInterrupt):
@@ -558,7 +558,7 @@ def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch, handlers)
 def test_a_run_under_nohup_outlives_its_terminal(handlers):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = train.StopSignal()
-    stop.number = 0
+    stop.begin()
     signal.raise_signal(signal.SIGHUP)
     assert stop.number == 0
 

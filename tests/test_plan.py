@@ -112,7 +112,7 @@ def count(argv, world, result):
 
     hooks, load = [], data.load_weights_
 
-    def load_weights_(model, *rest):
+    def load_weights_(model, *rest, **flags):
         load(model, *rest)
         if "activations" in train.parse_args(argv).offload:  # which a run on a CPU leaves where they are
             hooks.append(train.OffloadActivations(torch.device("cpu")))
@@ -149,10 +149,13 @@ def planned(argv, config, world):
     """(moments, host bytes, args) of a command line."""
     args = train.parse_args([*map(str, argv), "--dry_run"])
     args.precision = args.precision or "mixed"
-    if args.activation_checkpointing == "auto":
-        room = (args.gpu_gib or math.inf) * 2**30
-        train.choose_blocks(args, config, world, args.seq_len, room)
-    return *train.plan(args, config, world, args.seq_len), args
+    return *train.plan(args, config, world, args.seq_len, blocks_of(args, config, world)), args
+
+
+def blocks_of(args, config, world):
+    """train.Blocks that a dry run of a command line chooses."""
+    room = (args.gpu_gib or math.inf) * 2**30
+    return train.choose_blocks(args, config, world, args.seq_len, room)
 
 
 # ---------------------------------------------------------------- the plan
@@ -202,17 +205,18 @@ def test_what_goes_between_replicas_waits_on_the_device():
 
 
 @pytest.mark.parametrize("flag, gib, n_recomputed, n_kept", [
-    ("--qlora", 10, "all", 0), ("--qlora", 40, range(1, 32), 0), ("--qlora", 60, 0, range(1, 32)),
+    ("--qlora", 10, 32, 0), ("--qlora", 40, range(1, 32), 0), ("--qlora", 60, 0, range(1, 32)),
     ("--qlora", 400, 0, 32), ("--lora", 400, 0, 0)])
 def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_memory(flag, gib, n_recomputed, n_kept):
     argv, config = ["--model", "llama-3.1-8b", flag, "--seq_len", 8192], config_of("llama-3.1-8b")
     moments, _, args = planned([*argv, "--gpu_gib", gib], config, 1)
-    for n, expected in (args.activation_checkpointing, n_recomputed), (args.n_weights_kept, n_kept):
+    blocks = blocks_of(args, config, 1)
+    for n, expected in (blocks.n_recomputed, n_recomputed), (blocks.n_weights_kept, n_kept):
         assert n in expected if isinstance(expected, range) else n == expected
     assert gib == 10 or train.peak_of(moments)[1] + train.OVERHEAD <= 0.9 * gib * 2**30
     if isinstance(n_recomputed, range) or isinstance(n_kept, range):  # one block more would not have fitted
-        args.activation_checkpointing, args.n_weights_kept = args.activation_checkpointing - 1, args.n_weights_kept + 1
-        moments, _ = train.plan(args, config, 1, 8192)
+        more = train.Blocks(max(0, blocks.n_recomputed - 1), blocks.n_weights_kept + 1, blocks.n_attention_kept)
+        moments, _ = train.plan(args, config, 1, 8192, more)
         assert train.peak_of(moments)[1] + train.OVERHEAD > 0.9 * gib * 2**30
 
 
@@ -220,7 +224,7 @@ def test_an_optimizer_that_the_plan_does_not_know_is_refused():
     _, _, args = planned(["--model", "qwen3-0.6b"], config_of("qwen3-0.6b"), 1)
     args.optim = "muon"  # as a fork's choice of --optim
     with pytest.raises(ValueError, match=r"--optim muon: not in the memory plan: add its state to optimizer_bytes"):
-        train.plan(args, config_of("qwen3-0.6b"), 1, 1024)
+        train.plan(args, config_of("qwen3-0.6b"), 1, 1024, train.Blocks(0))
 
 
 @pytest.mark.parametrize("preset, flags", [
@@ -231,8 +235,7 @@ def test_each_choice_of_auto_needs_at_most_the_memory_of_the_one_before(preset, 
     _, _, args = planned(["--model", preset, *flags.split()], config, 2)
     peaks = []
     for choice in train.block_choices(config.num_hidden_layers, args.qlora):
-        vars(args).update(choice._asdict())
-        peaks.append(train.planned_bytes(args, config, 2, 4096))
+        peaks.append(train.planned_bytes(args, config, 2, 4096, choice))
     assert peaks == sorted(peaks, reverse=True)  # or bisecting could miss the fastest that fits
 
 
@@ -283,7 +286,8 @@ def test_what_the_ladder_adds_is_accepted_fits_and_is_needed(model, gib, world, 
         for flag in ("fused_adamw", "chunked_ce", "reshard_after_forward", "shard_embeddings", "fsdp2", "qlora",
                      "optim_in_backward", "stochastic_rounding"):
             assert getattr(after, flag) >= getattr(before, flag), flag
-        assert train.n_recomputed(after, config_of(model)) >= train.n_recomputed(before, config_of(model))
+        recomputed = [train.blocks_as_asked(args, config_of(model)).n_recomputed for args in (before, after)]
+        assert recomputed[1] >= recomputed[0]
         assert after.replicas <= before.replicas and after.batch_size <= before.batch_size
         assert after.tiled_mlp == before.tiled_mlp or not before.tiled_mlp
         assert after.ce_chunk <= (before.ce_chunk or after.ce_chunk)
@@ -293,7 +297,8 @@ def test_what_the_ladder_adds_is_accepted_fits_and_is_needed(model, gib, world, 
 
 def test_flags_are_added_to_settings_that_came_with_an_adapter():
     args = train.parse_args(["--model", "qwen3-4b", "--dry_run", "--adapter", "folder"])
-    vars(args).update(lora_rank=8, lora_alpha=4, lora_dropout=0.1, lora_targets=["q_proj"])  # as open_config() does
+    # as complete_for_model() does
+    vars(args).update(lora_rank=8, lora_alpha=4, lora_dropout=0.1, lora_targets=["q_proj"])
     changed = train.with_rungs(args, ["--optim adamw8bit", "--qlora"])
     assert vars(changed) == vars(args) | {"adapter": None, "optim": "adamw8bit", "qlora": True}
 

@@ -85,7 +85,8 @@ def test_main_job_says_what_is_on_and_why(main_job):
     precision = "mixed" if torch.cpu._is_avx512_bf16_supported() else "fp32"
     for line in (f"--precision {precision}: trained float32, all else ", "--lora: adapters of rank 16 are trained",
                  "--qlora: ", "--fsdp2: parameters, gradients and optimizer state in 2 shards",
-                 "--offload activations params: ", "--activation_checkpointing all: 6 of 6 blocks keep",
+                 "--offload activations params: ",
+                 "--activation_checkpointing auto: the backward recomputes 6 of 6 blocks\n",
                  "--chunked_ce: head and loss see 1024 tokens at a time", "--fused_adamw: ", "--packing: documents ",
                  "settings: --lora_rank 16 --lora_alpha 32 ", "off: dpo, replicas, sequence_parallel, tiled_mlp, "):
         assert f"\n  {line}" in said
@@ -101,7 +102,9 @@ def start_of(flags, capsys):
     model = SimpleNamespace(config=lm.parse_config(data.PRESETS["qwen3-0.6b"]), compute_dtype=torch.bfloat16,
                             parameters=list)
     ranks = SimpleNamespace(world=8, device_name="CPU", say=print)
-    train.print_start(train.parse_args(flags.split()), model, SimpleNamespace(tensors={}), ranks)
+    args = train.parse_args(flags.split())
+    blocks = train.blocks_as_asked(args, model.config)
+    train.print_start(args, model, SimpleNamespace(tensors={}), blocks, ranks)
     return capsys.readouterr().out
 
 
@@ -450,7 +453,7 @@ def test_help_is_short_and_help_all_has_every_flag(capsys):
         assert train.launch([flag]) == 0
         shown[flag] = set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.M))
     assert {"--model", "--data", "--qlora"} <= shown["--help"] < shown["--help_all"] and len(shown["--help"]) <= 27
-    names = {f"--{name}" for name in vars(train.parse_args([])).keys() - {"n_weights_kept", "n_attention_kept"}}
+    names = {f"--{name}" for name in vars(train.parse_args([]))}
     assert names == shown["--help_all"] - {"--no"}
 
 

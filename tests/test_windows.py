@@ -137,7 +137,7 @@ EVERY_LINEAR = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "sel
 ])
 def test_a_path_decides_between_the_gates_of_attention_and_mlp(tmp_path, targets, modules):
     args = train.parse_args(["--model", str(MUSE_FILES), "--lora", "--lora_targets", *targets, "--precision", "fp32"])
-    _, config, _ = train.open_config(args, 1, False)
+    config = train.open_config(args, 1, device=None, random_init=False).config
     model = lm.on_meta(config, args).to_empty(device="cpu")
     tensors = {name: t.contiguous() for name, t in data.full_tensors(model, True)}
     # model.language_model.layers.0.mlp.gate_proj.lora_A.weight -> mlp.gate_proj
