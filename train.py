@@ -59,11 +59,12 @@ import data
 import model as lm
 import nf4
 
+# what the demo is asked before and after training, for data that come with the project
 SAMPLES = {
     "stdlib:docs": "What does `shutil.copytree(src, dst)` do?",
     "stdlib:code": "def read_json(path):\n",
 }
-# exit codes
+# Exit codes: a job script can tell a rate that is too high from a GPU that is too small.
 NOT_FINITE = 3
 OUT_OF_MEMORY = 4
 # the last phase of a run, in which nothing is left to save
@@ -79,6 +80,7 @@ def number(kind, zero_too=False, below=1e12):
 
     def parse(text):
         value = kind(text)
+        # nan fails every comparison, inf the second one
         if 0 < value < below or (zero_too and value == 0):
             return value
         raise argparse.ArgumentTypeError(f"{text}: expected {expected}, below {below:g}")
@@ -153,11 +155,13 @@ def add(group, flag, kind, default, text, fixed=False, **options):
         text += f" (default: {default})"
     if kind is not str:
         options["metavar"] = "N"
+    # argparse keeps an attribute that it does not know, so the mark stands beside the flag that it is about
     group.add_argument(flag, type=kind, default=default, help=text, **options).fixed = fixed
 
 
 def switch(group, flag, text, on=False, fixed=False):
     """Adds a flag that is on or off. One that is on by default also gets a --no-flag."""
+    # a --no-flag for what is off anyway would only make --help longer
     action = argparse.BooleanOptionalAction if on else "store_true"
     shown = "on" if on else "off"
     group.add_argument(flag, action=action, default=on, help=f"{text} (default: {shown})").fixed = fixed
@@ -165,6 +169,7 @@ def switch(group, flag, text, on=False, fixed=False):
 
 def make_parser():
     """Declares every flag, with the text of --help."""
+    # allow_abbrev=False: with a new flag, an abbreviation in somebody's script would mean two flags.
     # exit_on_error=False: argparse raises instead of printing its usage, and launch() prints one line
     parser = argparse.ArgumentParser(
         usage="[torchrun --nproc_per_node N | python] train.py [flags]", description=__doc__.split("\n\n")[0],
@@ -331,6 +336,7 @@ def parse_args(argv, args=None):
         # argparse drops such a value, and then raises a bare ValueError, or uses the default
         if re.fullmatch(r"--\w+=--", word):
             refuse(f"{word}: expected a value, got two dashes")
+    # parse_args() would end the process before refuse_unknown() could look for the flag that was meant
     args, unknown = parser.parse_known_args(argv, args)
     if unknown:
         refuse_unknown(unknown[0], parser._option_string_actions)
@@ -407,16 +413,19 @@ def refuse_conflicts(args):
     if args.dpo and (others or args.sequence_parallel > 1 or not args.chunked_ce):
         refuse("--dpo: leave out --adapter (merge it first), --overflow, --train_on, --sequence_parallel and "
                "--no-chunked_ce")
+    # float32 weights are not rounded
     if args.stochastic_rounding and args.precision != "bf16":
         refuse("--stochastic_rounding needs --precision bf16")
     if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
         refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
+    # one terminal, and one process that reads from it
     if args.chat and (args.fsdp2 or "RANK" in os.environ):
         refuse("--chat needs one device: no torchrun, no --fsdp2")
     if args.tensorboard and not importlib.util.find_spec("tensorboard"):
         refuse("--tensorboard needs a package: pip install tensorboard")
     if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
         refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
+    # A preset has no weights. Without this error a user could take noise for a model.
     if args.model in data.PRESETS and not (args.random_init or args.dry_run):
         refuse(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
                f"--model {data.PRESETS[args.model]['_name_or_path']}")
@@ -732,6 +741,7 @@ def open_run(args, config, loader, eval_loader, source, ranks):
             checkpoint = checkpoint_to_resume(args.out, args.resume)
             folders = (folder_of_run(args.out, args.resume, checkpoint), checkpoint)
     out, resumed = ranks.gather(folders)[0]
+    # rounded up: the last step may take some rows of one more epoch
     steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
     with ranks.agree():
         settings = fixed_settings(args, config, rows_a_step, loader, source)
@@ -745,12 +755,7 @@ def open_run(args, config, loader, eval_loader, source, ranks):
         if state["step"] > steps:
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
-    if config.shared_expert_intermediate_size and args.lora and not args.merge:
-        ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
-    if ranks.device.type == "cuda" and steps > 200 and not args.compile:
-        ranks.say("note: --compile takes half a minute, and then a step is about 1.2 times as fast")
-    if steps < 20 and not args.steps:
-        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
+    say_notes(args, config, steps, ranks)
     if state["steps"] != steps:
         ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate "
                   "changes")
@@ -760,6 +765,17 @@ def open_run(args, config, loader, eval_loader, source, ranks):
             ranks.say(f"note: {resumed} was evaluated on other --eval_data: its best evaluation is forgotten")
         state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None}
     return out, resumed, state
+
+
+def say_notes(args, config, steps, ranks):
+    """Says what works and is probably not what the user wants."""
+    if config.shared_expert_intermediate_size and args.lora and not args.merge:
+        ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
+    if ranks.device.type == "cuda" and steps > 200 and not args.compile:
+        ranks.say("note: --compile takes half a minute, and then a step is about 1.2 times as fast")
+    # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
+    if steps < 20 and not args.steps:
+        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
 
 
 def describe_run(args, state, resumed, out):
@@ -779,6 +795,7 @@ def end_if_stopped(save, saver, state, stop, ranks):
     cause = f"by {number.name}"
     if number == TORCHRUN_GONE:
         cause = "because torchrun is gone"
+    # the disk may have been full
     is_saved = saver.last_step == state["step"]
     outcome = "NOT saved, see above"
     if is_saved:
@@ -822,6 +839,8 @@ class Ranks:
 
     def __init__(self, want_group, timeout):
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
+            # Segments that can grow leave no holes between tensors of different sizes, which would be memory
+            # that is reserved and cannot be used.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         self.timeout = timeout
         # of a collective: longer, so that alive() and Watch report first
@@ -845,6 +864,7 @@ class Ranks:
         if torch.cuda.is_available():
             if n_local > torch.cuda.device_count():
                 raise SystemExit(f"--nproc_per_node {n_local}: there are {torch.cuda.device_count()} GPUs")
+            # with its number: cuda and cuda:0 are not equal
             self.device = torch.device("cuda", self.local)
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
@@ -1184,6 +1204,7 @@ class Parked:
         self.dtype = tensor.dtype
         self.previous = previous
         self.in_flight = None
+        # pinned: from memory that the kernel may move, the GPU cannot copy while the host goes on
         self.pages = [
             torch.empty_like(page, device="cpu", pin_memory=page.is_cuda) for page in pages_of(tensor)]
 
@@ -1290,6 +1311,7 @@ def make_optimizer(named, args, bad):
     groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": args.weight_decay},
               {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
     eight_bits = args.optim == "adamw8bit"
+    # torch's AdamW does neither
     if eight_bits or args.stochastic_rounding:
         return nf4.CompactAdamW(groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, bad)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
@@ -1310,6 +1332,7 @@ def lr_at(step, steps, args):
         return args.lr * (step + 1) / (warmup + 1)
     if args.schedule == "constant":
         return args.lr
+    # from 0 after the warmup to 1 at the end of the run
     progress = (step - warmup) / max(1, steps - warmup)
     height = 1 - progress if args.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return args.min_lr + (args.lr - args.min_lr) * height
@@ -1319,6 +1342,7 @@ def average_gradients_(params, world):
     """Replaces gradients by their means over ranks, for ranks that each have the whole model. Starts all
     all-reduces before it waits for the first."""
     work = [dist.all_reduce(p.grad, async_op=True) for p in params]
+    # gloo and NCCL run them one after the other in the background
     for handle, p in zip(work, params, strict=True):
         handle.wait()
         p.grad.div_(world)
@@ -1496,6 +1520,7 @@ def memory_gib(device):
 def draw(path, curves):
     """Writes curves as SVG. curves: {(name, colour): [(step, loss)]}. There is no background, and the grey of
     axes and words can be read on white and on black."""
+    # SVG by hand: it needs no package, and a browser, an editor and GitHub show it.
     # one scale for all curves, from the smallest to the largest number that any of them has
     steps, losses = zip(*(point for curve in curves.values() for point in curve))
     first, last = min(steps), max(steps)
@@ -1510,6 +1535,7 @@ def draw(path, curves):
         f'<text x="688" y="374" text-anchor="middle">step {last}</text>',
     ]
     for i, ((name, colour), curve) in enumerate(curves.items()):
+        # y grows downwards in SVG
         points = []
         for step, loss in curve:
             x = 52 + 656 * (step - first) / max(last - first, 1)
@@ -1553,10 +1579,12 @@ class Log:
         if tensorboard and ranks.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
+            # purge_step: TensorBoard hides what the run wrote after the checkpoint that it resumes from
             self.board = SummaryWriter(out, purge_step=state["step"] + 1)
         peaks = [peak for name, peak in PEAKS.items() if name in ranks.device_name]
         self.peak_flops = 1e12 * peaks[0] if peaks else None
         memory_gib(ranks.device)  # resets the peak: loading does not count
+        # for the time that is left, which has pauses in it, too
         self.start = time.perf_counter()
         self.start_step = state["step"]
         self.reset()
@@ -1564,6 +1592,7 @@ class Log:
     def reset(self):
         """Begins a row."""
         self.mark = time.perf_counter()
+        # the loader counts from the start of the run
         self.waited_s = self.loader.waited_s
         self.loss_sums = []
         self.n_terms = []
@@ -1751,6 +1780,7 @@ def sample(args, model, tokenizer, documents, ranks):
     """What the model makes of --sample. All ranks must call it: under FSDP2 each forward is a collective."""
     if not args.sample:
         return ""
+    # a model that learns plain text has no turn to answer in
     is_chat = any(file.report.n_chats for file in documents.files)
     with ranks.agree():
         prompt = tokenizer.prompt([{"role": "user", "content": args.sample}] if is_chat else args.sample)
@@ -1812,6 +1842,7 @@ def chat(args):
             messages = []
         if question in ("", "/reset"):
             continue
+        # The history grows by a question and its answer together, or, if either fails, by neither.
         asked = [*messages, {"role": "user", "content": question}]
         try:
             with contextlib.suppress(KeyboardInterrupt):
@@ -1895,6 +1926,7 @@ def gradient_sizes(model, norms, ranks):
         if p in norms and len(norms[p][0]):
             of_rows, first = norms[p]
             squared = of_rows.double().square()
+            # nan and inf would make every sum nan and every comparison false
             squared[~squared.isfinite()] = NOT_FINITE_SQUARED
             row = int(squared.argmax())
             mine[name] = GradientSize(squared.sum().item(), first + row, squared[row].item())
