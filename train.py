@@ -74,18 +74,18 @@ TORCHRUN_GONE = getattr(signal, "SIGRTMIN", 0)  # the signal that says so; macOS
 # ---------------- flags
 
 
-def number(kind, zero_too=False, below=1e12):
-    """An argparse type: a number of `kind` above 0 and below `below`, with zero_too also 0."""
+def number(of_type, zero_too=False, below=1e12):
+    """An argparse type: an int or a float, above 0 and below `below`, with zero_too also 0."""
     expected = "0 or above 0" if zero_too else "above 0"
 
     def parse(text):
-        value = kind(text)
+        value = of_type(text)
         # nan fails every comparison, inf the second one
         if 0 < value < below or (zero_too and value == 0):
             return value
         raise argparse.ArgumentTypeError(f"{text}: expected {expected}, below {below:g}")
 
-    parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
+    parse.__name__ = of_type.__name__  # argparse prints it: "invalid int value"
     return parse
 
 
@@ -148,15 +148,15 @@ NEEDED = {
 }
 
 
-def add(group, flag, kind, default, text, fixed=False, **options):
+def add(group, flag, of_type, default, text, fixed=False, **options):
     """Adds a flag that has a value. Where the default is None, the text says what that means. Mark a flag as
     `fixed` if it changes the mathematics: fixed_settings() and print_start() then find it by themselves."""
     if default is not None:
         text += f" (default: {default})"
-    if kind is not str:
+    if of_type is not str:
         options["metavar"] = "N"
     # argparse keeps an attribute that it does not know, so the mark stands beside the flag that it is about
-    group.add_argument(flag, type=kind, default=default, help=text, **options).fixed = fixed
+    group.add_argument(flag, type=of_type, default=default, help=text, **options).fixed = fixed
 
 
 def switch(group, flag, text, on=False, fixed=False):
@@ -1501,7 +1501,7 @@ def evaluate(model, loader, ranks, beta=None, stop=None):
 def to_host(device, *tensors):
     """[numbers of each tensor], for which the host waits once."""
     numbers = torch.cat([tensor.to(device).flatten() for tensor in tensors]).cpu()
-    return [part.tolist() for part in numbers.split([tensor.numel() for tensor in tensors])]
+    return [of_tensor.tolist() for of_tensor in numbers.split([tensor.numel() for tensor in tensors])]
 
 
 # ---------------- what a run prints and writes
@@ -1525,7 +1525,7 @@ def draw(path, curves):
     steps, losses = zip(*(point for curve in curves.values() for point in curve))
     first, last = min(steps), max(steps)
     low, high = min(losses), max(losses)
-    parts = [  # the axes go from (52, 14) down to (52, 356) and right to (708, 356)
+    shapes = [  # the axes go from (52, 14) down to (52, 356) and right to (708, 356)
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" '
         'font-family="sans-serif" font-size="12" fill="#848d97">',
         '<path d="M52 14V356H708" fill="none" stroke="#848d97"/>',
@@ -1542,9 +1542,9 @@ def draw(path, curves):
             y = 356 - 342 * (loss - low) / max(high - low, 1e-9)
             points.append(f"{x:.1f},{y:.1f}")
         line = " ".join(points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="702" y="{30 + 18 * i}" text-anchor="end" style="fill:{colour}">{name}</text>')
-    replace_file(path, "\n".join([*parts, "</svg>\n"]))
+        shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        shapes.append(f'<text x="702" y="{30 + 18 * i}" text-anchor="end" style="fill:{colour}">{name}</text>')
+    replace_file(path, "\n".join([*shapes, "</svg>\n"]))
 
 
 # TFLOP/s of dense bf16 matrix products, by a part of the device's name; the first one that fits counts
@@ -2293,10 +2293,10 @@ def check_rows(key, saved, tensors):
     return name, int(first), saved_shape[0]
 
 
-def are_all_rows(pieces, n_rows):
-    """Whether pieces, (number of the first row, number of rows), are rows 0 to n_rows, each of them once."""
+def are_all_rows(ranges, n_rows):
+    """Whether ranges, (number of the first row, number of rows), are rows 0 to n_rows, each of them once."""
     stop = 0
-    for first, n in sorted(pieces):
+    for first, n in sorted(ranges):
         if first != stop:
             return False
         stop += n
@@ -2306,19 +2306,19 @@ def are_all_rows(pieces, n_rows):
 def load_checkpoint(folder, files, tensors):
     """Fills this rank's rows of `tensors` from `files`, those of any number of ranks. What else lies in the
     folder is not read. ValueError names what is wrong."""
-    pieces = {name: [] for name in tensors}  # see are_all_rows()
+    ranges = {name: [] for name in tensors}  # see are_all_rows()
     for file in sorted(files):
         try:
             with safe_open(folder / file, framework="pt") as reader:
                 for key in reader.keys():  # noqa: SIM118
                     saved = reader.get_slice(key)
                     name, first, n_rows = check_rows(key, saved, tensors)
-                    pieces[name].append((first, n_rows))
+                    ranges[name].append((first, n_rows))
                     copy_rows_(tensors[name], saved, first)
         except (ValueError, safetensors.SafetensorError) as error:
             raise ValueError(f"{folder / file}: {data.printable(str(error))}; {REMOVE}") from error
     wrong = [name for name, tensor in tensors.items()
-             if not are_all_rows(pieces[name], math.prod(tensor.shape[:1]))]
+             if not are_all_rows(ranges[name], math.prod(tensor.shape[:1]))]
     if wrong:
         raise ValueError(f"{folder}: rows are missing or stored twice: {data.listing(wrong)}; {REMOVE}")
 
