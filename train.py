@@ -1543,7 +1543,8 @@ def draw(path, curves):
             points.append(f"{x:.1f},{y:.1f}")
         line = " ".join(points)
         shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        shapes.append(f'<text x="702" y="{30 + 18 * i}" text-anchor="end" style="fill:{colour}">{name}</text>')
+        place = f'x="702" y="{30 + 18 * i}" text-anchor="end"'
+        shapes.append(f'<text {place} style="fill:{colour}">{name}</text>')
     replace_file(path, "\n".join([*shapes, "</svg>\n"]))
 
 
