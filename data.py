@@ -331,10 +331,10 @@ class Tokenizer:
         """Messages -> (text, [(start, stop) of each generation block]). ValueError if the template raises."""
         rendered = ""
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
-            chunks = self.template.generate(messages=messages, tools=tools, documents=None,
-                                            add_generation_prompt=generation_prompt, **self.variables)
-            for chunk in chunks:
-                rendered += chunk
+            outputs = self.template.generate(messages=messages, tools=tools, documents=None,
+                                             add_generation_prompt=generation_prompt, **self.variables)
+            for output in outputs:
+                rendered += output
                 if len(rendered) > MAX_RENDERED:
                     raise ValueError(f"wrote more than {MAX_RENDERED} characters")
             text, *blocks = rendered.split(OPEN)
@@ -653,7 +653,7 @@ BUILT_IN = "stdlib:code", "stdlib:docs"
 KINDS = "jsonl", "json", "txt"
 EXPECTED = ("expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code; convert "
             "csv, parquet and data sets of the Hub: datasets.load_dataset(...).to_json(FILE)")
-CHUNK = 2**20  # bytes of whole lines that are tokenized at once
+READ_BYTES = 2**20  # of whole lines, which are read and tokenized at once: text in memory stays small
 CRC_BLOCK = 2**23  # bytes
 MACHINE = os.uname().nodename
 BOM = b"\xef\xbb\xbf"
@@ -664,7 +664,7 @@ SKIPPED = {
 }
 
 
-def chunks_of(path, kind, held_out):
+def line_lists(path, kind, held_out):
     """Yields lists of lines, an example per line: a megabyte of a .jsonl file, or 100 of other examples."""
     if kind in BUILT_IN:
         yield from as_lines(stdlib_examples(kind, held_out))
@@ -675,7 +675,7 @@ def chunks_of(path, kind, held_out):
         file.seek(len(BOM) if head.startswith(BOM) else 0)
         if kind != "txt" and head.removeprefix(BOM).lstrip().startswith(b"["):  # one array of examples
             yield from as_lines(json.loads(file.read()))
-        while lines := file.readlines(CHUNK):
+        while lines := file.readlines(READ_BYTES):
             if kind == "txt":
                 text = b"".join(lines).decode().replace("\r\n", "\n")
                 lines = [json.dumps({"text": text}).encode()]
@@ -685,8 +685,8 @@ def chunks_of(path, kind, held_out):
 def as_lines(examples):
     """Yields lists of 100 examples as lines of a .jsonl file."""
     examples = iter(examples)
-    while chunk := list(itertools.islice(examples, 100)):
-        yield [json.dumps(example).encode() for example in chunk]
+    while next_ones := list(itertools.islice(examples, 100)):
+        yield [json.dumps(example).encode() for example in next_ones]
 
 
 def stdlib_examples(kind, held_out):
@@ -747,7 +747,7 @@ def tokenized(spec, held_out, tokenizer):
         with (writing(f"{spec}: {part.parent} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"),
               cache_lock(part.parent)):
             part.mkdir()
-            report = tokenize(chunks_of(path, kind, held_out), tokenizer, part)
+            report = tokenize(line_lists(path, kind, held_out), tokenizer, part)
             if hash_of(path, kind) != content:
                 raise ValueError("changed while it was read: start again once nothing writes to it")
             report.checksums = checksums_of(part)
@@ -883,11 +883,11 @@ class FileReport:
     checksum: int = 0  # of the fields above
 
 
-def tokenize(chunks, tokenizer, folder):
+def tokenize(line_lists, tokenizer, folder):
     """Writes the documents of a file into a folder, one file for each of ARRAYS. Returns the FileReport."""
     report = FileReport()
-    for chunk in tqdm(chunks, "tokenizing", leave=False, disable=None):
-        columns = encode_chunk(tokenizer, chunk, report)
+    for lines in tqdm(line_lists, "tokenizing", leave=False, disable=None):
+        columns = encode_lines(tokenizer, lines, report)
         for (key, dtype), values in zip(ARRAYS.items(), columns):
             with open(folder / key, "ab") as file:
                 file.write(np.array(values, dtype))
@@ -896,11 +896,11 @@ def tokenize(chunks, tokenizer, folder):
     return report
 
 
-def encode_chunk(tokenizer, chunk, report):
+def encode_lines(tokenizer, lines, report):
     """Lines -> the values of ARRAYS. Adds what it finds to the report."""
     examples = []
-    lines = []
-    for line in chunk:
+    line_numbers = []
+    for line in lines:
         report.n_lines += 1
         if not line.strip():
             continue
@@ -920,7 +920,7 @@ def encode_chunk(tokenizer, chunk, report):
         report.n_chats += first.is_chat
         report.n_without_mask += first.n_without_mask
         examples += found
-        lines += [report.n_lines] * len(found)
+        line_numbers += [report.n_lines] * len(found)
     tokens = []
     supervised = []
     lengths = []
@@ -936,7 +936,7 @@ def encode_chunk(tokenizer, chunk, report):
     report.n_documents += len(lengths)
     report.n_tokens += len(tokens)
     report.largest_id = max([report.largest_id, *tokens])
-    return tokens, supervised, lengths, lines
+    return tokens, supervised, lengths, line_numbers
 
 
 def count_bad(report, error):

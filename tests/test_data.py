@@ -102,7 +102,7 @@ def test_error_while_tokenizing_leaves_nothing_and_says_where_it_was(tiny, tmp_p
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(data, "encode_chunk", fail)
+    monkeypatch.setattr(data, "encode_lines", fail)
     with pytest.raises(type(error)) as raised:
         data.tokenized(jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER)), False, tiny)
     if isinstance(error, OSError):
@@ -218,12 +218,12 @@ def test_the_checksum_of_a_file_is_that_of_its_blocks(tmp_path, monkeypatch):
 
 
 def test_a_data_file_that_changes_while_it_is_read_is_refused(tiny, tmp_path, cache, monkeypatch):
-    def replace(*args, original=data.encode_chunk):
+    def replace(*args, original=data.encode_lines):
         jsonl(tmp_path / "a.jsonl", {"text": "c d"})  # of the same length, and maybe within the same second
         return original(*args)
 
     path = jsonl(tmp_path / "a.jsonl", {"text": "a b"})
-    monkeypatch.setattr(data, "encode_chunk", replace)
+    monkeypatch.setattr(data, "encode_lines", replace)
     with pytest.raises(ValueError, match=r"a\.jsonl: changed while it was read"):
         data.tokenized(path, False, tiny)
     assert folders_in(cache) == set()
@@ -250,7 +250,7 @@ def tokenize_for_ever(path, cache_home, pipe):
         signal.pause()
 
     os.environ["XDG_CACHE_HOME"] = cache_home
-    data.encode_chunk = wait
+    data.encode_lines = wait
     data.tokenized(path, False, data.Tokenizer(HERE / "tiny"))
 
 
@@ -295,7 +295,7 @@ def test_chunks_make_no_difference_but_for_texts(tiny, tmp_path, cache, monkeypa
     lines = ("{bad\n" if i % 200 == 7 else json.dumps(row) + "\n" for i, row in enumerate(rows))
     (tmp_path / "a.jsonl").write_text("".join(lines))
     whole = data.tokenized(str(tmp_path / "a.jsonl"), False, tiny).rename(cache / "whole")
-    monkeypatch.setattr(data, "CHUNK", 2**14)
+    monkeypatch.setattr(data, "READ_BYTES", 2**14)
     folder = data.tokenized(str(tmp_path / "a.jsonl"), False, tiny)
     for key in data.ARRAYS:
         assert (folder / key).read_bytes() == (whole / key).read_bytes()

@@ -605,7 +605,7 @@ def test_the_same_rows_are_the_same_documents_in_every_container(tiny, tmp_path,
 
 
 def test_long_text_is_a_document_for_each_chunk_of_whole_lines(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK", 2000)
+    monkeypatch.setattr(data, "READ_BYTES", 2000)
     text = "".join(f"{data.__doc__[:90]}\n\n\n  größer ☃ {i}\n" for i in range(200))
     (tmp_path / "a.txt").write_text(text)
     documents, _ = read_data(tmp_path / "a.txt", tiny, 10**6)
