@@ -204,8 +204,8 @@ def errors_of(source):
         line = ""
         if isinstance(error, jinja2.TemplateSyntaxError):
             line = f", line {error.lineno}"
-        kind = TooSlow if isinstance(error, TimeoutError) else TextError
-        raise kind(f"{source}{line}: {listing([str(error) or repr(error)])}") from error
+        error_class = TooSlow if isinstance(error, TimeoutError) else TextError
+        raise error_class(f"{source}{line}: {listing([str(error) or repr(error)])}") from error
 
 
 @contextlib.contextmanager
@@ -650,7 +650,7 @@ def functions_of(messages, tools=None):
 # the last two per document
 ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64}
 BUILT_IN = "stdlib:code", "stdlib:docs"
-KINDS = "jsonl", "json", "txt"
+FILE_TYPES = "jsonl", "json", "txt"  # or one of BUILT_IN
 EXPECTED = ("expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code; convert "
             "csv, parquet and data sets of the Hub: datasets.load_dataset(...).to_json(FILE)")
 READ_BYTES = 2**20  # of whole lines, which are read and tokenized at once: text in memory stays small
@@ -664,19 +664,19 @@ SKIPPED = {
 }
 
 
-def line_lists(path, kind, held_out):
+def line_lists(path, file_type, held_out):
     """Yields lists of lines, an example per line: a megabyte of a .jsonl file, or 100 of other examples."""
-    if kind in BUILT_IN:
-        yield from as_lines(stdlib_examples(kind, held_out))
+    if file_type in BUILT_IN:
+        yield from as_lines(stdlib_examples(file_type, held_out))
         return
     opener = gzip.open if path.suffix.lower() == ".gz" else open
     with opener(path, "rb") as file:
         head = file.read(4096)
         file.seek(len(BOM) if head.startswith(BOM) else 0)
-        if kind != "txt" and head.removeprefix(BOM).lstrip().startswith(b"["):  # one array of examples
+        if file_type != "txt" and head.removeprefix(BOM).lstrip().startswith(b"["):  # one array of examples
             yield from as_lines(json.loads(file.read()))
         while lines := file.readlines(READ_BYTES):
-            if kind == "txt":
+            if file_type == "txt":
                 text = b"".join(lines).decode().replace("\r\n", "\n")
                 lines = [json.dumps({"text": text}).encode()]
             yield lines
@@ -689,10 +689,10 @@ def as_lines(examples):
         yield [json.dumps(example).encode() for example in next_ones]
 
 
-def stdlib_examples(kind, held_out):
+def stdlib_examples(file_type, held_out):
     """Yields what is trained on, or the one example in twenty that is held out for --eval_data."""
     for name, text in stdlib_modules():
-        examples = [{"text": text}] if kind == "stdlib:code" else stdlib_questions(name, text)
+        examples = [{"text": text}] if file_type == "stdlib:code" else stdlib_questions(name, text)
         for i, example in enumerate(examples):
             if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:
                 yield example
@@ -727,14 +727,14 @@ def stdlib_questions(name, text):
 def tokenized(spec, held_out, tokenizer):
     """The folder in the cache with the documents of a file. It is made if it is missing or damaged."""
     path = Path(spec)
-    kind = spec
+    file_type = spec
     if spec not in BUILT_IN:
-        kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
-        if not path.is_file() or kind not in KINDS:
+        file_type = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+        if not path.is_file() or file_type not in FILE_TYPES:
             problem = "not a format that is read" if path.is_file() else "no such file"
             raise ValueError(f"{spec}: {problem}; {EXPECTED}")
-    content = hash_of(path, kind)
-    folder = cache_folder(content, kind, held_out, tokenizer)
+    content = hash_of(path, file_type)
+    folder = cache_folder(content, file_type, held_out, tokenizer)
     if os.path.lexists(folder):
         try:
             check_cached(folder)
@@ -747,8 +747,8 @@ def tokenized(spec, held_out, tokenizer):
         with (writing(f"{spec}: {part.parent} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"),
               cache_lock(part.parent)):
             part.mkdir()
-            report = tokenize(line_lists(path, kind, held_out), tokenizer, part)
-            if hash_of(path, kind) != content:
+            report = tokenize(line_lists(path, file_type, held_out), tokenizer, part)
+            if hash_of(path, file_type) != content:
                 raise ValueError("changed while it was read: start again once nothing writes to it")
             report.checksums = checksums_of(part)
             (part / "report.json").write_text(json.dumps(with_checksum(vars(report))))
@@ -762,21 +762,21 @@ def tokenized(spec, held_out, tokenizer):
     return folder
 
 
-def hash_of(path, kind):
+def hash_of(path, file_type):
     """SHA-256 of a data file."""
     digest = hashlib.sha256()
-    if kind not in BUILT_IN:
+    if file_type not in BUILT_IN:
         with open(path, "rb") as file:
             while block := file.read(2**22):
                 digest.update(block)
     return digest.hexdigest()
 
 
-def cache_folder(content, kind, held_out, tokenizer):
+def cache_folder(content, file_type, held_out, tokenizer):
     """A file's folder in the cache. Its name is a hash of all that the tokens depend on, data.py included.
     content: hash_of() the file."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
-    others = (content, kind, held_out, tokenizer.made_of, sys.version, tokenizers.__version__,
+    others = (content, file_type, held_out, tokenizer.made_of, sys.version, tokenizers.__version__,
               jinja2.__version__)
     digest.update(json.dumps(others).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
