@@ -1,4 +1,4 @@
-"""Everything on a disk, in two parts: from texts to the rows of a batch, and model folders.
+"""Everything on a disk, in two halves: from texts to the rows of a batch, and model folders.
 
 An example is a line of a .jsonl file. Its tokens are a document, and each token has a flag that says whether
 the model is trained to predict it. Position p of a row contains token p, and its target is token p + 1. So a
@@ -17,7 +17,7 @@ Each machine tokenizes a file once, on all cores, into flat arrays that all its 
 per token on disk (torchtune #1097: 900 GB of RAM for a 3 GB file). The order of the rows depends on --seed
 and the epoch alone, so the loader's whole state is the number of steps taken.
 
-The second part finds a model (a preset, a folder, a Hub id, the result of a run), reads its weights and
+The second half finds a model (a preset, a folder, a Hub id, the result of a run), reads its weights and
 adapters row by row, so that each rank reads only what it keeps, and writes models and adapters as
 transformers and PEFT read them.
 """
@@ -126,13 +126,13 @@ def remove(path):
     shutil.rmtree(path, ignore_errors=True)
 
 
-def put_in_place(part):
+def put_in_place(unfinished):
     """Renames final.part/ to final/. An older final/ stays until the new one is on the disk."""
-    sync(part)
-    target = part.with_suffix("")
-    remove(target)
-    part.rename(target)
-    sync(part.parent)
+    sync(unfinished)
+    finished = unfinished.with_suffix("")
+    remove(finished)
+    unfinished.rename(finished)
+    sync(unfinished.parent)
 
 
 # ================================ from texts to rows ================================
@@ -622,8 +622,8 @@ def check_messages(messages):
         if message.get("weight", 1) not in (0, 1):
             raise ValueError(f"'weight' must be 0 or 1, got {lm.quoted(message['weight'])}")
         if isinstance(content, list):
-            with contextlib.suppress(KeyError, TypeError):  # a part is an image
-                content = "".join(part["text"] for part in content)
+            with contextlib.suppress(KeyError, TypeError):  # an image has no text: the check below names it
+                content = "".join(item["text"] for item in content)
                 message["content"] = content
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             raise ValueError(f"'content' of a message of {role!r} must be text, got {lm.quoted(content)}")
@@ -742,23 +742,24 @@ def tokenized(spec, held_out, tokenizer):
         except (OSError, TypeError, ValueError) as error:
             print(printable(f"{spec} is tokenized again: its cache does not fit its checksums: {error}"))
             remove(folder)
-    part = folder.with_name(f"{folder.name}.{MACHINE}.{os.urandom(8).hex()}.part")
+    unfinished = folder.with_name(f"{folder.name}.{MACHINE}.{os.urandom(8).hex()}.part")
     try:
-        with (writing(f"{spec}: {part.parent} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"),
-              cache_lock(part.parent)):
-            part.mkdir()
-            report = tokenize(line_lists(path, file_type, held_out), tokenizer, part)
+        cache = folder.parent
+        with (writing(f"{spec}: {cache} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"),
+              cache_lock(cache)):
+            unfinished.mkdir()
+            report = tokenize(line_lists(path, file_type, held_out), tokenizer, unfinished)
             if hash_of(path, file_type) != content:
                 raise ValueError("changed while it was read: start again once nothing writes to it")
-            report.checksums = checksums_of(part)
-            (part / "report.json").write_text(json.dumps(with_checksum(vars(report))))
-            for made in [*part.iterdir(), part]:
+            report.checksums = checksums_of(unfinished)
+            (unfinished / "report.json").write_text(json.dumps(with_checksum(vars(report))))
+            for made in [*unfinished.iterdir(), unfinished]:
                 sync(made)  # a folder with its final name is whole, even after a power cut
-            put_in_cache(part, folder)
+            put_in_cache(unfinished, folder)
     except (EOFError, RecursionError, ValueError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{spec}: {error}") from error
     finally:
-        remove(part)
+        remove(unfinished)
     return folder
 
 
@@ -785,25 +786,25 @@ def cache_folder(content, file_type, held_out, tokenizer):
 
 @contextlib.contextmanager
 def cache_lock(cache):
-    """Holds a lock that all processes share while they write parts into the cache. A process that gets it for
-    itself alone knows that no other one of this machine is writing, and removes what killed ones have left.
-    Other machines may use the folder without seeing the lock, so their parts stay."""
+    """Holds a lock that all processes share while they write into the cache. A process that gets it for
+    itself alone knows that no other one of this machine is writing, and removes the unfinished folders that
+    killed ones have left. Other machines may use the cache without seeing the lock: their folders stay."""
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "a+") as lock:  # the kernel unlocks it even if this process is killed
         with contextlib.suppress(OSError):  # somebody is writing, or this disk has no locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for part in cache.glob(f"*.{MACHINE}.*.part"):
-                remove(part)
+            for unfinished in cache.glob(f"*.{MACHINE}.*.part"):
+                remove(unfinished)
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_SH)
         yield
 
 
-def put_in_cache(part, folder):
-    """Gives a part its final name. Another process may have finished the same folder first: then that one
+def put_in_cache(unfinished, folder):
+    """Gives a folder its final name. Another process may have finished the same folder first: then that one
     stays, which has the same content."""
     try:
-        part.rename(folder)
+        unfinished.rename(folder)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
@@ -1481,9 +1482,9 @@ PRESETS = {name: preset.config() for name, preset in SHAPES.items()}  # {name: d
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-# Vision towers, and Qwen3.5's block that predicts two tokens at once. They are not trained: a result gets a
-# copy of them.
-OTHER_PARTS = ("model.visual.", "mtp.", "model.vision_")
+# Weights that only pass through: vision towers, and Qwen3.5's block that predicts two tokens at once. The
+# model does not have them, so a whole result gets a copy of them.
+COPIED_PREFIXES = ("model.visual.", "mtp.", "model.vision_")
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 
@@ -1591,11 +1592,11 @@ def files_without_index(folder, single):
     if (folder / single).is_file():
         return [single]
     stem = re.escape(single.removesuffix(".safetensors"))
-    part_of = re.compile(rf"({stem}(?:[.]safetensors)?)-\d{{5}}-of-(\d{{5}})[.]safetensors", re.ASCII)
-    found = [part for part in map(part_of.fullmatch, os.listdir(folder)) if part]
-    sets = {(part[1], part[2]) for part in found}
+    numbered = re.compile(rf"({stem}(?:[.]safetensors)?)-\d{{5}}-of-(\d{{5}})[.]safetensors", re.ASCII)
+    matches = list(filter(None, map(numbered.fullmatch, os.listdir(folder))))
+    sets = {(match[1], match[2]) for match in matches}  # (what the names begin with, N)
     if len(sets) > 1:
-        names = listing([part[0] for part in found])
+        names = listing([match[0] for match in matches])
         raise ValueError(f"{folder}: {names}: several sets of files: keep one")
     if not sets:
         return [single]
@@ -1803,7 +1804,7 @@ def check_weights(model, checkpoint, folder):
         expected[HEAD] = (model.config.vocab_size, model.config.hidden_size)
     found = {name: stored.shape for name, stored in checkpoint.tensors.items()
              if not name.endswith("rotary_emb.inv_freq")  # old Llama-2 files have it
-             and not name.startswith(OTHER_PARTS)}
+             and not name.startswith(COPIED_PREFIXES)}
     differences = {
         "missing": expected.keys() - found,
         "unexpected": found.keys() - expected,
@@ -2011,7 +2012,7 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
 
 def modules_in(adapter, config, targets):
     """Ends of the names of all layers with an adapter, as PEFT looks for them. In Muse Glimmer they are
-    longer: its vision tower has a q_proj, too, and both parts of a block have a gate_proj."""
+    longer: its vision tower has a q_proj, too, and attention has a gate_proj as the MLP does."""
     if lm.GATE_TARGET not in lm.targets_in(config):
         return targets
     return sorted({".".join(name.split(".")[-4:-2]) for name in adapter})
@@ -2020,38 +2021,38 @@ def modules_in(adapter, config, targets):
 def export(args, model, source, files, tokenizer, out, ranks):
     """Writes final/, the PEFT adapter or the whole model. Collective. Returns {name: tensor} of the adapter
     on rank 0, or None."""
-    part = out / "final.part"
+    unfinished = out / "final.part"
     is_first = ranks.rank == 0
     adapter = None
     with ranks.agree():  # before the first collective
         if is_first:
-            part.mkdir()
-            tokenizer.save(part)
+            unfinished.mkdir()
+            tokenizer.save(unfinished)
     tensors = full_tensors(model, args.lora, source.tensors)
     if args.lora:
         adapter = {name: tensor for name, tensor in tensors if is_first}
     with ranks.agree():
         if not args.lora:
             # only the rank that writes them reads them
-            others = [name for name in source.tensors if is_first and name.startswith(OTHER_PARTS)]
+            others = [name for name in source.tensors if is_first and name.startswith(COPIED_PREFIXES)]
             layout = {name: source.tensors[name]
                       for name in (*shapes_in_files(model, source.tensors), *others)}
             tensors = (tensor.to(layout[name].dtype) for name, tensor in tensors)
             copies = (source.rows(name, 0, layout[name].n_rows) for name in others)
             tensors = itertools.chain(tensors, copies)
-            save_model(tensors, layout, part, files.config, write=is_first)
+            save_model(tensors, layout, unfinished, files.config, write=is_first)
         elif is_first:
-            save_adapter(adapter, part, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
+            save_adapter(adapter, unfinished, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
                          modules_in(adapter, model.config, args.lora_targets))
         if is_first:
             remove(out / "merged")  # of an older final/: find_result() would prefer it to this one
-            put_in_place(part)
+            put_in_place(unfinished)
     return adapter
 
 
 def merge(source, adapter, scale, files, tokenizer, out):
     """Writes merged/: the original weights, without NF4's error, plus scale * B A, summed in float32."""
-    part = out / "merged.part"
+    unfinished = out / "merged.part"
     config = lm.parse_config(files.config)
     layout = {name: stored for name, stored in source.tensors.items()
               if name != HEAD or not config.tie_word_embeddings}
@@ -2067,11 +2068,11 @@ def merge(source, adapter, scale, files, tokenizer, out):
             piece = piece_of(f"{layer}.weight", b_NR.shape, config.num_experts, source.tensors)
             products[piece.name].append((piece.first_row, a_RD, b_NR))
     with writing(f"--merge, {out}/final is complete", "merged/"):
-        part.mkdir()
-        tokenizer.save(part)
+        unfinished.mkdir()
+        tokenizer.save(unfinished)
         tensors = (merged_weight(source, name, products[name], scale) for name in layout)
-        save_model(tensors, layout, part, files.config, write=True)
-        put_in_place(part)
+        save_model(tensors, layout, unfinished, files.config, write=True)
+        put_in_place(unfinished)
 
 
 def merged_weight(source, name, products, scale):

@@ -1749,7 +1749,7 @@ def print_start(args, model, source, blocks, ranks):
     ]
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     n_total = sum(math.prod(stored.shape) for name, stored in source.tensors.items()
-                  if not name.startswith(data.OTHER_PARTS))
+                  if not name.startswith(data.COPIED_PREFIXES))
     lines = [f"{args.model} ({c.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
              f"{ranks.world} x {ranks.device_name}"]
     lines += [f"  {flag_of(flag, getattr(args, flag))}: {words}" for flag, is_on, words in features if is_on]
