@@ -1105,7 +1105,7 @@ def pack_spans(pairs, n_tokens):
 
 
 class Batch(NamedTuple):
-    """A micro-batch of one rank. Under --sequence_parallel a rank has one of N pieces of the tokens, [1, T],
+    """A micro-batch of one rank. Under --sequence_parallel a rank has one of N shards of the tokens, [1, T],
     but the spans of all of them."""
 
     tokens: torch.Tensor  # [B, T] int64
@@ -1738,8 +1738,8 @@ STACKS = {"gate_proj": ("gate_up_proj", 0, 2),  # in which stack, as which of so
           "down_proj": ("down_proj", 0, 1)}
 
 
-class Piece(NamedTuple):
-    """Rows of a tensor in files. A parameter of the model is one of them, or one per expert."""
+class StoredMatrix(NamedTuple):
+    """A matrix as rows of a tensor in files. A parameter of the model is one of them, or one per expert."""
 
     name: str  # of the tensor in files
     first_row: int
@@ -1747,48 +1747,50 @@ class Piece(NamedTuple):
     shape: tuple  # of the whole tensor
 
 
-def piece_of(name, shape, n_experts, tensors):
-    """Where a matrix, of one expert if there are several, is in files. The names of `tensors`, those in the
-    files, say how experts are stored; adapters have a matrix per expert."""
+def stored_matrix(name, shape, n_experts, tensors):
+    """Where a matrix, of one expert if there are several, is in files -> StoredMatrix. The names of
+    `tensors`, those in the files, tell how experts are stored; adapters have a matrix per expert."""
     n_rows, *width = shape
     before, is_expert, after = name.partition(".experts.")
     if is_expert and ".lora_" not in name and f"{before}.experts.gate_up_proj" in tensors:
         expert, layer, _ = after.split(".")
         stack, nth, n = STACKS[layer]
         first_row = (int(expert) * n + nth) * n_rows
-        return Piece(f"{before}.experts.{stack}", first_row, n_rows, (n_experts, n * n_rows, *width))
+        return StoredMatrix(f"{before}.experts.{stack}", first_row, n_rows, (n_experts, n * n_rows, *width))
     if name.endswith("conv1d.weight"):
         width = 1, *width
-    return Piece(name, 0, n_rows, (n_rows, *width))
+    return StoredMatrix(name, 0, n_rows, (n_rows, *width))
 
 
-def pieces_of(name, shape, config, tensors):
-    """What a parameter, or its NF4 codes, is made of: [Piece] in the order of its rows. tensors: see
-    piece_of()."""
+def stored_matrices(name, shape, config, tensors):
+    """What a parameter, or its NF4 codes, is made of: [StoredMatrix] in the order of its rows. tensors: see
+    stored_matrix()."""
     name = name.removesuffix("_codes").replace(".decay.", ".")
     name = re.sub("^model[.]", config.prefix, name)
     before, is_stack, after = name.partition(".experts.")
     E = config.num_experts
     if not is_stack:
-        return [piece_of(name, shape, E, tensors)]
+        return [stored_matrix(name, shape, E, tensors)]
     shape = shape[0] // E, *shape[1:]
-    return [piece_of(f"{before}.experts.{i}.{after}", shape, E, tensors) for i in range(E)]
+    return [stored_matrix(f"{before}.experts.{i}.{after}", shape, E, tensors) for i in range(E)]
 
 
 def shapes_in_files(model, tensors=()):
-    """{name: shape} of a model's parameters in files. tensors: see piece_of()."""
-    return {piece.name: piece.shape for name, p in model.named_parameters()
-            for piece in pieces_of(name, p.shape, model.config, tensors)}
+    """{name: shape} of a model's parameters in files. tensors: see stored_matrix()."""
+    return {matrix.name: matrix.shape for name, p in model.named_parameters()
+            for matrix in stored_matrices(name, p.shape, model.config, tensors)}
 
 
-def stacked_rows(source, pieces, start, stop):
-    """Yields (rows, their slice of [start, stop)) of the matrix that the pieces are, one below another."""
-    n = pieces[0].n_rows
+def stacked_rows(source, matrices, start, stop):
+    """Rows [start, stop) of a parameter, which is matrices one below another. Yields the rows of
+    one of them at a time, and their slice of [start, stop)."""
+    n = matrices[0].n_rows  # all experts are of one size
     for i in range(start // n, nf4.ceil_div(stop, n)):
         first = max(start, i * n)
         last = min(stop, i * n + n)
-        offset = pieces[i].first_row - i * n
-        yield source.rows(pieces[i].name, first + offset, last + offset), slice(first - start, last - start)
+        offset = matrices[i].first_row - i * n  # from rows of the parameter to rows of the tensor in files
+        rows = source.rows(matrices[i].name, first + offset, last + offset)
+        yield rows, slice(first - start, last - start)
 
 
 def check_weights(model, checkpoint, folder):
@@ -1888,43 +1890,43 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
     for name in tqdm(params, "loading weights", unit="tensor", disable=disable, leave=False):
         out, start = nf4.local(params[name])
         stop = start + len(out)
-        pieces = pieces_of(name, params[name].shape, model.config, source.tensors)
+        matrices = stored_matrices(name, params[name].shape, model.config, source.tensors)
         if start == stop or name.endswith("weight_scales") or (frozen_only and params[name].requires_grad):
             continue  # an empty shard has no row to read, and scales are written along with the codes
         reader = source
         if ".lora_" in name:
             reader = adapter
-            pieces = [piece._replace(name=PEFT_PREFIX + piece.name) for piece in pieces]
+            matrices = [matrix._replace(name=PEFT_PREFIX + matrix.name) for matrix in matrices]
         if name.endswith("weight_codes"):
             scales, _ = nf4.local(params[name.removesuffix("codes") + "scales"])
-            for rows, place in stacked_rows(reader, pieces, start, stop):
-                out[place], scales[place] = nf4.quantize(rows.to(device), name)
+            for rows, out_rows in stacked_rows(reader, matrices, start, stop):
+                out[out_rows], scales[out_rows] = nf4.quantize(rows.to(device), name)
         elif reader:
-            for rows, place in stacked_rows(reader, pieces, start, stop):
-                out[place] = rows
+            for rows, out_rows in stacked_rows(reader, matrices, start, stop):
+                out[out_rows] = rows
         elif name.endswith("lora_B.weight"):
             out.zero_()
         else:  # PEFT's default for a fresh A, U(-1/sqrt(in), 1/sqrt(in))
             width = out.shape[1]
             out.copy_(random_rows(name, width, start, stop, seed, "cpu", uniform=True) * width**-0.5)
         if name == EMBEDDING and HEAD not in params and HEAD in source.tensors:
-            check_tied_head(source, pieces[0].name, start, stop)
+            check_tied_head(source, matrices[0].name, start, stop)
 
 
 # ---------------- writing a model
 
 
 def full_tensors(model, trainable_only, tensors=()):
-    """Yields (name in files, full tensor on the CPU). Collective. tensors: see piece_of()."""
+    """Yields (name in files, full tensor on the CPU). Collective. tensors: see stored_matrix()."""
     lm.reshard_(model)
     stacks = {}  # {name: tensor}
     for parameter, param in model.named_parameters():
         if trainable_only and not param.requires_grad:
             continue
         whole = param.full_tensor() if nf4.is_sharded(param) else param
-        pieces = pieces_of(parameter, param.shape, model.config, tensors)
-        parts = whole.detach().cpu().split(pieces[0].n_rows)
-        for (name, first_row, n_rows, shape), rows in zip(pieces, parts):
+        matrices = stored_matrices(parameter, param.shape, model.config, tensors)
+        rows_of_each = whole.detach().cpu().split(matrices[0].n_rows)
+        for (name, first_row, n_rows, shape), rows in zip(matrices, rows_of_each):
             if rows.numel() == math.prod(shape):
                 yield name, rows.view(shape)
                 continue
@@ -2065,8 +2067,8 @@ def merge(source, adapter, scale, files, tokenizer, out):
         layer, is_a, _ = name.partition(".lora_A.")
         if is_a:
             b_NR = adapter[f"{layer}.lora_B.weight"]
-            piece = piece_of(f"{layer}.weight", b_NR.shape, config.num_experts, source.tensors)
-            products[piece.name].append((piece.first_row, a_RD, b_NR))
+            matrix = stored_matrix(f"{layer}.weight", b_NR.shape, config.num_experts, source.tensors)
+            products[matrix.name].append((matrix.first_row, a_RD, b_NR))
     with writing(f"--merge, {out}/final is complete", "merged/"):
         unfinished.mkdir()
         tokenizer.save(unfinished)
