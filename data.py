@@ -1129,9 +1129,13 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """Rows of documents in an order of their own for each epoch. A micro-batch has B = batch_size rows of a
-    rank: row g of a step is in micro-batch g // (B * world) of rank g // B % world. Under sequence_parallel a
-    "rank" is a group of so many ranks, and each of them gets a shard of the group's tokens."""
+    """Deals out rows of documents, in an order of their own for each epoch. A micro-batch has B = batch_size
+    rows of a rank: row g of a step is in micro-batch g // (B * world) of rank g // B % world. Under
+    sequence_parallel a "rank" is a group of so many ranks, and each of them gets a shard of the group's
+    tokens.
+
+    rows: for each row the numbers of its parts, see Documents. per_row: lm.Counts of arrays, with a number
+    for each row. longest: positions of the longest row in a batch."""
 
     def __init__(self, documents, seq_len, packing, batch_size, seed, rank, world, sequence_parallel=1):
         self.documents = documents
@@ -1143,52 +1147,81 @@ class Loader:
         self.rank, self.shard = divmod(rank, sequence_parallel)
         self.world = world // sequence_parallel
         self.waited_s = 0.0  # seconds that ahead() let its caller wait
-        self.order = functools.lru_cache(maxsize=2)(self.make_order)  # a step may reach into the next epoch
+        # make_order(), which remembers two epochs because a step may reach into the next one. lru_cache as a
+        # decorator of the method would keep every loader in memory.
+        self.order = functools.lru_cache(maxsize=2)(self.make_order)
 
-        lengths = documents.stop - documents.start - 1
-        together = np.arange(len(lengths)).reshape(-1, 2 if documents.has_pairs else 1)
-        rows = pack(lengths[together].sum(1), seq_len) if packing else np.arange(len(together))[:, None]
-        self.rows = [together[row].flatten() for row in rows] if documents.has_pairs else rows
-        per_part = lm.Counts(documents.n_targets, lengths, lengths**2, np.ones_like(lengths))
-        part_of_rows = np.concatenate(self.rows)  # the parts in the order of the rows
-        first_part = np.cumsum([0, *map(len, self.rows)])[:-1]  # of each row
-        self.per_row = lm.Counts(*(np.add.reduceat(count[part_of_rows], first_part) for count in per_part))
-        # positions of the longest row in a batch
+        n_positions = documents.stop - documents.start - 1  # of each part; its last token is only a target
+        self.rows = self.make_rows(n_positions)
+        self.per_row = self.count_rows(n_positions)
         self.longest = seq_len if packing else int(self.per_row.tokens.max())
 
+    def make_rows(self, n_positions):
+        """n_positions of each part -> for each row the numbers of its parts."""
+        # the answers of a pair follow each other, and the loss compares them: they share a row
+        n_together = 2 if self.documents.has_pairs else 1
+        unpacked = np.arange(len(n_positions)).reshape(-1, n_together)
+        if not self.packing:
+            return unpacked
+        packed = pack(n_positions[unpacked].sum(1), self.seq_len)
+        if not self.documents.has_pairs:
+            return packed  # row i of `unpacked` is part i
+        return [unpacked[pairs].flatten() for pairs in packed]
+
+    def count_rows(self, n_positions):
+        """n_positions of each part -> lm.Counts of arrays [rows]."""
+        parts = np.concatenate(self.rows)  # row by row
+        n_parts = np.array([len(row) for row in self.rows])
+        first_part = np.cumsum(n_parts) - n_parts  # where each row begins in `parts`
+
+        def row_sums(of_each_part):
+            return np.add.reduceat(of_each_part[parts], first_part)  # from each first part to the next one
+
+        return lm.Counts(
+            targets=row_sums(self.documents.n_targets),
+            tokens=row_sums(n_positions),
+            squares=row_sums(n_positions**2),
+            documents=n_parts)
+
     def make_order(self, epoch):
-        """[rows] int64: the order of an epoch."""
+        """The row numbers in the order of an epoch, [rows] int64. The largest row of a run comes first:
+        memory runs out at step 0 or not at all."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
-        if epoch == 0:  # the largest row runs first: memory runs out at step 0 or not at all
-            # Packed rows are equally long. The one with the most targets has the largest loss.
-            by_size = [self.per_row.targets] if self.packing else [self.per_row.targets, self.per_row.tokens]
-            largest = np.lexsort(by_size)[-1]
-            first = np.flatnonzero(order == largest)[0]
-            order[[0, first]] = order[[first, 0]]
+        if epoch == 0:
+            # Packed rows are equally long, and the one with the most targets has the largest loss. Of others
+            # the longest is the largest, and targets decide between equals: lexsort's last key comes first.
+            keys = [self.per_row.targets] if self.packing else [self.per_row.targets, self.per_row.tokens]
+            largest = np.lexsort(keys)[-1]
+            i = np.flatnonzero(order == largest)[0]
+            order[[0, i]] = order[[i, 0]]
         return order
 
     def rows_of(self, step, grad_accum):
-        """-> (rows of the global batch, [rows of each micro-batch of this rank])."""
+        """-> (row numbers of the global batch, [row numbers of each micro-batch of this rank])."""
         B = self.batch_size
-        n = B * self.world * grad_accum
-        n_rows = len(self.rows)
-        rows = [int(self.order(i // n_rows)[i % n_rows]) for i in range(step * n, step * n + n)]
-        micro_batches = [rows[i : i + B] for i in range(0, n, B)]
-        return rows, micro_batches[self.rank :: self.world]
+        n = B * self.world * grad_accum  # rows a step
+        numbers = []
+        for i in range(step * n, step * n + n):  # rows since the run began
+            epoch, nth = divmod(i, len(self.rows))
+            numbers.append(int(self.order(epoch)[nth]))
+        micro_batches = [numbers[i : i + B] for i in range(0, n, B)]
+        return numbers, micro_batches[self.rank :: self.world]
 
     def step(self, step, grad_accum):
         """-> (this rank's micro-batches, the lm.Counts of the global batch)."""
-        rows, rows_by_batch = self.rows_of(step, grad_accum)
-        counts = lm.Counts(*(int(count[rows].sum()) for count in self.per_row))
-        B = self.batch_size
-        first_rows = range(self.rank * B, len(rows), self.world * B)
-        batches = [self.batch(*of_batch, step) for of_batch in zip(rows_by_batch, first_rows, strict=True)]
+        numbers, numbers_by_batch = self.rows_of(step, grad_accum)
+        # every rank counts the rows of all ranks, so no rank has to ask for the others' numbers
+        counts = lm.Counts(*(int(of_rows[numbers].sum()) for of_rows in self.per_row))
+        batches = []
+        for i, of_batch in enumerate(numbers_by_batch):
+            first_row = (i * self.world + self.rank) * self.batch_size
+            batches.append(self.batch(of_batch, first_row, step))
         return batches, counts
 
     def places(self, step, grad_accum):
         """["FILE:LINE"] of what is in this rank's rows of a step."""
-        _, rows_by_batch = self.rows_of(step, grad_accum)
-        parts = np.concatenate([self.rows[row] for rows in rows_by_batch for row in rows])
+        _, numbers_by_batch = self.rows_of(step, grad_accum)
+        parts = np.concatenate([self.rows[number] for of_batch in numbers_by_batch for number in of_batch])
         return [self.documents.place(part) for part in parts]
 
     def ahead(self, start, stop, grad_accum):
@@ -1211,11 +1244,13 @@ class Loader:
         for start in range(first, first + n_rows, B * self.world):
             yield self.batch(range(start, min(start + B, n_rows)))
 
-    def batch(self, rows, first_row=0, step=0):
-        """Row numbers -> Batch on the CPU. No rows make a row of one padding token. first_row: the place of
-        the first one among the rows of the step."""
-        B = max(len(rows), 1)
-        T = self.seq_len if self.packing else int(self.per_row.tokens[list(rows)].max(initial=1))
+    def batch(self, row_numbers, first_row=0, step=0):
+        """Row numbers -> Batch on the CPU. Without any it is a row of one padding token, because all ranks
+        run equally many batches. first_row: how many rows of the step come before these."""
+        B = max(len(row_numbers), 1)
+        T = self.seq_len  # always the same if packed, so that torch.compile sees one shape
+        if not self.packing:
+            T = int(self.per_row.tokens[list(row_numbers)].max(initial=1))
         n = B * T
         n += -n % self.n_shards  # shards are equal
         tokens = np.zeros(n, np.int64)
@@ -1223,11 +1258,11 @@ class Loader:
         targets = np.full(n, IGNORE)
         bits = np.zeros(n, np.int32)
         bits[: B * T] = nf4.token_bits(self.seed, step, first_row, B, T).flatten()
-        pairs = []
+        pairs = []  # (start, stop) of each document
         n_targets = []
-        for b, row in enumerate(rows):
+        for b, number in enumerate(row_numbers):
             stop = b * T
-            for part in self.rows[row]:
+            for part in self.rows[number]:
                 ids, supervised = self.documents.part(part)
                 start = stop
                 stop += len(ids) - 1
@@ -1239,7 +1274,7 @@ class Loader:
         if self.n_shards > 1:  # a shard is one row: it may begin and end within the rows above
             B = 1
             T = n // self.n_shards
-        shard = slice(self.shard * T, self.shard * T + B * T)
+        shard = slice(self.shard * B * T, (self.shard + 1) * B * T)
         keep_S = np.flatnonzero(targets[shard] != IGNORE)
         grids = tokens, targets, positions, bits
         *grids, bits_BT = (torch.from_numpy(grid[shard]).view(B, T) for grid in grids)
