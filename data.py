@@ -237,9 +237,37 @@ TOKENIZER_FILES = (
 )
 
 
+def named_tokens(config, path):
+    """{"bos_token": its text, ...} of the dict of tokenizer_config.json at this path: templates see these."""
+    named = {}
+    for key, value in config.items():
+        if value and re.fullmatch("(bos|eos|unk|sep|pad|cls|mask)_token", key):
+            # transformers writes a dict where the token has options
+            text = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(text, str):
+                raise ValueError(f"{path}: {key}: expected text, got {lm.quoted(value)}")
+            named[key] = text
+    return named
+
+
+def check_has_tokenizer(path):
+    """Raises a ValueError that says how to make tokenizer.json if a model folder has none."""
+    if not path.exists():
+        folder = path.parent
+        code = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
+        raise ValueError(
+            f"{path}: no such file; to make it of tokenizer.model: pip install transformers "
+            f'sentencepiece protobuf && python -c "from transformers import AutoTokenizer; {code}"')
+    check_is_file(path)
+
+
 class Tokenizer:
-    """The tokens and the chat template of a model folder. bos_ids and eos_ids enclose a plain text, stop_ids
-    end an answer, train_on is the flag. Works in the main thread only: a signal stops slow templates."""
+    """The tokens and the chat template of a model folder. Works in the main thread only: a signal stops slow
+    templates.
+
+    core is the library's tokenizer, train_on the flag. bos_ids and eos_ids enclose a plain text, stop_ids end
+    an answer. variables are what templates see beside the messages, reserved finds what no example may spell.
+    made_of is all that the tokens and masks of a text depend on."""
 
     def __init__(self, folder, template_file=None, train_on="targets"):
         self.folder = Path(folder)
@@ -247,64 +275,74 @@ class Tokenizer:
         self.path = self.folder / "tokenizer.json"
         config_path = self.folder / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
-        self.variables = {}  # what templates see
-        for key, value in config.items():
-            if value and re.fullmatch("(bos|eos|unk|sep|pad|cls|mask)_token", key):
-                text = value.get("content") if isinstance(value, dict) else value
-                if not isinstance(text, str):
-                    raise ValueError(f"{config_path}: {key}: expected text, got {lm.quoted(value)}")
-                self.variables[key] = text
-
-        if not self.path.exists():
-            code = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
-            raise ValueError(
-                f"{self.path}: no such file; to make it of tokenizer.model: pip install transformers "
-                f'sentencepiece protobuf && python -c "from transformers import AutoTokenizer; {code}"')
-        check_is_file(self.path)
+        self.variables = named_tokens(config, config_path)
+        check_has_tokenizer(self.path)
         with errors_of(self.path):
             special = self.load_core()
-        bos = self.core.token_to_id(self.variables.get("bos_token", ""))
         self.eos = self.core.token_to_id(self.variables.get("eos_token", ""))
-        # tokenizer.json does not always say that a text begins with BOS and ends with EOS
-        if config.get("add_bos_token") and bos is not None and not self.bos_ids:
-            self.bos_ids = [bos]
-        if self.eos is not None and self.eos_ids[-1:] != [self.eos]:
-            self.eos_ids.append(self.eos)
+        self.complete_ends(config)
 
+        # The library would make the token of its text: a message could end its turn and begin another.
         self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, *special.values()])))
-        end_of_turn = "<|im_end|>" if "<|im_end|>" in self.added else self.variables.get("eos_token", "")
-        self.stop_ids = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
-        self.special_ids = sorted({*special, *self.stop_ids})
-        generation = self.folder / "generation_config.json"
-        if generation.exists():  # Muse Glimmer's names its end of a turn, which is not its EOS
-            ends = read_json(generation).get("eos_token_id")
-            ends = ends if isinstance(ends, list) else [ends]
-            self.stop_ids.update(end for end in ends if isinstance(end, int))
+        end_of_turn = self.end_of_turn()
+        turn_ends = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
+        # Masks depend on special_ids, but the cache's key does not depend on generation_config.json: the ids
+        # that this file adds may stop an answer, and change no mask.
+        self.special_ids = sorted({*special, *turn_ends})
+        self.stop_ids = turn_ends | self.configured_stops()
 
         self.load_template(config.get("chat_template"), template_file, end_of_turn)
-        # the tokens and masks of a text depend on these, so the name of its folder in the cache does
+        # cache_folder() hashes this: what is missing here would leave old tokens in use after a change
         self.made_of = (self.path.read_text("utf-8"), self.bos_ids, self.variables, self.template_text,
                         train_on)
 
     def load_core(self):
-        """Reads tokenizer.json. What it adds to a text gives bos_ids and eos_ids. Returns {id: text} of the
-        special tokens."""
+        """Reads tokenizer.json. Returns {id: text} of its special tokens."""
         self.core = tokenizers.Tokenizer.from_file(str(self.path))
+        # the file also has the truncation and padding that its author used last
         self.core.no_truncation()
         self.core.no_padding()
         added = self.core.get_added_tokens_decoder()
+        self.added = tuple(token.content for token in added.values())
         special = {number: token for number, token in added.items() if token.special}
         # Llama 2 normalizes its special tokens and so finds them only behind a blank (transformers #23833)
         as_written = [tokenizers.AddedToken(**(token.__getstate__() | {"normalized": False}))
                       for token in special.values()]
         self.core.add_special_tokens(as_written)
+        self.bos_ids, self.eos_ids = self.ids_around_a_text()
+        self.core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
+        return {number: token.content for number, token in special.items()}
+
+    def ids_around_a_text(self):
+        """-> (ids, ids) that tokenizer.json puts before and behind a text. Only trying it tells: there are several
+        kinds of post-processors."""
         encoded = self.core.encode("a")
         of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
-        self.bos_ids = encoded.ids[: of_text[0]]
-        self.eos_ids = encoded.ids[of_text[-1] + 1 :]
-        self.core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
-        self.added = tuple(token.content for token in added.values())
-        return {number: token.content for number, token in special.items()}
+        return encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
+
+    def complete_ends(self, config):
+        """Adds what tokenizer.json does not always have: BOS where tokenizer_config.json asks for it, and EOS,
+        without which a model does not learn where a text ends."""
+        bos = self.core.token_to_id(self.variables.get("bos_token", ""))
+        if config.get("add_bos_token") and bos is not None and not self.bos_ids:
+            self.bos_ids = [bos]
+        if self.eos is not None and self.eos_ids[-1:] != [self.eos]:
+            self.eos_ids.append(self.eos)
+
+    def end_of_turn(self):
+        """The token that ends a turn, as text: ChatML's if there is one, or else EOS. Qwen's base models have
+        both: there EOS, <|endoftext|>, ends a text."""
+        return "<|im_end|>" if "<|im_end|>" in self.added else self.variables.get("eos_token", "")
+
+    def configured_stops(self):
+        """The ids that generation_config.json stops at, a set. Muse Glimmer's end of a turn is not its EOS,
+        and stands only there."""
+        path = self.folder / "generation_config.json"
+        if not path.exists():
+            return set()
+        ids = read_json(path).get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        return {one for one in ids if isinstance(one, int)}
 
     def load_template(self, template, template_file, end_of_turn):
         """Compiles --chat_template, or else what the folder has, or else ChatML."""
