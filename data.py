@@ -62,7 +62,8 @@ from model import IGNORE, Spans
 
 # ---------------- files and messages
 
-# the last ones reorder what follows
+# Control characters can clear a terminal and hide what was printed; the last two ranges reverse the order of
+# what follows (CVE-2021-42574).
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -73,7 +74,7 @@ def printable(text):
 
 def listing(names):
     """The first five names in sorted order, safe to print, and how many more there are."""
-    text = ", ".join(name[:200] for name in sorted(names)[:5])
+    text = ", ".join(name[:200] for name in sorted(names)[:5])  # a damaged file may have endless names
     if len(names) > 5:
         text += f" and {len(names) - 5} more"
     return printable(text)
@@ -122,13 +123,14 @@ def sync(path):
 def remove(path):
     """Removes a folder, or whatever else has this name, if it can."""
     with contextlib.suppress(OSError):
-        path.unlink()  # rmtree would wait for the writer of a pipe, and leave a link, which saves follow
+        # rmtree would wait for the writer of a pipe, and it leaves links, which a save would follow
+        path.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
 def put_in_place(unfinished):
     """Renames final.part/ to final/. An older final/ stays until the new one is on the disk."""
-    sync(unfinished)
+    sync(unfinished)  # first, or a power cut could leave the new name with files that are not on the disk
     finished = unfinished.with_suffix("")
     remove(finished)
     unfinished.rename(finished)
@@ -149,13 +151,15 @@ CHATML = """\
 # a private character that marks the start of a {% generation %} block in the rendered text
 OPEN = "\U00104000"
 CLOSE = "\U00104001"  # and one for its end
+# A template is a stranger's program: a loop of ten lines could fill the memory, or never end.
 MAX_RENDERED = 50_000_000  # characters that one conversation may become
 MAX_RENDER_S = 2  # seconds of CPU time that this may take
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: what the assistant says, in the templates of transformers."""
+    """{% generation %} ... {% endgeneration %}: what the assistant says, in the templates of transformers.
+    The block becomes OPEN, its text and CLOSE; render() takes the marks out again and returns the spans."""
 
     tags = frozenset(["generation"])
 
@@ -170,13 +174,14 @@ def compile_template(template):
     """Compiles a chat template in jinja's sandbox, which forbids attributes with a leading underscore and
     changes to what the template is given."""
     version = [int(number) for number in re.findall(r"\d+", jinja2.__version__)]
-    if version < [3, 1, 6]:
+    if version < [3, 1, 6]:  # CVE-2025-27516: the filter |attr reached format(), and so any object
         raise ValueError(f"templates can leave the sandbox of jinja2 {jinja2.__version__}: "
                          "pip install -U jinja2")
 
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
+    # all of this as transformers sets it, because templates are written for that
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
     env.globals |= {"raise_exception": raise_exception, "strftime_now": TODAY.strftime}
@@ -198,7 +203,7 @@ def errors_of(source):
     panic in the Rust code of tokenizers is a BaseException."""
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # Ctrl-C ends the run, and not this text alone
         raise
     except BaseException as error:
         line = ""
@@ -215,6 +220,7 @@ def cpu_time_limit(seconds):
     def stop(*_):
         raise TimeoutError(f"took more than {seconds} seconds")
 
+    # CPU time, because on a busy machine a good template may wait for seconds
     handler = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)  # and again each second: jinja swallows some errors
     try:
@@ -314,15 +320,15 @@ class Tokenizer:
         return {number: token.content for number, token in special.items()}
 
     def ids_around_a_text(self):
-        """-> (ids, ids) that tokenizer.json puts before and behind a text. Only trying it tells: there are several
-        kinds of post-processors."""
+        """-> (ids, ids) that tokenizer.json puts before and behind a text. Only a trial tells: there are
+        several kinds of post-processors."""
         encoded = self.core.encode("a")
         of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
         return encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
 
     def complete_ends(self, config):
-        """Adds what tokenizer.json does not always have: BOS where tokenizer_config.json asks for it, and EOS,
-        without which a model does not learn where a text ends."""
+        """Adds what tokenizer.json does not always have: BOS where tokenizer_config.json asks for it, and
+        EOS, without which a model does not learn where a text ends."""
         bos = self.core.token_to_id(self.variables.get("bos_token", ""))
         if config.get("add_bos_token") and bos is not None and not self.bos_ids:
             self.bos_ids = [bos]
@@ -351,14 +357,14 @@ class Tokenizer:
         check_is_file(path)
         self.source = f"chat template ({path if has_file else 'tokenizer_config.json'})"
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
-            if has_file:
+            if has_file:  # transformers, too, prefers the file to tokenizer_config.json
                 template = path.read_text("utf-8-sig")
             elif template is None:
                 self.source = "ChatML (the model has no template)"
                 bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
                 template = CHATML.replace("end_of_turn", json.dumps(end_of_turn, ensure_ascii=False))
                 template = template.replace("bos", json.dumps(bos, ensure_ascii=False), 1)
-            elif isinstance(template, list):  # several, by name
+            elif isinstance(template, list):  # several with names, such as "tool_use" and "rag"
                 template = {one["name"]: one["template"] for one in template}["default"]
             if not isinstance(template, str) or not template.strip():
                 raise ValueError("expected text; --chat_template FILE replaces it")
@@ -375,7 +381,7 @@ class Tokenizer:
                 rendered += output
                 if len(rendered) > MAX_RENDERED:
                     raise ValueError(f"wrote more than {MAX_RENDERED} characters")
-            text, *blocks = rendered.split(OPEN)
+            text, *blocks = rendered.split(OPEN)  # each block is an answer, CLOSE, and what follows it
             if CLOSE in text or any(block.count(CLOSE) != 1 for block in blocks):
                 raise ValueError("{% generation %} blocks are nested or not closed, or a message contains "
                                  "U+104000 or U+104001, which mark them")
@@ -415,14 +421,10 @@ class Tokenizer:
         self.check_complete(messages, tools, text)
         if self.train_on == "all":
             return [Rendered(text, None)], 0
-        documents = [Rendered(text, spans)]
-        if not spans:
-            self.delimit_by_prefix(messages, tools, documents, trained)
-        elif trained != turns:
-            if len(spans) != len(turns):
-                raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, "
-                                 "some of weight 0")
-            spans[:] = [span for i, span in zip(turns, spans) if i in trained]
+        if spans:
+            documents = [Rendered(text, without_untrained(spans, turns, trained))]
+        else:  # a template without generation blocks, as most models have
+            documents = self.delimit_by_prefix(messages, tools, text, trained)
         n_spans = sum(len(document.spans) for document in documents)
         if trained and not n_spans:
             raise ValueError(f"{self.source}: cannot delimit any assistant turn; put {{% generation %}} "
@@ -445,21 +447,24 @@ class Tokenizer:
                     raise ValueError(f"{self.source}: leaves out the {message['role']} message "
                                      f"{lm.quoted(content)} where an answer follows")
 
-    def delimit_by_prefix(self, messages, tools, documents, turns):
-        """Adds the span of each turn to the first of the documents that begins with the conversation up to
-        and with this turn. If none does, the template rewrites the turn later, and that text becomes one more
-        document, unless train_on is "whole"."""
-        for i in reversed(turns):  # so that a document of its own also serves the turns before
+    def delimit_by_prefix(self, messages, tools, text, turns):
+        """Finds the spans of turns -> [Rendered]. text is the whole conversation, the first document. A turn
+        belongs to the first document that begins with the conversation up to and with this turn. If none
+        does, the template rewrites the turn later, and that text becomes one more document, unless train_on
+        is "whole"."""
+        documents = [Rendered(text, [])]
+        for i in reversed(turns):  # a document that a turn adds may begin with turns before it
             turn = None
             with contextlib.suppress(TextError):  # a template may insist on a question before an answer
                 turn = self.render_turn(messages, tools, i)
             if turn is None:
                 continue
-            same = [document for document in documents if document.text.startswith(turn.text)]
-            if same:
-                same[0].spans.extend(turn.spans)
+            fitting = [document for document in documents if document.text.startswith(turn.text)]
+            if fitting:
+                fitting[0].spans.extend(turn.spans)
             elif self.train_on == "targets":
                 documents.append(turn)
+        return documents
 
     def render_turn(self, messages, tools, i):
         """The conversation up to and with turn i, whose span is what the turn adds to the text that asks for
@@ -467,13 +472,14 @@ class Tokenizer:
         prompt, _ = self.render(messages[:i], tools, generation_prompt=True)
         text, _ = self.render(messages[: i + 1], tools)
         if not text.startswith(prompt):
-            # small Qwen3.5 models are asked with an empty thought, and this turn may have another one
+            # The prompt of small Qwen3.5 models ends in an empty thought, but this turn may have a thought of
+            # its own: then the prompt ends where the thought begins.
             prompt = prompt.removesuffix("\n</think>\n\n")
         if not text.startswith(prompt):
             return None
         stop = len(text)
         if text.rstrip().endswith(self.added):
-            stop = len(text.rstrip())  # the model never says the newline behind the end of its turn
+            stop = len(text.rstrip())  # generation stops at the end of the turn, before its newline
         return Rendered(text, [(len(prompt), stop)])
 
     def encode(self, examples):
@@ -486,7 +492,7 @@ class Tokenizer:
             ids = encoding.ids
             bos = []
             eos = []
-            if not example.is_chat:
+            if not example.is_chat:  # a template writes its own, and some models have none
                 if ids[: len(self.bos_ids)] != self.bos_ids:
                     bos = self.bos_ids
                 if self.eos is None or not example.text.rstrip().endswith(self.variables["eos_token"]):
@@ -494,6 +500,7 @@ class Tokenizer:
             mask = np.ones(len(ids), bool)
             if example.spans is not None and self.train_on != "all":
                 mask = tokens_in(encoding, example.spans, self.special_ids)
+            # nothing predicts BOS, and EOS is how a model learns to stop
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
 
@@ -529,16 +536,27 @@ def tokens_in(encoding, spans, special_ids):
         # a character may belong to no token (a blank that a normalizer drops) or to several (an emoji)
         first = bisect.bisect_right(offsets, start, key=lambda token: token[1])
         last = bisect.bisect_left(offsets, stop, key=lambda token: token[0])
+        # This token began before the span. Special ones absorb blanks (lstrip), and an empty answer has none.
         if first < last and offsets[first][0] < start and (ids[first] in special_ids or start == stop):
             first += 1
         mask[first:last] = True
     return mask
 
 
+def without_untrained(spans, turns, trained):
+    """The spans of generation blocks, without those of turns that are not trained on."""
+    if trained == turns:
+        return spans  # also if a template has two blocks in a turn, or none in some
+    if len(spans) != len(turns):
+        raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, some of weight 0")
+    return [span for turn, span in zip(turns, spans) if turn in trained]
+
+
 # ---------------- examples
 
 PAIR = "chosen + rejected"
-# an example's keys
+# An example's keys, as TRL ("messages", prompts, pairs), ShareGPT ("conversations") and Alpaca
+# ("instruction", "output") have them. The first that fits counts: pairs may have messages, too.
 FORMATS = PAIR, "messages", "conversations", "prompt + completion", "instruction + output", "text"
 ROLES = "system", "developer", "user", "assistant", "tool"
 
@@ -557,7 +575,7 @@ class Example(NamedTuple):
 def parse_example(line, tokenizer):
     """A line of JSON -> [Example]. Every error but TooSlow becomes a ValueError: a line may be anything, for
     example other types or endless brackets."""
-    form = "JSON in UTF-8"
+    form = "JSON in UTF-8"  # for the message, until the format is known
     try:
         example = json.loads(line)
         form = format_of(example)
@@ -570,7 +588,8 @@ def parse_example(line, tokenizer):
         read = read_pair if form == PAIR else read_example
         examples = read(example, form, tokenizer)
         for one in examples:
-            (one.text or "").encode()  # raises if there is half a surrogate pair
+            # raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
+            (one.text or "").encode()
         return examples
     except TooSlow:
         raise
@@ -591,7 +610,7 @@ def read_pair(example, form, tokenizer):
     with. It may raise any error."""
     prompt = example.get("prompt")
     answers = example["chosen"], example["rejected"]
-    if prompt is None:
+    if prompt is None:  # both answers are whole conversations, or whole texts
         n = len(list(itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))))
         prompt = answers[0][:n]
         answers = [answer[n:] for answer in answers]
@@ -607,13 +626,13 @@ def read_pair(example, form, tokenizer):
 def read_example(example, form, tokenizer):
     """The [Example] of a dict in one of FORMATS. It may raise any error."""
     if form == "text":
-        return [Example(form, "" + example["text"])]
+        return [Example(form, "" + example["text"])]  # an error if it is no string
     if form == "prompt + completion" and isinstance(example["prompt"], str):
         text = example["prompt"] + example["completion"]
         return [Example(form, text, [(len(example["prompt"]), len(text))])]
     messages = check_messages(messages_of(example, form))
     tools = example.get("tools") or None
-    if isinstance(tools, str):
+    if isinstance(tools, str):  # parquet has one type a column, so data sets of the Hub store JSON text
         tools = json.loads(tools) or None
     if not isinstance(tools, list | None):
         raise ValueError("'tools' must be a list of JSON schemas")
@@ -628,6 +647,7 @@ def messages_of(example, form):
     if form == "messages":
         return example["messages"]
     if form == "prompt + completion":
+        # answers in the prompt are not trained on
         return [{**message, "weight": 0} for message in example["prompt"]] + example["completion"]
     messages = []
     if form == "instruction + output":
@@ -659,19 +679,20 @@ def check_messages(messages):
             raise ValueError(f"unknown role {lm.quoted(role)}; expected {', '.join(ROLES)}")
         if message.get("weight", 1) not in (0, 1):
             raise ValueError(f"'weight' must be 0 or 1, got {lm.quoted(message['weight'])}")
-        if isinstance(content, list):
+        if isinstance(content, list):  # OpenAI's items: {"type": "text", "text": ...}
             with contextlib.suppress(KeyError, TypeError):  # an image has no text: the check below names it
                 content = "".join(item["text"] for item in content)
                 message["content"] = content
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             raise ValueError(f"'content' of a message of {role!r} must be text, got {lm.quoted(content)}")
-        for name in ("reasoning_content", "thinking", "reasoning"):  # what data and templates call it
+        # Data call a thought by one of these names, and templates read the first or the second.
+        for name in ("reasoning_content", "thinking", "reasoning"):
             if name in message:
                 message = {"thinking": message[name], **message, "reasoning_content": message[name]}
                 break
         checked.append(message)
     for function in functions_of(checked):
-        if isinstance(function.get("arguments"), str):
+        if isinstance(function.get("arguments"), str):  # OpenAI's are JSON text, templates want an object
             with contextlib.suppress(ValueError):
                 function["arguments"] = json.loads(function["arguments"])
     return checked
@@ -685,16 +706,17 @@ def functions_of(messages, tools=None):
 
 # ---------------- data files, tokenized once
 
-# the last two per document
+# The files of a folder in the cache. tokens and supervised are those of all documents, one after the other;
+# lengths, and the lines that the documents are from, have a number per document.
 ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64}
 BUILT_IN = "stdlib:code", "stdlib:docs"
-FILE_TYPES = "jsonl", "json", "txt"  # or one of BUILT_IN
+FILE_TYPES = "jsonl", "json", "txt"
 EXPECTED = ("expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code; convert "
             "csv, parquet and data sets of the Hub: datasets.load_dataset(...).to_json(FILE)")
 READ_BYTES = 2**20  # of whole lines, which are read and tokenized at once: text in memory stays small
 CRC_BLOCK = 2**23  # bytes
 MACHINE = os.uname().nodename
-BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"  # of UTF-8: editors on Windows write it, and JSON does not allow it
 # folders of the standard library that stdlib_modules() leaves out
 SKIPPED = {
     "site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
@@ -714,7 +736,7 @@ def line_lists(path, file_type, held_out):
         if file_type != "txt" and head.removeprefix(BOM).lstrip().startswith(b"["):  # one array of examples
             yield from as_lines(json.loads(file.read()))
         while lines := file.readlines(READ_BYTES):
-            if file_type == "txt":
+            if file_type == "txt":  # a long text is a document a megabyte
                 text = b"".join(lines).decode().replace("\r\n", "\n")
                 lines = [json.dumps({"text": text}).encode()]
             yield lines
@@ -762,15 +784,24 @@ def stdlib_questions(name, text):
                 yield {"instruction": question, "output": doc.split("\n\n")[0]}
 
 
+def file_type_of(spec):
+    """A value of --data -> one of FILE_TYPES, or the value if it is BUILT_IN. Raises a ValueError if there is
+    no such file, or none that can be read."""
+    if spec in BUILT_IN:
+        return spec
+    path = Path(spec)
+    file_type = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+    if not path.is_file():
+        raise ValueError(f"{spec}: no such file; {EXPECTED}")
+    if file_type not in FILE_TYPES:
+        raise ValueError(f"{spec}: not a format that is read; {EXPECTED}")
+    return file_type
+
+
 def tokenized(spec, held_out, tokenizer):
     """The folder in the cache with the documents of a file. It is made if it is missing or damaged."""
     path = Path(spec)
-    file_type = spec
-    if spec not in BUILT_IN:
-        file_type = path.name.lower().removesuffix(".gz").rpartition(".")[2]
-        if not path.is_file() or file_type not in FILE_TYPES:
-            problem = "not a format that is read" if path.is_file() else "no such file"
-            raise ValueError(f"{spec}: {problem}; {EXPECTED}")
+    file_type = file_type_of(spec)
     content = hash_of(path, file_type)
     folder = cache_folder(content, file_type, held_out, tokenizer)
     if os.path.lexists(folder):
@@ -780,6 +811,7 @@ def tokenized(spec, held_out, tokenizer):
         except (OSError, TypeError, ValueError) as error:
             print(printable(f"{spec} is tokenized again: its cache does not fit its checksums: {error}"))
             remove(folder)
+    # a name of this process alone: ranks of other jobs may be tokenizing the same file
     unfinished = folder.with_name(f"{folder.name}.{MACHINE}.{os.urandom(8).hex()}.part")
     try:
         cache = folder.parent
@@ -791,8 +823,9 @@ def tokenized(spec, held_out, tokenizer):
                 raise ValueError("changed while it was read: start again once nothing writes to it")
             report.checksums = checksums_of(unfinished)
             (unfinished / "report.json").write_text(json.dumps(with_checksum(vars(report))))
+            # before it gets its final name, so that a folder with such a name is whole even after a power cut
             for made in [*unfinished.iterdir(), unfinished]:
-                sync(made)  # a folder with its final name is whole, even after a power cut
+                sync(made)
             put_in_cache(unfinished, folder)
     except (EOFError, RecursionError, ValueError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{spec}: {error}") from error
@@ -802,7 +835,7 @@ def tokenized(spec, held_out, tokenizer):
 
 
 def hash_of(path, file_type):
-    """SHA-256 of a data file."""
+    """SHA-256 of a data file. Built-in data have no file: Python's version in the key stands for them."""
     digest = hashlib.sha256()
     if file_type not in BUILT_IN:
         with open(path, "rb") as file:
@@ -812,8 +845,8 @@ def hash_of(path, file_type):
 
 
 def cache_folder(content, file_type, held_out, tokenizer):
-    """A file's folder in the cache. Its name is a hash of all that the tokens depend on, data.py included.
-    content: hash_of() the file."""
+    """A file's folder in the cache. Its name is a hash of all that the tokens depend on, data.py included: a
+    fork that changes how a file is read does not get the tokens of before. content: hash_of() the file."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     others = (content, file_type, held_out, tokenizer.made_of, sys.version, tokenizers.__version__,
               jinja2.__version__)
@@ -844,7 +877,7 @@ def put_in_cache(unfinished, folder):
     try:
         unfinished.rename(folder)
     except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # file systems differ in what they say
             raise
         check_cached(folder)
 
@@ -936,7 +969,7 @@ def tokenize(line_lists, tokenizer, folder):
 
 
 def encode_lines(tokenizer, lines, report):
-    """Lines -> the values of ARRAYS. Adds what it finds to the report."""
+    """Lines -> the values of ARRAYS, in its order. Adds what it finds to the report."""
     examples = []
     line_numbers = []
     for line in lines:
@@ -953,13 +986,14 @@ def encode_lines(tokenizer, lines, report):
             continue
         first = found[0]
         report.formats[first.form] += 1
-        if any(one.text is None for one in found):
+        if any(one.text is None for one in found):  # of a pair both answers go
             report.n_spells_special += 1
             continue
         report.n_chats += first.is_chat
         report.n_without_mask += first.n_without_mask
         examples += found
         line_numbers += [report.n_lines] * len(found)
+
     tokens = []
     supervised = []
     lengths = []
@@ -991,7 +1025,7 @@ def count_bad(report, error):
 def turns_without_end(ids, mask, special_ids):
     """How many trained turns end without a special token. The last trained token of a turn should be one, or
     the token before it, if a newline follows that."""
-    ends = np.flatnonzero(mask & ~np.append(mask[1:], False))
+    ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # a trained token before one that is not
     is_special = np.isin(ids, special_ids)
     return int((~(is_special[ends] | is_special[ends - 1])).sum())
 
@@ -1015,20 +1049,22 @@ class DataFile(NamedTuple):
 
 
 class Documents:
-    """Parts of documents that fit into a row, out of several files [DataFile]. file, start, stop, n_targets
-    and line are [n] int64, a number per part. The first token of a part is no target."""
+    """Parts of documents, each of which fits into a row, out of several files [DataFile]. file, start, stop,
+    n_targets and line are the columns of a table, [n] int64 with a number per part. The first token of a part
+    is no target."""
 
     def __init__(self, files, columns, checksum=0):
         self.files = files
-        self.checksum = zlib.crc32(np.ascontiguousarray(columns[:4]), checksum)
-        self.has_pairs = any(PAIR in file.report.formats for file in files)
         self.file, self.start, self.stop, self.n_targets, self.line = columns
+        self.has_pairs = any(PAIR in file.report.formats for file in files)
+        # A resume compares it. Lines are only for messages, so the last column does not count.
+        self.checksum = zlib.crc32(np.ascontiguousarray(columns[:-1]), checksum)
 
     def part(self, number):
         """(tokens [n] int32, supervised [n] bool) of a part."""
         file = self.files[self.file[number]]
-        place = slice(self.start[number], self.stop[number])
-        return file.tokens[place], file.supervised[place]
+        tokens = slice(self.start[number], self.stop[number])
+        return file.tokens[tokens], file.supervised[tokens]
 
     def place(self, number):
         """The "FILE:LINE" of a part."""
@@ -1045,7 +1081,7 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31):
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         file, parts = open_file(folder, name, seq_len, overflow)
         check_file(file, seq_len, vocab_size)
-        # tokenized() has compared these with every byte of the arrays
+        # stands for every byte of the arrays, which tokenized() has compared with these
         checksum = zlib.crc32(json.dumps(file.report.checksums).encode(), checksum)
         files.append(file)
         columns.append(np.stack([np.full_like(parts[0], number), *parts]))
@@ -1057,18 +1093,18 @@ def open_file(folder, name, seq_len, overflow):
     report = read_report(folder)
     tokens, supervised, lengths, lines = (
         np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
-    if not overflow:
+    if not overflow:  # half a text is a text, but half a conversation ends in the middle of an answer
         overflow = "split" if report.formats.keys() == {"text"} else "drop"
     # the two answers of a pair share a row, or neither is used
     n_together = 2 if PAIR in report.formats else 1
-    lengths_together = (lengths - 1).reshape(-1, n_together).sum(1)
-    document, start, stop = parts_of(lengths, np.repeat(lengths_together, n_together), seq_len, overflow)
+    n_positions = (lengths - 1).reshape(-1, n_together).sum(1)
+    document, start, stop = parts_of(lengths, np.repeat(n_positions, n_together), seq_len, overflow)
     n_targets = np.array([np.count_nonzero(supervised[i + 1 : j]) for i, j in zip(start, stop)], np.int64)
-    used = np.flatnonzero(n_targets)
+    used = np.flatnonzero(n_targets)  # the rest would only make rows longer
     file = DataFile(
         name, report, tokens, supervised, overflow,
-        n_long=int((lengths_together > seq_len).sum()),
-        longest=int(lengths_together.max(initial=0)),
+        n_long=int((n_positions > seq_len).sum()),
+        longest=int(n_positions.max(initial=0)),
         n_untrained=len(np.setdiff1d(document, document[used])),
         n_tokens=int((stop - start - 1)[used].sum()),
         n_trained=int(n_targets.sum()))
@@ -1079,7 +1115,7 @@ def check_file(file, seq_len, vocab_size):
     """Raises a ValueError if a file has too many bad examples, too few targets, or another model's tokens."""
     report = file.report
     why = None
-    if report.n_bad > 0.01 * report.n_examples:
+    if report.n_bad > 0.01 * report.n_examples:  # a few bad lines are usual, more are a mistake
         why = f"{report.n_bad:,} of {report.n_examples:,} examples cannot be trained on:{report.errors}"
     elif report.largest_id >= vocab_size:
         why = f"token {report.largest_id} of {vocab_size} embeddings: the tokenizer belongs to another model"
@@ -1087,21 +1123,22 @@ def check_file(file, seq_len, vocab_size):
         why = (f"nothing to train on: of {report.n_examples} examples {file.n_long} are longer than "
                f"--seq_len {seq_len} (up to {file.longest}), {file.n_untrained} have no supervised token, "
                f"{report.n_spells_special} spell a special token")
-    elif file.n_trained < 0.01 * file.n_tokens:
+    elif file.n_trained < 0.01 * file.n_tokens:  # then the template or the masks are wrong
         why = (f"only {file.n_trained:,} of {file.n_tokens:,} tokens are trained on: "
                "look at it with --inspect 3")
     if why:
         raise ValueError(f"{file.name}: {why}")
 
 
-def parts_of(lengths, positions, seq_len, overflow):
+def parts_of(lengths, n_positions, seq_len, overflow):
     """Lengths of documents -> (document, first token, last token + 1) of each part, [n] each. A part begins
-    with the last token of the part before it. positions: what a document and its partner need in a row."""
-    n_parts = np.ones(len(lengths), np.int64)
+    with the last token of the part before it, which is a target there and an input here. n_positions: what a
+    document needs in a row, for a pair what both need."""
+    n_parts = np.ones(len(lengths), np.int64)  # also for "truncate", which takes the first part
     if overflow == "split":
         n_parts = np.maximum(nf4.ceil_div(lengths - 1, seq_len), 1)
     elif overflow == "drop":
-        n_parts[positions > seq_len] = 0
+        n_parts[n_positions > seq_len] = 0
     document = np.repeat(np.arange(len(lengths)), n_parts)
     first_part = np.cumsum(n_parts) - n_parts  # of each document
     nth = np.arange(len(document)) - first_part[document]  # 0, 1, ... within a document
@@ -1114,18 +1151,19 @@ def parts_of(lengths, positions, seq_len, overflow):
 
 
 def pack(lengths, seq_len):
-    """Best-fit decreasing: lengths of documents -> rows, lists of document numbers that fit into seq_len."""
-    rows = defaultdict(list)
-    rows_with = defaultdict(list)  # {free positions: heap of the rows with that many}
-    rows_with[seq_len] = list(range(len(lengths)))
+    """Best-fit decreasing: lengths of documents -> rows, lists of document numbers that fit into seq_len. The
+    longest document goes first, each into the row where it leaves the least room."""
+    rows = defaultdict(list)  # {row number: its documents}
+    rows_with = defaultdict(list)  # {free positions: heap of the numbers of rows with that many}
+    rows_with[seq_len] = list(range(len(lengths)))  # empty rows, enough for a document each
     rooms = [seq_len]  # the keys of rows_with that have rows, sorted
     order = np.argsort(-lengths, kind="stable")
     for document, length in zip(order.tolist(), lengths[order].tolist()):
-        place = bisect.bisect_left(rooms, length)
-        room = rooms[place]
+        best = bisect.bisect_left(rooms, length)  # the smallest room that is large enough
+        room = rooms[best]
         row = heapq.heappop(rows_with[room])
         if not rows_with[room]:
-            del rooms[place]
+            del rooms[best]
         if not rows_with[room - length]:
             bisect.insort(rooms, room - length)
         heapq.heappush(rows_with[room - length], row)
@@ -1134,7 +1172,9 @@ def pack(lengths, seq_len):
 
 
 def pack_spans(pairs, n_tokens):
-    """[(start, stop)] -> Spans on the CPU. Documents of equal length without padding need no bounds."""
+    """[(start, stop)] -> Spans on the CPU. Documents of equal length without padding need no bounds: they are
+    the rows of a plain batch."""
+    # documents, and the padding between and behind them, each up to the next bound
     bounds = torch.tensor(sorted({0, n_tokens, *itertools.chain(*pairs)}), dtype=torch.int32)
     longest = int(bounds.diff().max())
     if len(bounds) - 1 == len(pairs) and len(pairs) * longest == n_tokens:
@@ -1159,7 +1199,7 @@ class Batch(NamedTuple):
         if device.type != "cuda":
             return self
 
-        def copied(tensor):
+        def copied(tensor):  # spans may have no bounds
             return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
 
         spans = Spans(self.spans.pairs, copied(self.spans.bounds), self.spans.longest)
@@ -1325,10 +1365,11 @@ def load_data(args, specs, held_out, tokenizer, vocab_size, ranks):
     with ranks.agree():
         if ranks.local == 0:
             folders = [tokenized(spec, held_out, tokenizer) for spec in specs]
-    every = ranks.gather(folders)
+    every = ranks.gather(folders)  # of each rank, empty but for the first one of a machine
     folders = every[ranks.rank - ranks.local]
     with ranks.agree():
-        # the name of a folder is a hash of all that its tokens depend on
+        # The name of a folder is a hash of all that its tokens depend on. Ranks with other tokens would train
+        # on other rows than rank 0 counts.
         if [folder.name for folder in folders] != [folder.name for folder in every[0]]:
             raise ValueError(f"--data: {os.uname().nodename} has other files or package versions "
                              "than rank 0's machine")
