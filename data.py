@@ -17,6 +17,11 @@ Each machine tokenizes a file once, on all cores, into flat arrays that all its 
 per token on disk (torchtune #1097: 900 GB of RAM for a 3 GB file). The order of the rows depends on --seed
 and the epoch alone, so the loader's whole state is the number of steps taken.
 
+Words have one meaning each. An example is a line, which Hugging Face calls a row of a data set. A part is
+as much of a document as fits into a row: all of it, unless --overflow splits it or cuts it off. A row is one
+of a batch, [T] tokens, and where weights are read or written one of a matrix. The type of a data file is how
+its name ends. An unfinished folder has a name that ends in .part. Stored is what is in a safetensors file.
+
 The second half finds a model (a preset, a folder, a Hub id, the result of a run), reads its weights and
 adapters row by row, so that each rank reads only what it keeps, and writes models and adapters as
 transformers and PEFT read them.
@@ -1184,7 +1189,7 @@ def pack_spans(pairs, n_tokens):
 
 class Batch(NamedTuple):
     """A micro-batch of one rank. Under --sequence_parallel a rank has one of N shards of the tokens, [1, T],
-    but the spans of all of them."""
+    but the spans of all of them: attention exchanges shards for heads."""
 
     tokens: torch.Tensor  # [B, T] int64
     targets: torch.Tensor  # [B, T] int64, IGNORE where a token is not trained on
@@ -1458,7 +1463,7 @@ class Preset(NamedTuple):
     theta: float  # of RoPE
     tied: bool = False  # head and embedding are one matrix
     rope: dict | None = None  # rope_scaling
-    further: dict = {}  # keys and values as in config.json
+    further: dict = {}  # other keys and values of its config.json
 
     def config(self):
         """The dict of a config.json."""
@@ -1480,7 +1485,8 @@ LLAMA_3_1_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 LLAMA_3_2_ROPE = LLAMA_3_1_ROPE | {"factor": 32.0}
-SHAPES = {  # to add a preset, copy a row
+# Shapes for --dry_run and --random_init, which need no download. To add a preset, copy a row.
+SHAPES = {
     "llama-2-7b": Preset(
         "meta-llama/Llama-2-7b-hf", "llama", V=32000, D=4096, F=11008, layers=32,
         H=32, G=32, K=128, positions=4096, theta=1e4),
@@ -1666,7 +1672,8 @@ def download(name, random_init):
                          f"continues: {type(error).__name__}: {listing([line])}") from error
 
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of checkpoints
+# Names as safetensors has them. Weights are read in these types; U8 is for a run's own checkpoints.
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U8"}
 
 
@@ -1680,7 +1687,7 @@ class Stored(NamedTuple):
 
     @property
     def row_shape(self):
-        """A tensor of three dimensions is the rows that lie in it: [E, N, D] is E * N rows of D."""
+        """() for a vector, whose rows are numbers, and [D] for all others: [E, N, D] is E * N rows of D."""
         return self.shape[-1:] if len(self.shape) > 1 else ()
 
     @property
@@ -1691,6 +1698,7 @@ class Stored(NamedTuple):
 def weight_map_of(index):
     """{tensor: file in the same folder} of an index."""
     weight_map = read_json(index).get("weight_map")
+    # a name with a slash could read any file of this machine
     is_plain = re.compile(r"[\w.-]{1,200}[.]safetensors", re.ASCII).fullmatch
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: weight_map: expected {{tensor: name of its file}}")
@@ -1700,8 +1708,8 @@ def weight_map_of(index):
 
 
 def files_without_index(folder, single):
-    """Names of the files that weights have where no index says it: the single one, or else each of the N with
-    -of-N in their names. transformers writes model-00001-of-00002.safetensors, and the Hub's Qwen3.5 has
+    """The names of a folder's files if it has no index: the single one, or else all N of a set with -of-N in
+    the names. transformers writes model-00001-of-00002.safetensors, and the Hub's Qwen3.5 has
     model.safetensors-00001-of-00002.safetensors."""
     if (folder / single).is_file():
         return [single]
@@ -1713,17 +1721,17 @@ def files_without_index(folder, single):
         names = listing([match[0] for match in matches])
         raise ValueError(f"{folder}: {names}: several sets of files: keep one")
     if not sets:
-        return [single]
+        return [single]  # Checkpoint will say that it is missing
     begin, n = sets.pop()
     return [f"{begin}-{i:05}-of-{n}.safetensors" for i in range(1, int(n) + 1)]
 
 
 class Checkpoint:
-    """The safetensors files of a folder, read by rows: those that its index names, or else the single one, or
-    else all of a set with -of-N in the names, and no other file. tensors: {name: Stored}. Raises a ValueError
-    if a file or a tensor of these is missing, if a file is cut short or in another format, or if a tensor is
-    in two files; also where an index stands beside a single file that it does not name, because
-    transformers reads the one and vLLM the other."""
+    """The weights of a folder, read by rows. tensors: {name: Stored}. Its safetensors files are those that
+    its index names, or else the single one, or else all of a set with -of-N in the names, and no other.
+
+    Raises a ValueError if a file or a tensor is missing, if a file is cut short or in another format, or if
+    a tensor is in two files."""
 
     def __init__(self, folder, single="model.safetensors"):
         folder = Path(folder)
@@ -1732,6 +1740,7 @@ class Checkpoint:
         if index.exists():
             weight_map = weight_map_of(index)
             names = set(weight_map.values())
+            # transformers would read the one, and vLLM the other
             if single not in names and (folder / single).exists():
                 raise ValueError(
                     f"{index}: does not name {single}, which is there as well: remove one of the two")
@@ -1755,8 +1764,10 @@ class Checkpoint:
                              "incomplete, or the index belongs to other weights")
 
     def read_header(self, path):
+        """Adds the tensors of a file. Eight bytes give the length of a JSON header, and offsets in it count
+        from its end (github.com/huggingface/safetensors#format)."""
         try:
-            # the library checks header and length
+            # The library checks that the header is right and the file complete, but does not tell offsets.
             with safe_open(path, framework="pt"), open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length))
@@ -1807,10 +1818,12 @@ class RandomWeights:
         self.tensors = {name: Stored(None, 0, shape, dtype) for name, shape in shapes_in_files(model).items()}
 
     def rows(self, name, start, stop):
+        """See Checkpoint.rows()."""
         shape = self.tensors[name].shape
         if len(shape) == 1:
             family = self.config.family
             adds_one = family.norms_add_one if ".layers." in name else family.last_norm_adds_one
+            # Qwen3.5's norm inside of Gated DeltaNet multiplies by its weight as it is
             adds_one = adds_one and not name.endswith("linear_attn.norm.weight")
             is_one = name.endswith("norm.weight") and not adds_one
             return torch.full((stop - start,), float(is_one))
@@ -1823,18 +1836,18 @@ class RandomWeights:
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):
     """Rows [start, stop) of a random matrix, normal or uniform in [-1, 1). Each 256 rows have a seed of their
-    own, so that a rank makes only the blocks that it needs."""
+    own: a rank makes only those that it needs, and gets the same for every number of ranks."""
     out = torch.empty(stop - start, width, device=device)
-    for block in range(start // 256, nf4.ceil_div(stop, 256)):
-        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
+    for i in range(start // 256, nf4.ceil_div(stop, 256)):
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{i}".encode()))
         rows = torch.empty(256, width, device=device)
         if uniform:
             rows.uniform_(-1, 1, generator=generator)
         else:
             rows.normal_(generator=generator)
-        first = max(start, block * 256)
-        last = min(stop, block * 256 + 256)
-        out[first - start : last - start] = rows[first - block * 256 : last - block * 256]
+        first = max(start, i * 256)
+        last = min(stop, i * 256 + 256)
+        out[first - start : last - start] = rows[first - i * 256 : last - i * 256]
     return out
 
 
@@ -1847,9 +1860,21 @@ def random_rows(name, width, start, stop, seed, device, uniform=False):
 #     a matrix each     experts.3.up_proj.weight [768, D], all rows
 #     stacks            experts.gate_up_proj [128, 2 * 768, D], which is read as [128 * 2 * 768, D]: rows
 #                       (3 * 2 + 1) * 768 to (3 * 2 + 2) * 768
-STACKS = {"gate_proj": ("gate_up_proj", 0, 2),  # in which stack, as which of so many matrices of an expert
-          "up_proj": ("gate_up_proj", 1, 2),
-          "down_proj": ("down_proj", 0, 1)}
+
+
+class InStack(NamedTuple):
+    """Where a stack in files has the matrices of a layer: the nth of so many of an expert."""
+
+    stack: str
+    nth: int
+    n_matrices: int
+
+
+STACKS = {
+    "gate_proj": InStack("gate_up_proj", nth=0, n_matrices=2),
+    "up_proj": InStack("gate_up_proj", nth=1, n_matrices=2),
+    "down_proj": InStack("down_proj", nth=0, n_matrices=1),
+}
 
 
 class StoredMatrix(NamedTuple):
@@ -1871,7 +1896,7 @@ def stored_matrix(name, shape, n_experts, tensors):
         stack, nth, n = STACKS[layer]
         first_row = (int(expert) * n + nth) * n_rows
         return StoredMatrix(f"{before}.experts.{stack}", first_row, n_rows, (n_experts, n * n_rows, *width))
-    if name.endswith("conv1d.weight"):
+    if name.endswith("conv1d.weight"):  # torch's Conv1d with a group per channel has [channels, 1, taps]
         width = 1, *width
     return StoredMatrix(name, 0, n_rows, (n_rows, *width))
 
@@ -1879,7 +1904,9 @@ def stored_matrix(name, shape, n_experts, tensors):
 def stored_matrices(name, shape, config, tensors):
     """What a parameter, or its NF4 codes, is made of: [StoredMatrix] in the order of its rows. tensors: see
     stored_matrix()."""
+    # names that are the model's own: NF4's, and the module that computes Gated DeltaNet's decay
     name = name.removesuffix("_codes").replace(".decay.", ".")
+    # a model with a vision tower has "model.language_model." in its place
     name = re.sub("^model[.]", config.prefix, name)
     before, is_stack, after = name.partition(".experts.")
     E = config.num_experts
@@ -2031,9 +2058,10 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
 
 
 def full_tensors(model, trainable_only, tensors=()):
-    """Yields (name in files, full tensor on the CPU). Collective. tensors: see stored_matrix()."""
+    """Yields (name in files, full tensor on the CPU), one in memory at a time. Collective. tensors:
+    see stored_matrix()."""
     lm.reshard_(model)
-    stacks = {}  # {name: tensor}
+    stacks = {}  # {name: tensor}, of which some matrices are still to come
     for parameter, param in model.named_parameters():
         if trainable_only and not param.requires_grad:
             continue
@@ -2041,7 +2069,7 @@ def full_tensors(model, trainable_only, tensors=()):
         matrices = stored_matrices(parameter, param.shape, model.config, tensors)
         rows_of_each = whole.detach().cpu().split(matrices[0].n_rows)
         for (name, first_row, n_rows, shape), rows in zip(matrices, rows_of_each):
-            if rows.numel() == math.prod(shape):
+            if rows.numel() == math.prod(shape):  # it is the whole tensor
                 yield name, rows.view(shape)
                 continue
             if name not in stacks:
@@ -2057,22 +2085,22 @@ def write_safetensors(path, layout, tensors, checksum=None):
     function like zlib.crc32, or 0]. An OSError names path and tensor."""
     header = {"__metadata__": {"format": "pt"}}  # older transformers need the format
     stop = 0
-    for name, like in layout.items():
+    for name, tensor in layout.items():
         start = stop
-        stop += math.prod(like.shape) * like.dtype.itemsize
+        stop += math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {
-            "dtype": DTYPE_NAMES[like.dtype], "shape": list(like.shape), "data_offsets": [start, stop]}
+            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    text = len(text).to_bytes(8, "little") + text
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as the library writes them
+    header_bytes = len(text).to_bytes(8, "little") + text
     crc = 0
     with open(path, "wb", buffering=0) as file:  # closing it has nothing to write, so a full disk fails once
-        for what, data in itertools.chain([("header", text)], zip(layout, map(bytes_of, tensors))):
+        for what, data in itertools.chain([("header", header_bytes)], zip(layout, map(bytes_of, tensors))):
             if checksum:
                 crc = checksum(data, crc)
             data = memoryview(data)
             with writing(path, what):
-                while data:
+                while data:  # without a buffer a write may end early
                     data = data[file.write(data) :]
         with writing(path, "end"):
             os.fsync(file.fileno())
@@ -2097,8 +2125,8 @@ def save_model(tensors, layout, out, raw_config, write):
 
 
 def with_both_ropes(raw):
-    """The dict of a config.json with RoPE as transformers 5 spells it, and as 4 does, which takes a theta of
-    10,000 where it finds none."""
+    """The dict of a config.json with RoPE as transformers 5 spells it (rope_parameters) and as 4 does, which
+    would take a theta of 10,000 without a word if it found none."""
     config = lm.parse_config(raw)
     if config.family.norms_add_one:  # version 4 has neither Qwen3.5 nor Muse Glimmer
         return raw
@@ -2145,18 +2173,17 @@ def export(args, model, source, files, tokenizer, out, ranks):
             unfinished.mkdir()
             tokenizer.save(unfinished)
     tensors = full_tensors(model, args.lora, source.tensors)
-    if args.lora:
+    if args.lora:  # every rank goes through the tensors, which are gathered
         adapter = {name: tensor for name, tensor in tensors if is_first}
     with ranks.agree():
         if not args.lora:
             # only the rank that writes them reads them
-            others = [name for name in source.tensors if is_first and name.startswith(COPIED_PREFIXES)]
+            copied = [name for name in source.tensors if is_first and name.startswith(COPIED_PREFIXES)]
             layout = {name: source.tensors[name]
-                      for name in (*shapes_in_files(model, source.tensors), *others)}
-            tensors = (tensor.to(layout[name].dtype) for name, tensor in tensors)
-            copies = (source.rows(name, 0, layout[name].n_rows) for name in others)
-            tensors = itertools.chain(tensors, copies)
-            save_model(tensors, layout, unfinished, files.config, write=is_first)
+                      for name in (*shapes_in_files(model, source.tensors), *copied)}
+            trained = (tensor.to(layout[name].dtype) for name, tensor in tensors)
+            copies = (source.rows(name, 0, layout[name].n_rows) for name in copied)
+            save_model(itertools.chain(trained, copies), layout, unfinished, files.config, write=is_first)
         elif is_first:
             save_adapter(adapter, unfinished, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
                          modules_in(adapter, model.config, args.lora_targets))
@@ -2170,6 +2197,7 @@ def merge(source, adapter, scale, files, tokenizer, out):
     """Writes merged/: the original weights, without NF4's error, plus scale * B A, summed in float32."""
     unfinished = out / "merged.part"
     config = lm.parse_config(files.config)
+    # a tied head that files repeat is left out: readers take the embedding
     layout = {name: stored for name, stored in source.tensors.items()
               if name != HEAD or not config.tie_word_embeddings}
     others = [name for name in adapter if ".lora_A." not in name and ".lora_B." not in name]
@@ -2177,7 +2205,7 @@ def merge(source, adapter, scale, files, tokenizer, out):
         raise ValueError(f"--merge: {out}/final is complete, but merge() knows only LoRA and would lose "
                          f"{listing(others)}")
     products = defaultdict(list)  # {name in files: [(first row, A, B) of its layers in the adapter]}
-    for name, a_RD in adapter.items():
+    for name, a_RD in adapter.items():  # each B is looked up with its A
         layer, is_a, _ = name.partition(".lora_A.")
         if is_a:
             b_NR = adapter[f"{layer}.lora_B.weight"]
