@@ -356,7 +356,8 @@ class Tokenizer:
         return {one for one in ids if isinstance(one, int)}
 
     def load_template(self, template, template_file, end_of_turn):
-        """Compiles --chat_template, or else what the folder has, or else ChatML."""
+        """Compiles --chat_template, or else what the folder has, or else ChatML. template: the value in
+        tokenizer_config.json, or None."""
         path = Path(template_file or self.folder / "chat_template.jinja")
         has_file = template_file or path.exists()
         check_is_file(path)
@@ -366,15 +367,20 @@ class Tokenizer:
                 template = path.read_text("utf-8-sig")
             elif template is None:
                 self.source = "ChatML (the model has no template)"
-                bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
-                template = CHATML.replace("end_of_turn", json.dumps(end_of_turn, ensure_ascii=False))
-                template = template.replace("bos", json.dumps(bos, ensure_ascii=False), 1)
+                template = self.chatml(end_of_turn)
             elif isinstance(template, list):  # several with names, such as "tool_use" and "rag"
                 template = {one["name"]: one["template"] for one in template}["default"]
             if not isinstance(template, str) or not template.strip():
                 raise ValueError("expected text; --chat_template FILE replaces it")
             self.template = compile_template(template)
             self.template_text = template
+
+    def chatml(self, end_of_turn):
+        """CHATML with the tokens of this model. They stand in it as text, so that the file that save() writes
+        means the same to every reader. A JSON string is one of jinja, too."""
+        bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
+        template = CHATML.replace("end_of_turn", json.dumps(end_of_turn, ensure_ascii=False))
+        return template.replace("bos", json.dumps(bos, ensure_ascii=False), 1)
 
     def render(self, messages, tools=None, generation_prompt=False):
         """Messages -> (text, [(start, stop) of each generation block]). ValueError if the template raises."""
@@ -1104,6 +1110,7 @@ def open_file(folder, name, seq_len, overflow):
     n_together = 2 if PAIR in report.formats else 1
     n_positions = (lengths - 1).reshape(-1, n_together).sum(1)
     document, start, stop = parts_of(lengths, np.repeat(n_positions, n_together), seq_len, overflow)
+    # a first token is not predicted
     n_targets = np.array([np.count_nonzero(supervised[i + 1 : j]) for i, j in zip(start, stop)], np.int64)
     used = np.flatnonzero(n_targets)  # the rest would only make rows longer
     file = DataFile(
@@ -1189,7 +1196,7 @@ def pack_spans(pairs, n_tokens):
 
 class Batch(NamedTuple):
     """A micro-batch of one rank. Under --sequence_parallel a rank has one of N shards of the tokens, [1, T],
-    but the spans of all of them: attention exchanges shards for heads."""
+    but the spans of all of them: in attention it sees all tokens, for some of the heads."""
 
     tokens: torch.Tensor  # [B, T] int64
     targets: torch.Tensor  # [B, T] int64, IGNORE where a token is not trained on
@@ -1923,8 +1930,8 @@ def shapes_in_files(model, tensors=()):
 
 
 def stacked_rows(source, matrices, start, stop):
-    """Rows [start, stop) of a parameter, which is matrices one below another. Yields the rows of
-    one of them at a time, and their slice of [start, stop)."""
+    """Rows [start, stop) of a parameter, which is matrices one below another. Yields the rows that are in one
+    of them at a time, and their slice of [start, stop)."""
     n = matrices[0].n_rows  # all experts are of one size
     for i in range(start // n, nf4.ceil_div(stop, n)):
         first = max(start, i * n)
@@ -2029,11 +2036,15 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
     params = dict(model.named_parameters())
     disable = None if progress else True  # None: no bar where stderr is no terminal
     for name in tqdm(params, "loading weights", unit="tensor", disable=disable, leave=False):
+        if frozen_only and params[name].requires_grad:
+            continue
+        if name.endswith("weight_scales"):
+            continue  # written along with their codes
         out, start = nf4.local(params[name])
         stop = start + len(out)
+        if start == stop:
+            continue  # of a small parameter some ranks have no row
         matrices = stored_matrices(name, params[name].shape, model.config, source.tensors)
-        if start == stop or name.endswith("weight_scales") or (frozen_only and params[name].requires_grad):
-            continue  # an empty shard has no row to read, and scales are written along with the codes
         reader = source
         if ".lora_" in name:
             reader = adapter
@@ -2047,7 +2058,8 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
                 out[out_rows] = rows
         elif name.endswith("lora_B.weight"):
             out.zero_()
-        else:  # PEFT's default for a fresh A, U(-1/sqrt(in), 1/sqrt(in))
+        else:
+            # PEFT's default for a fresh A, U(-1/sqrt(in), 1/sqrt(in)). Drawn on the CPU: a GPU draws others.
             width = out.shape[1]
             out.copy_(random_rows(name, width, start, stop, seed, "cpu", uniform=True) * width**-0.5)
         if name == EMBEDDING and HEAD not in params and HEAD in source.tensors:
@@ -2058,8 +2070,8 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
 
 
 def full_tensors(model, trainable_only, tensors=()):
-    """Yields (name in files, full tensor on the CPU), one in memory at a time. Collective. tensors:
-    see stored_matrix()."""
+    """Yields (name in files, full tensor on the CPU), one in memory at a time. Collective.
+    tensors: see stored_matrix()."""
     lm.reshard_(model)
     stacks = {}  # {name: tensor}, of which some matrices are still to come
     for parameter, param in model.named_parameters():
