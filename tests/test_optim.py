@@ -123,6 +123,18 @@ def test_v_below_the_range_of_its_block_is_rounded_up():
 
 def test_a_block_of_zeros_stays_zero():
     assert not round_as_v(torch.zeros(3, 256), step=1).any()
+    assert not round_as_m(torch.zeros(3, 256), step=1).any()
+
+
+@pytest.mark.parametrize("decades", [3, 8])
+def test_m_is_stored_within_an_eighth_and_two_millionths(decades):
+    m = log_uniform((4096, 256), decades) * normal((4096, 256), 0).sign() * BLOCK_SCALES
+    m[:, :1] = -BLOCK_SCALES  # the largest of a block must not wrap around
+    got = round_as_m(m, step=1)
+    near_zero = 2.1e-6 * BLOCK_SCALES  # where codes have equal steps of 2.0e-6
+    assert ((got - m).abs() <= m.abs() / 8 + near_zero).all()
+    assert (got / m - 1)[:, 0].abs().max() < 0.07
+    assert (got * m >= 0).all()  # no sign changes
 
 
 def code_spread(x):
@@ -361,6 +373,26 @@ def check_gradients_are_gone(ranks, folder, flags, tied):
 ], ids=str)
 def test_one_gradient_is_alive_at_a_time(tmp_path, tied, flags):
     on_ranks(2, check_gradients_are_gone, tmp_path, flags, tied)
+
+
+class WithoutFoundInf(torch.optim.SGD):
+    """An optimizer as a fork adds it: it does not know found_inf and would apply inf."""
+
+
+@pytest.mark.parametrize("flags", [[], EIGHT, RANDOM, ["--no-fused_adamw"], None], ids=str)
+def test_the_host_waits_only_for_optimizers_that_cannot_skip_by_themselves(flags):
+    bad = torch.zeros(())
+    p = nn.Parameter(torch.ones(4, 256, dtype=torch.bfloat16))
+    if flags is None:
+        optimizer = WithoutFoundInf([p], lr=1.0)
+    else:
+        optimizer = optimizer_of([p], *flags, bad=bad)
+    skips_by_itself = flags in ([], EIGHT, RANDOM)
+    assert getattr(optimizer, "found_inf", None) is (bad if skips_by_itself else None)
+    p.grad = torch.full_like(p, torch.inf)
+    train.step_if_finite(optimizer, torch.tensor(torch.inf), bad)
+    assert bad == 1
+    assert (p == 1).all()
 
 
 @pytest.mark.parametrize("flags", [[], EIGHT, ["--no-fused_adamw"]], ids=str)
