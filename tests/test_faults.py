@@ -249,6 +249,13 @@ def test_a_result_that_cannot_be_written_is_named_and_loses_no_checkpoint(job, u
     assert same(out / "checkpoint-6", undisturbed / "checkpoint-6") and not (out / "final").exists()
 
 
+def test_a_disk_that_is_full_at_the_start_is_named(job, tmp_path):
+    said, codes = start(full, job, tmp_path / "run", "args.json")
+    assert codes == [1] * WORLD
+    assert "Traceback" not in "".join(said)
+    assert said[0].endswith(f"error: {tmp_path}/run/args.json: file not written: No space left on device\n")
+
+
 def test_a_merge_that_fails_prints_its_message_alone(job, tmp_path):
     out = tmp_path / "run"
     said, codes = start(full, [*job, "--lora", "--merge"], out, "merged.part/model")
