@@ -3,6 +3,7 @@ plain ones, generation, and the files that it reads and writes."""
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import conftest
@@ -490,6 +491,20 @@ def test_the_files_of_a_model_are_read_bit_for_bit_and_no_others(tmp_path, names
     data.check_weights(model, source, tmp_path)
     for name, p in model.named_parameters():
         assert torch.equal(source.rows(name, 0, len(p)), p.data)
+
+
+def test_a_file_that_a_full_disk_refuses_is_named_with_the_part_of_it():
+    model = build_random()
+    with pytest.raises(OSError, match="/dev/full: header not written: No space left"):
+        data.write_safetensors("/dev/full", dict(model.named_parameters()), [])
+
+
+def test_a_rank_that_cannot_write_goes_on_gathering_for_the_others():
+    model = build_random()
+    tensors = iter(list(model.parameters()))  # with --fsdp2 each next() is a collective
+    with pytest.raises(OSError, match=r"/dev/null/model\.safetensors"):
+        data.save_model(tensors, dict(model.named_parameters()), Path("/dev/null"), conftest.SHAPE, write=True)
+    assert next(tensors, None) is None
 
 
 @pytest.mark.parametrize("family", ["llama3.1", "llama-linear", "qwen2"])
