@@ -109,6 +109,12 @@ def test_bad_flags_end_with_the_flag_to_change(flags, capsys):
     assert_says(message, FLAGS[flags])
 
 
+def test_tensorboard_without_its_package_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    assert train.launch(["--tensorboard"]) == 2
+    assert_says(capsys.readouterr().err, ["--tensorboard", "pip install tensorboard"])
+
+
 # ---------------------------------------------------------------- config.json
 
 FULL = "full_attention"
