@@ -167,6 +167,18 @@ def test_plain_python_finds_a_hub_id_in_the_cache_and_names_a_fresh_folder(tmp_p
     assert "before:" not in done.stdout
 
 
+def test_epochs_and_overflow_say_how_many_steps_a_run_has(folder, chats, tmp_path):
+    documents, _ = read_data(chats, data.Tokenizer(HERE / "tiny"), seq_len=32, overflow="truncate")
+    n_rows = len(data.Loader(documents, 32, True, 4, 0, 0, 1).rows)
+    fewer, _ = read_data(chats, data.Tokenizer(HERE / "tiny"), seq_len=32)  # long conversations are dropped by default
+    assert len(fewer.start) < 0.9 * len(documents.start)  # or the flag would not show
+    argv = ["--model", folder, "--random_init", "--data", chats, "--seq_len", 32, "--precision", "fp32", "--batch_size",
+            4, "--overflow", "truncate", "--epochs", 0.25]
+    rows, said, codes = run_ranks(1, argv, tmp_path / "run")
+    assert codes == [0], said
+    assert rows[-1]["step"] == math.ceil(0.25 * n_rows / 4)
+
+
 def test_evaluation_is_the_training_loss(folder, chats, tmp_path):
     argv = ["--model", folder, "--random_init", "--data", chats, "--eval_data", chats, "--seq_len", 96, "--precision",
             "fp32", "--lr", 0, "--steps", 1]
@@ -373,6 +385,26 @@ def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(tiny, monkeypatch, capsys
     assert asked[1][1]["content"] == "one two"
 
 
+def test_ctrl_c_while_a_long_prompt_is_made_ends_that_question_alone(monkeypatch, capsys):
+    def prompt(self, messages, original=data.Tokenizer.prompt):
+        if messages[-1]["content"] == "long":
+            raise KeyboardInterrupt
+        return original(self, messages)
+
+    monkeypatch.setattr(data.Tokenizer, "prompt", prompt)
+    assert ask(monkeypatch, b"long\n" + QUESTION) == 0
+    interrupted, answer = capsys.readouterr().out.splitlines()
+    assert not interrupted
+    assert answer
+
+
+def test_a_chat_answers_at_the_temperature_that_was_asked_for(monkeypatch):
+    temperatures = []
+    monkeypatch.setattr(lm, "generate", lambda *args: temperatures.append(args[-1]) or iter([]))
+    assert ask(monkeypatch, QUESTION, "--temperature", 0.5) == 0
+    assert temperatures == [0.5]
+
+
 def test_chat_tells_of_a_prompt_beyond_the_trained_positions_and_refuses_an_endless_one(monkeypatch, capsys):
     asked = answer_with(monkeypatch, [])
     monkeypatch.setattr(lm, "generate", lambda model, prompt, *rest: asked.append(len(prompt)) or iter([]))
@@ -397,6 +429,13 @@ def test_chat_says_what_is_wrong_with_template_and_weights(tmp_path, monkeypatch
     assert ask(monkeypatch, b"What?\n", "--model", model) == train.NOT_FINITE
     message = capsys.readouterr().err.splitlines()[-1]
     assert message == "train.py: error: the model computes nan: the files of --model are damaged"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_a_lock_that_is_no_file_is_refused_by_name(tmp_path, make):
+    make(tmp_path / "lock")  # to open a pipe for writing would wait for its reader
+    with pytest.raises(OSError, match=f"--out {tmp_path}: folder, or the file lock in it, not written"):
+        train.lock_folder(tmp_path)
 
 
 def test_a_lock_that_is_a_link_empties_nothing(tmp_path):
