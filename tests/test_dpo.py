@@ -77,6 +77,15 @@ def test_ranks_and_memory_flags_change_nothing(job, undisturbed, tmp_path, world
     check_equal(rows, undisturbed[0], 1e-4)  # float32 sums in another order
 
 
+def test_beta_is_the_scale_of_rewards(job, undisturbed, tmp_path):
+    rows, said, codes = run_ranks(1, [*job, "--batch_size", 4, "--steps", 2, "--beta", 0.2], tmp_path / "out")
+    assert codes == [0], said
+    # The first step is the same one: its gradients are twice as large, and Adam divides by their size, but for eps.
+    margin = undisturbed[0][1]["reward_margin"]
+    assert abs(margin) > 0.01  # 1,000 times the rounding of sums of log probabilities near -100
+    assert rows[1]["reward_margin"] == pytest.approx(2 * margin, rel=0.01)
+
+
 def traced(argv):
     trace_only()
     return train.launch(argv)
