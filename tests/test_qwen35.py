@@ -199,6 +199,20 @@ def test_a_state_in_the_cache_equals_the_whole_row_and_does_not_grow():
     assert [t.shape for t in cache.layers[block.linear_attn]] == [(3, 48), (2, 8, 8)]
 
 
+@torch.no_grad()
+def test_a_mixer_in_bf16_rounds_what_it_is_given_and_what_it_gives_and_nothing_between():
+    mixer = build(TIED).model.layers[0].linear_attn.bfloat16()
+    mixer.decay.float()  # it stays float32 in a run, too
+    T = 128
+    spans = lm.Spans([(0, T)])
+    spans.positions_BT = torch.arange(T)[None]
+    parts = mixer.qkv(torch.randn(1, T, 16).bfloat16(), None)
+    out = mixer(*parts, spans, None, None)
+    assert out.dtype is torch.bfloat16
+    exact = mixer(*(part.float() for part in parts), spans, None, None)
+    assert torch.equal(out, exact.bfloat16())
+
+
 # ---------------------------------------------------------------- files
 
 
