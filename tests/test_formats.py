@@ -673,6 +673,28 @@ def test_bad_line_is_left_out_and_named(agent, tmp_path, row, pattern):
     assert len(errors) < 1000
 
 
+LONG = "x" * 300_000
+LONG_PARTS = {  # a row with a long text in each place that a message quotes
+    "key": {LONG: LONG},
+    "role": chat(message(LONG, "q")),
+    "list": chat(message("user", [LONG])),
+    "object": chat(message("user", {LONG: LONG})),
+    "weight": chat(message("assistant", "a", weight=LONG)),
+    "tool": chat(QUESTION, ANSWER, tools=[{"name": LONG}]),
+    "tools": chat(QUESTION, ANSWER, tools=LONG),
+    "objection": chat(message("user", "raise" + LONG)),
+}
+
+
+@pytest.mark.parametrize("row", LONG_PARTS.values(), ids=LONG_PARTS)
+def test_message_about_a_bad_line_quotes_little_of_it(tmp_path, row):
+    raising = "{% if 'raise' in messages[0].content %}{{ raise_exception(messages[0].content) }}{% endif %}"
+    tokenizer = data.Tokenizer(model_folder(tmp_path, raising + CHATML))
+    with pytest.raises(ValueError, match="line 1: ") as error:
+        read_data(jsonl(tmp_path / "a.jsonl", row), tokenizer)
+    assert len(str(error.value)) < 1000
+
+
 def zipped(text):
     return gzip.compress(text, mtime=0)
 
