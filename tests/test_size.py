@@ -1,4 +1,5 @@
-"""Limits that keep the four files and the README readable (DESIGN section 1). There is none on how much code there is.
+"""Limits that keep the four files and the README readable (DESIGN section 1), and that tests/README.md tells the truth.
+There is no limit on how much code there is.
 
 They hold for this project and not for a fork: .ci/run sets OOMPH_SIZES, README's test command does not, and then
 conftest.py leaves this file out.
@@ -7,10 +8,13 @@ conftest.py leaves this file out.
 import ast
 import functools
 import io
+import re
 import tokenize
 
 import pytest
 from conftest import HERE
+
+import train
 
 ROOT = HERE.parent
 FILES = "train.py", "model.py", "data.py", "nf4.py"
@@ -74,3 +78,62 @@ def test_the_readme_is_short_and_its_text_is_narrow():
     # a row of a table, and a command that is copied, stay on one line
     text = [line for line in lines if not line.startswith(("|", "    "))]
     assert not [line for line in text if len(line) > README_WIDTH]
+
+
+# ---------------------------------------------------------------- tests/README.md
+
+N_PROMISES = 11
+
+
+@functools.cache
+def names_of_tests(file):
+    """The names of a file's tests."""
+    tree = ast.parse((HERE / file).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def named_in(text):
+    """[(file, test)] of all that is written as `test_x.py::test_y`."""
+    return re.findall(r"`(test_\w+\.py)::(\w+)`", text)
+
+
+def promises():
+    """{number: its section of tests/README.md}."""
+    table = (HERE / "README.md").read_text().split("\n## Promises\n")[1].split("\n## ")[0]
+    _, *parts = re.split(r"^### (\d+)\. ", table, flags=re.MULTILINE)
+    return dict(zip(map(int, parts[::2]), parts[1::2]))
+
+
+def test_every_promise_names_tests_that_hold_it():
+    sections = promises()
+    assert list(sections) == list(range(1, N_PROMISES + 1))
+    for number, section in sections.items():
+        named = named_in(section)
+        assert named, f"promise {number} names no test"
+        gone = [f"{file}::{name}" for file, name in named if name not in names_of_tests(file)]
+        assert not gone, f"promise {number}: bring these back, or name the tests that hold what they held"
+        # a cell without a name would be a claim that nothing holds
+        for row in re.findall(r"^\| (?!claim|---)(.*)", section, re.MULTILINE):
+            assert "`" in row, f"promise {number}: {row}"
+
+
+def test_every_file_of_tests_holds_a_promise():
+    named = {file for section in promises().values() for file, _ in named_in(section)}
+    assert named == {path.name for path in HERE.glob("test_*.py")}
+
+
+def test_every_script_and_helper_is_in_a_table():
+    tables = (HERE / "README.md").read_text().split("\n## Scripts\n")[1]
+    first_cells = [line.split("|")[1] for line in tables.splitlines() if line.startswith("| `")]
+    listed = re.findall(r"`(.+?)`", " ".join(first_cells))
+    others = {path.name for path in HERE.iterdir() if not path.name.startswith(("test_", "README", "_", "."))}
+    assert sorted(listed) == sorted(others)
+
+
+def test_every_flag_is_given_in_a_test():
+    """In a test of what it does: a refusal in test_bad_input.py does not count."""
+    files = [path for path in HERE.glob("test_*.py") if path.name not in ("test_bad_input.py", "test_size.py")]
+    tests = "".join(path.read_text() for path in files)
+    names = [name for name in vars(train.parse_args([])) if not name.startswith("n_")]  # no flags, but what a plan sets
+    never = {name for name in names if not re.search(rf"--(no-)?{name}\b", tests)}
+    assert never == {"tensorboard"}  # its package is in no environment of tests; test_train.py gives the log a stub
