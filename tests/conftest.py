@@ -1,21 +1,5 @@
-"""What the tests share: a small model folder, a small chat file, and ranks that start in a fraction of a second.
-
-Which tests hold which promise of DESIGN section 6:
-
-    1 parity                        test_model, test_qwen35, test_windows, test_formats (chat templates), test_dpo
-    2 every memory flag is neutral  test_sharding (flags in pairs), test_offload, test_optim, test_compile, test_nf4
-    3 sharding is neutral           test_sharding
-    4 resume is exact               test_resume, test_faults (a killed save, signals)
-    5 no contamination              test_data
-    6 host memory is flat           test_sharding (loading)
-    7 nothing is silent             test_bad_input, test_faults, test_train (what a run says)
-    8 nothing executes              test_bad_input, test_formats
-    9 the plan is true              test_plan, test_oom, test_cuda
-    10 small                        test_size
-
-Ranks are processes of a fork server that has imported train.py once: four of them cost less than one `import torch`.
-They run train.launch() on gloo, as torchrun would start it. No test measures seconds: a rank is hung when none has
-written to its log for ten minutes. Files of tests run side by side (side_by_side.py).
+"""What the tests share: small models, small data, and ranks that start in a fraction of a second. README.md beside this
+file says how the tests are laid out, and which test holds which promise.
 
     OOMPH_BF16=0 python -m pytest -q -m bf16    # what depends on bf16 instructions, as on a CPU without; 1: with
     OOMPH_SIZES=1 OOMPH_EMULATED_CUDA=required  # as .ci/run: with test_size.py, and no test of a GPU is skipped
@@ -37,9 +21,11 @@ import time
 import traceback
 from pathlib import Path
 
-os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # before torch: threads that spin starve the others
-# before torch, too: the most that oneDNN uses. Where a CPU has less than that, it changes nothing
-os.environ |= {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"} if os.environ.get("OOMPH_BF16") == "0" else {}
+# These have to be there before torch is imported.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin starve the others
+os.environ["GOMP_SPINCOUNT"] = "0"
+if os.environ.get("OOMPH_BF16") == "0":
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # the most that oneDNN uses; a CPU with less is as it was
 
 import pytest
 
@@ -52,16 +38,22 @@ if FORCED_BF16:  # ranks import this and are forced, too; commands start forced_
     torch.cpu._is_avx512_bf16_supported = lambda: FORCED_BF16 == "1"
 
 HERE = Path(__file__).parent
-collect_ignore = [] if "OOMPH_SIZES" in os.environ else ["test_size.py"]  # a fork has limits of its own
 TRAIN = HERE / "forced_bf16.py" if FORCED_BF16 else HERE.parent / "train.py"  # as a command
-if "oomph-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):  # of tokenized files; ranks import this and inherit it
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="oomph-tests-")
-    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+collect_ignore = []
+if "OOMPH_SIZES" not in os.environ:
+    collect_ignore = ["test_size.py"]  # a fork has limits of its own
+
+# The cache of tokenized files is one of this run of tests. Ranks import this file, too, and inherit the cache.
+if "oomph-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="oomph-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+# Ranks are forked from a process that has imported these once: four of them cost less than one `import torch`.
 processes = multiprocessing.get_context("fork" if emulated_cuda.LOADED else "forkserver")
-processes.set_forkserver_preload(["train", "torch._dynamo", "numpy.ma", "pytest", "conftest"])  # not in each rank
-HANG_S = 600
+processes.set_forkserver_preload(["train", "torch._dynamo", "numpy.ma", "pytest", "conftest"])
+HANG_S = 600  # without a line in the log of any rank
 
 
 @pytest.fixture
@@ -76,16 +68,26 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not torch.cuda.is_available() and any(item.name == WAITS for item in items):  # which runs them elsewhere
-        config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
-        items[:] = [item for item in items if "gpu" not in item.keywords]
-    for item in items if not torch.cuda.is_available() else []:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device in this process: test_cuda.py emulates one"))
+    if not torch.cuda.is_available():
+        leave_gpu_to_the_emulated_device(config, items)
     items.sort(key=lambda item: item.name == WAITS)  # the last one: nothing is left to do beside it
-    if emulated_cuda.LOADED:  # ranks are forks, and a process may not fork once it has threads
+    if emulated_cuda.LOADED:
+        # ranks are forks, and a process may not fork once it has threads
         items.sort(key=lambda item: item.path.name != "test_cuda.py")
         torch.set_num_threads(1)
+
+
+def leave_gpu_to_the_emulated_device(config, items):
+    """Tests marked gpu go where the test runs that has the emulated device, else they are skipped."""
+    on_gpu = [item for item in items if "gpu" in item.keywords]
+    if any(item.name == WAITS for item in items):
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if item not in on_gpu]
+    for item in on_gpu:
+        item.add_marker(pytest.mark.skip(reason="no CUDA device in this process: test_cuda.py emulates one"))
+
+
+# ---------------------------------------------------------------- ranks
 
 
 def start_rank(rank, world, port, function, args, log, gpu=False):
@@ -94,11 +96,13 @@ def start_rank(rank, world, port, function, args, log, gpu=False):
     faulthandler.register(signal.SIGUSR2, trace)  # where each thread stands, asked for when the rank hangs
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script that runs the tests may ignore it,
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup ignores this
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if not gpu:  # gloo, on any machine
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
-        os.environ[name] = str(value)
+    # what torchrun would set
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world)
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         try:
             code = function(*args) or 0
@@ -124,23 +128,32 @@ def free_port():
 def start_ranks(world, function, args, logs, gpu=False):
     """Runs function(*args) on `world` ranks at once -> their exit codes. TimeoutError if they hang."""
     port = free_port()
-    ranks = [processes.Process(target=start_rank, args=(rank, world, port, function, args, logs[rank], gpu))
-             for rank in range(world)]
-    for process in ranks:
+    ranks = []
+    for rank in range(world):
+        process = processes.Process(target=start_rank, args=(rank, world, port, function, args, logs[rank], gpu))
         process.start()
+        ranks.append(process)
     started = time.time()
     while running := [process for process in ranks if process.is_alive()]:
         running[0].join(5)
-        newest = max([started, *(log.stat().st_mtime for log in logs if log.exists())])
-        if time.time() > newest + HANG_S:
-            for process in running:
-                os.kill(process.pid, signal.SIGUSR2)
-            time.sleep(5)  # for the traces
-            for process in running:
-                process.kill()
-            said = [f"rank {r}:\n{log.read_text()}\n{Path(f'{log}.trace').read_text()}" for r, log in enumerate(logs)]
-            raise TimeoutError(f"{function} {args} on {world} ranks hung\n" + "\n".join(said))
+        last_words = max([started, *(log.stat().st_mtime for log in logs if log.exists())])
+        if time.time() > last_words + HANG_S:
+            traces = kill_with_traces(running, logs)
+            raise TimeoutError(f"{function} {args} on {world} ranks hung\n{traces}")
     return [process.exitcode for process in ranks]
+
+
+def kill_with_traces(running, logs):
+    """Ends ranks that hang -> what all ranks said, and where each thread stood."""
+    for process in running:
+        os.kill(process.pid, signal.SIGUSR2)
+    time.sleep(5)  # for the traces
+    for process in running:
+        process.kill()
+    parts = []
+    for rank, log in enumerate(logs):
+        parts += [f"rank {rank}:", log.read_text(), Path(f"{log}.trace").read_text()]
+    return "\n".join(parts)
 
 
 def train_main(argv):
@@ -157,9 +170,11 @@ def run_ranks(world, argv, out, gpu=False):
         argv += ["--save_every", "0"]
     logs = [out.parent / f"{out.name}-rank{rank}.log" for rank in range(world)]
     codes = start_ranks(world, train_main, (argv,), logs, gpu)
-    metrics = out / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    return rows, "".join(log.read_text() for log in logs), codes
+    rows = []
+    if (out / "metrics.jsonl").exists():
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    text = "".join(log.read_text() for log in logs)
+    return rows, text, codes
 
 
 def state_of(step):
@@ -193,8 +208,11 @@ def curve(world, argv, out, gpu=False):
     """(losses, gradient norms) of every step of a run that must succeed."""
     rows, text, codes = run_ranks(world, [*argv, "--log_every", 1], out, gpu)
     assert codes == [0] * world, text
-    return [[row[key] for row in rows if "loss" in row] for key in ("loss", "grad_norm")]
+    steps = [row for row in rows if "loss" in row]  # the others are evaluations
+    return [row["loss"] for row in steps], [row["grad_norm"] for row in steps]
 
+
+# ---------------------------------------------------------------- models
 
 # Sizes that do not divide: 3 and 4 ranks hold unequal shards of the 16 key rows, of 4,096 / 3 words, of 5 adapter rows.
 MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2,
@@ -227,17 +245,6 @@ def random_model(path, **changes):
     return path
 
 
-def random_chats(path, rng, n=80):
-    """A file of n conversations of uneven length."""
-    words = "the file is read from disk and returned as a list of str self None import def".split()
-    with open(path, "w") as file:
-        for _ in range(n):
-            messages = [{"role": role, "content": " ".join(rng.choices(words, k=rng.randint(1, 20)))}
-                        for role in ("user", "assistant") * rng.randint(1, 2)]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    return path
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return random_model(tmp_path_factory.mktemp("model"))
@@ -251,11 +258,6 @@ def tiny():
     return data.Tokenizer(HERE / "tiny")
 
 
-@pytest.fixture(scope="session")
-def chats(tmp_path_factory):
-    return random_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", random.Random(0))
-
-
 def build(*flags, ranks=None, **changes):
     """(the model of a run with these flags and the weights of --random_init, its args). With --fsdp2 it is sharded over
     `ranks`. changes: of SHAPE."""
@@ -263,7 +265,8 @@ def build(*flags, ranks=None, **changes):
     import data
     import train
 
-    args, cpu = train.parse_args(["--precision", "fp32", *map(str, flags)]), torch.device("cpu")
+    args = train.parse_args(["--precision", "fp32", *map(str, flags)])
+    cpu = torch.device("cpu")
     config = lm.parse_config(SHAPE | changes)
     with torch.device("meta"):
         source = data.RandomWeights(lm.Transformer(config), 0, cpu)
@@ -275,13 +278,36 @@ def build(*flags, ranks=None, **changes):
     return model, args
 
 
+# ---------------------------------------------------------------- data
+
+
+def random_chats(path, rng, n=80):
+    """A file of n conversations of uneven length."""
+    words = "the file is read from disk and returned as a list of str self None import def".split()
+    with open(path, "w") as file:
+        for _ in range(n):
+            messages = []
+            for role in ("user", "assistant") * rng.randint(1, 2):
+                content = " ".join(rng.choices(words, k=rng.randint(1, 20)))
+                messages.append({"role": role, "content": content})
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory):
+    return random_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", random.Random(0))
+
+
 def documents_of(tokens, supervised, starts):
     """data.Documents of one file: tokens [n], supervised [n] bool; a document from each start to the next."""
     import numpy as np
 
     import data
 
-    starts, stops = np.asarray(starts[:-1]), np.asarray(starts[1:])
+    stops = np.asarray(starts[1:])
+    starts = np.asarray(starts[:-1])
+    # a document's first token is nobody's target
     n_targets = [int(supervised[start + 1 : stop].sum()) for start, stop in zip(starts, stops)]
     lines = np.arange(1, len(starts) + 1)
     columns = np.stack([np.zeros_like(starts), starts, stops, n_targets, lines]).astype(np.int64)
@@ -300,7 +326,14 @@ def read_data(path, tokenizer, seq_len=1000, **options):
 
 def pieces(documents):
     """[(token ids, supervised)] of each part."""
-    return [tuple(array.tolist() for array in documents.part(i)) for i in range(len(documents.start))]
+    found = []
+    for i in range(len(documents.start)):
+        ids, supervised = documents.part(i)
+        found.append((ids.tolist(), supervised.tolist()))
+    return found
+
+
+# ---------------------------------------------------------------- many ranks that do not exist
 
 
 def start_fake_group(world):
@@ -309,14 +342,19 @@ def start_fake_group(world):
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def alone(output=None, input=None, output_tensor=None, input_tensor=None, **_):
-        output, given = (output_tensor, input_tensor) if output is None else (output, input)
-        if output.numel() > given.numel():
-            output.view(output.numel() // given.numel(), -1)[1:] = given.view(1, -1)  # `given` is the first row itself
+    def gather_or_scatter(output=None, input=None, output_tensor=None, input_tensor=None, **_):
+        if output is None:  # the arguments of the older two have other names
+            output, input = output_tensor, input_tensor
+        if output.numel() > input.numel():
+            rows = output.view(output.numel() // input.numel(), -1)
+            rows[1:] = input.view(1, -1)  # `input` is the first row itself
         else:
-            output.copy_(given.view(-1, output.numel())[0])
+            output.copy_(input.view(-1, output.numel())[0])
+
+    def all_to_all(output, input, **_):
+        output.copy_(input[:1].expand_as(input))
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
-        setattr(dist, name, alone)
-    dist.all_to_all_single = lambda output, given, **_: output.copy_(given[:1].expand_as(given))
+        setattr(dist, name, gather_or_scatter)
+    dist.all_to_all_single = all_to_all
