@@ -15,12 +15,14 @@ With --plan, a case is a step that test_plan.py counts: the plan must be within 
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import random
 import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from conftest import MOE, MUSE, QWEN35, emulated_cuda, random_chats, random_model, run_ranks
@@ -29,16 +31,33 @@ from safetensors.numpy import load_file
 import test_plan
 import train
 
-ROWS, STEPS, ON_GPU = 12, 4, bool(emulated_cuda.LOADED)  # rows a step, however they are split
+ROWS = 12  # of a step, however they are split
+STEPS = 4
+ON_GPU = bool(emulated_cuda.LOADED)
+
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 4}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
-MODELS = [{}, {"tie_word_embeddings": True}, {"num_hidden_layers": 1}, LLAMA, QWEN2, QWEN35, MUSE, MOE,
-          MOE | {"num_experts": 3, "norm_topk_prob": False}]
-METHODS = ["", "--lora", "--lora --lora_targets q_proj v_proj", "--qlora", "--qlora --lora_targets o_proj down_proj",
-           "--qlora --lora_targets gate_proj up_proj down_proj", "--dpo --lora", "--dpo --qlora"]
+FEW_EXPERTS = MOE | {"num_experts": 3, "norm_topk_prob": False}
+MODELS = [{}, {"tie_word_embeddings": True}, {"num_hidden_layers": 1}, LLAMA, QWEN2, QWEN35, MUSE, MOE, FEW_EXPERTS]
+ADAPTERS = [
+    "",
+    "--lora",
+    "--lora --lora_targets q_proj v_proj",
+    "--qlora",
+    "--qlora --lora_targets o_proj down_proj",
+    "--qlora --lora_targets gate_proj up_proj down_proj",
+]
+METHODS = [*ADAPTERS, "--dpo --lora", "--dpo --qlora"]
 TRAINING = ["--no-packing", "--train_on all", "--train_on whole", "--clip 0", "--weight_decay 0.1", "--seq_len 130"]
-BLOCKS = ["", "--offload activations", "--no-activation_checkpointing", "--activation_checkpointing 1",
-          "--gpu_gib 99", "--gpu_gib 1.03"]
+# what becomes of a block's activations; with --gpu_gib the plan decides, here for a large and for a small GPU
+BLOCKS = [
+    "",
+    "--offload activations",
+    "--no-activation_checkpointing",
+    "--activation_checkpointing 1",
+    "--gpu_gib 99",
+    "--gpu_gib 1.03",
+]
 SHARDED = ["--no-reshard_after_forward", "--no-shard_embeddings", "--replicas 2", "--offload params"]
 OTHERS = ["--no-chunked_ce", "--tiled_mlp 7", "--tiled_mlp 40", "--no-fused_adamw"]
 
@@ -47,96 +66,188 @@ def some(rng, flags, odds):
     return [flag for flag in flags if rng.random() < odds]
 
 
+# ---------------------------------------------------------------- a run against other ways to the same end
+
+
+class Answer(NamedTuple):
+    wrong: str | None  # "" if nothing is, None if the flags were refused
+    said: list  # what was tried
+
+
+class Result(NamedTuple):
+    losses: list
+    norms: list
+    tensors: dict  # that the run exported
+
+
+def make_pairs(path):
+    """Turns conversations into pairs for --dpo: the answer of the next row is the rejected one."""
+    questions_and_answers = [json.loads(line)["messages"][:2] for line in path.read_text().splitlines()]
+    with open(path, "w") as file:
+        for (question, answer), (_, other) in itertools.pairwise(questions_and_answers):
+            pair = {"prompt": [question], "chosen": [answer], "rejected": [other]}
+            file.write(json.dumps(pair) + "\n")
+
+
 def new_case(rng, folder):
     """Flags of a model, a method and data."""
+    chats = folder / "chats.jsonl"
     random_model(folder, **rng.choice(MODELS))
-    random_chats(folder / "chats.jsonl", rng, 120)
-    method, training = rng.choice(METHODS), TRAINING
-    if "--dpo" in method:  # the next row's answer is the rejected one; flags that it refuses count as refused
-        rows = [json.loads(line)["messages"][:2] for line in (folder / "chats.jsonl").read_text().splitlines()]
-        pairs = [{"prompt": a[:1], "chosen": a[1:], "rejected": b[1:]} for a, b in zip(rows, rows[1:])]
-        (folder / "chats.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-        training = [flag for flag in TRAINING if "--train_on" not in flag]
-    return (f"--model {folder} --random_init --data {folder}/chats.jsonl --precision fp32 --steps {STEPS} --lr 1e-3 "
-            f"--log_every 1 --seq_len 96 {method} {'--lora_rank 8' if method else ''} "
-            + " ".join(some(rng, training, 0.3))).split()
+    random_chats(chats, rng, 120)
+    method = rng.choice(METHODS)
+    training = TRAINING
+    if "--dpo" in method:
+        make_pairs(chats)
+        training = [flag for flag in TRAINING if "--train_on" not in flag]  # refused in every run of the case
+    flags = (f"--model {folder} --random_init --data {chats} --precision fp32 --steps {STEPS} --lr 1e-3 "
+             f"--log_every 1 --seq_len 96 {method}").split()
+    if method:
+        flags += ["--lora_rank", "8"]
+    for flag in some(rng, training, 0.3):
+        flags += flag.split()
+    return flags
 
 
 def other_ways(rng, case, compiled):
     """-> (number of ranks, flags) that change nothing."""
     world = rng.choice([1, 1, 2] if ON_GPU else [1, 2, 3, 4])
     group = rng.choice([n for n in (1, 2, 4) if world % n == 0])
-    rows = ROWS * group // world  # of a rank, or of a group under --sequence_parallel
-    accum = rng.choice([n for n in range(1, rows + 1) if rows % n == 0])
+    n_rows = ROWS * group // world  # of a rank, or of a group under --sequence_parallel
+    grad_accum = rng.choice([n for n in range(1, n_rows + 1) if n_rows % n == 0])
     flags = [f"--sequence_parallel {group}", rng.choice(BLOCKS), *some(rng, OTHERS, 0.2)]
     if rng.random() < 0.6:
-        flags += ["--fsdp2", *(flag for flag in some(rng, SHARDED, 0.3) if flag != "--replicas 2" or world % 2 == 0)]
+        sharded = some(rng, SHARDED, 0.3)
+        if world % 2:
+            sharded = [flag for flag in sharded if flag != "--replicas 2"]
+        flags += ["--fsdp2", *sharded]
+    # the step inside the backward cannot clip, nor add up micro-batches
     if "--clip" in case and rng.random() < 0.4:
-        accum, flags = 1, [*flags, "--optim_in_backward"]
+        flags.append("--optim_in_backward")
+        grad_accum = 1
     flags += some(rng, ["--compile"], compiled)
-    return world, f"{' '.join(flags)} --grad_accum {accum} --batch_size {rows // accum}".split()
+    flags += [f"--grad_accum {grad_accum} --batch_size {n_rows // grad_accum}"]
+    return world, " ".join(flags).split()
 
 
-def results(out, rows):
-    """(losses and norms of a run, its exported tensors)."""
-    return ([row[key] for row in rows for key in ("loss", "grad_norm") if key in row],
-            load_file(next((out / "final").glob("*.safetensors"))))
+def result_of(out, rows):
+    steps = [row for row in rows if "loss" in row]
+    (file,) = (out / "final").glob("*.safetensors")
+    return Result([row["loss"] for row in steps], [row["grad_norm"] for row in steps], load_file(file))
+
+
+def largest_ratio(values, expected):
+    return max(abs(value / other - 1) for value, other in zip(values, expected))
+
+
+def difference(got, plain):
+    """What differs by more than the rounding of float32, "" if nothing does."""
+    if len(got.losses) != len(plain.losses) or got.tensors.keys() != plain.tensors.keys():
+        return "other steps or tensors"
+    losses = largest_ratio(got.losses, plain.losses)
+    norms = largest_ratio(got.norms, plain.norms)
+    weights = max(np.abs(got.tensors[name] - tensor).max() for name, tensor in plain.tensors.items())
+    # Adam divides a gradient by its own size: rounding in a tiny one moves a weight by a part of the learning rate
+    if losses > 2e-5 or norms > 2e-4 or weights > 2e-3:
+        return f"losses, norms, weights differ by {[losses, norms, weights]}"
+    return ""
+
+
+def remove_what_came_after(out, step):
+    """Leaves of a run what a kill after that step would leave."""
+    for path in (*out.glob("final"), *out.glob("checkpoint-*")):
+        if path.name != f"checkpoint-{step}":
+            shutil.rmtree(path)
 
 
 def check(rng, case, folder, plain, compiled):
-    """A run, or one and its continuation -> (what is wrong, "" if nothing is, None if it was refused; the flags)."""
-    out, said, stop = folder / "run", [], rng.choice([0, 0, 0, 1, 2, 3])
-    for part in range(2 if stop else 1):
+    """A run, or one that stops after some step and its continuation -> Answer."""
+    out = folder / "run"
+    stop = rng.choice([0, 0, 0, 1, 2, 3])
+    parts = [["--save_every", str(stop), "--keep", "4"]]
+    if stop:
+        parts.append(["--resume"])
+    said = []
+    for part in parts:
         world, flags = other_ways(rng, case, compiled)
-        flags += ["--resume"] if part else ["--save_every", str(stop), "--keep", "4"]
+        flags += part
         said.append(f"{world} ranks: {' '.join(flags)}")
         rows, text, codes = run_ranks(world, case + flags, out, ON_GPU)
         if any(codes):
-            refused = "Traceback" not in text and "error:" in text.splitlines()[-1]
-            return (None if refused else text[-2000:]), said
-        if stop and not part:
-            for path in (*out.glob("final"), *out.glob("checkpoint-*")):
-                if path.name != f"checkpoint-{stop}":
-                    shutil.rmtree(path)
-    (curve, tensors), (expected, weights) = results(out, rows), plain
-    if len(curve) != len(expected) or tensors.keys() != weights.keys():
-        return "other steps or tensors", said
-    worst = [max(abs(a / b - 1) for a, b in zip(curve[i::2], expected[i::2])) for i in (0, 1)]  # of losses, of norms
-    # Adam divides a gradient by its own size: rounding in a tiny one moves a weight by a part of the learning rate
-    worst.append(max(np.abs(tensors[name] - weights[name]).max() for name in weights))
-    differs = any(value > bound for value, bound in zip(worst, (2e-5, 2e-4, 2e-3)))
-    return (f"losses, norms, weights differ by {worst}" if differs else ""), said
+            was_refused = "Traceback" not in text and "error:" in text.splitlines()[-1]
+            return Answer(None if was_refused else text[-2000:], said)
+        if stop and part is parts[0]:
+            remove_what_came_after(out, stop)
+    return Answer(difference(result_of(out, rows), plain), said)
 
 
-# of a model that test_plan.py counts; methods and BLOCKS are the same
+def check_case(rng, folder, compiled):
+    """Yields the Answers of a new case."""
+    case = new_case(rng, folder)
+    out = folder / "plain"
+    rows, text, codes = run_ranks(1, [*case, "--batch_size", ROWS], out, ON_GPU)
+    assert codes == [0], f"{' '.join(case)}\n{text}"
+    plain = result_of(out, rows)
+    for _ in range(4):
+        answer = check(rng, case, folder, plain, compiled)
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        yield answer._replace(said=[" ".join(case), *answer.said])
+
+
+# ---------------------------------------------------------------- the plan against the bytes of a step
+
+# Of a model that test_plan.py counts. Adapters and BLOCKS are the same.
 PLANNED = ["--no-chunked_ce", "--tiled_mlp 256", "--no-fused_adamw", "--batch_size 2", "--grad_accum 2"]
-TRAINED = ["", "", "--precision bf16", "--precision fp32", "--optim adamw8bit", "--optim adamw8bit --optim_in_backward",
-           "--optim_in_backward", "--precision bf16 --stochastic_rounding",
-           "--precision bf16 --optim_in_backward --optim adamw8bit --stochastic_rounding"]
+TRAINED = [
+    "", "",  # as often as twice
+    "--precision bf16",
+    "--precision fp32",
+    "--optim adamw8bit",
+    "--optim adamw8bit --optim_in_backward",
+    "--optim_in_backward",
+    "--precision bf16 --stochastic_rounding",
+    "--precision bf16 --optim_in_backward --optim adamw8bit --stochastic_rounding",
+]
 
 
 def check_plan(rng, folder):
-    """A random step of rank 0 of up to 8 -> (what is wrong, "" if nothing is, None if it was refused; the flags)."""
-    name, world = rng.choice(list(test_plan.MODELS)), rng.choice([1, 1, 2, 4, 8])
-    method = rng.choice(METHODS[:-2])
-    flags = [f"--seq_len {rng.choice([256, 512, 1024, 2048])} --ce_chunk {rng.choice([64, 128, 1024])}", method,
-             rng.choice(TRAINED), rng.choice(BLOCKS), *some(rng, PLANNED, 0.2)]
+    """Yields the Answer of a random step of rank 0 of up to 8."""
+    name = rng.choice(list(test_plan.MODELS))
+    world = rng.choice([1, 1, 2, 4, 8])
+    method = rng.choice(ADAPTERS)
+    lengths = f"--seq_len {rng.choice([256, 512, 1024, 2048])} --ce_chunk {rng.choice([64, 128, 1024])}"
+    flags = [lengths, method, rng.choice(TRAINED), rng.choice(BLOCKS), *some(rng, PLANNED, 0.2)]
     if method:
         flags += ["--lora_rank 8", *some(rng, ["--lora_dropout 0.1"], 0.2)]
     if world > 1:
         flags += ["--fsdp2", *some(rng, SHARDED, 0.3)]
     words = " ".join(flags)
     said = [f"{name}, {world} ranks: {words}"]
-    model = random_model(folder / "model", **test_plan.MODELS["gqa"] | test_plan.MODELS[name]
-                         | {"max_position_embeddings": 4096, "num_hidden_layers": rng.choice([4, 4, 10])})
+    sizes = test_plan.MODELS["gqa"] | test_plan.MODELS[name]
+    sizes |= {"max_position_embeddings": 4096, "num_hidden_layers": rng.choice([4, 4, 10])}
+    model = random_model(folder / "model", **sizes)
     try:
         args = train.parse_args(["--model", str(model), "--random_init", "--dry_run", *words.split()])
         train.open_config(args, world, device=None, random_init=True)
     except (argparse.ArgumentError, ValueError):
-        return None, said
+        yield Answer(None, said)
+        return
     planned, counted = test_plan.planned_and_counted(model, world, words, folder)
     said.append(f"planned {planned / 2**20:.1f}, counted {counted / 2**20:.1f} MiB")
-    return (f"{planned / counted:.3f}" if abs(planned / counted - 1) > 0.05 else ""), said
+    ratio = planned / counted
+    yield Answer(f"{ratio:.3f}" if abs(ratio - 1) > 0.05 else "", said)
+
+
+def answers_until(end, args):
+    """Yields the Answers of random cases, one behind the other."""
+    rng = random.Random(args.seed)
+    while time.time() < end:
+        with tempfile.TemporaryDirectory() as folder:
+            if args.plan:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    answers = list(check_plan(rng, Path(folder)))
+                yield from answers
+            else:
+                yield from check_case(rng, Path(folder), args.compile)
 
 
 def main():
@@ -146,28 +257,17 @@ def main():
     parser.add_argument("--compile", type=float, default=0.0, help="part of the runs that compile")
     parser.add_argument("--plan", action="store_true", help="check the memory plan")
     args = parser.parse_args()
-    rng, end, answers = random.Random(args.seed), time.time() + 60 * args.minutes, []
-    while time.time() < end:
-        with tempfile.TemporaryDirectory() as top:
-            if args.plan:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    wrong, said = check_plan(rng, Path(top))
-                answers.append(wrong)
-                if wrong:
-                    print(*said, wrong, sep="\n  ", flush=True)
-                continue
-            case, out = new_case(rng, Path(top)), Path(top, "plain")
-            rows, text, codes = run_ranks(1, [*case, "--batch_size", ROWS], out, ON_GPU)
-            assert codes == [0], f"{' '.join(case)}\n{text}"
-            plain = results(out, rows)
-            for _ in range(4):
-                wrong, said = check(rng, case, Path(top), plain, args.compile)
-                shutil.rmtree(Path(top, "run"), ignore_errors=True)
-                answers.append(wrong)
-                if wrong:
-                    print(" ".join(case), *said, wrong, sep="\n  ", flush=True)
-    print(f"{len(answers)} runs, {answers.count(None)} refused, {sum(map(bool, answers))} wrong")
-    return any(answers)
+    n_right = n_refused = n_wrong = 0
+    for wrong, said in answers_until(time.time() + 60 * args.minutes, args):
+        if wrong is None:
+            n_refused += 1
+        elif wrong:
+            n_wrong += 1
+            print(*said, wrong, sep="\n  ", flush=True)
+        else:
+            n_right += 1
+    print(f"{n_right + n_refused + n_wrong} runs, {n_refused} refused, {n_wrong} wrong")
+    return n_wrong > 0
 
 
 if __name__ == "__main__":
