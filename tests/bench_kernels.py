@@ -10,9 +10,12 @@ bound` is the time over the bound's. Shapes are those of Llama-3.1-8B on a GPU a
 """
 
 import argparse
+import functools
+import itertools
 import statistics
 import sys
 import time
+from typing import NamedTuple
 
 from bench_harness import table
 
@@ -25,8 +28,15 @@ import train
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-D, F, V, H, G, K = (4096, 14336, 128256, 32, 8, 128) if CUDA else (1024, 2816, 32000, 16, 4, 64)
-
+if CUDA:  # Llama-3.1-8B
+    D, F, V = 4096, 14336, 128256
+    H, G, K = 32, 8, 128
+else:
+    D, F, V = 1024, 2816, 32000
+    H, G, K = 16, 4, 64
+N_COPIED = 1 << (28 if CUDA else 26)  # numbers: far more than any cache holds
+SQUARE = 8192 if CUDA else 2048  # rows and columns of the product
+N_WARM_UP = 3  # rounds that are not counted
 
 # bf16 that a CPU emulates takes a hundred times as long
 DTYPE = torch.bfloat16 if CUDA or torch.cpu._is_avx512_bf16_supported() else torch.float32
@@ -43,34 +53,52 @@ def random(*shape, dtype=DTYPE):
 
 
 class Bounds:
-    def __init__(self, rounds):
-        self.rounds, self.rows, self.source = rounds, [], random(1 << (28 if CUDA else 26))
-        self.target, self.square = torch.empty_like(self.source), random(*[8192 if CUDA else 2048] * 2)
+    """The copy and the product that all pieces are held against, and the rows of the table."""
 
-    def hold(self, piece, variants, n_bytes=0, flop=0):
-        """Times the variants beside the copy and the product: a row of the table for each."""
-        bounds = {"copy": lambda: self.target.copy_(self.source), "product": lambda: torch.mm(self.square, self.square)}
-        taken = {name: [] for name in bounds | variants}
-        for _ in range(3 + self.rounds):  # three to warm up; a call of each in every round, on the same machine
-            for name, function in (bounds | variants).items():
+    def __init__(self, n_rounds):
+        self.n_rounds = n_rounds
+        self.rows = []
+        self.source = random(N_COPIED)
+        self.target = torch.empty_like(self.source)
+        self.square = random(SQUARE, SQUARE)
+
+    def copy(self):
+        self.target.copy_(self.source)
+
+    def multiply(self):
+        torch.mm(self.square, self.square)
+
+    def medians(self, functions):
+        """{name: seconds of a call}. Each round calls all of them, so that all meet the same machine."""
+        taken = {name: [] for name in functions}
+        for _ in range(N_WARM_UP + self.n_rounds):
+            for name, function in functions.items():
                 started = now()
                 function()
                 taken[name].append(now() - started)
-        seconds = {name: statistics.median(times[3:]) for name, times in taken.items()}
-        copied, multiplied = 2 * self.source.nbytes / seconds["copy"], 2 * len(self.square) ** 3 / seconds["product"]
-        bound = n_bytes / copied + flop / multiplied
+        return {name: statistics.median(times[N_WARM_UP:]) for name, times in taken.items()}
+
+    def hold(self, piece, variants, n_bytes=0, flop=0):
+        """Times the variants beside the copy and the product: a row of the table for each."""
+        seconds = self.medians({"copy": self.copy, "product": self.multiply} | variants)
+        bytes_per_s = 2 * self.source.nbytes / seconds["copy"]  # read and written
+        flop_per_s = 2 * SQUARE**3 / seconds["product"]
+        bound_s = n_bytes / bytes_per_s + flop / flop_per_s
         what = f"{n_bytes / 1e6:,.0f} MB" if n_bytes else f"{flop / 1e9:,.1f} GFLOP"
         for name in variants:
-            times = f"{seconds[name] * 1e3:.3g}", what, f"{bound * 1e3:.3g}", f"{seconds[name] / bound:.2f}"
-            self.rows.append((piece, name, *times))
+            milliseconds = f"{seconds[name] * 1e3:.3g}"
+            over_bound = f"{seconds[name] / bound_s:.2f}"
+            self.rows.append((piece, name, milliseconds, what, f"{bound_s * 1e3:.3g}", over_bound))
 
 
 def bench_nf4(bounds, tokens):
     """4.14 bits in, 16 out. bitsandbytes beside it where it is installed."""
     w = random(F if CUDA else 4096, 4096)
     codes, scales = nf4.quantize(w)
-    variants = {"eager": lambda: nf4.dequantize(codes, scales, torch.bfloat16),
-                "--compile": lambda: nf4.dequantize_compiled(codes, scales)}
+    variants = {
+        "eager": lambda: nf4.dequantize(codes, scales, torch.bfloat16),
+        "--compile": lambda: nf4.dequantize_compiled(codes, scales),
+    }
     try:
         from bitsandbytes import functional as bnb
     except ImportError:
@@ -82,49 +110,93 @@ def bench_nf4(bounds, tokens):
 
 
 def bench_loss(bounds, tokens):
-    """Logits are written by the product and read twice; their gradient is written and read."""
-    h, w = random(tokens, D).requires_grad_(), random(V, D)
+    """Head and loss, which multiply twice, and the gradient of the softmax alone, whose logits are read twice and
+    written once."""
+    h = random(tokens, D).requires_grad_()
+    w = random(V, D)
     targets = torch.randint(V, (tokens,), device=DEVICE)
-    kinds = {"eager": lm.softmax_gradient, "--compile": torch.compile(lm.softmax_gradient, dynamic=True)}
-    bounds.hold("head and loss, head frozen", {
-        name: lambda f=f: lm.ChunkedCrossEntropy.apply(h, w, targets, 1024, True, f) for name, f in kinds.items()
-    }, flop=4 * tokens * D * V)
-    column = targets[: lm.PIECE, None]
-    logits = random(len(column), V)
-    bounds.hold(f"softmax gradient of {len(column):,} tokens", {
-        name: lambda f=f: f(logits, column) for name, f in kinds.items()}, n_bytes=3 * logits.nbytes)
+    targets_of_piece = targets[: lm.PIECE, None]
+    n_piece = len(targets_of_piece)
+    logits = random(n_piece, V)
+    gradients = {"eager": lm.softmax_gradient, "--compile": torch.compile(lm.softmax_gradient, dynamic=True)}
+
+    def head_and_loss(gradient):
+        lm.ChunkedCrossEntropy.apply(h, w, targets, 1024, True, gradient)
+
+    def of_a_piece(gradient):
+        gradient(logits, targets_of_piece)
+
+    heads = {name: functools.partial(head_and_loss, gradient) for name, gradient in gradients.items()}
+    pieces = {name: functools.partial(of_a_piece, gradient) for name, gradient in gradients.items()}
+    bounds.hold("head and loss, head frozen", heads, flop=4 * tokens * D * V)
+    bounds.hold(f"softmax gradient of {n_piece:,} tokens", pieces, n_bytes=3 * logits.nbytes)
 
 
 def bench_attention(bounds, tokens):
     """Forward and backward of one document, and of a row packed with eight, 1/64 to 15/64 of the row. The bound is
     that of all earlier tokens."""
     q, k, v = (random(1, tokens, heads, K).requires_grad_() for heads in (H, G, G))
-    ends = [0, *(tokens * i**2 // 64 for i in range(1, 9))]
-    for what, pairs in (("one document", [(0, tokens)]), ("8 documents", list(zip(ends, ends[1:])))):
+    ends = [tokens * i**2 // 64 for i in range(9)]
+    rows = {"one document": [(0, tokens)], "8 documents": list(itertools.pairwise(ends))}
+    windows = {"all earlier tokens": lm.NO_WINDOW, "a window of an eighth of the row": tokens // 8}
+
+    def attend(spans, window):
+        lm.attend(q, k, v, spans, window).sum().backward()
+
+    for what, pairs in rows.items():
         spans = data.pack_spans(pairs, tokens)
         if spans.bounds is not None:
             spans.bounds = spans.bounds.to(DEVICE)
-        windows = {"all earlier tokens": lm.NO_WINDOW, "a window of an eighth of the row": tokens // 8}
-        bounds.hold(f"attention, {what}", {
-            name: lambda spans=spans, window=window: lm.attend(q, k, v, spans, window).sum().backward()
-            for name, window in windows.items()},
-                    flop=7 * sum((stop - start) ** 2 for start, stop in pairs) * H * K)
+        variants = {name: functools.partial(attend, spans, window) for name, window in windows.items()}
+        n_pairs = sum((stop - start) ** 2 for start, stop in pairs)  # of a query and a key; half of them count
+        # seven products of 2 * K FLOP each: two of the forward, five of the backward, which makes the scores again
+        bounds.hold(f"attention, {what}", variants, flop=7 * n_pairs * H * K)
+
+
+class OptimizerCase(NamedTuple):
+    name: str
+    dtype: torch.dtype  # of weight and gradient
+    state_bytes: int  # of a weight
+    flags: list = []
+
+
+OPTIMIZERS = [
+    OptimizerCase("AdamW, float32", torch.float32, 8),
+    OptimizerCase("AdamW, bf16", torch.bfloat16, 4),
+    OptimizerCase("8-bit AdamW, float32 weights", torch.float32, 2, ["--optim", "adamw8bit"]),
+    OptimizerCase(
+        "bf16 AdamW, stochastic rounding", torch.bfloat16, 4, ["--precision", "bf16", "--stochastic_rounding"]),
+]
+
+
+def optimizer_step(dtype, flags):
+    """optimizer.step() of a run with these flags, for one matrix that has a gradient."""
+    p = torch.nn.Parameter(random(F, D, dtype=dtype))
+    p.grad = random(F, D, dtype=dtype)
+    args = train.parse_args(["--lr", "1e-4", *flags])
+    return train.make_optimizer({"weight": p}, args, torch.zeros((), device=DEVICE)).step
 
 
 def bench_optimizer(bounds, tokens):
     """AdamW on one matrix: weight, gradient and moments in, weight and moments out."""
-    for name, dtype, flags, state in (
-        ("AdamW, float32", torch.float32, [], 8), ("AdamW, bf16", torch.bfloat16, [], 4),
-        ("8-bit AdamW, float32 weights", torch.float32, ["--optim", "adamw8bit"], 2),
-        ("bf16 AdamW, stochastic rounding", torch.bfloat16, ["--precision", "bf16", "--stochastic_rounding"], 4),
-    ):
-        variants = {"fused": []} if not flags else {"eager": flags, "--compile": [*flags, "--compile"]}
-        for variant, more in variants.items():
-            p = torch.nn.Parameter(random(F, D, dtype=dtype))
-            p.grad = random(F, D, dtype=dtype)
-            args = train.parse_args(["--lr", "1e-4", *more])
-            variants[variant] = train.make_optimizer({"weight": p}, args, torch.zeros((), device=DEVICE)).step
-        bounds.hold(name, variants, n_bytes=F * D * (3 * dtype.itemsize + 2 * state))
+    for case in OPTIMIZERS:
+        if case.flags:
+            variants = {
+                "eager": optimizer_step(case.dtype, case.flags),
+                "--compile": optimizer_step(case.dtype, [*case.flags, "--compile"]),
+            }
+        else:
+            variants = {"fused": optimizer_step(case.dtype, [])}
+        bytes_of_weight = 3 * case.dtype.itemsize + 2 * case.state_bytes
+        bounds.hold(case.name, variants, n_bytes=F * D * bytes_of_weight)
+
+
+def two_blocks(config, args):
+    """A model of random weights. B of its adapters, which a run starts with zeros, is random, too."""
+    model = lm.on_meta(config, args).to_empty(device=DEVICE)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0, 0.02)
+    return model
 
 
 def bench_blocks(bounds, tokens):
@@ -135,34 +207,50 @@ def bench_blocks(bounds, tokens):
     args = train.parse_args(["--lora", "--lora_targets", *lm.targets_in(config)])
     args.precision = "fp32" if DTYPE is torch.float32 else "mixed"
     tokens_BT = torch.randint(4096, (1, tokens), device=DEVICE)
+
+    def step(model):
+        model(tokens_BT, tokens_BT).backward()
+
+    recomputed = {"all": (None, 0), "all but attention": (None, 2), "nothing": (0, 0)}  # blocks, attention kept in
     variants = {}
-    for compiled in "", ", --compile":
-        for recomputes, n_kept, what in (None, 0, "all"), (None, 2, "all but attention"), (0, 0, "nothing"):
-            model = lm.on_meta(config, args).to_empty(device=DEVICE)
-            for p in model.parameters():
-                torch.nn.init.normal_(p, 0, 0.02)
+    for compiled in (False, True):
+        for what, (n_recomputed, n_attention_kept) in recomputed.items():
+            model = two_blocks(config, args)
             if compiled:
                 lm.compile_(model, packing=True)
-            lm.checkpoint_activations_(model, recomputes, n_kept)
-            variants[what + compiled] = lambda model=model: model(tokens_BT, tokens_BT).backward()
+            lm.checkpoint_activations_(model, n_recomputed, n_attention_kept)
+            name = f"{what}, --compile" if compiled else what
+            variants[name] = functools.partial(step, model)
     products = lm.step_flops(config, lm.Counts(tokens, tokens, tokens**2), True)
     bounds.hold(f"two blocks, {tokens:,} tokens, recomputed:", variants, flop=products)
 
 
-if __name__ == "__main__":
-    pieces = {"nf4": bench_nf4, "loss": bench_loss, "attention": bench_attention, "optimizer": bench_optimizer,
-              "blocks": bench_blocks}
+PIECES = {
+    "nf4": bench_nf4,
+    "loss": bench_loss,
+    "attention": bench_attention,
+    "optimizer": bench_optimizer,
+    "blocks": bench_blocks,
+}
+
+
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(pieces)} (default: all)")
+    parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)} (default: all)")
     parser.add_argument("--rounds", type=int, default=11, help="(default: 11)")
     parser.add_argument("--tokens", type=int, default=4096 if CUDA else 1024)
     args = parser.parse_args()
-    if unknown := set(args.pieces) - set(pieces):
-        parser.error(f"{', '.join(unknown)}: expected some of {', '.join(pieces)}")
+    unknown = [piece for piece in args.pieces if piece not in PIECES]
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: expected some of {', '.join(PIECES)}")
     torch.manual_seed(0)
     bounds = Bounds(args.rounds)
-    for piece in args.pieces or pieces:
-        pieces[piece](bounds, args.tokens)
+    for piece in args.pieces or PIECES:
+        PIECES[piece](bounds, args.tokens)
     name = torch.cuda.get_device_name() if CUDA else "CPU"
     table(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {args.rounds} rounds",
           ("piece", "variant", "ms", "bytes, FLOP", "bound ms", "over bound"), bounds.rows)
+
+
+if __name__ == "__main__":
+    main()
