@@ -20,7 +20,6 @@ oomph and in Unsloth, there under autocast, and bf16 in the others.
 """
 
 import argparse
-import collections
 import importlib
 import json
 import os
@@ -31,11 +30,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import bench_harness as harness
 import numpy as np
 
-IGNORE, LR, DECAY, CLIP, RANK, ALPHA = -100, 1e-4, 0.01, 1.0, 16, 32
+IGNORE = -100  # a label that is not trained on
+LR = 1e-4
+DECAY = 0.01
+CLIP = 1.0
+RANK = 16
+ALPHA = 32
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
            "in_proj_qkv", "in_proj_z", "out_proj"]  # the last three are Gated DeltaNet's
 WARMUP = 3  # steps; their losses are compared
@@ -44,9 +49,21 @@ WARMUP = 3  # steps; their losses are compared
 TOLERANCE = {"full": 0.012, "lora": 0.012, "qlora": 0.025}
 GAIN = 1.36  # of a random matrix: attention is then far from uniform, and the loss shows what is wrong with it
 
-# B rows of T tokens are a step; `steps` are timed in a round; a chat has documents of 20 to 400 tokens, with prompts
-Shape = collections.namedtuple("Shape", "layers D F heads B T steps chat V kv_heads preset",
-                               defaults=(False, 32000, None, "llama-2-7b"))
+
+class Shape(NamedTuple):
+    layers: int
+    D: int
+    F: int
+    heads: int
+    B: int  # rows of a step
+    T: int  # tokens of a row
+    steps: int  # that a round times
+    chat: bool = False  # whether documents have 20 to 400 tokens, with prompts
+    V: int = 32000
+    kv_heads: int | None = None  # None: as many as heads
+    preset: str = "llama-2-7b"  # of data.py, for what is not said here
+
+
 SHAPES = {
     "small": Shape(4, 512, 1536, 8, 2, 512, 8),
     "large": Shape(12, 1024, 2816, 16, 1, 1024, 4),
@@ -66,32 +83,50 @@ class Clock:
     """Called before each step and after the last one."""
 
     def __init__(self, device):
-        self.cuda, self.times = sys.modules["torch"].cuda if device == "cuda" else None, []
-        self.base_mib, self.built_from = harness.resident("VmRSS"), time.perf_counter()
+        self.cuda = sys.modules["torch"].cuda if device == "cuda" else None  # the arm has imported torch
+        self.wall_s = []
+        self.cpu_s = []
+        self.base_mib = harness.resident("VmRSS")
+        self.built_from = time.perf_counter()
         harness.reset_peak()
 
     def tick(self):
         if self.cuda:
             self.cuda.synchronize()
-        self.times.append((time.perf_counter(), time.process_time()))
+        self.wall_s.append(time.perf_counter())
+        self.cpu_s.append(time.process_time())
 
     def result(self, losses):
-        (first, _), (start, start_cpu), (stop, stop_cpu) = self.times[0], self.times[WARMUP], self.times[-1]
-        mib = harness.resident("VmHWM") - self.base_mib
+        n_timed = len(self.wall_s) - 1 - WARMUP
         if self.cuda:
             mib = self.cuda.max_memory_allocated() / harness.MIB
-        return {"seconds": stop - start, "cpu_s": (stop_cpu - start_cpu) / (len(self.times) - WARMUP - 1), "mib": mib,
-                "build_s": first - self.built_from, "warm_up_s": start - first, "losses": losses[:WARMUP]}
+        else:
+            mib = harness.resident("VmHWM") - self.base_mib
+        return {
+            "seconds": self.wall_s[-1] - self.wall_s[WARMUP],
+            "cpu_s": (self.cpu_s[-1] - self.cpu_s[WARMUP]) / n_timed,
+            "mib": mib,
+            "build_s": self.wall_s[0] - self.built_from,
+            "warm_up_s": self.wall_s[WARMUP] - self.wall_s[0],
+            "losses": losses[:WARMUP],
+        }
+
+
+# ---------------------------------------------------------------- what an arm's process does
 
 
 def train_plainly(spec, clock, model, loss_of):
     """The loop that anyone would write around a model. loss_of(tokens, labels, positions) -> mean loss of the step."""
     import torch
 
-    trained, losses = [p for p in model.parameters() if p.requires_grad], []
-    groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": DECAY},
-              {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, fused=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() > 1]
+    vectors = [p for p in trained if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}]
+    if vectors:  # LoRA has none, and torch refuses an empty group
+        groups.append({"params": vectors, "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+    losses = []
     with np.load(Path(spec["folder"], "steps.npz")) as arrays:
         steps = [torch.from_numpy(arrays[key]).to(spec["device"]) for key in ("tokens", "labels", "positions")]
     model.train()
@@ -116,19 +151,23 @@ def oomph(spec, clock):
     with np.load(Path(spec["folder"], "documents.npz")) as arrays:
         documents = documents_of(arrays["tokens"], arrays["supervised"], arrays["starts"])
     data.open_documents = lambda *_, **__: documents if hasattr(documents, "files") else (documents, [])  # older ones
-    torch.cuda.reset_peak_memory_stats = lambda *_: None  # train.py's log would
-    method, out = ["--precision", "bf16"], Path(spec["folder"], "out")
-    if spec["method"] != "full":
-        method = ["--precision", "mixed", f"--{spec['method']}", "--lora_rank", RANK, "--lora_alpha", ALPHA]
-    if spec["fp32"]:
-        method[1] = "fp32"
+    torch.cuda.reset_peak_memory_stats = lambda *_: None  # train.py's log would forget the peak
+    is_full = spec["method"] == "full"
+    precision = "bf16" if is_full else "mixed"
+    out = Path(spec["folder"], "out")
+    argv = [
+        "--model", spec["model"], "--out", out, "--data", f"{spec['folder']}/any.txt",
+        "--batch_size", spec["B"], "--seq_len", spec["T"], "--no-activation_checkpointing",
+        "--warmup", 0, "--schedule", "constant", "--lr", LR, "--weight_decay", DECAY, "--clip", CLIP,
+        "--precision", "fp32" if spec["fp32"] else precision,
+    ]
+    if not is_full:
+        argv += [f"--{spec['method']}", "--lora_rank", RANK, "--lora_alpha", ALPHA]
     if spec["compile"]:
-        method.append("--compile")
+        argv.append("--compile")
+    argv += spec["flags"]
     shutil.rmtree(out, ignore_errors=True)
-    harness.run_steps([str(word) for word in (
-        "--model", spec["model"], "--out", out, "--data", spec["folder"] + "/any.txt", "--batch_size", spec["B"],
-        "--seq_len", spec["T"], "--warmup", 0, "--schedule", "constant", "--lr", LR, "--weight_decay", DECAY, "--clip",
-        CLIP, "--no-activation_checkpointing", *method, *spec["flags"])], WARMUP + spec["steps"], clock.tick)
+    harness.run_steps([str(word) for word in argv], WARMUP + spec["steps"], clock.tick)
     return [row["loss"] for row in harness.metrics(out)]
 
 
@@ -139,12 +178,14 @@ def transformers(spec, clock):
 
     if spec["name"] == "liger":
         importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
-    quantization, dtype = None, torch.float32 if spec["fp32"] else torch.bfloat16
+    dtype = torch.float32 if spec["fp32"] else torch.bfloat16
+    quantization = None
     if spec["method"] == "qlora":
-        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                                          bnb_4bit_compute_dtype=dtype)
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype, attn_implementation="sdpa",
-                                                 device_map=spec["device"], quantization_config=quantization)
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(
+        spec["model"], dtype=dtype, attn_implementation="sdpa", device_map=spec["device"],
+        quantization_config=quantization)
     if spec["method"] != "full":
         adapters = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LINEARS, task_type="CAUSAL_LM")
         # PEFT's default, float32 adapters in a bf16 model, is for loops under autocast
@@ -168,8 +209,9 @@ def unsloth(spec, clock):
         spec["model"], max_seq_length=spec["T"], dtype=torch.bfloat16, load_in_4bit=spec["method"] == "qlora",
         full_finetuning=spec["method"] == "full", local_files_only=True)
     if spec["method"] != "full":
-        model = FastLanguageModel.get_peft_model(model, r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, bias="none",
-                                                 target_modules=LINEARS, use_gradient_checkpointing=False)
+        model = FastLanguageModel.get_peft_model(
+            model, r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, bias="none", target_modules=LINEARS,
+            use_gradient_checkpointing=False)
 
     def loss_of(tokens, labels, positions):
         with torch.autocast(spec["device"], torch.bfloat16):  # its trainer's
@@ -178,25 +220,37 @@ def unsloth(spec, clock):
     return train_plainly(spec, clock, model, loss_of)
 
 
+class Peer(NamedTuple):
+    folder: str  # its environment, under --peers
+    run: object  # run(spec, clock) -> losses
+    modules: str  # imports that neither its time nor its memory counts
+
+
+OWN_MODULES = "train conftest torch._dynamo"  # of a checkout
 MODULES = ("transformers.models.llama.modeling_llama transformers.models.qwen3_5.modeling_qwen3_5 peft bitsandbytes "
            "torch._dynamo")
-PEERS = {  # name: (folder under --peers, function, imports that neither its time nor its memory counts)
-    "transformers": ("hf", transformers, MODULES),
-    "unsloth": ("unsloth", unsloth, "unsloth"),
-    "liger": ("hf", transformers, MODULES),  # a GPU's kernels
+PEERS = {
+    "transformers": Peer("hf", transformers, MODULES),
+    "unsloth": Peer("unsloth", unsloth, "unsloth"),
+    "liger": Peer("hf", transformers, MODULES),  # a GPU's kernels
 }
 PEER_ARMS = ["transformers", "transformers+compile", "unsloth", "liger"]
 
 
 def work(spec):
     """An arm's process."""
-    _, run, modules = PEERS.get(spec["name"], ("", oomph, "train conftest torch._dynamo"))
-    if run is oomph:
+    peer = PEERS.get(spec["name"])
+    if peer is None:
         sys.path[:0] = [spec["checkout"], f"{spec['checkout']}/tests"]
-    for name in modules.split():
+        peer = Peer("", oomph, OWN_MODULES)
+    for name in peer.modules.split():
         importlib.import_module(name)
     clock = Clock(spec["device"])
-    Path(spec["folder"], "result").write_text(json.dumps(clock.result(run(spec, clock))))
+    losses = peer.run(spec, clock)
+    Path(spec["folder"], "result").write_text(json.dumps(clock.result(losses)))
+
+
+# ---------------------------------------------------------------- what all arms are given
 
 
 def make_config(shape):
@@ -209,54 +263,87 @@ def make_config(shape):
         "initializer_range": GAIN / shape.D**0.5, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
-def write_steps(folder, shape, n_steps):
-    """Random documents of a whole row or of 20 to 400 tokens, in the rows and the order of oomph's loader -> tokens of
-    the timed steps. A document has one token more than is trained on: of n tokens oomph counts n - 1 positions."""
+def random_documents(rng, shape, n):
+    """Yields n documents (tokens, which of them are trained on) of a whole row, or of 20 to 400 tokens with a prompt.
+    Each has one token more than is trained on: of n tokens oomph counts n - 1 positions."""
+    for _ in range(n):
+        length = shape.T
+        prompt = 0
+        if shape.chat:
+            length = int(np.clip(rng.lognormal(np.log(90), 0.8), 20, 400))
+            prompt = rng.uniform(0.2, 0.7) * length
+        places = np.arange(length + 1)
+        yield rng.integers(0, shape.V, length + 1, dtype=np.int32), (places >= prompt) & (places < length)
+
+
+def write_documents(folder, shape, n_steps):
+    """As many random documents as the steps need -> oomph's loader of them."""
     import data
     from conftest import documents_of
 
-    rng, tokens, supervised, ends, loader = np.random.default_rng(0), [], [], [0], None
+    rng = np.random.default_rng(0)
+    tokens = []
+    supervised = []
+    loader = None
     while loader is None or len(loader.rows) < n_steps * shape.B:
-        for _ in range(n_steps * shape.B):
-            n = int(np.clip(rng.lognormal(np.log(90), 0.8), 20, 400)) if shape.chat else shape.T
-            prompt = rng.uniform(0.2, 0.7) * n if shape.chat else 0
-            tokens.append(rng.integers(0, shape.V, n + 1, dtype=np.int32))
-            supervised.append((np.arange(n + 1) >= prompt) & (np.arange(n + 1) < n))
-            ends.append(ends[-1] + n + 1)
-        arrays = np.concatenate(tokens), np.concatenate(supervised), np.array(ends)
-        loader = data.Loader(documents_of(*arrays), shape.T, True, shape.B, seed=0, rank=0, world=1)
-    np.savez(folder / "documents.npz", **dict(zip(("tokens", "supervised", "starts"), arrays)))
+        for document, trained_on in random_documents(rng, shape, n_steps * shape.B):
+            tokens.append(document)
+            supervised.append(trained_on)
+        starts = np.cumsum([0, *map(len, tokens)])
+        arrays = {"tokens": np.concatenate(tokens), "supervised": np.concatenate(supervised), "starts": starts}
+        loader = data.Loader(documents_of(**arrays), shape.T, True, shape.B, seed=0, rank=0, world=1)
+    np.savez(folder / "documents.npz", **arrays)
     (folder / "any.txt").write_text("train.py reads this, and trains on the documents")
-    grids, n_tokens = np.zeros((3, n_steps, shape.B, shape.T), np.int64), 0
+    return loader
+
+
+def write_steps(folder, shape, n_steps):
+    """Documents for the checkouts, and for peers the same tokens in the rows and the order of oomph's loader -> tokens
+    of the timed steps."""
+    loader = write_documents(folder, shape, n_steps)
+    grids = {name: np.zeros((n_steps, shape.B, shape.T), np.int64) for name in ("tokens", "labels", "positions")}
+    n_tokens = 0
     for step in range(n_steps):
         (batch,), counts = loader.step(step, 1)
-        n_tokens += counts.tokens if step >= WARMUP else 0
+        if step >= WARMUP:
+            n_tokens += counts.tokens
         for b, (tokens_T, targets_T, positions_T) in enumerate(zip(batch.tokens, batch.targets, batch.positions)):
             end = int(positions_T.nonzero().max()) + 1  # padding follows, at position 0: a document of its own
             positions_T[end:] = positions_T.new_tensor(range(shape.T - end))
-            grids[:, step, b] = tokens_T, targets_T.roll(1), positions_T
-            grids[1, step, b, 0] = IGNORE
-    np.savez(folder / "steps.npz", **dict(zip(("tokens", "labels", "positions"), grids)))
+            labels_T = targets_T.roll(1)  # peers shift them back by one
+            labels_T[0] = IGNORE
+            grids["tokens"][step, b] = tokens_T
+            grids["labels"][step, b] = labels_T
+            grids["positions"][step, b] = positions_T
+    np.savez(folder / "steps.npz", **grids)
     return n_tokens
+
+
+# ---------------------------------------------------------------- rounds and tables
 
 
 def run_arm(args, spec, arm):
     """A fresh process of the arm -> its result. RuntimeError says why it failed."""
-    name, python = arm.removesuffix("+compile"), Path(sys.executable)
+    name = arm.removesuffix("+compile")
+    python = Path(sys.executable)
     if name in PEERS:
-        python = Path(args.peers, PEERS[name][0], "bin", "python").absolute()
+        python = Path(args.peers, PEERS[name].folder, "bin", "python").absolute()
     if not python.exists():
         raise RuntimeError(f"no environment {python.parent.parent}: see make_peers.sh")
     print(f"{arm}, {spec['method']} ...", file=sys.stderr, flush=True)
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "XDG_CACHE_HOME": spec["folder"],
-           "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # what train.py sets, for all
-           "TORCHINDUCTOR_CACHE_DIR": f"{spec['folder']}/inductor-{arm}"}
+    env = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "XDG_CACHE_HOME": spec["folder"],
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # what train.py sets, for all
+        "TORCHINDUCTOR_CACHE_DIR": f"{spec['folder']}/inductor-{arm}",
+    }
     env.pop("OMP_NUM_THREADS", None)
     if args.threads:
         env["OMP_NUM_THREADS"] = str(args.threads)
     spec = spec | {"name": name, "compile": arm != name, "checkout": str(args.checkouts.get(name))}
-    done = subprocess.run([python, Path(__file__).resolve(), "--worker", json.dumps(spec)], env=env, cwd=spec["folder"],
-                          capture_output=True, text=True)
+    command = [python, Path(__file__).resolve(), "--worker", json.dumps(spec)]
+    done = subprocess.run(command, env=env, cwd=spec["folder"], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode} {done.stderr.strip()}".splitlines()[-1][-300:])
     return json.loads(Path(spec["folder"], "result").read_text())
@@ -264,55 +351,92 @@ def run_arm(args, spec, arm):
 
 def compare(args, model, name, method):
     """One table: all arms of a shape and a method -> whether their first losses agree."""
-    shape, results, failed = SHAPES[name], {arm: [] for arm in args.arms}, {}
+    shape = SHAPES[name]
+    results = {arm: [] for arm in args.arms}
+    failed = {}
     with tempfile.TemporaryDirectory() as folder:
         n_tokens = write_steps(Path(folder), shape, WARMUP + shape.steps)
-        spec = {"folder": folder, "model": str(model), "method": method, "flags": args.flags.split(),
-                "device": args.device, "fp32": args.fp32, "B": shape.B, "T": shape.T, "steps": shape.steps,
-                "chat": shape.chat}
+        spec = {
+            "folder": folder, "model": str(model), "method": method, "flags": args.flags.split(),
+            "device": args.device, "fp32": args.fp32,
+            "B": shape.B, "T": shape.T, "steps": shape.steps, "chat": shape.chat,
+        }
         for number in range(args.rounds):
             arms = [arm for arm in args.arms if arm not in failed]
             first = number % max(len(arms), 1)
             for arm in arms[first:] + arms[:first]:
                 try:
                     result = run_arm(args, spec, arm)
-                    results[arm].append(result | {"speed": n_tokens / result["seconds"]})
                 except RuntimeError as error:
                     failed[arm] = error
-    return show(args, name, method, results, failed)
+                else:
+                    results[arm].append(result | {"speed": n_tokens / result["seconds"]})
+    timed = {arm: rounds for arm, rounds in results.items() if arm not in failed}
+    return show(args, name, method, timed, failed)
 
 
-def show(args, name, method, results, failed):
-    shape, agreed, rows = SHAPES[name], True, []
-    timed = {arm: of for arm, of in results.items() if arm not in failed}
-    fastest = max((arm for arm in timed if arm in PEER_ARMS), default=None,
-                  key=lambda arm: statistics.median(result["speed"] for result in timed[arm]))
-    other = next((checkout for checkout in args.checkouts if checkout != "oomph"), "oomph")
-    expected = next((timed[arm][0]["losses"] for arm in timed if arm not in PEER_ARMS), None)
+def median_of(rounds, key):
+    return statistics.median(result[key] for result in rounds)
 
-    def ratio(arm, key):
-        against = fastest or arm.replace(arm.removesuffix("+compile"), other)
-        if against not in timed:
+
+class Reference(NamedTuple):
+    """What all arms are compared with."""
+
+    fastest_peer: str | None
+    checkout: str  # where no peer ran: the same arm of this one
+    losses: list | None  # the first ones of a checkout
+
+    def median_ratio(self, timed, arm, key):
+        """Of the rounds, each against the same round of the reference."""
+        other = self.fastest_peer or arm.replace(arm.removesuffix("+compile"), self.checkout)
+        if other not in timed:
             return ""
-        return f"{statistics.median(a[key] / b[key] for a, b in zip(timed[arm], timed[against])):.3f}"
+        ratios = [result[key] / against[key] for result, against in zip(timed[arm], timed[other])]
+        return f"{statistics.median(ratios):.3f}"
 
+
+def reference_of(timed, checkouts):
+    peers = [arm for arm in timed if arm in PEER_ARMS]
+    own = [arm for arm in timed if arm not in PEER_ARMS]
+    others = [checkout for checkout in checkouts if checkout != "oomph"]
+    return Reference(
+        fastest_peer=max(peers, key=lambda arm: median_of(timed[arm], "speed"), default=None),
+        checkout=others[0] if others else "oomph",
+        losses=timed[own[0]][0]["losses"] if own else None)
+
+
+def show(args, name, method, timed, failed):
+    """Prints the table -> whether first losses agree. timed: {arm: its result of each round}."""
+    shape = SHAPES[name]
+    reference = reference_of(timed, args.checkouts)
+    agreed = True
+    rows = []
     for arm in args.arms:
         if arm in failed:
             rows.append((arm, f"did not run: {failed[arm]}", *[""] * 6))
             continue
-        start = timed[arm][0]
-        difference = max(abs(a - b) for a, b in zip(start["losses"], expected or start["losses"]))
-        agreed &= difference <= TOLERANCE[method]
+        rounds = timed[arm]
+        start = rounds[0]
+        expected = reference.losses or start["losses"]
+        difference = max(abs(loss - other) for loss, other in zip(start["losses"], expected))
+        agrees = difference <= TOLERANCE[method]
+        agreed &= agrees
         rows.append((
-            arm, harness.spread([result["speed"] for result in timed[arm]], 0), ratio(arm, "speed"),
-            f"{statistics.median(result['cpu_s'] for result in timed[arm]):.3f}", ratio(arm, "cpu_s"),
-            f"{max(result['mib'] for result in timed[arm]):,.0f}", f"{start['build_s']:.1f} + {start['warm_up_s']:.1f}",
-            f"{difference:.4f}" + ("" if difference <= TOLERANCE[method] else " **differs**")))
+            arm,
+            harness.spread([result["speed"] for result in rounds], 0),
+            reference.median_ratio(timed, arm, "speed"),
+            f"{median_of(rounds, 'cpu_s'):.3f}",
+            reference.median_ratio(timed, arm, "cpu_s"),
+            f"{max(result['mib'] for result in rounds):,.0f}",
+            f"{start['build_s']:.1f} + {start['warm_up_s']:.1f}",
+            f"{difference:.4f}" if agrees else f"{difference:.4f} **differs**",
+        ))
     documents = ", documents of 20 to 400" if shape.chat else ""
+    against = reference.fastest_peer or reference.checkout
     harness.table(
         f"{method}, {name}: {shape.layers} layers, D={shape.D}, F={shape.F}, {shape.heads} heads, V={shape.V:,}, "
         f"{shape.B} x {shape.T} tokens a step{documents}; {args.device}, {args.rounds} rounds of {shape.steps} steps",
-        ("arm", "tok/s (range)", f"ratio to {fastest or other}", "CPU s a step", "its ratio", "MiB above imports",
+        ("arm", "tok/s (range)", f"ratio to {against}", "CPU s a step", "its ratio", "MiB above imports",
          f"build + {WARMUP} first steps, s", "first losses: largest difference"), rows)
     return agreed
 
@@ -338,9 +462,12 @@ def main():
     import torch
 
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    args.arms = args.arms or [*own, *(PEER_ARMS if args.device == "cuda" else PEER_ARMS[:-1])]
-    if unknown := set(args.arms) - {*own, *PEER_ARMS}:
-        parser.error(f"--arms {', '.join(unknown)}: expected some of {', '.join([*own, *PEER_ARMS])}")
+    known = [*own, *PEER_ARMS]
+    if not args.arms:
+        args.arms = [arm for arm in known if args.device == "cuda" or arm != "liger"]
+    unknown = [arm for arm in args.arms if arm not in known]
+    if unknown:
+        parser.error(f"--arms {', '.join(unknown)}: expected some of {', '.join(known)}")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     agreed = True
     with tempfile.TemporaryDirectory() as models:
