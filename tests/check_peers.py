@@ -23,8 +23,10 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
-os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import bitsandbytes
 import peft
@@ -70,68 +72,93 @@ def differs(what, a, b):
 
 
 def write_chats(path):
-    rng, words = random.Random(0), "list map set walk the of file path join a name where how why open close".split()
+    rng = random.Random(0)
+    words = "list map set walk the of file path join a name where how why open close".split()
     with open(path, "w") as file:
         for _ in range(40):
-            turns = [{"role": role, "content": " ".join(rng.choices(words, k=rng.randint(3, 20)))}
-                     for role in ("user", "assistant") * rng.randint(1, 2)]
+            turns = []
+            for role in ("user", "assistant") * rng.randint(1, 2):
+                content = " ".join(rng.choices(words, k=rng.randint(3, 20)))
+                turns.append({"role": role, "content": content})
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
 def class_of(config):
     """Of a model with a vision tower, the class that has it: its names of tensors are those of the Hub's files."""
-    return {"qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
-            "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
-            "muse_glimmer": transformers.MuseGlimmerForConditionalGeneration,
-            }.get(config.model_type, transformers.AutoModelForCausalLM)
+    with_a_tower = {
+        "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
+        "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
+        "muse_glimmer": transformers.MuseGlimmerForConditionalGeneration,
+    }
+    return with_a_tower.get(config.model_type, transformers.AutoModelForCausalLM)
 
 
 def random_model(config, seed):
     torch.manual_seed(seed)
     kind = class_of(config)
-    model = kind.from_config(config) if hasattr(kind, "from_config") else kind._from_config(config)
-    for key, p in model.named_parameters():  # random norms and biases too: ones and zeros would hide a mistake
-        torch.nn.init.normal_(p, 1.0 if key.endswith("norm.weight") else 0.0, 0.2 if p.dim() < 2 else 0.08)
+    from_config = kind.from_config if hasattr(kind, "from_config") else kind._from_config  # Auto classes have the first
+    model = from_config(config)
+    # random norms and biases too: ones and zeros would hide a mistake
+    for name, p in model.named_parameters():
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        std = 0.2 if p.dim() < 2 else 0.08
+        torch.nn.init.normal_(p, mean, std)
     return model
+
+
+LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=32)  # so short that 96 positions reach every branch of the formula
+
+
+class RandomModel(NamedTuple):
+    config: object
+    dtype: torch.dtype = torch.bfloat16  # of its file
+    file_size: str = "5GB"  # a small one makes several files
+
+
+def random_models():
+    """{name: RandomModel}."""
+    t = transformers
+    shape = dict(vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=256)
+    theta = dict(rope_type="default", rope_theta=1e6)
+    plain = shape | dict(rope_parameters=theta)
+    wide = plain | dict(head_dim=32)  # heads of twice the width that hidden_size gives
+    qwen35 = wide | dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
+        full_attention_interval=2,
+        rope_parameters=theta | dict(partial_rotary_factor=0.25, mrope_section=[1, 1, 2]))
+    qwen35_moe = qwen35 | MOE | dict(shared_expert_intermediate_size=64)
+    qwen35_tower = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
+    muse = wide | dict(num_hidden_layers=4, sliding_window=32)
+    muse_tower = dict(num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2)
+    smollm3 = plain | dict(num_hidden_layers=4, tie_word_embeddings=True, pad_token_id=None)
+    return {
+        "llama3.1": RandomModel(t.LlamaConfig(**shape, rope_parameters=LLAMA3_ROPE), file_size="400KB"),
+        "qwen2-tied": RandomModel(t.Qwen2Config(**plain, tie_word_embeddings=True)),
+        "qwen3": RandomModel(t.Qwen3Config(**wide), torch.float32),
+        "qwen3-moe": RandomModel(t.Qwen3MoeConfig(**wide, **MOE), file_size="400KB"),
+        "qwen3.5": RandomModel(t.Qwen3_5Config(text_config=qwen35, vision_config=qwen35_tower)),
+        "qwen3.5-moe": RandomModel(t.Qwen3_5MoeConfig(text_config=qwen35_moe, vision_config=qwen35_tower)),
+        "smollm3": RandomModel(t.SmolLM3Config(**smollm3)),
+        "muse-glimmer": RandomModel(t.MuseGlimmerConfig(
+            text_config=muse, vision_config=muse_tower, out_hidden_size=32, projector_hidden_size=32)),
+    }
 
 
 def write_random_models(folder):
     """Random checkpoints, written by transformers, with the built-in model's tokenizer -> {name: path}."""
-    shape = dict(vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, max_position_embeddings=256)
-    llama3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                  original_max_position_embeddings=32)  # so short that 96 positions reach every branch of the formula
-    theta = dict(rope_type="default", rope_theta=1e6)
-    cases = {
-        "llama3.1": (transformers.LlamaConfig(**shape, rope_parameters=llama3), torch.bfloat16, "400KB"),
-        "qwen2-tied": (transformers.Qwen2Config(**shape, tie_word_embeddings=True, rope_parameters=theta),
-                       torch.bfloat16, "5GB"),
-        "qwen3": (transformers.Qwen3Config(**shape, head_dim=32, rope_parameters=theta), torch.float32, "5GB"),
-        "qwen3-moe": (transformers.Qwen3MoeConfig(**shape, head_dim=32, rope_parameters=theta, **MOE),
-                      torch.bfloat16, "400KB"),
-    }
-    qwen35 = shape | dict(
-        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
-        full_attention_interval=2, rope_parameters=theta | dict(partial_rotary_factor=0.25, mrope_section=[1, 1, 2]))
-    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
-    shared = dict(shared_expert_intermediate_size=64)
-    cases["qwen3.5"] = (transformers.Qwen3_5Config(text_config=qwen35, vision_config=vision), torch.bfloat16, "5GB")
-    cases["qwen3.5-moe"] = (transformers.Qwen3_5MoeConfig(text_config=qwen35 | MOE | shared, vision_config=vision),
-                            torch.bfloat16, "5GB")
-    cases["smollm3"] = (transformers.SmolLM3Config(**shape | {"num_hidden_layers": 4}, rope_parameters=theta,
-                                                   tie_word_embeddings=True, pad_token_id=None), torch.bfloat16, "5GB")
-    muse = shape | dict(num_hidden_layers=4, head_dim=32, sliding_window=32, rope_parameters=theta)
-    vision = dict(num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2)
-    cases["muse-glimmer"] = (transformers.MuseGlimmerConfig(
-        text_config=muse, vision_config=vision, out_hidden_size=32, projector_hidden_size=32), torch.bfloat16, "5GB")
-    for number, (name, (config, dtype, file_size)) in enumerate(cases.items()):
-        model = random_model(config, number).to(dtype)
-        model.save_pretrained(folder / name, max_shard_size=file_size)
+    paths = {}
+    for seed, (name, case) in enumerate(random_models().items()):
+        path = folder / name
+        model = random_model(case.config, seed).to(case.dtype)
+        model.save_pretrained(path, max_shard_size=case.file_size)
         if name == "qwen3.5-moe":  # experts in stacks, as on the Hub: transformers writes a matrix each
-            save_file(dict(model.state_dict()), folder / name / "model.safetensors")
+            save_file(dict(model.state_dict()), path / "model.safetensors")
         for file in TOKENIZER_FILES:
-            shutil.copyfile(TINY / file, folder / name / file)
-    return {name: folder / name for name in cases}
+            shutil.copyfile(TINY / file, path / file)
+        paths[name] = path
+    return paths
 
 
 def train(what, model, out, *flags, ranks=1):
@@ -164,7 +191,8 @@ def ours(folder, adapter_folder=None):
     """oomph's model of a folder in float32, with an adapter where one is given."""
     with torch.device("meta"):
         model = lm.Transformer(lm.parse_config(data.read_json(folder / "config.json")))
-    source, adapter = data.Checkpoint(folder), None
+    source = data.Checkpoint(folder)
+    adapter = None
     data.check_weights(model, source, folder)
     if adapter_folder:
         adapter, flags = data.open_adapter(adapter_folder)
@@ -187,56 +215,73 @@ def round_to_file(model, folder):
     return model
 
 
+# How far rounded weights may move the logits, as a part of how far the adapter does. A token whose experts were a near
+# tie goes to another one; norms behind branches magnify small differences.
+ROUNDING = {"qwen3-moe": 0.2, "qwen3.5-moe": 0.2, "muse-glimmer": 0.05}
+ROUNDING_OF_OTHERS = 0.02
+
+
 def check_model(name, base, runs, tokens):
+    """runs: {how it was trained: folder}."""
     start = theirs(base)(tokens).logits
     same(f"{name}: the model before training", ours(base)(tokens), start)
+    for run, folder in runs.items():
+        if "lora" in run:
+            check_adapter(f"{name}: {run}", base, folder, tokens, start, ROUNDING.get(name, ROUNDING_OF_OTHERS))
+        else:
+            check_full(f"{name}: {run}", folder / "final", tokens, start)
 
-    for run in (run for run in ("full", "full, 2 ranks --fsdp2") if run in runs):
-        logits = theirs(runs[run] / "final")(tokens).logits
-        same(f"{name}: {run}, final/ in transformers", ours(runs[run] / "final")(tokens), logits)
-        differs(f"{name}: {run}, trained against untrained", logits, start)
-        check_tokenizer(f"{name}: {run}, final/", runs[run] / "final")
 
-    for run in ("lora", "qlora, 2 ranks --fsdp2"):
-        final, merged = runs[run] / "final", runs[run] / "merged"
-        model = peft.PeftModel.from_pretrained(theirs(base), final).eval()
-        logits = model(tokens).logits
-        same(f"{name}: {run}, final/ in PEFT on the unquantized base", ours(base, final)(tokens), logits)
-        with model.disable_adapter():
-            differs(f"{name}: {run}, PEFT with the adapter and without", logits, model(tokens).logits)
-        merged_logits = theirs(merged)(tokens).logits
-        same(f"{name}: {run}, merged/ in transformers", ours(merged)(tokens), merged_logits)
-        unloaded = round_to_file(model.merge_and_unload(), merged)
-        same(f"{name}: {run}, merged/ against PEFT's merge, rounded alike", merged_logits, unloaded(tokens).logits)
-        ratio = ((merged_logits - logits).std() / (start - logits).std()).item()
-        # a token whose experts were a near tie goes to another one; norms behind branches magnify small ones
-        limit = {"qwen3-moe": 0.2, "qwen3.5-moe": 0.2, "muse-glimmer": 0.05}.get(name, 0.02)
-        check(f"{name}: {run}, merged/ against base + adapter", ratio < limit,
-              f"rounded weights move the logits {ratio:.2%} as far as the adapter does")
-        check_tokenizer(f"{name}: {run}, merged/", merged)
+def check_full(what, final, tokens, start):
+    logits = theirs(final)(tokens).logits
+    same(f"{what}, final/ in transformers", ours(final)(tokens), logits)
+    differs(f"{what}, trained against untrained", logits, start)
+    check_tokenizer(f"{what}, final/", final)
+
+
+def check_adapter(what, base, folder, tokens, start, limit):
+    final = folder / "final"
+    merged = folder / "merged"
+    model = peft.PeftModel.from_pretrained(theirs(base), final).eval()
+    logits = model(tokens).logits
+    same(f"{what}, final/ in PEFT on the unquantized base", ours(base, final)(tokens), logits)
+    with model.disable_adapter():
+        differs(f"{what}, PEFT with the adapter and without", logits, model(tokens).logits)
+    merged_logits = theirs(merged)(tokens).logits
+    same(f"{what}, merged/ in transformers", ours(merged)(tokens), merged_logits)
+    unloaded = round_to_file(model.merge_and_unload(), merged)
+    same(f"{what}, merged/ against PEFT's merge, rounded alike", merged_logits, unloaded(tokens).logits)
+    ratio = ((merged_logits - logits).std() / (start - logits).std()).item()
+    check(f"{what}, merged/ against base + adapter", ratio < limit,
+          f"rounded weights move the logits {ratio:.2%} as far as the adapter does")
+    check_tokenizer(f"{what}, merged/", merged)
 
 
 def check_generation(folder):
     """Greedy continuations with the cache, by both sides, of six architectures in float32."""
+    t = transformers
     shape = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
                  num_key_value_heads=2, max_position_embeddings=256, rope_parameters={"rope_theta": 1e6})
-    llama3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                  original_max_position_embeddings=32)
-    cases = {"llama3.1": transformers.LlamaConfig(**shape | {"rope_parameters": llama3}),
-             "llama-tied": transformers.LlamaConfig(**shape, tie_word_embeddings=True),
-             "mistral": transformers.MistralConfig(**shape, head_dim=16, sliding_window=48),
-             "qwen2": transformers.Qwen2Config(**shape), "qwen3": transformers.Qwen3Config(**shape, head_dim=32),
-             "qwen3-moe": transformers.Qwen3MoeConfig(**shape, head_dim=32, **MOE)}
-    for number, (name, config) in enumerate(cases.items()):
-        model, equal = random_model(config, number).eval(), 0
-        model.save_pretrained(folder / f"generate-{name}")
-        for length in (1, 24, 47, 70):
+    configs = {
+        "llama3.1": t.LlamaConfig(**shape | {"rope_parameters": LLAMA3_ROPE}),
+        "llama-tied": t.LlamaConfig(**shape, tie_word_embeddings=True),
+        "mistral": t.MistralConfig(**shape, head_dim=16, sliding_window=48),
+        "qwen2": t.Qwen2Config(**shape),
+        "qwen3": t.Qwen3Config(**shape, head_dim=32),
+        "qwen3-moe": t.Qwen3MoeConfig(**shape, head_dim=32, **MOE),
+    }
+    for seed, (name, config) in enumerate(configs.items()):
+        path = folder / f"generate-{name}"
+        model = random_model(config, seed).eval()
+        model.save_pretrained(path)
+        n_equal = 0
+        for length in (1, 24, 47, 70):  # the third is one token less than Mistral's window
             prompt = torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(length))
             expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=80,
-                                      do_sample=False, eos_token_id=None, pad_token_id=0)[0, length:].tolist()
-            got = lm.generate(ours(folder / f"generate-{name}"), prompt[0].tolist(), 80, set(), torch.device("cpu"))
-            equal += list(got) == expected
-        check(f"{name}: greedy continuations of 80 tokens", equal == 4, f"{equal} of 4 equal transformers'")
+                                      do_sample=False, eos_token_id=None, pad_token_id=0)
+            got = lm.generate(ours(path), prompt[0].tolist(), 80, set(), torch.device("cpu"))
+            n_equal += list(got) == expected[0, length:].tolist()
+        check(f"{name}: greedy continuations of 80 tokens", n_equal == 4, f"{n_equal} of 4 equal transformers'")
 
 
 # ---------------------------------------------------------------- tokenizer and chat template
@@ -252,25 +297,37 @@ def check_tokenizer(what, folder):
     check(f"{what} {kind.__name__}", encoded == expected, f"{len(expected)} ids, {len(set(expected))} distinct")
 
 
+ODD_CHAT = [
+    {"role": "system", "content": "Be brief.\n"},
+    {"role": "user", "content": " ☃\n\nnaïve? "},
+    {"role": "assistant", "content": "\n  yes, \u00e9\u0301 "},
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": ""},
+]
+
+
 def check_chats(path):
     """The text of every chat, and the tokens in it that are trained on, against apply_chat_template."""
-    mine, auto = data.Tokenizer(TINY), AutoTokenizer.from_pretrained(TINY)
+    mine = data.Tokenizer(TINY)
+    auto = AutoTokenizer.from_pretrained(TINY)
     chats = [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
-    chats.append([{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": " ☃\n\nnaïve? "},
-                  {"role": "assistant", "content": "\n  yes, \u00e9\u0301 "}, {"role": "user", "content": "?"},
-                  {"role": "assistant", "content": ""}])
-    unlike, n_tokens, n_targets = [0, 0, 0], 0, 0
+    chats.append(ODD_CHAT)
+    n_differ = {"rendered text": 0, "token ids": 0, "assistant mask": 0}
+    n_tokens = 0
+    n_targets = 0
     for chat in chats:
-        unlike[0] += mine.render(chat)[0] != auto.apply_chat_template(chat, tokenize=False)
-        unlike[0] += mine.render(chat[:1], generation_prompt=True)[0] != auto.apply_chat_template(
-            chat[:1], tokenize=False, add_generation_prompt=True)
+        text = auto.apply_chat_template(chat, tokenize=False)
+        n_differ["rendered text"] += mine.render(chat)[0] != text
+        prompt = auto.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+        n_differ["rendered text"] += mine.render(chat[:1], generation_prompt=True)[0] != prompt
         ((text, spans),), _ = mine.conversation(chat)
         ids, mask = next(mine.encode([data.Example("messages", text, spans, True)]))
         expected = auto.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
-        unlike[1] += ids.tolist() != expected["input_ids"]
-        unlike[2] += mask.tolist() != [bool(flag) for flag in expected["assistant_masks"]]
-        n_tokens, n_targets = n_tokens + len(ids), n_targets + int(mask.sum())
-    for what, count in zip(("rendered text", "token ids", "assistant mask"), unlike):
+        n_differ["token ids"] += ids.tolist() != expected["input_ids"]
+        n_differ["assistant mask"] += mask.tolist() != [bool(flag) for flag in expected["assistant_masks"]]
+        n_tokens += len(ids)
+        n_targets += int(mask.sum())
+    for what, count in n_differ.items():
         check(f"chat template: {what}", not count, f"{count} of {len(chats)} chats differ from transformers")
     check("chat template: trained on", 0 < n_targets < n_tokens, f"{n_targets} of {n_tokens} tokens")
 
@@ -278,9 +335,7 @@ def check_chats(path):
 # ---------------------------------------------------------------- NF4
 
 
-def check_nf4():
-    torch.manual_seed(0)
-    N, D = 1024, 4096
+def check_nf4_codes(N, D):
     for dtype in (torch.float32, torch.bfloat16):
         w_ND = (torch.randn(N, D) * 0.02).to(dtype)
         codes_ND2, _ = nf4.quantize(w_ND)
@@ -288,41 +343,94 @@ def check_nf4():
         different = (codes_ND2.flatten() != expected.flatten()).sum().item()
         check(f"NF4 codes of {dtype} weights", not different, f"{different} of {codes_ND2.numel():,} bytes differ")
 
+
+def relative_errors(w_ND, back_ND):
+    """RMS of the error after a round trip, relative to the weights: of all, and of the half of the blocks with the
+    smaller absmax, because large blocks hide what happens to small ones."""
+    blocks = w_ND.view(-1, nf4.BLOCK)
+    squares = blocks.square().sum(-1)
+    error_squares = (back_ND - w_ND).view(-1, nf4.BLOCK).square().sum(-1)
+    largest = blocks.abs().amax(-1)
+    is_small = largest <= largest.median()
+    of_all = (error_squares.sum() / squares.sum()).sqrt().item()
+    of_small = (error_squares[is_small].sum() / squares[is_small].sum()).sqrt().item()
+    return of_all, of_small
+
+
+def by_bitsandbytes(w_ND, double):
+    packed, state = bnb.quantize_4bit(w_ND, blocksize=nf4.BLOCK, compress_statistics=double, quant_type="nf4")
+    return bnb.dequantize_4bit(packed, state)
+
+
+def check_nf4_errors(N, D):
     outliers = torch.randn(N, D) * 0.02
     outliers[:, ::512] *= 30
-    blocks = torch.randn(N, D // nf4.BLOCK, 1).exp() * torch.randn(N, D // nf4.BLOCK, nf4.BLOCK) * 0.02
-    cases = {"N(0, 0.02)": torch.randn(N, D) * 0.02, "outlier columns, x30 every 512": outliers,
-             "log-normal blocks, sigma 1": blocks.view(N, D)}
+    uneven = torch.randn(N, D // nf4.BLOCK, 1).exp() * torch.randn(N, D // nf4.BLOCK, nf4.BLOCK) * 0.02
+    cases = {
+        "N(0, 0.02)": torch.randn(N, D) * 0.02,
+        "outlier columns, x30 every 512": outliers,
+        "log-normal blocks, sigma 1": uneven.view(N, D),
+    }
     rows = []
     for name, w_ND in cases.items():
         codes_ND2, scales_NS = nf4.quantize(w_ND)
         bits = (codes_ND2.numel() + scales_NS.numel()) * 8 / w_ND.numel()
-        sides = [nf4.dequantize(codes_ND2, scales_NS, torch.float32)]
-        for double in (True, False):
-            packed, state = bnb.quantize_4bit(w_ND, blocksize=nf4.BLOCK, compress_statistics=double, quant_type="nf4")
-            sides.append(bnb.dequantize_4bit(packed, state))
-        small = w_ND.view(-1, nf4.BLOCK).abs().amax(-1)
-        small = small <= small.median()  # large blocks hide what happens to the small ones
-        errors = []
-        for side in sides:
-            squares, error = (t.view(-1, nf4.BLOCK).square().sum(-1) for t in (w_ND, side - w_ND))
-            for some in (slice(None), small):
-                errors.append((error[some].sum() / squares[some].sum()).sqrt().item())
-        rows.append(f"| {name} | " + " | ".join(f"{e:.5f}" for e in errors) + " |")
-        check(f"NF4 error on {name}", errors[0] <= errors[2] * 1.001 and errors[1] <= errors[3] * 1.001,
-              f"{errors[0]:.5f}, bitsandbytes {errors[2]:.5f}; smaller half of the blocks {errors[1]:.5f} and "
-              f"{errors[3]:.5f}")
-    double, single = 4 + 8 / nf4.BLOCK + 32 / nf4.BLOCK / 256, 4 + 32 / nf4.BLOCK  # bits a weight of bitsandbytes
-    columns = f"oomph, {bits:.3f} bits", f"bitsandbytes, double, {double:.3f} bits", f"bitsandbytes, {single:.3f} bits"
+        own, own_small = relative_errors(w_ND, nf4.dequantize(codes_ND2, scales_NS, torch.float32))
+        double, double_small = relative_errors(w_ND, by_bitsandbytes(w_ND, double=True))
+        single, single_small = relative_errors(w_ND, by_bitsandbytes(w_ND, double=False))
+        errors = own, own_small, double, double_small, single, single_small
+        rows.append(f"| {name} | " + " | ".join(f"{error:.5f}" for error in errors) + " |")
+        is_as_good = own <= double * 1.001 and own_small <= double_small * 1.001
+        of_small = f"smaller half of the blocks {own_small:.5f} and {double_small:.5f}"
+        check(f"NF4 error on {name}", is_as_good, f"{own:.5f}, bitsandbytes {double:.5f}; {of_small}")
+    single_bits = 4 + 32 / nf4.BLOCK  # a float32 scale for each block
+    double_bits = 4 + 8 / nf4.BLOCK + 32 / nf4.BLOCK / 256  # a byte, and a float32 scale for 256 of these
+    columns = (f"oomph, {bits:.3f} bits", f"bitsandbytes, double, {double_bits:.3f} bits",
+               f"bitsandbytes, {single_bits:.3f} bits")
     print(f"\nRelative RMS error of [{N}, {D}] weights after the round trip, and that of the half of the blocks with "
-          "the smaller absmax:\n\n| weights | " + " | ".join(f"{c} | its small blocks" for c in columns) + " |\n"
-          + "|---" * 7 + "|\n" + "\n".join(rows) + "\n")
+          "the smaller absmax:\n")
+    print("| weights | " + " | ".join(f"{column} | its small blocks" for column in columns) + " |")
+    print("|---" * 7 + "|")
+    print("\n".join(rows) + "\n")
+
+
+def check_nf4():
+    torch.manual_seed(0)
+    check_nf4_codes(1024, 4096)
+    check_nf4_errors(1024, 4096)
 
 
 # ---------------------------------------------------------------- all of it
 
 
+class Run(NamedTuple):
+    name: str
+    flags: list
+    n_ranks: int = 1
+
+
+RUNS = [
+    Run("full", []),
+    Run("full, 2 ranks --fsdp2", ["--fsdp2"], 2),
+    Run("lora", ["--lora", "--merge"]),
+    Run("qlora, 2 ranks --fsdp2", ["--qlora", "--merge", "--fsdp2"], 2),
+]
+
+
+def train_all(name, base, folder):
+    """-> {name of a run: its folder}."""
+    folders = {}
+    for number, run in enumerate(RUNS):
+        flags = run.flags
+        if name == "qwen3.5-moe" and "lora" in run.name:  # PEFT 0.21 leaves adapters of its experts out
+            flags = [*flags, "--lora_targets", *lm.ATTENTION_TARGETS, *lm.DELTANET_TARGETS]
+        folders[run.name] = folder / f"{name}-{number}"
+        train(f"{name}: {run.name}", base, folders[run.name], *flags, ranks=run.n_ranks)
+    return folders
+
+
 def main():
+    wanted = sys.argv[1:]
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}, "
           f"bitsandbytes {bitsandbytes.__version__}", flush=True)
     transformers.utils.logging.disable_progress_bar()
@@ -330,22 +438,15 @@ def main():
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         folder = Path(folder)
         write_chats(folder / "chats.jsonl")
-        if not sys.argv[1:]:
+        if not wanted:
             check_chats(folder / "chats.jsonl")
             check_nf4()
             check_generation(folder)
         tokens = torch.randint(0, 4096, (2, 96), generator=torch.Generator().manual_seed(1))
-        for name, base in {"tiny": TINY, **write_random_models(folder)}.items():
-            if sys.argv[1:] and name not in sys.argv[1:]:
-                continue
-            runs = {"full": ((), 1), "full, 2 ranks --fsdp2": (("--fsdp2",), 2), "lora": (("--lora", "--merge"), 1),
-                    "qlora, 2 ranks --fsdp2": (("--qlora", "--merge", "--fsdp2"), 2)}
-            for number, (run, (flags, ranks)) in enumerate(runs.items()):
-                if name == "qwen3.5-moe" and "lora" in run:  # PEFT 0.21 leaves adapters of its experts out
-                    flags = *flags, "--lora_targets", *lm.ATTENTION_TARGETS, *lm.DELTANET_TARGETS
-                out = runs[run] = folder / f"{name}-{number}"
-                train(f"{name}: {run}", base, out, *flags, ranks=ranks)
-            check_model(name, base, runs, tokens)
+        models = {"tiny": TINY, **write_random_models(folder)}
+        for name, base in models.items():
+            if not wanted or name in wanted:
+                check_model(name, base, train_all(name, base, folder), tokens)
     print(f"{len(failed)} failed" + "".join(f"\n  {what}" for what in failed))
     raise SystemExit(bool(failed))
 
