@@ -431,6 +431,20 @@ def test_a_token_draws_the_same_dropout_however_a_step_is_split(packing):
     assert not {bits for _, bits in one.values()} & {bits for _, bits in drawn(1, 6, 1, 1).values()}
 
 
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_evaluation_covers_every_row_once_and_in_order_over_three_ranks(documents, batch_size, packing):
+    one = loader_of(documents, packing)
+    n_rows = len(one.rows)
+    assert n_rows % 3  # ranks have unequal numbers of rows, and the last batches are empty
+    ranks = [list(loader_of(documents, packing, batch_size, 3, rank, 3).once()) for rank in range(3)]
+    rows = []
+    for batches in zip(*ranks, strict=True):
+        for batch in batches:
+            rows += [row for row in rows_of(batch) if row]
+    assert rows == rows_of(one.batch(range(n_rows)))
+
+
 def test_inspected_example_shows_what_is_trained_on(tiny, tmp_path):
     documents, _ = read_data(jsonl(tmp_path / "a.jsonl", chat(message("user", "\x1b[2J"), ANSWER)), tiny)
     text = data.show(tiny, documents, 0)
