@@ -729,6 +729,16 @@ def test_file_that_cannot_be_read_is_refused_by_name(tiny, tmp_path, name, conte
         read_data(tmp_path / name, tiny)
 
 
+@pytest.mark.parametrize("content, what", [
+    (b'{"text": "a b"}\n', "Not a gzipped file"),
+    (zipped(b'{"text": "a b"}\n')[:-8] + bytes(8), "CRC check"),
+], ids=["not gzipped", "another checksum"])
+def test_file_that_is_no_gzip_is_not_taken_for_a_cache_that_cannot_be_written(tiny, tmp_path, content, what):
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"a\.jsonl\.gz: {what}"):  # gzip's own is an OSError, as that of a disk
+        read_data(tmp_path / "a.jsonl.gz", tiny)
+
+
 @pytest.mark.parametrize("is_folder", [False, True], ids=["missing", "folder"])
 def test_name_of_no_file_is_refused_with_what_is_expected(tiny, tmp_path, is_folder):
     path = tmp_path / "a.jsonl"
