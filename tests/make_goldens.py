@@ -25,25 +25,25 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def theta(value):
-    return {"rope_type": "default", "rope_theta": value}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": value}}
+
+
+MILLION = SHAPE | theta(1e6)
+QWEN3 = MILLION | {"head_dim": 16}
+EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "norm_topk_prob": True}
+ODDS = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "norm_topk_prob": False}
 
 
 CASES = {
-    "llama2": (LlamaForCausalLM, LlamaConfig(**SHAPE | {"num_key_value_heads": 4}, rope_parameters=theta(10000.0))),
+    "llama2": (LlamaForCausalLM, LlamaConfig(**SHAPE | {"num_key_value_heads": 4} | theta(10000.0))),
     "llama3.1": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
     "llama3.2-tied": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LLAMA3, tie_word_embeddings=True)),
     "llama-linear": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LINEAR)),
-    "mistral": (MistralForCausalLM, MistralConfig(
-        **SHAPE, head_dim=16, sliding_window=None, rope_parameters=theta(1e6))),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, rope_parameters=theta(1e6))),
-    "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(
-        **SHAPE, head_dim=16, tie_word_embeddings=True, rope_parameters=theta(1e6))),
-    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
-        **SHAPE | {"num_hidden_layers": 3}, head_dim=16, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=8,
-        norm_topk_prob=True, rope_parameters=theta(1e6))),
-    "qwen3-moe-odds": (Qwen3MoeForCausalLM, Qwen3MoeConfig(  # odds that do not sum to 1
-        **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=8, norm_topk_prob=False,
-        rope_parameters=theta(1e6))),
+    "mistral": (MistralForCausalLM, MistralConfig(**MILLION, head_dim=16, sliding_window=None)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**MILLION)),
+    "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(**QWEN3, tie_word_embeddings=True)),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**QWEN3 | {"num_hidden_layers": 3} | EXPERTS)),
+    "qwen3-moe-odds": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**QWEN3, **ODDS)),  # odds that do not sum to 1
 }
 
 
@@ -67,30 +67,47 @@ def by_stack(name, grad):
     return {f"{stem}mlp.experts.{key}.weight": part.flatten(0, 1) for key, part in zip(halves[last], parts)}
 
 
-def main():
-    for name in sys.argv[1:] or CASES:  # those that are named, or all
-        shutil.rmtree(HERE / name, ignore_errors=True)
-        family, config = CASES[name]
-        torch.manual_seed(len(name))
-        model = family(config).float()
-        for key, p in model.named_parameters():  # random norms and biases too: ones and zeros would hide a mistake
-            std = 1.0 if key.endswith("mlp.gate.weight") else 0.2 if p.dim() < 2 else 0.08  # uneven loads of experts
-            torch.nn.init.normal_(p, 1.0 if key.endswith("norm.weight") else 0.0, std)
-        tokens = torch.randint(0, SHAPE["vocab_size"], (2, 24))
-        logits = model(tokens).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-        loss.backward()
-        model.save_pretrained(HERE / name)
-        golden = {"tokens": tokens, "logits": logits.detach(), "loss": loss.detach().reshape(1)}
-        for key, p in model.named_parameters():
-            golden |= {f"grad.{stack}": grad for stack, grad in by_stack(key, p.grad).items()}
-        save_file(golden, HERE / name / "golden.safetensors")
-        (HERE / name / "generation_config.json").unlink()
-        spelled = spell_v4(json.loads((HERE / name / "config.json").read_text()))
-        if name == "llama2":
-            del spelled["rope_theta"], spelled["head_dim"]  # as in the first Llama-2 files
-        (HERE / name / "config-v4.json").write_text(json.dumps(spelled, indent=2) + "\n")
+def fill_with_random_numbers(model):
+    """Norms and biases too: ones and zeros would hide a mistake."""
+    for name, p in model.named_parameters():
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        std = 0.2 if p.dim() < 2 else 0.08
+        if name.endswith("mlp.gate.weight"):
+            std = 1.0  # uneven loads of experts
+        torch.nn.init.normal_(p, mean, std)
+
+
+def golden_of(model):
+    """Random tokens, and what the model computes from them."""
+    tokens = torch.randint(0, SHAPE["vocab_size"], (2, 24))
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    golden = {"tokens": tokens, "logits": logits.detach(), "loss": loss.detach().reshape(1)}
+    for name, p in model.named_parameters():
+        for stack, grad in by_stack(name, p.grad).items():
+            golden[f"grad.{stack}"] = grad
+    return golden
+
+
+def write_case(name):
+    folder = HERE / name
+    shutil.rmtree(folder, ignore_errors=True)
+    family, config = CASES[name]
+    torch.manual_seed(len(name))
+    model = family(config).float()
+    fill_with_random_numbers(model)
+    golden = golden_of(model)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    save_file(golden, folder / "golden.safetensors")
+    spelled = spell_v4(json.loads((folder / "config.json").read_text()))
+    if name == "llama2":  # as in the first Llama-2 files
+        del spelled["rope_theta"]
+        del spelled["head_dim"]
+    (folder / "config-v4.json").write_text(json.dumps(spelled, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    for case in sys.argv[1:] or CASES:  # those that are named, or all
+        write_case(case)
