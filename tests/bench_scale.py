@@ -13,6 +13,7 @@ import dataclasses
 import math
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from bench_harness import be_rank_0, in_processes, run_steps, table, write_model
 from bench_memory import planned
@@ -24,25 +25,43 @@ import model as lm
 import data
 import train
 
-KINDS = ("weights gathered", "gradients scattered", "gradients between replicas", "rows exchanged", "everything else")
+# what a rank receives
+GATHERED = "weights gathered"
+SCATTERED = "gradients scattered"
+BETWEEN_REPLICAS = "gradients between replicas"
+EXCHANGED = "rows exchanged"
+OTHER = "everything else"
+KINDS = GATHERED, SCATTERED, BETWEEN_REPLICAS, EXCHANGED, OTHER
 
-CALLS = {"all_gather_single": KINDS[0], "all_gather_into_tensor": KINDS[0],  # the second ones are torch 2.11's
-         "reduce_scatter_single": KINDS[1], "reduce_scatter_tensor": KINDS[1], "all_reduce": KINDS[2],
-         "all_to_all_single": KINDS[3]}
+CALLS = {
+    "all_gather_single": GATHERED, "all_gather_into_tensor": GATHERED,  # the second ones are torch 2.11's
+    "reduce_scatter_single": SCATTERED, "reduce_scatter_tensor": SCATTERED,
+    "all_reduce": BETWEEN_REPLICAS,
+    "all_to_all_single": EXCHANGED,
+}
 
 
-def received(kind, n_bytes, n):
+# ---------------------------------------------------------------- bytes of a step
+
+
+def received(call, n_bytes, n):
     """Bytes that a rank of n receives in a collective whose larger side has `n_bytes`; a ring moves just those."""
-    return (2 if kind == "all_reduce" else 1) * n_bytes * (n - 1) / n
+    n_rounds = 2 if call == "all_reduce" else 1  # a scatter, and a gather
+    return n_rounds * n_bytes * (n - 1) / n
 
 
 def formula(args, c, world, tokens):
     """{kind: bytes that a rank receives in a step}. tokens: of a micro-batch of this rank."""
-    shards, replicas, M = 1, world, args.grad_accum
     if args.fsdp2:
-        shards, replicas = world // args.replicas, args.replicas
-    size, reduced = 4 if args.precision == "fp32" else 2, 2 if args.precision == "bf16" else 4
-    q, L = c.num_attention_heads * c.head_dim, c.num_hidden_layers
+        shards = world // args.replicas
+        replicas = args.replicas
+    else:
+        shards = 1
+        replicas = world
+    size = 4 if args.precision == "fp32" else 2  # bytes of a number that is gathered
+    reduced_size = 2 if args.precision == "bf16" else 4
+    L = c.num_hidden_layers
+    M = args.grad_accum
     model = lm.on_meta(dataclasses.replace(c, num_hidden_layers=1), args)
     block = list(model.model.layers[0].parameters())
     ends = [p for name, p in model.named_parameters() if ".layers." not in name]
@@ -54,17 +73,45 @@ def formula(args, c, world, tokens):
         codes = [p for p in params if p.dtype is torch.uint8]
         return size * (numbers(params) - numbers(codes)) + numbers(codes)
 
-    trained = L * numbers(p for p in block if p.requires_grad) + numbers(p for p in ends if p.requires_grad)
-    n_gathers = 2 * L - 1 if args.reshard_after_forward else L  # again in the backward; the last block stays gathered
+    def trained(params):
+        return numbers(p for p in params if p.requires_grad)
+
+    n_gathers = L
+    if args.reshard_after_forward:
+        n_gathers = 2 * L - 1  # again in the backward; the last block stays gathered
+    gathered = M * (n_gathers * sent(block) + sent(ends))
+    reduced = reduced_size * (L * trained(block) + trained(ends))
     n_reduces = 1 if args.lora else M  # adapters are reduced once a step
-    heads_bytes = 2 * q + 2 * math.lcm(c.num_key_value_heads, args.sequence_parallel) * c.head_dim  # copied
+    # queries and outputs, and keys and values, whose heads are copied until the group divides them
+    q_size = c.num_attention_heads * c.head_dim
+    kv_size = math.lcm(c.num_key_value_heads, args.sequence_parallel) * c.head_dim
     n_passes = 3 if args.activation_checkpointing else 2  # forward, backward, and the forward again
-    exchanged = M * L * n_passes * tokens * size * heads_bytes
-    return dict(zip(KINDS, (
-        received("all_gather", M * (n_gathers * sent(block) + sent(ends)), shards),
-        received("reduce_scatter", reduced * trained * n_reduces, shards),
-        received("all_reduce", reduced * trained / shards, replicas),
-        received("all_to_all", exchanged, args.sequence_parallel))))
+    exchanged = M * L * n_passes * tokens * size * (2 * q_size + 2 * kv_size)
+    return {
+        GATHERED: received("all_gather", gathered, shards),
+        SCATTERED: received("reduce_scatter", n_reduces * reduced, shards),
+        BETWEEN_REPLICAS: received("all_reduce", reduced / shards, replicas),
+        EXCHANGED: received("all_to_all", exchanged, args.sequence_parallel),
+    }
+
+
+def count_calls(seen):
+    """Adds what each collective moves from here on to `seen`, {kind: bytes}."""
+    def count(name, kind):
+        call = getattr(dist, name, None)
+
+        def counting(*args, **kwargs):
+            n_bytes = max(x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+            group = kwargs.get("group") or dist.group.WORLD
+            is_small = name == "all_reduce" and n_bytes <= 64  # losses, norms, signals
+            what = OTHER if is_small else kind
+            seen[what] = seen.get(what, 0) + received(name, n_bytes, group.size())
+            return call(*args, **kwargs)
+
+        setattr(dist, name, counting)
+
+    for name, kind in CALLS.items():
+        count(name, kind)
 
 
 def counted(case):
@@ -72,25 +119,13 @@ def counted(case):
     flags, world = case
     import conftest
 
-    seen, steps = {}, []
-
-    def count(name, kind):
-        call = getattr(dist, name, None)
-
-        def counting(*args, **kwargs):
-            n_bytes = max(x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-            what = kind if name != "all_reduce" or n_bytes > 64 else KINDS[4]  # losses, norms, signals
-            seen[what] = seen.get(what, 0) + received(name, n_bytes, (kwargs.get("group") or dist.group.WORLD).size())
-            return call(*args, **kwargs)
-
-        setattr(dist, name, counting)
-
+    seen = {}
+    steps = []
     start_fake_group = conftest.start_fake_group
 
     def start_and_count(world):
         start_fake_group(world)
-        for name, kind in CALLS.items():
-            count(name, kind)
+        count_calls(seen)
 
     def tick():
         steps.append({**seen})
@@ -103,19 +138,27 @@ def counted(case):
     args = train.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), config)
-        Path(folder, "data.txt").write_text(" the" * (4 * args.batch_size * args.grad_accum * world * args.seq_len))
+        n_words = 4 * args.batch_size * args.grad_accum * world * args.seq_len  # of four steps
+        Path(folder, "data.txt").write_text(" the" * n_words)
         run_steps([*argv, "--model", folder, "--data", f"{folder}/data.txt", "--out", f"{folder}/out"], 3, tick)
     n_tokens = -(-args.batch_size * args.seq_len // args.sequence_parallel)
     return steps[-1], formula(args, lm.parse_config(config), world, n_tokens)
 
 
 TRAFFIC = [  # flags, ranks
-    ("--fsdp2", 8), ("--fsdp2 --precision fp32 --grad_accum 3", 8), ("--fsdp2 --precision bf16", 8),
-    ("--fsdp2 --no-reshard_after_forward", 8), ("--fsdp2 --no-shard_embeddings --grad_accum 2", 8),
-    ("--fsdp2 --lora", 8), ("--fsdp2 --qlora", 8), ("--fsdp2 --replicas 2", 8), ("--fsdp2 --sequence_parallel 4", 8),
+    ("--fsdp2", 8),
+    ("--fsdp2 --precision fp32 --grad_accum 3", 8),
+    ("--fsdp2 --precision bf16", 8),
+    ("--fsdp2 --no-reshard_after_forward", 8),
+    ("--fsdp2 --no-shard_embeddings --grad_accum 2", 8),
+    ("--fsdp2 --lora", 8),
+    ("--fsdp2 --qlora", 8),
+    ("--fsdp2 --replicas 2", 8),
+    ("--fsdp2 --sequence_parallel 4", 8),
     ("--fsdp2 --replicas 4 --grad_accum 2", 8),
     ("--fsdp2 --sequence_parallel 8 --qlora --no-activation_checkpointing", 8),
-    ("--fsdp2 --sequence_parallel 2 --replicas 2 --grad_accum 2", 8), ("--lora --sequence_parallel 2", 2),
+    ("--fsdp2 --sequence_parallel 2 --replicas 2 --grad_accum 2", 8),
+    ("--lora --sequence_parallel 2", 2),
 ]
 
 
@@ -123,21 +166,33 @@ def traffic():
     rows = []
     for flags, world in TRAFFIC:
         ((found, ideal),) = in_processes(counted, [(flags, world)])
-        cells = [f"{found.get(kind, 0) / 1e6:,.2f}" for kind in KINDS]
-        for i, kind in enumerate(KINDS):
+        cells = []
+        for kind in KINDS:
+            n_bytes = found.get(kind, 0)
+            cell = f"{n_bytes / 1e6:,.2f}"
             if ideal.get(kind):
-                cells[i] += f" ({found.get(kind, 0) / ideal[kind] - 1:+.2%})"
+                cell += f" ({n_bytes / ideal[kind] - 1:+.2%})"
+            cells.append(cell)
         rows.append((flags, world, *cells))
     table("MB that a rank receives in a step, and how far that is from the formula; a small model, rows of 64 tokens",
           ["flags", "ranks", *KINDS], rows)
 
 
-FLOPS, FRACTION = 989e12, 0.45  # of an H100, and the part of it that products reach where nothing waits; assumed
-NVLINK, NODE = 360e9, 8  # bytes a second that a ring inside a node moves past each GPU; GPUs of a node
+# ---------------------------------------------------------------- time on paper
+
+
+FLOPS = 989e12  # of an H100
+FRACTION = 0.45  # of them, which products reach where nothing waits; assumed
+NVLINK = 360e9  # bytes a second that a ring inside a node moves past each GPU
+NODE = 8  # GPUs
 NETWORKS = {"8 x 400 Gb/s": 320e9, "1 x 100 Gb/s": 10e9}  # bytes a second of a node, all its GPUs together
-PAPER = [("llama-3.1-8b", "", 8192), ("llama-3.1-8b", "--grad_accum 32", 8192),
-         ("llama-3.1-70b", "--precision bf16", 8192), ("llama-3.1-70b", "--qlora", 8192),
-         ("llama-3.1-8b", "--sequence_parallel 8", 131072)]
+PAPER = [  # model, flags, tokens of a row
+    ("llama-3.1-8b", "", 8192),
+    ("llama-3.1-8b", "--grad_accum 32", 8192),
+    ("llama-3.1-70b", "--precision bf16", 8192),
+    ("llama-3.1-70b", "--qlora", 8192),
+    ("llama-3.1-8b", "--sequence_parallel 8", 131072),
+]
 
 
 def paper():
@@ -148,11 +203,12 @@ def paper():
         rows = []
         for name, flags, seq_len in PAPER:
             for world in (8, 16, 64, 256):
-                cell, products = on_paper(name, flags, seq_len, world, 1, speed)
-                cells = [cell, "same"]
+                what = f"{name}, {seq_len:,} tokens {flags}"
+                one_replica, products_s = on_paper(name, flags, seq_len, world, 1, speed)
+                a_replica_a_node = "same"
                 if world > NODE:
-                    cells[1], _ = on_paper(name, flags, seq_len, world, world // NODE, speed)
-                rows.append((f"{name}, {seq_len:,} tokens {flags}", world, *cells, f"{products:.2f} s"))
+                    a_replica_a_node, _ = on_paper(name, flags, seq_len, world, world // NODE, speed)
+                rows.append((what, world, one_replica, a_replica_a_node, f"{products_s:.2f} s"))
         table(f"network of a node: {network}; bytes that a GPU receives in a step, their time, the pace left of the "
               "products'", ["", "GPUs", "--fsdp2", "--fsdp2, a replica a node", "products"], rows)
 
@@ -160,33 +216,54 @@ def paper():
 def on_paper(name, flags, seq_len, world, replicas, speed):
     """-> (a cell of the table, seconds of the products)."""
     argv = ["--model", name, "--seq_len", str(seq_len), "--fsdp2", *flags.split(), "--replicas", str(replicas)]
-    args, config = train.parse_args(["--dry_run", *argv]), lm.parse_config(data.PRESETS[name])
+    args = train.parse_args(["--dry_run", *argv])
+    config = lm.parse_config(data.PRESETS[name])
     args.precision = args.precision or "mixed"
     n = seq_len // args.sequence_parallel
     again = 6 / 4 if args.lora else 8 / 6  # the blocks' forward runs again
     flops = lm.step_flops(config, lm.Counts(n, n, n * seq_len), args.lora) * again
-    products = args.grad_accum * flops / (FLOPS * FRACTION)
+    products_s = args.grad_accum * flops / (FLOPS * FRACTION)
     moved = formula(args, config, world, n)
     link = NVLINK if world // replicas <= NODE else min(NVLINK, speed)
-    between = moved["gradients between replicas"] / (speed / NODE)  # as many rings at once
-    exchanging = moved["rows exchanged"] / NVLINK
-    inside = (moved["weights gathered"] + moved["gradients scattered"]) / link
+    inside_s = (moved[GATHERED] + moved[SCATTERED]) / link
+    between_s = moved[BETWEEN_REPLICAS] / (speed / NODE)  # as many rings at once
+    exchange_s = moved[EXCHANGED] / NVLINK
     last = 1 / args.grad_accum  # the micro-batch in which replicas average
-    step = max(products, inside) * (1 - last) + max(products * last, inside * last + between) + exchanging
-    cell = f"{sum(moved.values()) / 1e9:,.0f} GB, {inside + between + exchanging:.2f} s, {products / step:.0%}"
-    if planned(argv, world)[0] / 2**30 + 1 > 79:
+    first_s = max(products_s, inside_s) * (1 - last)  # of the micro-batches before it
+    last_s = max(products_s * last, inside_s * last + between_s)
+    pace = products_s / (first_s + last_s + exchange_s)
+    cell = f"{sum(moved.values()) / 1e9:,.0f} GB, {inside_s + between_s + exchange_s:.2f} s, {pace:.0%}"
+    peak, _ = planned(argv, world)
+    if peak / 2**30 + 1 > 79:
         cell += ", does not fit"
-    return cell, products
+    return cell, products_s
 
 
-CONTEXTS = [  # name, flags, further ones with several ranks, others' figures: (GB, ranks): tokens
-    ("8B QLoRA, rank 32", "--qlora --lora_rank 32 --offload activations --tiled_mlp 4096", "--fsdp2",
-     {(24, 1): "Unsloth 78k", (48, 1): "Unsloth 192k", (80, 1): "Unsloth 343k"}),
-    ("8B, all weights, on the GPU", "--offload activations --tiled_mlp 4096 --precision bf16 --optim adamw8bit "
-     "--optim_in_backward", "--fsdp2", {}),
-    ("8B, all weights, on the host", "--offload activations params --tiled_mlp 4096 --precision bf16 --optim adamw8bit "
-     "--fsdp2", "", {(80, 1): "ALST 500k", (80, 8): "ALST 3.7M"}),
+# ---------------------------------------------------------------- the longest rows
+
+
+class Context(NamedTuple):
+    name: str
+    flags: str
+    sharded: str = ""  # more flags with several ranks
+    others: dict = {}  # other projects' figures, {(GB, ranks): tokens}
+
+
+CONTEXTS = [
+    Context(
+        "8B QLoRA, rank 32",
+        "--qlora --lora_rank 32 --offload activations --tiled_mlp 4096", "--fsdp2",
+        {(24, 1): "Unsloth 78k", (48, 1): "Unsloth 192k", (80, 1): "Unsloth 343k"}),
+    Context(
+        "8B, all weights, on the GPU",
+        "--offload activations --tiled_mlp 4096 --precision bf16 --optim adamw8bit --optim_in_backward", "--fsdp2"),
+    Context(
+        "8B, all weights, on the host",
+        "--offload activations params --tiled_mlp 4096 --precision bf16 --optim adamw8bit --fsdp2",
+        others={(80, 1): "ALST 500k", (80, 8): "ALST 3.7M"}),
 ]
+WORLDS = 1, 2, 4, 8
+CARDS = 24, 48, 80  # GB
 HOST = 1.9e12 / 8  # bytes: a rank's part of the host of 8 GPUs, as ALST's
 
 
@@ -194,40 +271,55 @@ def longest(flags, world, gib):
     """(tokens of the longest row, whether the host's memory ends first): a multiple of 1,024 that the plan fits into a
     card of `gib`."""
     def fits(n):
+        """Whether 1,024 * n tokens fit into the card, and into the host."""
         peak, host = planned([*flags, "--seq_len", str(n * 1024)], world)
         return peak + 2**30 <= gib * 2**30 * 0.99, host <= HOST
 
-    low, high = 0, 1
+    low = 0
+    high = 1
     while all(fits(high)):
-        low, high = high, high * 2
+        low = high
+        high *= 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if all(fits(middle)) else (low, middle)
-    return low * 1024, fits(high)[0]
+        if all(fits(middle)):
+            low = middle
+        else:
+            high = middle
+    fits_card, _ = fits(high)
+    return low * 1024, fits_card
+
+
+def cell_of(context, world, gib):
+    flags = ["--model", "llama-3.1-8b", *context.flags.split()]
+    if world > 1:
+        flags += [*context.sharded.split(), "--sequence_parallel", str(world)]
+    n, host_ends = longest(flags, world, gib)
+    cell = f"{n / 1000:,.0f}k" if n else "-"
+    if n and host_ends:
+        cell += " (host)"
+    if (gib, world) in context.others:
+        cell += f"; {context.others[gib, world]}"
+    return cell
 
 
 def contexts():
-    rows, worlds = [], (1, 2, 4, 8)
-    for name, flags, sharded, others in CONTEXTS:
-        print(f"{name}: {flags}" + (f"; with several also {sharded}" if sharded else ""))
-        for gib in (24, 48, 80):
-            cells = []
-            for world in worlds:
-                more = [*sharded.split(), "--sequence_parallel", str(world)] if world > 1 else []
-                n, host_ends = longest(["--model", "llama-3.1-8b", *flags.split(), *more], world, gib)
-                cell = f"{n / 1000:,.0f}k" if n else "-"
-                if n and host_ends:
-                    cell += " (host)"
-                if (gib, world) in others:
-                    cell += f"; {others[gib, world]}"
-                cells.append(cell)
-            rows.append([name, gib, *cells])
+    rows = []
+    for context in CONTEXTS:
+        more = f"; with several also {context.sharded}" if context.sharded else ""
+        print(f"{context.name}: {context.flags}{more}")
+        for gib in CARDS:
+            rows.append([context.name, gib, *(cell_of(context, world, gib) for world in WORLDS)])
     table("tokens of the longest row, Llama-3.1-8B, --sequence_parallel over all ranks, planned; host memory of a rank "
-          f"{HOST / 2**30:.0f} GiB", ["", "GB", *(f"GPUs: {world}" for world in worlds)], rows)
+          f"{HOST / 2**30:.0f} GiB", ["", "GB", *(f"GPUs: {world}" for world in WORLDS)], rows)
+
+
+def main():
+    commands = {"traffic": traffic, "paper": paper, "contexts": contexts}
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("command", choices=commands)
+    commands[parser.parse_args().command]()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = {"traffic": traffic, "paper": paper, "contexts": contexts}
-    parser.add_argument("command", choices=commands)
-    commands[parser.parse_args().command]()
+    main()
