@@ -1,7 +1,7 @@
 """Limits that keep the four files and the README readable (DESIGN section 1), and that tests/README.md tells the truth.
 There is no limit on how much code there is.
 
-They hold for this project and not for a fork: .ci/run sets OOMPH_SIZES, README's test command does not, and then
+They hold for this project and not for a fork: .ci/run sets OOMPH_CI, README's test command does not, and then
 conftest.py leaves this file out.
 """
 
