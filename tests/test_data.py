@@ -1,5 +1,19 @@
-"""From tokens to batches: long documents, the cache, packing, the order of rows and how they are dealt
-out, and that documents in one row do not see each other."""
+"""From tokens to batches, in the order in which data.py does it: what becomes of long documents, the cache of tokenized
+files, packing, how rows are ordered and dealt out to ranks, and what is in a batch.
+
+The last section holds promise 5 of DESIGN section 6, no contamination. Each of its claims is a test:
+
+    documents cannot see each other through attention,     test_packed_documents_do_not_see_each_other
+      convolution or a recurrent state                     test_no_gradient_crosses_into_another_document
+    positions restart                                      test_positions_restart_in_every_document
+    the mask is right to the token                         test_the_mask_of_a_batch_is_right_to_the_token
+                                                           test_exactly_the_answers_of_packed_chats_are_targets
+    no target crosses into the next document               test_no_target_crosses_into_the_next_document
+    so a packed document learns what it would learn alone  test_packed_loss_is_the_sum_of_the_losses_alone
+
+test_formats.py says which characters of a chat are trained on. test_qwen35.py and test_windows.py compare packed
+documents with transformers, which computed each of them alone.
+"""
 
 import errno
 import itertools
@@ -9,426 +23,849 @@ import re
 import signal
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from conftest import HERE, build, documents_of, pieces, processes, read_data
+from conftest import HERE, MUSE, build, documents_of, pieces, processes, read_data
 from test_bad_input import assert_says
 from test_formats import ANSWER, END, QUESTION, chat, jsonl, message, model_folder
 
 import data
+import model as lm
 from data import IGNORE
+
+# ---------------------------------------------------------------- long documents
+
+TEXTS = [
+    {"text": "w x y " * 40},
+    {"text": "z"},
+    {"text": "v " * 31},  # needs exactly 32 positions
+    {"text": ""},  # has no target
+]
+LONG_CHAT = chat(
+    message("user", "a b c " * 30),  # longer than a row: the first parts of this chat have no target
+    message("assistant", "d e " * 20),
+    message("user", "f " * 40),
+    ANSWER,
+)
+CHATS = [
+    LONG_CHAT,
+    chat(QUESTION, ANSWER),
+    chat(QUESTION, ANSWER),
+    chat(QUESTION),  # has no target
+]
+ROWS = {"text": TEXTS, "messages": CHATS}
+
+
+class Part(NamedTuple):
+    """A document, or a part of it that fits into a row."""
+
+    line: int  # of the file
+    ids: list
+    supervised: list
+
+    @property
+    def n_positions(self):
+        return len(self.ids) - 1  # the last token is a target only
+
+    @property
+    def n_targets(self):
+        return sum(self.supervised[1:])  # and the first one is none
+
+
+def parts_in(documents):
+    parts = []
+    for line, (ids, supervised) in zip(documents.line.tolist(), pieces(documents), strict=True):
+        parts.append(Part(line, ids, supervised))
+    return parts
+
+
+def split(document, seq_len):
+    """Parts of seq_len positions. Each begins with the last target of the one before, so no target is lost."""
+    parts = []
+    n_positions = max(document.n_positions, 1)  # a document of one token is one part
+    for start in range(0, n_positions, seq_len):
+        stop = start + seq_len + 1
+        ids = document.ids[start:stop]
+        supervised = document.supervised[start:stop]
+        parts.append(Part(document.line, ids, supervised))
+    return parts
+
+
+def truncate(document, seq_len):
+    return split(document, seq_len)[:1]
+
+
+def drop(document, seq_len):
+    if document.n_positions > seq_len:
+        return []
+    return [document]
+
+
+POLICIES = {"split": split, "truncate": truncate, "drop": drop}
+# a part of a chat would be an answer without its question
+DEFAULTS = {"text": "split", "messages": "drop"}
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("seq_len", [30, 31, 32, 33])  # around the 32 positions of a text
+def test_what_becomes_of_long_documents(tiny, tmp_path, kind, policy, seq_len):
+    path = jsonl(tmp_path / "a.jsonl", *ROWS[kind])
+    row_for_all = 10**6
+    whole = parts_in(read_data(path, tiny, row_for_all)[0])
+    lines = [document.line for document in whole]
+    assert lines == [1, 2, 3]  # the fourth one has no target
+
+    fit = POLICIES[policy or DEFAULTS[kind]]
+    expected = []
+    for document in whole:
+        for part in fit(document, seq_len):
+            if part.n_targets:  # else it would cost time and train nothing
+                expected.append(part)
+    documents, file = read_data(path, tiny, seq_len, overflow=policy)
+    assert parts_in(documents) == expected
+    assert documents.n_targets.tolist() == [part.n_targets for part in expected]
+
+    lengths = [document.n_positions for document in whole]
+    assert file.longest == max(lengths)
+    assert file.n_long == sum(length > seq_len for length in lengths)
+    assert file.n_tokens == sum(part.n_positions for part in expected)
+
+
+def test_tokens_beyond_the_embeddings_are_refused(tiny, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"text": "word"})
+    message = r"a\.jsonl: token \d+ of 300 embeddings: the tokenizer belongs to another"
+    with pytest.raises(ValueError, match=message):
+        read_data(path, tiny, vocab_size=300)
+
+
+def test_files_follow_each_other_in_the_documents_and_may_come_twice(tiny, tmp_path):
+    names = {}
+    for name in "ab":
+        rows = [{"text": f"{name} {line}"} for line in (1, 2, 3)]
+        names[name] = jsonl(tmp_path / f"{name}.jsonl", *rows)
+    given = [names["a"], names["a"], names["b"]]
+    folders = [tokenized(name, tiny) for name in given]
+    documents = data.open_documents(folders, given, 64)
+
+    texts = [tiny.core.decode(ids) for ids, _ in pieces(documents)]
+    assert texts == ["a 1", "a 2", "a 3", "a 1", "a 2", "a 3", "b 1", "b 2", "b 3"]
+    loader = loader_of(documents, seq_len=64)
+    assert len(loader.rows) == 1
+    # a row is no longer in the order of the files: it begins with its longest document
+    places = sorted(loader.places(0, 1))
+    assert places == sorted(f"{name}:{line}" for name in given for line in (1, 2, 3))
+
+
+# ---------------------------------------------------------------- the cache
+# Promise 4 of DESIGN section 6: what is read from a cache is what was written there, or it is made again.
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache of the test's own."""
+    """A cache of the test's own. Other tests share one, which saves them the tokenizing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "oomph"
 
 
+@pytest.fixture
+def path(tmp_path):
+    """A data file with a chat and a text."""
+    return jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER), {"text": "a b"})
+
+
+@pytest.fixture
+def cached(path, cache, tiny):
+    """The folder in the cache that belongs to the data file."""
+    return tokenized(path, tiny)
+
+
+def tokenized(path, tokenizer):
+    """The folder in the cache for a file of --data, which is made if it is missing."""
+    return data.tokenized(str(path), False, tokenizer)
+
+
 def folders_in(cache):
     """What is in a cache beside its lock."""
-    return {path for path in cache.iterdir() if path.name != "lock"}
+    return {found for found in cache.iterdir() if found.name != "lock"}
 
 
-def windows(ids, mask, seq_len):
-    """Parts of seq_len positions: each begins with the last target of the one before."""
-    return [(ids[i : i + seq_len + 1], mask[i : i + seq_len + 1]) for i in range(0, max(len(ids) - 1, 1), seq_len)]
+def contents(folder):
+    """{name: bytes} of the files in a folder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-LONG_CHAT = chat(message("user", "a b c " * 30), message("assistant", "d e " * 20), message("user", "f " * 40), ANSWER)
-LONG_ROWS = {"text": [{"text": "w x y " * 40}, {"text": "z"}, {"text": "v " * 31}, {"text": ""}],
-             "messages": [LONG_CHAT, chat(QUESTION, ANSWER), chat(QUESTION, ANSWER), chat(QUESTION)]}
-POLICIES = {"split": lambda parts: parts, "truncate": lambda parts: parts[:1],
-            "drop": lambda parts: parts if len(parts) == 1 else []}
+def write_json(path, value):
+    path.write_text(json.dumps(value))
 
 
-@pytest.mark.parametrize("policy", [None, *POLICIES])
-@pytest.mark.parametrize("kind", LONG_ROWS)
-@pytest.mark.parametrize("seq_len", [30, 31, 32, 33])
-def test_what_becomes_of_long_documents(tiny, tmp_path, kind, policy, seq_len):
-    path = jsonl(tmp_path / "a.jsonl", *LONG_ROWS[kind])
-    whole = pieces(read_data(path, tiny, 10**6)[0])
-    assert len(whole) == 3  # the last has no target
-    parts_of = POLICIES[policy or ("split" if kind == "text" else "drop")]
-    expected = [(line, part) for line, document in enumerate(whole, 1) for part in parts_of(windows(*document, seq_len))
-                if any(part[1][1:])]
-    documents, file = read_data(path, tiny, seq_len, overflow=policy)
-    assert list(zip(documents.line.tolist(), pieces(documents), strict=True)) == expected
-    assert documents.n_targets.tolist() == [sum(mask[1:]) for _, (_, mask) in expected]
-    lengths = [len(ids) - 1 for ids, _ in whole]
-    assert (file.longest, file.n_long) == (max(lengths), sum(n > seq_len for n in lengths))
-    assert file.n_tokens == sum(len(ids) - 1 for _, (ids, _) in expected)
+def test_a_whole_folder_in_the_cache_is_not_made_again(path, cached, tiny, monkeypatch, capsys):
+    monkeypatch.delattr(data, "tokenize")  # which would make it
+    assert tokenized(path, tiny) == cached
+    assert capsys.readouterr().out == ""
 
 
-def test_tokens_beyond_the_embeddings_are_refused(tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"a\.jsonl: token \d+ of 300 embeddings: the tokenizer belongs to another"):
-        read_data(jsonl(tmp_path / "a.jsonl", {"text": "word"}), tiny, vocab_size=300)
+def change_nothing(path, model):
+    return path
 
 
-def test_files_follow_each_other_in_the_documents_and_may_come_twice(tiny, tmp_path):
-    paths = [jsonl(tmp_path / f"{name}.jsonl", *({"text": f"{name} {i}"} for i in (1, 2, 3))) for name in "ab"]
-    paths.insert(0, paths[0])
-    folders = [data.tokenized(path, False, tiny) for path in paths]
-    documents = data.open_documents(folders, paths, 64)
-    expected = [f"{name} {i}" for name in "aab" for i in (1, 2, 3)]
-    assert [tiny.core.decode(ids) for ids, _ in pieces(documents)] == expected
-    places = data.Loader(documents, 64, True, 1, 0, 0, 1).places(0, 1)  # the one row has all of them
-    assert sorted(places) == sorted(f"{tmp_path}/{name}.jsonl:{i}" for name in "aab" for i in (1, 2, 3))
+def change_content(path, model):
+    path.write_bytes(path.read_bytes().replace(b"4", b"5"))
+    return path
 
 
-# ---------------------------------------------------------------- the cache
+def change_kind(path, model):
+    return path.rename(path.with_suffix(".txt"))
 
 
-@pytest.mark.parametrize("change", [None, "content", "kind", "template", "tokenizer", "variables"])
-def test_folder_in_the_cache_depends_on_what_the_tokens_depend_on(tiny, tmp_path, cache, change):
-    path = Path(jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER)))
-    folder = data.tokenized(str(path), False, tiny)
-    template = (HERE / "tiny" / "chat_template.jinja").read_text() + ("{# other #}" if change == "template" else "")
-    model = model_folder(tmp_path, template, extra_tokens=["<unk>"] if change == "tokenizer" else [])
-    if change == "variables":
-        (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_start|>"}))
-    if change == "content":
-        path.write_bytes(path.read_bytes().replace(b"4", b"5"))
-    path = path.rename(tmp_path / ("a.txt" if change == "kind" else "b.jsonl"))
-    found = data.tokenized(str(path), False, data.Tokenizer(model))
-    assert (found == folder) == (change is None) and folders_in(cache) == {found, folder}
+def change_template(path, model):
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# other #}")  # a comment, which renders the same text
+    return path
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt(), ValueError("bad")])
-def test_error_while_tokenizing_leaves_nothing_and_says_where_it_was(tiny, tmp_path, cache, monkeypatch, error):
+def change_tokenizer(path, model):
+    # no text here has the new token: the name depends on the tokenizer, not on what it does to this file
+    model_folder(model, extra_tokens=["<unk>"])
+    return path
+
+
+def change_variables(path, model):
+    """What the template sees as eos_token."""
+    write_json(model / "tokenizer_config.json", {"eos_token": "<|im_start|>"})
+    return path
+
+
+CHANGES = [
+    change_nothing,
+    change_content,
+    change_kind,
+    change_template,
+    change_tokenizer,
+    change_variables,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_folder_in_the_cache_depends_on_what_the_tokens_depend_on(path, cached, cache, tmp_path, change):
+    # another name of the file and another place of the model, which alone change no token
+    renamed = Path(path).rename(tmp_path / "b.jsonl")
+    template = (HERE / "tiny" / "chat_template.jinja").read_text()
+    model = model_folder(tmp_path, template)
+    changed = change(renamed, model)
+    found = tokenized(changed, data.Tokenizer(model))
+    assert (found == cached) == (change is change_nothing)
+    assert folders_in(cache) == {found, cached}
+
+
+DISK_IS_FULL = OSError(errno.ENOSPC, "No space left")
+
+
+@pytest.mark.parametrize("error", [DISK_IS_FULL, KeyboardInterrupt(), ValueError("bad")])
+def test_error_while_tokenizing_leaves_nothing_and_says_where_it_was(path, tiny, cache, monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(data, "encode_lines", fail)
+    monkeypatch.setattr(data, "encode_lines", fail)  # when the part is already there
     with pytest.raises(type(error)) as raised:
-        data.tokenized(jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER)), False, tiny)
-    if isinstance(error, OSError):
+        tokenized(path, tiny)
+    if error is DISK_IS_FULL:  # names the file, the folder that is full, and what to do
         words = [f"a.jsonl: {cache} (delete this folder", "XDG_CACHE_HOME", "not written: No space"]
         assert_says(str(raised.value), words)
     assert folders_in(cache) == set()
 
 
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    file.write_bytes(content)
 
 
-def replace_by_a_pipe(path):
-    path.unlink()
-    os.mkfifo(path)
+def empty(file):
+    file.write_bytes(b"")
 
 
-DAMAGES = {
-    "one bit": flip_a_bit,
-    "removed": Path.unlink,
-    "empty": lambda path: path.write_bytes(b""),
-    "cut": lambda path: os.truncate(path, path.stat().st_size - 8),  # a whole number of items of each array
-    "longer": lambda path: path.write_bytes(path.read_bytes() + bytes(8)),
-    "a pipe": replace_by_a_pipe,
-}
+def cut(file):
+    """Without its last 8 bytes, which are a whole number of items in each of the arrays."""
+    os.truncate(file, file.stat().st_size - 8)
+
+
+def lengthen(file):
+    """By 8 bytes, for the same reason."""
+    file.write_bytes(file.read_bytes() + bytes(8))
+
+
+def replace_by_a_pipe(file):
+    """Whoever opens it waits for ever."""
+    file.unlink()
+    os.mkfifo(file)
+
+
+DAMAGES = [
+    flip_a_bit,
+    Path.unlink,
+    empty,
+    cut,
+    lengthen,
+    replace_by_a_pipe,
+]
+FILES = [*data.ARRAYS, "report.json"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", [*data.ARRAYS, "report.json"])
-def test_a_damaged_file_in_the_cache_is_made_again_and_said(tiny, tmp_path, cache, capsys, name, damage):
-    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER), {"text": "a b"})
-    folder = data.tokenized(path, False, tiny)
-    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
-    DAMAGES[damage](folder / name)
-    assert data.tokenized(path, False, tiny) == folder
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
-    assert folders_in(cache) == {folder}
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_in_the_cache_is_made_again_and_said(path, cached, cache, tiny, capsys, name, damage):
+    whole = contents(cached)
+    damage(cached / name)
+    assert tokenized(path, tiny) == cached
+    assert contents(cached) == whole
+    assert folders_in(cache) == {cached}
     said = capsys.readouterr().out
-    assert said.count("\n") == 1
-    assert_says(said, [f"{path} is tokenized again", str(folder), name])
+    assert said.count("\n") == 1  # one message, and none of the tokenizing
+    assert_says(said, [f"{path} is tokenized again", str(cached), name])
+
+
+# Some damage has checksums that fit: a bug in the writing, or a report that was edited by hand.
 
 
 def edit_report(folder, **changes):
-    """Changes report.json, with the checksum that belongs to the change: only the counts can tell."""
-    report = data.read_json(folder / "report.json") | changes
-    (folder / "report.json").write_text(json.dumps(data.with_checksum(report)))
+    """Changes report.json, with the checksum that belongs to the change."""
+    report = folder / "report.json"
+    changed = data.read_json(report) | changes
+    write_json(report, data.with_checksum(changed))
+
+
+def fit_checksums(folder):
+    """Makes the checksums in report.json those of the changed arrays."""
+    edit_report(folder, checksums=data.checksums_of(folder))
 
 
 def one_token_more(folder):
-    edit_report(folder, n_tokens=data.read_report(folder).n_tokens + 1)
+    n_tokens = data.read_report(folder).n_tokens
+    edit_report(folder, n_tokens=n_tokens + 1)
 
 
 def one_document_more(folder):
-    edit_report(folder, n_documents=data.read_report(folder).n_documents + 1)
+    n_documents = data.read_report(folder).n_documents
+    edit_report(folder, n_documents=n_documents + 1)
 
 
 def one_line_less(folder):
-    os.truncate(folder / "lines", (folder / "lines").stat().st_size - 8)
-    edit_report(folder, checksums=data.checksums_of(folder))
+    cut(folder / "lines")
+    fit_checksums(folder)
 
 
 def a_longer_document(folder):
+    """The only one that no length of a file gives away: the last document would end behind the last token."""
     lengths = np.fromfile(folder / "lengths", np.int64)
     lengths[0] += 1
     lengths.tofile(folder / "lengths")
-    edit_report(folder, checksums=data.checksums_of(folder))
+    fit_checksums(folder)
 
 
-@pytest.mark.parametrize("change", [one_token_more, one_document_more, one_line_less, a_longer_document])
-def test_counts_that_do_not_agree_are_made_again_although_checksums_fit(tiny, tmp_path, cache, capsys, change):
-    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER), {"text": "a b"})
-    folder = data.tokenized(path, False, tiny)
-    report = (folder / "report.json").read_text()
-    change(folder)
-    data.tokenized(path, False, tiny)
-    assert (folder / "report.json").read_text() == report
+COUNTS_THAT_DIFFER = [one_token_more, one_document_more, one_line_less, a_longer_document]
+
+
+@pytest.mark.parametrize("change", COUNTS_THAT_DIFFER)
+def test_counts_that_do_not_agree_are_made_again_although_checksums_fit(path, cached, tiny, capsys, change):
+    report = (cached / "report.json").read_text()
+    change(cached)
+    tokenized(path, tiny)
+    assert (cached / "report.json").read_text() == report
     assert "is tokenized again" in capsys.readouterr().out
 
 
-def test_an_edited_count_in_the_report_is_noticed(tiny, tmp_path, cache):
-    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER))
-    report = data.tokenized(path, False, tiny) / "report.json"
+def test_an_edited_count_in_the_report_is_noticed(path, cached, tiny):
+    report = cached / "report.json"
     whole = report.read_text()
+    # of these a wrong n_bad or largest_id fits every array, and would let bad data through check_file()
     for count in ("n_bad", "n_tokens", "largest_id", "n_documents"):
         content = json.loads(whole)
         content[count] += 1
-        report.write_text(json.dumps(content))
-        data.tokenized(path, False, tiny)
+        write_json(report, content)  # the checksum of the report stays as it was
+        tokenized(path, tiny)
         assert report.read_text() == whole
 
 
 @pytest.mark.parametrize("name", data.ARRAYS)
-def test_the_checksum_that_a_resume_compares_depends_on_every_array(tiny, tmp_path, cache, name):
-    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER), {"text": "a b"})
-    folder = data.tokenized(path, False, tiny)
-    before = data.open_documents([folder], [path], 64).checksum
-    content = bytearray((folder / name).read_bytes())
+def test_the_checksum_that_a_resume_compares_depends_on_every_array(path, cached, name):
+    def checksum():
+        return data.open_documents([cached], [path], 64).checksum
+
+    before = checksum()
+    array = cached / name
+    content = bytearray(array.read_bytes())
     content[0] ^= 1  # the first token is no target, so no count of targets changes with its flag
-    (folder / name).write_bytes(content)
-    edit_report(folder, checksums=data.checksums_of(folder))
-    assert data.open_documents([folder], [path], 64).checksum != before
+    array.write_bytes(content)
+    fit_checksums(cached)
+    assert checksum() != before
 
 
 def test_the_checksum_of_a_file_is_that_of_its_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CRC_BLOCK", 1000)
+    monkeypatch.setattr(data, "CRC_BLOCK", 1000)  # bytes; in a run 8 MiB
     content = np.random.default_rng(0).bytes(2500)
-    for key in data.ARRAYS:
-        (tmp_path / key).write_bytes(content)
-    expected = [zlib.crc32(content[start : start + 1000]) for start in (0, 1000, 2000)]
-    assert data.checksums_of(tmp_path) == dict.fromkeys(data.ARRAYS, expected)
+    for name in data.ARRAYS:
+        (tmp_path / name).write_bytes(content)
+    expected = [
+        zlib.crc32(content[:1000]),
+        zlib.crc32(content[1000:2000]),
+        zlib.crc32(content[2000:]),  # half a block
+    ]
+    checksums = data.checksums_of(tmp_path)
+    assert checksums == dict.fromkeys(data.ARRAYS, expected)
 
 
-def test_a_data_file_that_changes_while_it_is_read_is_refused(tiny, tmp_path, cache, monkeypatch):
-    def replace(*args, original=data.encode_lines):
-        jsonl(tmp_path / "a.jsonl", {"text": "c d"})  # of the same length, and maybe within the same second
-        return original(*args)
+def test_a_data_file_that_changes_while_it_is_read_is_refused(path, tiny, cache, monkeypatch):
+    encode_lines = data.encode_lines
 
-    path = jsonl(tmp_path / "a.jsonl", {"text": "a b"})
-    monkeypatch.setattr(data, "encode_lines", replace)
+    def replace_the_file_first(*args):
+        # of the same length, and maybe within the same second: neither size nor time can tell
+        content = Path(path).read_text()
+        Path(path).write_text(content.replace("a b", "c d"))
+        return encode_lines(*args)
+
+    monkeypatch.setattr(data, "encode_lines", replace_the_file_first)
     with pytest.raises(ValueError, match=r"a\.jsonl: changed while it was read"):
-        data.tokenized(path, False, tiny)
+        tokenized(path, tiny)
     assert folders_in(cache) == set()
 
 
-def test_whoever_finishes_a_folder_second_takes_the_first_one(tiny, tmp_path, cache, monkeypatch):
-    def rename(part, target, original=Path.rename):
-        monkeypatch.setattr(Path, "rename", original)
-        data.tokenized(path, False, tiny)  # another process, at the last moment
-        first.append(target.stat().st_ino)
-        return original(part, target)
+def test_whoever_finishes_a_folder_second_takes_the_first_one(path, tiny, cache, monkeypatch):
+    rename = Path.rename
+    first = []  # the inode of the folder of whoever was first
 
-    first = []
-    path = jsonl(tmp_path / "a.jsonl", {"text": "a b"})
-    monkeypatch.setattr(Path, "rename", rename)
-    folder = data.tokenized(path, False, tiny)
-    assert folders_in(cache) == {folder} and [folder.stat().st_ino] == first
+    def rename_as_the_second(part, target):
+        monkeypatch.setattr(Path, "rename", rename)
+        tokenized(path, tiny)  # as another process would, at the last moment
+        first.append(target.stat().st_ino)
+        return rename(part, target)
+
+    monkeypatch.setattr(Path, "rename", rename_as_the_second)
+    folder = tokenized(path, tiny)
+    assert folders_in(cache) == {folder}
+    assert [folder.stat().st_ino] == first
 
 
 def tokenize_for_ever(path, cache_home, pipe):
     """A process that says when its part is there, and then waits to be killed."""
+
     def wait(*_):
         pipe.send("writing")
         signal.pause()
 
     os.environ["XDG_CACHE_HOME"] = cache_home
     data.encode_lines = wait
-    data.tokenized(path, False, data.Tokenizer(HERE / "tiny"))
+    tokenized(path, data.Tokenizer(HERE / "tiny"))
 
 
 def test_only_parts_of_killed_processes_of_this_machine_are_removed(tiny, tmp_path, cache):
-    other = cache / "0123.another-machine.4567.part"  # it shares this home, and may be alive
-    other.mkdir(parents=True)
     paths = [jsonl(tmp_path / f"{name}.jsonl", {"text": name}) for name in "abc"]
-    mine, its = processes.Pipe()
-    process = processes.Process(target=tokenize_for_ever, args=(paths[0], str(cache.parent), its), daemon=True)
+    other = cache / "0123.another-machine.4567.part"  # it shares this home, and its process may be alive
+    other.mkdir(parents=True)
+
+    receiver, sender = processes.Pipe()
+    args = paths[0], str(cache.parent), sender
+    process = processes.Process(target=tokenize_for_ever, args=args, daemon=True)
     process.start()
-    its.close()
-    assert mine.recv() == "writing"
-    folder_b = data.tokenized(paths[1], False, tiny)
+    sender.close()  # the process has its own: if it dies, recv() raises and does not wait
+    assert receiver.recv() == "writing"
+    folder_b = tokenized(paths[1], tiny)
     (part,) = folders_in(cache) - {other, folder_b}
-    assert part.suffix == ".part"  # its process lives
+    assert part.suffix == ".part"  # it stays, because its process lives
+
     process.kill()
-    process.join()
-    folder_c = data.tokenized(paths[2], False, tiny)
+    process.join()  # the kernel has unlocked what it held
+    folder_c = tokenized(paths[2], tiny)
     assert folders_in(cache) == {other, folder_b, folder_c}
 
 
-def test_a_disk_without_locks_keeps_all_parts(tiny, tmp_path, cache, monkeypatch):
-    def flock(*_):
+def test_a_disk_without_locks_keeps_all_parts(path, tiny, cache, monkeypatch):
+    def flock(*_):  # as on some network file systems
         raise OSError(errno.ENOLCK, "No locks available")
 
-    part = cache / f"0123.{data.MACHINE}.4567.part"
-    part.mkdir(parents=True)
     monkeypatch.setattr(data.fcntl, "flock", flock)
-    folder = data.tokenized(jsonl(tmp_path / "a.jsonl", {"text": "a b"}), False, tiny)
+    part = cache / f"0123.{data.MACHINE}.4567.part"  # nobody can tell whether its process lives
+    part.mkdir(parents=True)
+    folder = tokenized(path, tiny)
     assert folders_in(cache) == {folder, part}
 
 
-def test_whole_folder_in_the_cache_is_not_made_again(tiny, tmp_path, cache, monkeypatch, capsys):
-    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER))
-    folder = data.tokenized(path, False, tiny)
-    monkeypatch.delattr(data, "tokenize")
-    assert data.tokenized(path, False, tiny) == folder and capsys.readouterr().out == ""
+def test_lists_of_lines_make_no_difference_but_for_texts(tiny, tmp_path, cache, monkeypatch):
+    lines = []
+    for number in range(1500):
+        completion = "self é☃ def f(x):\n" * (number % 40)  # a list might end inside a character of several bytes
+        line = json.dumps({"prompt": f"{number} ", "completion": completion})
+        if number % 200 == 7:  # eight bad lines, fewer than the 1 % that end a run
+            line = "{bad"
+        lines.append(line)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+
+    in_one_list = tokenized(path, tiny).rename(cache / "in one list")
+    monkeypatch.setattr(data, "READ_BYTES", 2**14)  # bytes; the file has 0.9 million, which fit into one list of 1 MiB
+    in_many_lists = tokenized(path, tiny)
+    for name in data.ARRAYS:
+        assert (in_many_lists / name).read_bytes() == (in_one_list / name).read_bytes()
+    report = data.read_json(in_many_lists / "report.json")
+    assert report == data.read_json(in_one_list / "report.json")
+    assert report["n_bad"] == 8
+    first_five = re.findall(r"\n  line (\d+): not valid JSON", report["errors"])
+    assert first_five == ["8", "208", "408", "608", "808"]
 
 
-def test_chunks_make_no_difference_but_for_texts(tiny, tmp_path, cache, monkeypatch):
-    rows = ({"prompt": f"{i} ", "completion": "self é☃ def f(x):\n" * (i % 40)} for i in range(1500))
-    lines = ("{bad\n" if i % 200 == 7 else json.dumps(row) + "\n" for i, row in enumerate(rows))
-    (tmp_path / "a.jsonl").write_text("".join(lines))
-    whole = data.tokenized(str(tmp_path / "a.jsonl"), False, tiny).rename(cache / "whole")
-    monkeypatch.setattr(data, "READ_BYTES", 2**14)
-    folder = data.tokenized(str(tmp_path / "a.jsonl"), False, tiny)
-    for key in data.ARRAYS:
-        assert (folder / key).read_bytes() == (whole / key).read_bytes()
-    reports = [data.read_json(path / "report.json") for path in (folder, whole)]
-    assert reports[0] == reports[1] and reports[0]["n_bad"] == 8
-    assert re.findall(r"\n  line (\d+): not valid JSON", reports[0]["errors"]) == ["8", "208", "408", "608", "808"]
-
-
-# ---------------------------------------------------------------- packing and loading
+# ---------------------------------------------------------------- packing
 
 
 def test_packing_holds_each_document_once_in_rows_of_which_no_two_fit_into_one():
     rng = np.random.default_rng(0)
-    for _ in range(300):  # many short documents, few long ones, and all sizes between
-        seq_len, n = int(rng.integers(1, 200)), int(rng.integers(1, 120))
-        lengths = rng.integers(1, rng.integers(1, seq_len + 1) + 1, size=n)
+    for _ in range(300):
+        seq_len = int(rng.integers(1, 200))
+        longest = int(rng.integers(1, seq_len + 1))  # so that some cases have short documents alone
+        n_documents = int(rng.integers(1, 120))
+        lengths = rng.integers(1, longest + 1, size=n_documents)
         rows = data.pack(lengths, seq_len)
-        assert sorted(itertools.chain(*rows)) == list(range(n))
-        fill = sorted(lengths[row].sum() for row in rows)
-        assert fill[-1] <= seq_len and (len(fill) == 1 or fill[0] + fill[1] > seq_len)
+        packed = sorted(itertools.chain(*rows))
+        assert packed == list(range(n_documents))
+
+        used = sorted(lengths[row].sum() for row in rows)
+        assert used[-1] <= seq_len
+        if len(rows) > 1:
+            two_emptiest = used[0] + used[1]
+            assert two_emptiest > seq_len
 
 
-def make_documents(lengths, supervised=None):
-    """Documents of the given numbers of tokens; the tokens are 0, 1, 2, ... so that each is known by its value."""
+# ---------------------------------------------------------------- the order of rows, and how they are dealt out
+
+
+def make_documents(lengths, unsupervised=()):
+    """Documents of these numbers of tokens. The tokens are 0, 1, 2, ... so that each is known by its value."""
     starts = np.cumsum([0, *lengths])
     tokens = np.arange(starts[-1], dtype=np.int32)
-    return documents_of(tokens, np.ones(len(tokens), bool) if supervised is None else supervised, starts)
+    supervised = ~np.isin(tokens, unsupervised)
+    return documents_of(tokens, supervised, starts)
 
 
 @pytest.fixture(scope="module")
 def documents():
+    """101 documents, in which half of the tokens are supervised."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, 30, size=101)
-    return make_documents(lengths, rng.random(lengths.sum()) < 0.5)
+    n_tokens = lengths.sum()
+    unsupervised = rng.choice(n_tokens, n_tokens // 2, replace=False)
+    return make_documents(lengths, unsupervised)
 
 
-def loader_of(documents, packing=True, batch_size=1, seed=0, rank=0, world=1, seq_len=32):
-    return data.Loader(documents, seq_len, packing, batch_size, seed, rank, world)
+def loader_of(documents, seq_len=32, **options):
+    """A data.Loader of one rank, unless the options say more."""
+    defaults = {"packing": True, "batch_size": 1, "seed": 0, "rank": 0, "world": 1}
+    return data.Loader(documents, seq_len, **defaults | options)
 
 
-def rows_of(batch):
-    """The documents of a batch, row by row, without padding."""
-    tokens, width = batch.tokens.flatten().tolist(), batch.tokens.shape[1]
-    rows = [[] for _ in batch.tokens]
+class Split(NamedTuple):
+    """How the rows of a step are split. Their number is the product."""
+
+    batch_size: int
+    grad_accum: int
+    world: int
+
+
+def loaders_of(documents, split, **options):
+    """The loaders of all ranks."""
+    loaders = []
+    for rank in range(split.world):
+        place = {"batch_size": split.batch_size, "rank": rank, "world": split.world}
+        loaders.append(loader_of(documents, **place, **options))
+    return loaders
+
+
+def tokens_by_row(batch):
+    """The tokens of each row of a batch, without padding."""
+    B, T = batch.tokens.shape
+    tokens = batch.tokens.flatten().tolist()
+    rows = [[] for _ in range(B)]
     for start, stop in batch.spans.pairs:
-        rows[start // width] += tokens[start:stop]
+        rows[start // T] += tokens[start:stop]
     return rows
 
 
-def global_batches(documents, batch_size, grad_accum, world, packing):
-    """Rows of five steps in the order of the global batch: micro-batch by micro-batch, rank by rank."""
-    loaders = [loader_of(documents, packing, batch_size, 0, rank, world) for rank in range(world)]
-    for step in range(5):
-        ranks, counts = zip(*(loader.step(step, grad_accum) for loader in loaders))
-        batches = [batch for micro in zip(*ranks, strict=True) for batch in micro]
-        lengths = [stop - start for batch in batches for start, stop in batch.spans.pairs]
-        n_targets = sum(len(batch.keep_S) for batch in batches)
-        squares = sum(length**2 for length in lengths)
-        assert counts == (data.lm.Counts(n_targets, sum(lengths), squares, len(lengths)),) * world
-        yield [row for batch in batches for row in rows_of(batch)]
+def count(batches):
+    """The lm.Counts of some batches, counted from what is in them."""
+    pairs = [pair for batch in batches for pair in batch.spans.pairs]
+    lengths = [stop - start for start, stop in pairs]
+    return lm.Counts(
+        targets=sum(len(batch.keep_S) for batch in batches),
+        tokens=sum(lengths),
+        squares=sum(length**2 for length in lengths),
+        documents=len(lengths),
+    )
+
+
+def global_batch(loaders, step, grad_accum):
+    """The rows of a step in the order of the global batch: micro-batch by micro-batch, rank by rank."""
+    batches_by_rank = []
+    counts_by_rank = []
+    for loader in loaders:
+        batches, counts = loader.step(step, grad_accum)
+        batches_by_rank.append(batches)
+        counts_by_rank.append(counts)
+    micro_batches = zip(*batches_by_rank, strict=True)
+    in_order = list(itertools.chain(*micro_batches))
+    # a rank needs the sums over all ranks before its first backward
+    assert counts_by_rank == [count(in_order)] * len(loaders)
+    return [row for batch in in_order for row in tokens_by_row(batch)]
+
+
+SPLITS = [
+    Split(2, 3, 2),
+    Split(3, 2, 2),
+    Split(1, 3, 4),
+    Split(1, 12, 1),
+    Split(1, 1, 12),
+    Split(6, 1, 2),
+    Split(4, 1, 3),
+]
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("split", [(2, 3, 2), (3, 2, 2), (1, 3, 4), (1, 12, 1), (1, 1, 12), (6, 1, 2), (4, 1, 3)])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_global_batch_does_not_depend_on_how_it_is_split(documents, split, packing):
-    expected = list(global_batches(documents, 12, 1, 1, packing))
-    assert len(expected[0]) == 12
-    assert list(global_batches(documents, *split, packing)) == expected  # five steps cross the end of an epoch
+    one_batch = Split(batch_size=12, grad_accum=1, world=1)
+    loader = loader_of(documents, batch_size=12, packing=packing)
+    loaders = loaders_of(documents, split, packing=packing)
+    n_steps = len(loader.rows) // 12 + 2  # beyond the end of the first epoch
+    for step in range(n_steps):
+        expected = global_batch([loader], step, one_batch.grad_accum)
+        assert len(expected) == 12
+        assert global_batch(loaders, step, split.grad_accum) == expected
+
+
+def order_of(loader, epoch):
+    """The numbers of the rows in the order in which an epoch trains on them."""
+    n_rows = len(loader.rows)
+    first_step = epoch * n_rows  # a step is one row here
+    order = []
+    for step in range(first_step, first_step + n_rows):
+        (row,), _ = loader.rows_of(step, 1)
+        order.append(row)
+    return order
+
+
+def shuffled(loader, epoch):
+    """What a run's order is specified to be: resuming must give the same one in every version."""
+    rng = np.random.default_rng([loader.seed, epoch])
+    return rng.permutation(len(loader.rows)).tolist()
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_rows_come_once_an_epoch_in_the_order_of_seed_and_epoch_the_largest_first(documents, packing):
-    for seed, epoch in itertools.product(range(3), range(3)):
-        loader = loader_of(documents, packing, seed=seed)
-        n = len(loader.rows)
+def test_rows_come_once_an_epoch_in_the_order_of_seed_and_epoch(documents, packing):
+    for seed in range(3):
+        loader = loader_of(documents, packing=packing, seed=seed)
+        for epoch in (1, 2):
+            assert order_of(loader, epoch) == shuffled(loader, epoch)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_largest_row_of_a_run_comes_first(documents, packing):
+    """Memory runs out at step 0 or not at all."""
+    for seed in range(3):
+        loader = loader_of(documents, packing=packing, seed=seed)
+        order = order_of(loader, epoch=0)
+        first = order[0]
         targets = loader.per_row.targets.tolist()
         tokens = loader.per_row.tokens.tolist()
-        order = [loader.rows_of(epoch * n + i, 1)[0][0] for i in range(n)]
-        shuffled = np.random.default_rng([seed, epoch]).permutation(n).tolist()
-        if epoch == 0:  # the first row trades places with the largest: memory runs out at step 0 or not at all
-            largest = (targets[order[0]], 0) if packing else (tokens[order[0]], targets[order[0]])
-            assert largest == ((max(targets), 0) if packing else max(zip(tokens, targets)))
-            i = shuffled.index(order[0])
-            shuffled[0], shuffled[i] = shuffled[i], shuffled[0]
-        assert order == shuffled
+        if packing:  # rows are equally long, and the loss of the most targets needs the most memory
+            assert targets[first] == max(targets)
+        else:
+            sizes = list(zip(tokens, targets))
+            assert sizes[first] == max(sizes)
 
+        # but for that it is an order like any other: two rows trade places
+        expected = shuffled(loader, 0)
+        place = expected.index(first)
+        expected[place] = expected[0]
+        expected[0] = first
+        assert order == expected
+
+
+# ---------------------------------------------------------------- the random bits of dropout
+
+ONE_BATCH = Split(batch_size=6, grad_accum=1, world=1)
+
+
+class Drawn(NamedTuple):
+    """What a place of the global batch has: the token there, and the random bits of its dropout."""
+
+    token: int
+    bits: int
+
+
+def drawn_by(loader, step, grad_accum):
+    """{(row of the step, column): Drawn} of a rank."""
+    drawn = {}
+    batches, _ = loader.step(step, grad_accum)
+    for number, batch in enumerate(batches):
+        micro_batch = number * loader.world + loader.rank
+        first_row = micro_batch * loader.batch_size
+        n_tokens = batch.tokens.numel()
+        first_token = loader.shard * n_tokens  # where a shard begins in the rows of its group
+        T = loader.seq_len
+        if not loader.packing:
+            T = batch.tokens.shape[1]
+        tokens = batch.tokens.flatten().tolist()
+        bits = batch.dropout_bits.flatten().tolist()
+        for i in range(n_tokens):
+            row, column = divmod(first_token + i, T)
+            if row < loader.batch_size:  # what fills up the last shard is in no row
+                drawn[first_row + row, column] = Drawn(tokens[i], bits[i])
+    return drawn
+
+
+def drawn_by_all(split, packing, step=0, sequence_parallel=1):
+    """{(row of the step, column): Drawn} of all ranks."""
+    documents = make_documents([4, 3, 6, 5, 2, 4, 3, 7, 5, 4])
+    options = {"seed": 3, "packing": packing, "sequence_parallel": sequence_parallel}
+    drawn = {}
+    for loader in loaders_of(documents, split, seq_len=8, **options):
+        drawn |= drawn_by(loader, step, split.grad_accum)
+    return drawn
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_no_two_tokens_draw_the_same_dropout(packing):
+    bits = []
+    for step in (0, 1):
+        drawn = drawn_by_all(ONE_BATCH, packing, step)
+        bits += [token.bits for token in drawn.values()]
+    assert len(set(bits)) == len(bits)
+
+
+def check_draws_are_the_same(split, packing, sequence_parallel=1):
+    together = drawn_by_all(ONE_BATCH, packing)
+    apart = drawn_by_all(split, packing, sequence_parallel=sequence_parallel)
+    rows = {row for row, _ in apart}
+    assert rows == {0, 1, 2, 3, 4, 5}
+    # not every column: a row that is not packed is as long as the longest row beside it
+    assert apart.keys() <= together.keys()
+    for place, drawn in apart.items():
+        assert drawn == together[place], place
+
+
+DROPOUT_SPLITS = [
+    Split(1, 6, 1),
+    Split(2, 3, 1),
+    Split(1, 3, 2),
+    Split(2, 1, 3),
+]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("split", DROPOUT_SPLITS, ids=str)
+def test_a_token_draws_the_same_dropout_however_a_step_is_split(split, packing):
+    check_draws_are_the_same(split, packing)
+
+
+@pytest.mark.parametrize("split, sequence_parallel", [
+    (Split(3, 1, 4), 2),  # two groups
+    (Split(1, 6, 3), 3),  # one group, in which the 8 tokens of a row do not divide by 3
+], ids=str)
+def test_a_token_draws_the_same_dropout_in_any_shard_of_its_row(split, sequence_parallel):
+    check_draws_are_the_same(split, True, sequence_parallel)
+
+
+# ---------------------------------------------------------------- no contamination: what is in a batch
+# Three documents of the tokens 0-3, 4-6 and 7-8. Position p holds token p, and its target is token p + 1: a document of
+# n tokens has n - 1 positions, and its last token is a target only.
 
 X = IGNORE
-BATCHES = {True: ([[0, 1, 2, 4, 5, 7, 0, 0]], [[1, X, 3, X, X, 8, X, X]], [[0, 1, 2, 0, 1, 0, 0, 0]], [0, 2, 5]),
-           False: ([[0, 1, 2], [4, 5, 0], [7, 0, 0]], [[1, X, 3], [X, X, X], [8, X, X]],
-                   [[0, 1, 2], [0, 1, 0], [0, 0, 0]], [0, 2, 6])}
+P = 0  # padding, a token like any other, which has no target
+
+
+@pytest.fixture(scope="module")
+def three_documents():
+    return make_documents([4, 3, 2], unsupervised=[2, 5, 6])
+
+
+@pytest.fixture(scope="module")
+def packed(three_documents):
+    """One row of eight positions, two of them padding."""
+    loader = loader_of(three_documents, seq_len=8)
+    return loader.batch([0])
+
+
+@pytest.fixture(scope="module")
+def unpacked(three_documents):
+    """A row for each document, as long as the longest of them."""
+    loader = loader_of(three_documents, seq_len=8, packing=False, batch_size=3)
+    return loader.batch([0, 1, 2])
+
+
+def test_the_mask_of_a_batch_is_right_to_the_token(packed, unpacked):
+    assert packed.tokens.tolist() == [[0, 1, 2, 4, 5, 7, P, P]]
+    assert packed.targets.tolist() == [[1, X, 3, X, X, 8, X, X]]
+    assert packed.keep_S.tolist() == [0, 2, 5]
+    assert packed.n_targets == [2, 0, 1]  # of each document
+
+    assert unpacked.tokens.tolist() == [[0, 1, 2], [4, 5, P], [7, P, P]]
+    assert unpacked.targets.tolist() == [[1, X, 3], [X, X, X], [8, X, X]]
+    assert unpacked.keep_S.tolist() == [0, 2, 6]  # places in the flattened rows
+    assert unpacked.n_targets == [2, 0, 1]
+
+
+def test_positions_restart_in_every_document(packed, unpacked):
+    assert packed.positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
+    assert unpacked.positions.tolist() == [[0, 1, 2], [0, 1, 0], [0, 0, 0]]
+
+
+def test_spans_say_where_documents_lie(packed, unpacked):
+    assert packed.spans.pairs == [(0, 3), (3, 5), (5, 6)]
+    assert packed.spans.bounds.tolist() == [0, 3, 5, 6, 8]  # padding counts as a document
+    assert packed.spans.longest == 3
+
+    assert unpacked.spans.pairs == [(0, 3), (3, 5), (6, 7)]
+    assert unpacked.spans.bounds.tolist() == [0, 3, 5, 6, 7, 9]
+    assert unpacked.spans.longest == 3
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_batch_is_right_to_the_token(packing):
-    """Documents 0-3, 4-6 and 7-8; tokens 2, 5 and 6 are not supervised."""
-    documents = make_documents([4, 3, 2], np.array([1, 1, 0, 1, 1, 0, 0, 1, 1], bool))
-    batch = loader_of(documents, packing, 3, seq_len=8).batch([0] if packing else [0, 1, 2])
-    assert tuple(tensor.tolist() for tensor in batch[:4]) == BATCHES[packing]
-    assert batch.spans.pairs == [(0, 3), (3, 5), (5, 6) if packing else (6, 7)] and batch.spans.longest == 3
-    assert batch.spans.bounds.tolist() == ([0, 3, 5, 6, 8] if packing else [0, 3, 5, 6, 7, 9])  # of padding too
+def test_no_target_crosses_into_the_next_document(documents, packing):
+    first_of_next = set(documents.stop.tolist())
+    loader = loader_of(documents, packing=packing)
+    n_targets = 0
+    for row in range(len(loader.rows)):
+        batch = loader.batch([row])
+        tokens = batch.tokens.flatten()[batch.keep_S]
+        targets = batch.targets.flatten()[batch.keep_S]
+        assert torch.equal(targets, tokens + 1)  # make_documents() counts the tokens
+        assert first_of_next.isdisjoint(targets.tolist())
+        n_targets += len(targets)
+    assert n_targets == documents.n_targets.sum()
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_a_token_draws_the_same_dropout_however_a_step_is_split(packing):
-    documents = make_documents([4, 3, 6, 5, 2, 4, 3, 7, 5, 4])
+def test_exactly_the_answers_of_packed_chats_are_targets(tiny, tmp_path):
+    """From the text of a file to the targets of a row: through template, tokenizer, cache and packing."""
+    first = chat(QUESTION, message("assistant", "the first"))
+    second = chat(
+        QUESTION,
+        message("assistant", "a second"),
+        QUESTION,
+        message("assistant", "and one more"),
+    )
+    third = chat(QUESTION, message("assistant", "é☃ of several bytes"))
+    path = jsonl(tmp_path / "a.jsonl", first, second, third)
+    documents, _ = read_data(path, tiny)
+    batch = loader_of(documents, seq_len=400).batch([0])
+    assert len(batch.spans.pairs) == 3  # one row has them all
 
-    def drawn(step, batch_size, world, grad_accum, shards=1):
-        """{(row of the step, column): (token, bits)} of all ranks."""
-        found = {}
-        for rank in range(world):
-            loader = data.Loader(documents, 8, packing, batch_size, 3, rank, world, shards)
-            for i, batch in enumerate(loader.step(step, grad_accum)[0]):
-                first_row = (i * loader.world + loader.rank) * batch_size
-                T = 8 if packing else batch.tokens.numel() * shards // batch_size
-                first = loader.shard * batch.tokens.numel()
-                for at, pair in enumerate(zip(batch.tokens.flatten().tolist(), batch.dropout_bits.flatten().tolist())):
-                    row, column = divmod(first + at, T)
-                    if row < batch_size:  # not what fills up the shards
-                        found[first_row + row, column] = pair
-        return found
-
-    one = drawn(0, 6, 1, 1)
-    assert len({bits for _, bits in one.values()}) == len(one)  # no two tokens of a step share theirs
-    splits = [(1, 1, 6), (2, 1, 3), (1, 2, 3), (2, 3, 1)]
-    if packing:
-        splits += [(3, 4, 1, 2), (1, 3, 6, 3)]
-    for split in splits:
-        other = drawn(0, *split)
-        assert other.keys() <= one.keys()  # a row that is not packed has the columns of the longest beside it
-        assert all(one[place] == pair for place, pair in other.items())
-        assert {row for row, _ in other} == {*range(6)}
-    assert not {bits for _, bits in one.values()} & {bits for _, bits in drawn(1, 6, 1, 1).values()}
+    trained = []
+    for start, stop in batch.spans.pairs:
+        targets = batch.targets[0, start:stop]
+        ids = targets[targets != IGNORE].tolist()
+        trained.append(tiny.core.decode(ids, skip_special_tokens=False))
+    expected = [f"the first{END}", f"a second{END}and one more{END}", f"é☃ of several bytes{END}"]
+    assert sorted(trained) == sorted(expected)  # the longest document comes first in a row
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -441,48 +878,157 @@ def test_evaluation_covers_every_row_once_and_in_order_over_three_ranks(document
     rows = []
     for batches in zip(*ranks, strict=True):
         for batch in batches:
-            rows += [row for row in rows_of(batch) if row]
-    assert rows == rows_of(one.batch(range(n_rows)))
+            rows += [row for row in tokens_by_row(batch) if row]
+    assert rows == tokens_by_row(one.batch(range(n_rows)))
 
 
 def test_inspected_example_shows_what_is_trained_on(tiny, tmp_path):
-    documents, _ = read_data(jsonl(tmp_path / "a.jsonl", chat(message("user", "\x1b[2J"), ANSWER)), tiny)
+    clear_screen = message("user", "\x1b[2J")  # for a terminal, if it were printed as it is
+    documents, _ = read_data(jsonl(tmp_path / "a.jsonl", chat(clear_screen, ANSWER)), tiny)
     text = data.show(tiny, documents, 0)
-    assert f"⟦{ANSWER['content']}{END}⟧" in text and "\033" not in text and r"\x1b[2J" in text
+    assert f"⟦{ANSWER['content']}{END}⟧" in text
+    assert "\033" not in text
+    assert r"\x1b[2J" in text
+
+
+# ---------------------------------------------------------------- no contamination: what the model sees of it
+# The blocks of each model can see other tokens in one way only, so that a leak cannot hide behind another way.
+
+WAYS = ["attention", "window", "convolution", "recurrent state"]
+WINDOW = MUSE | {
+    "layer_types": ["sliding_attention"] * 3,
+    "sliding_window": 4,  # tokens, fewer than any document has
+}
+DELTA_NET = {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "layer_types": ["linear_attention"] * 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+def forget_at_once_(mixer):
+    """Makes the decay of the state e^-(e^20): each token reads what it has written itself, and the rest is zero."""
+    mixer.decay.A_log.data.fill_(20.0)
+
+
+def convolve_nothing_(mixer):
+    """Keeps the last tap alone, which is that of the token itself."""
+    mixer.conv1d.weight.data[:, :-1] = 0
+
+
+def build_with(way):
+    # 0.2: with such large weights a neighbour's token would move every logit far beyond rounding
+    shape = {"initializer_range": 0.2, "vocab_size": 128}
+    if way == "window":
+        shape |= WINDOW
+    elif way != "attention":
+        shape |= DELTA_NET
+    model, _ = build(**shape)
+    for block in model.model.layers:
+        if way == "convolution":
+            forget_at_once_(block.linear_attn)
+        elif way == "recurrent state":
+            convolve_nothing_(block.linear_attn)
+    return model
 
 
 @pytest.fixture(scope="module")
-def transformer():
-    return build(initializer_range=0.2)[0]  # a neighbour's token would move every logit far beyond rounding
+def models():
+    return {way: build_with(way) for way in WAYS}
 
 
-def packed_row(lengths, change=None):
-    """One row of documents with random tokens; those of document `change` are others."""
+LENGTHS = {
+    "unequal": [9, 6, 12],
+    "equal": [9, 9, 9],
+    # attend() computes 3 x 32 positions as rows of a batch: a CPU does so for multiples of 32. The third document
+    # begins at a multiple of 64, with a new chunk of the gated delta rule.
+    "rows of a batch": [33, 33, 33],
+}
+
+
+def packed_row(documents):
+    """All documents in one row, without padding."""
+    n_positions = documents.stop - documents.start - 1
+    loader = loader_of(documents, seq_len=int(n_positions.sum()))
+    return loader.batch([0])
+
+
+def random_row(lengths, change=None):
+    """Documents of random tokens in one row; those of document `change` are others."""
     documents = make_documents(lengths)
     tokens = documents.files[0].tokens
-    tokens[:] = np.random.default_rng(0).integers(0, 64, size=len(tokens))
+    tokens[:] = np.random.default_rng(0).integers(0, 128, size=len(tokens))
     if change is not None:
-        tokens[documents.start[change] : documents.stop[change]] ^= 1
-    return loader_of(documents, seq_len=sum(lengths) - len(lengths)).batch([0])
+        start = documents.start[change]
+        stop = documents.stop[change]
+        tokens[start:stop] ^= 1
+    return packed_row(documents)
+
+
+def logits_of(model, batch):
+    """[T, V] of a batch of one row."""
+    return model(batch.tokens, None, batch.positions, batch.spans)[0]
+
+
+def loss_of(model, batch, keep_S):
+    """The summed loss of the targets at these places."""
+    return model(batch.tokens, batch.targets, batch.positions, batch.spans, keep_S)
 
 
 @pytest.mark.parametrize("change", [0, 1, 2])
-@pytest.mark.parametrize("lengths", [[9, 6, 12], [9, 9, 9]], ids=["unequal", "equal"])  # the branches of attend()
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_packed_documents_do_not_attend_to_each_other(transformer, lengths, change):
-    batches = packed_row(lengths), packed_row(lengths, change)
-    assert (batches[0].spans.bounds is None) == (len(set(lengths)) == 1)
-    logits = [transformer(batch.tokens, None, batch.positions, batch.spans).flatten(0, 1) for batch in batches]
-    for start, stop in batches[0].spans.pairs:
-        same_tokens = torch.equal(*(batch.tokens[0, start:stop] for batch in batches))
+def test_packed_documents_do_not_see_each_other(models, way, lengths, change):
+    before = random_row(LENGTHS[lengths])
+    after = random_row(LENGTHS[lengths], change)
+    assert (before.spans.bounds is None) == (lengths != "unequal")  # what attend() decides by
+    logits_before = logits_of(models[way], before)
+    logits_after = logits_of(models[way], after)
+
+    n_changed = 0
+    for start, stop in before.spans.pairs:
+        place = slice(start, stop)
+        same_tokens = torch.equal(before.tokens[0, place], after.tokens[0, place])
         # bit for bit: the same products of the same shapes, and no neighbour in them
-        assert torch.equal(*(logits_NV[start:stop] for logits_NV in logits)) == same_tokens
+        same_logits = torch.equal(logits_before[place], logits_after[place])
+        assert same_logits == same_tokens
+        n_changed += not same_tokens
+    assert n_changed == 1
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("way", WAYS)
+def test_no_gradient_crosses_into_another_document(models, way, lengths):
+    """The loss of a document has a gradient in the embeddings of its own tokens, all of them, and in no other."""
+    model = models[way]
+    documents = make_documents(LENGTHS[lengths])  # in which no token comes twice
+    batch = packed_row(documents)
+    for start, stop in batch.spans.pairs:
+        model.zero_grad()
+        loss_of(model, batch, torch.arange(start, stop)).backward()
+        norms_V = model.model.embed_tokens.weight.grad.norm(dim=1)
+        # The norms of its own tokens are 1 to 600, the others 0 but for a few of 1e-14: decays are differences of sums
+        # in float64, and the gradients of what came earlier cancel in such a sum only up to rounding.
+        with_gradient = (norms_V > 1e-9).nonzero().flatten()
+        own_tokens = batch.tokens[0, start:stop]
+        assert torch.equal(with_gradient, own_tokens)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_packed_loss_is_the_sum_of_the_losses_alone(transformer):
-    batch = packed_row([9, 6, 12])
-    packed = transformer(batch.tokens, batch.targets, batch.positions, batch.spans, batch.keep_S)
-    alone = sum(transformer(batch.tokens[:, a:b], batch.targets[:, a:b]) for a, b in batch.spans.pairs)
+def test_packed_loss_is_the_sum_of_the_losses_alone(models, way):
+    model = models[way]
+    batch = random_row(LENGTHS["unequal"])
+    packed_loss = loss_of(model, batch, batch.keep_S)
+    losses_alone = []
+    for start, stop in batch.spans.pairs:
+        tokens = batch.tokens[:, start:stop]
+        targets = batch.targets[:, start:stop]
+        losses_alone.append(model(tokens, targets).item())
     # float32: matrix products of another height are summed in another order, about 1e-6 of it
-    assert float(packed) == pytest.approx(float(alone), rel=1e-5)
+    assert packed_loss.item() == pytest.approx(sum(losses_alone), rel=1e-5)
