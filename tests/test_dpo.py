@@ -1,4 +1,5 @@
-"""--dpo: TRL's curve, what must not change it, and rows of chosen and rejected answers."""
+"""--dpo: the curve of TRL's own trainer, what must not change a curve, and how rows of chosen and rejected answers are
+read and packed."""
 
 import json
 import shutil
@@ -7,74 +8,130 @@ import numpy as np
 import pytest
 from conftest import HERE, read_data, run_ranks, start_ranks
 from test_compile import trace_only
-from test_formats import jsonl
+from test_formats import END, START, jsonl, message, turn
 
 import data
 import train
 
-PAIRS = HERE / "goldens-dpo" / "pairs.jsonl"  # of make_dpo_golden.py
-LORA = ["--dpo", "--lora", "--lora_rank", 8, "--lora_alpha", 16, "--precision", "fp32", "--sample", "",
-        "--log_every", 1, "--data", PAIRS, "--lr", 1e-3, "--warmup", 0, "--schedule", "constant"]
-ASKED = [{"role": "user", "content": "the file"}]
-GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("is read from disk", "import None"))
+GOLDEN = HERE / "goldens-dpo"  # of make_dpo_golden.py
+PAIRS = GOLDEN / "pairs.jsonl"
+# the settings of the golden
+FLAGS = [
+    "--dpo", "--data", PAIRS,
+    "--lora", "--lora_rank", 8, "--lora_alpha", 16,
+    "--lr", 1e-3, "--warmup", 0, "--schedule", "constant",
+    "--precision", "fp32",
+    "--log_every", 1,
+    "--sample", "",  # nothing is generated after the run
+]
+
+
+# ---------------------------------------------------------------- TRL's numbers
 
 
 def in_the_order_of_the_file(argv):
+    """train.py without shuffling: TRL has trained on the pairs in this order."""
     data.Loader.make_order = lambda self, epoch: np.arange(len(self.rows))
     return train.launch(argv)
 
 
-def rows_in(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def run_alone(function, argv, out):
+    """Runs function(argv) in a rank of its own, because it changes train.py or data.py -> rows of metrics.jsonl."""
+    log = out.parent / f"{out.name}.log"
+    argv = [*argv, "--out", out, "--save_every", 0]
+    words = [str(word) for word in argv]
+    codes = start_ranks(1, function, (words,), [log])
+    assert codes == [0], log.read_text()
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# TRL itself, in float64 or with other kernels, is up to half as far from its curve
+TOLERANCES = {
+    "loss": 2e-5,
+    "reward_margin": 2e-4,
+    "reward_accuracy": 0,
+    "grad_norm": 1e-3,
+    "logp_chosen": 2e-3,  # a sum over the tokens of an answer, about -100
+    "logp_rejected": 2e-3,
+}
 
 
 def test_the_curve_is_that_of_trl(tmp_path):
-    argv = [*LORA, "--no-packing", "--batch_size", 4, "--steps", 50, "--save_every", 0, "--out", tmp_path / "out",
-            "--no-activation_checkpointing"]  # a quarter less time
-    log = tmp_path / "log"
-    assert start_ranks(1, in_the_order_of_the_file, ([*map(str, argv)],), [log]) == [0], log.read_text()
-    rows = rows_in(tmp_path / "out")
-    curve = json.loads((PAIRS.parent / "curve.json").read_text())
-    # TRL itself, in float64 or with other kernels, is up to half as far from its curve
-    for name, atol in ("loss", 2e-5), ("reward_margin", 2e-4), ("reward_accuracy", 0), ("grad_norm", 1e-3), (
-            "logp_chosen", 2e-3), ("logp_rejected", 2e-3):
-        assert [row[name] for row in rows] == pytest.approx(curve[name], rel=0, abs=atol), name
-    assert rows[0]["loss"] == np.float32(np.log(2)) and rows[0]["reward_margin"] == 0
+    batches = ["--no-packing", "--batch_size", 4, "--steps", 50]
+    faster = ["--no-activation_checkpointing"]  # a quarter less time
+    rows = run_alone(in_the_order_of_the_file, [*FLAGS, *batches, *faster], tmp_path / "out")
+    curve = json.loads((GOLDEN / "curve.json").read_text())
+    for name, tolerance in TOLERANCES.items():
+        got = [row[name] for row in rows]
+        assert got == pytest.approx(curve[name], rel=0, abs=tolerance), name
+
+    # before the first update the model is its own reference, to the last bit
+    assert rows[0]["loss"] == np.float32(np.log(2))
+    assert rows[0]["reward_margin"] == 0
+
+
+# ---------------------------------------------------------------- what must not change a curve
 
 
 @pytest.fixture(scope="module")
 def small(folder):
     """Flags of a smaller model than TRL's curve has. Its random weights need a larger rate to learn in a few steps."""
-    return [*LORA, "--model", folder, "--random_init", "--lr", 1e-2]
+    return [*FLAGS, "--model", folder, "--random_init", "--lr", 1e-2]
 
 
 @pytest.fixture(scope="module")
 def job(small):
+    """Flags of a run of four steps. Its figures are those of `undisturbed` however the 4 rows of a step are split."""
+    # without clipping, the rounding of one gradient changes no other one
     return [*small, "--eval_data", PAIRS, "--seq_len", 200, "--clip", 0, "--steps", 4]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(job, tmp_path_factory):
-    out = tmp_path_factory.mktemp("dpo") / "out"
-    return run_ranks(1, [*job, "--batch_size", 4, "--save_every", 2], out)[0], out
+def undisturbed_out(tmp_path_factory):
+    return tmp_path_factory.mktemp("dpo") / "out"
 
 
-def check_equal(rows, expected, tolerance):
+@pytest.fixture(scope="module")
+def undisturbed(job, undisturbed_out):
+    """Rows of metrics.jsonl of the job on one rank, which saves in the middle."""
+    rows, said, codes = run_ranks(1, [*job, "--batch_size", 4, "--save_every", 2], undisturbed_out)
+    assert codes == [0], said
+    return rows
+
+
+def is_compared(name):
+    """Whether it is a figure of what is learned. Times and memory differ from run to run."""
+    return name in train.DPO_FIGURES or "loss" in name or "eval" in name
+
+
+def check_rows(rows, expected, tolerance):
     assert len(rows) == len(expected)
-    for row, wanted in zip(rows, expected):
-        for name in [name for name in wanted if name in train.DPO_FIGURES or "loss" in name or "eval" in name]:
-            assert row[name] == pytest.approx(wanted[name], rel=tolerance, abs=tolerance), (name, row["step"])
+    for row, expected_row in zip(rows, expected):
+        names = [name for name in expected_row if is_compared(name)]
+        assert names, row
+        for name in names:
+            wanted = pytest.approx(expected_row[name], rel=tolerance, abs=tolerance)
+            assert row[name] == wanted, (name, row["step"])
+
+
+ANOTHER_ORDER = 1e-4  # of float32 sums: how far figures may be apart
 
 
 @pytest.mark.parametrize("world, flags", [
-    (4, "--fsdp2 --replicas 2"), (2, "--fsdp2 --grad_accum 2"), (2, "--batch_size 2 --optim_in_backward"),
-    (1, "--grad_accum 4 --no-activation_checkpointing --ce_chunk 64"), (1, "--batch_size 4 --tiled_mlp 40 --gpu_gib 9"),
+    # each with 4 rows a step: --batch_size 1 is the default
+    (4, "--fsdp2 --replicas 2"),
+    (2, "--fsdp2 --grad_accum 2"),
+    (2, "--batch_size 2 --optim_in_backward"),
+    # chunks of the loss and tiles of an MLP that end inside an answer
+    (1, "--grad_accum 4 --no-activation_checkpointing --ce_chunk 64"),
+    (1, "--batch_size 4 --tiled_mlp 40 --gpu_gib 9"),  # --gpu_gib: the plan chooses what is recomputed
     (1, "--batch_size 4 --offload activations --no-fused_adamw"),
 ])
 def test_ranks_and_memory_flags_change_nothing(job, undisturbed, tmp_path, world, flags):
     rows, said, codes = run_ranks(world, [*job, *flags.split()], tmp_path / "out")
-    assert not any(codes), said
-    check_equal(rows, undisturbed[0], 1e-4)  # float32 sums in another order
+    assert codes == [0] * world, said
+    check_rows(rows, undisturbed, ANOTHER_ORDER)
 
 
 def test_beta_is_the_scale_of_rewards(job, undisturbed, tmp_path):
@@ -87,77 +144,121 @@ def test_beta_is_the_scale_of_rewards(job, undisturbed, tmp_path):
 
 
 def traced(argv):
+    """train.py with a --compile that traces, which takes a second, and generates no code."""
     trace_only()
     return train.launch(argv)
 
 
 def test_compiled_pairs_compute_the_same(job, undisturbed, tmp_path):
-    argv = [*job, "--batch_size", 4, "--compile", "--save_every", 0, "--out", tmp_path / "out"]
-    assert start_ranks(1, traced, ([*map(str, argv)],), [tmp_path / "log"]) == [0], (tmp_path / "log").read_text()
-    check_equal(rows_in(tmp_path / "out"), undisturbed[0], 1e-4)
+    rows = run_alone(traced, [*job, "--batch_size", 4, "--compile"], tmp_path / "out")
+    check_rows(rows, undisturbed, ANOTHER_ORDER)
 
 
 def test_pairs_in_one_row_are_as_pairs_in_rows_of_their_own(small, tmp_path):
-    (packed, *_), (unpacked, *_) = (
-        run_ranks(1, [*small, "--steps", 3, *flags.split()], tmp_path / flags.split()[1])
-        for flags in ("--seq_len 4000", "--batch_size 24 --no-packing"))
-    check_equal(packed, unpacked, 1e-4)
+    job = [*small, "--steps", 3]
+    packed, said, codes = run_ranks(1, [*job, "--seq_len", 4000], tmp_path / "packed")
+    assert codes == [0], said
+
+    n_pairs = len(PAIRS.read_text().splitlines())  # a step trains on all of them, as the one row does
+    a_row_each = ["--no-packing", "--batch_size", n_pairs]
+    unpacked, said, codes = run_ranks(1, [*job, *a_row_each], tmp_path / "unpacked")
+    assert codes == [0], said
+    check_rows(packed, unpacked, ANOTHER_ORDER)
 
 
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(job, undisturbed, tmp_path):
-    expected, out = undisturbed
-    shutil.copytree(out, tmp_path / "out", ignore=shutil.ignore_patterns("final", "checkpoint-4"))
-    rows, _, _ = run_ranks(1, [*job, "--batch_size", 4, "--save_every", 2, "--resume"], tmp_path / "out")
-    check_equal(rows, expected, 0)
-    name = "final/adapter_model.safetensors"
-    assert (tmp_path / "out" / name).read_bytes() == (out / name).read_bytes()
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(job, undisturbed, undisturbed_out, tmp_path):
+    out = tmp_path / "out"
+    after_step_2 = shutil.ignore_patterns("final", "checkpoint-4")
+    shutil.copytree(undisturbed_out, out, ignore=after_step_2)  # as if the run had been killed
+    rows, said, codes = run_ranks(1, [*job, "--batch_size", 4, "--save_every", 2, "--resume"], out)
+    assert codes == [0], said
+    check_rows(rows, undisturbed, tolerance=0)
+    adapter = "final/adapter_model.safetensors"
+    assert (out / adapter).read_bytes() == (undisturbed_out / adapter).read_bytes()
 
 
-# ---------------------------------------------------------------- rows
+# ---------------------------------------------------------------- rows of pairs
 
 
-def read_pairs(path, *rows, **options):
-    return read_data(jsonl(path / "rows.jsonl", *rows), data.Tokenizer(HERE / "tiny", None, "pairs"), **options)
+@pytest.fixture(scope="module")
+def pairs():
+    """The tokenizer of a run with --dpo."""
+    return data.Tokenizer(HERE / "tiny", train_on="pairs")
 
 
-ASKED_TEXT = "<|im_start|>user\nthe file<|im_end|>\n<|im_start|>assistant\n"
-OF_CHATS = [f"{ASKED_TEXT}⟦is read from disk<|im_end|>⟧\n", f"{ASKED_TEXT}⟦import None<|im_end|>⟧\n"]
-OF_TEXTS = ["def f⟦(x): pass<|im_end|>⟧", "def f⟦[]<|im_end|>⟧"]
+QUESTION = [message("user", "the file")]
+GOOD = [message("assistant", "is read from disk")]
+BAD = [message("assistant", "import None")]
+
+# What is shown for these answers. The question comes before both of them, and is trained on in neither.
+ASKED = turn("user", "the file") + f"{START}assistant\n"
+CHATS = [f"{ASKED}⟦is read from disk{END}⟧\n", f"{ASKED}⟦import None{END}⟧\n"]
+TEXTS = [f"def f⟦(x): pass{END}⟧", f"def f⟦[]{END}⟧"]
 
 
 @pytest.mark.parametrize("row, shown", [
-    ({"prompt": ASKED, "chosen": GOOD, "rejected": BAD}, OF_CHATS),
-    ({"chosen": ASKED + GOOD, "rejected": ASKED + BAD}, OF_CHATS),
-    ({"prompt": "def f", "chosen": "(x): pass", "rejected": "[]"}, OF_TEXTS),
-    ({"chosen": "def f(x): pass", "rejected": "def f[]"}, OF_TEXTS),
+    ({"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}, CHATS),
+    # without a prompt it is what both begin with: messages, or characters
+    ({"chosen": QUESTION + GOOD, "rejected": QUESTION + BAD}, CHATS),
+    ({"prompt": "def f", "chosen": "(x): pass", "rejected": "[]"}, TEXTS),
+    ({"chosen": "def f(x): pass", "rejected": "def f[]"}, TEXTS),
 ], ids=["prompt", "common messages", "text", "common text"])
-def test_answers_alone_are_trained_on(tiny, tmp_path, row, shown):
-    documents, _ = read_pairs(tmp_path, row)
-    assert [data.show(tiny, documents, i) for i in (0, 1)] == shown
+def test_answers_alone_are_trained_on(pairs, tmp_path, row, shown):
+    path = jsonl(tmp_path / "rows.jsonl", row)
+    documents, _ = read_data(path, pairs)
+    chosen = data.show(pairs, documents, 0)
+    rejected = data.show(pairs, documents, 1)
+    assert [chosen, rejected] == shown
 
 
-def test_pairs_share_a_row_or_are_dropped_both_and_counted(tmp_path):
-    rows = [{"prompt": "self " * n, "chosen": "str", "rejected": "list " * (i + 1)}
-            for i, n in enumerate((40, 3, 9, 90, 20, 7))]
-    documents, file = read_pairs(tmp_path, *rows, seq_len=100)
-    lengths = (documents.stop - documents.start - 1).tolist()
-    assert file.n_long == 1 and documents.line.tolist() == [1, 1, 2, 2, 3, 3, 5, 5, 6, 6]
-    for packing in (True, False):
-        loader = data.Loader(documents, 100, packing, 1, 0, 0, 1)
-        for i, parts in enumerate(loader.rows):
-            assert [part % 2 for part in parts] == [0, 1] * (len(parts) // 2) and (np.diff(parts)[::2] == 1).all()
-            assert loader.per_row.tokens[i] == sum(lengths[part] for part in parts) <= 100
-            assert loader.per_row.documents[i] == len(parts)
-            batch = loader.batch([i])
-            assert sum(batch.n_targets) == len(batch.keep_S) and len(batch.n_targets) == len(parts)
+@pytest.fixture(scope="module")
+def six_pairs(pairs, tmp_path_factory):
+    """(Documents, data.DataFile) of six pairs for rows of 100 tokens. The fourth one is too long for a row, and only
+    because its two answers have to share it."""
+    n_words_of_prompts = [40, 3, 9, 90, 20, 7]
+    rows = []
+    for number, n_words in enumerate(n_words_of_prompts, 1):
+        rows.append({
+            "prompt": "self " * n_words,
+            "chosen": "str",
+            "rejected": "list " * number,  # so that no two pairs are equally long
+        })
+    path = jsonl(tmp_path_factory.mktemp("pairs") / "rows.jsonl", *rows)
+    return read_data(path, pairs, seq_len=100)
+
+
+def test_a_pair_that_is_too_long_is_dropped_with_both_answers_and_counted(six_pairs):
+    documents, file = six_pairs
+    assert file.n_long == 1
+    assert documents.line.tolist() == [1, 1, 2, 2, 3, 3, 5, 5, 6, 6]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_answers_of_a_pair_share_a_row(six_pairs, packing):
+    documents, _ = six_pairs
+    n_positions = documents.stop - documents.start - 1
+    loader = data.Loader(documents, 100, packing, batch_size=1, seed=0, rank=0, world=1)
+    for number, row in enumerate(loader.rows):  # a row is a list of documents by number
+        chosen = row[0::2]
+        rejected = row[1::2]
+        assert [answer % 2 for answer in chosen] == [0] * len(chosen)
+        assert list(rejected) == [answer + 1 for answer in chosen]  # the next document is of the same line
+
+        assert loader.per_row.tokens[number] == n_positions[row].sum()
+        assert loader.per_row.tokens[number] <= 100
+        assert loader.per_row.documents[number] == len(row)
+        batch = loader.batch([number])
+        assert len(batch.n_targets) == len(row)  # by which the loss finds the tokens of each answer
+        assert sum(batch.n_targets) == len(batch.keep_S)
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"messages": ASKED + GOOD}, "--dpo needs rows with 'chosen' and 'rejected'"),
-    ({"prompt": ASKED, "chosen": GOOD, "rejected": []}, "empty, or begins the other one"),
-    ({"chosen": ASKED, "rejected": ASKED + BAD}, "empty, or begins the other one"),
-    ({"prompt": ASKED, "chosen": "text", "rejected": "other"}, "not valid chosen"),
+    ({"messages": QUESTION + GOOD}, "--dpo needs rows with 'chosen' and 'rejected'"),
+    ({"prompt": QUESTION, "chosen": GOOD, "rejected": []}, "empty, or begins the other one"),
+    ({"chosen": QUESTION, "rejected": QUESTION + BAD}, "empty, or begins the other one"),
+    ({"prompt": QUESTION, "chosen": "text", "rejected": "other"}, "not valid chosen"),
 ])
-def test_rows_that_are_no_pairs_are_refused_by_name(tmp_path, row, message):
+def test_rows_that_are_no_pairs_are_refused_by_name(pairs, tmp_path, row, message):
+    path = jsonl(tmp_path / "rows.jsonl", row)
     with pytest.raises(ValueError, match=message):
-        read_pairs(tmp_path, row)
+        read_data(path, pairs)
