@@ -4,150 +4,283 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import HERE, MOE
+from packed_goldens import relative_error
 from safetensors.torch import load_file
-from test_model import TOKENS, build_random
+from test_model import CPU, TOKENS, build_random
 
 import model as lm
 import nf4
 
 
-def weights(kind, rows=256, width=4096):
-    w = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)) * 0.02
-    if kind == "outlier columns":
-        w[:, ::512] *= 30
-    if kind == "scattered scales":
-        scale = torch.randn(rows, width // 64, 1, generator=torch.Generator().manual_seed(1)).exp()
-        w = (w.view(rows, -1, 64) * scale).view(rows, width)
-    return w
+def normal(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator)
 
 
-@pytest.mark.parametrize("kind", ["normal", "outlier columns", "scattered scales"])
-def test_the_error_is_nf4s_own_at_four_and_an_eighth_bits(kind):
-    w = weights(kind)
-    codes, scales = nf4.quantize(w)
-    blocks = w.view(len(w), -1, 64)
+def normal_weights(rows=256, width=4096):
+    return normal(rows, width) * 0.02  # the scale of trained weights
+
+
+def with_outlier_columns():
+    w_ND = normal_weights()
+    w_ND[:, ::512] *= 30  # as the inputs that LLM.int8 keeps apart: one block in eight has a large scale
+    return w_ND
+
+
+def with_scattered_scales():
+    """Each block of 64 with a scale of its own, log-normal: hard for scales that are stored in 8 bits."""
+    blocks = normal_weights().view(256, 64, 64)
+    scales = normal(256, 64, 1, seed=1).exp()
+    return (blocks * scales).view(256, 4096)
+
+
+def as_float32(codes, scales):
+    return nf4.dequantize(codes, scales, torch.float32)
+
+
+def nf4_layer(rows, width, bias=False, keeps_weight=False):
+    """A layer with normal weights."""
+    layer = nf4.NF4Linear(width, rows, bias)
+    codes, scales = nf4.quantize(normal_weights(rows, width))
+    layer.weight_codes.data = codes
+    layer.weight_scales.data = scales
+    layer.keeps_weight = keeps_weight
+    return layer
+
+
+def weight_of(layer):
+    return as_float32(layer.weight_codes, layer.weight_scales)
+
+
+# ---------------------------------------------------------------- the format
+
+
+def with_exact_scales(w_ND):
+    """The weights in NF4 with blocks' scales that are not rounded to 8 bits."""
+    blocks = w_ND.view(len(w_ND), -1, 64)
     absmax = blocks.abs().amax(-1, keepdim=True)
-    exact = nf4.dequantize(codes, nf4.quantize(torch.sign(w))[1], torch.float32).view_as(blocks) * absmax
-    error = (nf4.dequantize(codes, scales, torch.float32) - w).norm() / w.norm()
+    _, scales_of_one = nf4.quantize(w_ND.sign())  # every block has the scale 1
+    codes, _ = nf4.quantize(w_ND)
+    relative = as_float32(codes, scales_of_one).view_as(blocks)
+    return (relative * absmax).view_as(w_ND)
+
+
+@pytest.mark.parametrize("make", [normal_weights, with_outlier_columns, with_scattered_scales])
+def test_the_error_is_nf4s_own_at_four_and_an_eighth_bits(make):
+    w_ND = make()
+    codes, scales = nf4.quantize(w_ND)
+    error = relative_error(as_float32(codes, scales), w_ND)
+    exact_error = relative_error(with_exact_scales(w_ND), w_ND)
     # half a step of 254 over a row's decades: below 0.3 % of NF4's own error
-    assert error < 1.003 * (exact - blocks).norm() / w.norm()
-    if kind == "normal":  # bitsandbytes gives 0.0920 too
-        assert error.item() == pytest.approx(0.092, abs=0.001)
-    assert (codes.numel() + scales.numel()) * 8 / w.numel() == 4.140625
+    assert error < 1.003 * exact_error
+    if make is normal_weights:  # bitsandbytes gives 0.0920 too
+        assert error == pytest.approx(0.092, abs=0.001)
+
+    n_bits = 8 * (codes.numel() + scales.numel())
+    assert n_bits / w_ND.numel() == 4.140625  # 4, and 64 + 8 bytes of scales for 4,096 weights
 
 
-def test_codes_equal_bitsandbytes(monkeypatch):
-    monkeypatch.setattr(nf4, "CHUNK", 3000)  # a few rows at a time
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_codes_equal_bitsandbytes(monkeypatch, dtype):
+    monkeypatch.setattr(nf4, "CHUNK", 3000)  # weights at a time, which are a few rows
     golden = load_file(HERE / "goldens-nf4.safetensors")
-    for dtype in ("float32", "bfloat16"):
-        codes, _ = nf4.quantize(golden[f"weight.{dtype}"])
-        assert torch.equal(codes.flatten(), golden[f"codes.{dtype}"].flatten())
+    codes, _ = nf4.quantize(golden[f"weight.{dtype}"])
+    expected = golden[f"codes.{dtype}"]
+    assert torch.equal(codes.flatten(), expected.flatten())
 
 
 def test_zero_blocks_and_zero_rows_stay_zero():
-    w = weights("normal")
-    w[3], w[4, :64], w[5, 64:] = 0, 0, 0
-    back = nf4.dequantize(*nf4.quantize(w), torch.float32)
-    assert not back[3].any() and not back[4, :64].any() and not back[5, 64:].any()
-    assert back[4, 64:].any() and back[5, :64].any() and back.isfinite().all()
+    """The logarithm of their scales is minus infinity, which must not spoil the range of a row."""
+    w_ND = normal_weights()
+    w_ND[3] = 0
+    w_ND[4, :64] = 0
+    w_ND[5, 64:] = 0
+    back_ND = as_float32(*nf4.quantize(w_ND))
+    assert back_ND.isfinite().all()
+    assert not back_ND[3].any()
+    assert not back_ND[4, :64].any()
+    assert not back_ND[5, 64:].any()
+    # and the rest of their rows has NF4's error of normal weights, 0.092, as without them
+    assert relative_error(back_ND[4, 64:], w_ND[4, 64:]) < 0.1
+    assert relative_error(back_ND[5, :64], w_ND[5, :64]) < 0.12  # one block of 64 weights alone
+
+
+# ---------------------------------------------------------------- the layer
+
+
+def saved_by(function):
+    """(the result of a function, the tensors that autograd has saved for its backward)."""
+    saved = []
+
+    def pack(t):
+        saved.append(t)
+        return t
+
+    def unpack(t):
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        result = function()
+    return result, saved
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("keeps_weight", [True, False])
 def test_layer_equals_a_linear_of_the_dequantized_weight(bias, keeps_weight):
-    layer, saved = nf4.NF4Linear(128, 48, bias), []
-    layer.weight_codes.data, layer.weight_scales.data = nf4.quantize(weights("normal", 48, 128))
-    layer.keeps_weight = keeps_weight
+    layer = nf4_layer(48, 128, bias, keeps_weight)
     if bias:
         torch.nn.init.normal_(layer.bias)
-    w = nf4.dequantize(layer.weight_codes, layer.weight_scales, torch.float32)
     x = torch.randn(2, 5, 128, requires_grad=True)
-    x2 = x.detach().clone().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = layer(x)
-    assert keeps_weight or not [t for t in saved if t.is_floating_point()]  # nothing in 16 bits is kept
-    y.square().sum().backward()
-    F.linear(x2, w, layer.bias).square().sum().backward()
-    torch.testing.assert_close(x.grad, x2.grad, rtol=1e-5, atol=1e-6)  # the bias is added apart from the product
+    y, saved = saved_by(lambda: layer(x))
+    # the packed bytes are enough for the backward: a weight in 16 bits takes four times as many
+    saves_weight = any(t.is_floating_point() for t in saved)
+    assert saves_weight == keeps_weight
+    y.square().sum().backward()  # a gradient that differs from output to output
+
+    plain_x = x.detach().clone().requires_grad_()
+    plain_y = F.linear(plain_x, weight_of(layer), layer.bias)
+    plain_y.square().sum().backward()
+    # the bias is added apart from the product
+    torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- experts
+# A stack of experts is one matrix of their rows. ends[e] is where the tokens of expert e end in x.
 
 
 @pytest.mark.parametrize("keeps_weight", [True, False])
 def test_experts_are_products_of_their_own_rows(keeps_weight):
-    layer = nf4.NF4Linear(64, 4 * 48, False)
-    layer.weight_codes.data, layer.weight_scales.data = nf4.quantize(weights("normal", 4 * 48, 64))
-    layer.keeps_weight = keeps_weight
-    w = nf4.dequantize(layer.weight_codes, layer.weight_scales, torch.float32).view(4, 48, 64)
+    layer = nf4_layer(4 * 48, 64, keeps_weight=keeps_weight)
+    # three tokens for expert 1, five for expert 3, none for the others
+    ends = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
     x = torch.randn(8, 64, requires_grad=True)
-    x2 = x.detach().clone().requires_grad_()
-    y, y2 = layer(x, torch.tensor([0, 3, 3, 8], dtype=torch.int32)), torch.cat([x2[:3] @ w[1].T, x2[3:] @ w[3].T])
-    y.backward(y2.detach())
-    y2.backward(y2.detach())
-    torch.testing.assert_close(y, y2)
-    torch.testing.assert_close(x.grad, x2.grad)
+    y = layer(x, ends)
+
+    _, first, _, second = weight_of(layer).view(4, 48, 64)
+    plain_x = x.detach().clone().requires_grad_()
+    first_y = plain_x[:3] @ first.T
+    second_y = plain_x[3:] @ second.T
+    plain_y = torch.cat([first_y, second_y])
+    torch.testing.assert_close(y, plain_y)  # float32 sums in another order
+
+    up = plain_y.detach()
+    y.backward(up)
+    plain_y.backward(up)
+    torch.testing.assert_close(x.grad, plain_x.grad)
 
 
+class Dequantizing:
+    """nf4.dequantize(), which notes the rows of each weight that it is given."""
+
+    def __init__(self):
+        self.n_rows = []
+        self.dequantize = nf4.dequantize
+
+    def __call__(self, codes, *rest):
+        self.n_rows.append(len(codes))
+        return self.dequantize(codes, *rest)
+
+
+@pytest.fixture
+def dequantizing(monkeypatch):
+    counter = Dequantizing()
+    monkeypatch.setattr(nf4, "dequantize", counter)
+    return counter
+
+
+CHOSEN = [
+    [0],
+    [3, 15],
+    [5, 5, 6],  # two tokens have chosen the same expert
+]
+
+
+@pytest.mark.parametrize("chosen", CHOSEN, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("keeps_weight", [True, False])
-def test_an_answer_dequantizes_the_chosen_experts_alone_and_gets_the_same_bits(monkeypatch, keeps_weight, dtype):
-    layer = nf4.NF4Linear(64, 16 * 48, False)
-    layer.weight_codes.data, layer.weight_scales.data = nf4.quantize(weights("normal", 16 * 48, 64))
-    layer.keeps_weight = keeps_weight
-    dequantize = nf4.dequantize
-    n_rows = []
-
-    def counted(codes, *rest):
-        n_rows.append(len(codes))
-        return dequantize(codes, *rest)
-
-    monkeypatch.setattr(nf4, "dequantize", counted)
-    for chosen in ([0], [3, 15], [5, 5, 6]):
-        counts = torch.bincount(torch.tensor(chosen, dtype=torch.int64), minlength=16)
-        ends = counts.cumsum(0).to(torch.int32)
-        x = torch.randn(len(chosen), 64).to(dtype)
-        with torch.no_grad():
-            y = layer(x, ends)
-        assert torch.equal(y, layer(x, ends))  # with gradients: all experts
-        assert n_rows == [48 * len(set(chosen)), 48 * 16]
-        n_rows.clear()
+def test_an_answer_dequantizes_the_chosen_experts_alone_and_gets_the_same_bits(
+        dequantizing, keeps_weight, dtype, chosen):
+    layer = nf4_layer(16 * 48, 64, keeps_weight=keeps_weight)
+    n_tokens_of = torch.bincount(torch.tensor(chosen), minlength=16)
+    ends = n_tokens_of.cumsum(0).to(torch.int32)
+    x = torch.randn(len(chosen), 64).to(dtype)
+    with torch.no_grad():
+        y = layer(x, ends)
+    y_in_training = layer(x, ends)
+    assert torch.equal(y, y_in_training)
+    n_chosen = len(set(chosen))
+    # with gradients all experts: to ask which are chosen would make the host wait for the GPU
+    assert dequantizing.n_rows == [48 * n_chosen, 48 * 16]
 
 
-def test_a_mixture_in_nf4_answers_with_the_logits_of_all_its_experts_bit_for_bit(monkeypatch):
+@pytest.mark.parametrize("n_tokens", [1, 3])
+def test_a_mixture_in_nf4_answers_with_the_logits_of_all_its_experts_bit_for_bit(monkeypatch, n_tokens):
     model = build_random("qlora", **MOE).eval()
-    for n_tokens in (1, 3):
-        tokens = list(range(7, 7 + n_tokens))
-        got = lm.next_logits(model, tokens, torch.device("cpu"), lm.Cache())
-        with monkeypatch.context() as patch:
-            patch.setattr(nf4, "MANY_ROWS", 0)
-            assert torch.equal(got, lm.next_logits(model, tokens, torch.device("cpu"), lm.Cache()))
+    tokens = list(range(7, 7 + n_tokens))
+
+    def logits():
+        return lm.next_logits(model, tokens, CPU, lm.Cache())
+
+    of_chosen = logits()
+    monkeypatch.setattr(nf4, "MANY_ROWS", 0)  # the rows per expert from which on all experts are dequantized
+    assert torch.equal(of_chosen, logits())
 
 
-@pytest.mark.parametrize("fast, shape", [(False, {}), (True, {}), (True, MOE)], ids=str)
-def test_a_recomputed_block_dequantizes_each_weight_once_for_its_backward(monkeypatch, fast, shape):
+# ---------------------------------------------------------------- how often a weight is dequantized
+
+
+@pytest.mark.parametrize("fast, shape", [
+    (False, {}),
+    (True, {}),
+    (True, MOE),
+], ids=["plain", "fast", "fast experts"])
+def test_a_recomputed_block_dequantizes_each_weight_once_for_its_backward(dequantizing, fast, shape):
     model = build_random("qlora", **shape)
     for module in model.modules():
-        module.fast = fast  # float32: the operator, with the plain dequantization in it
+        module.fast = fast  # in float32 fast_weight() calls the plain dequantize()
 
     def gradients():
         model.zero_grad()
-        model(TOKENS, TOKENS.roll(-1, 1)).backward()
+        targets = TOKENS.roll(-1, 1)
+        model(TOKENS, targets).backward()
         return [p.grad.clone() for p in model.parameters() if p.requires_grad]
 
     expected = gradients()
     lm.checkpoint_activations_(model)
-    dequantize, calls = nf4.dequantize, []
-    monkeypatch.setattr(nf4, "dequantize", lambda *packed: (calls.append(1), dequantize(*packed))[1])
-    assert all(torch.equal(got, want) for got, want in zip(gradients(), expected, strict=True))
-    assert len(calls) == 3 * (7 + 7)  # the 7 weights of a block once in the forward and once in the recomputation
+    dequantizing.n_rows.clear()
+    for got, want in zip(gradients(), expected, strict=True):
+        assert torch.equal(got, want)
+    n_blocks = 3
+    n_weights = 7  # q, k, v, o, gate, up and down; experts are one weight
+    # once in the forward and once in the recomputation, whose weights the backward uses
+    assert len(dequantizing.n_rows) == n_blocks * (n_weights + n_weights)
 
 
 # ---------------------------------------------------------------- --compile
 
 
-def test_every_pair_of_levels_is_rounded_to_the_nearest_even_bf16():
-    codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
-    scales = torch.tensor([1.0, 0.3, 7e-5, 1.5, 2.0**-126, 0.0, 123.456, 3e38]).view(-1, 1)
+def no_table(device):
+    """What dequantize_pairs() gets on a CPU, which selects between constants."""
+
+
+SCALES = [
+    1.0, 1.5, 0.3, 123.456,
+    1 + 2**-8, 1 + 3 * 2**-8,  # the level 1 is then halfway between two bf16: rounded down, and rounded up
+    3e38, 7e-5, 2.0**-126,  # the largest, and small ones, whose products have fewer bits
+    0.0,
+]
+
+
+@pytest.mark.parametrize("make_table", [no_table, nf4.levels_of_bytes])
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_pair_of_levels_is_rounded_to_the_nearest_even_bf16(make_table, scale):
+    codes = torch.arange(256, dtype=torch.uint8).view(8, 32)  # eight blocks
+    scales = torch.full((8, 1), scale)
+    packed = nf4.dequantize_pairs(codes, scales, make_table(CPU))
+    pairs = packed.view(torch.bfloat16).view(8, 32, 2)
+
     levels = torch.tensor(nf4.CODEBOOK)
-    expected = torch.stack([levels[codes.long() >> 4], levels[codes.long() & 15]], -1) * scales[..., None]
-    for table in (None, nf4.levels_of_bytes(codes.device)):  # what a CPU does, and a GPU
-        packed = nf4.dequantize_pairs(codes, scales, table)
-        assert torch.equal(packed.view(torch.bfloat16).view(8, 32, 2), expected.bfloat16())
+    first = levels[codes.long() >> 4] * scale
+    second = levels[codes.long() & 15] * scale
+    assert torch.equal(pairs[..., 0], first.bfloat16())
+    assert torch.equal(pairs[..., 1], second.bfloat16())
