@@ -4,6 +4,7 @@ equal to the last bit, in a second. What Inductor makes of it is compared once, 
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,20 +17,42 @@ import model as lm
 import nf4
 import train
 
+STATS = torch._dynamo.utils.counters  # what has been compiled, and why a graph has ended early
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    STATS.clear()
 
 
 def n_graphs():
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return STATS["stats"]["unique_graphs"]
 
 
-def build(method, compiled=False, packing=True, checkpointing=False, tile=0, precision="fp32", sharded=False,
-          dropout=0.0, **shape):
-    model = build_random(method, dropout=dropout, **shape)
+def trace_only(set_attribute=setattr):
+    """The backend "eager" for all that is compiled. Compiled NF4 rounds exp() of a scale elsewhere than the plain
+    dequantize() does (test_nf4.py compares both), so that one stands in."""
+
+    def dequantize_bf16(codes, scales):
+        return nf4.dequantize(codes, scales, torch.bfloat16)
+
+    compile_eagerly = functools.partial(torch.compile, backend="eager")
+    set_attribute(torch, "compile", compile_eagerly)
+    set_attribute(nf4, "dequantize_compiled", dequantize_bf16)
+
+
+@pytest.fixture
+def tracing(monkeypatch):
+    trace_only(monkeypatch.setattr)
+
+
+# ---------------------------------------------------------------- models, batches and what a step computes
+
+
+def build(method, compiled=False, packing=True, checkpointing=False, tile=0, precision="fp32", **shape):
+    """A model with random weights, edited in the order in which train.py does it."""
+    model = build_random(method, **shape)
     lm.set_precision_(model, precision)
     if compiled:
         lm.compile_(model, packing)
@@ -37,80 +60,154 @@ def build(method, compiled=False, packing=True, checkpointing=False, tile=0, pre
         lm.tile_mlp_(model, tile)
     if checkpointing:
         lm.checkpoint_activations_(model)
-    if sharded:
-        train.shard_bytes_on_old_torch_()
-        for module in (*model.model.layers, model):
-            fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     return model
 
 
-def packed_batches(n=3, rows=2, length=64):
-    """Batches of one shape whose rows hold other documents each time."""
-    rng = torch.Generator().manual_seed(1)
-    for i in range(n):
-        tokens = torch.randint(4096, (rows, length), generator=rng)
-        cuts = [sorted({0, length, *torch.randint(1, length, (i + 1,), generator=rng).tolist()}) for _ in range(rows)]
-        pairs = [(row * length + a, row * length + b) for row in range(rows) for a, b in itertools.pairwise(cuts[row])]
-        positions = torch.cat([torch.arange(b - a) for a, b in pairs]).view(rows, length)
-        keep = torch.randperm(rows * length, generator=rng)[: 40 + 7 * i].sort().values
-        yield tokens, tokens.roll(-1), positions, lm.Spans(pairs), keep
+class Batch(NamedTuple):
+    """The arguments of Transformer.forward()."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+    spans: lm.Spans
+    keep_S: torch.Tensor
 
 
-def losses_and_gradients(model, after_step=lambda: None):
-    results = []
-    for step, (tokens, targets, positions, spans, keep) in enumerate(packed_batches()):
-        if model.dropout:
-            lm.set_dropout_bits_(model, nf4.token_bits(0, step, 0, *tokens.shape))
-        if model.sequence_group:  # two ranks, two rows
-            row, n = slice(dist.get_rank(), dist.get_rank() + 1), tokens.shape[1]
-            tokens, targets, positions = tokens[row], targets[row], positions[row]
-            keep = keep[keep // n == row.start] % n
-        loss = model(tokens, targets, positions, spans, keep)
+def random_pairs(rows, length, n_cuts, generator):
+    """(start, stop) of documents that fill some rows, each of which is cut at random places."""
+    pairs = []
+    for row in range(rows):
+        cuts = torch.randint(1, length, (n_cuts,), generator=generator)
+        ends = sorted({0, length, *cuts.tolist()})  # the same cut twice makes one document less
+        first = row * length
+        for start, stop in itertools.pairwise(ends):
+            pairs.append((first + start, first + stop))
+    return pairs
+
+
+def packed_batches(rows=2, length=64):
+    """Three batches of one shape, with other documents and another number of targets each time."""
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for number in range(3):
+        tokens = torch.randint(4096, (rows, length), generator=generator)
+        pairs = random_pairs(rows, length, number + 1, generator)
+        positions = torch.cat([torch.arange(stop - start) for start, stop in pairs])
+        n_targets = 40 + 7 * number
+        places = torch.randperm(rows * length, generator=generator)
+        batches.append(Batch(
+            tokens=tokens,
+            targets=tokens.roll(-1),  # also across documents, which changes nothing for a comparison
+            positions=positions.view(rows, length),
+            spans=lm.Spans(pairs),
+            keep_S=places[:n_targets].sort().values,
+        ))
+    return batches
+
+
+def row_of(batch, row):
+    """A row as its rank's piece of a batch under --sequence_parallel. The spans stay those of the whole batch."""
+    length = batch.tokens.shape[1]
+    is_in_row = batch.keep_S // length == row
+    return Batch(
+        tokens=batch.tokens[[row]],
+        targets=batch.targets[[row]],
+        positions=batch.positions[[row]],
+        spans=batch.spans,
+        keep_S=batch.keep_S[is_in_row] % length,
+    )
+
+
+def gradients(model):
+    """{name: this rank's rows of a gradient}."""
+    found = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            found[name] = nf4.local(p.grad)[0].clone()
+    return found
+
+
+class Results(NamedTuple):
+    """What three steps have computed, and how many graphs were compiled after each of them."""
+
+    steps: list  # {name: tensor} of the loss and of all gradients
+    n_graphs: list
+
+
+def three_steps(model):
+    results = Results([], [])
+    for step, batch in enumerate(packed_batches()):
+        if model.dropout:  # the loader's part: other bits in each step
+            token_bits = nf4.token_bits(0, step, 0, *batch.tokens.shape)
+            lm.set_dropout_bits_(model, token_bits)
+        if model.sequence_group:  # of two ranks
+            batch = row_of(batch, dist.get_rank())
+        loss = model(*batch)
         loss.backward()
-        grads = {name: nf4.local(p.grad)[0].clone() for name, p in model.named_parameters() if p.grad is not None}
-        results.append({"loss": loss.detach(), **grads})
+        results.steps.append({"loss": loss.detach(), **gradients(model)})
+        results.n_graphs.append(n_graphs())
         model.zero_grad()
-        after_step()
     return results
 
 
-def check_equal(got, expected):
-    for step, expected_step in zip(got, expected, strict=True):
-        assert step.keys() == expected_step.keys()
-        for name in step:
-            assert torch.equal(step[name], expected_step[name]), name
+def check_same_bits(compiled, eager):
+    """Compares the results of two models."""
+    for got, expected in zip(compiled.steps, eager.steps, strict=True):
+        assert got.keys() == expected.keys()
+        for name in got:
+            assert torch.equal(got[name], expected[name]), name
 
 
-def trace_only(set_attribute=setattr):
-    """The backend "eager" for all that is compiled. Compiled NF4 rounds exp() of a scale elsewhere than the plain
-    dequantize() does (test_nf4.py compares both), so that one stands in."""
-    set_attribute(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    set_attribute(nf4, "dequantize_compiled", lambda codes, scales: nf4.dequantize(codes, scales, torch.bfloat16))
+# ---------------------------------------------------------------- on one rank
 
 
-@pytest.mark.parametrize("method, how", [
-    ("full", {}),
-    ("full", {"tile": 16, "checkpointing": True}),
-    ("lora", {"precision": "mixed", "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}),
-    ("lora", {"checkpointing": True, "dropout": 0.3}),
-    ("lora", {"checkpointing": True, "dropout": 0.3, "tile": 48}),
-    ("qlora", {"precision": "mixed", "checkpointing": True}),
-    ("qlora", {"precision": "mixed", "checkpointing": True, **MOE}),
-    ("qlora", {"checkpointing": True, **QWEN35}),
-    ("full", {"checkpointing": True, **MUSE}),
-    ("lora", {"checkpointing": True, "tile": 127, "packing": False, **MOE}),  # a tile of one token
-], ids=str)
-def test_a_block_is_compiled_once_without_graph_breaks_and_computes_the_same(monkeypatch, method, how):
-    trace_only(monkeypatch.setattr)
-    expected, graphs = losses_and_gradients(build(method, **how)), []
-    compiled = build(method, compiled=True, **how)
-    check_equal(losses_and_gradients(compiled, lambda: graphs.append(n_graphs())), expected)
-    # two parts of a block and the loss. Each part is compiled again for the first block where the embedding is frozen
-    # (its input needs no gradient), and the second part for the last tile, which is shorter. A second kind of block,
-    # and rows of other lengths, double that.
-    n_kinds = 2 if {"packing", "layer_types"} & how.keys() else 1
-    assert 3 <= graphs[0] <= 1 + (2 + 4) * n_kinds and graphs[0] == graphs[-1]
-    assert not torch._dynamo.utils.counters["graph_break"] and all(getattr(m, "fast", True) for m in compiled.modules())
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+CASES = {  # name: method and what build() gets
+    "full": ("full", {}),
+    "full, tiles": ("full", {"tile": 16, "checkpointing": True}),
+    "lora, biases": ("lora", {"precision": "mixed", **QWEN2}),
+    "lora, dropout": ("lora", {"checkpointing": True, "dropout": 0.3}),
+    # 128 tokens are two tiles of 48, and a third one of 32
+    "lora, dropout, tiles": ("lora", {"checkpointing": True, "dropout": 0.3, "tile": 48}),
+    "qlora": ("qlora", {"precision": "mixed", "checkpointing": True}),
+    "qlora, experts": ("qlora", {"precision": "mixed", "checkpointing": True, **MOE}),
+    "qlora, two kinds of blocks": ("qlora", {"checkpointing": True, **QWEN35}),
+    "full, windows": ("full", {"checkpointing": True, **MUSE}),
+    # a tile of 127 tokens and one of a single token
+    "lora, rows of any length": ("lora", {"checkpointing": True, "tile": 127, "packing": False, **MOE}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_block_is_compiled_once_without_graph_breaks_and_computes_the_same(tracing, name):
+    method, how = CASES[name]
+    eager = three_steps(build(method, **how))
+    model = build(method, compiled=True, **how)
+    compiled = three_steps(model)
+    check_same_bits(compiled, eager)
+    assert not STATS["graph_break"]
+    for module in model.modules():
+        assert getattr(module, "fast", True)  # every NF4 layer dequantizes by torch.compile
+
+    first, _, last = compiled.n_graphs
+    assert first == last  # nothing is compiled after the first step
+    # Two parts of a block and the loss. Each part is compiled again for the first block where the embedding is frozen
+    # (its input needs no gradient), and the second part for the last tile, which is shorter.
+    fewest = 2 + 1
+    most = 2 + 2 + 2 + 1
+    if {"packing", "layer_types"} & how.keys():  # rows of other lengths, or a second kind of block: all parts again
+        most += 2 + 2 + 2
+    assert fewest <= first <= most
+
+
+def test_rows_of_other_lengths_compile_nothing_more(tracing):
+    model = build("full", compiled=True, packing=False, num_hidden_layers=1)
+    graphs_after = []
+    for length in (24, 40, 56):  # 16 would be the size of a head, for which torch makes a graph of its own
+        tokens = torch.arange(2 * length).view(2, length)
+        model(tokens, tokens).backward()
+        graphs_after.append(n_graphs())
+    assert len(set(graphs_after)) == 1, graphs_after
 
 
 def scaled(logits, targets, factor):
@@ -118,37 +215,70 @@ def scaled(logits, targets, factor):
     return factor * loss, factor * grad
 
 
-def test_a_loss_that_a_fork_puts_on_the_head_is_the_one_that_is_compiled(monkeypatch):
-    trace_only(monkeypatch.setattr)
-    eager, compiled = build_random(), build_random()
-    for model in (eager, compiled):
-        model.lm_head.softmax_gradient = functools.partial(scaled, factor=2)
-    lm.compile_(compiled, packing=True)
-    check_equal(losses_and_gradients(compiled), losses_and_gradients(eager))
-    assert losses_and_gradients(compiled)[0]["loss"] == 2 * losses_and_gradients(build_random())[0]["loss"]
+# a loss with a setting, such as the coefficient of a z-loss, is likely to be a partial
+DOUBLED = functools.partial(scaled, factor=2)
+
+
+def test_a_loss_that_a_fork_puts_on_the_head_is_the_one_that_is_compiled(tracing):
+    plain = three_steps(build_random())
+    model = build_random()
+    model.lm_head.softmax_gradient = DOUBLED
+    eager = three_steps(model)
+
+    model = build_random()
+    model.lm_head.softmax_gradient = DOUBLED
+    lm.compile_(model, packing=True)
+    compiled = three_steps(model)
+    check_same_bits(compiled, eager)
+    # the same bits could be those of the plain loss, in both
+    assert compiled.steps[0]["loss"] == 2 * plain.steps[0]["loss"]
+
+
+# ---------------------------------------------------------------- on several ranks
+
+
+def build_sharded(compiled, checkpointing, group):
+    options = {"checkpointing": checkpointing, "precision": "mixed", "num_hidden_layers": 2}
+    model = build("qlora", compiled, **options)
+    model.sequence_group = group
+    train.shard_bytes_on_old_torch_()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*model.model.layers, model):  # the model last: it gets what no block has
+        fully_shard(module, mp_policy=policy)
+    return model
 
 
 def check_compiled_shards(ranks, folder):
     trace_only()
-    for group, checkpointing in (None, False), (dist.group.WORLD, True):
-        how = {"checkpointing": checkpointing, "precision": "mixed", "sharded": True, "num_hidden_layers": 2}
-        compiled, eager = build("qlora", compiled=True, **how), build("qlora", **how)
-        compiled.sequence_group = eager.sequence_group = group
-        check_equal(losses_and_gradients(compiled), losses_and_gradients(eager))
-    assert not torch._dynamo.utils.counters["graph_break"]
+    for checkpointing, group in [
+        (False, None),
+        (True, dist.group.WORLD),  # --sequence_parallel 2
+    ]:
+        eager = three_steps(build_sharded(False, checkpointing, group))
+        compiled = three_steps(build_sharded(True, checkpointing, group))
+        check_same_bits(compiled, eager)
+    assert not STATS["graph_break"]
 
 
 def test_compiled_shards_compute_the_same(tmp_path):
     on_ranks(2, check_compiled_shards, tmp_path)
 
 
+# ---------------------------------------------------------------- Inductor
+
+
 @pytest.mark.bf16
 def test_a_compiled_run_learns_what_an_eager_one_does(folder, chats, tmp_path):
-    # one layer with an adapter in each compiled part: each kernel costs g++ a second
-    job = ["--model", folder, "--random_init", "--data", chats, "--seq_len", 96, "--steps", 4, "--precision", "mixed",
-           "--batch_size", 2, "--qlora", "--lora_rank", 5, "--lr", "1e-2", "--lora_targets", "v_proj", "gate_proj"]
-    got, _ = curve(1, [*job, "--compile"], tmp_path / "compiled")
-    expected, _ = curve(1, job, tmp_path / "eager")
+    job = [
+        "--model", folder, "--random_init", "--precision", "mixed",
+        "--data", chats, "--seq_len", 96, "--batch_size", 2,
+        "--steps", 4, "--lr", "1e-2",
+        "--qlora", "--lora_rank", 5,
+        # one layer with an adapter in each compiled part: each kernel costs g++ a second
+        "--lora_targets", "v_proj", "gate_proj",
+    ]
+    compiled, _ = curve(1, [*job, "--compile"], tmp_path / "compiled")
+    eager, _ = curve(1, job, tmp_path / "eager")
     # bf16: 3 significant digits of a sum over hundreds of tokens; random weights lose 0.2 in these steps
-    assert got == pytest.approx(expected, abs=0.02)
-    assert expected[0] - expected[-1] > 0.1
+    assert compiled == pytest.approx(eager, abs=0.02)
+    assert eager[0] - eager[-1] > 0.1  # else there would be nothing to compare
