@@ -24,7 +24,8 @@ RANDOM = ["--stochastic_rounding"]
 def optimizer_of(params, *flags, bad=None):
     """The optimizer that a run with these flags has for such parameters; `bad` is the scalar that stops updates."""
     params = list(params)
-    args = train.parse_args(["--precision", "bf16", "--lr", "1e-3", "--weight_decay", "0.1", *flags])
+    defaults = ["--precision", "bf16", "--lr", "1e-3", "--weight_decay", "0.1"]
+    args = train.parse_args([*defaults, *flags])
     if bad is None:
         bad = torch.zeros((), device=params[0].device)
     named = {f"parameter {number}": p for number, p in enumerate(params)}
@@ -32,12 +33,14 @@ def optimizer_of(params, *flags, bad=None):
 
 
 def normal(shape, seed, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def log_uniform(shape, decades):
     """Magnitudes spread evenly over that many decades below 1."""
-    return 10 ** -(torch.rand(shape, generator=torch.Generator().manual_seed(1)) * decades)
+    generator = torch.Generator().manual_seed(1)
+    return 10 ** -(torch.rand(shape, generator=generator) * decades)
 
 
 # ---------------------------------------------------------------- random bits and rounding
@@ -45,7 +48,8 @@ def log_uniform(shape, decades):
 
 def dither(step, shape, number=0, use=0):
     """The random bits for a matrix: parameter `number`, used for m (0), for v (1) or for the weight (2)."""
-    rows_3N, cols_D = nf4.dither_words(step, number, 0, shape[0], shape[1], "cpu")
+    N, D = shape
+    rows_3N, cols_D = nf4.dither_words(step, number, 0, N, D, "cpu")
     return rows_3N[use][:, None] * cols_D
 
 
@@ -78,19 +82,26 @@ def fractions(step=7, number=0, use=0):
 
 def test_dither_is_uniform():
     u = fractions()
-    assert u.mean().item() == pytest.approx(0.5, abs=5 * 12**-0.5 / 512)  # a uniform number has a variance of 1/12
+    deviation = 12**-0.5  # of a uniform number
+    assert u.mean().item() == pytest.approx(0.5, abs=5 * deviation / 512)  # of 512 * 512 numbers
+    counts = torch.histc(u, 64, 0, 1)
     n_expected = 4096  # in each of 64 bins, with a standard deviation of 64
-    assert ((torch.histc(u, 64, 0, 1) - n_expected).abs() < 5 * 64).all()
+    assert ((counts - n_expected).abs() < 5 * 64).all()
 
 
 def test_dither_of_neighbours_steps_parameters_and_moments_is_independent():
     u = fractions()
     others = {
-        "v": fractions(use=1), "next step": fractions(step=8), "next parameter": fractions(number=1),
-        "row above": u.roll(1, 0), "column before": u.roll(1, 1), "row as column": u.T,
+        "v": fractions(use=1),
+        "next step": fractions(step=8),
+        "next parameter": fractions(number=1),
+        "row above": u.roll(1, 0),
+        "column before": u.roll(1, 1),
+        "row as column": u.T,
     }
     for name, other in others.items():
-        correlation = ((u - 0.5) * (other - 0.5)).mean() * 12
+        covariance = ((u - 0.5) * (other - 0.5)).mean()
+        correlation = covariance * 12  # a uniform number has a variance of 1/12
         assert abs(correlation) < 5 / 512, name
 
 
@@ -157,7 +168,8 @@ def test_what_is_rounded_is_right_in_the_mean(rounded, decades, spread):
     x[:, 0] = 1.0  # the largest of each block
     x *= normal((8, 256), 0).sign()
     mean = sum(rounded(x, step).double() for step in range(n)) / n
-    assert ((mean.abs() - x.abs()).abs() < 5 * spread(x) / n**0.5).all()
+    error = (mean.abs() - x.abs()).abs()  # round_as_v() drops the sign
+    assert (error < 5 * spread(x) / n**0.5).all()
 
 
 def test_random_rounding_keeps_what_bf16_holds():
@@ -165,7 +177,8 @@ def test_random_rounding_keeps_what_bf16_holds():
     for step in range(50):
         got = round_to_bf16(x, step).float()
         assert torch.equal(got.nan_to_num(7.0), x.nan_to_num(7.0))
-        assert torch.equal(got.signbit()[0, :-1], x.signbit()[0, :-1])  # of -0.0 too; that of a nan means nothing
+        signs = got.signbit()[0, :-1]  # of -0.0 too; that of a nan, the last one, means nothing
+        assert torch.equal(signs, x.signbit()[0, :-1])
 
 
 # ---------------------------------------------------------------- against torch's AdamW
@@ -189,8 +202,11 @@ class Twins:
 
 @pytest.mark.parametrize("shape, flags, n_steps", [
     ((20, 300), RANDOM, 50),  # which rounds nothing in float32
-    # one step: moments are rounded after their use. Whole blocks, a shorter one at the end, less than one, a vector
-    ((20, 512), EIGHT, 1), ((20, 300), EIGHT, 1), ((20, 16), EIGHT, 1), ((20,), EIGHT, 1),
+    # one step: moments are rounded after their use
+    ((20, 512), EIGHT, 1),  # two whole blocks a row
+    ((20, 300), EIGHT, 1),  # a shorter one at the end
+    ((20, 16), EIGHT, 1),  # less than one
+    ((20,), EIGHT, 1),  # a vector
 ], ids=str)
 def test_without_rounding_it_is_torchs_adamw(shape, flags, n_steps):
     twins = Twins(shape, *flags)
@@ -202,8 +218,9 @@ def test_without_rounding_it_is_torchs_adamw(shape, flags, n_steps):
 def moment_of(state, name, levels):
     """A moment [N, D] in float32, from its codes and the scales of its blocks."""
     codes = state[name].int()
-    scales = state[f"{name}_scales"].repeat_interleave(nf4.MOMENT_BLOCK, 1)[:, : codes.shape[1]]
-    return levels[codes] * scales
+    D = codes.shape[1]
+    scales = state[f"{name}_scales"].repeat_interleave(nf4.MOMENT_BLOCK, 1)
+    return levels[codes] * scales[:, :D]
 
 
 def test_moments_in_8_bits_follow_adamw_and_do_not_freeze():
@@ -225,7 +242,11 @@ def test_moments_in_8_bits_follow_adamw_and_do_not_freeze():
     assert m_error.square().mean() < 0.1**2 * m_size.square().mean()  # 8.5 % RMS
 
 
-@pytest.mark.parametrize("flags, moved", [(EIGHT, 0), (RANDOM, 40 * 2e-4), (EIGHT + RANDOM, 40 * 2e-4)], ids=str)
+@pytest.mark.parametrize("flags, moved", [
+    (EIGHT, 0),  # each update is rounded away
+    (RANDOM, 40 * 2e-4),
+    (EIGHT + RANDOM, 40 * 2e-4),
+], ids=str)
 def test_updates_below_the_resolution_of_bf16_count(flags, moved):
     w = nn.Parameter(torch.ones(64, 256, dtype=torch.bfloat16))  # its neighbours are 1/256 below and 1/128 above
     optimizer = optimizer_of([w], "--lr", "2e-4", "--weight_decay", "0", *flags)
@@ -240,7 +261,11 @@ def test_updates_below_the_resolution_of_bf16_count(flags, moved):
 
 def three_layers(dtype):
     """Layers with uneven shards: of the second one's two rows the third rank has none."""
-    layers = nn.Sequential(nn.Linear(300, 7), nn.Linear(16, 2), nn.Linear(600, 5, bias=False))
+    layers = nn.Sequential(
+        nn.Linear(300, 7),
+        nn.Linear(16, 2),
+        nn.Linear(600, 5, bias=False),
+    )
     return layers.to(dtype)
 
 
@@ -291,7 +316,10 @@ def test_state_is_the_same_bytes_on_every_number_of_ranks(tmp_path, world, flags
 
 @pytest.fixture(scope="module")
 def job(folder, chats):
-    return ["--model", folder, "--random_init", "--data", chats, "--seq_len", 96, "--steps", 4, "--precision", "fp32"]
+    return [
+        "--model", folder, "--random_init", "--precision", "fp32",
+        "--data", chats, "--seq_len", 96, "--steps", 4,
+    ]
 
 
 RUNS = {
@@ -307,13 +335,18 @@ TWO_ROWS = ["--batch_size", 2]  # on one rank as many as two ranks have
 def after_backward(job, tmp_path_factory):
     """{name: (losses, norms) of the step after the backward, without clipping, on one rank}."""
     out = tmp_path_factory.mktemp("after")
-    return {name: curve(1, [*job, *TWO_ROWS, "--clip", 0, *flags], out / name) for name, flags in RUNS.items()}
+    curves = {}
+    for name, flags in RUNS.items():
+        argv = [*job, *TWO_ROWS, "--clip", 0, *flags]
+        curves[name] = curve(1, argv, out / name)
+    return curves
 
 
 @pytest.mark.bf16
 @pytest.mark.parametrize("name", RUNS)
 def test_stepping_in_the_backward_changes_no_bit_on_one_rank(job, after_backward, tmp_path, name):
-    got, norms = curve(1, [*job, *TWO_ROWS, *RUNS[name], "--optim_in_backward"], tmp_path / "run")
+    argv = [*job, *TWO_ROWS, *RUNS[name], "--optim_in_backward"]
+    got, norms = curve(1, argv, tmp_path / "run")
     expected, expected_norms = after_backward[name]
     assert got == expected
     # float32 sums in another order; clipping takes norms of bf16 gradients in bf16
@@ -329,7 +362,8 @@ def test_stepping_in_the_backward_changes_no_bit_on_one_rank(job, after_backward
     ("qlora", ["--fsdp2", "--offload"]),
 ], ids=str)
 def test_stepping_in_the_backward_changes_no_loss_on_two_ranks(job, after_backward, tmp_path, name, flags):
-    got, norms = curve(2, [*job, *RUNS[name], *flags, "--optim_in_backward"], tmp_path / "run")
+    argv = [*job, *RUNS[name], *flags, "--optim_in_backward"]
+    got, norms = curve(2, argv, tmp_path / "run")
     expected, expected_norms = after_backward[name]
     # sums in another order; in 8 bits that rounds some moments to the next code, 6 to 12 % away
     tolerance = 1e-3 if "adamw8bit" in RUNS[name] else 1e-5
@@ -338,7 +372,8 @@ def test_stepping_in_the_backward_changes_no_loss_on_two_ranks(job, after_backwa
 
 
 def check_gradients_are_gone(ranks, folder, flags, tied):
-    model, args = build("--lr", "1e-3", "--optim_in_backward", *flags, ranks=ranks, tie_word_embeddings=tied)
+    flags = ["--lr", "1e-3", "--optim_in_backward", *flags]
+    model, args = build(*flags, ranks=ranks, tie_word_embeddings=tied)
     trained = list(model.parameters())
     bad = torch.zeros(())
     optimizer = train.make_optimizer(dict(model.named_parameters()), args, bad)
@@ -397,15 +432,21 @@ def test_the_host_waits_only_for_optimizers_that_cannot_skip_by_themselves(flags
 
 @pytest.mark.parametrize("flags", [[], EIGHT, ["--no-fused_adamw"]], ids=str)
 def test_nothing_is_updated_after_a_gradient_that_is_not_finite(flags):
-    first, middle, last = params = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    first, middle, last = params
     bad = torch.zeros(())
     optimizer = optimizer_of(params, *flags, bad=bad)
     ranks = SimpleNamespace(world=1, device=CPU)
-    train.StepInBackward(optimizer, params, bad, ranks, train.parse_args([*flags, "--optim_in_backward"]))
+    args = train.parse_args([*flags, "--optim_in_backward"])
+    train.StepInBackward(optimizer, params, bad, ranks, args)
 
     def backward(scale, seed):
-        # gradients arrive from the last one on, so the last is updated before that of the middle one is seen
-        (first.sum() + (middle * scale).sum() + (last * normal((4, 4), seed)).sum()).backward()
+        # Autograd begins with what was computed last: so `last` is updated before the gradient of `middle` is seen,
+        # and `first` is not.
+        of_first = first.sum()
+        of_middle = (middle * scale).sum()
+        of_last = (last * normal((4, 4), seed)).sum()
+        (of_first + of_middle + of_last).backward()
         assert bad == 1
         assert (first == 1).all()
         assert (middle == 1).all()
@@ -423,8 +464,12 @@ def test_nothing_is_updated_after_a_gradient_that_is_not_finite(flags):
 
 
 def test_adamw8bit_learns_what_adamw_learns(folder, tmp_path):
-    argv = ["--model", folder, "--random_init", "--data", "stdlib:docs", "--train_on", "all", "--seq_len", 64,
-            "--precision", "fp32", "--steps", 80, "--lr", "4e-3", "--no-activation_checkpointing"]
+    argv = [
+        "--model", folder, "--random_init", "--precision", "fp32",
+        "--data", "stdlib:docs", "--train_on", "all", "--seq_len", 64,
+        "--steps", 80, "--lr", "4e-3",
+        "--no-activation_checkpointing",  # faster, and the model is small
+    ]
     exact = losses(1, [*argv, "--optim", "adamw"], tmp_path / "adamw")
     ours = losses(1, [*argv, "--optim", "adamw8bit"], tmp_path / "adamw8bit")
     exact_mean = sum(exact[-40:]) / 40
