@@ -2,6 +2,7 @@
 and Muse Glimmer against transformers (make_goldens_windows.py), whose documents are longer than the window."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -40,27 +41,49 @@ def test_greedy_tokens_equal_transformers(folder):
 def attention_by_definition(q_THK, k_TGK, v_TGK, pairs, window):
     """Attention as a table of all scores -> [T, H, K]."""
     T, H, K = q_THK.shape
+    n_shared = H // k_TGK.shape[1]  # query heads of a key head
+    k_THK = k_TGK.repeat_interleave(n_shared, 1)
+    v_THK = v_TGK.repeat_interleave(n_shared, 1)
     document = torch.full((T,), -1)
     for number, (start, stop) in enumerate(pairs):
         document[start:stop] = number
     in_another = document[:, None] != document
-    distance = torch.arange(T)[:, None] - torch.arange(T)
-    is_hidden = in_another | (distance < 0) | (distance >= window)
-    k_THK = k_TGK.repeat_interleave(H // k_TGK.shape[1], 1)
-    v_THK = v_TGK.repeat_interleave(H // v_TGK.shape[1], 1)
+    place = torch.arange(T)
+    distance = place[:, None] - place
+    is_hidden = in_another | (distance < 0) | (distance >= window)  # the window counts the token itself
     scores_HTT = torch.einsum("thk,shk->hts", q_THK, k_THK) / K**0.5
-    odds_HTT = scores_HTT.masked_fill(is_hidden, -torch.inf).softmax(-1)
+    scores_HTT = scores_HTT.masked_fill(is_hidden, -torch.inf)
+    odds_HTT = scores_HTT.softmax(-1)
     return torch.einsum("hts,shk->thk", odds_HTT, v_THK)
 
 
-@pytest.mark.parametrize("window", [2, 7, 32, 64, 500])
-@pytest.mark.parametrize("lengths", [[5, 32, 33, 1, 7, 128], [103, 103], [64, 64, 64]], ids=str)
+def random_qkv(T, H, G, K, dtype=torch.float32):
+    """q, k and v of one row."""
+    shapes = (T, H, K), (T, G, K), (T, G, K)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def attend(qkv, spans, window):
+    """lm.attend() of one row -> [T, H*K]."""
+    batch = [t[None] for t in qkv]
+    return lm.attend(*batch, spans, window)[0]
+
+
+LENGTHS = [
+    [5, 32, 33, 1, 7, 128],  # multiples of the 32 that a CPU works with, one token more, and a single token
+    [103, 103],  # documents of one length, one by one,
+    [64, 64, 64],  # and as rows of a batch
+]
+
+
+@pytest.mark.parametrize("window", [2, 7, 32, 64, 500])  # the last one is longer than any document
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_a_token_sees_the_window_inside_its_document(lengths, window):
     torch.manual_seed(0)
     T = sum(lengths)
     pairs = pairs_of(lengths)
-    qkv = [torch.randn(T, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    out = lm.attend(*(t[None] for t in qkv), data.pack_spans(pairs, T), window)[0]
+    qkv = random_qkv(T, 4, 2, 8, torch.float64)
+    out = attend(qkv, data.pack_spans(pairs, T), window)
     expected = attention_by_definition(*qkv, pairs, window).flatten(1)
     assert relative_error(out, expected) < 1e-12  # float64, and so are the gradients
     up = torch.randn_like(out)
@@ -85,20 +108,26 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_of_a_windowed_row_grows_with_its_square():
-    T, H, G, K = 4096, 2, 1, 8
-    window = 128
-    qkv = [torch.randn(1, T, heads, K, requires_grad=True) for heads in (H, G, G)]
+    T = 4096
+    H = 2
+    K = 8
+    qkv = random_qkv(T, H, 1, K)
+    one_document = lm.Spans([(0, T)])
     with Largest() as largest:
-        lm.attend(*qkv, lm.Spans([(0, T)]), window).sum().backward()
+        attend(qkv, one_document, window=128).sum().backward()
     assert largest.numel == T * H * K  # q; the scores of a block are 128 * 256 numbers, of the row 16 million
 
 
 def test_the_cache_keeps_what_the_next_token_sees():
     model, _ = build(**MUSE)
     cache = lm.Cache()
-    for tokens in (list(range(40)), [7], [8]):
+    question = list(range(40))
+    for tokens in (question, [7], [8]):
         lm.next_logits(model, tokens, CPU, cache)
-    n_kept = [cache.layers[block.self_attn][0].shape[1] for block in model.model.layers]
+    n_kept = []
+    for block in model.model.layers:
+        k_BTGK, _ = cache.layers[block.self_attn]
+        n_kept.append(k_BTGK.shape[1])
     assert n_kept == [23, 23, 42]  # the window is 24 tokens, the new one among them; the last block sees all
 
 
@@ -112,18 +141,22 @@ def test_capped_logits_have_the_gradient_of_autograd(chunk):
     head = lm.LMHead(config)
     torch.nn.init.normal_(head.weight)
     x = torch.randn(1, 20, config.hidden_size, requires_grad=True)
-    bent = head.cap * (F.linear(x * head.factor, head.weight) / head.cap).tanh()
-    assert (bent.abs() > 0.9 * head.cap).any()  # else the cap would not show
-    assert torch.equal(head(x), bent)
+    logits = F.linear(x * head.factor, head.weight)
+    capped = head.cap * (logits / head.cap).tanh()
+    assert capped.abs().max() > 0.9 * head.cap  # else the cap would not show
+    assert torch.equal(head(x), capped)
 
     def loss_and_gradients(chunk):
         head.chunk = chunk
-        loss = head(x, torch.arange(20)[None], torch.arange(20))
+        targets_BT = torch.arange(20)[None]
+        keep_S = torch.arange(20)
+        loss = head(x, targets_BT, keep_S)
         return loss, *torch.autograd.grad(loss, [x, head.weight])
 
-    all_at_once = 0  # F.cross_entropy and autograd
-    for got, expected in zip(loss_and_gradients(chunk), loss_and_gradients(all_at_once)):
-        assert relative_error(got, expected) < 1e-6  # float32 sums in another order
+    got = loss_and_gradients(chunk)
+    expected = loss_and_gradients(0)  # all at once: F.cross_entropy and autograd
+    for one, expected_one in zip(got, expected, strict=True):
+        assert relative_error(one, expected_one) < 1e-6  # float32 sums in another order
 
 
 EVERY_LINEAR = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.gate_proj",
@@ -139,9 +172,11 @@ def test_a_path_decides_between_the_gates_of_attention_and_mlp(tmp_path, targets
     args = train.parse_args(["--model", str(MUSE_FILES), "--lora", "--lora_targets", *targets, "--precision", "fp32"])
     config = train.open_config(args, 1, device=None, random_init=False).config
     model = lm.on_meta(config, args).to_empty(device="cpu")
-    tensors = {name: t.contiguous() for name, t in data.full_tensors(model, True)}
-    # model.language_model.layers.0.mlp.gate_proj.lora_A.weight -> mlp.gate_proj
-    adapted = {name.split(".", 4)[-1].split(".lora_")[0] for name in tensors}
+    tensors = dict(data.full_tensors(model, True))
+    adapted = set()
+    for name in tensors:  # model.language_model.layers.0.mlp.gate_proj.lora_A.weight -> mlp.gate_proj
+        in_block = name.split(".", 4)[-1]
+        adapted.add(in_block.split(".lora_")[0])
     assert adapted == modules
 
     found = data.modules_in(tensors, config, args.lora_targets)
@@ -174,8 +209,9 @@ def test_what_the_model_does_not_compute_is_refused_by_name(folder, key, value, 
 
 def test_a_file_without_windows_gets_those_of_muse_glimmer():
     config = lm.parse_config(MUSE_PRESET)
-    assert config.layer_types == [*["sliding_attention"] * 3, "full_attention"] * 13
-    assert config.rope_layers == [True, True, True, False] * 13
+    four_layers = ["sliding_attention"] * 3 + ["full_attention"]
+    assert config.layer_types == four_layers * 13
+    assert config.rope_layers == [True, True, True, False] * 13  # no RoPE where a token sees all
     assert config.sliding_window == 2048
     assert config.post_norm_eps == 1e-8
     assert config.final_logit_softcapping == 20
@@ -194,17 +230,28 @@ def test_flops_of_a_window_are_those_of_its_pairs():
 
     def pairs_counted(T):
         """Pairs of tokens in all blocks, by the FLOP that a row of T tokens without targets costs beyond products."""
-        flops = lm.step_flops(c, lm.Counts(0, T, T**2), True)
-        weights = c.num_hidden_layers * (lm.mixer_weights(c, "full_attention") + 3 * c.hidden_size * c.mlp_size)
-        return (flops - 4 * weights * T) / (7 * c.q_size)  # frozen weights cost 4 a token; see step_flops()
+        counts = lm.Counts(targets=0, tokens=T, squares=T**2)
+        flops = lm.step_flops(c, counts, is_frozen=True)
+        weights_of_block = lm.mixer_weights(c, "full_attention") + 3 * c.hidden_size * c.mlp_size
+        flops_of_products = 4 * c.num_hidden_layers * weights_of_block * T  # frozen weights cost 4 a token,
+        return (flops - flops_of_products) / (7 * c.q_size)  # and a pair 7 a channel: see step_flops()
 
-    assert pairs_counted(2048) == pytest.approx(52 * 2048**2)  # the row is as long as the window
-    assert pairs_counted(65536) == pytest.approx(13 * 65536**2 + 39 * 2 * 2048 * 65536)
+    row = 2048  # as long as the window, which hides nothing
+    assert pairs_counted(row) == pytest.approx(52 * row**2)
+    row = 65536
+    of_full_layers = 13 * row**2
+    of_windows = 39 * 2 * 2048 * row
+    assert pairs_counted(row) == pytest.approx(of_full_layers + of_windows)
 
 
-@pytest.mark.parametrize("eos_token_id, ends", [(7, {7}), ([7, 9], {7, 9}), (None, set())], ids=str)
+@pytest.mark.parametrize("eos_token_id, ends", [
+    (7, {7}),
+    ([7, 9], {7, 9}),
+    (None, set()),
+], ids=str)
 def test_a_model_that_names_its_end_of_a_turn_stops_there(tmp_path, tiny, eos_token_id, ends):
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / file).write_text((HERE / "tiny" / file).read_text())
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_token_id}))
+        shutil.copy(HERE / "tiny" / file, tmp_path)
+    generation_config = {"eos_token_id": eos_token_id}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
     assert data.Tokenizer(tmp_path).stop_ids == tiny.stop_ids | ends
