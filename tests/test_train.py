@@ -10,11 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import HERE, TRAIN, build, losses, read_data, run_ranks
+from conftest import HANG_S, HERE, TRAIN, build, losses, read_data, run_ranks
 from safetensors.torch import load_file, save_file
 from test_formats import byte_level_tokenizer
 
@@ -23,148 +25,282 @@ import model as lm
 import nf4
 import train
 
-CPU, MAIN = torch.device("cpu"), HERE.parent / "train.py"
+CPU = torch.device("cpu")
+ROOT = HERE.parent  # where train.py is
 ALONE = train.Ranks(False, 1800)
-ALONE.device = CPU
+ALONE.device = CPU  # also on a machine with a GPU
 
 
-def shell(*argv, cwd=HERE.parent, **environment):
-    """A command on the CPU."""
+def shell(*argv, cwd=ROOT, **environment):
+    """Runs a Python command that sees no GPU -> what subprocess.run() returns. It may take any time, but whoever has
+    printed nothing for ten minutes hangs."""
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
     command = [sys.executable, *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=600)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=env)
+    printed = None
+    while process.returncode is None:
+        try:
+            stdout, stderr = process.communicate(timeout=HANG_S)
+        except subprocess.TimeoutExpired as waiting:
+            if waiting.output == printed:  # all that it has printed so far
+                process.kill()
+                raise
+            printed = waiting.output
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def names(folder):
+def names_in(folder):
     return {path.name for path in folder.iterdir()}
+
+
+def metrics_of(out):
+    """The rows of metrics.jsonl, each of which must be JSON."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def loader_of(chats, packing=True):
     """All rows of the chats, 96 tokens long, one after the other."""
     documents, _ = read_data(chats, data.Tokenizer(HERE / "tiny"), seq_len=96)
-    return data.Loader(documents, 96, packing, 4, 0, 0, 1)
+    return data.Loader(documents, 96, packing, batch_size=4, seed=0, rank=0, world=1)
+
+
+# ---------------------------------------------------------------- the README's main command
+
+
+class MainJob(NamedTuple):
+    out: Path
+    said: str  # what all ranks printed
+    rows: list  # of metrics.jsonl
 
 
 @pytest.fixture(scope="module")
 def main_job(chats, tmp_path_factory):
-    """The README's main command, cut to a few steps."""
+    """The README's main command, cut to a few steps. All tests of it share this one run."""
     out = tmp_path_factory.mktemp("main") / "run"
-    done = shell("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, TRAIN, "--fsdp2", "--qlora",
-                 "--offload", "--seq_len", 256, "--steps", 12, "--merge", "--eval_data", chats, "--out", out)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+    method = ["--fsdp2", "--qlora", "--offload", "--merge"]
+    size = ["--seq_len", 256, "--steps", 12, "--eval_data", chats]
+    done = shell(*torchrun, TRAIN, *method, *size, "--out", out)
     assert done.returncode == 0, done.stderr
-    return out, done.stdout, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return MainJob(out, done.stdout, metrics_of(out))
 
 
 @pytest.mark.bf16
 def test_main_job_writes_what_it_promises(main_job):
-    out, _, rows = main_job
-    assert names(out) == {"args.json", "metrics.jsonl", "loss.svg", "lock", "checkpoint-12", "final", "merged"}
-    assert names(out / "final") >= {"adapter_config.json", "adapter_model.safetensors"}
-    assert names(out / "merged") == names(HERE / "tiny")
+    out = main_job.out
+    assert names_in(out) == {"args.json", "metrics.jsonl", "loss.svg", "lock", "checkpoint-12", "final", "merged"}
+    assert names_in(out / "final") >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert names_in(out / "merged") == names_in(HERE / "tiny")
     args = json.loads((out / "args.json").read_text())
-    assert args["world"] == 2 and args["torch"] == torch.__version__ and args["qlora"] is True
-    keys = {"step", "epoch", "loss", "losses", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "mem_gib",
-            "mem_reserved_gib", "step_s", "data_s"}
-    assert [set(row) for row in rows] == [keys] * (len(rows) - 1) + [{"step", "eval_loss", "eval_tokens"}]
-    assert {*range(1, 11), 12} <= {row["step"] for row in rows}  # on a slow machine 11 as well
-    assert all(math.isfinite(row["loss"]) and row["tokens_per_s"] > 0 for row in rows[:-1])
-    assert rows[-2]["loss"] < rows[0]["loss"] < 5  # nats a token; ln(4096) = 8.3 is knowing nothing of Python
+    assert args["world"] == 2
+    assert args["torch"] == torch.__version__
+    assert args["qlora"] is True
 
 
-@pytest.mark.parametrize("has_bf16", [True, False])
-def test_the_default_precision_is_what_the_cpu_computes_fast(monkeypatch, has_bf16):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
-    for flags, precision in (["--qlora"], "mixed"), (["--chat"], "bf16"):
-        args = train.parse_args(flags)
-        assert train.default_precision(args, CPU) == (precision if has_bf16 else "fp32")
+KEYS_OF_A_STEP = {
+    "step", "epoch", "loss", "losses", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "mem_gib",
+    "mem_reserved_gib", "step_s", "data_s",
+}
+
+
+@pytest.mark.bf16
+def test_metrics_of_the_main_job_show_that_it_learns(main_job):
+    *of_steps, of_evaluation = main_job.rows
+    assert of_evaluation.keys() == {"step", "eval_loss", "eval_tokens"}
+    for row in of_steps:
+        assert row.keys() == KEYS_OF_A_STEP
+        assert math.isfinite(row["loss"])
+        assert row["tokens_per_s"] > 0
+    # the first ten and the last; every row that follows ten seconds of silence comes on top, on a slow machine
+    assert {*range(1, 11), 12} <= {row["step"] for row in main_job.rows}
+    first = of_steps[0]["loss"]
+    last = of_steps[-1]["loss"]
+    assert last < first < 5  # nats a token; ln(4096) = 8.3 is knowing nothing of Python
+
+
+WORDS_OF_THE_START = [
+    "--lora: adapters of rank 16 are trained",
+    "--qlora: ",
+    "--fsdp2: parameters, gradients and optimizer state in 2 shards",
+    "--offload activations params: ",
+    "--activation_checkpointing auto: the backward recomputes 6 of 6 blocks\n",
+    "--chunked_ce: head and loss see 1024 tokens at a time",
+    "--fused_adamw: ",
+    "--packing: documents ",
+    "settings: --lora_rank 16 --lora_alpha 32 ",
+    "off: dpo, replicas, sequence_parallel, tiled_mlp, ",
+]
 
 
 @pytest.mark.bf16
 def test_main_job_says_what_is_on_and_why(main_job):
-    said = main_job[1]
+    said = main_job.said
     precision = "mixed" if torch.cpu._is_avx512_bf16_supported() else "fp32"
-    for line in (f"--precision {precision}: trained float32, all else ", "--lora: adapters of rank 16 are trained",
-                 "--qlora: ", "--fsdp2: parameters, gradients and optimizer state in 2 shards",
-                 "--offload activations params: ",
-                 "--activation_checkpointing auto: the backward recomputes 6 of 6 blocks\n",
-                 "--chunked_ce: head and loss see 1024 tokens at a time", "--fused_adamw: ", "--packing: documents ",
-                 "settings: --lora_rank 16 --lora_alpha 32 ", "off: dpo, replicas, sequence_parallel, tiled_mlp, "):
-        assert f"\n  {line}" in said
-    for line in ("\nbefore: ", "\nafter: ", "\nstep  1/12  loss ", "checkpoint-12: ", "12 steps in ",
-                 "step 12  eval loss ", f"done: {main_job[0]}/final and {main_job[0]}/merged"):
-        assert line in said
-    shown = said[said.index("\ntiny (") : said.index("\n12 steps of ")].splitlines()[1:]
-    assert len(shown) <= 25 and all(len(line) <= 80 for line in shown), said
+    assert f"\n  --precision {precision}: trained float32, all else " in said
+    for words in WORDS_OF_THE_START:
+        assert f"\n  {words}" in said
+
+    begin = said.index("\ntiny (")  # the model's line, and below it one for each feature
+    end = said.index("\n12 steps of ")
+    features = said[begin:end].splitlines()[1:]
+    assert len(features) <= 25, said
+    assert all(len(line) <= 80 for line in features), said
+
+
+@pytest.mark.bf16
+def test_main_job_says_what_it_has_done(main_job):
+    for words in (
+        "\nbefore: ",
+        "\nafter: ",
+        "\nstep  1/12  loss ",
+        "checkpoint-12: ",
+        "12 steps in ",
+        "step 12  eval loss ",
+        f"done: {main_job.out}/final and {main_job.out}/merged",
+    ):
+        assert words in main_job.said
+
+
+@pytest.mark.bf16
+def test_merged_model_is_base_plus_adapter(main_job):
+    base = load_file(HERE / "tiny/model.safetensors")
+    merged = load_file(main_job.out / "merged/model.safetensors")
+    adapter = load_file(main_job.out / "final/adapter_model.safetensors")
+    assert {t.dtype for t in adapter.values()} == {torch.float32}  # the parameters that train, not their bf16 copies
+    assert base.keys() == merged.keys()
+    for name, w in base.items():
+        expected = w.float()
+        stem = data.PEFT_PREFIX + name.removesuffix("weight")
+        if stem + "lora_A.weight" in adapter:
+            a_RD = adapter[stem + "lora_A.weight"]
+            b_NR = adapter[stem + "lora_B.weight"]
+            expected = expected + 2.0 * (b_NR @ a_RD)  # --lora_alpha 32 / --lora_rank 16
+            assert not torch.equal(merged[name], w)
+        # bf16 keeps 8 bits: half a unit of the last, and a rounding of the float32 sum that may tip it over
+        torch.testing.assert_close(merged[name].float(), expected, rtol=0.0041, atol=1e-7)
+
+
+@pytest.mark.bf16
+def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
+    asked = "What does `os.getcwd()` do?\n/reset\n\nWhat does `os.getcwd()` do?\n"
+    command = [sys.executable, TRAIN, "--chat", "--model", main_job.out, "--max_new_tokens", "8"]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True)
+    assert done.returncode == 0
+    first, second = done.stdout.splitlines()
+    assert first == second != ""  # after /reset the same question gets the same greedy answer
+
+
+# ---------------------------------------------------------------- what a run prints before it begins
+
+
+@pytest.mark.parametrize("flag, has_bf16, precision", [
+    ("--qlora", True, "mixed"),
+    ("--qlora", False, "fp32"),
+    ("--chat", True, "bf16"),
+    ("--chat", False, "fp32"),
+])
+def test_the_default_precision_is_what_the_cpu_computes_fast(monkeypatch, flag, has_bf16, precision):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    args = train.parse_args([flag])
+    assert train.default_precision(args, CPU) == precision
 
 
 def start_of(flags, capsys):
     """What print_start() prints for a run of qwen3-0.6b on eight ranks."""
-    model = SimpleNamespace(config=lm.parse_config(data.PRESETS["qwen3-0.6b"]), compute_dtype=torch.bfloat16,
-                            parameters=list)
+    model = SimpleNamespace(
+        config=lm.parse_config(data.PRESETS["qwen3-0.6b"]),
+        compute_dtype=torch.bfloat16,
+        parameters=list,  # none
+    )
+    source = SimpleNamespace(tensors={})
     ranks = SimpleNamespace(world=8, device_name="CPU", say=print)
     args = train.parse_args(flags.split())
     blocks = train.blocks_as_asked(args, model.config)
-    train.print_start(args, model, SimpleNamespace(tensors={}), blocks, ranks)
+    train.print_start(args, model, source, blocks, ranks)
     return capsys.readouterr().out
 
 
+EVERY_FEATURE = """
+    --precision bf16 --qlora --seq_len 99999 --fsdp2 --replicas 2 --sequence_parallel 2 --offload --tiled_mlp 4096
+    --optim adamw8bit --stochastic_rounding --optim_in_backward --compile --clip 0 --lora_dropout 0.1 --min_lr 0.1
+    --warmup 0 --schedule linear --weight_decay 0 --seed 1
+"""
+
+
 def test_the_start_fits_a_screen_with_every_feature_on(capsys):
-    said = start_of("--precision bf16 --qlora --seq_len 99999 --fsdp2 --replicas 2 --sequence_parallel 2 --offload "
-                    "--tiled_mlp 4096 --optim adamw8bit --stochastic_rounding --optim_in_backward --compile --clip 0 "
-                    "--lora_dropout 0.1 --min_lr 0.1 --warmup 0 --schedule linear --weight_decay 0 --seed 1", capsys)
+    said = start_of(EVERY_FEATURE, capsys)
     assert "  off: dpo, fused_adamw\n" in said  # AdamW of 8 bits has no fused kernel
-    assert len(said.splitlines()) <= 25 and max(map(len, said.splitlines())) <= 80, said
+    lines = said.splitlines()
+    assert len(lines) <= 25, said
+    assert max(map(len, lines)) <= 80, said
 
 
 def test_a_new_flag_that_changes_the_mathematics_needs_no_list(monkeypatch, capsys):
     make_parser = train.make_parser
 
-    def make_fork():
+    def make_parser_of_a_fork():
         parser = make_parser()
         train.add(parser, "--z_loss", float, 0.0, "weight of the z-loss", fixed=True)
         return parser
 
-    monkeypatch.setattr(train, "make_parser", make_fork)
+    monkeypatch.setattr(train, "make_parser", make_parser_of_a_fork)
     assert "--z_loss 0.5" in start_of("--z_loss 0.5", capsys)
     assert "z_loss" not in start_of("", capsys)
+
+    # A checkpoint notes it, so that a run of another --z_loss is refused.
     config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
     loader = SimpleNamespace(documents=SimpleNamespace(checksum=0))
-    assert train.fixed_settings(train.parse_args(["--z_loss", "0.5"]), config, 4, loader, None)["--z_loss"] == 0.5
+    args = train.parse_args(["--z_loss", "0.5"])
+    settings = train.fixed_settings(args, config, 4, loader, None)
+    assert settings["--z_loss"] == 0.5
 
 
 def test_the_names_in_the_tables_of_flags_are_flags():
     flags = vars(train.parse_args([])).keys()
-    assert {name.removeprefix("--") for name in train.OTHER_NAMES.values()} <= flags
-    assert train.NEEDED.keys() | set(train.NEEDED.values()) <= flags
+    meant = {name.removeprefix("--") for name in train.OTHER_NAMES.values()}
+    assert meant <= flags
+    assert train.NEEDED.keys() <= flags
+    assert set(train.NEEDED.values()) <= flags
     assert train.EVERYDAY - {"help"} <= flags
 
 
-def test_merged_model_is_base_plus_adapter(main_job):
-    out = main_job[0]
-    base, merged = load_file(HERE / "tiny/model.safetensors"), load_file(out / "merged/model.safetensors")
-    adapter = load_file(out / "final/adapter_model.safetensors")
-    assert {t.dtype for t in adapter.values()} == {torch.float32}  # the parameters that train, not their bf16 copies
-    assert base.keys() == merged.keys()
-    for name, w in base.items():
-        stem = data.PEFT_PREFIX + name.removesuffix("weight")
-        if stem + "lora_A.weight" in adapter:
-            w = w.float() + 2.0 * (adapter[stem + "lora_B.weight"] @ adapter[stem + "lora_A.weight"])
-            assert not torch.equal(merged[name], base[name])
-        # bf16 keeps 8 bits: half a unit of the last, and a rounding of the float32 sum that may tip it over
-        torch.testing.assert_close(merged[name].float(), w.float(), rtol=0.0041, atol=1e-7)
+def test_help_is_short_and_help_all_has_every_flag(capsys):
+    shown = {}
+    for flag in ("--help", "--help_all"):
+        assert train.launch([flag]) == 0
+        shown[flag] = set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.M))
+    assert {"--model", "--data", "--qlora"} <= shown["--help"]
+    assert shown["--help"] < shown["--help_all"]
+    assert len(shown["--help"]) <= 27  # a screen
+    names = {f"--{name}" for name in vars(train.parse_args([]))}
+    assert names == shown["--help_all"] - {"--no"}  # the pattern cuts --no-activation_checkpointing there
 
 
 def test_plain_python_finds_a_hub_id_in_the_cache_and_names_a_fresh_folder(tmp_path, chats):
-    snapshot = tmp_path / "hub/models--someone--tiny/snapshots/abc"
-    shutil.copytree(HERE / "tiny", snapshot)
-    (snapshot.parent.parent / "refs").mkdir()
-    (snapshot.parent.parent / "refs/main").write_text("abc")
-    done = shell(TRAIN, "--model", "someone/tiny", "--data", chats, "--seq_len", 128, "--lora", "--steps", 1,
-                 "--sample", "", cwd=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
+    cached = tmp_path / "hub/models--someone--tiny"
+    shutil.copytree(HERE / "tiny", cached / "snapshots/abc")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")  # the commit that `main` stands for
+    flags = ["--model", "someone/tiny", "--data", chats, "--seq_len", 128, "--lora", "--steps", 1, "--sample", ""]
+    done = shell(TRAIN, *flags, cwd=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "out").iterdir()
-    assert json.loads((run / "final/adapter_config.json").read_text())["base_model_name_or_path"] == "someone/tiny"
-    assert "before:" not in done.stdout
+    config = json.loads((run / "final/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "someone/tiny"
+    assert "before:" not in done.stdout  # --sample "" asks for none
+
+
+def test_inspect_prints_examples_and_trains_nothing(folder, chats, tmp_path):
+    argv = ["--model", folder, "--random_init", "--data", chats, "--inspect", 2]
+    _, said, codes = run_ranks(2, argv, tmp_path / "run")
+    assert codes == [0, 0]
+    assert said.count("--- example") == 2  # of rank 0 alone
+    assert "⟦" in said
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- the numbers of a step
 
 
 def test_epochs_and_overflow_say_how_many_steps_a_run_has(folder, chats, tmp_path):
@@ -180,192 +316,259 @@ def test_epochs_and_overflow_say_how_many_steps_a_run_has(folder, chats, tmp_pat
 
 
 def test_evaluation_is_the_training_loss(folder, chats, tmp_path):
-    argv = ["--model", folder, "--random_init", "--data", chats, "--eval_data", chats, "--seq_len", 96, "--precision",
-            "fp32", "--lr", 0, "--steps", 1]
-    # all rows as one step of training; then evaluated by three ranks, which have unequal numbers of them
-    (step, one), _, _ = run_ranks(1, [*argv, "--batch_size", len(loader_of(chats).rows)], tmp_path / "one")
-    (_, three), _, _ = run_ranks(3, [*argv, "--fsdp2"], tmp_path / "three")
-    assert one["eval_loss"] == pytest.approx(step["loss"], rel=1e-6)  # float32 sums in another order
-    assert three["eval_loss"] == pytest.approx(step["loss"], rel=1e-6)
-    assert one["eval_tokens"] == three["eval_tokens"] == step["tokens"]
+    argv = ["--model", folder, "--random_init", "--data", chats, "--eval_data", chats, "--seq_len", 96,
+            "--precision", "fp32", "--lr", 0, "--steps", 1]  # the evaluation comes after the step, so weights must stay
+    # All rows are one step of training, and are then evaluated. Three ranks have unequal numbers of them.
+    all_rows = len(loader_of(chats).rows)
+    (step, on_one), _, _ = run_ranks(1, [*argv, "--batch_size", all_rows], tmp_path / "one")
+    (_, on_three), _, _ = run_ranks(3, [*argv, "--fsdp2"], tmp_path / "three")
+    for evaluation in (on_one, on_three):
+        assert evaluation["eval_loss"] == pytest.approx(step["loss"], rel=1e-6)  # float32 sums in another order
+        assert evaluation["eval_tokens"] == step["tokens"]
 
 
 def test_unpacked_rows_have_the_loss_and_the_gradients_of_packed_ones(chats):
-    results = []
-    for packing in (True, False):
+    def numbers(packing):
         model, _ = build()
         for b in loader_of(chats, packing).once():
             model(b.tokens, b.targets, b.positions, b.spans, b.keep_S).backward()
         loss, _, n_targets = train.evaluate(model, loader_of(chats, packing), ALONE)
-        results.append([torch.tensor([loss, n_targets]), *(p.grad for p in model.parameters())])
-    for packed, unpacked in zip(*results, strict=True):  # sums in another order, of some 2,000 tokens
-        torch.testing.assert_close(packed, unpacked, rtol=1e-4, atol=1e-3 * packed.abs().max().item())
+        gradients = [p.grad for p in model.parameters()]
+        return [torch.tensor([loss, n_targets]), *gradients]
+
+    for packed, unpacked in zip(numbers(packing=True), numbers(packing=False), strict=True):
+        # sums in another order, of some 2,000 tokens
+        largest = packed.abs().max().item()
+        torch.testing.assert_close(packed, unpacked, rtol=1e-4, atol=1e-3 * largest)
 
 
-def test_adapters_start_as_in_peft_and_their_dropout_depends_on_seed_and_step_and_is_off_in_evaluation():
-    tokens, losses_of_bits = torch.arange(30)[None], []
+def test_adapters_start_as_in_peft():
+    model, _ = build("--lora")
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    for name, p in trained:
+        if "lora_B" in name:
+            assert not p.any()
+        else:
+            limit = p.shape[1] ** -0.5  # A is uniform in -limit to limit, and of its thousand numbers one is near it
+            assert 0.9 * limit < p.abs().max() <= limit
+
+
+def test_dropout_depends_on_seed_and_step_and_is_off_in_evaluation():
     model, _ = build("--lora", "--lora_dropout", 0.5)
     for p in model.parameters():
         if p.requires_grad:
-            assert 0.9 < p.abs().max() * p.shape[1] ** 0.5 <= 1 or not p.any()  # A in U(-1/sqrt(in), 1/sqrt(in)), B 0
-            torch.nn.init.normal_(p)
-    for seed, step in ((1, 0), (1, 0), (2, 0), (1, 1)):
+            torch.nn.init.normal_(p)  # with B at zero no adapter would show its dropout
+    tokens = torch.arange(30)[None]
+
+    def loss_at(seed, step):
         lm.set_dropout_bits_(model, nf4.token_bits(seed, step, 0, *tokens.shape))
-        losses_of_bits.append(model(tokens, tokens).item())
-    assert losses_of_bits[0] == losses_of_bits[1]
-    assert len({*losses_of_bits}) == 3
+        return model(tokens, tokens).item()
+
+    first = loss_at(seed=1, step=0)
+    assert loss_at(seed=1, step=0) == first  # a resumed run repeats it
+    of_other_bits = {first, loss_at(seed=2, step=0), loss_at(seed=1, step=1)}
+    assert len(of_other_bits) == 3
     assert model.eval()(tokens, tokens) == model(tokens, tokens)
 
 
-def test_inspect_prints_examples_and_trains_nothing(folder, chats, tmp_path):
-    argv = ["--model", folder, "--random_init", "--data", chats, "--inspect", 2]
-    _, text, codes = run_ranks(2, argv, tmp_path / "run")
-    assert codes == [0, 0] and text.count("--- example") == 2 and "⟦" in text
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("schedule, middle, end", [("constant", 1, 1), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)])
-def test_learning_rate_schedules(schedule, middle, end):
+@pytest.mark.parametrize("schedule, in_the_middle, at_the_end", [
+    ("constant", 1, 1),
+    ("linear", 0.55, 0.1),
+    ("cosine", 0.55, 0.1),
+])
+def test_learning_rate_schedules(schedule, in_the_middle, at_the_end):
     args = train.parse_args(["--lr", "1", "--min_lr", "0.1", "--warmup", "10", "--schedule", schedule])
     lrs = [train.lr_at(step, 110, args) for step in range(111)]
-    assert lrs[0] == pytest.approx(1 / 11) and lrs[9] == pytest.approx(10 / 11) and lrs[10] == 1.0
-    assert lrs[60] == pytest.approx(middle) and lrs[110] == pytest.approx(end)
+    assert lrs[0] == pytest.approx(1 / 11)
+    assert lrs[9] == pytest.approx(10 / 11)
+    assert lrs[10] == 1.0
+    assert lrs[60] == pytest.approx(in_the_middle)
+    assert lrs[110] == pytest.approx(at_the_end)
 
 
 def test_decay_spares_norms_and_biases():
-    matrix, norm = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    named = {"matrix": matrix, "norm": norm}
-    optimizer = train.make_optimizer(named, train.parse_args(["--lr", "1e-3"]), torch.zeros(()))
-    assert [(group["weight_decay"], group["params"]) for group in optimizer.param_groups] == [
-        (0.01, [matrix]), (0.0, [norm])]
+    matrix = torch.nn.Parameter(torch.ones(2, 2))
+    norm = torch.nn.Parameter(torch.ones(2))
+    args = train.parse_args(["--lr", "1e-3"])
+    optimizer = train.make_optimizer({"matrix": matrix, "norm": norm}, args, torch.zeros(()))
+    decays = [(group["weight_decay"], group["params"]) for group in optimizer.param_groups]
+    assert decays == [(0.01, [matrix]), (0.0, [norm])]
 
 
-def test_flops_of_a_step_are_six_per_weight_and_token():
-    c = lm.parse_config(data.PRESETS["llama-3.1-8b"])
-    counts = lm.Counts(4096, 4096, 4096**2)
-    assert lm.step_flops(c, counts, False) / 4096 == pytest.approx(48.8e9, rel=0.01)  # 6 * 7.5e9 + attention, by hand
-    assert lm.step_flops(c, counts, True) / 4096 == pytest.approx(33.8e9, rel=0.01)
+@pytest.mark.parametrize("preset, lora, flops, tolerance", [
+    # 6 * 7.5e9 and attention, by hand; frozen weights have no gradients, which are a third
+    ("llama-3.1-8b", False, 48.8e9, 0.01),
+    ("llama-3.1-8b", True, 33.8e9, 0.01),
     # 8 * 58.7e6 in attention, 24 * 67.1e6 in Gated DeltaNet, 32 * 151e6 in MLPs, 1.02e9 in the head: 6 times that, plus
     # 0.94e9 of attention and 0.23e9 of the delta rule
-    c = lm.parse_config(data.PRESETS["qwen3.5-9b"])
-    assert lm.step_flops(c, counts, False) / 4096 == pytest.approx(48.7e9, rel=0.002)
+    ("qwen3.5-9b", False, 48.7e9, 0.002),
+])
+def test_flops_of_a_token_are_six_per_weight_and_those_of_attention(preset, lora, flops, tolerance):
+    T = 4096
+    config = lm.parse_config(data.PRESETS[preset])
+    counts = lm.Counts(targets=T, tokens=T, squares=T**2)  # one row, one document
+    assert lm.step_flops(config, counts, lora) / T == pytest.approx(flops, rel=tolerance)
+
+
+# ---------------------------------------------------------------- the log
+
+
+class Board:
+    """TensorBoard's SummaryWriter, which keeps what it gets in place of writing it."""
+
+    def __init__(self, folder, purge_step):
+        self.purge_step = purge_step
+        self.scalars = set()
+
+    def add_scalar(self, name, value, step):
+        self.scalars.add((name, value, step))
+
+    def flush(self):
+        pass
 
 
 @pytest.fixture
 def log(tmp_path, monkeypatch):
-    """A Log at step 4 of 9 whose TensorBoard keeps what it gets."""
-    board = SimpleNamespace(scalars=set(), flush=lambda: None, add_scalar=lambda *scalar: board.scalars.add(scalar))
-    made = SimpleNamespace(SummaryWriter=lambda folder, purge_step: vars(board).update(purge_step=purge_step) or board)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", made)
+    """A Log at step 4 of 9, with a Board."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
     state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1}
-    return train.Log(tmp_path, state, SimpleNamespace(rows=[0] * 9, waited_s=0.0), ALONE, tensorboard=True)
+    loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0)  # all that a Log asks of its loader
+    return train.Log(tmp_path, state, loader, ALONE, tensorboard=True)
 
 
 def test_an_evaluation_between_log_lines_does_not_count_as_training(log, tmp_path, monkeypatch):
-    clock = iter([log.mark + 5.0, log.mark + 25.0])  # an evaluation of 20 seconds, and the log line after it
-    monkeypatch.setattr(train.time, "perf_counter", lambda: next(clock, log.mark + 10.0))
-    log.count(torch.tensor(20.0), torch.zeros(0), 10, 100, 0)
+    clock = SimpleNamespace(now=log.mark)
+    monkeypatch.setattr(train.time, "perf_counter", lambda: clock.now)
+
+    def train_for_5_seconds(loss_sum):
+        clock.now += 5.0
+        log.count(torch.tensor(loss_sum), torch.zeros(0), n_terms=10, n_tokens=100, flops=0)
+
+    train_for_5_seconds(loss_sum=20.0)
     with log.paused():
+        clock.now += 20.0
         log.write_eval(train.Evaluation(1.0, [], 5))
-    log.count(torch.tensor(10.0), torch.zeros(0), 10, 100, 0)
+    train_for_5_seconds(loss_sum=10.0)
     log.state["step"] = 6
     losses, _ = log.means()
-    log.write(losses.tolist(), [], 1e-3, 1.0)
-    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert row["losses"] == [2.0, 1.0] and row["loss"] == 1.0
-    assert row["step_s"] == pytest.approx(5.0) and row["tokens_per_s"] == pytest.approx(20.0)  # 200 tokens, 10 s
+    log.write(losses.tolist(), [], norm=1e-3, lr=1.0)
+
+    row = metrics_of(tmp_path)[-1]
+    assert row["losses"] == [2.0, 1.0]
+    assert row["loss"] == 1.0
+    assert row["step_s"] == pytest.approx(5.0)
+    assert row["tokens_per_s"] == pytest.approx(20.0)
 
 
 def test_a_line_of_a_long_run_on_a_large_gpu_has_80_columns(log, monkeypatch, capsys):
     log.state |= {"step": 2000, "steps": 10_000}
-    log.start -= 10_000  # seconds: more than ten hours are left
+    log.start -= 10_000  # seconds for a fifth of the run: more than ten hours are left
     log.mark -= 1.0
     log.n_tokens = 123_000
     monkeypatch.setattr(train, "memory_gib", lambda device: (139.51, 140.0))
-    log.write([12.3456], [], 0.0123, 2e-4)
+    log.write([12.3456], [], norm=0.0123, lr=2e-4)
     line = capsys.readouterr().out.strip()
-    assert "step  2000/10000  loss 12.3456  norm 0.0123  12" in line and "139.51 GiB  11:" in line
+    assert "step  2000/10000  loss 12.3456  norm 0.0123  12" in line  # its tokens per second depend on the clock
+    assert "139.51 GiB  11:" in line
     assert len(line) <= 80
 
 
 def test_an_evaluation_of_pairs_says_how_often_the_chosen_answer_wins(log, capsys):
     log.write_eval(train.Evaluation(0.5, [1.25, 0.75, -10.0, -20.0], 40))
-    assert capsys.readouterr().out == (
-        "step 4  eval loss 0.5000 over 40 pairs, accuracy 0.750, best 0.5000 at step 4\n")
+    said = capsys.readouterr().out
+    assert said == "step 4  eval loss 0.5000 over 40 pairs, accuracy 0.750, best 0.5000 at step 4\n"
 
 
 def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
     log.write_eval(train.Evaluation(2.5, [], 100))
-    assert log.board.purge_step == 5 and log.board.scalars == {("eval_loss", 2.5, 4), ("eval_tokens", 100, 4)}
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 4, "eval_loss": 2.5, "eval_tokens": 100}
+    assert log.board.purge_step == 5  # what a killed run has shown of later steps disappears
+    assert log.board.scalars == {("eval_loss", 2.5, 4), ("eval_tokens", 100, 4)}
+    assert metrics_of(tmp_path) == [{"step": 4, "eval_loss": 2.5, "eval_tokens": 100}]
 
 
-@pytest.mark.bf16
-def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
-    asked = "What does `os.getcwd()` do?\n/reset\n\nWhat does `os.getcwd()` do?\n"
-    argv = [sys.executable, TRAIN, "--chat", "--model", main_job[0], "--max_new_tokens", "8"]
-    done = subprocess.run(argv, input=asked, capture_output=True, text=True)
-    first, second = done.stdout.splitlines()  # the same question after /reset: the same greedy answer
-    assert done.returncode == 0 and first == second != ""
-
-
-QUESTION = b"What does `os.getcwd()` do?\n"
+# ---------------------------------------------------------------- --chat
 
 
 def ask(monkeypatch, lines, *argv):
-    """--chat with these bytes as its input, on the built-in model unless argv has another -> the exit code."""
+    """Runs --chat with these bytes as its input, on the built-in model unless argv has another -> the exit code."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
     return train.launch(["--chat", "--model", "tiny", "--max_new_tokens", "3", *map(str, argv)])
 
 
-def test_chat_goes_on_after_a_question_that_cannot_be_asked(monkeypatch, capsys):
-    assert ask(monkeypatch, "a \U00104000 b\n".encode() + b"caf\xe9\n") == 0  # the second is not UTF-8
-    said = capsys.readouterr()
-    assert "U+104000" in said.err and len(said.err.splitlines()) == 1
-    empty, answered, *_ = said.out.splitlines()
-    assert not empty and answered
-
-
 def answer_with(monkeypatch, ids):
-    """--chat gets these ids for each question -> the list of all questions, as messages."""
-    asked = []
+    """Makes --chat answer each question with these ids -> a list that gets each question, as messages."""
+    questions = []
     prompt = data.Tokenizer.prompt
-    monkeypatch.setattr(data.Tokenizer, "prompt", lambda self, ask: asked.append(ask) or prompt(self, ask))
-    monkeypatch.setattr(lm, "generate", lambda *rest: iter(ids))
-    return asked
+
+    def noting_prompt(self, messages):
+        questions.append(messages)
+        return prompt(self, messages)
+
+    # The prompt is still made: a template may refuse the question.
+    monkeypatch.setattr(data.Tokenizer, "prompt", noting_prompt)
+    monkeypatch.setattr(lm, "generate", lambda *_: iter(ids))
+    return questions
+
+
+def remembered_answer(questions):
+    """The first answer, as the second question carries it along."""
+    _, answer, _ = questions[1]
+    assert answer["role"] == "assistant"
+    return answer["content"]
+
+
+def test_chat_goes_on_after_a_question_that_cannot_be_asked(monkeypatch, capsys):
+    # The first is refused for a character that is reserved for marking masks. The second is not UTF-8: it is answered.
+    assert ask(monkeypatch, "a \U00104000 b\n".encode() + b"caf\xe9\n") == 0
+    said = capsys.readouterr()
+    (error,) = said.err.splitlines()
+    assert "U+104000" in error
+    refused, answered, *_ = said.out.splitlines()
+    assert not refused
+    assert answered
 
 
 def test_chat_prints_and_remembers_a_run_of_odd_bytes(tiny, monkeypatch, capsys):
-    ids = [109, 179, 1466]  # a byte that is a character, one that is none, a word: DecodeStream raised here
-    asked = answer_with(monkeypatch, ids)
+    ids = [109, 179, 1466]  # a byte that is a character, one that is none, a word: tokenizers' DecodeStream raises here
+    questions = answer_with(monkeypatch, ids)
     assert ask(monkeypatch, b"hi\nagain\n") == 0
     text = tiny.core.decode(ids)
-    assert text.startswith("��") and asked[1][1] == {"role": "assistant", "content": text}
+    assert text.startswith("��")
+    assert remembered_answer(questions) == text
     # the first byte was shown as a character before the second one made it part of a run that is none
-    assert capsys.readouterr().out.splitlines() == [f"{tiny.core.decode(ids[:1])}{text[1:]}"] * 2
+    shown = tiny.core.decode(ids[:1]) + text[1:]
+    assert capsys.readouterr().out.splitlines() == [shown, shown]
 
 
 def test_a_character_that_the_last_token_cuts_is_shown_as_one(tiny, monkeypatch, capsys):
-    euro = tiny.core.encode("a €", add_special_tokens=False).ids[:-1]  # it has three bytes
-    asked = answer_with(monkeypatch, euro)
+    cut = tiny.core.encode("a €", add_special_tokens=False).ids[:-1]  # two of the three bytes of a euro
+    questions = answer_with(monkeypatch, cut)
     assert ask(monkeypatch, b"hi\nagain\n") == 0
     shown = capsys.readouterr().out.splitlines()[0]
-    assert shown == asked[1][1]["content"] == tiny.core.decode(euro)
-    assert shown.startswith("a ") and shown.endswith("�")
+    assert shown == remembered_answer(questions) == tiny.core.decode(cut)
+    assert shown.startswith("a ")
+    assert shown.endswith("�")
 
 
 @pytest.mark.parametrize("kind", ["built-in", "bytes"])
 def test_random_streams_of_ids_are_shown_and_returned_as_their_text(tiny, tmp_path, capsys, kind):
-    core = tiny.core if kind == "built-in" else byte_level_tokenizer(tmp_path, trim_offsets=False).core
+    core = tiny.core
+    if kind == "bytes":
+        core = byte_level_tokenizer(tmp_path, trim_offsets=False).core
     rng = random.Random(0)
+
+    def random_id():
+        only_bytes = rng.random() < 0.5  # most bytes are no characters
+        return rng.randrange(256 if only_bytes else core.get_vocab_size())
+
     n_equal = 0
     for _ in range(300):
-        # half of them bytes, most of which are no characters
-        ids = [rng.randrange(256 if rng.random() < 0.5 else core.get_vocab_size()) for _ in range(12)]
+        ids = [random_id() for _ in range(12)]
         text = train.print_answer(core, iter(ids))
         assert text == core.decode(ids)
         is_equal = capsys.readouterr().out == data.printable(text)
-        # In the built-in one, bytes that are no character spoil the characters before them, which stay on the screen
+        # In the built-in one, bytes that are no character spoil the characters before them, which stay on the screen.
         assert is_equal or (kind == "built-in" and "�" in text)
         n_equal += is_equal
     assert n_equal > 150  # otherwise it shows nothing
@@ -378,11 +581,11 @@ def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(tiny, monkeypatch, capsys
         yield from ids
         raise KeyboardInterrupt
 
-    asked = answer_with(monkeypatch, [])
+    questions = answer_with(monkeypatch, [])
     monkeypatch.setattr(lm, "generate", interrupted)
     assert ask(monkeypatch, b"hi\nagain\n") == 0
-    assert capsys.readouterr().out.splitlines() == ["one two"] * 2
-    assert asked[1][1]["content"] == "one two"
+    assert capsys.readouterr().out.splitlines() == ["one two", "one two"]
+    assert remembered_answer(questions) == "one two"
 
 
 def test_ctrl_c_while_a_long_prompt_is_made_ends_that_question_alone(monkeypatch, capsys):
@@ -392,7 +595,7 @@ def test_ctrl_c_while_a_long_prompt_is_made_ends_that_question_alone(monkeypatch
         return original(self, messages)
 
     monkeypatch.setattr(data.Tokenizer, "prompt", prompt)
-    assert ask(monkeypatch, b"long\n" + QUESTION) == 0
+    assert ask(monkeypatch, b"long\nhi\n") == 0
     interrupted, answer = capsys.readouterr().out.splitlines()
     assert not interrupted
     assert answer
@@ -401,26 +604,37 @@ def test_ctrl_c_while_a_long_prompt_is_made_ends_that_question_alone(monkeypatch
 def test_a_chat_answers_at_the_temperature_that_was_asked_for(monkeypatch):
     temperatures = []
     monkeypatch.setattr(lm, "generate", lambda *args: temperatures.append(args[-1]) or iter([]))
-    assert ask(monkeypatch, QUESTION, "--temperature", 0.5) == 0
+    assert ask(monkeypatch, b"hi\n", "--temperature", 0.5) == 0
     assert temperatures == [0.5]
 
 
 def test_chat_tells_of_a_prompt_beyond_the_trained_positions_and_refuses_an_endless_one(monkeypatch, capsys):
-    asked = answer_with(monkeypatch, [])
-    monkeypatch.setattr(lm, "generate", lambda model, prompt, *rest: asked.append(len(prompt)) or iter([]))
+    prompt_lengths = []  # of the questions that reach the model
+
+    def answer_nothing(model, prompt, *_):
+        prompt_lengths.append(len(prompt))
+        return iter([])
+
+    monkeypatch.setattr(lm, "generate", answer_nothing)
     lines = ["a", "é" * 2100, "a" * 100_000, "b"]  # the built-in model has seen 2,048 positions
     assert ask(monkeypatch, "\n/reset\n".join(lines).encode()) == 0
-    n_short, n_long, n_next = (n for n in asked if isinstance(n, int))  # the third question reaches no model
+    n_short, n_long, n_next = prompt_lengths  # the third question is refused, and the chat goes on
     assert n_short == n_next < 2048 < n_long
     told, refused = capsys.readouterr().err.splitlines()
-    assert f"{n_long:,} tokens" in told and "2,048 positions" in told and "/reset" in told
-    assert "error" in refused and "more than 4 times the 2,048 positions" in refused
+    assert f"{n_long:,} tokens" in told
+    assert "2,048 positions" in told
+    assert "/reset" in told
+    assert "error" in refused
+    assert "more than 4 times the 2,048 positions" in refused
 
 
-def test_chat_says_what_is_wrong_with_template_and_weights(tmp_path, monkeypatch, capsys):
+def test_chat_names_a_template_that_makes_nothing_of_a_question(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.jinja").write_text("{% set nothing = messages %}")
     assert ask(monkeypatch, b"What?\n", "--chat_template", tmp_path / "mine.jinja") == 0
     assert "mine.jinja): makes no token of the question" in capsys.readouterr().err
+
+
+def test_chat_ends_where_weights_are_damaged(tmp_path, monkeypatch, capsys):
     model = tmp_path / "model"
     shutil.copytree(HERE / "tiny", model)
     weights = load_file(model / "model.safetensors")
@@ -438,6 +652,9 @@ def test_a_lock_that_is_no_file_is_refused_by_name(tmp_path, make):
         train.lock_folder(tmp_path)
 
 
+# ---------------------------------------------------------------- the folder of a run
+
+
 def test_a_lock_that_is_a_link_empties_nothing(tmp_path):
     (tmp_path / "mine").write_text("work")
     (tmp_path / "lock").symlink_to("mine")
@@ -449,26 +666,32 @@ def test_what_is_left_of_a_save_is_removed_and_not_waited_for_or_followed(tmp_pa
     (tmp_path / "mine").write_text("work")
     (tmp_path / "loss.svg.part").symlink_to("mine")
     (tmp_path / "checkpoint-9.part/rank").mkdir(parents=True)
-    os.mkfifo(tmp_path / "final.part")
+    os.mkfifo(tmp_path / "final.part")  # whoever opens a pipe waits for its writer
     train.lock_folder(tmp_path)
-    assert names(tmp_path) == {"lock", "mine"} and (tmp_path / "mine").read_text() == "work"
+    assert names_in(tmp_path) == {"lock", "mine"}
+    assert (tmp_path / "mine").read_text() == "work"
 
 
 def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
     argv = ["--data", str(chats), "--seq_len", "64", "--steps", "1", "--sample", "", "--out", str(tmp_path)]
     with open(tmp_path / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)  # a lock belongs to an open file, so this process locks itself out
         assert train.launch(argv) == 1
-    assert "another process writes to it" in capsys.readouterr().err and names(tmp_path) == {"lock"}
+    assert "another process writes to it" in capsys.readouterr().err
+    assert names_in(tmp_path) == {"lock"}
 
 
 @pytest.mark.parametrize("step, cause", [(0, "files of --model are damaged"), (3, "lower --lr")])
 def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, step, cause):
     saver = train.Saver(tmp_path, 1, ALONE)
+    tensors = {"v": torch.ones(2), "w": torch.tensor([1, torch.nan])}
     message = f"w contains inf or nan after {step} steps, nothing is saved: .*{cause}"
     with pytest.raises(FloatingPointError, match=message):
-        saver.save({"v": torch.ones(2), "w": torch.tensor([1, torch.nan])}, {"step": step})
-    assert not names(tmp_path)
+        saver.save(tensors, {"step": step})
+    assert not names_in(tmp_path)
+
+
+# ---------------------------------------------------------------- the last message
 
 
 @pytest.mark.parametrize("rank, argv, printed, message", [
@@ -478,60 +701,85 @@ def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, step, cau
 ])
 def test_one_rank_says_what_is_wrong_for_torchrun_to_end_with(
         tmp_path, monkeypatch, capsys, rank, argv, printed, message):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+    error_file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    if rank is None:
+        monkeypatch.delenv("RANK", raising=False)
+    else:
+        monkeypatch.setenv("RANK", rank)
     assert train.launch(argv) in (1, 2)
     said = capsys.readouterr().err
-    assert said.count("train.py: error: ") == printed and (not printed or message in said.splitlines()[-1])
-    assert message in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert said.count("train.py: error: ") == printed
+    if printed:
+        assert message in said.splitlines()[-1]
+    assert message in json.loads(error_file.read_text())["message"]["message"]
 
 
-def test_help_is_short_and_help_all_has_every_flag(capsys):
-    shown = {}
-    for flag in ("--help", "--help_all"):
-        assert train.launch([flag]) == 0
-        shown[flag] = set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.M))
-    assert {"--model", "--data", "--qlora"} <= shown["--help"] < shown["--help_all"] and len(shown["--help"]) <= 27
-    names = {f"--{name}" for name in vars(train.parse_args([]))}
-    assert names == shown["--help_all"] - {"--no"}
+# ---------------------------------------------------------------- metrics.jsonl and loss.svg
 
 
 def test_the_curve_has_every_step_however_often_a_run_logs_and_stops(folder, chats, tmp_path):
-    argv = ["--model", folder, "--random_init", "--data", chats, "--seq_len", 64, "--precision", "fp32", "--lora",
-            "--schedule", "constant", "--warmup", 2]
+    model = ["--model", folder, "--random_init", "--precision", "fp32", "--lora"]
+    argv = [*model, "--data", chats, "--seq_len", 64, "--schedule", "constant", "--warmup", 2]
     # three ranks: a float32 sum of more than two numbers depends on their order
     expected = losses(3, [*argv, "--steps", 16], tmp_path / "each")
-    run_ranks(3, [*argv, "--steps", 13, "--log_every", 99, "--save_every", 13], tmp_path / "few")
-    rows, text, codes = run_ranks(3, [*argv, "--steps", 16, "--log_every", 99, "--resume"], tmp_path / "few")
-    assert codes == [0] * 3 and "continuing after step 13" in text, text
+    seldom = [*argv, "--log_every", 99]
+    run_ranks(3, [*seldom, "--steps", 13, "--save_every", 13], tmp_path / "few")
+    rows, said, codes = run_ranks(3, [*seldom, "--steps", 16, "--resume"], tmp_path / "few")
+    assert codes == [0, 0, 0], said
+    assert "continuing after step 13" in said
+
     logged = [row for row in rows if "loss" in row]
+    assert len(logged) < 16
     assert [loss for row in logged for loss in row["losses"]] == expected
-    assert [row["loss"] for row in logged] == [expected[row["step"] - 1] for row in logged]
+    for row in logged:
+        assert row["loss"] == expected[row["step"] - 1]
     (points,) = re.findall('<polyline points="(.*?)"', (tmp_path / "few/loss.svg").read_text())
-    assert len(points.split()) == 16 and len(logged) < 16
+    assert len(points.split()) == 16
+
+
+STRANGE_ROWS = [
+    '{"step": 1, "losses": [2.5]}',
+    '{"step": 2, "eval_loss": Infinity}',
+    '{"step": 3, "lo',  # a process was killed, or a disk was full
+    '{"step": 3, "losses": [2.0]}',
+    '{"step": 4, "losses": [1.0]}',  # after the checkpoint
+    '{"step": 3, "eval_loss": 2.25}',
+    # these are JSON, and no rows
+    "7",
+    "{}",
+    '{"step": 1}',
+    '{"step": 1.5, "loss": 2.0}',
+    '{"step": -1, "loss": 2.0}',
+    '{"step": [1], "loss": 2.0}',
+    '{"step": 1, "loss": "2"}',
+    '{"step": 1, "loss": NaN}',
+    '{"step": 1, "loss": 2.0, "losses": 2.0}',
+    '{"step": 1, "loss": 1' + "0" * 400 + "}",  # no float is that large
+    '{"step": 1, "loss": 2.0, "eval_loss": "x"}',
+    "[" * 100_000,  # deeper than json reads
+]
 
 
 def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
-    rows = ['{"step": 1, "losses": [2.5]}', '{"step": 2, "eval_loss": Infinity}', '{"step": 3, "lo',
-            '{"step": 3, "losses": [2.0]}', '{"step": 4, "losses": [1.0]}', '{"step": 3, "eval_loss": 2.25}',
-            # JSON, and no rows
-            "7", "{}", '{"step": 1}', '{"step": 1.5, "loss": 2.0}', '{"step": -1, "loss": 2.0}',
-            '{"step": [1], "loss": 2.0}', '{"step": 1, "loss": "2"}', '{"step": 1, "loss": NaN}',
-            '{"step": 1, "loss": 2.0, "losses": 2.0}', '{"step": 1, "loss": 1' + "0" * 400 + "}",
-            '{"step": 1, "loss": 2.0, "eval_loss": "x"}', "[" * 100_000]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
-    train.prune_metrics(tmp_path, 3, 3)
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    train.prune_metrics(tmp_path, 3, 2)  # the checkpoint of step 3 has no evaluation of it: it is repeated
-    assert "eval_loss" not in (tmp_path / "metrics.jsonl").read_text()
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write("\n".join(rows))  # edited while the run goes on
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("\n".join(STRANGE_ROWS))
+    train.prune_metrics(tmp_path, last_step=3, evaluated=3)
+    assert len(metrics.read_text().splitlines()) == 3  # steps 1 and 3, and the evaluation of step 3
+    train.prune_metrics(tmp_path, last_step=3, evaluated=2)  # the checkpoint lacks the evaluation: it is repeated
+    assert "eval_loss" not in metrics.read_text()
+
+    with open(metrics, "a") as file:
+        file.write("\n".join(STRANGE_ROWS))  # edited while the run goes on
     state = {"step": 3, "steps": 3}
     log = train.Log(tmp_path, state, SimpleNamespace(waited_s=0.0), ALONE, tensorboard=False)
     log.draw()
     picture = (tmp_path / "loss.svg").read_text()
-    assert picture.count("<polyline") == 2 and "inf" not in picture and "nan" not in picture
-    assert "2.50<" in picture and "2.00<" in picture and "step 3<" in picture
+    assert picture.count("<polyline") == 2
+    assert "inf" not in picture
+    assert "nan" not in picture
+    for label in ("2.50<", "2.00<", "step 3<"):  # the largest and the smallest loss, the last step
+        assert label in picture
 
 
 def test_a_row_that_a_full_disk_has_cut_ends_no_run_and_does_not_swallow_the_next(log, tmp_path, capsys):
@@ -539,20 +787,23 @@ def test_a_row_that_a_full_disk_has_cut_ends_no_run_and_does_not_swallow_the_nex
     metrics.symlink_to("/dev/full")
     log.write_eval(train.Evaluation(3.0, [], 10))
     assert f"{metrics}: not written: [Errno 28]" in capsys.readouterr().out
+
     metrics.unlink()
     metrics.write_text('{"step": 4, "eval_lo')  # what a disk may take before it is full
-    for loss in (2.0, 1.0):
-        log.write_eval(train.Evaluation(loss, [], 10))
+    log.write_eval(train.Evaluation(2.0, [], 10))
+    log.write_eval(train.Evaluation(1.0, [], 10))
     assert [row["eval_loss"] for row in train.read_metrics(tmp_path, 4)] == [2.0, 1.0]
-    assert len(metrics.read_text().splitlines()) == 3
+    assert len(metrics.read_text().splitlines()) == 3  # the cut row has a line of its own, and no empty one follows
 
 
 def test_a_disk_that_is_full_costs_the_profile_and_not_the_run(tmp_path, capsys):
     (tmp_path / "trace.json.gz").symlink_to("/dev/full")
-    profiler = train.tracer(SimpleNamespace(profile=True, memory_snapshot=False), tmp_path, ALONE)
-    for _ in range(4):
+    args = SimpleNamespace(profile=True, memory_snapshot=False)
+    profiler = train.tracer(args, tmp_path, ALONE)
+    for _ in range(4):  # the third step is the one that is recorded
         profiler.step()
-    assert f"{tmp_path}: profile not written: [Errno 28] No space left on device" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{tmp_path}: profile not written: [Errno 28] No space left on device" in said
 
 
 # ---------------------------------------------------------------- copies of some files
@@ -577,18 +828,24 @@ for _ in range(5):
 
 
 def test_model_and_nf4_train_on_tensors_as_a_copy_elsewhere(folder, tmp_path):
-    for path in (MAIN.parent / "model.py", MAIN.parent / "nf4.py", folder / "config.json"):
+    for path in (ROOT / "model.py", ROOT / "nf4.py", folder / "config.json"):
         shutil.copy(path, tmp_path)
     done = shell("-c", TRAIN_ON_TENSORS, cwd=tmp_path)
     losses = [float(line) for line in done.stdout.split()]
-    assert len(losses) == 5 and losses[-1] < losses[0] - 1, done.stderr  # the same rows again are soon learnt
+    assert len(losses) == 5, done.stderr
+    assert losses[-1] < losses[0] - 1  # the same rows again are soon learnt
 
 
 def test_a_fork_without_tests_has_all_but_the_built_in_model(folder, chats, tmp_path):
-    for path in MAIN.parent.glob("*.py"):
+    for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
-    assert "--random_init one of llama-2-7b" in " ".join(shell("train.py", "--help", cwd=tmp_path).stdout.split())
+    done = shell("train.py", "--help", cwd=tmp_path)
+    words = " ".join(done.stdout.split())  # without argparse's line breaks
+    assert "--random_init one of llama-2-7b" in words
+
     done = shell("train.py", "--model", folder, "--random_init", "--data", chats, "--steps", 1, cwd=tmp_path)
     assert "done: " in done.stdout, done.stderr
+
     done = shell("train.py", cwd=tmp_path)
-    assert "--model tiny: no such folder" in done.stderr and "Traceback" not in done.stderr
+    assert "--model tiny: no such folder" in done.stderr
+    assert "Traceback" not in done.stderr
