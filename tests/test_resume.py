@@ -2,107 +2,169 @@
 rounding."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import zlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import HERE, QWEN35, on_ranks, random_model, run_ranks, state_of
+from test_train import ROOT, shell
 
 import model as lm
 import train
 import data
 import nf4
 
-STEPS, EDGE = 5, 3  # six rows, two a step: the first epoch ends with step 3, the run in the middle of the second
+# Six rows, two a step: the first epoch ends with step 3, the run in the middle of the second.
+EDGE = 3
+STEPS = 5
+ALONE = train.Ranks(False, 1800)
 
 
 @pytest.fixture(scope="module")
-def job(folder, chats, tmp_path_factory):
+def six_rows(chats, tmp_path_factory):
+    """A file of chats that fill six rows of 128 tokens."""
     path = tmp_path_factory.mktemp("six") / "chats.jsonl"
-    path.write_text("".join(chats.read_text().splitlines(keepends=True)[:11]))
-    return (f"--model {folder} --random_init --data {path} --seq_len 128 --precision fp32 --lr 3e-3 --warmup 1 "
-            f"--steps {STEPS} --log_every 1 --save_every 1 --keep 9").split()
+    lines = chats.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:11]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def settings(six_rows):
+    """The flags of every run here but for its model: each step is logged and saved."""
+    # The cosine gives each step another learning rate: a resume that counts wrong shows in it.
+    size = f"--data {six_rows} --seq_len 128 --steps {STEPS}"
+    mathematics = "--precision fp32 --lr 3e-3 --warmup 1"
+    return f"{size} {mathematics} --log_every 1 --save_every 1 --keep 9".split()
+
+
+@pytest.fixture(scope="module")
+def job(folder, settings):
+    return ["--model", folder, "--random_init", *settings]
 
 
 def run(world, argv, out):
-    rows, text, codes = run_ranks(world, argv, out)
-    assert codes == [0] * world, text
-    return rows, text
+    """A run that must succeed -> (rows of metrics.jsonl, what all ranks said)."""
+    rows, said, codes = run_ranks(world, argv, out)
+    assert codes == [0] * world, said
+    return rows, said
+
+
+def steps_of(rows):
+    return [row["step"] for row in rows]
 
 
 def evaluations(rows):
     return [row for row in rows if "eval_loss" in row]
 
 
+def trained(rows):
+    """The rows of training steps."""
+    return [row for row in rows if "loss" in row]
+
+
+def curve(rows):
+    """What a resume must repeat of each training step; seconds are not among it."""
+    keys = "step", "epoch", "loss", "grad_norm", "lr", "tokens"
+    return [[row[key] for key in keys] for row in trained(rows)]
+
+
 def state_at(out, step):
     return json.loads((out / f"checkpoint-{step}" / train.STATE).read_text())
 
 
-def curve(rows):
-    keys = "step", "epoch", "loss", "grad_norm", "lr", "tokens"
-    return [[row[key] for key in keys] for row in rows if "loss" in row]
-
-
 def assert_same_end(one, other, step=STEPS):
+    """The results and the last checkpoints of two runs are the same bytes."""
     files = [*one.glob("final/*.safetensors"), *one.glob(f"checkpoint-{step}/*.safetensors")]
-    assert len(files) >= 2
+    assert len(files) >= 2  # one of each at least, or nothing would be compared
     for file in files:
         assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), file
 
 
+# ---------------------------------------------------------------- the same losses, the same bytes
+
+
 @pytest.mark.parametrize("world, step, flags", [
-    (1, EDGE - 1, "--grad_accum 2"), (1, EDGE, "--batch_size 2 --lora --lora_dropout 0.1"),
+    (1, EDGE - 1, "--grad_accum 2"),
+    # dropout's random bits depend on the step, and no random state is saved
+    (1, EDGE, "--batch_size 2 --lora --lora_dropout 0.1"),
+    # whatever rounds at random must do so again in the same way
     (1, EDGE - 1, "--batch_size 2 --precision bf16 --stochastic_rounding --optim adamw8bit --optim_in_backward"),
-    (2, EDGE - 1, "--lora --lora_dropout 0.1"), (2, EDGE, "--fsdp2 --optim adamw8bit"),
+    (2, EDGE - 1, "--lora --lora_dropout 0.1"),
+    (2, EDGE, "--fsdp2 --optim adamw8bit"),
     (2, EDGE - 1, "--fsdp2 --qlora --lora_dropout 0.1 --offload --tiled_mlp 64"),
-    (2, EDGE - 1, "--fsdp2 --model qwen3.5 --optim adamw8bit"),
+    (2, EDGE - 1, "--fsdp2 --model qwen3.5 --optim adamw8bit"),  # the folder of a small one
 ])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(job, tmp_path, world, step, flags):
-    flags = flags.replace("qwen3.5", str(random_model(tmp_path / "qwen3.5", **QWEN35)))
-    job = [*job, "--eval_data", job[4], "--eval_every", 2]
-    rows, _ = run(world, [*job, *flags.split()], tmp_path / "whole")
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(job, six_rows, tmp_path, world, step, flags):
+    qwen35 = random_model(tmp_path / "qwen3.5", **QWEN35)
+    flags = flags.replace("qwen3.5", str(qwen35))
+    argv = [*job, *flags.split(), "--eval_data", six_rows, "--eval_every", 2]
+    rows, _ = run(world, argv, tmp_path / "whole")
     # steps begin in the middle of an epoch and at the edge of two
-    assert next(row["epoch"] for row in rows if row["step"] == EDGE and "loss" in row) == 1
+    assert trained(rows)[EDGE - 1]["epoch"] == 1
+    assert steps_of(evaluations(rows)) == [2, 4, STEPS]
+
     checkpoint = tmp_path / f"whole/checkpoint-{step}"
-    again, text = run(world, [*job, *flags.split(), "--resume", checkpoint], tmp_path / "again")
-    assert f"continuing after step {step} of {checkpoint}" in text
-    assert curve(again) == curve(rows)[step:]
+    rows_again, said = run(world, [*argv, "--resume", checkpoint], tmp_path / "again")
+    assert f"continuing after step {step} of {checkpoint}" in said
+    assert curve(rows_again) == curve(rows)[step:]
     # The evaluation of step 2 was noted in its checkpoint, so it is known and not repeated.
-    assert evaluations(again) == [row for row in evaluations(rows) if row["step"] > step]
-    assert [row["step"] for row in evaluations(rows)] == [2, 4, STEPS]
-    assert state_at(tmp_path / "again", STEPS)["best_eval"] == state_at(tmp_path / "whole", STEPS)["best_eval"]
+    assert evaluations(rows_again) == [row for row in evaluations(rows) if row["step"] > step]
+    best = state_at(tmp_path / "whole", STEPS)["best_eval"]
+    assert state_at(tmp_path / "again", STEPS)["best_eval"] == best
     assert_same_end(tmp_path / "whole", tmp_path / "again")
 
 
 def test_a_newer_result_is_not_hidden_by_an_older_merged_model(job, tmp_path):
-    run(1, [*job, "--lora", "--merge", "--steps", 2], tmp_path / "run")
-    assert data.find_result(str(tmp_path / "run")) == (str(tmp_path / "run/merged"), None)
-    run(1, [*job, "--lora", "--resume", tmp_path / "run"], tmp_path / "run")
-    assert data.find_result(str(tmp_path / "run"))[1] == str(tmp_path / "run/final")
-    assert not (tmp_path / "run/merged").exists()
+    out = tmp_path / "run"
+    run(1, [*job, "--lora", "--merge", "--steps", 2], out)
+    assert data.find_result(str(out)) == (str(out / "merged"), None)
+    run(1, [*job, "--lora", "--resume", out], out)  # without --merge
+    _, adapter = data.find_result(str(out))
+    assert adapter == str(out / "final")
+    assert not (out / "merged").exists()
 
 
 def test_another_world_continues_with_the_same_losses(job, tmp_path):
     argv = [*job, "--fsdp2", "--qlora", "--optim", "adamw8bit"]
+    # six rows a step: 2 ranks with 3 of them each, then 3 ranks with 2
     rows, _ = run(2, [*argv, "--grad_accum", 3], tmp_path / "whole")
-    again, _ = run(3, [*argv, "--grad_accum", 2, "--resume", tmp_path / "whole/checkpoint-2"], tmp_path / "again")
-    one, other = (torch.tensor(curve(r)[-3:], dtype=torch.float64) for r in (rows, again))
+    resumed = ["--grad_accum", 2, "--resume", tmp_path / "whole/checkpoint-2"]
+    rows_again, _ = run(3, [*argv, *resumed], tmp_path / "again")
+    expected = torch.tensor(curve(rows)[-3:], dtype=torch.float64)
+    again = torch.tensor(curve(rows_again)[-3:], dtype=torch.float64)
     # float32 sums in another order; Adam divides by small numbers
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=0)
+    torch.testing.assert_close(again, expected, rtol=1e-4, atol=0)
 
 
-LAYOUTS = [(1, ""), (2, ""), (2, "--fsdp2"), (3, "--fsdp2"), (4, "--fsdp2"), (4, "--fsdp2 --replicas 2")]
+# ---------------------------------------------------------------- layouts of ranks
+
+
+LAYOUTS = [
+    (1, ""),
+    (2, ""),
+    (2, "--fsdp2"),
+    (3, "--fsdp2"),
+    (4, "--fsdp2"),
+    (4, "--fsdp2 --replicas 2"),
+]
+
+
+def numbered_rows(name, tensor):
+    """What this rank has to write of a tensor in which every number depends on its place and on the name."""
+    mine, start = nf4.local(tensor)
+    whole = torch.arange(tensor.numel()).reshape(tensor.shape) * 7 + zlib.crc32(name.encode()) % 1000
+    rows = whole
+    if mine.dim():  # a scalar has no rows to choose from
+        rows = whole[start : start + len(mine)]
+    return rows.to(mine.dtype)
 
 
 def save_and_load(ranks, folder, model_folder, flags):
     """Writes a checkpoint of this layout of ranks, then reads those that other layouts have written."""
+    # adamw8bit has states of all kinds: codes, scales of blocks, and one scalar
     args = train.parse_args(["--precision", "fp32", "--optim", "adamw8bit", *flags.split()])
     model = lm.on_meta(lm.parse_config(data.read_json(model_folder / "config.json")), args)
     if args.fsdp2:
@@ -110,242 +172,342 @@ def save_and_load(ranks, folder, model_folder, flags):
     model.to_empty(device="cpu")
     optimizer = train.make_optimizer(dict(model.named_parameters()), args, torch.zeros(()))
     tensors = train.training_tensors(model, optimizer)
-    expected = {}
-    for name, tensor in tensors.items():  # every number depends on its tensor and its place
-        mine, start = nf4.local(tensor)
-        whole = torch.arange(tensor.numel()).reshape(tensor.shape) * 7 + zlib.crc32(name.encode()) % 1000
-        expected[name] = (whole[start : start + len(mine)] if mine.dim() else whole).to(mine.dtype)
-        mine.copy_(expected[name])
+    expected = {name: numbered_rows(name, tensor) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        nf4.local(tensor)[0].copy_(expected[name])
     saver = train.Saver(folder / f"run {ranks.world} {flags}", args.keep, ranks)
     saver.save(tensors, state_of(1))
+
     for checkpoint in folder.glob("run*/checkpoint-1"):
         state = train.read_state(checkpoint, {}, ranks)
         for tensor in tensors.values():
-            nf4.local(tensor)[0].zero_()
+            nf4.local(tensor)[0].zero_()  # what is not read would otherwise look right
         train.load_checkpoint(checkpoint, state["files"], tensors)
-        assert all(torch.equal(nf4.local(tensor)[0], expected[name]) for name, tensor in tensors.items()), checkpoint
+        for name, tensor in tensors.items():
+            assert torch.equal(nf4.local(tensor)[0], expected[name]), (checkpoint, name)
 
 
 def test_any_layout_of_ranks_loads_what_any_other_wrote_bit_for_bit(folder, tmp_path):
-    for world, flags in LAYOUTS + LAYOUTS[-2::-1]:  # the second time, those that come later have written theirs, too
+    # On the way back each layout also reads those that came after it on the way there.
+    there_and_back = LAYOUTS + LAYOUTS[-2::-1]
+    for world, flags in there_and_back:
         shutil.rmtree(tmp_path / f"run {world} {flags}", ignore_errors=True)
         on_ranks(world, save_and_load, tmp_path, folder, flags)
     assert len(list(tmp_path.glob("run*/checkpoint-1"))) == len(LAYOUTS)
 
 
-def test_the_same_command_continues_by_itself(job, chats, tmp_path):
+# ---------------------------------------------------------------- one command, given again and again
+
+
+def test_the_same_command_continues_by_itself(job, six_rows, chats, tmp_path):
     out = tmp_path / "run"
-    argv = [*job, *f"--schedule constant --save_every 2 --keep 1 --eval_data {job[4]} --eval_every 2 --resume".split()]
-    rows, _ = run(1, [*argv, "--steps", 4], out)  # nothing there yet: from the start
+    schedule = "--schedule constant --save_every 2 --keep 1 --eval_every 2".split()
+    argv = [*job, *schedule, "--eval_data", six_rows, "--resume"]
+
+    # Nothing is there yet: it starts from step 0.
+    rows, _ = run(1, [*argv, "--steps", 4], out)
     losses = {row["step"]: row["eval_loss"] for row in evaluations(rows)}
-    assert losses.keys() == {2, 4} and losses[4] < losses[2]
+    assert losses.keys() == {2, 4}
+    assert losses[4] < losses[2]
     # Only the evaluation after the last save shows that checkpoint-4 is the best one: then checkpoint-2 goes.
     assert train.checkpoints(out).keys() == {4}
     assert state_at(out, 4)["best_eval"]["step"] == 4
-    # as if the process had been killed in step 5, in the middle of writing a row, and in the middle of a save
+
+    # It is given again as if the process had been killed in step 5, in the middle of writing a row and of a save.
     shutil.rmtree(out / "final")
     (out / "checkpoint-9.part").mkdir()
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "loss": 9.9}\n{"step": 5, "lo')
-    rows, text = run(1, argv, out)
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5] and rows[-1].get("loss") != 9.9
-    # the last evaluation of a run that is made longer counts, and is not repeated
+    rows, said = run(1, argv, out)
+    assert steps_of(trained(rows)) == [1, 2, 3, 4, 5]
+    assert rows[-1].get("loss") != 9.9
+    # Step 4 was the last one of a shorter run. Its evaluation counts, and is not repeated.
     assert {row["step"]: row["eval_loss"] for row in evaluations(rows[:-1])} == losses
-    assert rows[-1]["step"] == 5 and text.count("eval loss") == 1
+    assert rows[-1]["step"] == 5
+    assert said.count("eval loss") == 1
+    newest = "checkpoint-5"
+    best = f"checkpoint-{state_at(out, 5)['best_eval']['step']}"
     names = {path.name for path in out.iterdir()}
-    kept = {"checkpoint-5", f"checkpoint-{state_at(out, 5)['best_eval']['step']}"}
-    assert names == {"args.json", *kept, "final", "lock", "loss.svg", "metrics.jsonl"}
-    # The same command once more has nothing to train, and nothing to evaluate.
-    again, text = run(1, argv, out)
-    assert again == rows and "eval loss" not in text
-    rows, text = run(1, [*argv, "--steps", STEPS + 2, "--eval_data", chats], out)
-    assert f"was to end at step {STEPS}, not {STEPS + 2}: the learning rate changes" in text
-    assert "was evaluated on other --eval_data: its best evaluation is forgotten" in text
-    assert [row["step"] for row in rows if "loss" in row] == [*range(1, STEPS + 3)]
+    assert names == {"args.json", newest, best, "final", "lock", "loss.svg", "metrics.jsonl"}
+
+    # Given once more, it has nothing left to train, and nothing to evaluate.
+    rows_again, said = run(1, argv, out)
+    assert rows_again == rows
+    assert "eval loss" not in said
+
+    # A longer run with other data to evaluate on forgets losses that cannot be compared.
+    rows, said = run(1, [*argv, "--steps", STEPS + 2, "--eval_data", chats], out)
+    assert f"was to end at step {STEPS}, not {STEPS + 2}: the learning rate changes" in said
+    assert "was evaluated on other --eval_data: its best evaluation is forgotten" in said
+    assert steps_of(trained(rows)) == [*range(1, STEPS + 3)]
     assert state_at(out, STEPS + 2)["best_eval"]["step"] > STEPS
 
 
 def test_the_best_checkpoint_stays_though_its_evaluation_comes_later(tmp_path):
-    alone = train.Ranks(False, 1800)
-    saver = train.Saver(tmp_path, 1, alone)
+    saver = train.Saver(tmp_path, 1, ALONE)  # --keep 1
     state = state_of(0)
 
-    def save_and_evaluate(step, loss):
-        """-> steps of the checkpoints after the save, and after the evaluation."""
+    def save(step):
+        """-> steps of the checkpoints that are there then."""
         state["step"] = step
         saver.save({"w": torch.ones(2)}, state)
-        saved = sorted(train.checkpoints(tmp_path))
+        return sorted(train.checkpoints(tmp_path))
+
+    def evaluate(loss):
+        """The same, of the step that was saved last. Log.write_eval() enters the best evaluation like this."""
+        step = state["step"]
         if not state["best_eval"] or loss < state["best_eval"]["eval_loss"]:
             state["best_eval"] = {"step": step, "eval_loss": loss}
         saver.note_evaluation(state)
-        assert train.read_state(tmp_path / f"checkpoint-{step}", {}, alone)["best_eval"] == state["best_eval"]
-        return saved, sorted(train.checkpoints(tmp_path))
+        noted = train.read_state(tmp_path / f"checkpoint-{step}", {}, ALONE)["best_eval"]
+        assert noted == state["best_eval"]
+        return sorted(train.checkpoints(tmp_path))
 
-    assert save_and_evaluate(1, 3.0) == ([1], [1])
-    assert save_and_evaluate(2, 2.0) == ([1, 2], [2])  # 1 was the best one until 2 was evaluated
-    assert save_and_evaluate(3, 5.0) == ([2, 3], [2, 3])
-    assert save_and_evaluate(4, 4.0) == ([2, 4], [2, 4])
+    assert save(1) == [1]
+    assert evaluate(3.0) == [1]
+    assert save(2) == [1, 2]  # 1 is the best one until 2 is evaluated
+    assert evaluate(2.0) == [2]
+    assert save(3) == [2, 3]
+    assert evaluate(5.0) == [2, 3]
+    assert save(4) == [2, 4]
+    assert evaluate(4.0) == [2, 4]
+
     # An evaluation between two saves has no checkpoint to be noted in.
-    state["step"] = 5
     before = (tmp_path / "checkpoint-4" / train.STATE).read_bytes()
+    state["step"] = 5
     saver.note_evaluation(state)
     assert (tmp_path / "checkpoint-4" / train.STATE).read_bytes() == before
 
 
 def test_an_evaluation_that_a_full_disk_refuses_is_said_and_harms_no_checkpoint(tmp_path, capsys):
-    alone = train.Ranks(False, 1800)
-    saver = train.Saver(tmp_path, 1, alone)
+    saver = train.Saver(tmp_path, 1, ALONE)
     state = state_of(1)
     saver.save({"w": torch.ones(2)}, state)
     (tmp_path / "checkpoint-1/trainer_state.part").symlink_to("/dev/full")
     saver.note_evaluation(state | {"evaluated": 1})
     said = capsys.readouterr().out
-    assert "the evaluation was not noted: " in said and "No space left" in said
-    assert train.read_state(tmp_path / "checkpoint-1", {}, alone)["evaluated"] == 0
+    assert "the evaluation was not noted: " in said
+    assert "No space left" in said
+    assert train.read_state(tmp_path / "checkpoint-1", {}, ALONE)["evaluated"] == 0
 
 
 # ---------------------------------------------------------------- what must stay the same
 
 
 @pytest.fixture(scope="module")
-def lora_run(job, tmp_path_factory):
+def lora_run(settings, tmp_path_factory):
     """A run of two steps on a copy of the built-in model -> (its folder, its flags). Beside it the same weights by
     another name, and weights of which one bit differs."""
     path = tmp_path_factory.mktemp("lora")
     for name in ("base", "same", "other"):
         shutil.copytree(HERE / "tiny", path / name)
     weights = bytearray((path / "other/model.safetensors").read_bytes())
-    weights[len(weights) // 2] ^= 1
+    weights[len(weights) // 2] ^= 1  # far behind the header, which would not load
     (path / "other/model.safetensors").write_bytes(weights)
-    argv = ["--model", str(path / "base"), *job[3:], *"--steps 2 --save_every 2 --grad_accum 2 --lora".split()]
+    argv = ["--model", str(path / "base"), *settings, *"--steps 2 --save_every 2 --grad_accum 2 --lora".split()]
     run(1, argv, path / "run")
     return path / "run", argv
 
 
-SETTINGS = {
-    "--lr 1e-4": "--lr was 0.003, is 0.0001", "--seed 1": "--seed was 0, is 1", "--clip 2": "--clip was 1.0, is 2",
-    "--seq_len 64": "--seq_len was 128, is 64", "--weight_decay 0": "--weight_decay was", "--warmup 0": "--warmup was",
-    "--grad_accum 3": "rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel) was 2, is 3",
-    "--train_on all": "--data's tokens and masks was", "--data {chats}": "--data's tokens and masks was",
-    "--optim adamw8bit": "--optim was adamw, is adamw8bit", "--precision bf16": "--precision was fp32, is bf16",
-    "--no-packing": "--packing was True, is False", "--schedule linear": "--schedule was cosine, is linear",
-    "--min_lr 1": "--min_lr was 0.0", "--qlora": "--qlora was False, is True", "--lora_alpha 8": "--lora_alpha was 32",
-    "--lora_targets q_proj": "--lora_targets was ['q_proj',", "--lora_rank 4": "--lora_rank was 16, is 4",
-    "--lora_dropout 0.5": "--lora_dropout was 0.0, is 0.5", "--model {other}": "--model's frozen weights was",
-    "--steps 1": "this run ends at step 1: raise --steps",
-}
+ROWS_PER_STEP = "rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"
 
 
-@pytest.mark.parametrize("flags", SETTINGS)
-def test_what_would_change_the_mathematics_is_refused_by_name(lora_run, chats, capsys, flags):
+@pytest.mark.parametrize("flags, words", [
+    ("--lr 1e-4", "--lr was 0.003, is 0.0001"),
+    ("--min_lr 1", "--min_lr was 0.0"),
+    ("--warmup 0", "--warmup was"),
+    ("--schedule linear", "--schedule was cosine, is linear"),
+    ("--optim adamw8bit", "--optim was adamw, is adamw8bit"),
+    ("--weight_decay 0", "--weight_decay was"),
+    ("--clip 2", "--clip was 1.0, is 2"),
+    ("--precision bf16", "--precision was fp32, is bf16"),
+    ("--seed 1", "--seed was 0, is 1"),
+    ("--grad_accum 3", f"{ROWS_PER_STEP} was 2, is 3"),
+    ("--steps 1", "this run ends at step 1: raise --steps"),
+    ("--data {chats}", "--data's tokens and masks was"),
+    ("--train_on all", "--data's tokens and masks was"),
+    ("--seq_len 64", "--seq_len was 128, is 64"),
+    ("--no-packing", "--packing was True, is False"),
+    ("--model {other}", "--model's frozen weights was"),
+    ("--qlora", "--qlora was False, is True"),
+    ("--lora_rank 4", "--lora_rank was 16, is 4"),
+    ("--lora_alpha 8", "--lora_alpha was 32"),
+    ("--lora_dropout 0.5", "--lora_dropout was 0.0, is 0.5"),
+    ("--lora_targets q_proj", "--lora_targets was ['q_proj',"),
+])
+def test_what_would_change_the_mathematics_is_refused_by_name(lora_run, chats, capsys, flags, words):
     out, argv = lora_run
-    argv = [arg for arg in argv if arg != "--lora" or flags != "--qlora"]
     given = flags.format(chats=chats, other=out.parent / "other").split()
+    if flags == "--qlora":  # which stands for --lora, too
+        argv = [arg for arg in argv if arg != "--lora"]
     assert train.launch([*argv, "--resume", "--out", str(out), *given]) == 1
     message = capsys.readouterr().err
-    assert SETTINGS[flags] in message and f"--resume {out}/checkpoint-2" in message
-    assert (out / "final").exists() and (out / "checkpoint-2" / train.STATE).exists()
+    assert words in message
+    assert f"--resume {out}/checkpoint-2" in message
+    assert (out / "final").exists()
+    assert (out / "checkpoint-2" / train.STATE).exists()
 
 
-def test_adapters_on_nf4_of_another_format_are_refused_by_name(tmp_path, monkeypatch):
+def test_what_does_not_change_the_mathematics_is_accepted(lora_run, tmp_path):
+    out, argv = lora_run
+    same_weights = f"--model {out.parent}/same"
+    same_rows = "--batch_size 2 --grad_accum 1"
+    memory = "--no-activation_checkpointing --fsdp2 --ce_chunk 64 --no-fused_adamw --tiled_mlp 64"
+    changed = f"--resume {out} {same_weights} {same_rows} {memory} --steps 3 --save_every 9".split()
+    rows, _ = run(1, [*argv, *changed], tmp_path / "branch")
+    assert rows[0]["step"] == 3
+
+
+def nf4_settings(method):
+    """What a checkpoint of a run with --lora or --qlora notes, and a resumed run compares."""
     config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
     loader = SimpleNamespace(documents=SimpleNamespace(checksum=1))
     source = SimpleNamespace(crc=lambda: 2)
-    alone = train.Ranks(False, 1800)
+    return train.fixed_settings(train.parse_args([method]), config, 4, loader, source)
 
-    def settings(method):
-        return train.fixed_settings(train.parse_args([method]), config, 4, loader, source)
 
-    before = settings("--lora")
-    for word in (f"blocks of {nf4.BLOCK}", f"{nf4.SCALE_STEPS} steps of scales"):
-        assert word in nf4.FORMAT
-    train.Saver(tmp_path, 1, alone).save({"w": torch.ones(2)}, state_of(1) | {"settings": settings("--qlora")})
+def test_adapters_on_nf4_of_another_format_are_refused_by_name(tmp_path, monkeypatch):
+    of_lora = nf4_settings("--lora")
+    assert f"blocks of {nf4.BLOCK}" in nf4.FORMAT
+    assert f"{nf4.SCALE_STEPS} steps of scales" in nf4.FORMAT
+    state = state_of(1) | {"settings": nf4_settings("--qlora")}
+    train.Saver(tmp_path, 1, ALONE).save({"w": torch.ones(2)}, state)
+
     monkeypatch.setattr(nf4, "FORMAT", "another one")
     with pytest.raises(ValueError, match=r"the format of NF4 was codes by .*codebook [0-9a-f]{8}, is another one: "):
-        train.read_state(tmp_path / "checkpoint-1", settings("--qlora"), alone)
-    assert settings("--lora") == before  # without NF4 its format does not matter
+        train.read_state(tmp_path / "checkpoint-1", nf4_settings("--qlora"), ALONE)
+    assert nf4_settings("--lora") == of_lora  # without NF4 its format does not matter
 
 
 def test_a_change_of_nf4s_bytes_is_a_change_of_its_format():
     """If this fails because quantize() now chooses other codes or scales: give nf4.FORMAT other words, too, so that
     adapters are not resumed on weights that they were not trained on, and then write both down here."""
     # exact in float32 on any machine; the last row is zero
-    w_ND = (torch.arange(1024) * 37 % 101 - 50).view(4, 256) * torch.tensor([[1.0], [0.125], [7.0], [0.0]])
+    numbers_ND = (torch.arange(1024) * 37 % 101 - 50).view(4, 256)
+    sizes_N1 = torch.tensor([[1.0], [0.125], [7.0], [0.0]])
     crc = 0
-    for part in nf4.quantize(w_ND):
+    for part in nf4.quantize(numbers_ND * sizes_N1):
         crc = zlib.crc32(part.numpy().tobytes(), crc)
-    assert (nf4.FORMAT, f"{crc:08x}") == (
-        "codes by the largest magnitude, blocks of 64, 254 steps of scales, codebook 42a89f9f", "0a566979")
-
-
-def test_what_does_not_change_the_mathematics_is_accepted(lora_run, tmp_path):
-    out, argv = lora_run
-    changed = (f"--resume {out} --model {out.parent}/same --steps 3 --save_every 9 --no-activation_checkpointing "
-               "--fsdp2 --ce_chunk 64 --no-fused_adamw --batch_size 2 --grad_accum 1 --tiled_mlp 64").split()
-    rows, _ = run(1, [*argv, *changed], tmp_path / "branch")
-    assert rows[0]["step"] == 3
+    assert nf4.FORMAT == "codes by the largest magnitude, blocks of 64, 254 steps of scales, codebook 42a89f9f"
+    assert f"{crc:08x}" == "0a566979"
 
 
 # ---------------------------------------------------------------- which run, which checkpoint
 
 
-OLDER, NEWER = "out/20251231-235959", "out/20260101-000000"
-RUNS = [  # --out, --resume: folder of the run, its checkpoint, or words of the refusal
-    (None, None, "out/2", None), (None, "auto", NEWER, f"{NEWER}/checkpoint-5"),
-    ("run", "auto", "run", "run/checkpoint-10"), ("nothing", "auto", "nothing", None),
-    # a run that ended before its first save starts again, as a restart by torchrun does; without --resume it stays
-    ("early", "auto", "early", None), ("early", None, "contains a run", None),
-    ("run", None, "contains a run", None), ("early", "run", "contains a run", None),
-    (None, "nowhere", "no complete checkpoint", None), (None, "early", "no complete checkpoint", None),
-    (None, "run/checkpoint-2", "contains a run, which is never overwritten", None),
-    *((None, resume, "run", "run/checkpoint-10")
-      for resume in ("run", "run/checkpoint-10", ".", "../checkpoint-10", "..")),  # the dots: inside the checkpoint
-    ("branch", "run/checkpoint-2", "branch", "run/checkpoint-2"), ("branch", "run", "branch", "run/checkpoint-10"),
-    ("branched", "run/checkpoint-2", "contains a run", None),
-    ("branched", "auto", "branched", "branched/checkpoint-3"),
+OLDER = "out/20251231-235959"
+NEWER = "out/20260101-000000"
+COMPLETE = [
+    "run/checkpoint-2",
+    "run/checkpoint-9",  # as a text it sorts behind 10
+    "run/checkpoint-10",
+    "run/checkpoint-300.part",  # a save that was killed before its rename
+    f"{OLDER}/checkpoint-30",  # the newer run counts, not the larger step
+    f"{NEWER}/checkpoint-5",
+    "out/named/checkpoint-7",  # a name that --resume alone does not find
+    "branched/checkpoint-3",
 ]
 
 
-@pytest.mark.parametrize("out, resume, run, checkpoint", RUNS)
-def test_resume_finds_the_run_and_never_overwrites_one(tmp_path, monkeypatch, out, resume, run, checkpoint):
-    for name in ("run/checkpoint-2", "run/checkpoint-9", "run/checkpoint-10", "run/checkpoint-300.part",
-                 f"{NEWER}/checkpoint-5", f"{OLDER}/checkpoint-30", "out/named/checkpoint-7", "branched/checkpoint-3"):
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """A working folder with runs in it. `early` ended before its first save, `branched` has gone on from another."""
+    for name in COMPLETE:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / train.STATE).write_text("{}")
-    for name in ("run/checkpoint-200", "early"):
-        (tmp_path / name).mkdir()  # never completed
+    (tmp_path / "run/checkpoint-200").mkdir()  # without a state
+    (tmp_path / "early").mkdir()
     for name in ("run", "branched", "early", NEWER, OLDER):
         (tmp_path / name / "args.json").write_text("{}")
-    monkeypatch.chdir(tmp_path / "run/checkpoint-10" if (resume or "").startswith(".") else tmp_path)
-    if " " in run:
-        with pytest.raises(ValueError, match=run):
-            train.folder_of_run(out, resume, train.checkpoint_to_resume(out, resume))
-        return
-    continued = train.checkpoint_to_resume(out, resume)
-    found = train.folder_of_run(out, resume, continued)
-    assert str(found.resolve()).startswith(str(tmp_path / run))
-    assert (continued and continued.resolve()) == (checkpoint and tmp_path / checkpoint)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def find(out, resume):
+    """--out and --resume -> (folder of the run, its checkpoint to resume from or None), as main looks for them."""
+    checkpoint = train.checkpoint_to_resume(out, resume)
+    return train.folder_of_run(out, resume, checkpoint), checkpoint
+
+
+@pytest.mark.parametrize("out, resume, run, checkpoint", [
+    (None, "auto", NEWER, f"{NEWER}/checkpoint-5"),  # the newest by its name, which is a date
+    ("run", "auto", "run", "run/checkpoint-10"),
+    (None, "run", "run", "run/checkpoint-10"),
+    (None, "run/checkpoint-10", "run", "run/checkpoint-10"),
+    # an older checkpoint continues in a folder of its own
+    ("branch", "run/checkpoint-2", "branch", "run/checkpoint-2"),
+    ("branch", "run", "branch", "run/checkpoint-10"),
+    ("branched", "auto", "branched", "branched/checkpoint-3"),
+])
+def test_resume_finds_the_run_and_its_newest_checkpoint(runs, out, resume, run, checkpoint):
+    folder, found = find(out, resume)
+    assert folder.resolve() == runs / run
+    assert found.resolve() == runs / checkpoint
+
+
+@pytest.mark.parametrize("resume", [".", "../checkpoint-10", ".."])
+def test_resume_finds_the_run_from_inside_its_checkpoint(runs, monkeypatch, resume):
+    monkeypatch.chdir(runs / "run/checkpoint-10")
+    folder, found = find(None, resume)
+    assert folder.resolve() == runs / "run"
+    assert found.resolve() == runs / "run/checkpoint-10"
+
+
+@pytest.mark.parametrize("out, resume, run", [
+    (None, None, "out/2"),  # a fresh name, the date
+    ("nothing", "auto", "nothing"),
+    # it ended before its first save and starts again, as a restart by torchrun does
+    ("early", "auto", "early"),
+])
+def test_a_run_without_a_checkpoint_starts_at_step_0(runs, out, resume, run):
+    folder, found = find(out, resume)
+    assert str(folder.resolve()).startswith(str(runs / run))
+    assert found is None
+
+
+@pytest.mark.parametrize("out, resume, words", [
+    ("run", None, "contains a run"),
+    ("early", None, "contains a run"),
+    ("early", "run", "contains a run"),
+    ("branched", "run/checkpoint-2", "contains a run"),
+    (None, "run/checkpoint-2", "contains a run, which is never overwritten"),  # it would overwrite 9 and 10
+    (None, "nowhere", "no complete checkpoint"),
+    (None, "early", "no complete checkpoint"),
+])
+def test_a_run_is_never_overwritten(runs, out, resume, words):
+    with pytest.raises(ValueError, match=words):
+        find(out, resume)
 
 
 # ---------------------------------------------------------------- torchrun
 
 
+DIES_ONCE = """
+import os, signal, train
+
+alive = train.Ranks.alive  # called once a step
+steps = []
+
+def alive_or_killed(ranks):
+    steps.append(None)
+    is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if is_first_start and ranks.rank == 1 and len(steps) == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    alive(ranks)
+
+train.Ranks.alive = alive_or_killed
+os._exit(train.launch())
+"""
+
+
 def test_torchrun_restarts_a_killed_rank_and_the_run_continues(job, tmp_path):
-    argv = [*job, *"--fsdp2 --lora --steps 20 --save_every 2 --keep 2".split()]
-    whole, out, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
-    run(2, argv, whole)
-    command = [sys.executable, *"-m torch.distributed.run --standalone --max-restarts 1 --nproc_per_node 2".split()]
-    with open(log, "w") as file:
-        agent = subprocess.Popen([*command, HERE.parent / "train.py", *argv, "--out", out, "--resume"], stdout=file,
-                                 stderr=subprocess.STDOUT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    try:
-        deadline = time.monotonic() + 600
-        while not train.checkpoints(out):
-            assert agent.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.01)
-        ranks = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True).stdout.split()
-        os.kill(int(ranks[1]), signal.SIGKILL)
-        assert agent.wait(600) == 0 and "continuing after step" in log.read_text(), log.read_text()
-    finally:
-        agent.terminate()  # and its ranks
-    assert_same_end(whole, out, 20)
+    argv = [*job, *"--fsdp2 --lora --steps 8 --save_every 2 --keep 2".split()]
+    run(2, argv, tmp_path / "whole")
+    script = tmp_path / "dies_once.py"
+    script.write_text(DIES_ONCE)
+    torchrun = "-m torch.distributed.run --standalone --max-restarts 1 --nproc_per_node 2".split()
+    out = tmp_path / "run"
+    done = shell(*torchrun, script, *argv, "--out", out, "--resume", PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"continuing after step 4 of {out}/checkpoint-4" in done.stdout  # it died in step 6, before its save
+    assert_same_end(tmp_path / "whole", out, 8)
