@@ -1,9 +1,11 @@
 """What must not lose a run: damaged checkpoints, disks that fail, ranks that die or hang, signals, numbers that are not
-finite."""
+finite. The disturbances are functions that ranks run in place of train.py; each wraps a function of it."""
 
 import builtins
 import contextlib
+import importlib
 import io
+import itertools
 import json
 import math
 import os
@@ -18,6 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,46 +32,83 @@ import model as lm
 import nf4
 import train
 
-STEPS, WORLD, EVAL_EVERY, ALONE = 6, 2, 2, SimpleNamespace(rank=0, world=1)
+STEPS = 6
+WORLD = 2
+ALONE = SimpleNamespace(rank=0, world=1)
+# one block: what is saved, stopped or spoilt needs no more, and a step takes a few milliseconds
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
 
 
 @pytest.fixture(scope="module")
-def job(folder, chats, tmp_path_factory):
+def small_model(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("small") / "model"
     shutil.copytree(folder, path)
     (path / "config.json").write_text(json.dumps(SHAPE | SMALL))
-    few = path / "few.jsonl"  # to evaluate on: three rows for each rank
-    few.write_text("".join(chats.read_text().splitlines(keepends=True)[:9]))
-    return (f"--model {path} --random_init --precision fp32 --data {chats} --seq_len 64 --steps {STEPS} --lr 1e-2 "
-            "--log_every 1 --keep 99 --fsdp2").split()
-
-
-def start(function, argv, out, *args):
-    """function(argv, *args) on ranks -> (what each said, their exit codes)."""
-    logs = [out.parent / f"{out.name}-rank{rank}.log" for rank in range(WORLD)]
-    codes = start_ranks(WORLD, function, ([*map(str, argv), "--out", str(out)], *args), logs)
-    return [log.read_text() for log in logs], codes
-
-
-def evaluated(job):
-    """The job with an evaluation after every second step. They change no weight."""
-    return [*job, "--eval_data", f"{job[1]}/few.jsonl", "--eval_every", EVAL_EVERY]
+    return path
 
 
 @pytest.fixture(scope="module")
-def undisturbed(job, tmp_path_factory):
+def job(small_model, chats):
+    # --keep 99: every checkpoint stays, to be compared with that of the undisturbed run
+    model = f"--model {small_model} --random_init --precision fp32 --fsdp2"
+    return f"{model} --data {chats} --seq_len 64 --steps {STEPS} --lr 1e-2 --log_every 1 --keep 99".split()
+
+
+@pytest.fixture(scope="module")
+def evaluated_job(job, chats, tmp_path_factory):
+    """The job with an evaluation after every second step. They change no weight."""
+    few = tmp_path_factory.mktemp("few") / "few.jsonl"  # three rows for each rank, so three batches
+    few.write_text("".join(chats.read_text().splitlines(keepends=True)[:9]))
+    return [*job, "--eval_data", str(few), "--eval_every", "2"]
+
+
+class Ended(NamedTuple):
+    """Ranks that have ended."""
+
+    codes: list
+    said_by: list  # text of each rank
+
+    @property
+    def said(self):
+        return "".join(self.said_by)
+
+
+def start(function, argv, out, *args):
+    """Runs function(argv, *args) on all ranks -> Ended."""
+    logs = [out.parent / f"{out.name}-rank{rank}.log" for rank in range(WORLD)]
+    argv = [*map(str, argv), "--out", str(out)]
+    codes = start_ranks(WORLD, function, (argv, *args), logs)
+    return Ended(codes, [log.read_text() for log in logs])
+
+
+def the_error(said):
+    """The message that a run ends with. There must be one, from one rank, and no traceback."""
+    assert "Traceback" not in said, said
+    (message,) = re.findall("^train.py: error: (.*)$", said, re.M)
+    return message
+
+
+@pytest.fixture(scope="module")
+def undisturbed(evaluated_job, tmp_path_factory):
     """Folder of a run with a checkpoint after every step, and evaluations."""
     out = tmp_path_factory.mktemp("undisturbed") / "run"
-    _, text, codes = run_ranks(WORLD, [*evaluated(job), "--save_every", 1], out)
-    assert codes == [0] * WORLD, text
+    _, said, codes = run_ranks(WORLD, [*evaluated_job, "--save_every", 1], out)
+    assert codes == [0] * WORLD, said
     return out
 
 
-def same(one, other):
-    """Whether two folders hold the same weights, byte for byte."""
-    files = [{path.name: path.read_bytes() for path in folder.glob("*.safetensors")} for folder in (one, other)]
-    return files[0] == files[1] and files[0]
+def weights_in(folder):
+    """{name: bytes} of a folder's safetensors files."""
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def assert_same_weights(one, other):
+    """Two folders have the same safetensors files, byte for byte."""
+    weights = weights_in(one)
+    assert weights, one
+    # compared outside of `assert`, where pytest would show how megabytes differ
+    are_same = weights == weights_in(other)
+    assert are_same, (one, other)
 
 
 def steps_of(out):
@@ -76,10 +116,11 @@ def steps_of(out):
 
 
 def assert_resumes(job, out, undisturbed):
-    """--resume completes a run to the bytes of the undisturbed one."""
-    rows, text, codes = run_ranks(WORLD, [*job, "--resume"], out)
-    assert codes == [0] * WORLD, text
-    assert same(out / "final", undisturbed / "final") and not list(out.glob("*.part"))
+    """--resume completes a run to the bytes of the undisturbed one -> rows of its metrics.jsonl."""
+    rows, said, codes = run_ranks(WORLD, [*job, "--resume"], out)
+    assert codes == [0] * WORLD, said
+    assert_same_weights(out / "final", undisturbed / "final")
+    assert not list(out.glob("*.part"))
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
     return rows
 
@@ -89,51 +130,84 @@ def assert_resumes(job, out, undisturbed):
 
 @pytest.fixture
 def saved(undisturbed, tmp_path):
-    """A run's folder with good checkpoints of two ranks, 2 and 4; the second is to be spoilt."""
+    """checkpoint-4 of two ranks, which is good and is to be spoilt; beside it lies checkpoint-2."""
     for step in (2, 4):
         shutil.copytree(undisturbed / f"checkpoint-{step}", tmp_path / f"run/checkpoint-{step}")
     return tmp_path / "run/checkpoint-4"
 
 
-def flip(path, share=0.5):
+def rows_of(checkpoint, rank):
+    return checkpoint / f"rank-{rank:05}-of-00002.safetensors"
+
+
+def flip(path, fraction):
+    """Flips a bit at a fraction of the length of a file."""
     content = bytearray(path.read_bytes())
-    content[int(len(content) * share)] ^= 1
+    content[int(len(content) * fraction)] ^= 1
     path.write_bytes(content)
 
 
 class Bomb:
+    """Makes a folder when it is unpickled, to be found by the test."""
+
     def __reduce__(self):
         return os.mkdir, ("unpickled",)
 
 
-def rows_of(folder, rank=0):
-    return folder / f"rank-{rank:05}-of-00002.safetensors"
+def truncate(checkpoint):
+    os.truncate(rows_of(checkpoint, 0), 1000)
 
 
-DAMAGE = {
-    "truncated": lambda f: os.truncate(rows_of(f), 1000),
-    **{f"flipped at {share}": lambda f, share=share: flip(rows_of(f, 1), share) for share in (0, 0.01, 0.5, 0.999)},
-    "missing": lambda f: rows_of(f, 1).unlink(),
-    "of another step": lambda f: shutil.copy(rows_of(f.parent / "checkpoint-2"), rows_of(f)),
-    "of another rank": lambda f: shutil.copy(rows_of(f), rows_of(f, 1)),
-    "a folder": lambda f: (rows_of(f).unlink(), rows_of(f).mkdir()),
-    "a pickle": lambda f: rows_of(f).write_bytes(pickle.dumps(Bomb())),
-}
+def remove_rows(checkpoint):
+    rows_of(checkpoint, 1).unlink()
 
 
-@pytest.mark.parametrize("case", DAMAGE)
-def test_files_other_than_those_saved_are_refused_by_name(saved, case, tmp_path, monkeypatch):
+def copy_rows_of_another_step(checkpoint):
+    # of the same names, shapes and size: only the checksum differs
+    older = checkpoint.with_name("checkpoint-2")
+    shutil.copy(rows_of(older, 0), rows_of(checkpoint, 0))
+
+
+def copy_rows_of_another_rank(checkpoint):
+    shutil.copy(rows_of(checkpoint, 0), rows_of(checkpoint, 1))
+
+
+def put_a_folder(checkpoint):
+    # to open it is an OSError, which must not end in a traceback
+    rows_of(checkpoint, 0).unlink()
+    rows_of(checkpoint, 0).mkdir()
+
+
+def put_a_pickle(checkpoint):
+    rows_of(checkpoint, 0).write_bytes(pickle.dumps(Bomb()))
+
+
+def assert_refuses_rows(checkpoint):
+    with pytest.raises(ValueError, match=r"checkpoint-4.*rank-0000\d-of-00002.*remove this checkpoint"):
+        train.read_state(checkpoint, {}, ALONE)
+
+
+@pytest.mark.parametrize("damage", [
+    truncate, remove_rows, copy_rows_of_another_step, copy_rows_of_another_rank, put_a_folder, put_a_pickle])
+def test_files_other_than_those_saved_are_refused_by_name(saved, damage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train.read_state(saved, {}, ALONE)["step"] == 4
-    DAMAGE[case](saved)
-    with pytest.raises(ValueError, match=r"checkpoint-4.*rank-0000\d-of-00002.*remove this checkpoint"):
-        train.read_state(saved, {}, ALONE)
+    damage(saved)
+    assert_refuses_rows(saved)
     assert not Path("unpickled").exists()
 
 
+@pytest.mark.parametrize("fraction", [0, 0.01, 0.5, 0.999])  # the header's length, the header, numbers, the last ones
+def test_a_flipped_bit_of_the_rows_is_refused_by_name(saved, fraction):
+    flip(rows_of(saved, 1), fraction)
+    assert_refuses_rows(saved)
+
+
 def test_any_flipped_bit_of_the_state_is_noticed(saved):
-    path, good = saved / train.STATE, train.read_state(saved, {}, ALONE)
+    path = saved / train.STATE
+    good = train.read_state(saved, {}, ALONE)
     content = path.read_bytes()
+    # Every third byte is enough to meet all keys, numbers and quotes. The bits of a byte take turns.
     for place in range(0, len(content), 3):
         spoilt = bytearray(content)
         spoilt[place] ^= 1 << place % 8
@@ -145,82 +219,118 @@ def test_any_flipped_bit_of_the_state_is_noticed(saved):
 
 
 def test_a_checkpoint_renamed_to_another_step_is_refused(saved):
-    renamed = saved.rename(saved.with_name("checkpoint-6"))
+    renamed = saved.rename(saved.with_name("checkpoint-6"))  # no file of it has changed
     with pytest.raises(ValueError, match=f"{renamed / train.STATE}: of step 4, in the folder of another one"):
         train.read_state(renamed, {}, ALONE)
 
 
-FORGERIES = {
-    **{name: [None, "4", -1, 4.0, True, [4], 10**30]
-       for name in ("step", "tokens", "steps", "rows_a_step", "evaluated")},
-    "best_eval": [7, [], {}, {"step": 2}, {"step": 2, "eval_loss": "1.5"}, {"step": "2", "eval_loss": 1.5}],
-    "settings": [None, 7, [], "x"],
-    "files": [None, 7, [], "x", {"../other/rank-00000-of-00002.safetensors": [1, 1]}, {"a.safetensors": [1, 1]}],
-}
+# Values that a key of the state cannot have. The checksum that they are given says nothing about them.
+NO_COUNTS = [None, "4", -1, 4.0, True, [4], 10**30]  # True is an int for isinstance()
+NO_EVALUATIONS = [7, [], {}, {"step": 2}, {"step": 2, "eval_loss": "1.5"}, {"step": "2", "eval_loss": 1.5}]
+NO_FILES = [
+    None,
+    7,
+    [],
+    "x",
+    {"../other/rank-00000-of-00002.safetensors": [1, 1]},  # outside of the checkpoint
+    {"a.safetensors": [1, 1]},
+]
 
 
-@pytest.mark.parametrize("name", FORGERIES)
-def test_a_state_that_was_edited_and_has_the_right_checksum_is_one_message(saved, name):
-    good = json.loads((saved / train.STATE).read_text())
-    forged = [good | {name: value} for value in FORGERIES[name]]
-    if name not in ("evaluated", "best_eval"):  # older versions did not write one, a run may have no other
-        forged.append({key: value for key, value in good.items() if key != name})
-    for state in forged:
-        (saved / train.STATE).write_text(json.dumps(train.data.with_checksum(state)))
-        words = f"{saved / train.STATE}: {name} is .*, expected .*remove this checkpoint"
-        with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("name, may_be_absent, forged_values", [
+    ("step", False, NO_COUNTS),
+    ("tokens", False, NO_COUNTS),
+    ("steps", False, NO_COUNTS),
+    ("rows_a_step", False, NO_COUNTS),
+    ("evaluated", True, NO_COUNTS),  # older versions did not write it
+    ("best_eval", True, NO_EVALUATIONS),
+    ("settings", False, [None, 7, [], "x"]),
+    ("files", False, NO_FILES),
+])
+def test_a_state_that_was_edited_and_has_the_right_checksum_is_one_message(saved, name, may_be_absent, forged_values):
+    path = saved / train.STATE
+    good = json.loads(path.read_text())
+    forged_states = [good | {name: value} for value in forged_values]
+    if not may_be_absent:
+        forged_states.append({key: value for key, value in good.items() if key != name})
+    for state in forged_states:
+        path.write_text(json.dumps(data.with_checksum(state)))
+        with pytest.raises(ValueError, match=f"{path}: {name} is .*, expected .*remove this checkpoint"):
             train.read_state(saved, {}, ALONE)
 
 
-@pytest.mark.parametrize("tensor, files, words", [
-    (torch.zeros(4, 2), [{"a:0": (2, 3)}, {"a:2": (2, 3)}], r"a:0: F32 \[2, 3\], but this run has F32 \[4, 2\]"),
-    # [2, 1] and [2] would be repeated to [2, 3] without a word
-    (torch.zeros(4, 3), [{"a:0": (2, 1)}, {"a:2": (2, 1)}], r"a:0: F32 \[2, 1\], but this run has F32 \[4, 3\]"),
-    (torch.zeros(4, 3), [{"a:0": (4,)}], r"a:0: F32 \[4\], but this run has F32 \[4, 3\]"),
-    (torch.zeros(4, 3, dtype=torch.bfloat16), [{"a:0": (4, 3)}], r"a:0: F32 \[4, 3\], but this run has BF16"),
-    (torch.zeros(4, 3), [{"a:0": (5, 3)}], r"a:0: F32 \[5, 3\], but this run has F32 \[4, 3\]"),
-    (torch.zeros(4, 3), [{"a:0": (2, 3)}, {"a:3": (2, 3)}], r"a:3: F32 \[2, 3\], but this run has F32 \[4, 3\]"),
-    (torch.zeros(()), [{"a:0": (2,)}], r"a:0: F32 \[2\], but this run has F32 \[1\]"),
-    (torch.zeros(4, 3), [{"a:-1": (4, 3)}], "a:-1: this run trains no such tensor"),
+def load_into(tensor, files, folder):
+    """Loads a checkpoint of files {key: shape} into the tensor `a` of a run."""
+    names = []
+    for number, shapes in enumerate(files):
+        name = f"{number}.safetensors"
+        train.write_rows(folder / name, {key: torch.ones(shape) for key, shape in shapes.items()})
+        names.append(name)
+    train.load_checkpoint(folder, names, {"a": tensor})
+
+
+@pytest.mark.parametrize("shape, files, words", [
+    ([4, 2], [{"a:0": [2, 3]}, {"a:2": [2, 3]}], "a:0: F32 [2, 3], but this run has F32 [4, 2]"),
+    # [2, 1] and [4] would be repeated to [2, 3] and [4, 3] without a word
+    ([4, 3], [{"a:0": [2, 1]}, {"a:2": [2, 1]}], "a:0: F32 [2, 1], but this run has F32 [4, 3]"),
+    ([4, 3], [{"a:0": [4]}], "a:0: F32 [4], but this run has F32 [4, 3]"),
+    # more rows than there are
+    ([4, 3], [{"a:0": [5, 3]}], "a:0: F32 [5, 3], but this run has F32 [4, 3]"),
+    ([4, 3], [{"a:0": [2, 3]}, {"a:3": [2, 3]}], "a:3: F32 [2, 3], but this run has F32 [4, 3]"),
+    ([], [{"a:0": [2]}], "a:0: F32 [2], but this run has F32 [1]"),
+    # keys of other tensors
+    ([4, 3], [{"a:-1": [4, 3]}], "a:-1: this run trains no such tensor"),
+    ([4, 3], [{"a:0": [4, 3], "b:0": [1]}], "b:0: this run trains no such tensor"),
     # as many rows as there should be, but the last two are missing
-    (torch.zeros(4, 3), [{"a:0": (2, 3)}, {"a:0": (2, 3)}], "missing or stored twice: a"),
-    (torch.zeros(4, 3), [{"a:0": (2, 3)}], "missing or stored twice: a"),
-    (torch.zeros(4, 3), [{"a:0": (4, 3)}, {"a:0": (4, 3)}], "missing or stored twice: a"),
-    (torch.zeros(4, 3), [{"a:0": (4, 3), "b:0": (1,)}], "b:0: this run trains no such tensor"),
+    ([4, 3], [{"a:0": [2, 3]}, {"a:0": [2, 3]}], "missing or stored twice: a"),
+    ([4, 3], [{"a:0": [2, 3]}], "missing or stored twice: a"),
+    ([4, 3], [{"a:0": [4, 3]}, {"a:0": [4, 3]}], "missing or stored twice: a"),
 ])
-def test_tensors_other_than_those_of_the_run_are_refused_by_name(tmp_path, tensor, files, words):
-    names = [f"{number}.safetensors" for number in range(len(files))]
-    for name, shapes in zip(names, files):
-        train.write_rows(tmp_path / name, {key: torch.ones(shape) for key, shape in shapes.items()})
-    with pytest.raises(ValueError, match=words + ".*remove this checkpoint"):
-        train.load_checkpoint(tmp_path, names, {"a": tensor})
+def test_tensors_other_than_those_of_the_run_are_refused_by_name(tmp_path, shape, files, words):
+    with pytest.raises(ValueError, match=re.escape(words) + ".*remove this checkpoint"):
+        load_into(torch.zeros(shape), files, tmp_path)
+
+
+def test_numbers_of_another_format_are_refused_by_name(tmp_path):
+    tensor = torch.zeros(4, 3, dtype=torch.bfloat16)
+    words = r"a:0: F32 \[4, 3\], but this run has BF16.*remove this checkpoint"
+    with pytest.raises(ValueError, match=words):
+        load_into(tensor, [{"a:0": [4, 3]}], tmp_path)
 
 
 def test_a_damaged_checkpoint_ends_with_one_message_and_the_older_one_continues(job, saved, undisturbed):
-    flip(rows_of(saved, 1))  # the part that rank 1 reads
-    _, said, codes = run_ranks(WORLD, [*job, "--resume"], saved.parent)
-    assert codes == [1, 1] and "Traceback" not in said, said
-    (message,) = re.findall("^train.py: error: (.*)$", said, re.M)
-    assert str(rows_of(saved, 1)) in message and "remove this checkpoint" in message
+    out = saved.parent
+    flip(rows_of(saved, 1), 0.5)  # the ranks divide the files among them, and rank 1 checks this one
+    _, said, codes = run_ranks(WORLD, [*job, "--resume"], out)
+    assert codes == [1, 1]
+    message = the_error(said)
+    assert str(rows_of(saved, 1)) in message
+    assert "remove this checkpoint" in message
+
     shutil.rmtree(saved)
-    (saved.parent / "metrics.jsonl").write_text((undisturbed / "metrics.jsonl").read_text())
+    shutil.copy(undisturbed / "metrics.jsonl", out)
     # What the save did not write is not read: a copy of good rows, which would be stored twice, and no safetensors.
-    older = saved.with_name("checkpoint-2")
-    shutil.copy(rows_of(older), rows_of(older, 7))
+    older = out / "checkpoint-2"
+    shutil.copy(rows_of(older, 0), rows_of(older, 7))
     (older / "notes.safetensors").write_text("mine")
-    assert_resumes(job, saved.parent, undisturbed)
+    assert_resumes(job, out, undisturbed)
     assert (older / "notes.safetensors").read_text() == "mine"
 
 
 # ---------------------------------------------------------------- disks that fail
 
 
-def full(argv, *names):
+def on_full_disk(argv, *names):
     """train.py on a disk that is full for files whose path contains one of these names."""
-    def on_disk(path, *args, original=open, **kwargs):
-        return original("/dev/full" if any(name in str(path) for name in names) else path, *args, **kwargs)
+    original = open
 
-    builtins.open = io.open = on_disk
+    def open_on_disk(path, *args, **kwargs):
+        if any(name in str(path) for name in names):
+            path = "/dev/full"
+        return original(path, *args, **kwargs)
+
+    builtins.open = open_on_disk
+    io.open = open_on_disk  # which pathlib calls
     return train_main(argv)
 
 
@@ -228,93 +338,168 @@ def test_a_save_that_fails_costs_that_save_only_and_names_what_was_not_written(j
     out = tmp_path / "run"
     out.mkdir()
     (out / "checkpoint-5").write_text("in the way")  # where the rename of step 5 wants to go: it is replaced
-    said, codes = start(full, [*job, "--save_every", 1], out, "2.part/rank-00001", f"4.part/{train.STATE}")
-    said = "".join(said)
-    assert codes == [0] * WORLD and "Traceback" not in said, said
-    reports = dict(re.findall(r"^checkpoint-(\d) was NOT written: (.*)\. Older checkpoints are intact", said, re.M))
-    assert reports.keys() == {"2", "4"}, said
-    assert f"rank 1: {out}/checkpoint-2.part/rank-00001" in reports["2"] and "No space left" in reports["2"]
-    assert f"{out}/checkpoint-4.part/{train.STATE}" in reports["4"] and "No space left" in reports["4"]
-    assert steps_of(out) == [1, 3, 5, 6] and not list(out.glob("*.part"))
-    assert all(same(out / f"checkpoint-{step}", undisturbed / f"checkpoint-{step}") for step in steps_of(out))
-    assert same(out / "final", undisturbed / "final")
+    # in step 2 another rank than the one that speaks fails, in step 4 rank 0 when all rows are written
+    rows = "checkpoint-2.part/rank-00001"
+    state = f"checkpoint-4.part/{train.STATE}"
+    ended = start(on_full_disk, [*job, "--save_every", 1], out, rows, state)
+    assert ended.codes == [0] * WORLD, ended.said
+    assert "Traceback" not in ended.said
+
+    reports = re.findall(r"^checkpoint-(\d) was NOT written: (.*)\. Older checkpoints are intact", ended.said, re.M)
+    (step_2, of_rows), (step_4, of_state) = reports
+    assert (step_2, step_4) == ("2", "4")
+    assert f"rank 1: {out}/{rows}" in of_rows
+    assert "No space left" in of_rows
+    assert f"{out}/{state}" in of_state
+    assert "No space left" in of_state
+
+    assert steps_of(out) == [1, 3, 5, 6]
+    assert not list(out.glob("*.part"))
+    for step in steps_of(out):
+        assert_same_weights(out / f"checkpoint-{step}", undisturbed / f"checkpoint-{step}")
+    assert_same_weights(out / "final", undisturbed / "final")
 
 
 def test_a_result_that_cannot_be_written_is_named_and_loses_no_checkpoint(job, undisturbed, tmp_path):
     out = tmp_path / "run"
-    said, codes = start(full, [*job, "--save_every", 6], out, "final.part/model")
-    assert codes == [1] * WORLD
-    (message,) = re.findall("^train.py: error: (.*)$", "".join(said), re.M)
-    assert f"{out}/final.part/model.safetensors" in message and "No space left" in message
-    assert same(out / "checkpoint-6", undisturbed / "checkpoint-6") and not (out / "final").exists()
+    ended = start(on_full_disk, [*job, "--save_every", 6], out, "final.part/model")
+    assert ended.codes == [1] * WORLD
+    message = the_error(ended.said)
+    assert f"{out}/final.part/model.safetensors" in message
+    assert "No space left" in message
+    assert_same_weights(out / "checkpoint-6", undisturbed / "checkpoint-6")
+    assert not (out / "final").exists()
 
 
 def test_a_disk_that_is_full_at_the_start_is_named(job, tmp_path):
-    said, codes = start(full, job, tmp_path / "run", "args.json")
-    assert codes == [1] * WORLD
-    assert "Traceback" not in "".join(said)
-    assert said[0].endswith(f"error: {tmp_path}/run/args.json: file not written: No space left on device\n")
+    ended = start(on_full_disk, job, tmp_path / "run", "args.json")
+    assert ended.codes == [1] * WORLD
+    message = the_error(ended.said)
+    assert message.endswith(f"{tmp_path}/run/args.json: file not written: No space left on device")
 
 
 def test_a_merge_that_fails_prints_its_message_alone(job, tmp_path):
     out = tmp_path / "run"
-    said, codes = start(full, [*job, "--lora", "--merge"], out, "merged.part/model")
-    assert codes == [1, 0] and "Traceback" not in "".join(said), said
-    (message,) = re.findall("^train.py: error: (.*)$", "".join(said), re.M)
-    assert f"{out}/final is complete" in message and "No space left" in message and (out / "final").exists()
+    ended = start(on_full_disk, [*job, "--lora", "--merge"], out, "merged.part/model")
+    assert ended.codes == [1, 0], ended.said  # rank 0 merges when the others have left
+    message = the_error(ended.said)
+    assert f"{out}/final is complete" in message
+    assert "No space left" in message
+    assert (out / "final").exists()
 
 
 def test_a_slow_save_is_no_hang(tmp_path, monkeypatch):
+    # faulthandler ends a rank whose step takes longer than --timeout, so it must be told before the disk is waited for
     calls = []
+
+    def write_rows(path, rows):
+        calls.append("rows are written")
+        return [1, 1]  # size and checksum
+
     monkeypatch.setattr(train.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("not watched"))
-    monkeypatch.setattr(train, "write_rows", lambda path, rows: calls.append("written") or [1, 1])
+    monkeypatch.setattr(train, "write_rows", write_rows)
     ranks = SimpleNamespace(rank=0, world=1, gather=lambda value: [value], say=calls.append)
     train.Saver(tmp_path, 1, ranks).save({"a": torch.ones(1)}, state_of(1))
-    assert calls[0] == "not watched" and "written" in calls and steps_of(tmp_path) == [1]
+    assert calls[0] == "not watched"
+    assert "rows are written" in calls
+    assert steps_of(tmp_path) == [1]
 
 
 # ---------------------------------------------------------------- hangs
 
 
-def stops(argv, pid_file):
-    """train.py whose rank 1 is stopped, as by a debugger, when step 4 begins."""
-    alive, steps = train.Ranks.alive, []
+@contextlib.contextmanager
+def when(has_happened, act):
+    """While the block runs, a thread waits until has_happened(), and then calls act(). The block bounds the wait: it is
+    a run, and start_ranks() ends it when no rank writes to its log any more."""
+    has_ended = threading.Event()
 
-    def call(self):
-        steps.append(None)
-        if len(steps) == 4:
-            self.timeout = 3
-            if self.rank == 1:
-                pid_file.write_text(str(os.getpid()))
-                os.kill(os.getpid(), signal.SIGSTOP)
-        alive(self)
+    def wait():
+        while not has_happened():
+            if has_ended.wait(0.1):
+                return
+        act()
 
-    train.Ranks.alive = call
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def stop_this_process(pid_file):
+    """As a debugger does, or a machine that is suspended."""
+    pid_file.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill_stopped(pid_file):
+    """What torchrun does when another rank has ended."""
+    if pid_file.exists():
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+
+def with_stop_in_step_4(argv, pid_file):
+    """train.py whose rank 1 is stopped when step 4 begins."""
+    alive = train.Ranks.alive
+    n_steps = itertools.count(1)
+
+    def alive_or_stopped(ranks):
+        if next(n_steps) == 4:
+            ranks.timeout = 3  # seconds; --timeout 3 would end a first step on a busy machine, too
+            if ranks.rank == 1:
+                stop_this_process(pid_file)
+        alive(ranks)
+
+    train.Ranks.alive = alive_or_stopped
     return train_main(argv)
 
 
 def test_a_stopped_rank_ends_the_job_and_the_others_say_where_they_wait(job, tmp_path):
-    def kill():  # as torchrun does when a rank has ended
-        while not log.exists() or "Timeout (" not in log.read_text():
-            time.sleep(0.1)
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-
     log = tmp_path / "run-rank0.log"
-    threading.Thread(target=kill, daemon=True).start()
-    said, codes = start(stops, [*job, "--save_every", 2], tmp_path / "run", tmp_path / "pid")
-    assert codes == [1, -signal.SIGKILL], said
-    assert "train.py" in said[0].partition("Timeout (0:00:03)!")[2] and steps_of(tmp_path / "run") == [2]
+    pid_file = tmp_path / "pid"
+
+    def rank_0_has_timed_out():
+        return log.exists() and "Timeout (" in log.read_text()
+
+    # a stopped process ends only by SIGKILL
+    with when(rank_0_has_timed_out, lambda: kill_stopped(pid_file)):
+        ended = start(with_stop_in_step_4, [*job, "--save_every", 2], tmp_path / "run", pid_file)
+    assert ended.codes == [1, -signal.SIGKILL], ended.said
+    # behind faulthandler's title stand the calls of each thread
+    _, _, stacks = ended.said_by[0].partition("Timeout (0:00:03)!")
+    assert "train.py" in stacks
+    assert steps_of(tmp_path / "run") == [2]
 
 
-PATIENCE_S = 3  # of the ranks with one that is stuck; --timeout's default makes it an hour
+# Of the ranks with one that is stuck; --timeout's default makes it an hour. It is counted in rounds of train.Watch,
+# eight of them, which take longer where the machine is busy.
+PATIENCE_S = 3
+
+
+def watch_of_this_process():
+    (watch,) = (thread for thread in threading.enumerate() if isinstance(thread, train.Watch))
+    return watch
+
+
+def wait_for_rounds(n, rank):
+    """Waits for n more reports of a rank's watch, without which time does not pass for it. Uses some CPU meanwhile."""
+    store = watch_of_this_process().store
+    for _ in range(n):
+        report = store.get(str(rank))
+        while store.get(str(rank)) == report:
+            time.sleep(0.01)
 
 
 def stop_process(pid_file):
-    (watch,) = (thread for thread in threading.enumerate() if isinstance(thread, train.Watch))
+    watch = watch_of_this_process()
     watch.report()
-    time.sleep(2 * watch.pause)  # the others read that report: once rank 0 is stopped, its store tells nothing
-    pid_file.write_text(str(os.getpid()))
-    os.kill(os.getpid(), signal.SIGSTOP)
+    # Once rank 0 is stopped, its store tells nothing, so the other rank must read that report before. In a round it
+    # makes a report of its own and then reads ours: when it has made two, it has read it.
+    wait_for_rounds(2, rank=1 - watch.rank)
+    stop_this_process(pid_file)
 
 
 def read_from_a_dead_disk(_):
@@ -323,190 +508,277 @@ def read_from_a_dead_disk(_):
 
 
 def load_slowly(_):
-    """Longer than the others' patience, but a bit is always done."""
-    started = time.monotonic()
-    while time.monotonic() < started + 1.3 * PATIENCE_S:
-        sum(range(10_000))
-        time.sleep(PATIENCE_S / 30)
+    """Longer than the others' patience of eight rounds, but a bit is always done."""
+    wait_for_rounds(11, rank=0)
 
 
-def with_stuck_rank(argv, pid_file, *disturbances):
-    """train.py with disturbances (rank, function's name, what that rank does before its first call of it)."""
-    start_watch = train.Watch.__init__
-    train.Watch.__init__ = lambda self, ranks, _: start_watch(self, ranks, PATIENCE_S)
-    for rank, name, disturb in disturbances:
-        if int(os.environ["RANK"]) == rank:
-            disturb_once(*name.split("."), disturb, pid_file)
-    return train_main(argv)
+class Disturbance(NamedTuple):
+    rank: int
+    module: str
+    function: str  # of the module
+    act: object  # what this rank does before its first call of the function
 
 
-def disturb_once(module, name, disturb, pid_file):
-    module = globals()[module]
-    original = getattr(module, name)
+class Stuck(NamedTuple):
+    """A run in which a rank gets stuck."""
 
-    def call(*args, **kwargs):
-        setattr(module, name, original)
-        disturb(pid_file)
-        return original(*args, **kwargs)
-
-    setattr(module, name, call)
+    disturbances: list
+    rank: int  # that gets stuck
+    place: str  # where it was seen last
 
 
-# what is done to which rank where; which one is stuck then, and where it was seen last
 STUCK = {
-    "stopped in loading": ([(1, "data.stacked_rows", stop_process)], 1, "main > load_weights_ (data.py:"),
-    "slow in loading, stopped in a save": (
-        [(1, "data.stacked_rows", load_slowly), (0, "train.write_rows", stop_process)],
+    "stopped in loading": Stuck(
+        [Disturbance(1, "data", "stacked_rows", stop_process)], 1, "main > load_weights_ (data.py:"),
+    # the slow one is not blamed, neither while it loads nor when another is stuck later
+    "slow in loading, stopped in a save": Stuck(
+        [Disturbance(1, "data", "stacked_rows", load_slowly), Disturbance(0, "train", "write_rows", stop_process)],
         0, "main > save > save > write (train.py:"),
-    "a stuck disk in the export": ([(0, "data.save_model", read_from_a_dead_disk)], 0, "main > export (data.py:"),
+    "a stuck disk in the export": Stuck(
+        [Disturbance(0, "data", "save_model", read_from_a_dead_disk)], 0, "main > export (data.py:"),
 }
 
 
-def run_with_stuck_rank(job, folder, disturbances):
-    """What the ranks of a run said, and their exit codes. A stopped rank is killed when another one has ended."""
-    def kill():
-        while "no progress" not in "".join(log.read_text() for log in logs if log.exists()):
-            time.sleep(0.1)
-        if pid_file.exists():
-            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+def disturb_first_call(disturbance, pid_file):
+    module = importlib.import_module(disturbance.module)
+    original = getattr(module, disturbance.function)
 
+    def disturbed(*args, **kwargs):
+        setattr(module, disturbance.function, original)
+        disturbance.act(pid_file)
+        return original(*args, **kwargs)
+
+    setattr(module, disturbance.function, disturbed)  # its callers look it up in the module
+
+
+def with_stuck_rank(argv, pid_file, disturbances):
+    """train.py whose ranks have little patience, with disturbances."""
+    start_watch = train.Watch.__init__
+    train.Watch.__init__ = lambda watch, ranks, _: start_watch(watch, ranks, PATIENCE_S)
+    for disturbance in disturbances:  # each rank runs this
+        if int(os.environ["RANK"]) == disturbance.rank:
+            disturb_first_call(disturbance, pid_file)
+    return train_main(argv)
+
+
+def run_with_stuck_rank(job, folder, disturbances):
+    """-> Ended. A stopped rank is killed when another one has ended."""
     folder.mkdir()
     pid_file = folder / "pid"
-    logs = [folder / f"run-rank{rank}.log" for rank in range(WORLD)]
-    threading.Thread(target=kill, daemon=True).start()
-    argv = [*job, "--steps", 2, "--save_every", 2]
-    return start(with_stuck_rank, argv, folder / "run", pid_file, *disturbances)
+
+    def another_has_ended():
+        return any("no progress" in log.read_text() for log in folder.glob("run-rank*.log"))
+
+    with when(another_has_ended, lambda: kill_stopped(pid_file)):
+        argv = [*job, "--steps", 2, "--save_every", 2]
+        return start(with_stuck_rank, argv, folder / "run", pid_file, disturbances)
 
 
 def test_a_rank_without_progress_is_named_with_its_place_and_ends_the_job(job, tmp_path):
     with ThreadPoolExecutor() as pool:  # all at once: they mostly wait
-        runs = {case: pool.submit(run_with_stuck_rank, job, tmp_path / case, disturbances)
-                for case, (disturbances, _, _) in STUCK.items()}
-    for case, (_, stuck, place) in STUCK.items():
-        said, codes = runs[case].result()
-        assert codes[1 - stuck] == 1 and codes[stuck] in (1, -signal.SIGKILL), said
-        (message,) = re.findall("^train.py: error: (.*)$", "".join(said), re.M)
-        who = f"rank {stuck} ({os.uname().nodename})"
-        assert message.startswith(f"{who} has made no progress for {PATIENCE_S} s; last seen in {place}"), said
+        runs = {case: pool.submit(run_with_stuck_rank, job, tmp_path / case, stuck.disturbances)
+                for case, stuck in STUCK.items()}
+    for case, stuck in STUCK.items():
+        ended = runs[case].result()
+        assert ended.codes[1 - stuck.rank] == 1, ended.said
+        assert ended.codes[stuck.rank] in (1, -signal.SIGKILL), ended.said  # with a stuck disk it ends itself
+        name = f"rank {stuck.rank} ({os.uname().nodename})"
+        expected = f"{name} has made no progress for {PATIENCE_S} s; last seen in {stuck.place}"
+        assert the_error(ended.said).startswith(expected), ended.said
 
 
 # ---------------------------------------------------------------- signals
 
 
-def signalled(argv, number, moment):
-    """train.py whose rank 1 alone gets a signal: in the data of step 4, in the save of step 3, in the first batch of
-    the second or third evaluation; or rank 0 alone, in the sample after training."""
-    evaluations = []
+# The moments at which a rank may get a signal. Each makes its process call send() then.
 
-    def send(rank=1):
-        if int(os.environ["RANK"]) == rank:
-            os.kill(os.getpid(), number)
 
-    def ahead(self, *args, original=data.Loader.ahead, **kwargs):
-        for step, made in enumerate(original(self, *args, **kwargs), 1):
-            if moment == "data" and step == 4:
+def in_the_data_of_step_4(send):
+    ahead = data.Loader.ahead
+
+    def ahead_with_signal(*args):
+        for step, made in enumerate(ahead(*args), 1):
+            if step == 4:
                 send()
             yield made
 
-    def once(self, original=data.Loader.once):
-        evaluation = f"evaluation {len(evaluations) + 1}"
-        evaluations.append(evaluation)
-        for i, batch in enumerate(original(self)):
-            print(f"batch {i} of {evaluation}", flush=True)
+    data.Loader.ahead = ahead_with_signal
+
+
+def in_the_save_of_step_3(send):
+    write_rows = train.write_rows
+
+    def write_rows_after_signal(path, rows):
+        if "checkpoint-3" in str(path):
+            send()
+        return write_rows(path, rows)
+
+    train.write_rows = write_rows_after_signal
+
+
+def after_first_batch(send, of_evaluation):
+    """After the model has seen the first batch of an evaluation; they are counted from 1."""
+    batches = data.Loader.once
+    evaluations = itertools.count(1)
+
+    def batches_with_signal(loader):
+        is_meant = next(evaluations) == of_evaluation
+        for number, batch in enumerate(batches(loader)):
             yield batch
-            if moment == evaluation and i == 0:  # the model has seen this batch
+            if is_meant and number == 0:
                 send()
 
-    def write_rows(path, rows, original=train.write_rows):
-        if moment == "save" and "checkpoint-3" in str(path):
-            send()
-        return original(path, rows)
+    data.Loader.once = batches_with_signal
 
-    def generate(*args, original=lm.generate):
-        for token in original(*args):
-            if moment == "sample" and len(evaluations) == 3:  # there is a sample before training, too
-                send(rank=0)
+
+def in_evaluation_2(send):  # that of step 4
+    after_first_batch(send, 2)
+
+
+def in_evaluation_3(send):  # that of the last step
+    after_first_batch(send, 3)
+
+
+def in_the_sample_after_training(send):
+    generate = lm.generate
+    samples = itertools.count(1)
+
+    def generate_with_signal(*args):
+        is_after_training = next(samples) == 2  # the first one was before
+        for token in generate(*args):
+            if is_after_training:
+                send()
             yield token
 
-    data.Loader.ahead, data.Loader.once, train.write_rows, lm.generate = ahead, once, write_rows, generate
+    lm.generate = generate_with_signal
+
+
+def say_batches():
+    """Makes evaluations print which of their batches they fetch."""
+    batches = data.Loader.once
+    evaluations = itertools.count(1)
+
+    def batches_said(loader):
+        evaluation = next(evaluations)
+        for number, batch in enumerate(batches(loader)):
+            print(f"batch {number} of evaluation {evaluation}", flush=True)
+            yield batch
+
+    data.Loader.once = batches_said
+
+
+def signalled(argv, number, moment, to_rank=1):
+    """train.py of which one rank alone gets a signal."""
+    say_batches()
+    # Only one rank gets it, as on a cluster that signals one node: the others must hear of it.
+    if int(os.environ["RANK"]) == to_rank:
+        moment(lambda: os.kill(os.getpid(), number))
     return train_main(argv)
-
-
-@pytest.mark.parametrize("number, moment, flags", [
-    (signal.SIGTERM, "evaluation 2", "--save_every 0"), (signal.SIGINT, "data", "--save_every 3"),
-    (signal.SIGUSR1, "save", "--save_every 3"),
-    (signal.SIGHUP, "data", "--save_every 0"),
-], ids=str)
-def test_a_signal_to_one_rank_saves_on_all_and_resume_completes(job, undisturbed, tmp_path, number, moment, flags):
-    out, argv = tmp_path / "run", [*evaluated(job), *flags.split()]
-    said, codes = start(signalled, argv, out, number, moment)
-    said = "".join(said)
-    assert codes == [128 + number] * WORLD, said
-    assert f"stopped by {number.name} after step 4 of {STEPS}, saved: the same command with --resume {out} " in said
-    assert said.count("stopped by") == 1 and "Traceback" not in said
-    # Of the evaluation of step 4, all ranks see the first batch, fetch the second one and stop before it.
-    n_batches = {f"batch {i} of evaluation 2": said.count(f"batch {i} of evaluation 2") for i in range(3)}
-    assert list(n_batches.values()) == ([WORLD, WORLD, 0] if moment == "evaluation 2" else [0, 0, 0])
-    assert same(out / "checkpoint-4", undisturbed / "checkpoint-4") and not (out / "final").exists()
-    assert not list(out.glob("*.part"))
-    assert_same_evaluations(assert_resumes(argv, out, undisturbed), out, undisturbed)
 
 
 def assert_same_evaluations(rows, out, undisturbed):
     """The evaluations of a run that went on, one that was cut among them, are the undisturbed run's, to the bit."""
-    expected = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
-    expected = [row for row in expected if "eval_loss" in row]
+    lines = (undisturbed / "metrics.jsonl").read_text().splitlines()
+    expected = [row for row in map(json.loads, lines) if "eval_loss" in row]
     assert [row["step"] for row in expected] == [2, 4, STEPS]
     assert [row for row in rows if "eval_loss" in row] == expected
-    ends = [train.read_state(run / f"checkpoint-{STEPS}", {}, ALONE) for run in (out, undisturbed)
-            if (run / f"checkpoint-{STEPS}").exists()]
-    assert all(end["best_eval"] == ends[-1]["best_eval"] and end["evaluated"] == STEPS for end in ends)
+
+    last = f"checkpoint-{STEPS}"
+    expected_state = train.read_state(undisturbed / last, {}, ALONE)
+    assert expected_state["evaluated"] == STEPS
+    if (out / last).exists():  # with --save_every 0 the last step is not saved
+        state = train.read_state(out / last, {}, ALONE)
+        assert state["evaluated"] == STEPS
+        assert state["best_eval"] == expected_state["best_eval"]
 
 
-def test_a_rank_that_dies_in_an_evaluation_costs_nothing_that_was_due_to_be_saved(job, undisturbed, tmp_path):
-    out, argv = tmp_path / "run", [*evaluated(job), "--save_every", 4]
-    said, codes = start(signalled, argv, out, signal.SIGKILL, "evaluation 2")
-    assert codes == [1, -signal.SIGKILL], said
-    assert steps_of(out) == [4] and same(out / "checkpoint-4", undisturbed / "checkpoint-4")
-    assert_same_evaluations(assert_resumes(argv, out, undisturbed), out, undisturbed)
-
-
-def test_a_signal_in_the_last_evaluation_ends_it_and_the_result_is_complete(job, undisturbed, tmp_path):
-    out, argv = tmp_path / "run", [*evaluated(job), "--save_every", 6]
-    said, codes = start(signalled, argv, out, signal.SIGTERM, "evaluation 3")
-    said = "".join(said)
-    assert codes == [128 + signal.SIGTERM] * WORLD and "Traceback" not in said, said
-    assert f"stopped by SIGTERM after step {STEPS} of {STEPS}, saved" in said and "batch 2 of evaluation 3" not in said
-    assert same(out / "final", undisturbed / "final")
-    assert_same_evaluations(assert_resumes(argv, out, undisturbed), out, undisturbed)
-
-
-def test_a_signal_after_the_result_ends_the_run_at_once(job, undisturbed, tmp_path):
+@pytest.mark.parametrize("number, moment, save_every, n_fetched", [
+    # in a step, which is finished first, with checkpoints and without
+    (signal.SIGINT, in_the_data_of_step_4, 3, [0, 0, 0]),
+    (signal.SIGHUP, in_the_data_of_step_4, 0, [0, 0, 0]),
+    # the ranks look for signals before a save, so they see this one after step 4
+    (signal.SIGUSR1, in_the_save_of_step_3, 3, [0, 0, 0]),
+    # all ranks see the first batch, fetch the second one and stop before it
+    (signal.SIGTERM, in_evaluation_2, 0, [WORLD, WORLD, 0]),
+])
+def test_a_signal_to_one_rank_saves_on_all_and_resume_completes(
+        evaluated_job, undisturbed, tmp_path, number, moment, save_every, n_fetched):
     out = tmp_path / "run"
-    argv = [*evaluated(job), "--save_every", 6, "--sample", "def f(x):", "--max_new_tokens", 99]
-    said, codes = start(signalled, argv, out, signal.SIGTERM, "sample")
-    assert codes == [130, 1] and "Traceback" not in "".join(said), said
-    assert re.findall("^train.py: error: (.*)", "".join(said), re.M) == [f"interrupted, {out}/final is complete"]
-    assert same(out / "final", undisturbed / "final") and steps_of(out) == [6]
+    argv = [*evaluated_job, "--save_every", save_every]
+    ended = start(signalled, argv, out, number, moment)
+    said = ended.said
+    assert ended.codes == [128 + number] * WORLD, said
+    assert f"stopped by {number.name} after step 4 of {STEPS}, saved: the same command with --resume {out} " in said
+    assert said.count("stopped by") == 1
+    assert "Traceback" not in said
+    assert [said.count(f"batch {i} of evaluation 2") for i in range(3)] == n_fetched  # all ranks together
+    assert_same_weights(out / "checkpoint-4", undisturbed / "checkpoint-4")
+    assert not (out / "final").exists()
+    assert not list(out.glob("*.part"))
+
+    rows = assert_resumes(argv, out, undisturbed)
+    assert_same_evaluations(rows, out, undisturbed)
+
+
+def test_a_rank_that_dies_in_an_evaluation_costs_nothing_that_was_due_to_be_saved(evaluated_job, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    argv = [*evaluated_job, "--save_every", 4]
+    ended = start(signalled, argv, out, signal.SIGKILL, in_evaluation_2)  # that of step 4, whose save comes before it
+    assert ended.codes == [1, -signal.SIGKILL], ended.said
+    assert steps_of(out) == [4]
+    assert_same_weights(out / "checkpoint-4", undisturbed / "checkpoint-4")
+
+    rows = assert_resumes(argv, out, undisturbed)
+    assert_same_evaluations(rows, out, undisturbed)
+
+
+def test_a_signal_in_the_last_evaluation_ends_it_and_the_result_is_complete(evaluated_job, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    argv = [*evaluated_job, "--save_every", 6]
+    ended = start(signalled, argv, out, signal.SIGTERM, in_evaluation_3)
+    assert ended.codes == [128 + signal.SIGTERM] * WORLD, ended.said
+    assert "Traceback" not in ended.said
+    assert f"stopped by SIGTERM after step {STEPS} of {STEPS}, saved" in ended.said
+    assert "batch 2 of evaluation 3" not in ended.said
+    assert_same_weights(out / "final", undisturbed / "final")
+
+    rows = assert_resumes(argv, out, undisturbed)
+    assert_same_evaluations(rows, out, undisturbed)
+
+
+def test_a_signal_after_the_result_ends_the_run_at_once(evaluated_job, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    # so many tokens that the signal comes before the last one
+    argv = [*evaluated_job, "--save_every", 6, "--sample", "def f(x):", "--max_new_tokens", 99]
+    ended = start(signalled, argv, out, signal.SIGTERM, in_the_sample_after_training, 0)
+    assert ended.codes == [130, 1], ended.said  # rank 1 waits in a collective, which fails when rank 0 is gone
+    assert the_error(ended.said) == f"interrupted, {out}/final is complete"
+    assert_same_weights(out / "final", undisturbed / "final")
+    assert steps_of(out) == [6]
 
 
 def test_a_rank_that_dies_in_a_save_ends_the_run_and_costs_that_save_only(job, undisturbed, tmp_path):
     out = tmp_path / "run"
-    said, codes = start(signalled, [*job, "--save_every", 1], out, signal.SIGKILL, "save")
-    assert codes == [1, -signal.SIGKILL], said
-    assert steps_of(out) == [1, 2] and same(out / "checkpoint-2", undisturbed / "checkpoint-2")
-    (message,) = re.findall("^train.py: error: (.*)", "".join(said), re.M)
+    ended = start(signalled, [*job, "--save_every", 1], out, signal.SIGKILL, in_the_save_of_step_3)
+    assert ended.codes == [1, -signal.SIGKILL], ended.said
+    assert steps_of(out) == [1, 2]
+    assert_same_weights(out / "checkpoint-2", undisturbed / "checkpoint-2")
+    message = the_error(ended.said)
     assert "another rank has ended, while this one was at step 3, checkpoint" in message
-    assert "Connection" in message and "Traceback" not in "".join(said)
+    assert "Connection" in message  # in gloo's words
     assert_resumes(job, out, undisturbed)
 
 
-def early(argv, name, number):
+# ---------------------------------------------------------------- signals before the first step
+
+
+def signalled_early(argv, name, number):
     """train.py whose last rank gets a signal where it calls this function of data.py."""
     original = getattr(data, name)
+    is_last_rank = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
     def call(*args, **kwargs):
-        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        if is_last_rank:
             signal.raise_signal(number)
         return original(*args, **kwargs)
 
@@ -515,37 +787,47 @@ def early(argv, name, number):
 
 
 @pytest.mark.parametrize("name, number", [
-    ("check_weights", signal.SIGUSR1), ("tokenized", signal.SIGTERM), ("load_weights_", signal.SIGHUP)])
+    ("check_weights", signal.SIGUSR1),  # the model is on the meta device
+    ("tokenized", signal.SIGTERM),  # texts are read, which may take an hour
+    ("load_weights_", signal.SIGHUP),  # the last thing that takes time
+])
 def test_a_signal_before_the_first_step_says_that_nothing_is_saved(job, tmp_path, name, number):
     log = tmp_path / "log"
-    codes = start_ranks(1, early, ([*job, "--out", str(tmp_path / "run")], name, number), [log])
+    argv = [*job, "--out", str(tmp_path / "run")]
+    codes = start_ranks(1, signalled_early, (argv, name, number), [log])
     said = log.read_text()
-    assert codes == [130] and said.endswith("train.py: error: interrupted, nothing saved\n"), said
-    assert "Traceback" not in said and said.count("error") == 1 and not (tmp_path / "run").exists()
-
-
-def test_an_interrupt_during_the_imports_leaves_no_traceback(tmp_path):
-    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    done = subprocess.run([sys.executable, HERE.parent / "train.py"], capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == -signal.SIGINT and done.stderr == ""
+    assert codes == [130], said
+    assert said.endswith("train.py: error: interrupted, nothing saved\n"), said
+    assert said.count("error") == 1
+    assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_signal_to_one_rank_before_the_first_step_ends_all_with_one_message(job, tmp_path):
     logs = [tmp_path / f"log{rank}" for rank in range(3)]
-    codes = start_ranks(3, early, ([*job, "--out", str(tmp_path / "run")], "load_weights_", signal.SIGTERM), logs)
+    argv = [*job, "--out", str(tmp_path / "run")]
+    codes = start_ranks(3, signalled_early, (argv, "load_weights_", signal.SIGTERM), logs)
     said = "".join(log.read_text() for log in logs)
-    assert codes == [1, 1, 130] and "Traceback" not in said, said
-    (message,) = re.findall("^train.py: error: (.*)", said, re.M)
-    assert message.startswith("another rank has ended, while this one was at step 0")
+    assert codes == [1, 1, 130], said
+    assert the_error(said).startswith("another rank has ended, while this one was at step 0")
     assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupt_during_the_imports_leaves_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}  # train.py imports this torch
+    done = subprocess.run([sys.executable, HERE.parent / "train.py"], capture_output=True, text=True, env=env)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == ""
 
 
 @pytest.fixture
 def handlers():
     """Signal handlers as they were, after the test."""
-    before = {number: signal.getsignal(number)
-              for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT]
+    if train.TORCHRUN_GONE:
+        numbers.append(train.TORCHRUN_GONE)
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -553,7 +835,7 @@ def handlers():
 
 def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch, handlers):
     monkeypatch.delenv("RANK", raising=False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's own, or none in a background job
     stop = train.StopSignal()
     stop.begin()
     signal.raise_signal(signal.SIGINT)
@@ -563,44 +845,49 @@ def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch, handlers)
 
 
 def test_a_run_under_nohup_outlives_its_terminal(handlers):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which is all that nohup does
     stop = train.StopSignal()
     stop.begin()
     signal.raise_signal(signal.SIGHUP)
     assert stop.number == 0
 
 
-# ---------------------------------------------------------------- gradients that are too large or not finite
+# ---------------------------------------------------------------- gradients that are too large
 
 
 def check_dominant_gradient(ranks, folder, flags):
     """A row of the embedding, then a whole matrix, has nearly all of the gradient: all ranks together say so."""
-    args = train.parse_args(["--clip", "2"])
+    args = train.parse_args(["--clip", "2"])  # a gradient of 2,000 and more is worth a note
     model, _ = build(*flags, ranks=ranks)
     tokenizer = data.Tokenizer(HERE / "tiny")
     tokens = torch.arange(100)[None]
     model(tokens, tokens).backward()
     parameters = dict(model.named_parameters())
-    trained = list(parameters.values())
 
     def note():
+        norm = train.clip_gradients_(list(parameters.values()), 0.0)
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            train.note_dominant_gradient(model, train.clip_gradients_(trained, 0.0), args, tokenizer, ranks)
+            train.note_dominant_gradient(model, norm, args, tokenizer, ranks)
         return said.getvalue()
 
-    def scale(name, row, factor):
+    def scale_row(name, row, factor):
         rows, first = nf4.local(parameters[name].grad)
-        rows[max(0, row - first) : max(0, row - first + 1)] *= factor  # of the rank that has this row
+        if first <= row < first + len(rows):  # this rank has it
+            rows[row - first] *= factor
 
     assert not note()  # as usual, not worth a word
-    scale("model.embed_tokens.weight", 77, 1e6)
+
+    scale_row("model.embed_tokens.weight", 77, 1e6)
     token = repr(tokenizer.core.id_to_token(77))
     expected = f"100 % of it is of model.embed_tokens.weight, row 77 (token {token})\n"
     assert note().endswith(expected) == (ranks.rank == 0)
-    nf4.local(parameters["model.layers.1.mlp.up_proj.weight"].grad)[0].mul_(1e9)
+
+    rows, _ = nf4.local(parameters["model.layers.1.mlp.up_proj.weight"].grad)
+    rows.mul_(1e9)
     expected = "100 % of it is of model.layers.1.mlp.up_proj.weight\n"  # and of none of its rows
     assert note().endswith(expected) == (ranks.rank == 0)
-    scale("model.norm.weight", 63, math.inf)
+
+    scale_row("model.norm.weight", 63, math.inf)  # the last of its rows: with shards, rank 1's
     assert not note()  # main's next look at the numbers ends the run
 
 
@@ -609,68 +896,136 @@ def test_what_clips_the_first_gradient_to_nothing_is_named(tmp_path, flags):
     on_ranks(2, check_dominant_gradient, tmp_path, flags)
 
 
-def not_finite(argv, what):
-    """train.py in which the documents of rank 1 at step 3 make a loss or a gradient that is not finite; `row`: the
-    gradient of a token's embedding alone. At the end each rank says where its documents of that step are, and writes
-    its rows of the weights."""
-    mark = 4095  # a token of no document
-    step, forward, end = data.Loader.step, lm.Transformer.forward, train.end_not_finite
+# ---------------------------------------------------------------- numbers that are not finite
 
-    def marked_step(self, number, grad_accum):
-        batches, counted = step(self, number, grad_accum)
-        if self.rank == 1 and number == 2:
-            batches[0].tokens[:] = mark
-        return batches, counted
 
-    def hook_embedding(module, inputs, x):
-        if x.requires_grad and (inputs[0] == mark).all():
-            x.register_hook(lambda grad: grad * torch.inf)
+MARK = 4095  # a token of no document; documents that consist of it make what is not finite
 
-    def bad_forward(self, tokens_BT, *args):
-        if what == "row" and not hasattr(self, "is_hooked"):
-            self.is_hooked = self.model.embed_tokens.register_forward_hook(hook_embedding)
-        loss = forward(self, tokens_BT, *args)
-        if (tokens_BT == mark).all() and what == "loss":
-            loss = loss * torch.nan
-        elif (tokens_BT == mark).all() and what == "gradient" and loss.requires_grad:
-            loss.register_hook(lambda grad: grad * torch.inf)
+
+def is_marked(tokens):
+    return bool((tokens == MARK).all())
+
+
+def mark_documents_of_rank_1_in_step_3():
+    step = data.Loader.step
+
+    def marked_step(loader, number, grad_accum):
+        batches, counts = step(loader, number, grad_accum)
+        if loader.rank == 1 and number == 2:
+            batches[0].tokens[:] = MARK
+        return batches, counts
+
+    data.Loader.step = marked_step
+
+
+def make_inf(tensor):
+    """Makes the gradient of a tensor infinite."""
+    tensor.register_hook(lambda grad: grad * torch.inf)
+
+
+def spoil_loss_of_marked(spoil):
+    forward = lm.Transformer.forward
+
+    def spoilt_forward(model, tokens_BT, *args):
+        loss = forward(model, tokens_BT, *args)
+        return spoil(loss) if is_marked(tokens_BT) else loss
+
+    lm.Transformer.forward = spoilt_forward
+
+
+def spoil_loss():
+    spoil_loss_of_marked(lambda loss: loss * torch.nan)
+
+
+def spoil_gradient():
+    """The loss stays finite, and all gradients of the model come from what is infinite."""
+    def spoil(loss):
+        make_inf(loss)
         return loss
 
-    def end_not_finite(model, loader, number, args, ranks, *others):
-        rows = train.rows_of_rank({name: p.detach() for name, p in model.named_parameters()}, ranks.rank)
-        save_file(rows, f"{args.out}/end-{ranks.rank}.safetensors")
-        print("documents: " + ", ".join(loader.places(2, 1)))
-        end(model, loader, number, args, ranks, *others)
+    spoil_loss_of_marked(spoil)
 
-    data.Loader.step, lm.Transformer.forward, train.end_not_finite = marked_step, bad_forward, end_not_finite
+
+def spoil_row():
+    """Only the gradient of the marked token's row of the embedding is infinite."""
+    def after_forward(module, inputs, x):
+        if isinstance(module, torch.nn.Embedding) and is_marked(inputs[0]):
+            make_inf(x)
+
+    torch.nn.modules.module.register_module_forward_hook(after_forward)
+
+
+def show_the_end():
+    """At the end each rank says where its documents of step 3 are, and writes its rows of the weights."""
+    end_not_finite = train.end_not_finite
+
+    def shown_end(model, loader, number, args, ranks, *others):
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        save_file(train.rows_of_rank(weights, ranks.rank), f"{args.out}/end-{ranks.rank}.safetensors")
+        print("documents: " + ", ".join(loader.places(2, 1)))
+        end_not_finite(model, loader, number, args, ranks, *others)
+
+    train.end_not_finite = shown_end
+
+
+def not_finite(argv, spoil):
+    """train.py in which the documents of rank 1 in step 3 make a loss or a gradient that is not finite."""
+    mark_documents_of_rank_1_in_step_3()
+    spoil()
+    show_the_end()
     return train_main(argv)
 
 
-@pytest.mark.parametrize("what, flags", [
-    ("loss", "--fsdp2 --clip 1e-5"), ("loss", "--no-fused_adamw"), ("loss", "--optim_in_backward"),
-    ("gradient", "--fsdp2 --optim adamw8bit"), ("gradient", "--lora --precision bf16 --stochastic_rounding"),
-    ("gradient", "--fsdp2 --optim_in_backward"), ("row", "--fsdp2"),
+def rows_in(folder, pattern):
+    """{key: rows} of all safetensors files of a pattern."""
+    rows = {}
+    for path in folder.glob(pattern):
+        rows |= load_file(path)
+    return rows
+
+
+# The tensor is named by computing the step again. From an inf behind the loss on, no gradient is finite.
+CULPRITS = {
+    spoil_loss: "the loss; ",
+    spoil_gradient: r"(\d+) of \1 gradients, first that of (lm_head|model\.\S+lora_B)\.weight",
+    spoil_row: r"1 of \d+ gradients, first that of model\.embed_tokens\.weight, row 4095 \(token '.+'\); ",
+}
+
+
+@pytest.mark.parametrize("spoil, flags", [
+    # each optimizer skips such a step by itself: the fused kernel, torch's loop, ours, and those in the backward
+    (spoil_loss, "--fsdp2 --clip 1e-5"),
+    (spoil_loss, "--no-fused_adamw"),
+    (spoil_loss, "--optim_in_backward"),
+    (spoil_gradient, "--fsdp2 --optim adamw8bit"),
+    (spoil_gradient, "--lora --precision bf16 --stochastic_rounding"),
+    (spoil_gradient, "--fsdp2 --optim_in_backward"),
+    (spoil_row, "--fsdp2"),
 ])
-def test_a_number_that_is_not_finite_ends_the_run_before_a_weight_changes(job, tmp_path, what, flags):
-    argv = [*job[:-1], "--save_every", 2, "--log_every", 4, *flags.split()]  # found at step 4, which is logged
-    said, codes = start(not_finite, argv, tmp_path / "run", what)
-    assert codes == [train.NOT_FINITE] * WORLD, said
-    trained, left = ({key: rows for path in (tmp_path / "run").glob(pattern) for key, rows in load_file(path).items()}
-                     for pattern in ("checkpoint-2/*.safetensors", "end-*.safetensors"))
-    common = trained.keys() & left.keys()
-    assert common and all(torch.equal(trained[key], left[key]) for key in common)
-    assert "error: step 3: not finite: " in said[0] and "".join(said).count("not finite") == 1
-    # The tensor is named by computing the step again. From an inf behind the loss on, no gradient is finite.
-    culprit = {
-        "loss": "the loss; ",
-        "gradient": r"(\d+) of \1 gradients, first that of (lm_head|model\.\S+lora_B)\.weight",
-        "row": r"1 of \d+ gradients, first that of model\.embed_tokens\.weight, row 4095 \(token '.+'\); ",
-    }
-    assert re.search(f"not finite: {culprit[what]}", said[0]), said[0]
+def test_a_number_that_is_not_finite_ends_the_run_before_a_weight_changes(job, tmp_path, spoil, flags):
+    out = tmp_path / "run"
+    without_fsdp2 = [arg for arg in job if arg != "--fsdp2"]
+    seldom = "--save_every 2 --log_every 4".split()  # so it is found at step 4, which is logged
+    ended = start(not_finite, [*without_fsdp2, *seldom, *flags.split()], out, spoil)
+    assert ended.codes == [train.NOT_FINITE] * WORLD, ended.said
+    assert steps_of(out) == [2]
+    assert not (out / "final").exists()
+
+    # The weights at the end are those of step 2: neither step 3 nor step 4 has changed one.
+    trained = rows_in(out, "checkpoint-2/*.safetensors")  # and the optimizer's state
+    at_the_end = rows_in(out, "end-*.safetensors")  # and frozen weights
+    common = trained.keys() & at_the_end.keys()
+    assert common
+    for key in common:
+        assert torch.equal(trained[key], at_the_end[key]), key
+
+    message = ended.said_by[0]  # rank 0 speaks
+    assert "error: step 3: not finite: " in message
+    assert ended.said.count("not finite") == 1
+    assert re.search(f"not finite: {CULPRITS[spoil]}", message), message
     # --clip 1e-5 is the one that leaves next to nothing of the first gradient
-    assert said[0].count("note: step 1: the gradient norm") == flags.count("--clip")
+    assert message.count("note: step 1: the gradient norm") == flags.count("--clip")
     for rank in range(WORLD):
-        (places,) = re.findall(r"documents: (.*)", said[rank])
+        (places,) = re.findall(r"documents: (.*)", ended.said_by[rank])
         assert re.fullmatch(r"\S+/chats\.jsonl:\d+(, \S+/chats\.jsonl:\d+)*", places)
-        assert f"\n  rank {rank}: {places}\n" in said[0]
-    assert steps_of(tmp_path / "run") == [2] and not (tmp_path / "run/final").exists()
+        assert f"\n  rank {rank}: {places}\n" in message
