@@ -25,8 +25,10 @@ TIED = FOLDER / "same-heads-tied"
 TEXT = FOLDER / "thrice-text"
 GOLDENS = pytest.mark.parametrize("folder", sorted(FOLDER.iterdir()), ids=lambda folder: folder.name)
 
-# heads and sizes of keys and values. The rule alone does not need values as large as keys
-G, H, K, P = 2, 4, 16, 24
+G = 2  # heads of keys
+H = 4  # heads of values
+K = 16  # size of a key
+P = 24  # size of a value. The rule alone does not need values as large as keys
 MANY = [5, 1, 1, 30, 2, 64, 100, 3, 1, 1, 1, 47]  # several documents in a chunk, and several chunks in a document
 
 
@@ -46,22 +48,28 @@ def random_inputs(lengths, gates):
     torch.manual_seed(0)
     T = sum(lengths)
     q = torch.randn(T, G, K)
-    k = torch.randn(T, G, K) + 0.3
+    k = torch.randn(T, G, K) + 0.3  # of a mean, so that keys are far from orthogonal
     v = torch.randn(T, H, P)
+    # as in trained models: a state fades by the factor exp(g), some heads fast and some slowly
     decay = torch.empty(H).uniform_(0.01, 16)
     beta = (2 * torch.randn(T, H)).sigmoid()
-    g = -decay * F.softplus(torch.randn(T, H) - 4)  # "trained": as in trained models
+    g = -decay * F.softplus(torch.randn(T, H) - 4)
     if gates == "strong":
+        # exp(-200) is 0 in float32: quotients of such factors would be nan
         g = -200 * torch.rand(T, H)
-    if gates == "mixed":  # one token in twenty forgets nearly all
-        g = torch.where(torch.rand(T, H) < 0.05, g - 20, -1e-2 * torch.rand(T, H))
-    if gates == "none":
+    elif gates == "mixed":
+        # one token in twenty forgets nearly all
+        forgets = torch.rand(T, H) < 0.05
+        g = torch.where(forgets, g - 20, -1e-2 * torch.rand(T, H))
+    elif gates == "none":
+        # nothing fades: the state adds up
         g = torch.zeros(T, H)
-    if gates == "same keys":  # each token writes over what the one before it has written: ill-conditioned
+    elif gates == "same keys":
+        # each token writes over what the one before it has written: ill-conditioned
         g = -1e-4 * torch.rand(T, H)
         beta = torch.full_like(beta, 0.9999)
         k = torch.randn(1, G, K) + 0.05 * k
-    if gates == "no writing":
+    elif gates == "no writing":
         beta = 1e-6 * beta
     return Inputs(*(t.clone().requires_grad_() for t in (q, k, v, g, beta)))
 
@@ -74,17 +82,21 @@ def rule_by_definition(inputs, lengths):
     """A token at a time, every document alone -> what is read [T, H, P], and the state that the last one leaves."""
     q_TGK = unit_length(inputs.q) * K**-0.5
     k_TGK = unit_length(inputs.k)
+    # as in grouped attention, a head of keys serves several heads of values
     q_THK = q_TGK.repeat_interleave(H // G, 1)
     k_THK = k_TGK.repeat_interleave(H // G, 1)
+    starts = {sum(lengths[:i]) for i in range(len(lengths))}
     out = []
-    for document in zip(*(t.split(lengths) for t in (q_THK, k_THK, inputs.v, inputs.g, inputs.beta))):
-        S_HKP = inputs.v.new_zeros(H, K, P)
-        for q_HK, k_HK, v_HP, g_H, beta_H in zip(*document):
-            S_HKP = S_HKP * g_H.exp()[:, None, None]
-            stored_HP = torch.einsum("hkp,hk->hp", S_HKP, k_HK)
-            change_HP = beta_H[:, None] * (v_HP - stored_HP)
-            S_HKP = S_HKP + k_HK[:, :, None] * change_HP[:, None]
-            out.append(torch.einsum("hkp,hk->hp", S_HKP, q_HK))
+    for t in range(sum(lengths)):
+        if t in starts:
+            S_HKP = inputs.v.new_zeros(H, K, P)
+        k_HK = k_THK[t]
+        # fade, then replace a part of what is stored under this key by the new value
+        S_HKP = S_HKP * inputs.g[t].exp()[:, None, None]
+        stored_HP = torch.einsum("hkp,hk->hp", S_HKP, k_HK)
+        change_HP = inputs.beta[t][:, None] * (inputs.v[t] - stored_HP)
+        S_HKP = S_HKP + k_HK[:, :, None] * change_HP[:, None]
+        out.append(torch.einsum("hkp,hk->hp", S_HKP, q_THK[t]))
     return torch.stack(out), S_HKP
 
 
@@ -92,24 +104,24 @@ def rule_in_chunks(inputs, positions):
     """The same as GatedDeltaNet.mix() computes it, which has a convolution before it and a norm behind it."""
     T = len(positions)
     C = min(lm.RULE_CHUNK, 1 << (T - 1).bit_length())
-    n_more = -T % C  # added tokens fill the last chunk; with g and beta of 0 they change no state
-    q, k, v = (F.pad(t, (0, 0, 0, 0, 0, n_more)) for t in (inputs.q, inputs.k, inputs.v))
-    g, beta = (F.pad(t, (0, 0, 0, n_more)) for t in (inputs.g, inputs.beta))
+    # Added tokens fill the last chunk. With g and beta of 0 they change no state.
+    n_more = -T % C
+    padded = Inputs(*(torch.cat([t, t.new_zeros(n_more, *t.shape[1:])]) for t in inputs))
     added = positions[-1] + torch.arange(1, n_more + 1)
     positions_nC = torch.cat([positions, added]).view(-1, C)
-    *system, queries, scores = lm.chunk_system(q, k, v, g, beta, positions_nC)
+    *system, queries, scores = lm.chunk_system(*padded, positions_nC)
     d_nHCP, S_nHKP, S_HKP = lm.scan(*system, torch.zeros(H, K, P))
     o_nHCP = queries @ S_nHKP + scores @ d_nHCP
     return o_nHCP.transpose(1, 2).flatten(0, 1)[:T], S_HKP
 
 
-@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("chunk", [16, 64])  # 64 is what a run uses
 @pytest.mark.parametrize("lengths", [MANY, [300, 1, 211], [1]], ids=str)
 @pytest.mark.parametrize("gates", ["trained", "strong", "mixed", "none", "same keys", "no writing"])
 def test_the_rule_in_chunks_equals_its_definition_alone(gates, lengths, chunk, monkeypatch):
     monkeypatch.setattr(lm, "RULE_CHUNK", chunk)
     inputs = random_inputs(lengths, gates)
-    exact = Inputs(*(t.detach().double().requires_grad_() for t in inputs))
+    exact = Inputs(*(t.detach().double().requires_grad_() for t in inputs))  # the same numbers in float64
     out, last = rule_in_chunks(inputs, positions_of(lengths))
     expected, expected_last = rule_by_definition(exact, lengths)
     bound = 4e-6  # float32 rounding: 2e-6 seen
@@ -141,6 +153,9 @@ def test_greedy_tokens_equal_transformers(folder):
     check_greedy_tokens(folder)
 
 
+# Leaks between documents, to be seen by the comparison with transformers.
+
+
 def leak_through_convolution(monkeypatch):
     """Positions that say that no token of a document is near its start."""
     forward = lm.ShortConv.forward
@@ -165,10 +180,9 @@ def leak_through_attention(monkeypatch):
     monkeypatch.setattr(lm, "attend_one_by_one", leaking)
 
 
-@pytest.mark.parametrize("leak", [leak_through_convolution, leak_through_state, leak_through_attention],
-                         ids=["convolution", "state", "attention"])
+@pytest.mark.parametrize("leak", [leak_through_convolution, leak_through_state, leak_through_attention])
 def test_a_leak_between_documents_would_be_seen(leak, monkeypatch):
-    monkeypatch.setattr(lm, "SEGMENT", 2048)
+    monkeypatch.setattr(lm, "SEGMENT", 2048)  # the row is one segment
     golden = read_golden(TIED)
     good = packed_logits(build(TIED), golden)
     leak(monkeypatch)
@@ -179,7 +193,7 @@ def test_a_leak_between_documents_would_be_seen(leak, monkeypatch):
 
 @torch.no_grad()
 def test_a_state_in_the_cache_equals_the_whole_row_and_does_not_grow():
-    block = build(TIED).model.layers[0]
+    block = build(TIED).model.layers[0]  # one of Gated DeltaNet
     x_BTD = torch.randn(1, 150, 16, generator=torch.Generator().manual_seed(0))
 
     def run(x_BTD, start, cache):
@@ -191,12 +205,14 @@ def test_a_state_in_the_cache_equals_the_whole_row_and_does_not_grow():
     cache = lm.Cache()
     out = []
     start = 0
-    for part in x_BTD.split([1, 70, 1, 61, 1, 16], 1):  # prompts of more and of less than a chunk, and single tokens
+    # prompts of more and of less than a chunk of 64, and single tokens
+    for part in x_BTD.split([1, 70, 1, 61, 1, 16], 1):
         out.append(run(part, start, cache))
         start += part.shape[1]
     assert relative_error(torch.cat(out, 1), run(x_BTD, 0, None)) < 1e-6
-    # the last three rows before the convolution of 48 channels, and S of two heads
-    assert [t.shape for t in cache.layers[block.linear_attn]] == [(3, 48), (2, 8, 8)]
+    tail_X, S_HKP = cache.layers[block.linear_attn]
+    assert tail_X.shape == (3, 48)  # the last three rows before the convolution of 48 channels
+    assert S_HKP.shape == (2, 8, 8)
 
 
 @torch.no_grad()
@@ -226,7 +242,7 @@ def write_in_float32(folder, out, change):
     return tensors
 
 
-def leave(tensors):
+def keep_stacks(tensors):
     """Experts as stacks, as they are in the golden files."""
 
 
@@ -234,14 +250,14 @@ def split_stacks(tensors):
     """Makes a matrix of every expert, gate_proj and up_proj apart, as older files have them."""
     stacks = [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]
     for name in stacks:
-        stem, _, projection = name.rpartition(".")
+        stem, _, projection = name.rpartition(".")  # ...mlp.experts
         for i, expert in enumerate(tensors.pop(name)):
-            matrices = {"down_proj": expert}
-            if projection == "gate_up_proj":
-                gate, up = expert.chunk(2)
-                matrices = {"gate_proj": gate, "up_proj": up}
-            for matrix, t in matrices.items():
-                tensors[f"{stem}.{i}.{matrix}.weight"] = t.contiguous()
+            if projection == "down_proj":
+                tensors[f"{stem}.{i}.down_proj.weight"] = expert.contiguous()
+                continue
+            gate, up = expert.chunk(2)
+            tensors[f"{stem}.{i}.gate_proj.weight"] = gate.contiguous()
+            tensors[f"{stem}.{i}.up_proj.weight"] = up.contiguous()
 
 
 class NoTokenizer:
@@ -256,15 +272,16 @@ def model_files(folder):
     return data.ModelFiles(config, folder, folder, "base")
 
 
-FORMS = pytest.mark.parametrize("change", [leave, split_stacks], ids=["stacks of experts", "a matrix an expert"])
+FORMS = pytest.mark.parametrize("change", [keep_stacks, split_stacks])
 
 
 @FORMS
 def test_a_whole_result_has_the_names_forms_and_other_parts_of_the_files(change, tmp_path):
     tensors = write_in_float32(EXPERTS, tmp_path / "base", change)
     # what the model does not compute: a head for the token after the next, and the tower of images
-    assert {name.split(".")[0] for name in tensors} >= {"mtp", "model"}
-    assert {name.split(".")[1] for name in tensors} >= {"visual", "language_model"}
+    parts = {".".join(name.split(".")[:2]) for name in tensors}
+    assert parts >= {"model.visual", "model.language_model"}
+    assert any(part.startswith("mtp.") for part in parts)
 
     model = build(tmp_path / "base")
     source = data.Checkpoint(tmp_path / "base")
@@ -284,7 +301,8 @@ def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
     write_in_float32(EXPERTS, tmp_path / "base", change)
     model = build(tmp_path / "base")
     source = data.Checkpoint(tmp_path / "base")
-    rank, alpha = 8, 16
+    rank = 8  # the products of experts need a multiple of 8
+    alpha = 16
     lm.add_lora_(model, rank, alpha, 0.0, lm.targets_in(model.config))
     for name, p in model.named_parameters():
         if ".lora_" in name:  # B begins as zeros, which would hide a wrong merge
@@ -316,7 +334,7 @@ def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
     ("num_experts", 4, "absent for others"),
 ])
 def test_what_the_model_does_not_compute_is_refused_by_name(key, value, words):
-    raw = data.read_json(TEXT / "config.json") | {key: value}
+    raw = data.read_json(TEXT / "config.json") | {key: value}  # a file without a tower, where keys stand on top
     with pytest.raises(ValueError, match=f"{key} = .*{words}"):
         lm.parse_config(raw)
 
