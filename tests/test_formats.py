@@ -20,7 +20,9 @@ from tokenizers.processors import TemplateProcessing
 import data
 
 VOCAB = 4096  # of tests/tiny; the first token that a test adds gets this id
-START, END = "<|im_start|>", "<|im_end|>"  # ids 0 and 1 of tests/tiny
+START = "<|im_start|>"  # id 0 of tests/tiny
+END = "<|im_end|>"  # its id 1, and its EOS
+# Post-processors of tokenizers: one writes BOS before a text, the other also EOS behind it.
 BOS = TemplateProcessing("<s> $A", special_tokens=[("<s>", VOCAB)])
 BOS_EOS = TemplateProcessing(f"<s> $A {END}", special_tokens=[("<s>", VOCAB), (END, 1)])
 
@@ -37,8 +39,9 @@ CHATML = """\
 {%- endif %}"""
 WITH_BOS = "{{ bos_token }}" + CHATML
 # as Qwen3's: drops what came before </think> from every assistant turn but the last
+ANSWER_WITHOUT_THOUGHTS = "m.content.split('</think>')[-1]"
 FORGETFUL = CHATML.replace(
-    "m.content", "(m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content)")
+    "m.content", f"({ANSWER_WITHOUT_THOUGHTS} if m.role == 'assistant' and not loop.last else m.content)")
 # with generation blocks, tools, tool calls and reasoning
 AGENT = """\
 {%- if tools %}
@@ -82,7 +85,7 @@ def model_folder(path, template=None, post_processor=None, extra_tokens=()):
     core.add_special_tokens(list(extra_tokens))
     core.post_processor = post_processor
     core.save(str(path / "tokenizer.json"))
-    config = json.loads((HERE / "tiny" / "tokenizer_config.json").read_text())
+    config = json.loads((HERE / "tiny" / "tokenizer_config.json").read_text())  # it has no template
     if "<s>" in extra_tokens:
         config["bos_token"] = "<s>"
     (path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -123,9 +126,12 @@ def trained_turn(text):
 
 def marked(tokenizer, ids, supervised):
     """The text of a document with what is trained on between ⟦ and ⟧."""
+    # Runs of tokens are decoded together, because a character may have several.
     text = ""
-    for is_trained, run in itertools.groupby(zip(ids, supervised, strict=True), lambda token: token[1]):
-        part = tokenizer.core.decode([token_id for token_id, _ in run], skip_special_tokens=False)
+    tokens = zip(ids, supervised, strict=True)
+    for is_trained, run in itertools.groupby(tokens, key=lambda token: token[1]):
+        run_ids = [token_id for token_id, _ in run]
+        part = tokenizer.core.decode(run_ids, skip_special_tokens=False)
         text += f"⟦{part}⟧" if is_trained else part
     return text
 
@@ -138,13 +144,20 @@ def read_rows(tmp_path, tokenizer, *rows, **options):
 
 # ---------------------------------------------------------------- formats
 
-QUESTION, ANSWER = message("user", "2 + é?"), message("assistant", "It is 4.")
-ASKED, ANSWERED = turn("user", "2 + é?"), trained_turn("It is 4.")
+# a question and an answer as messages, and the text that ChatML makes of them
+QUESTION = message("user", "2 + é?")
+ANSWER = message("assistant", "It is 4.")
+ASKED = turn("user", "2 + é?")
+ANSWERED = trained_turn("It is 4.")
+
+# the same for a call of a tool, which is trained on, and its result, which is not
 CALL = {"name": "add", "arguments": {"a": 2, "b": "é"}}
 CALL_WITH_TEXT = {"name": "add", "arguments": json.dumps(CALL["arguments"])}  # as OpenAI's arguments are
 CALLED = (
     ASKED + trained_turn('<call>{"name": "add", "arguments": {"a": 2, "b": "é"}}</call>')
     + turn("tool", "4") + ANSWERED)
+
+# the same for the list of tools, which a template writes where it likes
 SCHEMA = {"type": "function", "function": {"name": "add", "description": "Adds."}}
 SCHEMA_TURN = turn("system", f"[{json.dumps(SCHEMA)}]")
 
@@ -155,9 +168,11 @@ def calling(*calls):
 
 
 EXAMPLES = {  # name: (row, the text that it becomes)
+    # every answer is trained on, and nothing else
     "messages": (
         chat(message("developer", "d"), QUESTION, ANSWER, QUESTION, message("assistant", "🙂\n x")),
         turn("developer", "d") + ASKED + ANSWERED + ASKED + trained_turn("🙂\n x")),
+    # data sets spell calls, tools and parts of texts in several ways
     "arguments-object": (
         chat(*calling({"type": "function", "function": CALL})),
         CALLED),
@@ -173,6 +188,7 @@ EXAMPLES = {  # name: (row, the text that it becomes)
     "text-parts": (
         chat(message("user", [{"type": "text", "text": "2 + "}, {"type": "text", "text": "é?"}]), ANSWER),
         ASKED + ANSWERED),
+    # OpenAI's: an answer of weight 0 is read and not trained on
     "weight": (
         chat(QUESTION, message("assistant", "5", weight=0), QUESTION, message("assistant", "4", weight=1)),
         ASKED + turn("assistant", "5") + ASKED + trained_turn("4")),
@@ -182,20 +198,25 @@ EXAMPLES = {  # name: (row, the text that it becomes)
     "reasoning-by-another-name": (
         chat({**ANSWER, "thinking": "hm"}),
         trained_turn("<think>hm</think>It is 4.")),
+    # ShareGPT: human and gpt are user and assistant, and the first turn may stand apart
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}],
          "system": "s", "tools": [SCHEMA]},
         SCHEMA_TURN + turn("system", "s") + turn("user", "h") + trained_turn("g")),
+    # a prompt is not trained on, and no template is used
     "prompt": (
         {"prompt": "2 + 2 =", "completion": " 4"},
         f"2 + 2 =⟦ 4{END}⟧"),
+    # the token that the prompt ends in counts to the answer
     "prompt-inside-a-token": (
         {"prompt": "x = retu", "completion": "rn"},
         f"x =⟦ return{END}⟧"),
+    # an answer inside a prompt is not trained on, one inside a completion is
     "prompt-messages": (
         {"prompt": [QUESTION, message("assistant", "5"), QUESTION], "tools": [SCHEMA],
          "completion": [ANSWER, message("user", "☃"), message("assistant", "🙂")]},
         SCHEMA_TURN + ASKED + turn("assistant", "5") + ASKED + ANSWERED + turn("user", "☃") + trained_turn("🙂")),
+    # instruction and input are one question
     "alpaca": (
         {"instruction": "Add.", "input": "2, 2", "output": "4"},
         turn("user", "Add.\n2, 2") + trained_turn("4")),
@@ -205,9 +226,11 @@ EXAMPLES = {  # name: (row, the text that it becomes)
     "text": (
         {"text": "one\n\ntwo ☃", "id": 7},
         f"⟦one\n\ntwo ☃{END}⟧"),
-    "text-spells": (  # the tokenizer makes them special
+    # in plain texts, unlike in conversations, special tokens may be spelled
+    "text-spells": (
         {"text": f"a{END}b {START}"},
         f"⟦a{END}b {START}{END}⟧"),
+    # messages win: other columns often have the same conversation as text
     "messages-beside-text": (
         chat(QUESTION, ANSWER, text="x", prompt="y", completion="z"),
         ASKED + ANSWERED),
@@ -217,23 +240,29 @@ EXAMPLES = {  # name: (row, the text that it becomes)
 def test_examples_become_these_texts_with_these_parts_trained_on(agent, tmp_path):
     rows = [row for row, _ in EXAMPLES.values()]  # in one file: formats may be mixed
     texts, _ = read_rows(tmp_path, agent, *rows, overflow="split")  # a mixed file would drop long texts
-    assert dict(zip(EXAMPLES, texts, strict=True)) == {name: text for name, (_, text) in EXAMPLES.items()}
+    for (name, (_, expected)), text in zip(EXAMPLES.items(), texts, strict=True):
+        assert text == expected, name
 
 
+# a template that joins texts: arguments as an object would be an error in it
 READS_ARGUMENTS_AS_TEXT = AGENT.replace(
     "'<call>' ~ ((call.function or call) | tojson) ~", "call.function.name + call.function.arguments +")
+# one that asks for the content, which a message with a call may lack
 READS_THE_CONTENT = CHATML.replace(
     "m.content", "(m.tool_calls[0].function.name if m['content'] is none else '' + m['content'])")
 
 
-@pytest.mark.parametrize(("template", "answer"), [
+@pytest.mark.parametrize("template, answer", [
     (READS_ARGUMENTS_AS_TEXT, 'add{"a": 2, "b": "é"}</call>'),
     (READS_THE_CONTENT, "add"),
 ], ids=["arguments", "content"])
 def test_calls_become_what_the_template_takes(tmp_path, template, answer):
     tokenizer = data.Tokenizer(model_folder(tmp_path, template))
-    rows = [chat(*calling({"function": call})[:2]) for call in (CALL, CALL_WITH_TEXT)]
-    texts, _ = read_rows(tmp_path, tokenizer, *rows)
+
+    def question_and_call(call):
+        return chat(*calling({"function": call})[:2])
+
+    texts, _ = read_rows(tmp_path, tokenizer, question_and_call(CALL), question_and_call(CALL_WITH_TEXT))
     assert texts == [ASKED + trained_turn(answer)] * 2
 
 
@@ -248,20 +277,23 @@ TURNS = [
 ]
 ANSWERS = [one["content"] + END for one in TURNS if one["role"] == "assistant"]
 THINKING = [
-    message("user", "2 + 2?"), message("assistant", "<think>easy</think>4"),
-    message("user", "3 + 3?"), message("assistant", "<think>hm</think>6"),
+    message("user", "2 + 2?"),
+    message("assistant", "<think>easy</think>4"),
+    message("user", "3 + 3?"),
+    message("assistant", "<think>hm</think>6"),
 ]
 PLAIN_THEN_THINKING = [THINKING[0], message("assistant", "4"), *THINKING[2:]]
 WITHOUT_END = CHATML.replace("+ '<|im_end|>'", "")
 
 
-@pytest.mark.parametrize(("template", "messages", "expected"), [
+@pytest.mark.parametrize("template, messages, expected", [
     (None, TURNS, ANSWERS),  # ChatML, for a model without a template
     (CHATML, TURNS[:4], ANSWERS[:1]),
     (NEMO, TURNS[1:4], ANSWERS[:1]),
     (LLAMA2, TURNS, [f" {answer.removesuffix(END)} {END}" for answer in ANSWERS]),  # the blanks are the template's
     (FORGETFUL, THINKING, ["<think>hm</think>6" + END]),  # it rewrites the first answer
     (FORGETFUL, PLAIN_THEN_THINKING, ["4" + END, "<think>hm</think>6" + END]),
+    # a model that is trained on these never learns to stop
     (WITHOUT_END, THINKING, ["<think>easy</think>4\n", "<think>hm</think>6\n"]),
 ], ids=["none", "question-last", "nemo", "llama2", "rewrites", "rewrites-nothing", "no-end"])
 def test_answers_are_marked_to_the_token_and_counted_without_a_mask_or_an_end(tmp_path, template, messages, expected):
@@ -270,7 +302,8 @@ def test_answers_are_marked_to_the_token_and_counted_without_a_mask_or_an_end(tm
     assert re.findall("⟦(.*?)⟧", text, re.DOTALL) == expected
     n_answers = [one["role"] for one in messages].count("assistant")
     assert file.report.n_without_mask == n_answers - len(expected)
-    assert file.report.n_without_end == sum(not answer.endswith(END) for answer in expected)
+    without_end = [answer for answer in expected if not answer.endswith(END)]
+    assert file.report.n_without_end == len(without_end)
 
 
 # Qwen3.5's template writes the thoughts of an answer only until the next question of the user.
@@ -317,15 +350,15 @@ def test_answers_that_later_turns_rewrite_are_trained_on_in_a_document_of_their_
     tokenizer = data.Tokenizer(model_folder(tmp_path, template))
     documents, file = read_data(jsonl(tmp_path / "a.jsonl", chat(*REWRITTEN)), tokenizer)
     assert [marked(tokenizer, *piece) for piece in pieces(documents)] == [WHOLE, FURTHER]
-    assert documents.line.tolist() == [1, 1]
+    assert documents.line.tolist() == [1, 1]  # both are of the same line
     assert file.report.n_without_mask == 0
     data.print_file(file)
     n_tokens = len(pieces(documents)[1][0])
     assert f"1 further documents, {n_tokens} tokens: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("train_on", "expected", "n_without_mask"), [
-    ("whole", [WHOLE, f"a⟦ b{END}⟧"], 2),
+@pytest.mark.parametrize("train_on, expected, n_without_mask", [
+    ("whole", [WHOLE, f"a⟦ b{END}⟧"], 2),  # the two answers that the template rewrites
     ("all", [f"⟦{WITHOUT_THOUGHTS}{turn('assistant', 'It is 4.')}{ASKED}⟧", f"⟦a b{END}⟧"], 0),
 ])
 def test_example_is_one_document_where_the_flag_says_so(tmp_path, train_on, expected, n_without_mask):
@@ -402,10 +435,11 @@ def test_tokens_and_masks_are_those_of_transformers(load, template):
         assert mask.tolist() == [value == 1 for value in case["mask"][:n]], name
         assert 1 not in case["mask"][n:], name
         n_compared += 1
+    # not fewer, as would be if goldens lost their ids
     assert n_compared == {"chatml_generation": 13, "qwen2.5_generation": 17}[template]
 
 
-@pytest.mark.parametrize(("template", "conversation"), sorted(WITHOUT_TOOLS))
+@pytest.mark.parametrize("template, conversation", sorted(WITHOUT_TOOLS))
 def test_rows_whose_tools_a_template_leaves_out_are_refused(load, template, conversation):
     tokenizer = load(HERE / "goldens-chat" / f"{template}.jinja")
     with pytest.raises(ValueError, match="leaves out the tool"):
@@ -424,7 +458,7 @@ def test_sandbox_is_that_of_transformers(load, tmp_path):
             text = None
         texts[snippet["source"]] = text
     assert texts == {snippet["source"]: snippet.get("text") for snippet in GOLDENS["snippets"]}
-    assert f"{data.TODAY:%Y-%m-%d}" == GOLDENS["today"]
+    assert f"{data.TODAY:%Y-%m-%d}" == GOLDENS["today"]  # templates that write the date write the same every day
 
 
 # ---------------------------------------------------------------- templates and tokenizers that are refused
@@ -463,7 +497,13 @@ def test_special_token_that_is_no_text_is_refused_by_name(tmp_path, key, value):
 
 
 @pytest.mark.parametrize("template", [
-    7, "", " ", {"a": "b"}, [7], [{"name": []}],
+    7,
+    "",
+    " ",
+    {"a": "b"},
+    # lists of templates, as models with one for tools have
+    [7],
+    [{"name": []}],
     [{"name": "rag", "template": "a"}],  # none of these is the default
     [{"name": "default", "template": 7}],
 ], ids=str)
@@ -481,8 +521,9 @@ def test_empty_template_file_is_refused_by_name(tmp_path):
 
 def test_tokenizer_on_which_the_library_panics_is_refused_by_name(tmp_path):
     folder = model_folder(tmp_path)
-    of_no_token = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<a>", "type_id": 0}}],
-                   "pair": [], "special_tokens": {}}  # the library's Rust finds no such token
+    # The library's Rust looks <a> up in special_tokens, and panics.
+    begin = {"SpecialToken": {"id": "<a>", "type_id": 0}}
+    of_no_token = {"type": "TemplateProcessing", "single": [begin], "pair": [], "special_tokens": {}}
     edit_json(folder / "tokenizer.json", {"post_processor": of_no_token})
     error = refusal(folder)
     assert error.startswith(f"{folder}/tokenizer.json")
@@ -493,19 +534,22 @@ def generation(body):
     return "{% generation %}" + body + "{% endgeneration %}"
 
 
-ENDLESS = "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2
+ENDLESS = "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2  # ten billion rounds, without a character
 ODD_TEMPLATES = {  # name: (template, words of the message)
+    # generation blocks whose begin and end do not make pairs in the text
     "block in a block": (generation("\n" + generation("BODY")), "blocks are nested or not closed"),
     "block in a macro in a block": (
         "{% macro a() %}" + generation("BODY") + "{% endmacro %}" + generation("{{ a() }}"), "nested or not closed"),
     "break out of a block": (
         "{% for m in messages %}" + generation("{% break %}") + "{% endfor %}", "nested or not closed"),
+    # what would take hours, or the stack
     "endless": (ENDLESS, "took more than 0.1 seconds"),
     "large power": ("{{ 9 ** (9 ** 9) }}", "took more than 0.1 seconds"),
     "deep expression": ("{{ " + "-" * 9999 + "1 }}", "recursion"),
     "long text": (  # ends with an error if nothing stops it at 3,000 characters
         "{% for i in range(20000) %}{{ 'x' }}{% if i > 3000 %}{{ 1 // 0 }}{% endif %}{% endfor %}",
         "than 3000 characters"),
+    # the text begins otherwise when one more message follows
     "answers that no prefix delimits": (
         "{{ messages | length }}" + CHATML, "cannot delimit any assistant turn; put {% generation %}"),
 }
@@ -522,11 +566,14 @@ def test_template_that_is_odd_is_refused_by_name(tmp_path, tight_limits, name):
 
 
 @pytest.mark.parametrize("expression", [
+    # the ways from an object to Python's modules
     "messages.__class__.__base__.__subclasses__()",
     "raise_exception.__globals__.os",
     "cycler.__init__.__globals__.os",
+    # changes of what is rendered, and an error
     "messages.append(1)",
     "messages[0]['content'] + 1",
+    # memory
     "range(10**9)",
     "'x' * 10**18",
 ])
@@ -537,6 +584,7 @@ def test_expression_that_the_sandbox_forbids_is_refused(tmp_path, tight_limits, 
 
 
 def test_template_without_an_end_is_refused_at_the_first_row(tmp_path, tight_limits):
+    # The first line is a text, which needs no template. All other lines would be as slow as the second.
     template = CHATML + "{% if add_generation_prompt %}" + ENDLESS + "{% endif %}"
     path = jsonl(tmp_path / "a.jsonl", {"text": "a"}, *[chat(*TURNS)] * 30)
     with pytest.raises(ValueError, match=r"a\.jsonl: line 2: chat template .*took more than 0\.1 seconds$"):
@@ -545,7 +593,7 @@ def test_template_without_an_end_is_refused_at_the_first_row(tmp_path, tight_lim
 
 def test_of_several_templates_the_default_is_used(tmp_path):
     folder = model_folder(tmp_path)
-    named = {"rag": "{{", "default": AGENT, "tool_use": CHATML}
+    named = {"rag": "{{", "default": AGENT, "tool_use": CHATML}  # the first one would not compile
     templates = [{"name": name, "template": text} for name, text in named.items()]
     edit_json(folder / "tokenizer_config.json", {"chat_template": templates})
     text, _ = data.Tokenizer(folder).render(TURNS, [SCHEMA])
@@ -558,6 +606,7 @@ def test_template_that_leaves_out_a_tool_is_refused(tmp_path):
         tokenizer.conversation(TURNS, [SCHEMA])
 
 
+# It would begin or end a turn where the file has none, so a file could make the model say what nobody has written.
 @pytest.mark.parametrize("row", [
     chat(message("user", f"a {END} b"), ANSWER),
     chat(QUESTION, message("assistant", START)),
@@ -617,7 +666,7 @@ def test_long_text_is_a_document_for_each_chunk_of_whole_lines(tiny, tmp_path, m
 
 
 def test_held_out_stdlib_is_one_line_in_twenty_and_not_trained_on(monkeypatch):
-    modules = list(itertools.islice(data.stdlib_modules(), 50))
+    modules = list(itertools.islice(data.stdlib_modules(), 50))  # all of them would take seconds
     monkeypatch.setattr(data, "stdlib_modules", lambda: modules)
     held_out = [json.dumps(row) for row in data.stdlib_examples("stdlib:docs", True)]
     trained_on = [json.dumps(row) for row in data.stdlib_examples("stdlib:docs", False)]
@@ -658,7 +707,7 @@ def line_of(row):
     return json.dumps(row).encode()
 
 
-@pytest.mark.parametrize(("row", "pattern"), BAD_LINES.values(), ids=BAD_LINES)
+@pytest.mark.parametrize("row, pattern", BAD_LINES.values(), ids=BAD_LINES)
 def test_bad_line_is_left_out_and_named(agent, tmp_path, row, pattern):
     good = line_of(chat(QUESTION, ANSWER))
     lines = [good, good, line_of(row), *[good] * 98]  # more than one bad line in a hundred would end the run
@@ -670,7 +719,7 @@ def test_bad_line_is_left_out_and_named(agent, tmp_path, row, pattern):
     errors = file.report.errors
     assert errors.startswith("\n  line 3: ")
     assert re.search(pattern, errors, re.DOTALL), errors
-    assert len(errors) < 1000
+    assert len(errors) < 1000  # what a line quotes of itself is cut
 
 
 LONG = "x" * 300_000
@@ -702,8 +751,10 @@ def zipped(text):
 LONG_PROMPT = b'{"prompt": "' + b"word " * 500 + b'", "completion": "x"}'
 FIRST_FIVE = r"20 examples.*(\n  line .: not [^:]*: [^\n]*){5}$"
 BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
+    # names
     "no suffix": ("noextension", b"x", r"expected a \.jsonl"),
     "csv": ("a.csv", b"x", r"expected a \.jsonl.*csv.*load_dataset"),
+    # containers that are damaged, empty or hold something else
     "not gzipped": ("a.json.gz", b'{"text": 1}', "Not a gzipped"),
     "gzip cut": ("a.txt.gz", zipped(b"text" * 999)[:-20], "ended before"),
     "empty gzip": ("a.txt.gz", zipped(b""), "nothing to train on"),
@@ -713,16 +764,18 @@ BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
     "text behind a list": ("a.json", b'[{"text": "a"}]\ngarbage', "Extra data: line 2"),
     "nested list": ("a.json", b"[" * 100_000, "recursion"),
     "latin-1": ("a.txt", b"abc\xff", "'utf-8' codec can't decode byte 0xff in position 3"),
+    # more than one bad line in a hundred ends the run, and the first five are shown
     "one bad row": ("a.jsonl", b'{"question": "q"}\n', r"nothing to train on\n  line 1: .*expected an object"),
     "a bad row in 99": (
         "a.jsonl", b"{\n" + b'{"text": "a b"}\n' * 98, r"1 of 99 examples cannot be trained on:\n  line 1: not"),
     "20 bad rows": ("a.jsonl", b'{"text": 7}\n' * 20 + b'{"text": "a"}\n' * 9999, FIRST_FIVE),
+    # nothing, or next to nothing, to train on
     "no answer": ("a.jsonl", line_of(chat(QUESTION)), "nothing to train on: of 1 examples .* 1 have no supervised"),
     "hardly an answer": ("a.jsonl", LONG_PROMPT, "only 2 of 501 tokens are trained on"),
 }
 
 
-@pytest.mark.parametrize(("name", "content", "pattern"), BAD_FILES.values(), ids=BAD_FILES)
+@pytest.mark.parametrize("name, content, pattern", BAD_FILES.values(), ids=BAD_FILES)
 def test_file_that_cannot_be_read_is_refused_by_name(tiny, tmp_path, name, content, pattern):
     (tmp_path / name).write_bytes(content)
     with pytest.raises((ValueError, OSError), match=rf"(?s){re.escape(name)}.*{pattern}"):
@@ -753,8 +806,14 @@ def test_name_of_no_file_is_refused_with_what_is_expected(tiny, tmp_path, is_fol
 
 @pytest.mark.parametrize("row", [{"text": "{}a b{}"}, {"prompt": "{}a", "completion": " b{}"}], ids=["text", "prompt"])
 @pytest.mark.parametrize("end", ["", END], ids=["", "spelled-eos"])
-@pytest.mark.parametrize(("begin", "processor"), [
-    ("", None), ("", BOS), ("<s>", BOS), ("", BOS_EOS), ("<s>", BOS_EOS), ("<s>", None),
+@pytest.mark.parametrize("begin, processor", [
+    ("", None),
+    ("", BOS),
+    ("", BOS_EOS),
+    # texts that spell BOS themselves get no second one
+    ("<s>", None),
+    ("<s>", BOS),
+    ("<s>", BOS_EOS),
 ], ids=str)
 def test_texts_have_one_bos_where_the_tokenizer_writes_one_and_one_eos(tmp_path, row, begin, processor, end):
     tokenizer = data.Tokenizer(model_folder(tmp_path, None, processor, ["<s>"]))
@@ -770,10 +829,16 @@ def test_texts_have_one_bos_where_the_tokenizer_writes_one_and_one_eos(tmp_path,
         assert not supervised[0]  # an added BOS is no target
 
 
-@pytest.mark.parametrize(("template", "processor", "n_bos"), [
-    (CHATML, None, 0), (CHATML, BOS, 0),
-    (WITH_BOS, None, 1), (WITH_BOS, BOS, 1), (WITH_BOS, BOS_EOS, 1),
-    (None, None, 0), (None, BOS, 1), (None, BOS_EOS, 1),  # ChatML of oomph's own
+@pytest.mark.parametrize("template, processor, n_bos", [
+    (CHATML, None, 0),
+    (CHATML, BOS, 0),
+    (WITH_BOS, None, 1),
+    (WITH_BOS, BOS, 1),
+    (WITH_BOS, BOS_EOS, 1),
+    # oomph's own ChatML writes it where the tokenizer does
+    (None, None, 0),
+    (None, BOS, 1),
+    (None, BOS_EOS, 1),
 ])
 def test_conversation_has_the_bos_that_its_template_writes(tmp_path, template, processor, n_bos):
     tokenizer = data.Tokenizer(model_folder(tmp_path, template, processor, ["<s>"]))
@@ -797,7 +862,10 @@ def test_prompt_with_half_a_surrogate_pair_is_refused(tiny):
 
 
 @pytest.mark.parametrize("of_model, of_flag, processor", [
-    (None, None, None), (None, None, BOS), (CHATML, None, None), (CHATML, AGENT, None),
+    (None, None, None),
+    (None, None, BOS),
+    (CHATML, None, None),
+    (CHATML, AGENT, None),  # the flag's counts
 ], ids=["none", "none-bos", "model", "flag"])
 def test_exports_carry_the_template_that_was_trained_on(tmp_path, of_model, of_flag, processor):
     base = tmp_path / "base"
@@ -811,7 +879,7 @@ def test_exports_carry_the_template_that_was_trained_on(tmp_path, of_model, of_f
         template_file.write_text(of_flag)
     tokenizer = data.Tokenizer(base, template_file)
     tokenizer.save(out)
-    written = data.Tokenizer(out)
+    written = data.Tokenizer(out)  # as whoever loads the result does, without the flag
     assert written.source == f"chat template ({out}/chat_template.jinja)"
     assert written.render([QUESTION, ANSWER]) == tokenizer.render([QUESTION, ANSWER])
     assert written.template_text == tokenizer.template_text
@@ -866,8 +934,11 @@ def test_rejected_answers_are_no_further_documents(tmp_path, capsys):
 # ---------------------------------------------------------------- random conversations against a mask made by hand
 
 FRAGMENTS = [
-    "a", "word", " ", "  ", "\n", "\n\n", "\t", "\r\n", "é", "e\u0301", "☃", "🙂", "👩\u200d👩\u200d👧", "日本語",
-    "\u2028", "\0", "\ufeff", "<|im_", "end|>", "|>", "<s>", "<0x0A>", "{{ x }}", "{% generation %}",
+    "a", "word", " ", "  ", "\n", "\n\n", "\t", "\r\n",
+    # characters of several bytes, of several code points, and such that editors hide
+    "é", "e\u0301", "☃", "🙂", "👩\u200d👩\u200d👧", "日本語", "\u2028", "\0", "\ufeff",
+    # what looks like special tokens, their parts or a template
+    "<|im_", "end|>", "|>", "<s>", "<0x0A>", "{{ x }}", "{% generation %}",
 ]
 
 
@@ -880,7 +951,7 @@ def random_message(rng):
 def random_conversations(seed, n=150):
     rng = random.Random(seed)
     conversations = [[random_message(rng) for _ in range(rng.randint(1, 7))] for _ in range(n)]
-    return [one for one in conversations if END not in str(one)]  # joined by chance
+    return [one for one in conversations if END not in str(one)]  # two fragments may join to a special token
 
 
 def n_bytes_of_piece(token):
@@ -896,22 +967,29 @@ def by_hand(messages, plain, n_bytes):
     plain: the tokenizer without special tokens. n_bytes: of a token's name."""
     ids = []
     mask = []
-    answers = [i for i, one in enumerate(messages) if one["role"] == "assistant"]
     newline = plain.encode("\n").ids
-    for i in range(answers[-1] + 1 if answers else 0):
-        head = f"{messages[i]['role']}\n"
-        text = head + messages[i]["content"]
-        is_answer = i in answers
+    roles = [one["role"] for one in messages]
+    while roles and roles[-1] != "assistant":  # what follows the last answer is cut off
+        roles.pop()
+    for role, one in zip(roles, messages):
+        is_answer = role == "assistant"
+        head = f"{role}\n"
+        text = head + one["content"]
         segment = plain.encode(text).ids
-        ends = list(itertools.accumulate(n_bytes(plain.id_to_token(token)) for token in segment))
+        sizes = [n_bytes(plain.id_to_token(token)) for token in segment]
+        ends = list(itertools.accumulate(sizes))  # of each token, in bytes of the text
         assert ends[-1] == len(text.encode())
-        ids += [0, *segment, 1, *newline]
-        mask += [False, *(is_answer and end > len(head) for end in ends), is_answer, *[False] * len(newline)]
+        is_trained = [is_answer and end > len(head) for end in ends]
+        start_id = 0
+        end_id = 1
+        ids += [start_id, *segment, end_id, *newline]
+        mask += [False, *is_trained, is_answer, *[False] * len(newline)]
     return ids, mask
 
 
 def byte_level_tokenizer(path, trim_offsets):
     """A tokenizer of bytes, like GPT-2's, with a few merges, and ChatML without generation blocks."""
+    # merges over line breaks, over blanks, over a blank and a word, and inside a character
     merges = [("Ċ", "Ċ"), ("Ġ", "Ġ"), ("Ġ", "w"), ("o", "r"), ("Ġw", "or"), ("ð", "Ł"), ("ðŁ", "Ļ"), ("a", "s")]
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = [START, END, *alphabet, *(left + right for left, right in merges)]
@@ -937,7 +1015,8 @@ def check_random_conversations(tmp_path, tokenizer, n_bytes, seed):
     documents, file = read_data(jsonl(tmp_path / "a.jsonl", *rows), tokenizer, 10**6)
     plain = without_special_tokens(tokenizer)
     expected = [by_hand(one, plain, n_bytes) for one in conversations]
-    assert pieces(documents) == [(ids, mask) for ids, mask in expected if any(mask[1:])]  # others train nothing
+    # without a target (the first token is none) a conversation trains nothing and is left out
+    assert pieces(documents) == [(ids, mask) for ids, mask in expected if any(mask[1:])]
     assert file.report.n_bad == 0
     assert file.report.n_without_mask == 0
     assert file.report.n_without_end == 0
@@ -986,9 +1065,10 @@ def llama2_like(tmp_path):
 
 
 def test_special_tokens_that_are_searched_in_normalized_text_are_found(tmp_path, llama2_like):
-    bos, eos = 1, 2
-    rows = chat(message("assistant", "yes")), {"text": "a b"}
-    documents, _ = read_data(jsonl(tmp_path / "a.jsonl", *rows), llama2_like)
+    bos = 1
+    eos = 2
+    path = jsonl(tmp_path / "a.jsonl", chat(message("assistant", "yes")), {"text": "a b"})
+    documents, _ = read_data(path, llama2_like)
     (ids, supervised), (text_ids, _) = pieces(documents)
     assert ids.count(eos) == 1
     assert ids[-1] == eos
