@@ -1,10 +1,12 @@
-"""The model against transformers' own logits and gradients (tests/make_goldens.py), its loss and attention against
-plain ones, generation, and the files that it reads and writes."""
+"""The model against transformers' own logits and gradients (make_goldens.py writes them), its loss, attention, tiles
+and dropout against plain definitions, generation, and the files that it reads and writes."""
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import conftest
 import pytest
@@ -19,12 +21,16 @@ import nf4
 
 CPU = torch.device("cpu")
 GOLDENS = sorted((HERE / "goldens").iterdir())
+every_family = pytest.mark.parametrize("folder", GOLDENS, ids=lambda folder: folder.name)
 TOKENS = torch.arange(96).view(2, 48)
+N_BLOCKS = conftest.SHAPE["num_hidden_layers"]
 
 
 def build(folder, config="config.json"):
+    """The model in a folder, with its weights."""
+    raw = data.read_json(folder / config)
     with torch.device("meta"):
-        model = lm.Transformer(lm.parse_config(data.read_json(folder / config)))
+        model = lm.Transformer(lm.parse_config(raw))
     source = data.Checkpoint(folder)
     data.check_weights(model, source, folder)
     model.to_empty(device="cpu").tie_()
@@ -33,11 +39,14 @@ def build(folder, config="config.json"):
 
 
 def build_random(method="full", tile=0, checkpointing=False, dropout=0.0, **shape):
-    flags = [] if method == "full" else [f"--{method}", "--lora_rank", 8, "--lora_dropout", dropout]
+    """A model of random weights, the same ones in each call."""
+    flags = []
+    if method != "full":
+        flags = [f"--{method}", "--lora_rank", 8, "--lora_dropout", dropout]
     model, _ = conftest.build(*flags, **shape)
     generator = torch.Generator().manual_seed(0)
     for name, param in model.named_parameters():
-        if "lora_B" in name:  # zeros would hide a wrong adapter
+        if "lora_B" in name:  # zeros, as training starts with, would hide a wrong adapter
             param.data.normal_(std=0.1, generator=generator)
     if tile:
         lm.tile_mlp_(model, tile)
@@ -46,32 +55,49 @@ def build_random(method="full", tile=0, checkpointing=False, dropout=0.0, **shap
     return model
 
 
-def gradients(model, tokens=TOKENS):
+def set_dropout_bits(model):
+    """What the loop does before each forward, for TOKENS in the first step."""
     if model.dropout:
-        lm.set_dropout_bits_(model, nf4.token_bits(0, 0, 0, *tokens.shape))
-    loss = model(tokens, tokens.roll(-1, 1))
+        lm.set_dropout_bits_(model, nf4.token_bits(0, 0, 0, *TOKENS.shape))
+
+
+def loss_and_gradients(model):
+    """(loss, {name: gradient}) of TOKENS, each of which is to predict the next one."""
+    set_dropout_bits(model)
+    loss = model(TOKENS, TOKENS.roll(-1, 1))
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            grads[name] = p.grad
+    return loss.item(), grads
+
+
+def assert_close(got, expected, tolerance):
+    """Each number is within `tolerance` of its own size, or of the largest number where that is more."""
+    largest = expected.abs().max().item()
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * largest)
 
 
 # ---------------------------------------------------------------- transformers' numbers
 
 
-@pytest.mark.parametrize("config", ["config.json", "config-v4.json"])
-@pytest.mark.parametrize("folder", GOLDENS, ids=lambda f: f.name)
+@pytest.mark.parametrize("config", ["config.json", "config-v4.json"])  # as transformers 5 and 4 write it
+@every_family
 def test_logits_equal_transformers(folder, config):
     golden = load_file(folder / "golden.safetensors")
     logits = build(folder, config)(golden["tokens"])
     torch.testing.assert_close(logits, golden["logits"], atol=1e-5, rtol=0)  # float32 rounding: 1e-6 seen
 
 
-@pytest.mark.parametrize("chunk", [0, 7, 1024])
-@pytest.mark.parametrize("folder", GOLDENS, ids=lambda f: f.name)
+@pytest.mark.parametrize("chunk", [0, 7, 1024])  # tokens: not chunked, many chunks, one chunk
+@every_family
 def test_loss_and_gradients_equal_transformers(folder, chunk):
     golden = load_file(folder / "golden.safetensors")
-    model, tokens = build(folder), golden["tokens"]
-    model.lm_head.chunk = chunk
+    tokens = golden["tokens"]
     targets = F.pad(tokens[:, 1:], (0, 1), value=lm.IGNORE)
+    model = build(folder)
+    model.lm_head.chunk = chunk
     loss = model(tokens, targets)
     assert loss.item() == pytest.approx(golden["loss"].item(), rel=1e-6)  # float32 sums in another order
     loss.backward()
@@ -81,109 +107,196 @@ def test_loss_and_gradients_equal_transformers(folder, chunk):
 
 
 def test_long_positions_keep_float32_angles_in_bf16():
-    c = lm.parse_config(data.read_json(GOLDENS[0] / "config.json"))
-    cos, _ = lm.rope_table(torch.tensor([[100_001]]), c)
-    expected = torch.cos(torch.tensor(100_001, dtype=torch.float64) / c.rope_scaling.get("factor", 1.0))
+    config = lm.parse_config(data.read_json(GOLDENS[0] / "config.json"))
+    position = 100_001  # bf16 would round it to 99,840
+    cos, _ = lm.rope_table(torch.tensor([[position]]), config)
+    angle = position / config.rope_scaling.get("factor", 1.0)  # of the first frequency, which is 1
+    expected = torch.tensor(angle, dtype=torch.float64).cos()
     assert cos.dtype == torch.float32
-    assert cos.flatten()[0].item() == pytest.approx(expected.item(), abs=5e-3)  # an ulp of the angle 5e4 is 4e-3
+    # neighbouring float32 numbers near an angle of 5e4 are 4e-3 apart
+    assert cos.flatten()[0].item() == pytest.approx(expected.item(), abs=5e-3)
+
+
+# ---------------------------------------------------------------- attention that is kept
 
 
 @pytest.mark.parametrize("changes", [{}, QWEN35, MUSE], ids=["qwen3", "qwen3.5", "muse"])
 def test_attention_that_a_checkpointed_block_keeps_runs_once_and_changes_no_bit(changes, monkeypatch):
-    calls, n_calls, results, plain = [], [], [], lm.sdpa
-    monkeypatch.setattr(lm, "sdpa", lambda *args, **options: calls.append(1) or plain(*args, **options))
-    for n_kept in (0, 9):
-        calls.clear()
+    sdpa = Mock(wraps=lm.sdpa)
+    monkeypatch.setattr(lm, "sdpa", sdpa)
+
+    def run(n_attention_kept):
+        """(model, loss, gradients, number of calls of sdpa())"""
+        sdpa.reset_mock()
         model = build_random("lora", **changes)
-        lm.checkpoint_activations_(model, None, n_kept)
-        results.append(gradients(model))
-        n_calls.append(len(calls))
-    kept = [block.mixer.kept for block in model.model.layers]
-    assert all(not one.inputs and one.out is None for one in kept)  # or q, k and v would stay in memory
-    assert n_calls[0] == 2 * n_calls[1] > 0
-    (loss, grads), (kept_loss, kept_grads) = results
-    assert loss == kept_loss and all(torch.equal(grads[name], kept_grads[name]) for name in grads)
+        lm.checkpoint_activations_(model, None, n_attention_kept)
+        loss, grads = loss_and_gradients(model)
+        return model, loss, grads, sdpa.call_count
+
+    _, expected_loss, expected_grads, n_calls = run(0)
+    model, loss, grads, n_calls_kept = run(9)  # more than there are blocks: all of them
+    assert n_calls == 2 * n_calls_kept > 0  # else the backward ran attention's forward once more
+    assert loss == expected_loss
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, expected_grads[name]), name
+    for block in model.model.layers:  # or q, k and v would stay in memory after the backward
+        assert not block.mixer.kept.inputs
+        assert block.mixer.kept.out is None
 
 
 # ---------------------------------------------------------------- generation
 
+PROMPT = range(20, 60)
+N_NEW = 24
+STOP = 1
 
-def continuation(model, n, **options):
-    return list(lm.generate(model.eval(), list(range(20, 60)), n, {1}, CPU, **options))
+
+def continuation(model, **options):
+    """The tokens that generate() adds to PROMPT: N_NEW, or fewer if it draws STOP."""
+    tokens = lm.generate(model.eval(), list(PROMPT), N_NEW, {STOP}, CPU, **options)
+    return list(tokens)
+
+
+def continuation_without_cache(model):
+    """The likeliest tokens, each by a forward of all tokens before it."""
+    tokens = list(PROMPT)
+    while len(tokens) < len(PROMPT) + N_NEW:
+        logits_BTV = model(torch.tensor([tokens]))
+        token = int(logits_BTV[0, -1].argmax())
+        if token == STOP:
+            break
+        tokens.append(token)
+    return tokens[len(PROMPT):]
 
 
 @pytest.mark.parametrize("method", ["tiny", "qlora"])
 def test_the_cache_changes_no_token_and_holds_keys_and_values_only(method):
-    model = build(data.TINY) if method == "tiny" else build_random("qlora", tile=32, checkpointing=True)
-    got, tokens, cache, c = continuation(model, 24), list(range(20, 60)), lm.Cache(), model.config
-    while len(tokens) < 40 + 24 and (token := int(model(torch.tensor([tokens]))[0, -1].argmax())) != 1:
-        tokens.append(token)
-    assert got == tokens[40:] and len(got) > 3
+    if method == "tiny":
+        model = build(data.TINY)
+    else:
+        model = build_random("qlora", tile=32, checkpointing=True)  # which are made for training alone
+    got = continuation(model)
+    assert got == continuation_without_cache(model)
+    assert len(got) > 3  # or nearly nothing was compared
+
+    cache = lm.Cache()
+    tokens = [*PROMPT, *got]
     lm.next_logits(model, tokens, CPU, cache)
     lm.next_logits(model, [5], CPU, cache)
-    n_bytes = sum(t.nbytes for pair in cache.layers.values() for t in pair)
-    assert n_bytes == 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * (len(tokens) + 1) * 4
+    n_bytes = 0
+    for k, v in cache.layers.values():
+        n_bytes += k.nbytes + v.nbytes
+    c = model.config
+    bytes_of_a_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 4  # k and v in float32
+    assert n_bytes == bytes_of_a_token * (len(tokens) + 1)
 
 
 def test_draws_follow_the_temperature_and_are_the_same_on_every_rank(monkeypatch):
-    model, runs = build_random(), []
-    for temperature in (0, 1e-30, 1.0, 1.0):
-        monkeypatch.setattr(lm, "SEEDS", iter([7]))  # of another rank
-        runs.append(continuation(model, 24, temperature=temperature))
-    assert runs[0] == runs[1] != runs[2] == runs[3]
+    model = build_random()
+
+    def draw(temperature):
+        """The first answer of a rank. Ranks count seeds by themselves, and must not drift apart."""
+        monkeypatch.setattr(lm, "SEEDS", iter([7]))
+        return continuation(model, temperature=temperature)
+
+    likeliest = draw(0)
+    assert draw(1e-30) == likeliest
+    drawn = draw(1.0)
+    assert drawn != likeliest
+    assert draw(1.0) == drawn
 
 
-# ---------------------------------------------------------------- config
+# ---------------------------------------------------------------- presets
+
+PUBLISHED = {  # billions of parameters, from the model cards
+    "llama-2-7b": 6.74,
+    "llama-2-13b": 13.02,
+    "llama-2-70b": 68.98,
+    "llama-3-8b": 8.03,
+    "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.55,
+    "llama-3.1-405b": 405.85,
+    "llama-3.2-1b": 1.24,
+    "llama-3.2-3b": 3.21,
+    "llama-3.3-70b": 70.55,
+    "mistral-7b": 7.25,
+    "qwen2.5-0.5b": 0.49,
+    "qwen2.5-1.5b": 1.54,
+    "qwen2.5-3b": 3.09,
+    "qwen2.5-7b": 7.62,
+    "qwen2.5-14b": 14.77,
+    "qwen2.5-32b": 32.76,
+    "qwen2.5-72b": 72.71,
+    "qwen3-0.6b": 0.60,
+    "qwen3-1.7b": 1.72,
+    "qwen3-4b": 4.02,
+    "qwen3-8b": 8.19,
+    "qwen3-14b": 14.77,
+    "qwen3-32b": 32.76,
+    "qwen3-30b-a3b": 30.53,
+    "qwen3-235b-a22b": 235.09,
+    "qwen3.5-0.8b": 0.75,
+    "qwen3.5-2b": 1.88,
+    "qwen3.5-4b": 4.21,
+    "qwen3.5-9b": 8.95,
+    "qwen3.5-27b": 26.90,
+    "qwen3.5-35b-a3b": 34.66,
+    "muse-glimmer-30b": 27.85,
+}
 
 
 def test_presets_hold_the_published_parameter_counts():
-    published = {  # billions, from the model cards
-        "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98, "llama-3-8b": 8.03, "llama-3.1-8b": 8.03,
-        "llama-3.1-70b": 70.55, "llama-3.1-405b": 405.85, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21,
-        "llama-3.3-70b": 70.55, "mistral-7b": 7.25, "qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09,
-        "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71, "qwen3-0.6b": 0.60,
-        "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
-        "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09, "qwen3.5-0.8b": 0.75,
-        "qwen3.5-2b": 1.88, "qwen3.5-4b": 4.21, "qwen3.5-9b": 8.95, "qwen3.5-27b": 26.90, "qwen3.5-35b-a3b": 34.66,
-        "muse-glimmer-30b": 27.85,
-    }
-    assert published.keys() == data.PRESETS.keys()
-    for name, count in published.items():
+    assert PUBLISHED.keys() == data.PRESETS.keys()
+    for name, billions in PUBLISHED.items():
         with torch.device("meta"):
             model = lm.Transformer(lm.parse_config(data.PRESETS[name]))
-        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(count, abs=0.006), name  # two decimals
+        n_params = sum(p.numel() for p in model.parameters())
+        assert n_params / 1e9 == pytest.approx(billions, abs=0.006), name  # cards give two decimals
 
 
 # ---------------------------------------------------------------- loss
 
 
-# float32: sums in another order. bf16: a logit is off by up to 1/256 of itself, its gradient is rounded to 8 bits
 @pytest.mark.bf16
-@pytest.mark.parametrize("dtype, loss_error, error", [(torch.float32, 1e-6, 1e-5), (torch.bfloat16, 4e-3, 0.02)])
-@pytest.mark.parametrize("chunk", [1, 7, 320, 400])
-def test_chunked_cross_entropy_equals_the_full_one(chunk, dtype, loss_error, error):
-    g = torch.Generator().manual_seed(0)
-    h, w = (torch.randn(n, 8, generator=g, dtype=dtype).requires_grad_() for n in (320, 512))
-    targets = torch.randint(0, 512, (320,), generator=g)
-    targets[[3, 11, -1]] = lm.IGNORE
-    exact = [t.detach().float().requires_grad_() for t in (h, w)]
-    expected = F.cross_entropy(exact[0] @ exact[1].T, targets, reduction="sum")
-    loss = lm.ChunkedCrossEntropy.apply(h, w, targets, chunk, True)
-    grads = torch.autograd.grad(loss * 0.37, (h, w), retain_graph=True)
+@pytest.mark.parametrize("dtype, loss_error, gradient_error", [
+    (torch.float32, 1e-6, 1e-5),  # sums in another order
+    (torch.bfloat16, 4e-3, 0.02),  # a logit is off by up to 1/256 of itself, its gradient is rounded to 8 bits
+])
+@pytest.mark.parametrize("chunk", [1, 7, 320, 400])  # 7 leaves a rest of 5 tokens; 320 and 400 are all at once
+def test_chunked_cross_entropy_equals_the_full_one(chunk, dtype, loss_error, gradient_error):
+    S, D, V = 320, 8, 512
+    generator = torch.Generator().manual_seed(0)
+    h_SD = torch.randn(S, D, generator=generator, dtype=dtype, requires_grad=True)
+    w_VD = torch.randn(V, D, generator=generator, dtype=dtype, requires_grad=True)
+    targets_S = torch.randint(0, V, (S,), generator=generator)
+    ignored = [3, 11, -1]
+    targets_S[ignored] = lm.IGNORE
+
+    exact_h_SD = h_SD.detach().float().requires_grad_()
+    exact_w_VD = w_VD.detach().float().requires_grad_()
+    expected = F.cross_entropy(exact_h_SD @ exact_w_VD.T, targets_S, reduction="sum")
+    expected_grads = torch.autograd.grad(expected * 0.37, [exact_h_SD, exact_w_VD])
+
+    loss = lm.ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, chunk, True)
+    # a factor after the loss: gradients are made in the forward, before it is known
+    grads = torch.autograd.grad(loss * 0.37, [h_SD, w_VD], retain_graph=True)
     assert loss.item() == pytest.approx(expected.item(), rel=loss_error)
-    for got, want in zip(grads, torch.autograd.grad(expected * 0.37, exact)):
-        assert (got.float() - want).norm() < error * want.norm()
-    assert not grads[0][[3, 11, -1]].any()
-    with pytest.raises(RuntimeError, match="backward ran twice"):
+    for got, want in zip(grads, expected_grads):
+        assert (got.float() - want).norm() < gradient_error * want.norm()
+    grad_h_SD = grads[0]
+    assert not grad_h_SD[ignored].any()
+    with pytest.raises(RuntimeError, match="backward ran twice"):  # gradients were scaled in place
         loss.backward()
 
 
 def test_a_sure_targets_gradient_is_not_rounded_away_in_16_bits():
-    logits = torch.zeros(1, 8, dtype=torch.bfloat16)
-    logits[0, 3] = 12
-    _, grad = lm.softmax_gradient(logits, torch.tensor([[3]]))
-    exact = torch.softmax(torch.tensor([0.0] * 3 + [12.0] + [0.0] * 4), 0)[3].item() - 1  # -4e-5; bf16's 1 - 4e-5 is 1
-    assert grad[0, 3].item() == pytest.approx(exact, rel=0.01)  # bf16 has 8 bits, float32's 1 - 4e-5 another 8
+    logits_CV = torch.zeros(1, 8, dtype=torch.bfloat16)
+    logits_CV[0, 3] = 12
+    _, grad_CV = lm.softmax_gradient(logits_CV, torch.tensor([[3]]))
+    probability = logits_CV.float().softmax(1)[0, 3].item()
+    exact = probability - 1  # -4e-5; 1 - 4e-5 is 1 in bf16, and the gradient would be 0
+    assert grad_CV[0, 3].item() == pytest.approx(exact, rel=0.01)  # bf16 has 8 bits, float32's 1 - 4e-5 another 8
 
 
 def with_z_loss(logits_CV, targets_C1):
@@ -203,29 +316,28 @@ def test_a_forks_loss_sees_capped_logits_and_its_gradient_passes_the_cap():
     x = torch.randn(1, 20, config.hidden_size, requires_grad=True)
     targets = torch.arange(20)
     loss = head(x, targets[None], torch.arange(20))
+    grads = torch.autograd.grad(loss, [x, head.weight])
+
     logits = head(x)[0]  # capped, by the code of generation
-    expected = F.cross_entropy(logits, targets, reduction="sum") + logits.logsumexp(-1).square().sum()
-    for got, want in zip(torch.autograd.grad(loss, [x, head.weight]), torch.autograd.grad(expected, [x, head.weight])):
-        assert (got - want).norm() < 1e-6 * want.norm()  # float32 sums in another order
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    cross_entropy = F.cross_entropy(logits, targets, reduction="sum")
+    expected = cross_entropy + logits.logsumexp(-1).square().sum()
+    expected_grads = torch.autograd.grad(expected, [x, head.weight])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)  # float32 sums in another order
+    for got, want in zip(grads, expected_grads):
+        assert (got - want).norm() < 1e-6 * want.norm()
 
 
-@pytest.mark.parametrize("name, value", [("chunk", 0), ("per_token", True)])  # --no-chunked_ce, --dpo
+@pytest.mark.parametrize("name, value", [
+    ("chunk", 0),  # --no-chunked_ce
+    ("per_token", True),  # --dpo
+])
 def test_a_forks_loss_is_refused_where_only_cross_entropy_is_computed(name, value):
     head = lm.LMHead(lm.parse_config(conftest.SHAPE))
     head.softmax_gradient = with_z_loss
     setattr(head, name, value)
-    tokens = torch.arange(4)[None]
+    targets = torch.arange(4)[None]
     with pytest.raises(ValueError, match="--no-chunked_ce computes plain cross-entropy"):
-        head(torch.zeros(1, 4, 64), tokens, torch.arange(4))
-
-
-def test_merging_refuses_tensors_that_it_would_lose(tmp_path):
-    files = SimpleNamespace(config=data.read_json(HERE / "tiny" / "config.json"))
-    adapter = {"model.embed_tokens.weight": torch.zeros(4096, 192)}  # as of a fork that trains the embedding
-    with pytest.raises(ValueError, match=r"final is complete, but merge\(\) knows only LoRA.*embed_tokens"):
-        data.merge(data.Checkpoint(HERE / "tiny"), adapter, 1.0, files, None, tmp_path)
-    assert not list(tmp_path.iterdir())
+        head(torch.zeros(1, 4, 64), targets, torch.arange(4))
 
 
 def test_no_supervised_token_gives_zero_loss_and_a_working_backward():
@@ -234,60 +346,87 @@ def test_no_supervised_token_gives_zero_loss_and_a_working_backward():
     loss = model(tokens, torch.full_like(tokens, lm.IGNORE))
     loss.backward()
     assert loss.item() == 0
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name  # FSDP2 reduces the gradient over ranks that may have targets
+        assert not p.grad.any(), name
 
 
 # ---------------------------------------------------------------- attention by documents
 
 
+def block_diagonal_mask(pairs, n):
+    """[n, n] bool: which tokens see each other, if each document stands alone."""
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    for start, stop in pairs:
+        length = stop - start
+        mask[start:stop, start:stop] = torch.ones(length, length).tril().bool()
+    return mask
+
+
 @pytest.mark.bf16
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])  # of numbers below 4
+@pytest.mark.parametrize("dtype, tolerance", [
+    (torch.float32, 1e-6),
+    (torch.bfloat16, 2**-6),  # of numbers below 4, whose neighbours in bf16 are that far apart
+])
 @pytest.mark.parametrize("T, pairs", [
-    (40, [(0, 7), (7, 8), (8, 33), (40, 80)]),  # 33..40 is padding
+    (40, [(0, 7), (7, 8), (8, 33), (40, 80)]),  # tokens 33 to 39 are padding
     (64, [(0, 64), (64, 128)]),  # equal documents, in one call
 ])
 def test_attention_by_documents_equals_a_block_diagonal_mask(T, pairs, dtype, tolerance):
-    g = torch.Generator().manual_seed(1)
-    q, k, v = qkv = [torch.randn(2, T, heads, 8, generator=g).to(dtype).requires_grad_() for heads in (4, 2, 2)]
-    mask = torch.zeros(2 * T, 2 * T, dtype=torch.bool)
-    for start, stop in pairs:
-        mask[start:stop, start:stop] = torch.ones(stop - start, stop - start).tril().bool()
-    real = mask.any(1)
-    mask[~real, ~real] = True  # softmax needs something there
-    flat = [t.float().reshape(1, 2 * T, -1, 8).transpose(1, 2) for t in qkv]
-    expected = F.scaled_dot_product_attention(*flat, attn_mask=mask, enable_gqa=True)
-    expected = expected.transpose(1, 2).reshape(2 * T, 32)[real].to(dtype)
-    out = lm.attend(q, k, v, data.pack_spans(pairs, 2 * T)).view(2 * T, 32)[real]
+    B, H, G, K = 2, 4, 2, 8
+    generator = torch.Generator().manual_seed(1)
+    qkv = []
+    for n_heads in (H, G, G):
+        t = torch.randn(B, T, n_heads, K, generator=generator).to(dtype)
+        qkv.append(t.requires_grad_())
+
+    mask = block_diagonal_mask(pairs, B * T)
+    is_real = mask.any(1)
+    mask[~is_real, ~is_real] = True  # softmax of nothing would be nan
+    qkv_of_one_row = [t.float().reshape(1, B * T, -1, K).transpose(1, 2) for t in qkv]
+    expected_1HNK = F.scaled_dot_product_attention(*qkv_of_one_row, attn_mask=mask, enable_gqa=True)
+    expected_NE = expected_1HNK.transpose(1, 2).reshape(B * T, H * K)
+    expected = expected_NE[is_real].to(dtype)
+
+    out_BTE = lm.attend(*qkv, data.pack_spans(pairs, B * T))
+    out = out_BTE.view(B * T, H * K)[is_real]
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
-    grads = [torch.autograd.grad(y, qkv, torch.ones_like(y)) for y in (out, expected)]
-    torch.testing.assert_close(*grads, atol=4 * tolerance, rtol=tolerance)
+    grads = torch.autograd.grad(out, qkv, torch.ones_like(out))
+    expected_grads = torch.autograd.grad(expected, qkv, torch.ones_like(expected))
+    torch.testing.assert_close(grads, expected_grads, atol=4 * tolerance, rtol=tolerance)
 
 
 # ---------------------------------------------------------------- LoRA
 
 
 TARGETS = lm.ATTENTION_TARGETS + lm.MLP_TARGETS
-DOTTED = [f"self_attn.{target}" for target in lm.ATTENTION_TARGETS] + [f"mlp.{target}" for target in lm.MLP_TARGETS]
-MODULES = {
+DOTTED = [
+    *[f"self_attn.{target}" for target in lm.ATTENTION_TARGETS],
+    *[f"mlp.{target}" for target in lm.MLP_TARGETS],
+]
+MODULES = {  # what target_modules of the same adapter may say
     "none": None,  # PEFT has defaults for a family
     "all-linear": "all-linear",
     "pattern": r".*\.(q|k|v|o|gate|up|down)_proj",
     "endless pattern": r"(([a-z._0-9]+)*)*!",  # to match it would take longer than the universe has
     "names": [*TARGETS],
     "longer names": DOTTED,
-    "every layer": [f"model.layers.{i}.{end}" for i in range(3) for end in DOTTED],
+    "every layer": [f"model.layers.{number}.{end}" for number in range(N_BLOCKS) for end in DOTTED],
     "names of other models": [*TARGETS, "query_key_value", "j_proj", "proj.q_proj"],  # PEFT skips what no layer is
 }
 
 
 @pytest.mark.parametrize("modules", MODULES.values(), ids=MODULES)
 def test_an_adapter_is_read_back_with_the_layers_that_its_tensors_name(tmp_path, modules):
-    tensors = {name: p.data for name, p in build_random("lora").named_parameters() if p.requires_grad}
+    model = build_random("lora")
+    tensors = dict(data.full_tensors(model, trainable_only=True))
     data.save_adapter(tensors, tmp_path, "base", 4, 8, 0.1, TARGETS)
-    config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"target_modules": modules}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    config_file = tmp_path / "adapter_config.json"
+    config = json.loads(config_file.read_text())
+    config["target_modules"] = modules
+    config_file.write_text(json.dumps(config))
     source, flags = data.open_adapter(tmp_path)
-    assert flags == dict(lora_rank=4, lora_alpha=8, lora_dropout=0.1, lora_targets=list(TARGETS))
+    assert flags == {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1, "lora_targets": list(TARGETS)}
     data.check_weights(build_random("lora"), source, tmp_path)
 
 
@@ -295,45 +434,70 @@ def test_an_adapter_of_experts_lists_its_modules_and_has_no_dropout(tmp_path):
     tensors = {"model.layers.0.mlp.experts.1.down_proj.lora_A.weight": torch.zeros(8, 16)}
     data.save_adapter(tensors, tmp_path, "base", 8, 16, 0.1, ["down_proj"])
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (config["target_modules"], config["lora_dropout"]) == (["down_proj"], 0)
-    assert data.open_adapter(tmp_path)[1]["lora_targets"] == ["down_proj"]
+    assert config["target_modules"] == ["down_proj"]
+    assert config["lora_dropout"] == 0  # PEFT makes one stack of the experts, which has none
+    _, flags = data.open_adapter(tmp_path)
+    assert flags["lora_targets"] == ["down_proj"]
 
 
-# ---------------------------------------------------------------- activation checkpointing
+def test_merging_refuses_tensors_that_it_would_lose(tmp_path):
+    source = data.Checkpoint(HERE / "tiny")
+    files = SimpleNamespace(config=data.read_json(HERE / "tiny" / "config.json"))
+    adapter = {"model.embed_tokens.weight": torch.zeros(4096, 192)}  # as of a fork that trains the embedding
+    with pytest.raises(ValueError, match=r"final is complete, but merge\(\) knows only LoRA.*embed_tokens"):
+        data.merge(source, adapter, 1.0, files, None, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- tiles
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("tile", [96, 32, 7])
+@pytest.mark.parametrize("tile", [96, 32, 7])  # all 96 tokens, three equal tiles, thirteen and a rest of 5
 def test_tiles_do_not_change_loss_and_gradients(method, tile, checkpointing):
-    loss, expected = gradients(build_random(method))
-    got_loss, got = gradients(build_random(method, tile, checkpointing))
-    assert got_loss == pytest.approx(loss, rel=1e-6)
-    assert got.keys() == expected.keys()
-    for name, grad in got.items():
-        # the gradient of a weight is summed tile by tile: float32 rounding of up to 14 terms
-        scale = 0 if tile == 96 else 1e-5
-        torch.testing.assert_close(grad, expected[name], rtol=scale, atol=scale * expected[name].abs().max().item())
+    expected_loss, expected_grads = loss_and_gradients(build_random(method))
+    loss, grads = loss_and_gradients(build_random(method, tile, checkpointing))
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert grads.keys() == expected_grads.keys()
+    # the gradient of a weight is summed tile by tile: float32 rounding of up to 14 terms, and none of one
+    tolerance = 0 if tile == 96 else 1e-5
+    for name, grad in grads.items():
+        assert_close(grad, expected_grads[name], tolerance)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_tile_runs_once_in_the_forward_and_once_in_the_backward(monkeypatch, checkpointing):
-    start, n_tokens = lm.MLP.start, []
-    monkeypatch.setattr(lm.MLP, "start", lambda self, h: n_tokens.append(h.shape[0]) or start(self, h))
-    gradients(build_random("full", 40, checkpointing))
-    # 96 tokens in three blocks. A tile that kept its own input would run once more in a checkpointed block
-    assert sorted(n_tokens) == [16] * 2 * 3 + [40] * 4 * 3
+    n_tokens = []  # in each call of a tile's first half
+    start = lm.MLP.start
+
+    def noting_start(self, h):
+        n_tokens.append(len(h))
+        return start(self, h)
+
+    monkeypatch.setattr(lm.MLP, "start", noting_start)
+    model = build_random("full", 40, checkpointing)
+    loss_and_gradients(model)
+    # 96 tokens are two tiles of 40 and one of 16. If a tile kept its own input, the second forward of a checkpointed
+    # block would have to run up to it, and each tile would run three times.
+    assert Counter(n_tokens) == {40: 2 * 2 * N_BLOCKS, 16: 2 * N_BLOCKS}
 
 
-@pytest.mark.parametrize("method, shape", [("qlora", {}), ("lora", QWEN35)], ids=["qwen3", "qwen3.5-moe"])
-@pytest.mark.parametrize("tile, checkpointing", [(20, False), (0, True), (20, True)])
+@pytest.mark.parametrize("method, shape", [
+    ("qlora", {}),
+    ("lora", QWEN35),
+], ids=["qwen3", "qwen3.5-moe"])
+@pytest.mark.parametrize("tile, checkpointing", [
+    (20, False),
+    (0, True),
+    (20, True),
+])
 def test_tiles_and_recomputing_drop_the_same_inputs(method, shape, tile, checkpointing):
-    loss, expected = gradients(build_random(method, dropout=0.3, **shape))
-    got_loss, got = gradients(build_random(method, tile, checkpointing, dropout=0.3, **shape))
-    assert got_loss == pytest.approx(loss, rel=1e-6)
-    for name, grad in got.items():  # sums of tiles in another order; another mask would be 0.1 away
-        bound = 1e-5 * expected[name].abs().max().item()
-        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=bound)
+    expected_loss, expected_grads = loss_and_gradients(build_random(method, dropout=0.3, **shape))
+    loss, grads = loss_and_gradients(build_random(method, tile, checkpointing, dropout=0.3, **shape))
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for name, grad in grads.items():  # sums of tiles in another order; another mask would be 0.1 away
+        assert_close(grad, expected_grads[name], 1e-5)
 
 
 # ---------------------------------------------------------------- experts
@@ -341,156 +505,228 @@ def test_tiles_and_recomputing_drop_the_same_inputs(method, shape, tile, checkpo
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_experts_in_16_bits_get_rows_by_32_on_a_cpu_which_change_nothing(monkeypatch, method):
-    plain, n_rows, results = nf4.linear, set(), []
+    plain_linear = nf4.linear
+    n_rows = set()  # that experts have been given
 
-    def counted(x, w_ND, ends=None):
+    def noting_linear(x, w_ND, ends=None):
         if ends is not None:
-            n_rows.update(ends.diff(prepend=ends.new_zeros(1)).tolist())
-        return plain(x, w_ND, ends)
+            first = ends.new_zeros(1)
+            n_rows.update(ends.diff(prepend=first).tolist())
+        return plain_linear(x, w_ND, ends)
 
-    monkeypatch.setattr(nf4, "linear", counted)
-    for multiple in (1, 32):
-        monkeypatch.setattr(lm, "length_multiple", lambda q, multiple=multiple: multiple)
+    def run(multiple):
+        """(loss, gradients), where rows are filled up to a multiple"""
+        monkeypatch.setattr(lm, "length_multiple", lambda q: multiple)
         model = build_random(method, **MOE)
         lm.set_precision_(model, "mixed")
         n_rows.clear()
-        results.append(gradients(model))
+        results = loss_and_gradients(model)
+        assert len(n_rows) > 1
         # each new number would cost 0.6 MiB of oneDNN's kernels: 1.3 GiB of a small model
-        assert all(n % multiple == 0 for n in n_rows) and len(n_rows) > 1
-    (loss, expected), (got_loss, got) = results
-    assert got_loss == pytest.approx(loss, rel=1e-5)
-    for name, grad in got.items():  # bf16 products of another height may be summed in another order
-        assert (grad - expected[name]).norm() <= 0.02 * expected[name].norm(), name
+        assert all(n % multiple == 0 for n in n_rows)
+        return results
+
+    monkeypatch.setattr(nf4, "linear", noting_linear)
+    expected_loss, expected_grads = run(1)
+    loss, grads = run(32)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    for name, grad in grads.items():  # bf16 products of another height may be summed in another order
+        expected = expected_grads[name]
+        assert (grad - expected).norm() <= 0.02 * expected.norm(), name
 
 
 # ---------------------------------------------------------------- dropout
 
 
-def dropped_parts(tokens_NN, columns_AD, rate):
-    """Which inputs [A, N, D] of A adapters are dropped."""
-    tokens_N = tokens_NN.flatten()
+def dropped_inputs(tokens_BT, columns_AD, rate):
+    """Which inputs of A adapters are dropped, [A, N, D] bool. tokens_BT and columns_AD: their random factors."""
+    tokens_N = tokens_BT.flatten()
     threshold = lm.Dropout(rate).threshold
-    ones = [torch.ones(len(tokens_N), len(columns_D)) for columns_D in columns_AD]
-    return torch.stack([nf4.drop_(x, tokens_N, columns_D, threshold) for x, columns_D in zip(ones, columns_AD)]) == 0
+    of_adapters = []
+    for columns_D in columns_AD:
+        ones_ND = torch.ones(len(tokens_N), len(columns_D))
+        of_adapters.append(nf4.drop_(ones_ND, tokens_N, columns_D, threshold))
+    return torch.stack(of_adapters) == 0
 
 
-@pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
-def test_masks_have_their_rate_and_are_independent_of_each_other(rate):
-    N, D = 512, 256
-    steps = [nf4.token_bits(7, step, 0, 2, N // 2) for step in (0, 1)]
-    columns_AD = [nf4.column_bits(number, D, CPU) for number in range(4)]
-    masks_SAND = torch.stack([dropped_parts(tokens, columns_AD, rate) for tokens in steps]).double()
-    n = masks_SAND.numel()
+class Masks:
+    """Masks for S steps, A adapters, N tokens and D inputs: 1 for what is dropped and 0 for the rest."""
+
+    S, A, N, D = 2, 4, 512, 256
+
+    def __init__(self, rate):
+        self.rate = rate
+        self.variance = rate * (1 - rate)  # of a draw
+        columns_AD = [nf4.column_bits(number, self.D, CPU) for number in range(self.A)]
+        steps = []
+        for step in range(self.S):
+            tokens_BT = nf4.token_bits(7, step, 0, 2, self.N // 2)  # two rows
+            steps.append(dropped_inputs(tokens_BT, columns_AD, rate))
+        self.masks_SAND = torch.stack(steps).double()
+
+
+@pytest.fixture(scope="module", params=[0.05, 0.1, 0.5])
+def masks(request):
+    return Masks(request.param)
+
+
+def test_masks_have_their_rate(masks):
+    error = (masks.masks_SAND.mean() - masks.rate).abs()
     # of n independent draws: 4 standard deviations of their mean, which chance exceeds once in 16,000
-    assert (masks_SAND.mean() - rate).abs() < 4 * (rate * (1 - rate) / n) ** 0.5
-    noise_SAND = (masks_SAND - rate) / (rate * (1 - rate)) ** 0.5  # of variance 1
-    flat = noise_SAND.flatten(2)
-    pairs = {
+    assert error < 4 * (masks.variance / masks.masks_SAND.numel()) ** 0.5
+
+
+def test_masks_are_independent_of_each_other(masks):
+    noise_SAND = (masks.masks_SAND - masks.rate) / masks.variance**0.5  # with mean 0 and variance 1
+    half = masks.N // 2
+    flat_SAX = noise_SAND.flatten(2)
+    one_on = masks.D + 1  # from an input of a token to the next input of the next token
+    products = {
         "steps": noise_SAND[0] * noise_SAND[1],
         "adapters": noise_SAND[:, :1] * noise_SAND[:, 1:],
         "neighbouring tokens": noise_SAND[:, :, 1:] * noise_SAND[:, :, :-1],
         "neighbouring columns": noise_SAND[..., 1:] * noise_SAND[..., :-1],
-        "rows of a step": noise_SAND[:, :, : N // 2] * noise_SAND[:, :, N // 2 :],
-        "a token and another column": flat[..., D + 1 :] * flat[..., : -D - 1],
+        "rows of a step": noise_SAND[:, :, :half] * noise_SAND[:, :, half:],
+        "a token and another column": flat_SAX[..., one_on:] * flat_SAX[..., :-one_on],
     }
-    for name, products in pairs.items():  # the mean of n independent products has a deviation of 1 / sqrt(n)
-        assert products.mean().abs() < 4 / products.numel() ** 0.5, name
-    # The share that a token or a column drops has a binomial's variance: none is dropped more often than others.
-    for dims, n_each in (((0, 1, 3), 8 * D), ((2,), N), ((3,), D)):
-        shares = masks_SAND.mean(dims)
-        expected = rate * (1 - rate) / n_each
-        # The variance of m shares is itself off by sqrt(2 / m), and by the kurtosis of rare drops
-        bound = 5 * ((2 + 1 / (rate * n_each)) / shares.numel()) ** 0.5
-        assert (shares.var().item() / expected) == pytest.approx(1, abs=bound), dims
+    for name, of_pairs in products.items():
+        # the mean of n independent products has a deviation of 1 / sqrt(n)
+        assert of_pairs.mean().abs() < 4 / of_pairs.numel() ** 0.5, name
+
+
+def test_masks_drop_no_token_and_no_column_more_often_than_others(masks):
+    S, A, N, D = masks.masks_SAND.shape
+    averaged = [  # what is averaged over, and the number of draws in each mean
+        ((0, 1, 3), S * A * D),  # for each token: steps, adapters and columns
+        ((2,), N),  # for each column of a step and adapter: tokens
+        ((3,), D),  # for each token of a step and adapter: columns
+    ]
+    for dims, n_draws in averaged:
+        fractions = masks.masks_SAND.mean(dims)
+        # such fractions have a binomial's variance, if draws are independent
+        ratio = fractions.var().item() / (masks.variance / n_draws)
+        # the variance of m fractions is itself off by sqrt(2 / m), and by the kurtosis of rare drops
+        kurtosis = 1 / (masks.rate * n_draws)
+        deviation = ((2 + kurtosis) / fractions.numel()) ** 0.5
+        assert ratio == pytest.approx(1, abs=5 * deviation), dims
 
 
 def test_products_of_every_token_with_every_column_spread_evenly():
     tokens_N = nf4.token_bits(3, 5, 0, 1, 512).flatten()
-    bits_ND = tokens_N[:, None] * nf4.column_bits(1, 512, CPU)
-    counts = torch.histc(bits_ND.double(), 64, -(2**31), 2**31)
-    expected = bits_ND.numel() / 64
-    # chi-square of 63 degrees of freedom: mean 63, deviation 11.2; 110 is exceeded once in 5,000
-    assert ((counts - expected) ** 2 / expected).sum() < 110
+    columns_D = nf4.column_bits(1, 512, CPU)
+    products_ND = tokens_N[:, None] * columns_D  # int32, which wraps around
+    n_bins = 64
+    counts = torch.histc(products_ND.double(), n_bins, -(2**31), 2**31)
+    expected = products_ND.numel() / n_bins
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    # of 63 degrees of freedom: mean 63, deviation 11.2; 110 is exceeded once in 5,000
+    assert chi_square < 110
 
 
 def test_dropout_of_an_adapter_is_torchs_with_these_masks_and_keeps_the_mean():
-    model = build_random("lora", dropout=0.25)
+    rate = 0.25
+    model = build_random("lora", dropout=rate)
     lm.set_dropout_bits_(model, nf4.token_bits(1, 2, 0, *TOKENS.shape))
-    layers = model.model.layers[0].self_attn
     x = torch.randn(2, 48, 64, requires_grad=True)
-    x2 = x.detach().clone().requires_grad_()
+    # x again, because a layer that wrote zeros into its input would hide them from a reference that reads it
+    x_again = x.detach().clone().requires_grad_()
     masks = []
-    for layer in (layers.q_proj, layers.k_proj):
-        mask = 1 - dropped_parts(model.dropout.bits_N, [layer.column_bits], 0.25)[0].float().view_as(x)
-        y = layer(x)
-        y2 = x2 @ layer.weight.T + x2 * mask / 0.75 @ layer.lora_A.weight.T @ layer.lora_B.weight.T * layer.lora_scale
-        torch.testing.assert_close(y, y2)
-        weights = [x, layer.lora_A.weight, layer.lora_B.weight]
-        grads = torch.autograd.grad(y.square().sum(), weights)
-        weights[0] = x2
-        for got, expected in zip(grads, torch.autograd.grad(y2.square().sum(), weights), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    attention = model.model.layers[0].self_attn
+    for layer in (attention.q_proj, attention.k_proj):
+        is_dropped = dropped_inputs(model.dropout.bits_N, [layer.column_bits], rate)[0]
+        mask = 1 - is_dropped.float().view_as(x)
         masks.append(mask)
-    assert not torch.equal(*masks)  # of q and k
+        A = layer.lora_A.weight
+        B = layer.lora_B.weight
+        out = layer(x)
+        dropped = x_again * mask / (1 - rate)
+        expected = x_again @ layer.weight.T + dropped @ A.T @ B.T * layer.lora_scale
+        torch.testing.assert_close(out, expected)
+
+        grads = torch.autograd.grad(out.square().sum(), [x, A, B])
+        expected_grads = torch.autograd.grad(expected.square().sum(), [x_again, A, B])
+        for got, want in zip(grads, expected_grads, strict=True):
+            assert_close(got, want, 1e-4)  # float32 sums in another order
+    mask_of_q, mask_of_k = masks
+    assert not torch.equal(mask_of_q, mask_of_k)
 
 
 def test_experts_of_a_token_drop_different_inputs_and_tokens_keep_theirs_wherever_they_stand():
     dropout = lm.Dropout(0.5)
     dropout.bits_N = nf4.token_bits(0, 0, 0, 1, 3).flatten()
-    # tokens 0, 1, 2 with two experts each: choices 0, 1 are token 0's
+    # the experts of three tokens with two each: the first two are token 0's
     chosen = torch.tensor([4, 9, 4, 9, 9, 5])
-    by_expert, order = chosen.sort(stable=True)
-    with lm.rows_of_experts(dropout, by_expert, order, 2, 3):
-        bits = dict(zip(zip((order // 2).tolist(), by_expert.tolist()), dropout.bits_N.tolist()))
+    experts, order = chosen.sort(stable=True)
+    tokens = order // 2
+    with lm.rows_of_experts(dropout, experts, order, 2, 3):
+        places = zip(tokens.tolist(), experts.tolist())
+        bits = dict(zip(places, dropout.bits_N.tolist()))  # {(token, expert): bits}
     assert len(set(bits.values())) == 6
-    dropout.bits_N = dropout.bits_N[1:2]  # token 1 alone
+
+    # token 1 alone, as in another micro-batch
+    dropout.bits_N = dropout.bits_N[1:2]
     with lm.rows_of_experts(dropout, torch.tensor([4, 9]), torch.tensor([0, 1]), 2, 1):
         assert dropout.bits_N.tolist() == [bits[1, 4], bits[1, 9]]
 
 
 def saved_bytes(model):
-    """What the forward saves for the backward."""
-    if model.dropout:
-        lm.set_dropout_bits_(model, nf4.token_bits(0, 0, 0, *TOKENS.shape))
-    saved = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+    """What the forward saves for the backward. Tensors that share memory are counted once."""
+    saved = {}  # {address: tensor}, which keeps the address from being used again
+
+    def save(t):
+        saved.setdefault(t.data_ptr(), t)
+        return t
+
+    set_dropout_bits(model)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
         model(TOKENS, TOKENS)
     return sum(t.nbytes for t in saved.values())
 
 
 def test_adapters_with_dropout_save_what_they_save_without():
-    without, with_dropout = (saved_bytes(build_random("lora", dropout=rate)) for rate in (0, 0.1))
-    bits = 4 * (TOKENS.numel() + 3 * (6 * 64 + 192))  # of tokens, and of the inputs of each adapter
-    bits += 3 * 8 * 64 * 4  # q, k and v of the first block save A, too, although their input needs no gradient
-    assert with_dropout - without == bits < without / 100
+    without = saved_bytes(build_random("lora", dropout=0))
+    with_dropout = saved_bytes(build_random("lora", dropout=0.1))
+    D = conftest.SHAPE["hidden_size"]
+    mlp_size = conftest.SHAPE["intermediate_size"]
+    # int32 factors of tokens, and of the inputs of each block's adapters: six have the hidden size, down_proj the other
+    expected = 4 * TOKENS.numel() + 4 * N_BLOCKS * (6 * D + mlp_size)
+    # q, k and v of the first block save A [8, D], too, although their input needs no gradient
+    expected += 3 * 4 * 8 * D
+    assert with_dropout - without == expected
+    assert expected < without / 100
 
 
 # ---------------------------------------------------------------- files
 
+TWO_FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+QWEN35_FILES = ["model.safetensors-00001-of-00002.safetensors", "model.safetensors-00002-of-00002.safetensors"]
+FILES_OF_OTHERS = ["model-old", "model-00001-of-2", "consolidated", "modelx-00001-of-00009"]
 
-@pytest.mark.parametrize("names, has_index", [
-    ("model.safetensors", False),
-    ("model.safetensors", True),
-    ("model-00001-of-00002.safetensors model-00002-of-00002.safetensors", False),
-    ("model-00001-of-00002.safetensors model-00002-of-00002.safetensors", True),
-    ("model.safetensors-00001-of-00002.safetensors model.safetensors-00002-of-00002.safetensors", False),  # Qwen3.5's
-    ("a.safetensors b.safetensors model-00001-of-00009.safetensors", True),
-])
-def test_the_files_of_a_model_are_read_bit_for_bit_and_no_others(tmp_path, names, has_index):
+
+@pytest.mark.parametrize("files, has_index", [
+    (["model.safetensors"], False),
+    (["model.safetensors"], True),
+    (TWO_FILES, False),
+    (TWO_FILES, True),
+    (QWEN35_FILES, False),
+    (["a.safetensors", "b.safetensors", "model-00001-of-00009.safetensors"], True),  # the index alone decides
+], ids=str)
+def test_the_files_of_a_model_are_read_bit_for_bit_and_no_others(tmp_path, files, has_index):
     model = build_random()
     tensors = dict(data.full_tensors(model, False))
-    files = names.split()
-    places = {name: files[i % len(files)] for i, name in enumerate(tensors)}
+    places = {name: files[number % len(files)] for number, name in enumerate(tensors)}
     for file in files:
-        save_file({name: tensors[name] for name in tensors if places[name] == file}, tmp_path / file)
+        in_file = {name: tensor for name, tensor in tensors.items() if places[name] == file}
+        save_file(in_file, tmp_path / file)
     if has_index:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    for other in ("model-old", "model-00001-of-2", "consolidated", "modelx-00001-of-00009"):
-        save_file({"other": torch.ones(1)}, tmp_path / f"{other}.safetensors")
+    for name in FILES_OF_OTHERS:
+        save_file({"other": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+
     source = data.Checkpoint(tmp_path)
-    data.check_weights(model, source, tmp_path)
+    data.check_weights(model, source, tmp_path)  # a tensor of another file would be one too many
     for name, p in model.named_parameters():
-        assert torch.equal(source.rows(name, 0, len(p)), p.data)
+        assert torch.equal(source.rows(name, 0, len(p)), p.data), name
 
 
 def test_a_file_that_a_full_disk_refuses_is_named_with_the_part_of_it():
@@ -510,25 +746,32 @@ def test_a_rank_that_cannot_write_goes_on_gathering_for_the_others():
 @pytest.mark.parametrize("family", ["llama3.1", "llama-linear", "qwen2"])
 @pytest.mark.parametrize("version", [4, 5])
 def test_exported_config_has_rope_as_transformers_4_and_5_spell_it(tmp_path, family, version):
-    raw = data.read_json(HERE / "goldens" / family / "config.json")  # as version 5 writes it
-    rope = raw["rope_parameters"]
-    old = {"rope_theta": rope["rope_theta"], "rope_scaling": {key: rope[key] for key in rope if key != "rope_theta"}}
-    if family == "qwen2":
-        old["rope_scaling"] = None
-    given = raw if version == 5 else {key: raw[key] for key in raw if key != "rope_parameters"} | old
+    config = data.read_json(HERE / "goldens" / family / "config.json")  # as version 5 writes it
+    scaling = dict(config["rope_parameters"])
+    spelled_by_4 = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    if family == "qwen2":  # which has no scaling, for which version 4 writes null
+        spelled_by_4["rope_scaling"] = None
+    given = config
+    if version == 4:
+        given = config | spelled_by_4
+        del given["rope_parameters"]
     data.save_model(iter([]), {}, tmp_path, given, write=True)
     written = data.read_json(tmp_path / "config.json")
-    assert written == raw | old
-    assert lm.parse_config(written) == lm.parse_config(raw)
+    assert written == config | spelled_by_4
+    assert lm.parse_config(written) == lm.parse_config(config)
 
 
 def test_a_run_or_an_adapter_is_a_model_and_folders_are_named_absolutely(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert data.find_result("tiny") == ("tiny", None) and data.find_result("Qwen/Qwen3-4B") == ("Qwen/Qwen3-4B", None)
-    (tmp_path / "run/final").mkdir(parents=True)
-    assert data.find_result("run") == ("run", None)
-    data.save_adapter({}, tmp_path / "run/final", "base", 4, 8, 0.1, [])
-    assert data.find_result("run") == data.find_result("run/final") == ("base", "run/final")
-    shutil.copytree(data.TINY, tmp_path / "run/merged")
+    assert data.find_result("tiny") == ("tiny", None)
+    assert data.find_result("Qwen/Qwen3-4B") == ("Qwen/Qwen3-4B", None)
+    run = tmp_path / "run"
+    final = run / "final"
+    final.mkdir(parents=True)
+    assert data.find_result("run") == ("run", None)  # without a result the name stays what it is
+    data.save_adapter({}, final, "base", 4, 8, 0.1, [])
+    assert data.find_result("run") == ("base", "run/final")
+    assert data.find_result("run/final") == ("base", "run/final")
+    shutil.copytree(data.TINY, run / "merged")
     assert data.find_result("run") == ("run/merged", None)
-    assert data.find_model("run/merged", False)[3] == str(tmp_path / "run/merged")
+    assert data.find_model("run/merged", False).base == str(run / "merged")
