@@ -38,7 +38,9 @@ from torch import nn
 BLOCK = 64
 RANGE_BYTES = 8  # a row's smallest and largest ln(absmax), two float32
 SCALE_STEPS = 254  # between the codes 1 and 255 of an absmax; code 0 means that the whole block is zero
-CHUNK = 1 << 22  # weights that are worked on at a time: bounds the float32 temporaries to 16 MiB each
+# A band is some rows of a matrix that are worked on at a time. It bounds the float32 temporaries, here to
+# 16 MiB each; of the largest weight of an 8B model they would be 224 MiB each.
+BAND_WEIGHTS = 1 << 22
 
 # Appendix E of the paper; the same 16 numbers as bitsandbytes, so the codes are equal too.
 CODEBOOK = (
@@ -53,9 +55,10 @@ FORMAT = (f"codes by the largest magnitude, blocks of {BLOCK}, {SCALE_STEPS} ste
           f"{zlib.crc32(repr(CODEBOOK).encode()):08x}")
 
 
-def chunks(*matrices):
-    """Cuts them along their rows, the first one into about CHUNK weights -> a tuple of pieces at a time."""
-    n_rows = max(1, CHUNK // matrices[0].shape[1])
+def bands(*matrices):
+    """Cuts matrices with equally many rows into bands, where one of the first matrix has about BAND_WEIGHTS
+    numbers -> an iterator over the bands, each time one of every matrix."""
+    n_rows = max(1, BAND_WEIGHTS // matrices[0].shape[1])
     return zip(*(matrix.split(n_rows) for matrix in matrices))
 
 
@@ -65,7 +68,7 @@ def quantize(w_ND, name="weight"):
     codes_ND2 = w_ND.new_empty(N, D // 2, dtype=torch.uint8)
     scales_NS = w_ND.new_empty(N, D // BLOCK + RANGE_BYTES, dtype=torch.uint8)
     midpoints = torch.tensor([(a + b) / 2 for a, b in zip(CODEBOOK, CODEBOOK[1:])], device=w_ND.device)
-    for w, codes, scales in chunks(w_ND, codes_ND2, scales_NS):
+    for w, codes, scales in bands(w_ND, codes_ND2, scales_NS):
         blocks = w.float().view(len(w), -1, BLOCK)
         absmax = blocks.abs().amax(-1)
         if not absmax.isfinite().all():
@@ -114,7 +117,7 @@ def dequantize(codes_ND2, scales_NS, dtype):
     N, n_bytes = codes_ND2.shape
     w_ND = codes_ND2.new_empty(N, 2 * n_bytes, dtype=dtype)
     table = levels_of_bytes(codes_ND2.device)
-    for w, codes, absmax in chunks(w_ND, codes_ND2, dequantize_scales(scales_NS)):
+    for w, codes, absmax in bands(w_ND, codes_ND2, dequantize_scales(scales_NS)):
         levels = table.index_select(0, codes.flatten().int()).view(torch.float32).view(*absmax.shape, BLOCK)
         w.copy_(levels.mul_(absmax.unsqueeze(-1)).view(w.shape))
         del levels  # 16 MiB, which would stay beside those of the next rows
@@ -332,11 +335,11 @@ def drop_(x, token_bits_N, column_bits_D, threshold):
     x_ND = x.view(-1, x.shape[-1])
     token_bits_N1 = token_bits_N[:, None]
     if torch.compiler.is_compiling():
-        pieces = [(x_ND, token_bits_N1)]  # one kernel without temporaries
+        pairs = [(x_ND, token_bits_N1)]  # one kernel, and the products are never in memory
     else:
-        pieces = chunks(x_ND, token_bits_N1)
-    for piece, bits in pieces:
-        piece.masked_fill_(bits * column_bits_D < threshold, 0)
+        pairs = bands(x_ND, token_bits_N1)
+    for band, bits_N1 in pairs:
+        band.masked_fill_(bits_N1 * column_bits_D < threshold, 0)
     return x
 
 

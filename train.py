@@ -2699,11 +2699,11 @@ def saved_input(args, width, *names):
 
 
 def masks(args, size, n_tokens, width, *names):
-    """Numbers that dropout's masks of an input of these weights take: an int32 and a byte of each, a piece
+    """Numbers that dropout's masks of an input of these weights take: an int32 and a byte of each, a band
     at a time."""
     if not args.lora_dropout:
         return 0
-    return 5 / size * min(nf4.CHUNK, n_tokens * saved_input(args, width, *names))
+    return 5 / size * min(nf4.BAND_WEIGHTS, n_tokens * saved_input(args, width, *names))
 
 
 def key_width(args, c):
@@ -2822,8 +2822,8 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
     tile = min(args.tiled_mlp or N, N)
 
     weight = n_down if args.qlora else 0  # down_proj is dequantized for its backward
-    # nf4.dequantize(): the scales of all of it, and of a chunk the int32 index and the float32 levels
-    scratch = 4 / size * weight / nf4.BLOCK + 6 / size * min(nf4.CHUNK, weight)
+    # nf4.dequantize(): the scales of all of it, and of a band the int32 index and the float32 levels
+    scratch = 4 / size * weight / nf4.BLOCK + 6 / size * min(nf4.BAND_WEIGHTS, weight)
     if args.qlora and "down_proj" in args.lora_targets:
         scratch += tile * k * D  # the adapter's output
     if args.qlora and not c.num_experts:
