@@ -292,15 +292,23 @@ def is_sharded(tensor):
     return hasattr(tensor, "placements")
 
 
+class Local(NamedTuple):
+    """What a rank has of a parameter."""
+
+    rows: torch.Tensor  # a plain tensor
+    first_row: int  # the number of the first one in the full parameter
+
+
 def local(param):
-    """(this rank's rows of a parameter as a plain tensor, the index of its first row in the full one)."""
+    """This rank's rows of a parameter: all of them if it is not sharded."""
     if not is_sharded(param):
-        return param.data, 0
+        return Local(param.data, 0)
     mesh = param.device_mesh
     dim = mesh.ndim - 1  # FSDP2 shards along the last dimension; --replicas puts another one before it
     n_rows = ceil_div(param.shape[0], mesh.size(dim))  # like torch.chunk
-    start = n_rows * mesh.get_local_rank(dim)
-    return param.to_local().data, min(start, param.shape[0])
+    first_row = n_rows * mesh.get_local_rank(dim)
+    # the last ranks may have no row: theirs would begin behind the end
+    return Local(param.to_local().data, min(first_row, param.shape[0]))
 
 
 # ---------------- random bits
@@ -309,18 +317,22 @@ def local(param):
 def mix(x):
     """The project's hash: index -> 32 well mixed bits (MurmurHash3's finalizer), for an int or an int64
     tensor. Dropout and random rounding come from it, so a run has no random state to restore."""
-    for shift, factor in (16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1):
-        x = x & 0xFFFFFFFF
-        x = (x ^ x >> shift) * factor
-    return x
+    x = mix_once(x, 16, 0x85EBCA6B)
+    x = mix_once(x, 13, 0xC2B2AE35)
+    return mix_once(x, 16, 1)
+
+
+def mix_once(x, shift, factor):
+    x = x & 0xFFFFFFFF  # an int has no end, and of an int64 only 32 bits may take part
+    return (x ^ x >> shift) * factor
 
 
 def token_bits(seed, step, first_row, n_rows, n_columns):
     """[n_rows, n_columns] int32: odd random factors of the tokens of a step, by their row in the step and
     their column. So they do not depend on how the rows are split over ranks and micro-batches."""
-    rows = torch.arange(first_row, first_row + n_rows)[:, None]
-    rows = mix(mix(mix(seed) + step) + rows)
-    return (mix(rows + torch.arange(n_columns)) | 1).to(torch.int32)
+    key = mix(mix(seed) + step)
+    keys_B1 = mix(key + torch.arange(first_row, first_row + n_rows)[:, None])
+    return (mix(keys_B1 + torch.arange(n_columns)) | 1).to(torch.int32)
 
 
 def column_bits(number, D, device):
@@ -343,15 +355,31 @@ def drop_(x, token_bits_N, column_bits_D, threshold):
     return x
 
 
+class Dither(NamedTuple):
+    """Random bits of a matrix, as odd int32 factors of its rows and columns. The low bits of the product
+    rows_3N[use, i] * cols_D[j] are the bits of element (i, j): uniform, independent between elements, uses
+    and steps. So a matrix of random numbers is never made, and torch.rand is six times as slow on a CPU."""
+
+    rows_3N: torch.Tensor  # in the order FOR_M, FOR_V, FOR_W
+    cols_D: torch.Tensor
+
+    def of_region(self, region):
+        """The factors of a region in blocks: [3, n, 1, 1] and [b, 256]."""
+        return Dither(self.rows_3N[:, region.rows, None, None], in_blocks(self.cols_D[region.cols]))
+
+
+FOR_M, FOR_V, FOR_W = range(3)  # what random bits are used for: to round m, v or the weight
+
+
 def dither_words(step, number, start, stop, D, device):
-    """Odd int32 factors for rows start..stop of the number-th parameter: rows_3N (for m, v and the weight)
-    and cols_D. The low bits of rows[i] * cols[j] are the random bits of element (i, j): uniform, independent
-    between elements and steps, and the same for any world size. torch.rand is six times as slow on a CPU."""
+    """-> Dither for rows start..stop of the number-th parameter. A row has the same factors on whichever rank
+    it is, so the bytes of a run do not depend on the world size."""
     key = mix(mix(step) + number)  # plain ints: nothing is copied to the device
-    rows_N = torch.arange(start, stop, device=device)
-    cols_D = torch.arange(D, device=device)
-    rows_3N = torch.stack([mix(mix(key + salt) + rows_N) for salt in (1, 2, 3)])
-    return (rows_3N | 1).to(torch.int32), (mix(key + cols_D) | 1).to(torch.int32)
+    row_numbers_N = torch.arange(start, stop, device=device)
+    column_numbers_D = torch.arange(D, device=device)
+    rows_3N = torch.stack([mix(mix(key + 1 + use) + row_numbers_N) for use in (FOR_M, FOR_V, FOR_W)])
+    cols_D = mix(key + column_numbers_D)
+    return Dither((rows_3N | 1).to(torch.int32), (cols_D | 1).to(torch.int32))
 
 
 def drop_bits(x, dither, n):
@@ -393,20 +421,31 @@ def code_levels(device):
     return m_levels.to(device), (FLOATS / V_TOP).to(device)
 
 
+class Region(NamedTuple):
+    """Some rows and columns of a matrix, which one call of adamw_() updates. w_ND[region] is a view of them:
+    for an index, a NamedTuple is the tuple (rows, cols)."""
+
+    rows: slice
+    cols: slice
+
+
 class Moment(NamedTuple):
-    """m or v of a matrix, or a piece of it in blocks."""
+    """m or v of a matrix, or of a region of it in blocks."""
 
     stored: torch.Tensor  # uint8 codes; without scales float32 or bf16
     scales: torch.Tensor | None  # float32, the largest magnitude of each block
     levels: torch.Tensor  # of code_levels()
     signed: bool
 
-    def piece(self, rows, cols):
-        """[N, D] and [N, D/256] -> [n, b, 256] and [n, b, 1]."""
-        scales = self.scales
-        if scales is not None:
-            scales = scales[rows, cols.start // MOMENT_BLOCK : ceil_div(cols.stop, MOMENT_BLOCK), None]
-        return self._replace(stored=in_blocks(self.stored[rows, cols]), scales=scales)
+    def of_region(self, region):
+        """A view of a region: stored [N, D] -> [n, b, 256], scales [N, D/256] -> [n, b, 1]."""
+        stored = in_blocks(self.stored[region])
+        if self.scales is None:
+            return self._replace(stored=stored)
+        first_block = region.cols.start // MOMENT_BLOCK
+        stop_block = ceil_div(region.cols.stop, MOMENT_BLOCK)
+        scales = self.scales[region.rows, first_block:stop_block, None]
+        return self._replace(stored=stored, scales=scales)
 
 
 def read_moment(moment):
@@ -423,42 +462,64 @@ def write_moment_(moment, x, dither, skip):
     if moment.scales is None:
         stored.copy_(torch.where(skip, stored, round_to(stored.dtype, x, dither)))
         return
-    size = x.abs() if moment.signed else x
-    largest = size.amax(-1, keepdim=True)
-    divisor = largest.clamp_min(1e-28)  # a smaller block is nothing beside eps
+    magnitude = x.abs() if moment.signed else x
+    largest = magnitude.amax(-1, keepdim=True)
+    divisor = largest.clamp_min(1e-28)  # a block of smaller numbers is nothing beside eps
     if moment.signed:
-        size = (size * (M_TOP / divisor)).add_(2)  # by the same name, so that x.abs() is freed
-        codes = drop_bits(size, dither, MANTISSA_SHIFT)
+        magnitude = (magnitude * (M_TOP / divisor)).add_(2)  # by the same name, so that x.abs() is freed
+        codes = drop_bits(magnitude, dither, MANTISSA_SHIFT)
         codes |= (x.view(torch.int32) >> 24).bitwise_and_(SIGN)  # in place: a copy takes 4 bytes a weight
     else:
-        codes = drop_bits((size * (V_TOP / divisor)).clamp_min_(2), dither, MANTISSA_SHIFT)
+        magnitude = (magnitude * (V_TOP / divisor)).clamp_min_(2)
+        codes = drop_bits(magnitude, dither, MANTISSA_SHIFT)
     # torch.where(skip, stored, codes) as arithmetic modulo 256, which is three times as fast on a CPU's bytes
     stored += (codes.to(torch.uint8) - stored) * ~skip
     moment.scales.copy_(torch.where(skip, moment.scales, largest))
 
 
+class Rates(NamedTuple):
+    """The numbers of a step of AdamW (arXiv:1711.05101) that are the same for all elements of a parameter."""
+
+    w_factor: torch.Tensor  # what weight decay leaves of w
+    m_factor: torch.Tensor  # the learning rate, over the bias of m
+    v_bias_root: torch.Tensor  # the root of the bias of v
+
+
+def rates_of(step, lr, weight_decay):
+    """-> Rates. m and v begin at 0, which makes them too small in the first steps: 1 - BETA**step is how much
+    of its true size each has by then."""
+    rates = Rates(
+        w_factor=1 - lr * weight_decay,
+        m_factor=lr / (1 - BETA1**step),
+        v_bias_root=(1 - BETA2**step) ** 0.5,
+    )
+    # tensors, because torch.compile would take floats for constants and compile again in each step
+    return Rates(*torch.tensor(rates, dtype=torch.float64).unbind())
+
+
 def adamw_(w, grad, m, v, dither, rates, skip, stochastic_rounding):
     """A step of AdamW on w, m and v in place, computed in float32. Where the bool `skip` is true nothing
-    changes. w, grad: [n, b, 256], b blocks of n rows. m, v: Moments of that shape. dither: rows [3, n, 1, 1]
-    and cols [b, 256] of dither_words(). rates: those of CompactAdamW.update_(). We store v and not its root,
-    because v is what the moving average averages: v is right on average then."""
-    rows, cols = dither
-    keep, lr, v_unbias = rates
+    changes. All belongs to one region, in blocks: w, grad and both Moments are [n, b, 256], b blocks of n
+    rows. We store v and not its root, because v is what the moving average averages: v is right on average
+    then."""
+    cols = dither.cols_D
     grad = grad.float()
     new_m = torch.lerp(read_moment(m), grad, 1 - BETA1)
     new_v = (read_moment(v) * BETA2).addcmul_(grad, grad, value=1 - BETA2)
-    write_moment_(m, new_m, rows[0] * cols, skip)
-    write_moment_(v, new_v, rows[1] * cols, skip)
-    divisor = new_v.sqrt_().div_(v_unbias).add_(EPS)
-    new_w = (w.float() * keep).sub_(new_m.mul_(lr).div_(divisor))
+    # stored rounded, but w is updated by the exact ones: an error of rounding acts in later steps only
+    write_moment_(m, new_m, dither.rows_3N[FOR_M] * cols, skip)
+    write_moment_(v, new_v, dither.rows_3N[FOR_V] * cols, skip)
+    divisor = new_v.sqrt_().div_(rates.v_bias_root).add_(EPS)
+    new_w = w.float() * rates.w_factor
+    new_w.sub_(new_m.mul_(rates.m_factor).div_(divisor))
     if stochastic_rounding:
-        new_w = round_to(w.dtype, new_w, rows[2] * cols)
+        new_w = round_to(w.dtype, new_w, dither.rows_3N[FOR_W] * cols)
     w.copy_(torch.where(skip, w, new_w.to(w.dtype)))
 
 
 def matrix_of(x):
     """This rank's rows of a parameter or of its state as a plain matrix; a vector becomes a column."""
-    return local(x)[0].reshape(-1, x.shape[1:].numel())
+    return local(x).rows.reshape(-1, x.shape[1:].numel())
 
 
 def in_blocks(x):
@@ -466,14 +527,17 @@ def in_blocks(x):
     return x.unflatten(-1, (-1, min(MOMENT_BLOCK, x.shape[-1])))
 
 
-def pieces(N, D, n_weights):
-    """Cuts [N, D] into (rows, cols) of about n_weights: whole blocks, then the shorter ones that end rows."""
+def regions(N, D, n_weights):
+    """Cuts [N, D] into Regions of about n_weights. The blocks of a region are equally long, so the shorter
+    blocks that end the rows are regions of their own."""
     n_rows = max(1, n_weights // D)
-    n_whole = D // MOMENT_BLOCK * MOMENT_BLOCK
+    n_whole = D // MOMENT_BLOCK * MOMENT_BLOCK  # columns in whole blocks
     for start in range(0, N, n_rows):
-        for cols in slice(0, n_whole), slice(n_whole, D):
-            if cols.start < cols.stop:
-                yield slice(start, start + n_rows), cols
+        rows = slice(start, start + n_rows)
+        if n_whole > 0:
+            yield Region(rows, slice(0, n_whole))
+        if n_whole < D:
+            yield Region(rows, slice(n_whole, D))
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -484,7 +548,7 @@ class CompactAdamW(torch.optim.Optimizer):
     def __init__(self, groups, lr, eight_bits, stochastic_rounding, compiled, bad):
         super().__init__(groups, {"lr": lr})
         self.adamw_ = torch.compile(adamw_, dynamic=True) if compiled else adamw_
-        # Weights of a piece on a GPU: float32 temporaries are 16 MiB each. Compiled code has few of them.
+        # Weights of a region on a GPU: float32 temporaries are 16 MiB each. Compiled code has few of them.
         self.n_weights = 1 << 24 if compiled else 1 << 22
         self.stochastic_rounding = stochastic_rounding
         self.found_inf = bad  # by GradScaler's name, which tells main not to wait for it
@@ -513,32 +577,34 @@ class CompactAdamW(torch.optim.Optimizer):
         state = self.state[p]
         state["step"] += 1
         step = int(state["step"])
-        matrices = {name: matrix_of(x) for name, x in state.items()}
         w_ND = matrix_of(p)
         grad_ND = matrix_of(p.grad)
         m_levels, v_levels = code_levels(w_ND.device)
-        m_ND = Moment(matrices["exp_avg"], matrices.get("exp_avg_scales"), m_levels, signed=True)
-        v_ND = Moment(matrices["exp_avg_sq"], matrices.get("exp_avg_sq_scales"), v_levels, signed=False)
+        m_ND = self.moment_of(p, "exp_avg", m_levels, signed=True)
+        v_ND = self.moment_of(p, "exp_avg_sq", v_levels, signed=False)
         N, D = w_ND.shape
-        _, start = local(p)
-        rows_3N, cols_D = dither_words(step, self.number_of[p], start, start + N, D, w_ND.device)
-        # tensors, because torch.compile would take floats for constants and compile again in each step
-        rates = torch.tensor([
-            1 - lr * weight_decay,  # what decay keeps of w
-            lr / (1 - BETA1**step),  # the learning rate over the bias of m
-            (1 - BETA2**step) ** 0.5,  # the root of the bias of v
-        ], dtype=torch.float64).unbind()
+        first_row = local(p).first_row
+        dither = dither_words(step, self.number_of[p], first_row, first_row + N, D, w_ND.device)
+        rates = rates_of(step, lr, weight_decay)
         skip = self.found_inf > 0
         # 4 MiB on a CPU, where larger temporaries would be new pages each time
         n_weights = 1 << 20 if w_ND.device.type == "cpu" else self.n_weights
-        for rows, cols in pieces(N, D, n_weights):
+        for region in regions(N, D, n_weights):
             self.adamw_(
-                in_blocks(w_ND[rows, cols]),
-                in_blocks(grad_ND[rows, cols]),
-                m_ND.piece(rows, cols),
-                v_ND.piece(rows, cols),
-                (rows_3N[:, rows, None, None], in_blocks(cols_D[cols])),
+                in_blocks(w_ND[region]),
+                in_blocks(grad_ND[region]),
+                m_ND.of_region(region),
+                v_ND.of_region(region),
+                dither.of_region(region),
                 rates,
                 skip,
                 self.stochastic_rounding,
             )
+
+    def moment_of(self, p, name, levels, signed):
+        """-> Moment of this rank's rows of a parameter, from the state under `name`."""
+        state = self.state[p]
+        scales = None
+        if f"{name}_scales" in state:
+            scales = matrix_of(state[f"{name}_scales"])
+        return Moment(matrix_of(state[name]), scales, levels, signed)
