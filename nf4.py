@@ -23,7 +23,7 @@ than the gap between two codes, so rounding to the nearest would freeze it: roun
 average. Its random bits are a hash of (step, parameter, row, column). So there is no generator to save, and
 the bytes do not depend on the world size.
 
-Shapes: N out features, D in features, M blocks; codes_ND2 is [N, D/2], scales_NS is [N, D/64 + 8].
+Shapes: N out features, D in features, M blocks; codes_ND2 is [N, D/2], scales_NQ is [N, Q], Q = D/64 + 8.
 """
 
 import functools
@@ -63,12 +63,12 @@ def bands(*matrices):
 
 
 def quantize(w_ND, name="weight"):
-    """[N, D] floating weight -> (codes_ND2, scales_NS), both uint8. ValueError for inf and nan."""
+    """[N, D] floating weight -> (codes_ND2, scales_NQ), both uint8. ValueError for inf and nan."""
     N, D = w_ND.shape
     codes_ND2 = w_ND.new_empty(N, D // 2, dtype=torch.uint8)
-    scales_NS = w_ND.new_empty(N, D // BLOCK + RANGE_BYTES, dtype=torch.uint8)
+    scales_NQ = w_ND.new_empty(N, D // BLOCK + RANGE_BYTES, dtype=torch.uint8)
     midpoints = torch.tensor([(a + b) / 2 for a, b in zip(CODEBOOK, CODEBOOK[1:])], device=w_ND.device)
-    for w, codes, scales in bands(w_ND, codes_ND2, scales_NS):
+    for w, codes, scales in bands(w_ND, codes_ND2, scales_NQ):
         blocks = w.float().view(len(w), -1, BLOCK)
         absmax = blocks.abs().amax(-1)
         if not absmax.isfinite().all():
@@ -78,7 +78,7 @@ def quantize(w_ND, name="weight"):
         first, second = nearest.view(-1, D // 2, 2).unbind(-1)
         codes.copy_(first << 4 | second)  # the first in the high nibble, as bitsandbytes packs
         scales.copy_(quantize_scales(absmax))
-    return codes_ND2, scales_NS
+    return codes_ND2, scales_NQ
 
 
 def quantize_scales(absmax):
@@ -95,10 +95,10 @@ def quantize_scales(absmax):
     return torch.cat([codes.masked_fill(is_zero, 0).to(torch.uint8), row_range.view(torch.uint8)], -1)
 
 
-def dequantize_scales(scales_NS):
+def dequantize_scales(scales_NQ):
     """[N, D/64 + 8] uint8 -> [N, D/64] float32 absmaxes."""
-    codes = scales_NS[:, :-RANGE_BYTES]
-    low, high = scales_NS[:, -RANGE_BYTES:].contiguous().view(torch.float32).split(1, -1)
+    codes = scales_NQ[:, :-RANGE_BYTES]
+    low, high = scales_NQ[:, -RANGE_BYTES:].contiguous().view(torch.float32).split(1, -1)
     step = (high - low) / SCALE_STEPS
     return torch.exp(low + (codes.float() - 1) * step).masked_fill_(codes == 0, 0.0)
 
@@ -111,13 +111,13 @@ def levels_of_bytes(device):
     return torch.cartesian_prod(levels, levels).view(torch.int64).flatten().to(device)
 
 
-def dequantize(codes_ND2, scales_NS, dtype):
-    """(codes_ND2, scales_NS) -> [N, D] in `dtype`; products in float32. One gather fetches both levels of a
+def dequantize(codes_ND2, scales_NQ, dtype):
+    """(codes_ND2, scales_NQ) -> [N, D] in `dtype`; products in float32. One gather fetches both levels of a
     byte."""
     N, n_bytes = codes_ND2.shape
     w_ND = codes_ND2.new_empty(N, 2 * n_bytes, dtype=dtype)
     table = levels_of_bytes(codes_ND2.device)
-    for w, codes, absmax in bands(w_ND, codes_ND2, dequantize_scales(scales_NS)):
+    for w, codes, absmax in bands(w_ND, codes_ND2, dequantize_scales(scales_NQ)):
         levels = table.index_select(0, codes.flatten().int()).view(torch.float32).view(*absmax.shape, BLOCK)
         w.copy_(levels.mul_(absmax.unsqueeze(-1)).view(w.shape))
         del levels  # 16 MiB, which would stay beside those of the next rows
@@ -161,22 +161,22 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=True)  # one graph for all shapes
 
 
-def dequantize_compiled(codes_ND2, scales_NS):
+def dequantize_compiled(codes_ND2, scales_NQ):
     """dequantize() in bf16. detach(): torch.compile would make a graph for each shape of a Parameter."""
-    scales = compiled(dequantize_scales)(scales_NS.detach()).view(-1, 1)
+    scales = compiled(dequantize_scales)(scales_NQ.detach()).view(-1, 1)
     table = levels_of_bytes(codes_ND2.device) if codes_ND2.is_cuda else None
     pairs = compiled(dequantize_pairs)(codes_ND2.detach().view(-1, BLOCK // 2), scales, table)
     return pairs.view(torch.bfloat16).view(len(codes_ND2), -1)
 
 
 @torch.library.custom_op("oomph::nf4_weight", mutates_args=())
-def fast_weight(codes_ND2: torch.Tensor, scales_NS: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def fast_weight(codes_ND2: torch.Tensor, scales_NQ: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The weight in the dtype of `like`, which is x in the forward and the gradient in the backward. Without
     that argument the backward's dequantization would not depend on the gradient, and torch.compile would
     hoist it into the forward and keep every 16-bit weight alive."""
     if like.dtype is torch.bfloat16:
-        return dequantize_compiled(codes_ND2, scales_NS)
-    return dequantize(codes_ND2, scales_NS, like.dtype)
+        return dequantize_compiled(codes_ND2, scales_NQ)
+    return dequantize(codes_ND2, scales_NQ, like.dtype)
 
 
 fast_weight.register_fake(lambda codes, scales, like: like.new_empty(codes.shape[0], codes.shape[1] * 2))
