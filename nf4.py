@@ -23,7 +23,12 @@ than the gap between two codes, so rounding to the nearest would freeze it: roun
 average. Its random bits are a hash of (step, parameter, row, column). So there is no generator to save, and
 the bytes do not depend on the world size.
 
-Shapes: N out features, D in features, M blocks; codes_ND2 is [N, D/2], scales_NQ is [N, Q], Q = D/64 + 8.
+Shapes are in the names: N rows of a matrix (out features of a weight, tokens of an activation), D columns
+(in features), M blocks of 64, E experts of a stack; codes_ND2 is [N, D/2], and in scales_NQ a row has Q =
+D/64 + 8 bytes. In the optimizer, n rows of a region have b blocks of 256 each.
+
+A block is some neighbours in a row that share a scale; a band some rows that are worked on at a time; a
+region some rows and columns that one call of adamw_() updates.
 """
 
 import functools
@@ -67,13 +72,16 @@ def quantize(w_ND, name="weight"):
     N, D = w_ND.shape
     codes_ND2 = w_ND.new_empty(N, D // 2, dtype=torch.uint8)
     scales_NQ = w_ND.new_empty(N, D // BLOCK + RANGE_BYTES, dtype=torch.uint8)
-    midpoints = torch.tensor([(a + b) / 2 for a, b in zip(CODEBOOK, CODEBOOK[1:])], device=w_ND.device)
+    # the nearest level changes where two neighbours are equally far
+    midpoints = [(low + high) / 2 for low, high in zip(CODEBOOK, CODEBOOK[1:])]
+    midpoints = torch.tensor(midpoints, device=w_ND.device)
     for w, codes, scales in bands(w_ND, codes_ND2, scales_NQ):
         blocks = w.float().view(len(w), -1, BLOCK)
         absmax = blocks.abs().amax(-1)
         if not absmax.isfinite().all():
             raise ValueError(f"{name} contains inf or nan: the checkpoint is damaged")
-        relative = blocks / absmax.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        divisor = absmax.clamp_min(torch.finfo(torch.float32).tiny)  # a block of zeros has the absmax 0
+        relative = blocks / divisor.unsqueeze(-1)
         nearest = torch.bucketize(relative, midpoints, out_int32=True).to(torch.uint8)
         first, second = nearest.view(-1, D // 2, 2).unbind(-1)
         codes.copy_(first << 4 | second)  # the first in the high nibble, as bitsandbytes packs
@@ -87,12 +95,15 @@ def quantize_scales(absmax):
     # In float64 the error is far below one of 254 steps: a vectorised log, which differs in the tail of a
     # tensor, cannot change a code.
     ln = absmax.double().log()
-    row_range = torch.stack([ln.masked_fill(is_zero, math.inf).amin(-1), ln.amax(-1)], -1).float()
+    smallest = ln.masked_fill(is_zero, math.inf).amin(-1)
+    row_range = torch.stack([smallest, ln.amax(-1)], -1).float()
     row_range.masked_fill_(row_range.isinf(), 0.0)  # a row of zeros has none
+    # the steps are those of the float32 range that is stored, which dequantize_scales() reads
     low, high = row_range.double().split(1, -1)
     step = (high - low).clamp_min(1e-30) / SCALE_STEPS
     codes = 1 + ((ln - low) / step).round().clamp(0, SCALE_STEPS)
-    return torch.cat([codes.masked_fill(is_zero, 0).to(torch.uint8), row_range.view(torch.uint8)], -1)
+    codes.masked_fill_(is_zero, 0)
+    return torch.cat([codes.to(torch.uint8), row_range.view(torch.uint8)], -1)
 
 
 def dequantize_scales(scales_NQ):
@@ -118,9 +129,10 @@ def dequantize(codes_ND2, scales_NQ, dtype):
     w_ND = codes_ND2.new_empty(N, 2 * n_bytes, dtype=dtype)
     table = levels_of_bytes(codes_ND2.device)
     for w, codes, absmax in bands(w_ND, codes_ND2, dequantize_scales(scales_NQ)):
-        levels = table.index_select(0, codes.flatten().int()).view(torch.float32).view(*absmax.shape, BLOCK)
+        pairs = table.index_select(0, codes.flatten().int())
+        levels = pairs.view(torch.float32).view(*absmax.shape, BLOCK)
         w.copy_(levels.mul_(absmax.unsqueeze(-1)).view(w.shape))
-        del levels  # 16 MiB, which would stay beside those of the next rows
+        del pairs, levels  # 16 MiB, which would stay beside those of the next band
     return w_ND
 
 
@@ -133,9 +145,10 @@ def round_to_bf16_bits(x):
 def select(index):
     """The level of the 4-bit index in the lowest bits, by 15 selects between constants."""
     levels = CODEBOOK
-    for bit in (1, 2, 4, 8):
+    for bit in (1, 2, 4, 8):  # each bit halves the levels that are left
         is_set = index & bit != 0
-        levels = [torch.where(is_set, odd, even) for even, odd in zip(levels[::2], levels[1::2])]
+        pairs = zip(levels[::2], levels[1::2])
+        levels = [torch.where(is_set, odd, even) for even, odd in pairs]
     return levels[0]
 
 
@@ -151,6 +164,7 @@ def dequantize_pairs(codes_M32, scales_M1, table=None):
         pairs = table[index]  # one load of 8 bytes, whose low half is the first level
         first = pairs.int().view(torch.float32)
         second = (pairs >> 32).int().view(torch.float32)
+    # the first weight has the lower address, which is the low half
     low_half = round_to_bf16_bits(first * scales_M1) >> 16 & 0xFFFF
     high_half = round_to_bf16_bits(second * scales_M1) & -0x10000
     return low_half | high_half
@@ -190,23 +204,28 @@ def weight(codes, scales, fast, like):
 
 
 def linear(x, w_ND, ends=None):
-    """x @ w.T. With `ends`, [E] int32, w is a stack of E experts, and the rows of x that belong to expert e
-    end before ends[e]."""
+    """x @ w.T. With `ends`, [E] int32, w is a stack of E experts, each of N / E rows, and the rows of x that
+    belong to expert e end before ends[e]."""
     if ends is None:
         return F.linear(x, w_ND)
-    return F.grouped_mm(x, w_ND.unflatten(0, (len(ends), -1)).transpose(1, 2), offs=ends)
+    w_END = w_ND.unflatten(0, (len(ends), -1))
+    return F.grouped_mm(x, w_END.transpose(1, 2), offs=ends)
 
 
-# Rows per expert. Of experts with as many hardly any has none, and to ask which would make the host wait.
+# Rows per expert. With as many rows hardly any expert has none, and to ask which would make the host wait.
 MANY_ROWS = 8
 
 
 def experts_with_rows(codes, scales, ends):
-    """The parts of a stack that have a row of x, and their ends. While an answer is generated these are 8 of
-    128 experts, and the others stay in 4 bits."""
-    used = ends.diff(prepend=ends.new_zeros(1)).nonzero().flatten()
-    codes, scales = (packed.unflatten(0, (len(ends), -1))[used].flatten(0, 1) for packed in (codes, scales))
-    return codes, scales, ends[used]
+    """The same three of those experts that have a row of x. While an answer is generated these are 8 of 128,
+    and the others stay in 4 bits."""
+    n_rows_E = ends.diff(prepend=ends.new_zeros(1))
+    used = n_rows_E.nonzero().flatten()
+
+    def of_used(packed):
+        return packed.unflatten(0, (len(ends), -1))[used].flatten(0, 1)
+
+    return of_used(codes), of_used(scales), ends[used]
 
 
 class NF4Matmul(torch.autograd.Function):
@@ -215,17 +234,21 @@ class NF4Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, codes, scales, fast, ends):
         # no save_for_backward(): nothing updates them, and FSDP2 gathers them into the same storage again
-        ctx.weight = codes, scales, fast
+        ctx.codes = codes
+        ctx.scales = scales
+        ctx.fast = fast
         ctx.ends = ends
         return linear(x, weight(codes, scales, fast, like=x), ends)
 
     @staticmethod
     def backward(ctx, grad):
-        w_ND = weight(*ctx.weight, like=grad)
+        w_ND = weight(ctx.codes, ctx.scales, ctx.fast, like=grad)
         if ctx.ends is None:
             grad_x = grad @ w_ND
         else:
-            grad_x = F.grouped_mm(grad, w_ND.unflatten(0, (len(ctx.ends), -1)), offs=ctx.ends)
+            w_END = w_ND.unflatten(0, (len(ctx.ends), -1))
+            grad_x = F.grouped_mm(grad, w_END, offs=ctx.ends)
+        # the other arguments of forward() have no gradient
         return grad_x, None, None, None, None
 
 
