@@ -131,13 +131,15 @@ def dequantize(codes_ND2, scales_NQ, dtype):
     for w, codes, absmax in bands(w_ND, codes_ND2, dequantize_scales(scales_NQ)):
         pairs = table.index_select(0, codes.flatten().int())
         levels = pairs.view(torch.float32).view(*absmax.shape, BLOCK)
-        w.copy_(levels.mul_(absmax.unsqueeze(-1)).view(w.shape))
+        levels.mul_(absmax.unsqueeze(-1))
+        w.copy_(levels.view(w.shape))
         del pairs, levels  # 16 MiB, which would stay beside those of the next band
     return w_ND
 
 
 def round_to_bf16_bits(x):
-    """float32 -> int32 whose upper half is the nearest bf16 (of two, the even one). Drop the lower half."""
+    """float32 -> int32 whose upper half is the nearest bf16 (of two, the even one); its lower half means
+    nothing."""
     bits = x.view(torch.int32)
     return bits + 0x7FFF + (bits >> 16 & 1)
 
@@ -407,14 +409,18 @@ def dither_words(step, number, start, stop, D, device):
 
 def drop_bits(x, dither, n):
     """Bits of the float32 x above the lowest n, rounded up with the probability that makes the mean right."""
-    return (dither & (1 << n) - 1).add_(x.view(torch.int32)).bitwise_right_shift_(n)
+    below = (1 << n) - 1
+    random_bits = dither & below
+    # they carry into bit n in as many cases of 2**n as the lowest n bits of x say
+    return random_bits.add_(x.view(torch.int32)).bitwise_right_shift_(n)
 
 
 def round_to(dtype, x, dither):
     """float32 -> bf16 with x as its mean over all dithers (arXiv:2010.06192); float32 stays as it is."""
     if dtype is torch.float32:
         return x
-    return drop_bits(x, dither, 16).bitwise_left_shift_(16).view(torch.float32).to(dtype)
+    bits = drop_bits(x, dither, 16).bitwise_left_shift_(16)
+    return bits.view(torch.float32).to(dtype)
 
 
 # ---------------- 8-bit floats, and the AdamW that keeps its moments in them
@@ -425,7 +431,8 @@ MANTISSA_SHIFT = 20  # a float32 has 23 bits of mantissa, a code the upper 3
 # A code is bits 20 to 27 of one of the float32 2, 2.25, ... 1.875 * 2**32, so that a shift encodes it.
 # Between two codes the number is linear in its bits, which random rounding needs. The bits of 2.0 are
 # 0x400 << 20.
-FLOATS = (0x400 + torch.arange(256, dtype=torch.int32) << MANTISSA_SHIFT).view(torch.float32)
+CODES = torch.arange(256, dtype=torch.int32)
+FLOATS = (0x400 + CODES << MANTISSA_SHIFT).view(torch.float32)
 # The largest magnitude of a block becomes a hair less than the largest code, so that rounding up cannot
 # carry it beyond.
 M_TOP = (FLOATS[SIGN - 1].item() - 2) * (1 - 2**-21)
@@ -441,7 +448,8 @@ def code_levels(device):
     to 2.5e-10 (1.6e-5 in its root) and no zero: smaller values are rounded up, because a v of 0 under an m
     that is not 0 would divide by eps."""
     m_levels = torch.cat([FLOATS[:SIGN] - 2, 2 - FLOATS[:SIGN]]) / M_TOP
-    return m_levels.to(device), (FLOATS / V_TOP).to(device)
+    v_levels = FLOATS / V_TOP
+    return m_levels.to(device), v_levels.to(device)
 
 
 class Region(NamedTuple):
@@ -493,8 +501,7 @@ def write_moment_(moment, x, dither, skip):
         codes = drop_bits(magnitude, dither, MANTISSA_SHIFT)
         codes |= (x.view(torch.int32) >> 24).bitwise_and_(SIGN)  # in place: a copy takes 4 bytes a weight
     else:
-        magnitude = (magnitude * (V_TOP / divisor)).clamp_min_(2)
-        codes = drop_bits(magnitude, dither, MANTISSA_SHIFT)
+        codes = drop_bits((magnitude * (V_TOP / divisor)).clamp_min_(2), dither, MANTISSA_SHIFT)
     # torch.where(skip, stored, codes) as arithmetic modulo 256, which is three times as fast on a CPU's bytes
     stored += (codes.to(torch.uint8) - stored) * ~skip
     moment.scales.copy_(torch.where(skip, moment.scales, largest))
@@ -565,8 +572,9 @@ def regions(N, D, n_weights):
 
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW for --optim adamw8bit, and for --stochastic_rounding, which also applies to the moments: in bf16,
-    0.999 * x rounds back to x. The scales of [N, D] are [N, D/256], cut into the same rows. Vectors keep
-    float32 moments. Where the device scalar `bad` is 1, step() changes no weight and no moment."""
+    0.999 * x rounds back to x. The scales of [N, D] are [N, D/256], cut into the same rows. Vectors have
+    float32 moments, which are few bytes. Where the device scalar `bad` is 1, step() changes no weight and no
+    moment."""
 
     def __init__(self, groups, lr, eight_bits, stochastic_rounding, compiled, bad):
         super().__init__(groups, {"lr": lr})
@@ -577,6 +585,7 @@ class CompactAdamW(torch.optim.Optimizer):
         self.found_inf = bad  # by GradScaler's name, which tells main not to wait for it
         params = [p for group in self.param_groups for p in group["params"]]
         self.number_of = {p: number for number, p in enumerate(params)}  # for its random bits
+        # All state is made here and not in the first step, so that memory does not grow later.
         for p in params:
             dtype = torch.uint8 if eight_bits else p.dtype
             if p.dim() < 2:
@@ -584,8 +593,10 @@ class CompactAdamW(torch.optim.Optimizer):
             state = {"step": torch.zeros(())}  # on the CPU: reading it does not wait for the device
             for name in "exp_avg", "exp_avg_sq":  # torch's names of m and v
                 state[name] = torch.zeros_like(p, dtype=dtype)
-                if dtype is torch.uint8:  # one scale per block, with the sharding of p
-                    first_columns = p.detach()[:, : ceil_div(p.shape[1], MOMENT_BLOCK)]
+                if dtype is torch.uint8:
+                    # one scale per block; made like some columns of p, to be sharded as p is
+                    n_blocks = ceil_div(p.shape[1], MOMENT_BLOCK)
+                    first_columns = p.detach()[:, :n_blocks]
                     state[f"{name}_scales"] = torch.zeros_like(first_columns, dtype=torch.float32)
             self.state[p] = state
 
