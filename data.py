@@ -1201,7 +1201,7 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # [B, T] int64
     targets: torch.Tensor  # [B, T] int64, IGNORE where a token is not trained on
     positions: torch.Tensor  # [B, T] int64
-    keep_S: torch.Tensor  # places of the other targets in the flattened batch
+    supervised_S: torch.Tensor  # indices of the other targets in the flattened batch
     dropout_bits: torch.Tensor  # [B, T] int32 of nf4.token_bits()
     spans: Spans
     n_targets: list  # of each document
@@ -1365,10 +1365,10 @@ class Loader:
             B = 1
             T = n // self.n_shards
         shard = slice(self.shard * B * T, (self.shard + 1) * B * T)
-        keep_S = np.flatnonzero(targets[shard] != IGNORE)
+        supervised_S = np.flatnonzero(targets[shard] != IGNORE)
         grids = tokens, targets, positions, bits
         *grids, bits_BT = (torch.from_numpy(grid[shard]).view(B, T) for grid in grids)
-        return Batch(*grids, torch.from_numpy(keep_S), bits_BT, pack_spans(pairs, n), n_targets)
+        return Batch(*grids, torch.from_numpy(supervised_S), bits_BT, pack_spans(pairs, n), n_targets)
 
 
 def load_data(args, specs, held_out, tokenizer, vocab_size, ranks):

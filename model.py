@@ -1001,9 +1001,9 @@ class LMHead(nn.Module):
             logits = self.cap * (logits / self.cap).tanh()
         return logits
 
-    def forward(self, x, targets_BT=None, keep_S=None):
-        """Summed loss over the supervised tokens `keep_S` (flat indices into B*T), or with per_token the loss
-        of each; without targets float32 logits."""
+    def forward(self, x, targets_BT=None, supervised_S=None):
+        """Summed loss over the tokens `supervised_S` (flat indices into B*T), or with per_token the loss of
+        each; without targets float32 logits."""
         w_VD = self.weight.to(x.dtype)
         if self.factor != 1:
             x = x * self.factor
@@ -1011,11 +1011,11 @@ class LMHead(nn.Module):
             return self.logits(x, w_VD)
         # Copies of the last supervised token, without a target, fill its rows up to a multiple of 128:
         # allocators and oneDNN keep memory for each new size.
-        S = len(keep_S)
+        S = len(supervised_S)
         n_more = min(-S % 128, targets_BT.numel() - S)
-        keep_S = torch.cat([keep_S, keep_S[-1:].expand(n_more)])
-        h_SD = x.flatten(0, 1)[keep_S]
-        targets_S = targets_BT.flatten()[keep_S]
+        supervised_S = torch.cat([supervised_S, supervised_S[-1:].expand(n_more)])
+        h_SD = x.flatten(0, 1)[supervised_S]
+        targets_S = targets_BT.flatten()[supervised_S]
         targets_S[S:] = IGNORE
         if self.softmax_gradient is not softmax_gradient and (self.per_token or not self.chunk):
             raise ValueError("--no-chunked_ce computes plain cross-entropy, and --dpo needs it: leave them "
@@ -1063,7 +1063,8 @@ class Transformer(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens_BT, targets_BT=None, positions_BT=None, spans=None, keep_S=None, cache=None):
+    def forward(
+            self, tokens_BT, targets_BT=None, positions_BT=None, spans=None, supervised_S=None, cache=None):
         """tokens [B, T] -> summed loss over the supervised tokens; without targets logits [B, T, V], with a
         cache those of the last token only. positions restart at 0 in every document; without them each row is
         one document. With a sequence_group the tensors are this rank's piece of the tokens, and spans
@@ -1075,8 +1076,8 @@ class Transformer(nn.Module):
             n_before = cache.n_tokens if cache is not None else 0
             positions_BT = torch.arange(n_before, n_before + T, device=tokens_BT.device).expand(B, T)
             spans = Spans([(row * T, row * T + T) for row in range(B)])
-        if targets_BT is not None and keep_S is None:
-            keep_S = (targets_BT.flatten() != IGNORE).nonzero().flatten()
+        if targets_BT is not None and supervised_S is None:
+            supervised_S = (targets_BT.flatten() != IGNORE).nonzero().flatten()
         spans.positions_BT = positions_BT
         rope = rope_table(positions_BT, self.config)
         x = self.model.embed_tokens(tokens_BT).to(self.compute_dtype)
@@ -1092,7 +1093,7 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.n_tokens += T
             x = x[:, -1:]
-        return self.lm_head(self.model.norm(x), targets_BT, keep_S)
+        return self.lm_head(self.model.norm(x), targets_BT, supervised_S)
 
 
 # ---------------- generation

@@ -1422,7 +1422,7 @@ def loss_of(model, b, beta):
     reference of --dpo is the same model with its adapters switched off, so no second one is in memory."""
     if model.dropout:
         lm.set_dropout_bits_(model, b.dropout_bits)
-    inputs = b.tokens, b.targets, b.positions, b.spans, b.keep_S
+    inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
     if beta is None:
         loss_sum = model(*inputs)
         return loss_sum, loss_sum.new_zeros(0)
@@ -1487,7 +1487,7 @@ def evaluate(model, loader, ranks, beta=None, stop=None):
             # float64, so that the digits that are printed do not depend on the number of ranks
             loss_sum = loss_sum + loss.double()
             dpo_sums = dpo_sums + dpo.double()
-            n_terms += len(b.n_targets) // 2 if beta else len(b.keep_S)
+            n_terms += len(b.n_targets) // 2 if beta else len(b.supervised_S)
     model.train()
     lm.reshard_(model)
     if stopped:

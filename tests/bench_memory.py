@@ -31,13 +31,13 @@ def ce_case(case, tokens, V, D):
     torch.nn.init.normal_(head.weight, std=D**-0.5)
     head.bfloat16().requires_grad_(trained)
     x_BTD = torch.randn(1, tokens, D, dtype=torch.bfloat16).requires_grad_()
-    targets_BT, keep_S = torch.randint(0, V, (1, tokens)), torch.arange(tokens)
+    targets_BT, supervised_S = torch.randint(0, V, (1, tokens)), torch.arange(tokens)
     head.chunk = chunk
     # before anything is counted, kernels are loaded and threads started
-    head(x_BTD[:, :2], targets_BT[:, :2], keep_S[:2]).backward()
+    head(x_BTD[:, :2], targets_BT[:, :2], supervised_S[:2]).backward()
     head.weight.grad = x_BTD.grad = None
     with harness.peak_growth() as peak:
-        loss_sum = head(x_BTD, targets_BT, keep_S)
+        loss_sum = head(x_BTD, targets_BT, supervised_S)
         (loss_sum / tokens).backward()
     norms = [p.grad.float().norm().item() for p in (x_BTD, head.weight) if p.requires_grad]
     return peak[0], loss_sum.item() / tokens, norms
