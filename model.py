@@ -45,9 +45,10 @@ class Family(NamedTuple):
     where the model differs."""
 
     architecture: str  # what `architectures` in a config.json says
-    # Kinds of blocks. In a "full" block a token attends to all earlier ones, in a "sliding" one to those in a
-    # window. A "linear" block has Gated DeltaNet instead. Of two kinds, every fourth block is of the first.
-    kinds: tuple = ("full",)
+    # The mixers of its blocks, in config.json's words. In full_attention a token attends to all earlier ones,
+    # in sliding_attention to those in a window, and linear_attention is Gated DeltaNet. Of two types, every
+    # fourth block has the first.
+    layer_types: tuple = ("full_attention",)
     bias: bool = False  # of q_proj, k_proj and v_proj
     qk_norm: bool = False  # RMSNorm on each head of q and k
     bare_qk_norm: bool = False  # the same without a weight
@@ -68,23 +69,24 @@ class Family(NamedTuple):
 
 FAMILIES = {  # by model_type; to add a family, copy a row
     "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", kinds=("sliding",)),
+    "mistral": Family("MistralForCausalLM", layer_types=("sliding_attention",)),
     "qwen2": Family("Qwen2ForCausalLM", bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=True),
     "qwen3_5": Family("Qwen3_5ForConditionalGeneration", vision=True),
     "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM", kinds=("full", "linear"), qk_norm=True, norms_add_one=True,
-        last_norm_adds_one=True, gate=True, gate_in_q=True, part_rope=True),
+        "Qwen3_5ForCausalLM", layer_types=("full_attention", "linear_attention"), qk_norm=True,
+        norms_add_one=True, last_norm_adds_one=True, gate=True, gate_in_q=True, part_rope=True),
     "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", vision=True),
     "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM", kinds=("full", "linear"), qk_norm=True, norms_add_one=True,
-        last_norm_adds_one=True, gate=True, gate_in_q=True, part_rope=True, experts=True, shared_expert=True),
+        "Qwen3_5MoeForCausalLM", layer_types=("full_attention", "linear_attention"), qk_norm=True,
+        norms_add_one=True, last_norm_adds_one=True, gate=True, gate_in_q=True, part_rope=True, experts=True,
+        shared_expert=True),
     "smollm3": Family("SmolLM3ForCausalLM", some_rope=True),
     "muse_glimmer": Family("MuseGlimmerForConditionalGeneration", vision=True),
     "muse_glimmer_text": Family(
-        "MuseGlimmerForCausalLM", kinds=("full", "sliding"), bare_qk_norm=True, norms_add_one=True, gate=True,
-        branch_norms=True, embed_norm=True, some_rope=True),
+        "MuseGlimmerForCausalLM", layer_types=("full_attention", "sliding_attention"), bare_qk_norm=True,
+        norms_add_one=True, gate=True, branch_norms=True, embed_norm=True, some_rope=True),
 }
 
 
@@ -117,7 +119,7 @@ class Config:
     moe_intermediate_size: int = within(1, 1 << 18)  # F of an expert
     norm_topk_prob: bool = within(False, True, False)  # the k chosen odds of a token sum to 1
     shared_expert_intermediate_size: int = within(0, 1 << 18, 0)  # F of Qwen3.5's expert for all tokens
-    layer_types: list  # of each block, a kind of its family; "linear_attention" is Gated DeltaNet
+    layer_types: list  # of each block, one of its family's
     full_attention_interval: int = within(1, 1 << 10, 4)  # makes layer_types where a file has none
     sliding_window: int = within(1, NO_WINDOW, NO_WINDOW)  # keys that a token sees in "sliding_attention"
     linear_num_key_heads: int = within(1, 1 << 10, 16)  # of Gated DeltaNet, as the next three
@@ -1136,9 +1138,9 @@ MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 LORA_TARGETS = (*ATTENTION_TARGETS, *DELTANET_TARGETS, *MLP_TARGETS, GATE_TARGET)
 
 
-def mixer_targets(c, kind):
+def mixer_targets(c, layer_type):
     """Those of LORA_TARGETS that the mixer of such a block has. The last one makes its output."""
-    if kind == "linear_attention":
+    if layer_type == "linear_attention":
         return DELTANET_TARGETS
     if c.family.gate and not c.family.gate_in_q:
         return (GATE_TARGET, *ATTENTION_TARGETS)
@@ -1147,7 +1149,7 @@ def mixer_targets(c, kind):
 
 def targets_in(c):
     """Those of LORA_TARGETS that a model has."""
-    found = {*MLP_TARGETS}.union(*(mixer_targets(c, kind) for kind in c.layer_types))
+    found = {*MLP_TARGETS}.union(*(mixer_targets(c, layer_type) for layer_type in c.layer_types))
     return [name for name in LORA_TARGETS if name in found]
 
 
@@ -1450,9 +1452,9 @@ def reshard_(model):
 # ---------------- FLOP of a step
 
 
-def mixer_weights(c, kind):
+def mixer_weights(c, layer_type):
     """Number of weights in the projections of a mixer."""
-    if kind == "linear_attention":
+    if layer_type == "linear_attention":
         return c.hidden_size * (c.conv_size + 2 * c.value_size)
     n_square = 3 if c.family.gate else 2  # of q, o and the gate
     return c.hidden_size * (n_square * c.q_size + 2 * c.kv_size)
@@ -1481,7 +1483,7 @@ def step_flops(c, counts, is_frozen):
     n_pairs = n_full * counts.squares
     n_pairs += n_sliding * min(counts.squares, 2 * c.sliding_window * counts.tokens)
     mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_expert_intermediate_size + c.num_experts)
-    blocks = sum(mixer_weights(c, kind) + mlp for kind in c.layer_types)
+    blocks = sum(mixer_weights(c, layer_type) + mlp for layer_type in c.layer_types)
     products = blocks * counts.tokens + c.hidden_size * c.vocab_size * counts.targets
     attention = 2 * c.q_size * n_pairs * 3.5
     rule = 18 * c.linear_key_head_dim * c.value_size * n_linear * counts.tokens
@@ -1521,7 +1523,7 @@ class Bounds(NamedTuple):
     """What a number in a JSON file may be. A file is data from a stranger, so sizes are checked before they
     are used to allocate memory. Without a default the key must be there."""
 
-    kind: type
+    number_type: type
     low: float
     high: float
     default: float | None = None
@@ -1537,15 +1539,16 @@ def quoted(value):
 
 def read_field(raw, key, bounds, where):
     """raw[key], or the default where it is absent or null. ValueError if its type or its size is wrong."""
-    kind, low, high, default = bounds
+    number_type, low, high, default = bounds
     value = raw.get(key)
     if value is None:
         value = default
-    kinds = (int, float) if kind is float else (kind,)  # type() below, because True is an instance of int
-    if type(value) not in kinds or not low <= value <= high:
-        expected = f"expected {kind.__name__} from {low} to {high}"
+    # files write 10000 for 10000.0; and type(), because True is an instance of int
+    types = (int, float) if number_type is float else (number_type,)
+    if type(value) not in types or not low <= value <= high:
+        expected = f"expected {number_type.__name__} from {low} to {high}"
         raise ValueError(f"{where}: {key} = {quoted(value)}: {expected}")
-    return kind(value)
+    return number_type(value)
 
 
 def parse_config(raw, where="config.json"):
@@ -1632,25 +1635,29 @@ def check_experts(family, values, error):
 
 
 def blocks_of(given, family, values, theta, error):
-    """-> (layer_types, rope_layers). Where a file leaves them out, every fourth block is of the family's
-    first kind, and with some_rope it is the one that RoPE leaves alone."""
+    """-> (layer_types, rope_layers). Where a file leaves them out, every fourth block has the family's first
+    layer type, and with some_rope it is the one that RoPE leaves alone."""
     n_layers = values["num_hidden_layers"]
-    kinds = [f"{kind}_attention" for kind in family.kinds]
+    allowed = family.layer_types
     # Muse Glimmer counts from its last block, the others from their first
-    first = n_layers if "sliding_attention" in kinds else 0
-    between = [(i - first) % values["full_attention_interval"] > 0 for i in range(1, n_layers + 1)]
-    types = given.get("layer_types") or [kinds[-1] if other else kinds[0] for other in between]
-    is_list = isinstance(types, list) and len(types) == n_layers
-    if not is_list or any(kind not in kinds for kind in types):
-        raise error("layer_types", f"expected {' or '.join(kinds)} for each of {n_layers} blocks")
+    first = n_layers if "sliding_attention" in allowed else 0
+    is_between = [(i - first) % values["full_attention_interval"] > 0 for i in range(1, n_layers + 1)]
+
+    def is_list_of(values, choices):
+        return isinstance(values, list) and len(values) == n_layers and all(one in choices for one in values)
+
+    default = [allowed[-1] if between else allowed[0] for between in is_between]
+    layer_types = given.get("layer_types") or default
+    if not is_list_of(layer_types, list(allowed)):
+        raise error("layer_types", f"expected {' or '.join(allowed)} for each of {n_layers} blocks")
     if not family.some_rope:
-        return types, [True] * n_layers
+        return layer_types, [True] * n_layers
+    ropes = is_between
     for key in ("no_rope_layers", "layer_rope_theta"):  # of SmolLM3, 0 or 1; of Muse Glimmer, 0 or theta
-        between = given.get(key) or between
-        is_list = isinstance(between, list) and len(between) == n_layers
-        if not is_list or any(rope not in (0, 1, theta) for rope in between):
+        ropes = given.get(key) or ropes
+        if not is_list_of(ropes, (0, 1, theta)):
             raise error(key, f"expected 0, or 1 or rope_theta, for each of {n_layers} blocks")
-    return types, [rope > 0 for rope in between]
+    return layer_types, [rope > 0 for rope in ropes]
 
 
 def with_implied_values(raw, name, family):
@@ -1692,15 +1699,15 @@ def parse_rope(given, model_type, values, where, error):
             continue
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             raise error(key, "expected one flat object; rope parameters per layer type are not implemented")
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in list(numbers):
+        rope_type = rope.get("rope_type") or rope.get("type") or "default"
+        if rope_type not in list(numbers):
             raise error(key, f"rope_type is not one of {', '.join(numbers)}")
         scaling = {name: read_field(rope, name, bounds, f"{where}: {key}")
-                   for name, bounds in numbers[kind].items()}
+                   for name, bounds in numbers[rope_type].items()}
         # transformers would divide by their difference, and blend the two ends the wrong way round
-        if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
             raise error(key, "low_freq_factor must be below high_freq_factor")
-        scalings.append({"rope_type": kind, **scaling})
+        scalings.append({"rope_type": rope_type, **scaling})
         for name, value in stated.items():
             other = rope.get(name)
             if other is None:

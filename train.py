@@ -2789,26 +2789,26 @@ class Keeps(NamedTuple):
     attention: bool  # of a recomputed block, attention's output
 
 
-def activation_bytes(args, c, size, n_tokens, kind, keeps):
+def activation_bytes(args, c, size, n_tokens, layer_type, keeps):
     """Bytes of a block of n_tokens where a number has `size` bytes, as CUDA kernels save and allocate them:
     its input; all that it saves for its backward; and the most that is alive at once while its backward runs,
-    in attention and in the MLP, with what is saved for it. kind: of layer_types. tests/test_plan.py compares
+    in attention and in the MLP, with what is saved for it. tests/test_plan.py compares
     them with real steps."""
     D = c.hidden_size
     N = n_tokens
     F = c.mlp_size
     k = c.num_experts_per_tok  # 1 for a dense MLP
-    n_attention = lm.mixer_weights(c, kind)
+    n_attention = lm.mixer_weights(c, layer_type)
     n_down = D * F // k * max(c.num_experts, 1)  # of down_proj, as many as of gate_proj and up_proj
     routed = k * D if c.num_experts else 0  # numbers a token of rows on their way to experts or back
 
-    if kind == "linear_attention":
+    if layer_type == "linear_attention":
         E = c.value_size
         attention, gradients = numbers_of_deltanet(c, size, N)
     else:
         E = c.q_size
         attention, gradients = numbers_of_attention(args, c, size)
-    *inner, last = lm.mixer_targets(c, kind)
+    *inner, last = lm.mixer_targets(c, layer_type)
     attention += saved_input(args, D, *inner)
     if args.lora:  # what A makes, of all adapters of the block
         adapted = [name for name in (*inner, last, *lm.MLP_TARGETS) if name in args.lora_targets]
@@ -2847,7 +2847,7 @@ def activation_bytes(args, c, size, n_tokens, kind, keeps):
         saved += n_attention + 3 * n_down
     if not keeps.activations:
         saved = N * D
-        if keeps.attention and kind != "linear_attention":
+        if keeps.attention and layer_type != "linear_attention":
             saved += N * (E + 4 / size * c.num_attention_heads)
             if size == 4 and key_width(args, c) < E:
                 saved += N * 2 * E  # copies of k and v for each query head
