@@ -379,8 +379,8 @@ def head_norm(c):
 
 def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, kept=None):
     """Causal attention inside each document -> [B, T, H*K]. A token sees itself and the window - 1 tokens
-    before it. Nothing allocates T*T numbers. Padding gets any finite values. With a group, tensors are a
-    rank's piece of the tokens; without one, as many tokens as `spans` describes."""
+    before it. Nothing allocates T*T numbers. Padding gets any finite values. With a group, the
+    tensors have this rank's tokens only; without one, as many tokens as `spans` describes."""
     if group is not None:
         return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, kept)
     run = functools.partial(attend_here, spans, window)
@@ -891,7 +891,7 @@ class Block(nn.Module):
 
 # ---------------- the loss
 
-PIECE = 256  # rows of logits that are in float32 at once
+FLOAT32_TOKENS = 256  # tokens of a chunk whose logits are in float32 at once
 
 
 def softmax_gradient(logits_CV, targets_C1):
@@ -919,7 +919,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S in float32, or with per_token that of each
     token, [S, 1], where the head is frozen. The forward computes the gradients as well, so that no logits
     wait for a backward. Alive at once: a chunk of logits, which become their gradient (C*V*2 bytes in bf16),
-    PIECE rows of both (V*6 bytes each), and a trained head's gradient in float32 (V*D*4 bytes). A rank
+    both of FLOAT32_TOKENS tokens (V*6 bytes each), and a trained head's gradient in float32 (V*D*4 bytes). A rank
     without a target (S = 0) runs it too, because the head's gradient is reduced over all ranks.
 
     chunk: rows of h at a time. with_grad: whether gradients are wanted; inside forward() autograd is off, so
@@ -942,10 +942,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             targets_C1 = targets_S[start : start + chunk, None]
             logits_CV = torch.mm(h_CD, w_VD.T, out=memory_CV[: len(h_CD)])
             of_chunk = logits_CV, targets_C1, losses_S1[start : start + chunk]
-            for piece, targets, losses in zip(*(t.split(PIECE) for t in of_chunk)):
-                losses[:], grad = loss_and_grad(piece, targets)
-                piece.copy_(grad)
-                del grad  # or it would stay alive beside the next piece's
+            for logits, targets, losses in zip(*(t.split(FLOAT32_TOKENS) for t in of_chunk)):
+                losses[:], grad = loss_and_grad(logits, targets)
+                logits.copy_(grad)
+                del grad  # or it would stay alive beside that of the next tokens
             if grad_h is not None:
                 torch.mm(logits_CV, w_VD, out=grad_h[start : start + chunk])
             if trains_w and grad_w is None:
@@ -1036,8 +1036,8 @@ class Transformer(nn.Module):
     """Embedding, blocks, norm, and the head with the loss.
 
     Set from outside: compute_dtype (set_precision_), dropout (add_lora_), activation_hooks, a context manager
-    around the blocks (train.py's activation offload), and sequence_group, the ranks that hold pieces of the
-    same rows (--sequence_parallel)."""
+    around the blocks (train.py's activation offload), and sequence_group, the ranks among which the
+    tokens of a row are split (--sequence_parallel)."""
 
     def __init__(self, c):
         super().__init__()
@@ -1069,8 +1069,8 @@ class Transformer(nn.Module):
             self, tokens_BT, targets_BT=None, positions_BT=None, spans=None, supervised_S=None, cache=None):
         """tokens [B, T] -> summed loss over the supervised tokens; without targets logits [B, T, V], with a
         cache those of the last token only. positions restart at 0 in every document; without them each row is
-        one document. With a sequence_group the tensors are this rank's piece of the tokens, and spans
-        describe all of them."""
+        one document. With a sequence_group the tensors have this rank's tokens only, but spans describe
+        all of them."""
         B, T = tokens_BT.shape
         group = self.sequence_group
         if positions_BT is None:
@@ -1347,7 +1347,7 @@ def compile_(model, packing):
             module.before_scan = in_training(module.before_scan, dynamic=not packing)
             module.after_scan = in_training(module.after_scan, dynamic=not packing)
     head = model.lm_head
-    head.loss_and_grad = in_training(head.loss_and_grad, dynamic=True)  # the last piece is shorter
+    head.loss_and_grad = in_training(head.loss_and_grad, dynamic=True)  # the last tokens are fewer
 
 
 class SaveNow(torch.autograd.Function):

@@ -2872,12 +2872,12 @@ def loss_bytes(args, c, size, n_tokens):
     n_bytes = chunk * c.vocab_size * size
     if chunk < n_tokens:
         n_bytes += 4 * n_head  # gradients of several chunks are added up in float32
-    of_piece = 0  # bytes a logit: of one in 16 bits the float32 copy and the gradient
+    per_logit = 0  # bytes: of one in 16 bits the float32 copy and the gradient
     if size == 2:
-        of_piece = 6
+        per_logit = 6
     if c.final_logit_softcapping:
-        of_piece += 4 if size == 2 else 8  # the tanh, and of a float32 logit what is capped
-    return n_bytes + max(of_piece * min(chunk, lm.PIECE) * c.vocab_size, n_head * size)
+        per_logit += 4 if size == 2 else 8  # the tanh, and of a float32 logit what is capped
+    return n_bytes + max(per_logit * min(chunk, lm.FLOAT32_TOKENS) * c.vocab_size, n_head * size)
 
 
 def peak_of(moments):
