@@ -204,13 +204,13 @@ def rope_table(positions_BT, config):
     if scaling["rope_type"] == "linear":
         freq = freq / scaling["factor"]
     if scaling["rope_type"] == "llama3":
-        # long wavelengths are stretched by `factor`, short ones stay, and those between are blended
+        # long wavelengths are stretched by `factor` (blend 0), short ones stay (1), those between are blended
         low = scaling["low_freq_factor"]
         high = scaling["high_freq_factor"]
         wavelength = 2 * math.pi / freq
         n_turns = scaling["original_max_position_embeddings"] / wavelength  # over the context of pretraining
-        keep = ((n_turns - low) / (high - low)).clamp(0, 1)
-        freq = keep * freq + (1 - keep) * freq / scaling["factor"]
+        blend = ((n_turns - low) / (high - low)).clamp(0, 1)
+        freq = blend * freq + (1 - blend) * freq / scaling["factor"]
     angle = positions_BT.float()[..., None, None] * freq
     return angle.cos(), angle.sin()
 
@@ -228,7 +228,7 @@ def rotate(q_BTHK, rope):
 # ---------------- running attention once in a checkpointed block
 
 
-class Kept:
+class AttentionRecord:
     """What one call of a block keeps of its attention from the forward to the backward: see RunOnce."""
 
     inputs = ()
@@ -240,38 +240,38 @@ class RunOnce(torch.autograd.Function):
     recomputation. Its output and what it saves stay (for attention an output and a float32 a head), but not
     its inputs: they are computed again, and put where the graph of the forward looks for them.
 
-        forward of the block:   q, k, v are copied to kept.inputs, function() runs on these copies, and builds
+        forward of the block:   q, k, v are copied to record.inputs, function() runs on these copies, and builds
                                 a graph of its own; then the copies give their memory back
         recomputation:          q, k, v are computed again and written into the copies' memory, which returns;
-                                kept.out is there, so function() does not run
+                                record.out is there, so function() does not run
         backward:               autograd runs through function()'s own graph, which finds its inputs in place
 
     torch's selective checkpointing does the same by a Python mode that sees every operator of the block, and
     makes small steps slower than without it (1.3 times where this costs nothing, tests/LOG.md)."""
 
     @staticmethod
-    def forward(ctx, kept, function, *inputs):
-        ctx.kept = kept
-        if kept.out is None:
-            kept.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    def forward(ctx, record, function, *inputs):
+        ctx.record = record
+        if record.out is None:
+            record.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
             # These hooks do nothing. Those of the block's checkpoint, which they cover, would drop it.
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                kept.out = function(*kept.inputs)
-            for t in kept.inputs:
+                record.out = function(*record.inputs)
+            for t in record.inputs:
                 t.untyped_storage().resize_(0)
         else:
-            for t, again in zip(kept.inputs, inputs):
+            for t, again in zip(record.inputs, inputs):
                 t.untyped_storage().resize_(again.nbytes)
                 t.data.copy_(again)
-        return kept.out.detach()
+        return record.out.detach()
 
     @staticmethod
     def backward(ctx, grad):
-        inputs = ctx.kept.inputs
-        out = ctx.kept.out
-        # the mixer has `kept` until its next call, so what is in it would stay in memory
-        ctx.kept.inputs = ()
-        ctx.kept.out = None
+        inputs = ctx.record.inputs
+        out = ctx.record.out
+        # the mixer has `record` until its next call, so what is in it would stay in memory
+        ctx.record.inputs = ()
+        ctx.record.out = None
         wanted = [t for t in inputs if t.requires_grad]
         grads = iter(torch.autograd.grad(out, wanted, grad))
         return None, None, *(next(grads) if t.requires_grad else None for t in inputs)
@@ -319,7 +319,7 @@ class Attention(nn.Module):
     depends on where the documents lie. In Qwen3.5 and Muse Glimmer the output is multiplied by a gate
     (arXiv:2505.06708).
 
-    Set from outside: kept (in_checkpoint)."""
+    Set from outside: record (in_checkpoint)."""
 
     def __init__(self, c, number):
         super().__init__()
@@ -329,7 +329,7 @@ class Attention(nn.Module):
         self.q_factor = c.qk_scale_factor
         self.turns = c.rope_layers[number]
         self.window = c.sliding_window if c.layer_types[number] == "sliding_attention" else NO_WINDOW
-        self.kept = None
+        self.record = None
         # with a gate in it, each head has K rows of q, then K rows of its gate
         q_width = 2 * c.q_size if self.gate_in_q else c.q_size
         self.q_proj = Linear(c.hidden_size, q_width, c.family.bias)
@@ -364,7 +364,7 @@ class Attention(nn.Module):
     def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group):
         if cache is not None:
             k_BTGK, v_BTGK = cache.extend(self, k_BTGK, v_BTGK)
-        out = attend(q_BTHK, k_BTGK, v_BTGK, spans, self.window, group, self.kept)
+        out = attend(q_BTHK, k_BTGK, v_BTGK, spans, self.window, group, self.record)
         return out * gate_BTHK.flatten(2).sigmoid() if self.has_gate else out
 
 
@@ -377,16 +377,16 @@ def head_norm(c):
     return nn.Identity()
 
 
-def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, kept=None):
+def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, record=None):
     """Causal attention inside each document -> [B, T, H*K]. A token sees itself and the window - 1 tokens
     before it. Nothing allocates T*T numbers. Padding gets any finite values. With a group, the
     tensors have this rank's tokens only; without one, as many tokens as `spans` describes."""
     if group is not None:
-        return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, kept)
+        return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record)
     run = functools.partial(attend_here, spans, window)
-    if kept is None or not q_BTHK.requires_grad:
+    if record is None or not q_BTHK.requires_grad:
         return run(q_BTHK, k_BTGK, v_BTGK)
-    return RunOnce.apply(kept, run, q_BTHK, k_BTGK, v_BTGK)
+    return RunOnce.apply(record, run, q_BTHK, k_BTGK, v_BTGK)
 
 
 def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
@@ -492,7 +492,7 @@ def length_multiple(q):
     return 32 if q.device.type == "cpu" else 1
 
 
-def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, kept):
+def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record):
     """attend() of rows that are spread over S ranks (Ulysses, arXiv:2309.14509). One all-to-all goes from
     (this rank's tokens, all heads) to (all tokens, this rank's heads), a second one goes back. Together they
     move 2 * tokens * (2*H + 2*G) * K / S bytes a rank."""
@@ -505,7 +505,7 @@ def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, kept):
     # row i of the first dimension goes to rank i: its heads of q, k and v
     by_rank = [t.reshape(B * T, S, -1, K).transpose(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK)]
     qkv = exchange(torch.cat(by_rank, 2), group).flatten(0, 1)[None]
-    out = attend(*qkv.split([t.shape[2] for t in by_rank], 2), spans, window, kept=kept)
+    out = attend(*qkv.split([t.shape[2] for t in by_rank], 2), spans, window, record=record)
     return exchange(out.view(S, B * T, -1), group).transpose(0, 1).reshape(B, T, H * K)
 
 
@@ -1168,7 +1168,7 @@ class Dropout:
     Set from outside: bits_N, of the tokens that the adapters see now (set_dropout_bits_, and `instead`)."""
 
     def __init__(self, rate):
-        self.kept = 1 - rate
+        self.pass_rate = 1 - rate  # of the inputs, those that are not zeroed
         self.threshold = round(rate * 2**32) - 2**31
         self.bits_N = None
 
@@ -1253,7 +1253,7 @@ class LoRA:
             w_RD = self.lora_A.weight.to(x.dtype)
             dropout = self.dropout
             a = DroppedLinear.apply(x, w_RD, dropout.bits_N, self.column_bits, dropout.threshold, ends)
-            a = a * (self.lora_scale / dropout.kept)
+            a = a * (self.lora_scale / dropout.pass_rate)
         else:
             a = self.lora_A(x, ends) * self.lora_scale
         # the frozen base last: it saves nothing, so the recomputation of a block ends before down_proj
@@ -1425,10 +1425,10 @@ def checkpoint_activations_(model, n_blocks=None, n_attention_kept=0):
 
 def in_checkpoint(block, forward, keeps_attention, *args):
     """A call of a block under torch's checkpoint."""
-    kept = Kept() if keeps_attention else None
+    record = AttentionRecord() if keeps_attention else None
 
     def run(*args):  # in the forward, and again in the backward
-        block.mixer.kept = kept
+        block.mixer.record = record
         return forward(*args)
 
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
