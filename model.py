@@ -152,7 +152,7 @@ class Config:
 
     @property
     def value_size(self):
-        """Numbers a token that out_proj of a Gated DeltaNet reads, E."""
+        """Numbers a token that out_proj of a Gated DeltaNet reads, Y."""
         return self.linear_num_value_heads * self.linear_key_head_dim
 
     @property
@@ -302,7 +302,7 @@ class Cache:
 
     def __init__(self):
         self.n_tokens = 0
-        self.layers = {}  # {Attention: (keys, values), GatedDeltaNet: (end of the tokens, S)}
+        self.layers = {}  # {Attention: (keys, values), GatedDeltaNet: (tail, state)}
 
     def extend(self, layer, *new):
         """Adds a layer's new keys and values, [B, T, G, K] -> all that it has, oldest first. Keeps those in
@@ -493,32 +493,33 @@ def length_multiple(q):
 
 
 def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record):
-    """attend() of rows that are spread over S ranks (Ulysses, arXiv:2309.14509). One all-to-all goes from
-    (this rank's tokens, all heads) to (all tokens, this rank's heads), a second one goes back. Together they
-    move 2 * tokens * (2*H + 2*G) * K / S bytes a rank."""
+    """attend() of rows that are spread over ranks (Ulysses, arXiv:2309.14509). One all-to-all goes from (this
+    rank's tokens, all heads) to (all tokens, this rank's heads), a second one goes back. Together they move
+    2 * (2*H + 2*G) * K bytes in bf16 for each of the rank's tokens."""
     B, T, H, K = q_BTHK.shape
-    S = group.size()
+    n_ranks = group.size()
     # a key head goes to each of the ranks that have some of its query heads
-    n_copies = S // math.gcd(k_BTGK.shape[2], S)
+    n_copies = n_ranks // math.gcd(k_BTGK.shape[2], n_ranks)
     if n_copies > 1:
         k_BTGK, v_BTGK = (t.repeat_interleave(n_copies, 2) for t in (k_BTGK, v_BTGK))
     # row i of the first dimension goes to rank i: its heads of q, k and v
-    by_rank = [t.reshape(B * T, S, -1, K).transpose(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK)]
+    by_rank = [t.reshape(B * T, n_ranks, -1, K).transpose(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK)]
     qkv = exchange(torch.cat(by_rank, 2), group).flatten(0, 1)[None]
     out = attend(*qkv.split([t.shape[2] for t in by_rank], 2), spans, window, record=record)
-    return exchange(out.view(S, B * T, -1), group).transpose(0, 1).reshape(B, T, H * K)
+    return exchange(out.view(n_ranks, B * T, -1), group).transpose(0, 1).reshape(B, T, H * K)
 
 
 def exchange(x, group):
-    """[S, ...] -> [S, ...]: row i goes to rank i."""
+    """[n_ranks, ...] -> [n_ranks, ...]: row i goes to rank i."""
     return all_to_all_single(torch.empty_like(x), x, group=group)
 
 
 # ---------------- Gated DeltaNet
 # Three of four blocks of Qwen3.5 remember by a matrix instead of a list of keys (arXiv:2412.06464). A head
-# has a state S [K, P]. Each token fades it, reads what is stored under its key, and writes the correction:
+# has a state [K, P], the paper's S. Each token fades it, reads what is stored under its key, and writes the
+# correction, with a decay g <= 0 and beta in 0 .. 1:
 #
-#     S <- e^g S,   S <- S + k (beta (v - S^T k))^T,   o = S^T q      with a decay g <= 0 and beta in 0 .. 1
+#     state <- e^g state,   state <- state + k (beta (v - state^T k))^T,   o = state^T q
 #
 # Token by token that is one tiny kernel after another. So tokens go in chunks: inside a chunk the writes
 # solve a triangular system (section 3.3 of the paper), and only one step per chunk is sequential.
@@ -527,8 +528,9 @@ def exchange(x, group):
 # the same document where position >= j. Such masks have the same shapes for every packing, so nothing loops
 # over documents or compiles again. Everything between the projections is float32, whatever the weights are.
 #
-# G key heads, each for H / G value heads; K and P the sizes of a key and a value, here the same number;
-# E = H*K; X = 2*G*K + E the channels of the convolution, J its taps; N tokens of a segment in n chunks of C.
+# G heads of queries and keys, each for H / G heads of values; K and P are the sizes of a key and a value,
+# here the same number. Y = H*P. The convolution has X = 2*G*K + Y channels and J taps, and reads L = J - 1 + N
+# rows for the N tokens of a segment, which are n chunks of C.
 
 RULE_CHUNK = 64  # tokens of one triangular system, a power of two
 SEGMENT = 1024  # tokens whose intermediates are in memory at once, 11 KiB and more a token and head
@@ -539,10 +541,10 @@ def unit_length(x):
 
 
 def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
-    """What a chunk needs besides S: w, u, keys faded to the chunk's end, the decay of S, queries and scores,
-    all of them [n, H, rows, columns]. With S before the chunk,
+    """What a chunk needs besides the state: w, u, keys faded to the chunk's end, the decay of the state,
+    queries and scores, all of them [n, H, rows, columns]. With the state before the chunk,
 
-        d = u - w S,   o = queries S + scores d,   S <- decay S + keys^T d."""
+        d = u - w state,   o = queries state + scores d,   state <- decay state + keys^T d."""
     n, C = positions_nC.shape
     G, K = k_NGK.shape[1:]
 
@@ -559,7 +561,7 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     # where the token's document begins, counted from the start of the chunk: negative if it began before
     first_C1 = (i - positions_nC).view(n, 1, 1, C, 1)
     is_hidden = (i > i[:, None]) | (i < first_C1)
-    # how much token i sees of S, and of what token j has written
+    # how much token i sees of the state before the chunk, and of what token j has written
     carry_C1 = log_decay_C1.to(k_CK.dtype).exp() * (first_C1 < 0)
     decay_CC = (log_decay_C1 - log_decay_C1.mT).to(k_CK.dtype)
     decay_CC = decay_CC.masked_fill(is_hidden, -torch.inf).exp()  # masked first: exp() could overflow
@@ -580,15 +582,15 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     return [t.flatten(1, 2) for t in system]
 
 
-def scan(w_nHCK, u_nHCP, keys_nHCK, decay_nH11, S_HKP):
-    """The sequential part, three kernels a chunk -> d of all chunks, S before each, S after the last."""
+def scan(w_nHCK, u_nHCP, keys_nHCK, decay_nH11, state_HKP):
+    """The sequential part, three kernels a chunk -> d of all chunks, the state before each, the last one."""
     d = []
-    S_before = []
+    states = []
     for w_HCK, u_HCP, keys_HCK, decay_H11 in zip(w_nHCK, u_nHCP, keys_nHCK, decay_nH11):
-        d.append(torch.baddbmm(u_HCP, w_HCK, S_HKP, alpha=-1))
-        S_before.append(S_HKP)
-        S_HKP = torch.baddbmm(S_HKP * decay_H11, keys_HCK.mT, d[-1])
-    return torch.stack(d), torch.stack(S_before), S_HKP
+        d.append(torch.baddbmm(u_HCP, w_HCK, state_HKP, alpha=-1))
+        states.append(state_HKP)
+        state_HKP = torch.baddbmm(state_HKP * decay_H11, keys_HCK.mT, d[-1])
+    return torch.stack(d), torch.stack(states), state_HKP
 
 
 class ShortConv(nn.Module):
@@ -598,24 +600,24 @@ class ShortConv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_channels, n_taps))
 
-    def forward(self, x_MX, positions_N):
+    def forward(self, x_LX, positions_N):
         """x begins with the J - 1 tokens before the N of positions -> [N, X] float32."""
         w_XJ = self.weight.float()
         N = len(positions_N)
         J = w_XJ.shape[1]
-        y_NX = x_MX[:N] * w_XJ[:, 0]
+        y_NX = x_LX[:N] * w_XJ[:, 0]
         for j in range(1, J):
             # Taps before the j-th see tokens J - j places back and more. Masking the sum of older taps, and
             # not their inputs, saves no masked copies of x.
             y_NX.mul_(positions_N[:, None] >= J - j)
-            y_NX.addcmul_(x_MX[j : j + N], w_XJ[:, j])
+            y_NX.addcmul_(x_LX[j : j + N], w_XJ[:, j])
         return F.silu(y_NX)
 
 
 class DecayGate(nn.Module):
-    """The log of what each token leaves of S, g = -e^A_log softplus(a + dt_bias). It is a module of its own,
-    because its two vectors stay float32 where FSDP2 gathers all other weights of a block in bf16 (Automodel
-    #2484). In files they have no `decay.` in their names."""
+    """The log of what each token leaves of the state, g = -e^A_log softplus(a + dt_bias). It is a module of
+    its own, because its two vectors stay float32 where FSDP2 gathers all other weights of a block in bf16
+    (Automodel #2484). In files they have no `decay.` in their names."""
 
     def __init__(self, n_heads):
         super().__init__()
@@ -630,7 +632,7 @@ class GatedDeltaNet(nn.Module):
     """The mixer of a linear_attention block, in the parts that Attention has: qkv(), forward() and o_proj.
 
     forward() runs a segment of tokens at a time and recomputes it in the backward: a token saves the results
-    of qkv(), (2*X + 2*E + 12*H) bytes in bf16, and a segment the S before it, 4*H*K*P bytes.
+    of qkv(), (2*X + 2*Y + 12*H) bytes in bf16, and a segment the state before it, 4*H*K*P bytes.
 
     Set from outside: before_scan and after_scan (compile_). The scan between them is not compiled, because
     its loop would be unrolled: minutes of compiling for no gain."""
@@ -641,71 +643,74 @@ class GatedDeltaNet(nn.Module):
         G = c.linear_num_key_heads
         H = c.linear_num_value_heads
         K = c.linear_key_head_dim
-        E = c.value_size
+        Y = c.value_size
         X = c.conv_size
         self.state_shape = H, K, K
         self.head_counts = G, G, H  # of q, k, v
         self.in_proj_qkv = Linear(D, X, bias=False)
-        self.in_proj_z = Linear(D, E, bias=False)
+        self.in_proj_z = Linear(D, Y, bias=False)
         self.in_proj_a = Linear(D, H, bias=False)
         self.in_proj_b = Linear(D, H, bias=False)
         self.conv1d = ShortConv(X, c.linear_conv_kernel_dim)
         self.decay = DecayGate(H)
         self.norm = RMSNorm(K, c.rms_norm_eps)  # of weight w, where the other norms of Qwen3.5 have 1 + w
-        self.out_proj = Linear(E, D, bias=False)
+        self.out_proj = Linear(Y, D, bias=False)
 
     @property
     def o_proj(self):
         return self.out_proj
 
     def qkv(self, h_BTD, rope):
-        """-> qkv_BTX, z_BTE, a_BTH and b_BTH."""
+        """-> qkv_BTX, z_BTY, a_BTH and b_BTH."""
         return self.in_proj_qkv(h_BTD), self.in_proj_z(h_BTD), self.in_proj_a(h_BTD), self.in_proj_b(h_BTD)
 
-    def forward(self, qkv_BTX, z_BTE, a_BTH, b_BTH, spans, cache, group):
-        """-> [B, T, E]. Rows follow one another as documents of one long row; with a cache there is one row.
-        The cache gets the state after its last token, the last J - 1 rows of qkv and S."""
+    def forward(self, qkv_BTX, z_BTY, a_BTH, b_BTH, spans, cache, group):
+        """-> [B, T, Y]. Rows follow one another as documents of one long row; with a cache there is one row.
+        The cache gets the tail, the last J - 1 rows of qkv, and the state after its last token."""
         g_BTH = self.decay(a_BTH)
         beta_BTH = b_BTH.float().sigmoid()
-        state = cache.layers.get(self) if cache is not None else None
-        if state is None:
-            tail_X = qkv_BTX.new_zeros(self.conv1d.weight.shape[1] - 1, qkv_BTX.shape[2])
-            state = tail_X, g_BTH.new_zeros(self.state_shape)
-        tokens = qkv_BTX, z_BTE, g_BTH, beta_BTH, spans.positions_BT
+        if cache is not None and self in cache.layers:
+            tail_JX, state_HKP = cache.layers[self]
+        else:
+            n_before = self.conv1d.weight.shape[1] - 1
+            tail_JX = qkv_BTX.new_zeros(n_before, qkv_BTX.shape[2])
+            state_HKP = g_BTH.new_zeros(self.state_shape)
+        tokens = qkv_BTX, z_BTY, g_BTH, beta_BTH, spans.positions_BT
         out = []
         for segment in zip(*(t.flatten(0, 1).split(SEGMENT) for t in tokens)):
-            y_NE, *state = checkpoint(
-                self.mix, *segment, *state, use_reentrant=False, preserve_rng_state=False)
-            out.append(y_NE)
+            out_NY, tail_JX, state_HKP = checkpoint(
+                self.mix, *segment, tail_JX, state_HKP, use_reentrant=False, preserve_rng_state=False)
+            out.append(out_NY)
         if cache is not None:
-            cache.layers[self] = state
-        return torch.cat(out).view_as(z_BTE)
+            cache.layers[self] = (tail_JX, state_HKP)
+        return torch.cat(out).view_as(z_BTY)
 
-    def mix(self, qkv_NX, z_NE, g_NH, beta_NH, positions_N, tail_X, S_HKP):
-        """A segment, after tokens that left the state (tail, S) -> [N, E] and the state that it leaves."""
+    def mix(self, qkv_NX, z_NY, g_NH, beta_NH, positions_N, tail_JX, state_HKP):
+        """A segment, behind tokens that left a tail and a state -> [N, Y], and the two that it leaves."""
         N = len(qkv_NX)
         C = min(RULE_CHUNK, 1 << (N - 1).bit_length())  # a single new token is a chunk of its own
         n_more = -N % C
-        x_MX = torch.cat([tail_X, qkv_NX])
-        tail_X = x_MX[-len(tail_X) :].clone()  # a view would keep all of x
-        # Added tokens continue the last document. They neither fade S (g = 0) nor write to it (beta = 0).
-        x_MX, g_NH, beta_NH = (F.pad(t, (0, 0, 0, n_more)) for t in (x_MX, g_NH, beta_NH))
+        x_LX = torch.cat([tail_JX, qkv_NX])
+        tail_JX = x_LX[-len(tail_JX) :].clone()  # a view would keep all of x
+        # Added tokens continue the last document. They neither fade the state (g = 0) nor write to it
+        # (beta = 0).
+        x_LX, g_NH, beta_NH = (F.pad(t, (0, 0, 0, n_more)) for t in (x_LX, g_NH, beta_NH))
         added = positions_N[-1] + torch.arange(1, n_more + 1, device=positions_N.device)
         positions_nC = torch.cat([positions_N, added]).view(-1, C)
-        *system, queries, scores = self.before_scan(x_MX, g_NH, beta_NH, positions_nC)
-        d_nHCP, S_nHKP, S_HKP = scan(*system, S_HKP)
-        return self.after_scan(queries, scores, S_nHKP, d_nHCP, z_NE), tail_X, S_HKP
+        *system, queries, scores = self.before_scan(x_LX, g_NH, beta_NH, positions_nC)
+        d_nHCP, states_nHKP, state_HKP = scan(*system, state_HKP)
+        return self.after_scan(queries, scores, states_nHKP, d_nHCP, z_NY), tail_JX, state_HKP
 
-    def before_scan(self, x_MX, g_NH, beta_NH, positions_nC):
-        qkv_NX = self.conv1d(x_MX, positions_nC.flatten())
+    def before_scan(self, x_LX, g_NH, beta_NH, positions_nC):
+        qkv_NX = self.conv1d(x_LX, positions_nC.flatten())
         heads = qkv_NX.unflatten(1, (-1, self.state_shape[1]))
         return chunk_system(*heads.split(self.head_counts, 1), g_NH, beta_NH, positions_nC)
 
-    def after_scan(self, queries, scores, S_nHKP, d_nHCP, z_NE):
-        """What tokens read from S and from their chunk, normalized for each head and gated."""
-        o_nHCP = queries @ S_nHKP + scores @ d_nHCP
-        o_NHP = o_nHCP.transpose(1, 2).flatten(0, 1)[: len(z_NE)]
-        return (self.norm(o_NHP).flatten(1) * F.silu(z_NE.float())).to(z_NE.dtype)
+    def after_scan(self, queries, scores, states_nHKP, d_nHCP, z_NY):
+        """What tokens read from the state and from their chunk, normalized for each head and gated."""
+        o_nHCP = queries @ states_nHKP + scores @ d_nHCP
+        o_NHP = o_nHCP.transpose(1, 2).flatten(0, 1)[: len(z_NY)]
+        return (self.norm(o_NHP).flatten(1) * F.silu(z_NY.float())).to(z_NY.dtype)
 
 
 # ---------------- MLP and experts
@@ -1472,10 +1477,10 @@ class Counts(NamedTuple):
 def step_flops(c, counts, is_frozen):
     """FLOP of a step without recomputation. A weight costs a token 2 in the forward and 4 in the backward, 2
     of them for its own gradient. Two tokens that attend to each other cost 4*H*K in the forward and 2.5 times
-    that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads S twice and writes it once,
-    6*K*P a token and head (w S, queries S, keys^T d), and the backward of a product costs twice the product;
-    what chunks add, 70 % of that, a model does not need. Adapters, about 1 %, and the reference of --dpo, a
-    forward, are left out."""
+    that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads its state twice and writes
+    it once, 6*K*P a token and head (w state, queries state, keys^T d), and the backward of a product costs
+    twice the product; what chunks add, 70 % of that, a model does not need. Adapters, about 1 %, and the
+    reference of --dpo, a forward, are left out."""
     n_linear = c.layer_types.count("linear_attention")
     n_sliding = c.layer_types.count("sliding_attention")
     n_full = c.num_hidden_layers - n_linear - n_sliding

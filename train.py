@@ -2746,18 +2746,18 @@ def numbers_of_deltanet(c, size, n_tokens):
     """The same of Gated DeltaNet. Its backward recomputes one segment at a time. When that is done, a token
     of the segment has in float32 (K = 2 * RULE_CHUNK, as in every Qwen3.5)
 
-        3 * X - E          what SiLU is applied to; q, k, v by chunks; q and k of unit length
-        X / 2 - E / 2      products of q and k with k
-        7/2 * E            decays, these with beta, a, its inverse, that times beta and carry, scores
-        4 * E              w and u, queries, keys
-        6 * E              d and S of each chunk, in a list and in one tensor
-        6 * E              o, by tokens, normalized; z, its SiLU, the gradient of their product
-        -E / 2             the 16-bit gradient of the output, which activation_bytes() counts, is gone"""
+        3 * X - Y          what SiLU is applied to; q, k, v by chunks; q and k of unit length
+        X / 2 - Y / 2      products of q and k with k
+        7/2 * Y            decays, these with beta, a, its inverse, that times beta and carry, scores
+        4 * Y              w and u, queries, keys
+        6 * Y              d and state of each chunk, in a list and in one tensor
+        6 * Y              o, by tokens, normalized; z, its SiLU, the gradient of their product
+        -Y / 2             the 16-bit gradient of the output, which activation_bytes() counts, is gone"""
     X = c.conv_size
-    E = c.value_size
+    Y = c.value_size
     segment = min(lm.SEGMENT, n_tokens)
-    saved = X + E + 4 / size * E * c.linear_key_head_dim / segment  # qkv, z, and the S before each segment
-    rule = 4 / size * (3.5 * X + 17.5 * E)
+    saved = X + Y + 4 / size * Y * c.linear_key_head_dim / segment  # qkv, z, the state before each segment
+    rule = 4 / size * (3.5 * X + 17.5 * Y)
     # X: gradients of qkv of the segments before, and a padded input of this one
     return saved, X + rule * segment / n_tokens
 
@@ -2803,21 +2803,21 @@ def activation_bytes(args, c, size, n_tokens, layer_type, keeps):
     routed = k * D if c.num_experts else 0  # numbers a token of rows on their way to experts or back
 
     if layer_type == "linear_attention":
-        E = c.value_size
+        Y = c.value_size
         attention, gradients = numbers_of_deltanet(c, size, N)
     else:
-        E = c.q_size
+        Y = c.q_size
         attention, gradients = numbers_of_attention(args, c, size)
     *inner, last = lm.mixer_targets(c, layer_type)
     attention += saved_input(args, D, *inner)
     if args.lora:  # what A makes, of all adapters of the block
         adapted = [name for name in (*inner, last, *lm.MLP_TARGETS) if name in args.lora_targets]
         attention += args.lora_rank * sum(k if name in lm.MLP_TARGETS else 1 for name in adapted)
-    in_attention = N * (attention + gradients + D + E)  # gradients of the block's and of attention's output
+    in_attention = N * (attention + gradients + D + Y)  # gradients of the block's and of attention's output
     in_attention += masks(args, size, N, D, *inner)
     mlp = saved_by_mlp(args, c, size)
     if c.family.gate:  # else the input of o_proj is attention's output
-        mlp += saved_input(args, E, last)
+        mlp += saved_input(args, Y, last)
     down = saved_input(args, F, "down_proj")
     tile = min(args.tiled_mlp or N, N)
 
@@ -2840,17 +2840,17 @@ def activation_bytes(args, c, size, n_tokens, layer_type, keeps):
     saved = N * (attention + mlp + down + norms)
     if args.tiled_mlp:
         # of tiles; the output of attention without a gate is saved by itself
-        inputs = D + E if c.family.gate else D
+        inputs = D + Y if c.family.gate else D
         saved = N * (attention + inputs)
-        in_mlp += N * inputs + (N - tile) * (D + E)  # gradients of the output, and of what other tiles read
+        in_mlp += N * inputs + (N - tile) * (D + Y)  # gradients of the output, and of what other tiles read
     if keeps.weights:
         saved += n_attention + 3 * n_down
     if not keeps.activations:
         saved = N * D
         if keeps.attention and layer_type != "linear_attention":
-            saved += N * (E + 4 / size * c.num_attention_heads)
-            if size == 4 and key_width(args, c) < E:
-                saved += N * 2 * E  # copies of k and v for each query head
+            saved += N * (Y + 4 / size * c.num_attention_heads)
+            if size == 4 and key_width(args, c) < Y:
+                saved += N * 2 * Y  # copies of k and v for each query head
         if c.num_experts:
             saved += N * 8 * k / size  # the order of the experts' rows, int64, which no checkpoint drops
     if keeps.weights or (args.qlora and not keeps.activations):
