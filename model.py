@@ -13,9 +13,20 @@ Cross-Entropy, arXiv:2411.09009).
 Read Transformer.forward first, then Block. What follows "LoRA" edits a finished model; how a config.json is
 read and refused stands last. This file needs torch and nf4.py alone: copy the two to use them elsewhere.
 
-Shapes are in the names: B rows, T tokens per row, D model, F mlp, H query heads, G kv heads, K head size, V
-vocabulary, R LoRA rank, E experts, k experts per token, N tokens of a micro-batch or rows of a matrix, S
-supervised tokens, C tokens in a loss chunk. x is the residual stream. """
+Shapes are in the names:
+
+    B rows of a batch           T tokens per row            D model             V vocabulary
+    H heads of a mixer's output, which are attention's query heads              G heads of its keys
+    K size of a head            F mlp                       R LoRA rank         Y a mixer's output, H*K
+    E experts                   k experts per token         S supervised tokens
+    C tokens in a chunk         N rows of a matrix: tokens of an activation, out features of a weight
+
+Gated DeltaNet has a few more, which stand where it begins. x is the residual stream in Block and Transformer,
+and the input of a layer elsewhere; h is x after a norm.
+
+A mixer is the half of a block in which tokens see each other: attention or Gated DeltaNet. A chunk is some
+tokens that the loss, or Gated DeltaNet, works on at a time; a tile the same for the MLP. What the forward of
+a block keeps for its backward has the verb keep."""
 
 import contextlib
 import functools
@@ -50,7 +61,7 @@ class Family(NamedTuple):
     # fourth block has the first.
     layer_types: tuple = ("full_attention",)
     bias: bool = False  # of q_proj, k_proj and v_proj
-    qk_norm: bool = False  # RMSNorm on each head of q and k
+    qk_norm: bool = False  # RMSNorm on each head of q and k, which bounds the scores (arXiv:2302.05442)
     bare_qk_norm: bool = False  # the same without a weight
     norms_add_one: bool = False  # the norms of a block multiply by 1 + w
     last_norm_adds_one: bool = False  # and so does the last norm
@@ -165,8 +176,9 @@ class Config:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Computes in float32 and multiplies by w, or by 1 + w. That sum is rounded to the dtype of x, as only
-    then a fused kernel runs: an error of 2.4e-3 in bf16 where a float32 weight has 1.7e-3."""
+    """x / RMS(x) * w over the last dimension (arXiv:1910.07467), or times 1 + w. Computed in float32, but for
+    the weight, which is rounded to the dtype of x, as only then a fused kernel runs: an error of 2.4e-3 in
+    bf16 where a float32 weight has 1.7e-3."""
 
     def __init__(self, size, eps, adds_one=False):
         super().__init__(size, eps)
@@ -191,18 +203,20 @@ class Linear(nn.Linear):
     experts, see nf4.linear()."""
 
     def forward(self, x, ends=None):
+        # autograd takes the gradient through the cast, so a float32 master gets a float32 one
         y = nf4.linear(x, self.weight.to(x.dtype), ends)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
 def rope_table(positions_BT, config):
-    """-> (cos, sin), each [B, T, 1, rope_size/2]. Angles are float32, as bf16 is wrong beyond a few hundred
-    tokens."""
+    """-> (cos, sin) of how far each pair of a head's elements turns, [B, T, 1, rope_size/2]; the 1 is for the
+    heads. Angles are float32, as bf16 is wrong beyond a few hundred tokens."""
     scaling = config.rope_scaling
     even_numbers = torch.arange(0, config.rope_size, 2, device=positions_BT.device)
+    # radians a token: from 1 for the first pair to almost 1 / theta for the last, which tells far ones apart
     freq = 1.0 / config.rope_theta ** (even_numbers.float() / config.rope_size)
     if scaling["rope_type"] == "linear":
-        freq = freq / scaling["factor"]
+        freq = freq / scaling["factor"]  # `factor` times the context turns as far as pretraining's did
     if scaling["rope_type"] == "llama3":
         # long wavelengths are stretched by `factor` (blend 0), short ones stay (1), those between are blended
         low = scaling["low_freq_factor"]
@@ -220,6 +234,7 @@ def rotate(q_BTHK, rope):
     (arXiv:2104.09864) pairs neighbours: the same up to the order of the rows of q_proj and k_proj. Where rope
     has angles for a part of a head only, the rest stays as it is."""
     cos, sin = rope
+    # float32 until the end: the differences below would otherwise be taken of products rounded to 8 bits
     turned, rest = q_BTHK.float().tensor_split((2 * cos.shape[-1],), -1)
     a, b = turned.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(q_BTHK.dtype)
@@ -231,16 +246,17 @@ def rotate(q_BTHK, rope):
 class AttentionRecord:
     """What one call of a block keeps of its attention from the forward to the backward: see RunOnce."""
 
-    inputs = ()
-    out = None
+    inputs = ()  # copies of q, k and v, without memory from the forward to the recomputation
+    out = None  # with the graph that leads from it to `inputs`
 
 
 class RunOnce(torch.autograd.Function):
-    """function(*inputs) inside a checkpointed block, which runs in the forward and not again in the block's
-    recomputation. Its output and what it saves stay (for attention an output and a float32 a head), but not
-    its inputs: they are computed again, and put where the graph of the forward looks for them.
+    """Runs function(*inputs) once in a checkpointed block: in the forward, and not again when the block is
+    recomputed. Its output and what it saves stay in memory (for attention an output and a float32 a head).
+    Its inputs do not: the block computes them again, and they are put where function()'s graph looks for
+    them.
 
-        forward of the block:   q, k, v are copied to record.inputs, function() runs on these copies, and builds
+        forward of the block:   q, k, v are copied to record.inputs; function() runs on the copies and builds
                                 a graph of its own; then the copies give their memory back
         recomputation:          q, k, v are computed again and written into the copies' memory, which returns;
                                 record.out is there, so function() does not run
@@ -253,6 +269,7 @@ class RunOnce(torch.autograd.Function):
     def forward(ctx, record, function, *inputs):
         ctx.record = record
         if record.out is None:
+            # Copies own their memory, where q, k and v may be views; detached, their graph begins here.
             record.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
             # These hooks do nothing. Those of the block's checkpoint, which they cover, would drop it.
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -260,9 +277,10 @@ class RunOnce(torch.autograd.Function):
             for t in record.inputs:
                 t.untyped_storage().resize_(0)
         else:
-            for t, again in zip(record.inputs, inputs):
-                t.untyped_storage().resize_(again.nbytes)
-                t.data.copy_(again)
+            for t, recomputed in zip(record.inputs, inputs):
+                t.untyped_storage().resize_(recomputed.nbytes)
+                # .data, or autograd would refuse its graph, because what it saved was changed in place
+                t.data.copy_(recomputed)
         return record.out.detach()
 
     @staticmethod
@@ -274,6 +292,7 @@ class RunOnce(torch.autograd.Function):
         ctx.record.out = None
         wanted = [t for t in inputs if t.requires_grad]
         grads = iter(torch.autograd.grad(out, wanted, grad))
+        # in the order of forward()'s arguments; the first two have no gradient
         return None, None, *(next(grads) if t.requires_grad else None for t in inputs)
 
 
@@ -309,7 +328,7 @@ class Cache:
         the window of the next token."""
         if layer in self.layers:
             new = [torch.cat(pair, 1) for pair in zip(self.layers[layer], new)]
-        n_old = max(0, new[0].shape[1] + 1 - layer.window)
+        n_old = max(0, new[0].shape[1] + 1 - layer.window)  # the next token, the + 1, is in the window itself
         self.layers[layer] = [t[:, n_old:] for t in new]
         return new
 
@@ -327,7 +346,7 @@ class Attention(nn.Module):
         self.has_gate = c.family.gate
         self.gate_in_q = c.family.gate_in_q
         self.q_factor = c.qk_scale_factor
-        self.turns = c.rope_layers[number]
+        self.has_rope = c.rope_layers[number]  # SmolLM3 and Muse Glimmer leave some blocks without
         self.window = c.sliding_window if c.layer_types[number] == "sliding_attention" else NO_WINDOW
         self.record = None
         # with a gate in it, each head has K rows of q, then K rows of its gate
@@ -344,6 +363,7 @@ class Attention(nn.Module):
     def qkv(self, h_BTD, rope):
         """-> q_BTHK, k_BTGK, v_BTGK and gate_BTHK, which is None without a gate."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
+        # three products, and not one of a joined weight: the files, LoRA and NF4 have three
         q_BTHK, k_BTGK, v_BTGK = (proj(h_BTD).unflatten(-1, (-1, self.head_dim)) for proj in projections)
         gate_BTHK = None
         if self.gate_in_q:  # so q has every second head here, and gates have the others
@@ -356,14 +376,15 @@ class Attention(nn.Module):
         k_BTGK = self.k_norm(k_BTGK)
         if self.q_factor != 1:
             q_BTHK = q_BTHK * self.q_factor
-        if self.turns:
+        if self.has_rope:
             q_BTHK = rotate(q_BTHK, rope)
             k_BTGK = rotate(k_BTGK, rope)
         return q_BTHK, k_BTGK, v_BTGK, gate_BTHK
 
     def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group):
+        """-> [B, T, H*K], the input of o_proj."""
         if cache is not None:
-            k_BTGK, v_BTGK = cache.extend(self, k_BTGK, v_BTGK)
+            k_BTGK, v_BTGK = cache.extend(self, k_BTGK, v_BTGK)  # now of all tokens so far
         out = attend(q_BTHK, k_BTGK, v_BTGK, spans, self.window, group, self.record)
         return out * gate_BTHK.flatten(2).sigmoid() if self.has_gate else out
 
@@ -384,6 +405,7 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, record=N
     if group is not None:
         return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record)
     run = functools.partial(attend_here, spans, window)
+    # without gradients there will be no backward to keep anything for
     if record is None or not q_BTHK.requires_grad:
         return run(q_BTHK, k_BTGK, v_BTGK)
     return RunOnce.apply(record, run, q_BTHK, k_BTGK, v_BTGK)
@@ -400,24 +422,26 @@ def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
     A window shorter than documents of one length takes the first way where it can."""
     B, T, H, K = q_BTHK.shape
     has_cache = k_BTGK.shape[1] > T
-    q, k, v = (t.flatten(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK))
+    q, k, v = (t.flatten(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK))  # the rows as one long row
     has_flash = runs_flash_attention(q)
     if q.is_cuda and not has_flash:
         # to share key heads, torch would choose its math kernel, which stores all scores
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     bounds = spans.bounds
     longest = spans.longest
-    if bounds is None and window < spans.pairs[0][1]:  # equal documents: for sdpa() they would be blocks
-        longest = spans.pairs[0][1]
+    are_equal = bounds is None  # documents of one length, without gaps
+    if are_equal:
+        longest = spans.pairs[0][1]  # the first one begins at 0
+    if are_equal and window < longest:  # for one call of FlashAttention: sdpa() would cut them into windows
         bounds = torch.arange(0, len(q) + 1, longest, dtype=torch.int32, device=q.device)
     if bounds is not None and has_flash:
         # how many earlier tokens a token sees, where -1 is all; and no later ones
         n_seen = window - 1 if window < longest else -1
         out = flash_attention()(q, k, v, bounds, bounds, longest, longest, window_size=(n_seen, 0))
-    elif has_cache or (spans.bounds is None and spans.pairs[0][1] % length_multiple(q) == 0):
-        # Equal documents are rows of a batch: no copy is made. A new token behind a cache sees all of it.
-        n = len(spans.pairs)
-        out = sdpa(*(t.unflatten(0, (n, -1)) for t in (q, k, v)), window=window)
+    elif has_cache or (are_equal and longest % length_multiple(q) == 0):
+        # views of the long row, so nothing is copied
+        n_documents = len(spans.pairs)
+        out = sdpa(*(t.unflatten(0, (n_documents, -1)) for t in (q, k, v)), window=window)
     else:
         out = attend_one_by_one(q, k, v, spans.pairs, window)
     return out.reshape(B, T, H * K)
@@ -442,10 +466,10 @@ def flash_attention():
 
 
 def sdpa(*qkv, window):
-    """q [n, T, H, K], k and v [n, T, G, K] -> [n, T, H, K]. A single query sees all keys. Rows beyond the
+    """q [B, T, H, K], k and v [B, T, G, K] -> [B, T, H, K]. A single query sees all keys. Rows beyond the
     window run in blocks of as many queries, and each sees keys of its own block and of the one before: the
     mask has 2 * window**2 numbers, and keys and values are copied."""
-    q, k, v = (t.transpose(1, 2) for t in qkv)
+    q, k, v = (t.transpose(1, 2) for t in qkv)  # torch has heads before tokens
     run = functools.partial(F.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
     T = q.shape[2]
     if window >= T:
@@ -456,8 +480,9 @@ def sdpa(*qkv, window):
     # 0 for the keys that a query sees, -inf for the others. One for all blocks: it lives until the backward.
     mask = q.new_ones(window, 2 * window).tril(window).triu(1).log()
     for i, queries in enumerate(q.split(window, 2)):
-        seen = slice(max(i - 1, 0), i + 1)
+        seen = slice(max(i - 1, 0), i + 1)  # the first block has none before it
         keys = torch.cat(key_blocks[seen], 2)
+        # column `window` of the mask is this block's first key; those of the block before are left of it
         stop = window + queries.shape[2]
         visible = mask[: queries.shape[2], stop - keys.shape[2] : stop]
         out.append(run(queries, keys, torch.cat(value_blocks[seen], 2), attn_mask=visible))
@@ -529,14 +554,15 @@ def exchange(x, group):
 # over documents or compiles again. Everything between the projections is float32, whatever the weights are.
 #
 # G heads of queries and keys, each for H / G heads of values; K and P are the sizes of a key and a value,
-# here the same number. Y = H*P. The convolution has X = 2*G*K + Y channels and J taps, and reads L = J - 1 + N
-# rows for the N tokens of a segment, which are n chunks of C.
+# here the same number, so Y = H*P. The convolution has X = 2*G*K + Y channels and J taps, and it reads
+# L = J - 1 + N rows for the N tokens of a segment, which are n chunks of C.
 
 RULE_CHUNK = 64  # tokens of one triangular system, a power of two
 SEGMENT = 1024  # tokens whose intermediates are in memory at once, 11 KiB and more a token and head
 
 
 def unit_length(x):
+    """x / |x|, as transformers computes it. Longer keys could make the state grow from token to token."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
@@ -551,7 +577,7 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     def by_chunks(x_NHK):  # -> [n, G, H / G, C, K], where H / G is 1 for keys
         return x_NHK.unflatten(0, (n, C)).transpose(1, 2).contiguous().unflatten(1, (G, -1))
 
-    q_CK = unit_length(by_chunks(q_NGK)) * K**-0.5
+    q_CK = unit_length(by_chunks(q_NGK)) * K**-0.5  # as attention's scores are divided by sqrt(K)
     k_CK = unit_length(by_chunks(k_NGK))
     beta_C1 = by_chunks(beta_NH[..., None])
     # Decays are differences of these sums. In float32, strong gates would leave their gradients 3 digits.
@@ -564,7 +590,8 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     # how much token i sees of the state before the chunk, and of what token j has written
     carry_C1 = log_decay_C1.to(k_CK.dtype).exp() * (first_C1 < 0)
     decay_CC = (log_decay_C1 - log_decay_C1.mT).to(k_CK.dtype)
-    decay_CC = decay_CC.masked_fill(is_hidden, -torch.inf).exp()  # masked first: exp() could overflow
+    # masked before exp(), which could overflow above the diagonal: the gradient would be inf * 0 = nan
+    decay_CC = decay_CC.masked_fill(is_hidden, -torch.inf).exp()
 
     # (1 + a) [w | u] = beta [carry k | v], where a counts below its diagonal. On a CPU, solving for the C
     # columns of the inverse and multiplying takes less time than solving for all K + P columns.
@@ -576,7 +603,7 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     u_CP = inverse_CC @ by_chunks(v_NHP)
     # the value heads of a key head share k: one product of all their rows
     w_CK = ((inverse_CC * carry_C1.mT).flatten(2, 3) @ k_CK.squeeze(2)).unflatten(2, (-1, C))
-    keys_CK = k_CK * decay_CC[..., -1:, :].mT
+    keys_CK = k_CK * decay_CC[..., -1:, :].mT  # the last row: how much of each write is left after the chunk
     scores_CC = q_CK @ k_CK.mT * decay_CC
     system = w_CK, u_CP, keys_CK, carry_C1[..., -1:, :], q_CK * carry_C1, scores_CC
     return [t.flatten(1, 2) for t in system]
@@ -594,7 +621,8 @@ def scan(w_nHCK, u_nHCP, keys_nHCK, decay_nH11, state_HKP):
 
 
 class ShortConv(nn.Module):
-    """A causal depthwise convolution and SiLU. The weight is [X, 1, J] in files."""
+    """A causal depthwise convolution and SiLU: each channel is a weighted sum of its last J tokens. Tap by
+    tap, because torch's kernel would mix packed documents. The weight is [X, 1, J] in files."""
 
     def __init__(self, n_channels, n_taps):
         super().__init__()
@@ -605,7 +633,7 @@ class ShortConv(nn.Module):
         w_XJ = self.weight.float()
         N = len(positions_N)
         J = w_XJ.shape[1]
-        y_NX = x_LX[:N] * w_XJ[:, 0]
+        y_NX = x_LX[:N] * w_XJ[:, 0]  # the oldest tap
         for j in range(1, J):
             # Taps before the j-th see tokens J - j places back and more. Masking the sum of older taps, and
             # not their inputs, saves no masked copies of x.
@@ -668,7 +696,7 @@ class GatedDeltaNet(nn.Module):
         """-> [B, T, Y]. Rows follow one another as documents of one long row; with a cache there is one row.
         The cache gets the tail, the last J - 1 rows of qkv, and the state after its last token."""
         g_BTH = self.decay(a_BTH)
-        beta_BTH = b_BTH.float().sigmoid()
+        beta_BTH = b_BTH.float().sigmoid()  # how much of a correction is written
         if cache is not None and self in cache.layers:
             tail_JX, state_HKP = cache.layers[self]
         else:
@@ -689,7 +717,7 @@ class GatedDeltaNet(nn.Module):
         """A segment, behind tokens that left a tail and a state -> [N, Y], and the two that it leaves."""
         N = len(qkv_NX)
         C = min(RULE_CHUNK, 1 << (N - 1).bit_length())  # a single new token is a chunk of its own
-        n_more = -N % C
+        n_more = -N % C  # tokens that fill the last chunk
         x_LX = torch.cat([tail_JX, qkv_NX])
         tail_JX = x_LX[-len(tail_JX) :].clone()  # a view would keep all of x
         # Added tokens continue the last document. They neither fade the state (g = 0) nor write to it
@@ -702,6 +730,7 @@ class GatedDeltaNet(nn.Module):
         return self.after_scan(queries, scores, states_nHKP, d_nHCP, z_NY), tail_JX, state_HKP
 
     def before_scan(self, x_LX, g_NH, beta_NH, positions_nC):
+        """All that chunks compute without each other."""
         qkv_NX = self.conv1d(x_LX, positions_nC.flatten())
         heads = qkv_NX.unflatten(1, (-1, self.state_shape[1]))
         return chunk_system(*heads.split(self.head_counts, 1), g_NH, beta_NH, positions_nC)
@@ -714,12 +743,13 @@ class GatedDeltaNet(nn.Module):
 
 
 # ---------------- MLP and experts
-# Both have start(h) and finish(start(h)). They are apart for --compile, which takes start() into the graph of
-# a block and leaves finish() out of it, see Block.
+# Both are finish(start(h)). The two are apart for --compile, which takes start() into the graph of a block
+# and leaves finish() out of it, see Block.
 
 
 class MLP(nn.Module):
-    """down(silu(gate(h)) * up(h)), or a stack of such experts. `ends` is then where the rows of each end."""
+    """SwiGLU (arXiv:2002.05202), down_proj(silu(gate_proj(h)) * up_proj(h)), or a stack of such experts.
+    `ends` is then where the rows of each end."""
 
     def __init__(self, D, width, n_experts=1):
         super().__init__()
@@ -754,10 +784,10 @@ class FromExperts(torch.autograd.Function):
     """Rows by expert -> [N, D], for each token the sum over its k experts. Its backward is ToExperts."""
 
     @staticmethod
-    def forward(ctx, rows, order, k, N):
+    def forward(ctx, by_expert, order, k, N):
         ctx.route = (order, k, N)
-        by_token = order.argsort()[: N * k]  # added rows come last in this order
-        return rows[by_token].unflatten(0, (N, k)).sum(1)
+        row_of_choice = order.argsort()[: N * k]  # the inverse of `order`, in which added rows come last
+        return by_expert[row_of_choice].unflatten(0, (N, k)).sum(1)
 
     @staticmethod
     def backward(ctx, grad):
@@ -797,6 +827,7 @@ class MoE(nn.Module):
             shared = self.shared_expert.finish(self.shared_expert.start(h))
             shared = self.shared_expert_gate(h).sigmoid() * shared
         h_ND = h.flatten(0, -2)
+        # the softmax is over all experts, so the odds of the chosen ones sum to less than 1
         odds_Nk, chosen_Nk = self.gate(h_ND).softmax(-1, dtype=torch.float32).topk(self.n_chosen)
         if self.normalize:
             odds_Nk = odds_Nk / odds_Nk.sum(-1, keepdim=True)
@@ -806,8 +837,8 @@ class MoE(nn.Module):
         odds = F.pad(odds_Nk.flatten(), (0, len(order) - odds_Nk.numel()))[order, None]
         with rows_of_experts(self.dropout if self.training else None, chosen, *route):
             gated = self.experts.start(ToExperts.apply(h_ND, *route), ends)
-            rows = self.experts.finish(gated * odds.to(h.dtype), ends)
-        out = FromExperts.apply(rows, *route).view_as(h)
+            by_expert = self.experts.finish(gated * odds.to(h.dtype), ends)
+        out = FromExperts.apply(by_expert, *route).view_as(h)
         return out + shared if self.has_shared else out
 
     def sort(self, chosen, h):
@@ -818,7 +849,7 @@ class MoE(nn.Module):
             # rows of odds 0 fill each expert up to a multiple, for the reason in length_multiple()
             n_more = -chosen.bincount(minlength=self.n_experts) % length_multiple(h)
             chosen = torch.cat([chosen, experts.repeat_interleave(n_more)])
-        chosen, order = chosen.sort(stable=True)
+        chosen, order = chosen.sort(stable=True)  # stable, so that a run's bits do not change
         return chosen, order, torch.searchsorted(chosen, experts, right=True, out_int32=True)
 
 
@@ -826,7 +857,7 @@ class MoE(nn.Module):
 
 
 class Block(nn.Module):
-    """In most families a block is
+    """Two branches, each added to the residual stream x [B, T, D]. In most families a block is
 
         h = input_layernorm(x)
         x = x + o_proj(attention(q_proj(h), k_proj(h), v_proj(h)))
@@ -836,11 +867,17 @@ class Block(nn.Module):
     With branch_norms each branch is also normed before it is added to x. The mixer is attention, `self_attn`,
     or Gated DeltaNet, `linear_attn`.
 
-    These lines are three parts here: qkv(), mixer.forward() and o_proj_and_mlp(). Attention depends on where
-    the documents lie, the other two do not. So --compile compiles qkv() and start_mlp(), each once for all
-    blocks and all packed rows. down_proj stays outside of start_mlp(), because the recomputation of a
-    checkpointed block ends before it: nothing behind it needs its result, and a compiled graph runs as a
-    whole.
+    These lines are computed in the order in which they stand, but cut elsewhere:
+
+        qkv()               input_layernorm and the projections of the mixer
+        mixer.forward()     tokens see each other
+        o_proj_and_mlp()    the rest: start_mlp(), which is o_proj, the first sum, the norm, gate_proj and
+                            up_proj; then down_proj and the second sum
+
+    The mixer depends on where the documents lie, the other parts do not. So --compile compiles qkv() and
+    start_mlp(), each once for all blocks and all packed rows. down_proj stays outside of start_mlp(), because
+    the recomputation of a checkpointed block ends before it: nothing behind it needs its result, but a
+    compiled graph always runs to its end.
 
     Set from outside: qkv and start_mlp (compile_), o_proj_and_mlp (tile_mlp_), forward
     (checkpoint_activations_, fully_shard)."""
@@ -873,6 +910,7 @@ class Block(nn.Module):
         return self.pre_feedforward_layernorm if self.has_branch_norms else self.post_attention_layernorm
 
     def forward(self, x, rope, spans, cache=None, group=None):
+        """[B, T, D] -> [B, T, D], the four lines above. mixed: what the mixer makes, [B, T, Y]."""
         mixed = self.mixer(*self.qkv(x, rope), spans, cache, group)
         return self.o_proj_and_mlp(x, mixed)
 
@@ -880,6 +918,7 @@ class Block(nn.Module):
         return self.mixer.qkv(self.input_layernorm(x), rope)
 
     def o_proj_and_mlp(self, x, mixed):
+        """x + both branches. --tiled_mlp runs it for a few tokens at a time."""
         x, started = self.start_mlp(x, mixed)
         branch = self.mlp.finish(started)
         if self.has_branch_norms:
@@ -887,6 +926,7 @@ class Block(nn.Module):
         return x + branch
 
     def start_mlp(self, x, mixed):
+        """-> x + the mixer's branch, and what mlp.finish() needs."""
         branch = self.mixer.o_proj(mixed)
         if self.has_branch_norms:
             branch = self.post_attention_layernorm(branch)
@@ -900,13 +940,13 @@ FLOAT32_TOKENS = 256  # tokens of a chunk whose logits are in float32 at once
 
 
 def softmax_gradient(logits_CV, targets_C1):
-    """-> (cross-entropy of each row [C, 1], the gradient softmax - one-hot in the dtype of the logits). Rows
-    whose target is IGNORE count for nothing. Works in place on one float32 copy; --compile makes two passes
-    over the logits and no copy."""
+    """-> (cross-entropy of each token [C, 1], its gradient softmax - one-hot [C, V] in the dtype of the
+    logits). Where the target is IGNORE both are 0. Works in place on one float32 copy; --compile makes two
+    passes over the logits and no copy."""
     dtype = logits_CV.dtype
     logits_CV = logits_CV.float()
     real_C1 = (targets_C1 != IGNORE).float()
-    targets_C1 = targets_C1.clamp_min(0)
+    targets_C1 = targets_C1.clamp_min(0)  # IGNORE is no index; what it gives is multiplied by 0 below
     logits_CV -= logits_CV.amax(-1, keepdim=True)  # or exp() would overflow
     target_logit_C1 = logits_CV.gather(-1, targets_C1)
     total_C1 = logits_CV.exp_().sum(-1, keepdim=True)
@@ -923,8 +963,10 @@ def softmax_gradient(logits_CV, targets_C1):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S in float32, or with per_token that of each
     token, [S, 1], where the head is frozen. The forward computes the gradients as well, so that no logits
-    wait for a backward. Alive at once: a chunk of logits, which become their gradient (C*V*2 bytes in bf16),
-    both of FLOAT32_TOKENS tokens (V*6 bytes each), and a trained head's gradient in float32 (V*D*4 bytes). A rank
+    wait for a backward; that one only multiplies them by the gradient of the loss.
+
+    Alive at once: a chunk of logits, which become their gradient (C*V*2 bytes in bf16); both of
+    FLOAT32_TOKENS tokens (V*6 bytes each); and a trained head's gradient in float32 (V*D*4 bytes). A rank
     without a target (S = 0) runs it too, because the head's gradient is reduced over all ranks.
 
     chunk: rows of h at a time. with_grad: whether gradients are wanted; inside forward() autograd is off, so
@@ -941,18 +983,21 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         trains_w = with_grad and ctx.needs_input_grad[1]
         # gradients of several chunks are summed in float32
         sum_dtype = w_VD.dtype if len(h_SD) <= chunk else torch.float32
+        # one memory for the logits of all chunks: allocated anew, two of them would be alive for a moment
         memory_CV = h_SD.new_empty(min(chunk, len(h_SD)), len(w_VD))
         for start in range(0, len(h_SD), chunk):
-            h_CD = h_SD[start : start + chunk]
-            targets_C1 = targets_S[start : start + chunk, None]
+            of_chunk = slice(start, start + chunk)
+            h_CD = h_SD[of_chunk]
+            targets_C1 = targets_S[of_chunk, None]
             logits_CV = torch.mm(h_CD, w_VD.T, out=memory_CV[: len(h_CD)])
-            of_chunk = logits_CV, targets_C1, losses_S1[start : start + chunk]
-            for logits, targets, losses in zip(*(t.split(FLOAT32_TOKENS) for t in of_chunk)):
+            in_parts = (t.split(FLOAT32_TOKENS) for t in (logits_CV, targets_C1, losses_S1[of_chunk]))
+            for logits, targets, losses in zip(*in_parts):
                 losses[:], grad = loss_and_grad(logits, targets)
                 logits.copy_(grad)
                 del grad  # or it would stay alive beside that of the next tokens
+            # from here on logits_CV is the gradient of the logits
             if grad_h is not None:
-                torch.mm(logits_CV, w_VD, out=grad_h[start : start + chunk])
+                torch.mm(logits_CV, w_VD, out=grad_h[of_chunk])
             if trains_w and grad_w is None:
                 grad_w = (logits_CV.T @ h_CD).to(sum_dtype)
             elif trains_w:
@@ -998,6 +1043,7 @@ class LMHead(nn.Module):
             return self.softmax_gradient(logits_CV, targets_C1)
         tanh_CV = (logits_CV.float() / self.cap).tanh_()
         losses_C1, grad_CV = self.softmax_gradient(tanh_CV * self.cap, targets_C1)
+        # chain rule: the derivative of cap * tanh(z / cap) is 1 - tanh(z / cap)**2
         slope_CV = tanh_CV.square_().neg_().add_(1)
         return losses_C1, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
 
@@ -1013,7 +1059,7 @@ class LMHead(nn.Module):
         each; without targets float32 logits."""
         w_VD = self.weight.to(x.dtype)
         if self.factor != 1:
-            x = x * self.factor
+            x = x * self.factor  # and not the logits, of which there are more numbers
         if targets_BT is None:
             return self.logits(x, w_VD)
         # Copies of the last supervised token, without a target, fill its rows up to a multiple of 128:
@@ -1023,7 +1069,7 @@ class LMHead(nn.Module):
         supervised_S = torch.cat([supervised_S, supervised_S[-1:].expand(n_more)])
         h_SD = x.flatten(0, 1)[supervised_S]
         targets_S = targets_BT.flatten()[supervised_S]
-        targets_S[S:] = IGNORE
+        targets_S[S:] = IGNORE  # in a copy, which indexing by a tensor has made
         if self.softmax_gradient is not softmax_gradient and (self.per_token or not self.chunk):
             raise ValueError("--no-chunked_ce computes plain cross-entropy, and --dpo needs it: leave them "
                              "out with another softmax_gradient")
@@ -1073,19 +1119,28 @@ class Transformer(nn.Module):
     def forward(
             self, tokens_BT, targets_BT=None, positions_BT=None, spans=None, supervised_S=None, cache=None):
         """tokens [B, T] -> summed loss over the supervised tokens; without targets logits [B, T, V], with a
-        cache those of the last token only. positions restart at 0 in every document; without them each row is
-        one document. With a sequence_group the tensors have this rank's tokens only, but spans describe
-        all of them."""
+        cache those of the last token only. One forward of a training step is
+
+            x = embedding of the tokens          [B, T, D]
+            x = block(x), for each block         + attention(norm(x)), then + MLP(norm(x))
+            logits = norm(x) @ head.T            of the supervised tokens alone, [S, V], a chunk at a time
+            loss = -log softmax(logits)[target]  summed over these tokens
+
+        positions restart at 0 in every document, and spans say where documents lie; without positions each
+        row is one document. With a sequence_group the tensors have this rank's tokens only, but spans
+        describe all of them."""
         B, T = tokens_BT.shape
         group = self.sequence_group
         if positions_BT is None:
             group = None  # whole rows on every rank
             n_before = cache.n_tokens if cache is not None else 0
             positions_BT = torch.arange(n_before, n_before + T, device=tokens_BT.device).expand(B, T)
+            # each row a document, in the flattened B*T tokens
             spans = Spans([(row * T, row * T + T) for row in range(B)])
         if targets_BT is not None and supervised_S is None:
+            # On a GPU nonzero() waits for the device, so the loader passes these indices along.
             supervised_S = (targets_BT.flatten() != IGNORE).nonzero().flatten()
-        spans.positions_BT = positions_BT
+        spans.positions_BT = positions_BT  # for Gated DeltaNet, which tells documents apart by them
         rope = rope_table(positions_BT, self.config)
         x = self.model.embed_tokens(tokens_BT).to(self.compute_dtype)
         if self.embed_norm:
@@ -1099,7 +1154,7 @@ class Transformer(nn.Module):
         x = last(x, rope, spans, cache, group)
         if cache is not None:
             cache.n_tokens += T
-            x = x[:, -1:]
+            x = x[:, -1:]  # the next token needs no other logits, which a long prompt has by the GiB
         return self.lm_head(self.model.norm(x), targets_BT, supervised_S)
 
 
