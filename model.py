@@ -1174,6 +1174,7 @@ def next_logits(model, tokens, device, cache):
 def generate(model, tokens, n, stop, device, temperature=0.0):
     """Yields up to n ids after `tokens`, none of `stop`. Temperature 0 takes the likeliest."""
     cache = Cache()
+    # on the CPU, so that all ranks draw the same token
     generator = torch.Generator().manual_seed(next(SEEDS))
     for _ in range(n):
         logits_V = next_logits(model, tokens, device, cache)
@@ -1181,6 +1182,7 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
             raise FloatingPointError("the model computes nan: the files of --model are damaged")
         token = int(logits_V.argmax())
         if temperature:
+            # the largest logit becomes 0 first: divided by a tiny temperature it would be infinite
             odds_V = ((logits_V - logits_V.max()) / temperature).softmax(-1)
             token = int(torch.multinomial(odds_V, 1, generator=generator))
         if token in stop:
@@ -1191,6 +1193,8 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
 
 # ---------------- LoRA
 
+# Names of linear layers that may get an adapter, as --lora_targets and PEFT's adapter_config.json have them.
+# The head and the router are not among them.
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATE_TARGET = "self_attn.gate_proj"  # of Muse Glimmer: `gate_proj` alone is the MLP's
 DELTANET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # its other two projections are H rows each
@@ -1229,7 +1233,7 @@ class Dropout:
 
     def __init__(self, rate):
         self.pass_rate = 1 - rate  # of the inputs, those that are not zeroed
-        self.threshold = round(rate * 2**32) - 2**31
+        self.threshold = round(rate * 2**32) - 2**31  # so many of 2**32 int32 are below
         self.bits_N = None
 
     @contextlib.contextmanager
@@ -1245,7 +1249,7 @@ class Dropout:
 
 def set_dropout_bits_(model, bits_BT):
     """Before each forward of a training with dropout. bits_BT: of nf4.token_bits()."""
-    if model.dropout.bits_N is None:
+    if model.dropout.bits_N is None:  # the first time: these bits are the same in each step
         layers = [layer for layer in model.modules() if isinstance(layer, LoRA)]
         for number, layer in enumerate(layers):
             layer.column_bits = nf4.column_bits(number, layer.in_features, bits_BT.device)
@@ -1268,6 +1272,7 @@ class DroppedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, w_RD, token_bits_N, column_bits_D)
         ctx.threshold = threshold
         ctx.ends = ends
+        # a clone: the other adapters and the frozen weight read the same x
         dropped = nf4.drop_(x.clone(), token_bits_N, column_bits_D, threshold)
         return nf4.linear(dropped, w_RD, ends)
 
@@ -1279,7 +1284,7 @@ class DroppedLinear(torch.autograd.Function):
             grad_w = grad.flatten(0, -2).T @ dropped.flatten(0, -2)
         else:
             grad_w = F.grouped_mm(dropped.T, grad, offs=ctx.ends).transpose(1, 2).flatten(0, 1)
-        del dropped
+        del dropped  # before grad_x, which is as large, is allocated
         grad_x = None
         if ctx.needs_input_grad[0]:
             if ctx.ends is None:
@@ -1291,7 +1296,8 @@ class DroppedLinear(torch.autograd.Function):
 
 
 class LoRA:
-    """y = W x + (alpha / rank) B A x (arXiv:2106.09685), with PEFT's names. A part of two classes below.
+    """y = w x + (alpha / rank) lora_B lora_A x (arXiv:2106.09685), with PEFT's names; w is frozen. It is a
+    half of the two classes below.
 
     Set from outside: adapter_on (switch_adapters_), column_bits (set_dropout_bits_)."""
 
@@ -1299,7 +1305,8 @@ class LoRA:
     column_bits = None
 
     def add_adapter_(self, rank, alpha, dropout, n_experts):
-        """Adds A [R, in] and B [out, R], of a stack of experts one pair for each."""
+        """Adds lora_A [R, D] and lora_B [N, R] to a weight [N, D], in a stack of experts to each of them."""
+        # a stack of experts is one matrix, and so are its adapters: grouped products cut all three alike
         with torch.device(next(self.parameters()).device):
             self.lora_A = Linear(self.in_features, n_experts * rank, bias=False)
             self.lora_B = Linear(rank, self.out_features, bias=False)
@@ -1307,16 +1314,16 @@ class LoRA:
         self.dropout = dropout
 
     def forward(self, x, ends=None):
-        if not self.adapter_on:
+        if not self.adapter_on:  # the reference of --dpo
             return super().forward(x, ends)
         if self.dropout is not None and self.training:
             w_RD = self.lora_A.weight.to(x.dtype)
             dropout = self.dropout
             a = DroppedLinear.apply(x, w_RD, dropout.bits_N, self.column_bits, dropout.threshold, ends)
-            a = a * (self.lora_scale / dropout.pass_rate)
+            a = a * (self.lora_scale / dropout.pass_rate)  # the mean is that without dropout
         else:
             a = self.lora_A(x, ends) * self.lora_scale
-        # the frozen base last: it saves nothing, so the recomputation of a block ends before down_proj
+        # the frozen weight last: it saves nothing, so the recomputation of a block ends before down_proj
         delta = self.lora_B(a, ends)
         return delta + super().forward(x, ends)
 
@@ -1334,7 +1341,7 @@ def add_lora_(model, rank, alpha, dropout, targets):
     changes its class and is not wrapped: its weight keeps its name, and torch.compile, which guards on types,
     compiles one block for all."""
     with_lora = {Linear: LoRALinear, nf4.NF4Linear: LoRANF4Linear}
-    model.requires_grad_(False)
+    model.requires_grad_(False)  # before the adapters are there, which stay trainable
     if dropout:
         model.dropout = Dropout(dropout)
     for name, layer in list(model.model.layers.named_modules()):
@@ -1366,6 +1373,7 @@ def set_precision_(model, precision):
     trained = torch.bfloat16 if precision == "bf16" else torch.float32
     frozen = torch.float32 if precision == "fp32" else torch.bfloat16
     for name, param in model.named_parameters():
+        # uint8 is NF4
         if param.is_floating_point() and ".decay." not in name:
             param.data = param.data.to(trained if param.requires_grad else frozen)
     model.compute_dtype = frozen
@@ -1376,6 +1384,7 @@ def on_meta(config, args):
     here."""
     with torch.device("meta"):
         model = Transformer(config)
+    # NF4 comes first: an adapter fits either linear layer, and its own two must not be quantized
     if args.qlora:
         nf4.quantize_linears_(model.model.layers)
     if args.lora:
@@ -1396,7 +1405,9 @@ def compile_(model, packing):
         # evaluation and generation run uncompiled: each of their shapes would be compiled once more
         return lambda *args: compiled(*args) if model.training else function(*args)
 
-    torch._dynamo.config.recompile_limit = 64  # beyond it a run ends; torch's is 8
+    # Beyond it a run ends. torch's is 8, but two types of blocks, in tiles and with or without a gradient, are
+    # compiled up to 13 times.
+    torch._dynamo.config.recompile_limit = 64
     for block in model.model.layers:
         block.qkv = in_training(block.qkv, dynamic=not packing)
         block.start_mlp = in_training(block.start_mlp, dynamic=not packing)
@@ -1434,9 +1445,9 @@ class Tiles:
         self.function = function
         self.size = size
         self.dropout = dropout
-        if dropout is not None:
+        if dropout is not None:  # a tile's tokens draw the masks that they would have in the whole row
             self.bits = dropout.bits_N.split(size)
-        # kept as an attribute, because torch 2.11 frees what it saved together with it
+        # an attribute, because torch 2.11 frees what it saved together with it
         self.saved = SaveNow.apply(torch.empty(0, requires_grad=True), x, mixed)
         self.tiles = self.cut(x, mixed)
 
@@ -1455,12 +1466,13 @@ class Tiles:
 
 
 def run_in_tiles(block, function, size, dropout, x, mixed):
+    """block.o_proj_and_mlp() by --tiled_mlp."""
     tiles = Tiles(function, size, dropout if block.training else None, x, mixed)
     run = functools.partial(checkpoint, tiles.run, use_reentrant=False, preserve_rng_state=False)
     # These hooks do nothing. Those of a checkpointed block, which they cover, would count what tiles save.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         out = [run(i) for i in range(len(tiles.tiles))]
-    tiles.tiles = []
+    tiles.tiles = []  # views of x and mixed, which would keep them in memory until the backward
     return torch.cat(out).view_as(x)
 
 
@@ -1476,6 +1488,7 @@ def checkpoint_activations_(model, n_blocks=None, n_attention_kept=0):
     """Keeps the inputs of the first blocks, 2*D bytes a token and not about 34*D, and recomputes the rest in
     the backward, at most a third more FLOP (arXiv:1604.06174). The last n_attention_kept of these blocks keep
     attention's output as well."""
+    # The first ones, because the backward gets to them last: what the others keep is free again by then.
     blocks = model.model.layers[:n_blocks]
     for i, block in enumerate(blocks):
         keeps_attention = i >= len(blocks) - n_attention_kept
@@ -1491,6 +1504,7 @@ def in_checkpoint(block, forward, keeps_attention, *args):
         block.mixer.record = record
         return forward(*args)
 
+    # no random state to preserve: dropout's masks are hashes
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -1539,13 +1553,16 @@ def step_flops(c, counts, is_frozen):
     n_linear = c.layer_types.count("linear_attention")
     n_sliding = c.layer_types.count("sliding_attention")
     n_full = c.num_hidden_layers - n_linear - n_sliding
-    # pairs of tokens; in windows at most, as a document of L tokens has window**2 less than 2 * window * L
-    n_pairs = n_full * counts.squares
-    n_pairs += n_sliding * min(counts.squares, 2 * c.sliding_window * counts.tokens)
+    squares = n_full * counts.squares
+    # a bound: in a window, a document has window**2 fewer than 2 * window for each token
+    squares += n_sliding * min(counts.squares, 2 * c.sliding_window * counts.tokens)
+    # weights that a token meets: three of the MLP or of its k experts, three of the shared one, the router
     mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_expert_intermediate_size + c.num_experts)
     blocks = sum(mixer_weights(c, layer_type) + mlp for layer_type in c.layer_types)
+    # the head sees supervised tokens alone, and the embedding is a look-up
     products = blocks * counts.tokens + c.hidden_size * c.vocab_size * counts.targets
-    attention = 2 * c.q_size * n_pairs * 3.5
+    attention = 2 * c.q_size * squares * 3.5  # 2 and not 4, because squares count each pair twice
+    # 6*K*P in the forward and twice as much in the backward
     rule = 18 * c.linear_key_head_dim * c.value_size * n_linear * counts.tokens
     return attention + rule + (4 if is_frozen else 6) * products
 
@@ -1625,7 +1642,7 @@ def parse_config(raw, where="config.json"):
     if raw.get("architectures") not in (None, [], [family.architecture]):
         raise error("architectures", f"not {family.architecture}")
     prefix = "model."
-    if family.vision:
+    if family.vision:  # go on with the decoder's part of the file
         raw = with_text_config(raw, error)
         name = raw["model_type"]
         family = FAMILIES[name]
@@ -1638,6 +1655,7 @@ def parse_config(raw, where="config.json"):
     if raw.get("attention_bias") and not family.bias:
         raise error("attention_bias", f"not implemented for {name}")
 
+    # the fields of Config with limits are numbers; the others need more than one key of the file
     given = with_implied_values(raw, name, family)
     values = {f.name: read_field(given, f.name, Bounds(f.type, *f.metadata["limits"]), where)
               for f in fields(Config) if f.metadata}
@@ -1649,7 +1667,7 @@ def parse_config(raw, where="config.json"):
         raise error(dtype_key, "expected float32, float16 or bfloat16")
     theta, factor, scaling = parse_rope(given, name, values, where, error)
     layer_types, rope_layers = blocks_of(given, family, values, theta, error)
-    rope_size = int(values["head_dim"] * factor)
+    rope_size = int(values["head_dim"] * factor)  # elements turn in pairs
     if rope_size == 0 or rope_size % 2:
         raise error("head_dim", f"RoPE needs an even number, not {rope_size}")
     return Config(
@@ -1677,6 +1695,7 @@ def check_heads(raw, values, error):
     if H % values["num_key_value_heads"]:
         raise error("num_key_value_heads", f"does not divide num_attention_heads {H}")
     K = values["linear_key_head_dim"]
+    # transformers allows two sizes; here keys and values have the same one
     if raw.get("linear_value_head_dim", K) != K:
         raise error("linear_value_head_dim", f"not linear_key_head_dim {K}")
     if values["linear_num_value_heads"] % values["linear_num_key_heads"]:
@@ -1684,6 +1703,7 @@ def check_heads(raw, values, error):
 
 
 def check_experts(family, values, error):
+    """Raises where the numbers of a mixture do not fit the family or each other."""
     E = values["num_experts"]
     if (E > 0) != family.experts:
         raise error("num_experts", "above 0 for a model with experts, absent for others")
@@ -1752,7 +1772,7 @@ def parse_rope(given, model_type, values, where, error):
         },
     }
     stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    scalings = []
+    scalings = []  # one of each key that the file has: they must agree
     for key in ("rope_scaling", "rope_parameters"):
         rope = given.get(key)
         if not rope:
