@@ -1405,8 +1405,8 @@ def compile_(model, packing):
         # evaluation and generation run uncompiled: each of their shapes would be compiled once more
         return lambda *args: compiled(*args) if model.training else function(*args)
 
-    # Beyond it a run ends. torch's is 8, but two types of blocks, in tiles and with or without a gradient, are
-    # compiled up to 13 times.
+    # Beyond it a run ends. torch's is 8, but two types of blocks, in tiles and with or without a gradient,
+    # are compiled up to 13 times.
     torch._dynamo.config.recompile_limit = 64
     for block in model.model.layers:
         block.qkv = in_training(block.qkv, dynamic=not packing)

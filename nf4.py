@@ -540,8 +540,8 @@ def adamw_(w, grad, m, v, dither, rates, skip, stochastic_rounding):
     write_moment_(m, new_m, dither.rows_3N[FOR_M] * cols, skip)
     write_moment_(v, new_v, dither.rows_3N[FOR_V] * cols, skip)
     divisor = new_v.sqrt_().div_(rates.v_bias_root).add_(EPS)
-    new_w = w.float() * rates.w_factor
-    new_w.sub_(new_m.mul_(rates.m_factor).div_(divisor))
+    decayed_w = w.float() * rates.w_factor
+    new_w = decayed_w.sub_(new_m.mul_(rates.m_factor).div_(divisor))
     if stochastic_rounding:
         new_w = round_to(w.dtype, new_w, dither.rows_3N[FOR_W] * cols)
     w.copy_(torch.where(skip, w, new_w.to(w.dtype)))
