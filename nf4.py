@@ -348,6 +348,7 @@ def mix(x):
 
 
 def mix_once(x, shift, factor):
+    """A round of mix()."""
     x = x & 0xFFFFFFFF  # an int has no end, and of an int64 only 32 bits may take part
     return (x ^ x >> shift) * factor
 
@@ -381,9 +382,9 @@ def drop_(x, token_bits_N, column_bits_D, threshold):
 
 
 class Dither(NamedTuple):
-    """Random bits of a matrix, as odd int32 factors of its rows and columns. The low bits of the product
-    rows_3N[use, i] * cols_D[j] are the bits of element (i, j): uniform, independent between elements, uses
-    and steps. So a matrix of random numbers is never made, and torch.rand is six times as slow on a CPU."""
+    """Random bits for a matrix, as odd int32 factors of its rows and columns. The low bits of the product
+    rows_3N[use, i] * cols_D[j] are those of element (i, j): uniform, and independent between elements, uses
+    and steps. That is one product an element; torch.rand is six times as slow on a CPU."""
 
     rows_3N: torch.Tensor  # in the order FOR_M, FOR_V, FOR_W
     cols_D: torch.Tensor
@@ -407,19 +408,19 @@ def dither_words(step, number, start, stop, D, device):
     return Dither((rows_3N | 1).to(torch.int32), (cols_D | 1).to(torch.int32))
 
 
-def drop_bits(x, dither, n):
+def drop_bits(x, random_bits, n):
     """Bits of the float32 x above the lowest n, rounded up with the probability that makes the mean right."""
     below = (1 << n) - 1
-    random_bits = dither & below
-    # they carry into bit n in as many cases of 2**n as the lowest n bits of x say
-    return random_bits.add_(x.view(torch.int32)).bitwise_right_shift_(n)
+    addend = random_bits & below
+    # it carries into bit n in as many cases of 2**n as the lowest n bits of x say
+    return addend.add_(x.view(torch.int32)).bitwise_right_shift_(n)
 
 
-def round_to(dtype, x, dither):
-    """float32 -> bf16 with x as its mean over all dithers (arXiv:2010.06192); float32 stays as it is."""
+def round_to(dtype, x, random_bits):
+    """float32 -> bf16 with x as its mean over all random bits (arXiv:2010.06192); float32 stays as it is."""
     if dtype is torch.float32:
         return x
-    bits = drop_bits(x, dither, 16).bitwise_left_shift_(16)
+    bits = drop_bits(x, random_bits, 16).bitwise_left_shift_(16)
     return bits.view(torch.float32).to(dtype)
 
 
@@ -487,21 +488,21 @@ def read_moment(moment):
     return moment.levels.index_select(0, stored.flatten().int()).view(stored.shape).mul_(moment.scales)
 
 
-def write_moment_(moment, x, dither, skip):
+def write_moment_(moment, x, random_bits, skip):
     """Rounds the float32 x randomly into `moment`. Where the bool `skip` is true nothing changes."""
     stored = moment.stored
     if moment.scales is None:
-        stored.copy_(torch.where(skip, stored, round_to(stored.dtype, x, dither)))
+        stored.copy_(torch.where(skip, stored, round_to(stored.dtype, x, random_bits)))
         return
     magnitude = x.abs() if moment.signed else x
     largest = magnitude.amax(-1, keepdim=True)
     divisor = largest.clamp_min(1e-28)  # a block of smaller numbers is nothing beside eps
     if moment.signed:
         magnitude = (magnitude * (M_TOP / divisor)).add_(2)  # by the same name, so that x.abs() is freed
-        codes = drop_bits(magnitude, dither, MANTISSA_SHIFT)
+        codes = drop_bits(magnitude, random_bits, MANTISSA_SHIFT)
         codes |= (x.view(torch.int32) >> 24).bitwise_and_(SIGN)  # in place: a copy takes 4 bytes a weight
     else:
-        codes = drop_bits((magnitude * (V_TOP / divisor)).clamp_min_(2), dither, MANTISSA_SHIFT)
+        codes = drop_bits((magnitude * (V_TOP / divisor)).clamp_min_(2), random_bits, MANTISSA_SHIFT)
     # torch.where(skip, stored, codes) as arithmetic modulo 256, which is three times as fast on a CPU's bytes
     stored += (codes.to(torch.uint8) - stored) * ~skip
     moment.scales.copy_(torch.where(skip, moment.scales, largest))
