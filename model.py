@@ -300,10 +300,14 @@ class RunOnce(torch.autograd.Function):
 
 
 class Spans:
-    """Where the documents of packed rows lie in the flattened B*T tokens. pairs: (start, stop) of each;
-    bounds: the same with the gaps between them as int32 on the device, None where documents are equally long
-    without gaps; longest: of bounds. Neither a tuple nor a dataclass, because FSDP2 walks through those in
-    Python at every forward.
+    """Where the documents of packed rows lie in the flattened B*T tokens.
+
+        pairs      (start, stop) of each document
+        bounds     where each document and each gap between two begins, and the end: int32 on the device; None
+                   if documents are equally long and leave no gaps
+        longest    tokens of the longest one in `bounds`
+
+    Neither a tuple nor a dataclass, because FSDP2 walks through those in Python at every forward.
 
     Set from outside: positions_BT (Transformer.forward), where each token is in its document."""
 
@@ -324,11 +328,11 @@ class Cache:
         self.layers = {}  # {Attention: (keys, values), GatedDeltaNet: (tail, state)}
 
     def extend(self, layer, *new):
-        """Adds a layer's new keys and values, [B, T, G, K] -> all that it has, oldest first. Keeps those in
-        the window of the next token."""
+        """Adds a layer's new keys and values, [B, T, G, K] -> all that it has, oldest first. What the next
+        token will not see is dropped."""
         if layer in self.layers:
             new = [torch.cat(pair, 1) for pair in zip(self.layers[layer], new)]
-        n_old = max(0, new[0].shape[1] + 1 - layer.window)  # the next token, the + 1, is in the window itself
+        n_old = max(0, new[0].shape[1] + 1 - layer.window)  # + 1, because the window counts the next token
         self.layers[layer] = [t[:, n_old:] for t in new]
         return new
 
@@ -400,8 +404,8 @@ def head_norm(c):
 
 def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, record=None):
     """Causal attention inside each document -> [B, T, H*K]. A token sees itself and the window - 1 tokens
-    before it. Nothing allocates T*T numbers. Padding gets any finite values. With a group, the
-    tensors have this rank's tokens only; without one, as many tokens as `spans` describes."""
+    before it. Nothing allocates T*T numbers. Padding gets any finite values. With a group, the tensors have
+    this rank's tokens only; without one, as many tokens as `spans` describes."""
     if group is not None:
         return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record)
     run = functools.partial(attend_here, spans, window)
@@ -891,6 +895,8 @@ class Block(nn.Module):
         else:
             self.self_attn = Attention(c, number)
         self.has_branch_norms = c.family.branch_norms
+        # In files, post_attention_layernorm is the norm of the mixer's branch if branches have norms, and
+        # otherwise the one before the MLP.
         if self.has_branch_norms:
             branch_eps = c.post_norm_eps or c.rms_norm_eps
             self.post_attention_layernorm = norm(branch_eps)
@@ -906,7 +912,7 @@ class Block(nn.Module):
 
     @property
     def mlp_norm(self):
-        """The norm before the MLP. Hugging Face has two names for it."""
+        """The norm before the MLP, which has one of two names."""
         return self.pre_feedforward_layernorm if self.has_branch_norms else self.post_attention_layernorm
 
     def forward(self, x, rope, spans, cache=None, group=None):
@@ -954,9 +960,9 @@ def softmax_gradient(logits_CV, targets_C1):
     scale_C1 = real_C1 / total_C1
     logits_CV *= scale_C1  # softmax
     grad_CV = logits_CV.to(dtype)
-    rows_C1 = torch.arange(len(targets_C1), device=targets_C1.device)[:, None]
+    token_C1 = torch.arange(len(targets_C1), device=targets_C1.device)[:, None]
     # from the float32 logit: where the model is sure, softmax - 1 is far below a 16-bit softmax's rounding
-    grad_CV[rows_C1, targets_C1] = (target_logit_C1.exp() * scale_C1 - real_C1).to(dtype)
+    grad_CV[token_C1, targets_C1] = (target_logit_C1.exp() * scale_C1 - real_C1).to(dtype)
     return losses_C1, grad_CV
 
 
