@@ -115,21 +115,21 @@ def bench_loss(bounds, tokens):
     h = random(tokens, D).requires_grad_()
     w = random(V, D)
     targets = torch.randint(V, (tokens,), device=DEVICE)
-    targets_of_piece = targets[: lm.PIECE, None]
-    n_piece = len(targets_of_piece)
-    logits = random(n_piece, V)
+    some_targets = targets[: lm.FLOAT32_TOKENS, None]
+    n_tokens_here = len(some_targets)
+    logits = random(n_tokens_here, V)
     gradients = {"eager": lm.softmax_gradient, "--compile": torch.compile(lm.softmax_gradient, dynamic=True)}
 
     def head_and_loss(gradient):
         lm.ChunkedCrossEntropy.apply(h, w, targets, 1024, True, gradient)
 
     def of_a_piece(gradient):
-        gradient(logits, targets_of_piece)
+        gradient(logits, some_targets)
 
     heads = {name: functools.partial(head_and_loss, gradient) for name, gradient in gradients.items()}
     pieces = {name: functools.partial(of_a_piece, gradient) for name, gradient in gradients.items()}
     bounds.hold("head and loss, head frozen", heads, flop=4 * tokens * D * V)
-    bounds.hold(f"softmax gradient of {n_piece:,} tokens", pieces, n_bytes=3 * logits.nbytes)
+    bounds.hold(f"softmax gradient of {n_tokens_here:,} tokens", pieces, n_bytes=3 * logits.nbytes)
 
 
 def bench_attention(bounds, tokens):

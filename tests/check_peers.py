@@ -373,9 +373,9 @@ def check_nf4_errors(N, D):
     }
     rows = []
     for name, w_ND in cases.items():
-        codes_ND2, scales_NS = nf4.quantize(w_ND)
-        bits = (codes_ND2.numel() + scales_NS.numel()) * 8 / w_ND.numel()
-        own, own_small = relative_errors(w_ND, nf4.dequantize(codes_ND2, scales_NS, torch.float32))
+        codes_ND2, scales_NQ = nf4.quantize(w_ND)
+        bits = (codes_ND2.numel() + scales_NQ.numel()) * 8 / w_ND.numel()
+        own, own_small = relative_errors(w_ND, nf4.dequantize(codes_ND2, scales_NQ, torch.float32))
         double, double_small = relative_errors(w_ND, by_bitsandbytes(w_ND, double=True))
         single, single_small = relative_errors(w_ND, by_bitsandbytes(w_ND, double=False))
         errors = own, own_small, double, double_small, single, single_small

@@ -70,7 +70,7 @@ class Batch(NamedTuple):
     targets: torch.Tensor
     positions: torch.Tensor
     spans: lm.Spans
-    keep_S: torch.Tensor
+    supervised_S: torch.Tensor
 
 
 def random_pairs(rows, length, n_cuts, generator):
@@ -100,7 +100,7 @@ def packed_batches(rows=2, length=64):
             targets=tokens.roll(-1),  # also across documents, which changes nothing for a comparison
             positions=positions.view(rows, length),
             spans=lm.Spans(pairs),
-            keep_S=places[:n_targets].sort().values,
+            supervised_S=places[:n_targets].sort().values,
         ))
     return batches
 
@@ -108,13 +108,13 @@ def packed_batches(rows=2, length=64):
 def row_of(batch, row):
     """A row as its rank's piece of a batch under --sequence_parallel. The spans stay those of the whole batch."""
     length = batch.tokens.shape[1]
-    is_in_row = batch.keep_S // length == row
+    is_in_row = batch.supervised_S // length == row
     return Batch(
         tokens=batch.tokens[[row]],
         targets=batch.targets[[row]],
         positions=batch.positions[[row]],
         spans=batch.spans,
-        keep_S=batch.keep_S[is_in_row] % length,
+        supervised_S=batch.supervised_S[is_in_row] % length,
     )
 
 

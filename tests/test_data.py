@@ -596,7 +596,7 @@ def count(batches):
     pairs = [pair for batch in batches for pair in batch.spans.pairs]
     lengths = [stop - start for start, stop in pairs]
     return lm.Counts(
-        targets=sum(len(batch.keep_S) for batch in batches),
+        targets=sum(len(batch.supervised_S) for batch in batches),
         tokens=sum(lengths),
         squares=sum(length**2 for length in lengths),
         documents=len(lengths),
@@ -805,12 +805,12 @@ def unpacked(three_documents):
 def test_the_mask_of_a_batch_is_right_to_the_token(packed, unpacked):
     assert packed.tokens.tolist() == [[0, 1, 2, 4, 5, 7, P, P]]
     assert packed.targets.tolist() == [[1, X, 3, X, X, 8, X, X]]
-    assert packed.keep_S.tolist() == [0, 2, 5]
+    assert packed.supervised_S.tolist() == [0, 2, 5]
     assert packed.n_targets == [2, 0, 1]  # of each document
 
     assert unpacked.tokens.tolist() == [[0, 1, 2], [4, 5, P], [7, P, P]]
     assert unpacked.targets.tolist() == [[1, X, 3], [X, X, X], [8, X, X]]
-    assert unpacked.keep_S.tolist() == [0, 2, 6]  # places in the flattened rows
+    assert unpacked.supervised_S.tolist() == [0, 2, 6]  # places in the flattened rows
     assert unpacked.n_targets == [2, 0, 1]
 
 
@@ -836,8 +836,8 @@ def test_no_target_crosses_into_the_next_document(documents, packing):
     n_targets = 0
     for row in range(len(loader.rows)):
         batch = loader.batch([row])
-        tokens = batch.tokens.flatten()[batch.keep_S]
-        targets = batch.targets.flatten()[batch.keep_S]
+        tokens = batch.tokens.flatten()[batch.supervised_S]
+        targets = batch.targets.flatten()[batch.supervised_S]
         assert torch.equal(targets, tokens + 1)  # make_documents() counts the tokens
         assert first_of_next.isdisjoint(targets.tolist())
         n_targets += len(targets)
@@ -974,9 +974,9 @@ def logits_of(model, batch):
     return model(batch.tokens, None, batch.positions, batch.spans)[0]
 
 
-def loss_of(model, batch, keep_S):
+def loss_of(model, batch, supervised_S):
     """The summed loss of the targets at these places."""
-    return model(batch.tokens, batch.targets, batch.positions, batch.spans, keep_S)
+    return model(batch.tokens, batch.targets, batch.positions, batch.spans, supervised_S)
 
 
 @pytest.mark.parametrize("change", [0, 1, 2])
@@ -1024,7 +1024,7 @@ def test_no_gradient_crosses_into_another_document(models, way, lengths):
 def test_packed_loss_is_the_sum_of_the_losses_alone(models, way):
     model = models[way]
     batch = random_row(LENGTHS["unequal"])
-    packed_loss = loss_of(model, batch, batch.keep_S)
+    packed_loss = loss_of(model, batch, batch.supervised_S)
     losses_alone = []
     for start, stop in batch.spans.pairs:
         tokens = batch.tokens[:, start:stop]

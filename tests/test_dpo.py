@@ -249,7 +249,7 @@ def test_the_answers_of_a_pair_share_a_row(six_pairs, packing):
         assert loader.per_row.documents[number] == len(row)
         batch = loader.batch([number])
         assert len(batch.n_targets) == len(row)  # by which the loss finds the tokens of each answer
-        assert sum(batch.n_targets) == len(batch.keep_S)
+        assert sum(batch.n_targets) == len(batch.supervised_S)
 
 
 @pytest.mark.parametrize("row, message", [

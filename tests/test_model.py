@@ -141,8 +141,8 @@ def test_attention_that_a_checkpointed_block_keeps_runs_once_and_changes_no_bit(
     for name, grad in grads.items():
         assert torch.equal(grad, expected_grads[name]), name
     for block in model.model.layers:  # or q, k and v would stay in memory after the backward
-        assert not block.mixer.kept.inputs
-        assert block.mixer.kept.out is None
+        assert not block.mixer.record.inputs
+        assert block.mixer.record.out is None
 
 
 # ---------------------------------------------------------------- generation

@@ -82,7 +82,7 @@ def test_the_error_is_nf4s_own_at_four_and_an_eighth_bits(make):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_codes_equal_bitsandbytes(monkeypatch, dtype):
-    monkeypatch.setattr(nf4, "CHUNK", 3000)  # weights at a time, which are a few rows
+    monkeypatch.setattr(nf4, "BAND_WEIGHTS", 3000)  # weights at a time, which are a few rows
     golden = load_file(HERE / "goldens-nf4.safetensors")
     codes, _ = nf4.quantize(golden[f"weight.{dtype}"])
     expected = golden[f"codes.{dtype}"]

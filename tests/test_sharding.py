@@ -330,7 +330,7 @@ def results_of(loader, ranks, group, heads, dtype):
     model.compute_dtype = dtype
     model.sequence_group = group
     b = loader.batch([0, 1])
-    loss = model(b.tokens, b.targets, b.positions, b.spans, b.keep_S)
+    loss = model(b.tokens, b.targets, b.positions, b.spans, b.supervised_S)
     loss.backward()
     loss = loss.detach()
     if group is not None:

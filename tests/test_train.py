@@ -331,7 +331,7 @@ def test_unpacked_rows_have_the_loss_and_the_gradients_of_packed_ones(chats):
     def numbers(packing):
         model, _ = build()
         for b in loader_of(chats, packing).once():
-            model(b.tokens, b.targets, b.positions, b.spans, b.keep_S).backward()
+            model(b.tokens, b.targets, b.positions, b.spans, b.supervised_S).backward()
         loss, _, n_targets = train.evaluate(model, loader_of(chats, packing), ALONE)
         gradients = [p.grad for p in model.parameters()]
         return [torch.tensor([loss, n_targets]), *gradients]

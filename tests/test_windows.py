@@ -149,8 +149,8 @@ def test_capped_logits_have_the_gradient_of_autograd(chunk):
     def loss_and_gradients(chunk):
         head.chunk = chunk
         targets_BT = torch.arange(20)[None]
-        keep_S = torch.arange(20)
-        loss = head(x, targets_BT, keep_S)
+        supervised_S = torch.arange(20)
+        loss = head(x, targets_BT, supervised_S)
         return loss, *torch.autograd.grad(loss, [x, head.weight])
 
     got = loss_and_gradients(chunk)
