@@ -1042,6 +1042,12 @@ class LMHead(nn.Module):
         self.cap = c.final_logit_softcapping
         self.softmax_gradient = softmax_gradient
 
+    def check_loss(self):
+        """Raises a ValueError where another softmax_gradient would be ignored, or would make a wrong DPO."""
+        if self.softmax_gradient is not softmax_gradient and (self.per_token or not self.chunk):
+            raise ValueError("--no-chunked_ce computes plain cross-entropy, and --dpo needs it: leave them "
+                             "out with another softmax_gradient")
+
     def loss_and_grad(self, logits_CV, targets_C1):
         """softmax_gradient() of the capped logits, with the gradient of the uncapped ones. The cap stands
         around the loss and not in it, so that another loss cannot lose it."""
@@ -1076,9 +1082,7 @@ class LMHead(nn.Module):
         h_SD = x.flatten(0, 1)[supervised_S]
         targets_S = targets_BT.flatten()[supervised_S]
         targets_S[S:] = IGNORE  # in a copy, which indexing by a tensor has made
-        if self.softmax_gradient is not softmax_gradient and (self.per_token or not self.chunk):
-            raise ValueError("--no-chunked_ce computes plain cross-entropy, and --dpo needs it: leave them "
-                             "out with another softmax_gradient")
+        self.check_loss()
         if not self.chunk:
             return F.cross_entropy(self.logits(h_SD, w_VD), targets_S, reduction="sum")
         loss = ChunkedCrossEntropy.apply(
@@ -1398,6 +1402,7 @@ def on_meta(config, args):
     set_precision_(model, args.precision)
     model.lm_head.chunk = args.ce_chunk
     model.lm_head.per_token = args.dpo
+    model.lm_head.check_loss()  # here, too: a run should not find it out after it has loaded the weights
     return model
 
 

@@ -1299,6 +1299,7 @@ def make_optimizer(named, args, bad):
 
     An optimizer of your own has to do this, with named = {name: parameter}, whose names tell embedding and
     head from the matrices of the blocks:
+    - Put every parameter into a group: one that is in none never learns, and nobody says so.
     - Allocate all state here, as tensors in optimizer.state[p], and update it in place: a resumed run fills
       it before the first step, and memory must not grow later. zeros_like(p) is sharded and saved as p is.
     - Either keep `bad` as its attribute `found_inf` and change nothing where it is 1 (a gradient was inf or
@@ -3056,15 +3057,15 @@ def print_plan(args, config, world, length, blocks, room):
 def dry_run(args):
     """Prints the plan of --world ranks without weights, data or a GPU."""
     world = args.world or 1
+    room = (args.gpu_gib or math.inf) * GIB
     try:
         config = open_config(args, world, device=None, random_init=True).config
+        blocks = choose_blocks(args, config, world, args.seq_len, room)
+        if args.activation_checkpointing == "auto":
+            print(f"--activation_checkpointing auto: {blocks.describe(config.num_hidden_layers)}")
+        print_plan(args, config, world, args.seq_len, blocks, room)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
-    room = (args.gpu_gib or math.inf) * GIB
-    blocks = choose_blocks(args, config, world, args.seq_len, room)
-    if args.activation_checkpointing == "auto":
-        print(f"--activation_checkpointing auto: {blocks.describe(config.num_hidden_layers)}")
-    print_plan(args, config, world, args.seq_len, blocks, room)
 
 
 # ---------------- limits of the memory

@@ -871,12 +871,12 @@ def test_exactly_the_answers_of_packed_chats_are_targets(tiny, tmp_path):
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_evaluation_covers_every_row_once_and_in_order_over_three_ranks(documents, batch_size, packing):
-    one = loader_of(documents, packing)
+    one = loader_of(documents, packing=packing)
     n_rows = len(one.rows)
     assert n_rows % 3  # ranks have unequal numbers of rows, and the last batches are empty
-    ranks = [list(loader_of(documents, packing, batch_size, 3, rank, 3).once()) for rank in range(3)]
+    loaders = loaders_of(documents, Split(batch_size, 1, world=3), packing=packing)
     rows = []
-    for batches in zip(*ranks, strict=True):
+    for batches in zip(*(loader.once() for loader in loaders), strict=True):
         for batch in batches:
             rows += [row for row in tokens_by_row(batch) if row]
     assert rows == tokens_by_row(one.batch(range(n_rows)))
