@@ -1554,13 +1554,13 @@ class Counts(NamedTuple):
     documents: int = 1
 
 
-def step_flops(c, counts, is_frozen):
+def step_flops(c, counts, is_frozen, has_reference=False):
     """FLOP of a step without recomputation. A weight costs a token 2 in the forward and 4 in the backward, 2
     of them for its own gradient. Two tokens that attend to each other cost 4*H*K in the forward and 2.5 times
     that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads its state twice and writes
     it once, 6*K*P a token and head (w state, queries state, keys^T d), and the backward of a product costs
-    twice the product; what chunks add, 70 % of that, a model does not need. Adapters, about 1 %, and the
-    reference of --dpo, a forward, are left out."""
+    twice the product; what chunks add, 70 % of that, a model does not need. The reference of --dpo is one
+    more forward. Adapters, about 1 %, are left out."""
     n_linear = c.layer_types.count("linear_attention")
     n_sliding = c.layer_types.count("sliding_attention")
     n_full = c.num_hidden_layers - n_linear - n_sliding
@@ -1572,10 +1572,12 @@ def step_flops(c, counts, is_frozen):
     blocks = sum(mixer_weights(c, layer_type) + mlp for layer_type in c.layer_types)
     # the head sees supervised tokens alone, and the embedding is a look-up
     products = blocks * counts.tokens + c.hidden_size * c.vocab_size * counts.targets
-    attention = 2 * c.q_size * squares * 3.5  # 2 and not 4, because squares count each pair twice
-    # 6*K*P in the forward and twice as much in the backward
-    rule = 18 * c.linear_key_head_dim * c.value_size * n_linear * counts.tokens
-    return attention + rule + (4 if is_frozen else 6) * products
+    # of a forward; 2 and not 4, because squares count each pair twice
+    attention = 2 * c.q_size * squares
+    rule = 6 * c.linear_key_head_dim * c.value_size * n_linear * counts.tokens
+    forward = attention + rule + 2 * products
+    step = 3.5 * attention + 3 * rule + (4 if is_frozen else 6) * products
+    return step + forward if has_reference else step
 
 
 # ---------------- reading a config.json

@@ -586,7 +586,7 @@ def main(argv, progress):
         n_bad += bad
         state["step"] = n
         state["tokens"] += counts.targets
-        flops = lm.step_flops(config, counts, args.lora) / ranks.world
+        flops = lm.step_flops(config, counts, args.lora, args.dpo) / ranks.world
         log.count(loss_sum, dpo_sums, n_terms, counts.tokens, flops)
 
         # once in a while: log, and see whether the numbers are still finite
@@ -2457,10 +2457,17 @@ class Unit:
 
 
 class Units(NamedTuple):
-    whole: list  # each unit of the model: the blocks, then embedding and head, which are one if they are tied
-    after_attention: Unit  # o_proj and MLP of a block: their gradients exist before the backward of attention
+    """The units of a model. Those of two blocks of one kind are one object, counted once."""
+
+    blocks: list
+    after_attention: list  # of each block o_proj and MLP, whose gradients are made before attention's
+    down: list  # of each block down_proj, of all experts, whose gradient is made first
     embedding: Unit
     head: Unit
+    ends: list  # embedding and head; one unit if they are tied
+
+    def all(self):
+        return [*self.blocks, *self.ends]
 
 
 def unit_of(module, args, shards, dtype):
@@ -2495,6 +2502,27 @@ def unit_of(module, args, shards, dtype):
     return unit
 
 
+def units_of(model, args, layer_types, shards):
+    """-> Units. The model has one block of each kind, which stands for all blocks of that kind."""
+
+    def unit(module):
+        return unit_of(module, args, shards, model.compute_dtype)
+
+    block = {}
+    after_attention = {}
+    down = {}
+    for kind, layer in zip(model.config.layer_types, model.model.layers):
+        mlp = layer.mlp.experts if model.config.num_experts else layer.mlp
+        block[kind] = unit(layer)
+        after_attention[kind] = unit(nn.ModuleList([layer.mixer.o_proj, layer.mlp]))
+        down[kind] = unit(mlp.down_proj)
+    embedding = unit(model.model.embed_tokens)
+    head = unit(model.lm_head)
+    ends = [embedding] if model.config.tie_word_embeddings else [embedding, head]
+    of_layers = [[of_kind[kind] for kind in layer_types] for of_kind in (block, after_attention, down)]
+    return Units(*of_layers, embedding, head, ends)
+
+
 def optimizer_bytes(args, n_rows, width, is_matrix, n_bytes):
     """Bytes of the optimizer's state for a weight of n_bytes. Raises a ValueError for an optimizer that is
     not counted here: taken for another one, it would be planned wrong without a word."""
@@ -2515,47 +2543,48 @@ def plan(args, config, world, length, blocks):
     model with one block of each kind on the meta device. Activations come from formulas, which assume rows of
     `length` tokens, one document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py
     compares the sums with real steps."""
+    events, host = events_and_host(args, config, world, length, blocks)
+    return largest_moments(events), host
+
+
+def events_and_host(args, config, world, length, blocks):
+    """-> (the events of play_step(), {kind: bytes of host memory})."""
     # replicas hold the same shards, so what counts is the size of a replica
     shards = world // args.replicas if args.fsdp2 else 1
     n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # of a micro-batch on this rank
-    n_layers = config.num_hidden_layers
-    # one block of each kind stands for all
     kinds = list(dict.fromkeys(config.layer_types))
     few_blocks = dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds)
     model = lm.on_meta(few_blocks, args)
-    layers = model.model.layers
-    # The backward reaches these first. Their gradients are there while attention's is computed.
-    after_attention = nn.ModuleList([layers[0].mixer.o_proj, layers[0].mlp])
-    modules = after_attention, model.model.embed_tokens, model.lm_head, *layers
-    after, embedding, head, *of_kinds = (
-        unit_of(module, args, shards, model.compute_dtype) for module in modules)
-    whole = [of_kinds[kinds.index(kind)] for kind in config.layer_types] + [embedding]
-    if not config.tie_word_embeddings:
-        whole.append(head)
-    units = Units(whole, after, embedding, head)
-
+    units = units_of(model, args, config.layer_types, shards)
     itemsize = model.compute_dtype.itemsize
-    acts = []
-    for i, kind in enumerate(config.layer_types):
-        keeps = Keeps(i >= blocks.n_recomputed, i >= n_layers - blocks.n_weights_kept,
-                      i >= blocks.n_recomputed - blocks.n_attention_kept)
-        acts.append(activation_bytes(args, config, itemsize, n_tokens, kind, keeps))
-    logits_bytes = loss_bytes(args, config, itemsize, n_tokens)
+    acts = bytes_of_blocks(args, config, itemsize, n_tokens, blocks)
 
-    always = sum((unit.always for unit in whole), Counter())
+    always = sum((unit.always for unit in units.all()), Counter())
     # With --offload params nothing of this stays on the GPU: FSDP2 brings a unit there when it is used.
     host = {}
-    offloaded = "params" in args.offload
-    if offloaded:
-        host = {**always, "gradients": sum(unit.gradient for unit in whole)}
+    if "params" in args.offload:
+        host = {**always, "gradients": sum(unit.gradient for unit in units.all())}
         always = Counter()
-    if "activations" in args.offload:  # the input of each block but the last, in pages
-        host["activations"] = (n_layers - 1) * nf4.ceil_div(acts[0]["input"], PAGE) * PAGE
+    if "activations" in args.offload:  # the input of each block but the last
+        host["activations"] = (config.num_hidden_layers - 1) * pinned_bytes(acts[0].input)
     # RoPE's tables, the batch's integers
-    always["saved activations"] = n_tokens * (4 * config.rope_size + 32)
-    weights = weights_of_blocks(args, n_layers, blocks.n_recomputed, shards, units)
-    events = play_step(args, config, shards, units, acts, weights, logits_bytes, always)
-    return largest_moments(events), host
+    always["saved activations"] = n_tokens * (FLOAT32 * config.rope_size + 4 * INT64)
+    if config.family.embed_norm and not args.lora:
+        always["saved activations"] += acts[0].input  # the input of a norm
+    sharding = sharding_of(args, config, shards)
+    weights = weights_of_blocks(args, blocks.n_recomputed, sharding, units)
+    logits_bytes = loss_bytes(args, config, itemsize, n_tokens)
+    n_inputs_of_loss = inputs_of_loss(args, config)
+    return play_step(args, units, sharding, acts, weights, (logits_bytes, n_inputs_of_loss), always), host
+
+
+def pinned_bytes(n_bytes):
+    """Host memory of an offloaded tensor, see pages_of(): torch's pinned allocator rounds the rest behind the
+    last whole page up to a power of two."""
+    rest = n_bytes % PAGE
+    if rest:
+        rest = 1 << (rest - 1).bit_length()
+    return n_bytes // PAGE * PAGE + rest
 
 
 def step_workspace(args, n_bytes):
@@ -2571,215 +2600,201 @@ def step_workspace(args, n_bytes):
     return 0 if args.fused_adamw else 2 * n_bytes
 
 
-def weights_of_blocks(args, n_layers, n_recomputed, shards, units):
+class Sharding(NamedTuple):
+    """What FSDP2 does with gathered weights and reduced gradients, see shard_(). Without FSDP2: nothing."""
+
+    shards: int  # ranks that share a unit's rows
+    ends_in_root: bool  # embedding and head are gathered from the forward to the backward, and reduced last
+    head_waits: bool  # the head's gradient stays as it is until the embedding's is there
+    gradients_stay: bool  # on the device, from a block's backward to the optimizer's step
+
+
+def sharding_of(args, config, shards):
+    tied = config.tie_word_embeddings
+    # FSDP2 keeps a shared parameter shared only inside one unit, so a tied pair belongs to its root unit. So
+    # do embedding and head with --no-shard_embeddings. The root is gathered by the forward and freed by the
+    # end of the backward, where its gradients are reduced together.
+    ends_in_root = args.fsdp2 and (tied or not args.shard_embeddings)
+    # The optimizer takes a gradient as soon as it is there, or the host does. But not with replicas, which
+    # exchange gradients at the end of the backward.
+    is_taken = args.optim_in_backward or "params" in args.offload
+    return Sharding(shards, ends_in_root, ends_in_root or tied, args.replicas > 1 or not is_taken)
+
+
+def weights_of_blocks(args, n_recomputed, sharding, units):
     """-> (bytes of weights in the dtype of products that the forward of each block leaves for its backward,
     bytes that its backward adds to them)."""
-    weights = units.whole[0].unsharded  # the first block stands for all: no other one is larger
+    n_layers = len(units.blocks)
+    weights = units.blocks[0].unsharded  # the first block stands for all: no other one is larger
     if not args.fsdp2:
         # Autograd keeps the 16-bit copies of float32 weights. Recomputed blocks and tiles make them again.
         n_others = n_layers - n_recomputed
-        copies = weights - (units.after_attention.unsharded if args.tiled_mlp else 0)
+        copies = weights - (units.after_attention[0].unsharded if args.tiled_mlp else 0)
         left = [0] * n_recomputed + [copies] * n_others
-        return left, [weights] * n_recomputed + [0] * n_others
+        return left, [weights] * n_recomputed + [weights - copies] * n_others
     if args.reshard_after_forward:
         # One block is gathered at a time, from the forward of the first block to its backward. In the
         # backward FSDP2 gathers the next block while one runs; with one shard it has nothing to gather.
-        prefetched = weights if shards > 1 else 0
+        prefetched = weights if sharding.shards > 1 else 0
         left = [weights] + [0] * (n_layers - 1)
         return left, [0] + [prefetched] * (n_layers - 1)
     return [weights] * n_layers, [0] * n_layers
 
 
-def inputs_of_loss(args, head):
+def inputs_of_loss(args, config):
     """Number of tensors of a block input's size that are alive while the loss is computed."""
+    n_scaled = 1 if config.output_multiplier != 1 else 0  # the norm times a factor
     if args.chunked_ce:
-        return 4  # x, its norm, the rows with a target, their gradient
-    return 2 if head.gradient else 1  # x and its norm
+        return 4 + n_scaled  # x, its norm, the rows with a target, their gradient
+    # x and its norm, which a frozen head does not keep
+    return 1 if args.lora else 2
 
 
-def play_step(args, config, shards, units, acts, weights_of_block, logits_bytes, always):
-    """Plays a training step on paper, in the order of main. Yields (moment, {kind: bytes}) for each event
-    that may be the peak. acts: activation_bytes() of each block. weights_of_block: weights_of_blocks().
-    always: what is on the GPU from the first event to the last."""
-    whole, after_attention, embedding, head = units
-    tied = config.tie_word_embeddings
-    n_layers = config.num_hidden_layers
-    all_gradients = sum(unit.gradient for unit in whole)
-    input_bytes = acts[0]["input"]  # of any tensor as large as a block's input
-    saved = [of_block["saved"] for of_block in acts]
+class Event(NamedTuple):
+    """What is on the GPU at an instant of the step that may be its peak."""
+
+    moment: str  # "block 3"
+    part: str  # of the moment, as tests/trace_plan.py compares them
+    kinds: Counter  # {kind: bytes}
+
+
+def play_step(args, units, sharding, acts, weights_of_block, of_loss, always):
+    """Plays a training step on paper, in the order of main. Yields an Event for each instant that may be the
+    peak. acts: BlockBytes of each block. weights_of_block: weights_of_blocks(). of_loss: loss_bytes() and
+    inputs_of_loss(). always: what is on the GPU from the first event to the last."""
+    head = units.head
+    all_gradients = sum(unit.gradient for unit in units.all())
+    input_bytes = acts[0].input  # of any tensor as large as a block's input
+    saved = [of_block.saved for of_block in acts]
     if "activations" in args.offload:  # two inputs are on the GPU: in use, and on its way to the host or back
         saved[2:] = [0] * len(saved[2:])
     left, fetched = weights_of_block
     alive = always.copy()  # what is on the GPU between two events
-
-    # A tied pair belongs to FSDP2's root unit, and so do embedding and head with --no-shard_embeddings. The
-    # root stays gathered from forward to backward, and its gradients are reduced together at the end.
-    in_root = args.fsdp2 and (tied or not args.shard_embeddings)
-    if in_root:
-        alive["unsharded units"] = sum(unit.unsharded for unit in whole[n_layers:])
-    # A reduced gradient stays until the step, unless the optimizer or the host takes it as soon as it is
-    # there. With replicas it stays in any case, because they exchange gradients at the end of the backward.
-    stay = args.replicas > 1 or not (args.optim_in_backward or "params" in args.offload)
+    if sharding.ends_in_root:
+        alive["unsharded units"] = sum(unit.unsharded for unit in units.ends)
     if args.grad_accum > 1 and args.fsdp2 and args.lora:
-        alive["gradients"] = shards * all_gradients  # adapters are reduced after the last micro-batch
-    elif args.grad_accum > 1 and stay:
+        # adapters are reduced after the last micro-batch
+        alive["gradients"] = sharding.shards * all_gradients
+    elif args.grad_accum > 1 and sharding.gradients_stay:
         alive["gradients"] = all_gradients  # of earlier micro-batches, to which this one adds
 
-    def staying(unit):
-        return unit.gradient if stay and args.grad_accum == 1 else 0
-
-    def updating(unit):
-        return unit.workspace if args.optim_in_backward else 0
-
     # ---- forward
-    for i in range(n_layers):
-        alive["saved activations"] += saved[i]
+    for i, of_block in enumerate(acts):
         alive["unsharded units"] += left[i]
+        in_forward = Counter({"saved activations": input_bytes, "block workspace": of_block.in_forward})
+        yield Event(f"block {i}", "forward", alive + in_forward)
+        alive["saved activations"] += saved[i]
 
     # ---- the loss, then the backward of the head
-    weights = 0 if in_root else head.unsharded
-    if args.chunked_ce and shards > 1:  # FSDP2 keeps the buffer of its last all-gather until the forward ends
-        weights += (whole[0] if in_root else head).unsharded
-    yield "head and loss", alive + Counter({"saved activations": inputs_of_loss(args, head) * input_bytes,
-                                            "logits chunk": logits_bytes, "unsharded units": weights})
-    waits = in_root or tied  # the head's gradient, for that of the embedding
-    being_reduced = 0 if waits else head.reduce_input
-    alive["gradients"] += head.new_gradient
-    yield "head and loss", alive + Counter({"saved activations": 4 * input_bytes,
-                                            "gradients": 0 if waits else head.reduction(),
-                                            "block workspace": 0 if waits else updating(head)})
-    if not waits:
-        alive["gradients"] += staying(head) - head.new_gradient
+    logits_bytes, n_inputs_of_loss = of_loss
+    yield Event("head and loss", "saved", alive + Counter({"saved activations": input_bytes}))
+    weights = 0 if sharding.ends_in_root else head.unsharded
+    if args.chunked_ce and sharding.shards > 1:
+        # FSDP2 keeps the buffer of its last all-gather until the forward ends
+        weights += units.blocks[0].unsharded if sharding.ends_in_root else head.unsharded
+    in_loss = Counter({"saved activations": n_inputs_of_loss * input_bytes, "logits chunk": logits_bytes,
+                       "unsharded units": weights})
+    yield Event("head and loss", "loss", alive + in_loss)
+    in_backward = Counter({"saved activations": 4 * input_bytes, "gradients": head.new_gradient})
+    if not sharding.head_waits:
+        in_backward += Counter({"gradients": head.reduction(), "block workspace": updating(args, head)})
+    yield Event("head and loss", "loss", alive + in_backward)
+    if sharding.head_waits:
+        alive["gradients"] += head.new_gradient
+    else:
+        alive["gradients"] += left_for_step(args, sharding, head)
 
-    # ---- backward of the blocks
-    for i in reversed(range(n_layers)):
-        # "in mlp" and "in attention" include what this block has saved. The reduce-scatter of the block
-        # before runs meanwhile.
-        here = alive + Counter({"saved activations": input_bytes - acts[i]["saved"],
-                                "unsharded units": fetched[i], "gradients": being_reduced})
-        of_tiles = after_attention.new_gradient if args.tiled_mlp else 0  # every tile adds to these gradients
-        yield f"block {i}", here + Counter({"block workspace": acts[i]["in mlp"], "gradients": of_tiles})
-        yield f"block {i}", here + Counter({"block workspace": acts[i]["in attention"] + updating(whole[i]),
-                                            "gradients": after_attention.new_gradient})
-        being_reduced = whole[i].reduce_input
-        alive["gradients"] += staying(whole[i])
+    # ---- backward of the blocks, each while the unit before it is reduced
+    being_reduced = 0 if sharding.head_waits else head.reduce_input
+    for i in reversed(range(len(acts))):
+        here = alive + Counter({"unsharded units": fetched[i], "gradients": being_reduced})
+        yield from play_backward_of_block(args, units, i, acts[i], here)
+        being_reduced = units.blocks[i].reduce_input
+        alive["gradients"] += left_for_step(args, sharding, units.blocks[i])
         alive["saved activations"] -= saved[i]
         alive["unsharded units"] -= left[i]
 
-    # ---- backward of the embedding, which adapters do not need
-    if head.gradient:
-        reduction = embedding.reduction() + (head.reduction() if in_root and not tied else 0)
-        alive["gradients"] += embedding.new_gradient
-        yield "embedding", alive + Counter({"saved activations": 2 * input_bytes, "gradients": reduction})
-        # its update; without FSDP2 nothing is reduced
-        alive["gradients"] = reduction or embedding.new_gradient
-        yield "embedding", alive + Counter({"block workspace": updating(embedding)})
-
-    # ---- optimizer.step()
+    # ---- backward of the embedding, which adapters do not need; optimizer.step()
+    if not args.lora:
+        yield from play_backward_of_embedding(args, units, sharding, input_bytes, alive)
     if not args.optim_in_backward:
         gradients = 0 if "params" in args.offload else all_gradients
-        workspace = max(unit.workspace for unit in whole)
-        yield "step", always + Counter({"block workspace": workspace, "gradients": gradients})
+        workspace = max(unit.workspace for unit in units.all())
+        in_step = Counter({"block workspace": workspace, "gradients": gradients})
+        yield Event("step", "step", always + in_step)
+
+
+def left_for_step(args, sharding, unit):
+    """Bytes of a unit's gradient that a backward leaves beside those of earlier micro-batches."""
+    return unit.gradient if sharding.gradients_stay and args.grad_accum == 1 else 0
+
+
+def updating(args, unit):
+    """Bytes of temporaries where a unit is updated as soon as its gradient is there."""
+    return unit.workspace if args.optim_in_backward else 0
+
+
+def play_backward_of_block(args, units, i, of_block, alive):
+    """Yields the events of block i. `alive` has what the block has saved, which is a part of the sums of
+    BlockBytes, too."""
+    if not of_block.in_mlp:  # it lies below the first adapter
+        return
+    down = units.down[i]
+    after_attention = units.after_attention[i]
+    here = alive + Counter({"saved activations": of_block.input - of_block.saved})
+    # Without FSDP2 the backward of a product frees the 16-bit copy of its weight.
+    freed_by_down = 0 if args.fsdp2 else down.unsharded
+    freed = 0 if args.fsdp2 else after_attention.unsharded
+    in_mlp = Counter({"block workspace": of_block.in_mlp, "gradients": down.new_gradient})
+    if args.tiled_mlp:
+        # every tile adds to all of these gradients, and has one more at a time
+        in_mlp["gradients"] += after_attention.new_gradient
+    else:
+        in_mlp["unsharded units"] -= freed_by_down
+    yield Event(f"block {i}", "backward", here + in_mlp)
+    # Without FSDP2, --optim_in_backward takes each gradient as it comes: down_proj's stands for the largest.
+    is_taken = args.optim_in_backward and not (args.fsdp2 or args.tiled_mlp)
+    made = down if is_taken else after_attention
+    of_mlp = Counter({"gradients": made.new_gradient, "unsharded units": -freed})
+    behind_mlp = Counter({"block workspace": of_block.behind_mlp})
+    yield Event(f"block {i}", "backward", here + of_mlp + behind_mlp)
+    workspace = of_block.in_attention + updating(args, units.blocks[i])
+    yield Event(f"block {i}", "backward", here + of_mlp + Counter({"block workspace": workspace}))
+
+
+def play_backward_of_embedding(args, units, sharding, input_bytes, alive):
+    embedding = units.embedding
+    reduction = embedding.reduction()
+    if sharding.ends_in_root and len(units.ends) > 1:
+        reduction += units.head.reduction()
+    here = alive + Counter({"gradients": embedding.new_gradient})
+    yield Event("embedding", "embedding", here + Counter(
+        {"saved activations": 2 * input_bytes, "gradients": reduction}))
+    # its update: what is reduced by then is all there is of gradients; without FSDP2 nothing is reduced
+    here["gradients"] = reduction or here["gradients"]
+    yield Event("embedding", "embedding", here + Counter({"block workspace": updating(args, embedding)}))
 
 
 def largest_moments(events):
     """{moment: {kind: bytes}} of the largest event of each phase: one of the blocks, for example."""
     largest = {}
     # play_step() has hundreds of events, and a reader wants one column for each phase
-    for moment, kinds in events:
-        phase = moment.split()[0]  # "block 3" -> "block"
-        if phase not in largest or kinds.total() >= largest[phase][1].total():
-            largest[phase] = moment, kinds
-    return dict(largest.values())
+    for event in events:
+        phase = event.moment.split()[0]  # "block 3" -> "block"
+        if phase not in largest or event.kinds.total() >= largest[phase].kinds.total():
+            largest[phase] = event
+    # the forward of a block comes first, its backward after the loss: the backward's place is the usual one
+    in_order = [largest[phase] for phase in ("head", "block", "embedding", "step") if phase in largest]
+    return {event.moment: event.kinds for event in in_order}
 
 
-def saved_input(args, width, *names):
-    """Numbers a token that the gradients of these weights need of the input that they share."""
-    trained = args.lora_targets if args.lora else lm.LORA_TARGETS
-    return width if any(name in trained for name in names) else 0
+# ---- the bytes of a block's activations and of the loss. Every one of these functions counts bytes: a number
+# has `itemsize` of them in the dtype of products, and where kernels keep float32 or int64 it says so. With
+# --compile Inductor computes again in the backward what is pointwise, in place of saving it: what a norm
+# makes, SiLU, the float32 of logits and of NF4.
 
-
-def masks(args, size, n_tokens, width, *names):
-    """Numbers that dropout's masks of an input of these weights take: an int32 and a byte of each, a band
-    at a time."""
-    if not args.lora_dropout:
-        return 0
-    return 5 / size * min(nf4.BAND_WEIGHTS, n_tokens * saved_input(args, width, *names))
-
-
-def key_width(args, c):
-    """Numbers a token of the key heads in attention: --sequence_parallel repeats them until each rank has as
-    many."""
-    return c.head_dim * math.lcm(c.num_key_value_heads, args.sequence_parallel)
-
-
-def numbers_of_attention(args, c, size):
-    """-> (numbers a token that attention saves, those that its backward adds), without the inputs of the
-    projections. FlashAttention, and the memory-efficient kernel that does its work in float32, save q, k, v,
-    the output and a float32 a head."""
-    Q = c.q_size
-    G = key_width(args, c)
-    saved = 2 * Q + 2 * G  # q, output, k and v
-    saved += 4 / size * c.num_attention_heads  # the log of the sum of each softmax, float32
-    gradients = Q + 2 * G  # of q, k and v
-    if c.family.qk_norm or c.family.bare_qk_norm:
-        saved += Q + c.kv_size  # inputs of the norms of q and k
-    if args.sequence_parallel > 1:
-        saved += Q  # output behind the second all-to-all
-        gradients *= 2  # on both sides of the all-to-all
-    if size == 2:
-        gradients += 2 * Q  # FlashAttention adds up dq in float32
-    if G < Q:
-        gradients += 2 * Q  # and makes dk and dv of each query head
-        if size == 4:
-            saved += 2 * Q  # k and v of each query head: the kernel for float32 shares no key heads
-            if args.sequence_parallel == 1:
-                saved -= 2 * G  # else they lie in one tensor with q, which the all-to-all has brought
-    if c.family.gate:
-        saved += Q  # the sigmoid of the gate
-        gradients += Q  # of the gate
-    if c.family.gate_in_q:
-        saved += Q  # the gate, which is in one tensor with the input of q's norm
-    return saved, gradients
-
-
-def numbers_of_deltanet(c, size, n_tokens):
-    """The same of Gated DeltaNet. Its backward recomputes one segment at a time. When that is done, a token
-    of the segment has in float32 (K = 2 * RULE_CHUNK, as in every Qwen3.5)
-
-        3 * X - Y          what SiLU is applied to; q, k, v by chunks; q and k of unit length
-        X / 2 - Y / 2      products of q and k with k
-        7/2 * Y            decays, these with beta, a, its inverse, that times beta and carry, scores
-        4 * Y              w and u, queries, keys
-        6 * Y              d and state of each chunk, in a list and in one tensor
-        6 * Y              o, by tokens, normalized; z, its SiLU, the gradient of their product
-        -Y / 2             the 16-bit gradient of the output, which activation_bytes() counts, is gone"""
-    X = c.conv_size
-    Y = c.value_size
-    segment = min(lm.SEGMENT, n_tokens)
-    saved = X + Y + 4 / size * Y * c.linear_key_head_dim / segment  # qkv, z, the state before each segment
-    rule = 4 / size * (3.5 * X + 17.5 * Y)
-    # X: gradients of qkv of the segments before, and a padded input of this one
-    return saved, X + rule * segment / n_tokens
-
-
-def saved_by_mlp(args, c, size):
-    """Numbers a token, without down_proj's input, at which a recomputation ends."""
-    k = c.num_experts_per_tok
-    shared = c.shared_expert_intermediate_size
-    saved = 3 * (c.mlp_size + shared)  # gate, up and silu(gate)
-    saved += saved_input(args, k * c.hidden_size, "gate_proj", "up_proj")
-    if c.num_experts:
-        saved += c.mlp_size  # what the odds are applied to
-        saved += 4 / size * c.num_experts  # odds of all experts, float32
-        saved += 32 / size * k  # odds and order of the chosen ones, float32 and int64
-        if not args.lora:
-            saved += c.hidden_size  # input of the router
-    if shared:
-        # its result, and its input, which full fine-tuning has counted as the router's
-        saved += 2 * c.hidden_size if args.lora else c.hidden_size
-        saved += saved_input(args, shared, "down_proj")
-    return saved
+FLOAT32 = 4  # bytes of a number
+INT64 = 8
 
 
 class Keeps(NamedTuple):
@@ -2790,95 +2805,397 @@ class Keeps(NamedTuple):
     attention: bool  # of a recomputed block, attention's output
 
 
-def activation_bytes(args, c, size, n_tokens, layer_type, keeps):
-    """Bytes of a block of n_tokens where a number has `size` bytes, as CUDA kernels save and allocate them:
-    its input; all that it saves for its backward; and the most that is alive at once while its backward runs,
-    in attention and in the MLP, with what is saved for it. tests/test_plan.py compares
-    them with real steps."""
-    D = c.hidden_size
-    N = n_tokens
-    F = c.mlp_size
-    k = c.num_experts_per_tok  # 1 for a dense MLP
-    n_attention = lm.mixer_weights(c, layer_type)
-    n_down = D * F // k * max(c.num_experts, 1)  # of down_proj, as many as of gate_proj and up_proj
-    routed = k * D if c.num_experts else 0  # numbers a token of rows on their way to experts or back
+class Gradients(NamedTuple):
+    """Which parts of a block a gradient flows through. Below the first adapter there is none: nothing is
+    saved, and nothing runs in the backward."""
 
+    input: bool  # something below the block is trained
+    attention: bool  # from the projections of q, k and v to attention's output
+    middle: bool  # of x between attention and the MLP
+    mlp: bool  # of the block's output
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a block's activations, as CUDA kernels save and allocate them. Those of the backward are the
+    most that is alive at once, with what the block has saved, without its input."""
+
+    input: int
+    saved: int  # what its forward leaves for its backward, with its input
+    in_forward: int
+    in_attention: int  # while the backward of attention runs; 0 if it has none
+    in_mlp: int  # while the backward of what follows attention runs; 0 if the block has no backward
+    behind_mlp: int  # then, when all gradients of the MLP's weights are there
+
+
+def gradients_of_block(args, c, layer_type, has_input_gradient):
+    *inner_targets, o_target = lm.mixer_targets(c, layer_type)
+    attention = has_input_gradient or trains_any(args, *inner_targets)
+    middle = attention or trains_any(args, o_target)
+    return Gradients(has_input_gradient, attention, middle, middle or trains_any(args, *lm.MLP_TARGETS))
+
+
+def trains_any(args, *names):
+    """Whether one of these weights, or its adapter, is trained."""
+    return not args.lora or any(name in args.lora_targets for name in names)
+
+
+def saved_input(args, n_bytes, *names):
+    """Bytes a token that the gradients of these weights need of the input that they share, n_bytes wide."""
+    return n_bytes if trains_any(args, *names) else 0
+
+
+def mask_bytes(args, n_numbers, *names):
+    """What dropout allocates for its mask of an input of these weights: an int32 and a bool for each number,
+    in pieces of BAND_WEIGHTS numbers."""
+    if not args.lora_dropout or not trains_any(args, *names):
+        return 0
+    return 5 * min(nf4.BAND_WEIGHTS, n_numbers)
+
+
+def key_size_of(args, c):
+    """Numbers a token of the key heads in attention: --sequence_parallel repeats them until each rank has as
+    many."""
+    return c.head_dim * math.lcm(c.num_key_value_heads, args.sequence_parallel)
+
+
+def bytes_of_attention(args, c, itemsize):
+    """-> (bytes a token that attention saves, those that its backward adds), without the inputs of the
+    projections. FlashAttention, and the memory-efficient kernel that does its work in float32, save q, k, v,
+    the output and the log of the sum of each softmax, a float32 a head."""
+    q_bytes = itemsize * c.q_size  # also of attention's output
+    key_bytes = itemsize * key_size_of(args, c)  # also of v
+    shares_keys = key_bytes < q_bytes
+    saved = 2 * q_bytes + 2 * key_bytes + FLOAT32 * c.num_attention_heads
+    gradients = q_bytes + 2 * key_bytes
+    if c.family.qk_norm or c.family.bare_qk_norm:
+        saved += q_bytes + itemsize * c.kv_size  # inputs of the norms of q and k
+    if args.sequence_parallel > 1:
+        saved += q_bytes  # the output behind the second all-to-all
+        gradients *= 2  # on both sides of the all-to-all
+    if itemsize == 2:
+        gradients += FLOAT32 * c.q_size  # FlashAttention adds up dq in float32
+    if shares_keys:
+        gradients += 2 * q_bytes  # and makes dk and dv of each query head
+    if shares_keys and itemsize == FLOAT32:
+        saved += 2 * q_bytes  # k and v of each query head: the kernel for float32 shares no key heads
+        if args.sequence_parallel == 1:
+            saved -= 2 * key_bytes  # else they lie in one tensor with q, which the all-to-all has brought
+    if c.family.gate:
+        saved += q_bytes  # the sigmoid of the gate
+        gradients += q_bytes  # of the gate
+    if c.family.gate_in_q:
+        saved += q_bytes  # the gate, which is in one tensor with the input of q's norm
+    return saved, gradients
+
+
+def bytes_of_deltanet(c, itemsize, n_tokens):
+    """The same of Gated DeltaNet. Its backward recomputes one segment at a time. When that is done, a token
+    of the segment has these numbers in float32, of the convolution's channels (conv) and of values:
+
+        3 * conv - value           what SiLU is applied to; q, k, v by chunks; q and k of unit length
+        conv / 2 - value / 2       products of q and k with k
+        7/2 * value                decays, these with beta, a, its inverse, that times beta and carry, scores
+        4 * value                  w and u, queries, keys
+        6 * value                  d and S of each chunk, in a list and in one tensor
+        6 * value                  o, by tokens, normalized; z, its SiLU, the gradient of their product
+        -value / 2                 the 16-bit gradient of the output, which block_bytes() counts, is gone
+
+    This holds for heads of 2 * RULE_CHUNK numbers, as every Qwen3.5 has: S has K*K numbers where the C tokens
+    of a chunk have C*K, and their products with one another have C*C."""
+    conv_bytes = itemsize * c.conv_size
+    value_bytes = itemsize * c.value_size
+    segment = min(lm.SEGMENT, n_tokens)
+    saved = conv_bytes + value_bytes  # qkv and z
+    saved += FLOAT32 * c.value_size * c.linear_key_head_dim / segment  # S before each segment
+    rule = FLOAT32 * (3.5 * c.conv_size + 17.5 * c.value_size)
+    # gradients of qkv of the segments before, and a padded input of this one
+    added = conv_bytes + rule * segment / n_tokens
+    if n_tokens > segment:
+        added += value_bytes  # the same of z, and the output's gradient is not gone before the last segment
+    return saved, added
+
+
+def saved_by_mlp(args, c, itemsize):
+    """Bytes a token, without down_proj's input, at which a recomputation ends."""
+    n_chosen = c.num_experts_per_tok  # 1 for a dense MLP
+    input_bytes = itemsize * c.hidden_size
+    shared_size = c.shared_expert_intermediate_size
+    if args.compile and not c.num_experts:  # experts are not compiled
+        return 2 * itemsize * c.mlp_size  # gate and up
+    saved = 3 * itemsize * (c.mlp_size + shared_size)  # gate, up and silu(gate)
+    saved += saved_input(args, n_chosen * input_bytes, "gate_proj", "up_proj")
+    if c.num_experts:
+        saved += itemsize * c.mlp_size  # what the odds are applied to
+        saved += FLOAT32 * c.num_experts  # odds of all experts
+        # of the chosen ones: odds before and after they are normalized and by rows, and three times an order
+        saved += n_chosen * (2 * FLOAT32 + 3 * INT64)
+        if not args.lora:
+            saved += input_bytes  # input of the router
+    if shared_size:
+        # its result, and its input, which full fine-tuning has counted as the router's
+        saved += 2 * input_bytes if args.lora else input_bytes
+        saved += saved_input(args, itemsize * shared_size, "down_proj")
+    return saved
+
+
+class MixerBytes(NamedTuple):
+    """Bytes a token of attention or Gated DeltaNet, from the input of its projections to its output."""
+
+    saved: float
+    added: float  # by its backward, with the gradient of its output
+    output: int
+
+
+def bytes_of_mixer(args, c, itemsize, n_tokens, layer_type):
+    """-> MixerBytes, with what A makes of the input of each adapter of the block."""
     if layer_type == "linear_attention":
-        Y = c.value_size
-        attention, gradients = numbers_of_deltanet(c, size, N)
+        output = itemsize * c.value_size
+        saved, added = bytes_of_deltanet(c, itemsize, n_tokens)
     else:
-        Y = c.q_size
-        attention, gradients = numbers_of_attention(args, c, size)
-    *inner, last = lm.mixer_targets(c, layer_type)
-    attention += saved_input(args, D, *inner)
-    if args.lora:  # what A makes, of all adapters of the block
-        adapted = [name for name in (*inner, last, *lm.MLP_TARGETS) if name in args.lora_targets]
-        attention += args.lora_rank * sum(k if name in lm.MLP_TARGETS else 1 for name in adapted)
-    in_attention = N * (attention + gradients + D + Y)  # gradients of the block's and of attention's output
-    in_attention += masks(args, size, N, D, *inner)
-    mlp = saved_by_mlp(args, c, size)
-    if c.family.gate:  # else the input of o_proj is attention's output
-        mlp += saved_input(args, Y, last)
-    down = saved_input(args, F, "down_proj")
-    tile = min(args.tiled_mlp or N, N)
+        output = itemsize * c.q_size
+        saved, added = bytes_of_attention(args, c, itemsize)
+    *inner_targets, o_target = lm.mixer_targets(c, layer_type)
+    if not args.compile:  # else made of x again, which is saved in any case
+        saved += saved_input(args, itemsize * c.hidden_size, *inner_targets)
+    if args.lora:
+        for name in (*inner_targets, o_target, *lm.MLP_TARGETS):
+            if name in args.lora_targets:
+                n_rows = c.num_experts_per_tok if name in lm.MLP_TARGETS else 1
+                saved += itemsize * args.lora_rank * n_rows
+    return MixerBytes(saved, added + output, output)
 
-    weight = n_down if args.qlora else 0  # down_proj is dequantized for its backward
-    # nf4.dequantize(): the scales of all of it, and of a band the int32 index and the float32 levels
-    scratch = 4 / size * weight / nf4.BLOCK + 6 / size * min(nf4.BAND_WEIGHTS, weight)
-    if args.qlora and "down_proj" in args.lora_targets:
-        scratch += tile * k * D  # the adapter's output
-    if args.qlora and not c.num_experts:
-        scratch += tile * F  # the product's input; 2 * routed below is more than that of experts
-    # the largest of three moments: the backward of gate and up, before it that of down_proj's adapter, and
-    # before that one of down_proj
-    at_gate = tile * max(3 * F, down + 2 * F, 2 * routed)
-    at_gate += masks(args, size, tile * k, D, "gate_proj", "up_proj")
-    at_adapter = tile * (2 * F + down) + masks(args, size, tile, F, "down_proj")
-    at_down = tile * 2 * routed + weight + max(tile * (F + down), scratch)
-    in_mlp = N * attention + tile * (mlp + 2 * D) + max(at_gate, at_adapter, at_down)
 
-    norms = 4 * D if c.family.branch_norms else 2 * D  # their inputs
-    saved = N * (attention + mlp + down + norms)
+def weights_of_down_proj(c):
+    """Number of weights of a block's down_proj, of all experts. gate_proj and up_proj have as many each."""
+    width = c.mlp_size // c.num_experts_per_tok
+    return c.hidden_size * width * max(c.num_experts, 1)
+
+
+def bytes_being_cast(args, c, itemsize):
+    """A gradient of down_proj in 16 bits, which is there beside its copy in the float32 of the master."""
+    if args.precision == "mixed" and not (args.lora or args.fsdp2):
+        return itemsize * weights_of_down_proj(c)
+    return 0
+
+
+def bytes_to_dequantize(args, itemsize, n_weights):
+    """What nf4.dequantize() has beside its result: the float32 scales of the whole matrix, and of each weight
+    of a chunk a float32 level and half of an int32, the index of a pair."""
+    scales = FLOAT32 * n_weights / nf4.BLOCK
+    if args.compile and itemsize == 2:
+        return scales
+    return scales + (FLOAT32 + 2) * min(nf4.BAND_WEIGHTS, n_weights)
+
+
+def row_bytes_of(c, itemsize, n_tokens):
+    """Bytes of the rows that go to experts, or come from them: each token's x for each of its experts. Of a
+    dense MLP none go anywhere."""
+    if not c.num_experts:
+        return 0
+    return n_tokens * itemsize * c.num_experts_per_tok * c.hidden_size
+
+
+def added_in_mlp(args, c, itemsize, n_tokens, is_recomputed):
+    """The most that the backward of n_tokens has in the MLP beside what it has saved and the gradient of the
+    block's output: the largest of some moments, here from the last to the first."""
+    mlp_bytes = n_tokens * itemsize * c.mlp_size
+    row_bytes = row_bytes_of(c, itemsize, n_tokens)
+    n_row_numbers = n_tokens * c.num_experts_per_tok * c.hidden_size
+    down_input = saved_input(args, mlp_bytes, "down_proj")
+
+    # gate and up: gradients of silu(gate), up and gate; or the first two and down_proj's input; or rows
+    at_gate = max(3 * mlp_bytes, 2 * mlp_bytes + down_input, 2 * row_bytes)
+    at_gate += mask_bytes(args, n_row_numbers, "gate_proj", "up_proj")
+    at_adapter = 2 * mlp_bytes + down_input + mask_bytes(args, n_tokens * c.mlp_size, "down_proj")
+    # down_proj: its input, and the input's gradient. It is dequantized from NF4 first, beside the input
+    scratch = 0
+    weight_bytes = 0
+    if args.qlora:
+        n_weights = weights_of_down_proj(c)
+        weight_bytes = itemsize * n_weights
+        scratch = bytes_to_dequantize(args, itemsize, n_weights)
+    at_down = row_bytes + weight_bytes + mlp_bytes + max(down_input, scratch)
+    at_down += bytes_being_cast(args, c, itemsize)
+    moments = [at_gate, at_adapter, at_down]
+    if is_recomputed:
+        # Before that the recomputation ends with the output of down_proj's adapter.
+        at_end = row_bytes + weight_bytes + scratch
+        if args.lora and "down_proj" in args.lora_targets:
+            at_end += n_row_numbers * itemsize
+        if args.qlora or down_input:
+            at_end += mlp_bytes  # down_proj's input
+        # And before that it has the rows of experts, which nothing saves if only attention has adapters.
+        at_rows = 0 if trains_any(args, "gate_proj", "up_proj") else 2 * row_bytes
+        moments += [at_end, at_rows]
+    return max(moments)
+
+
+def bytes_of_forward(args, c, itemsize, n_tokens, layer_type):
+    """The most that a block's forward has beside its input where nothing is saved for a backward. Below the
+    first adapter that may be the peak of a step. Elsewhere the backward has more. In attention, q is there
+    four times in 16 bits and two and a half times in float32 while RoPE turns it. Gated DeltaNet has its
+    projections and outputs, and of a segment in float32, with value_size numbers each:
+
+        6     queries, keys, w and u; the output before it is normed, and behind
+        4     d and S of each chunk (S as K*K numbers for RULE_CHUNK tokens)
+        2     z and its SiLU
+        1/2   scores"""
+    tile = min(args.tiled_mlp or n_tokens, n_tokens)
+    x_bytes = itemsize * c.hidden_size
+    mlp_bytes = itemsize * c.mlp_size
+    row_bytes = row_bytes_of(c, itemsize, 1)
+    # silu(gate), up and their product beside the rows; or the product beside the adapter's, down_proj's and
+    # both their rows
+    in_mlp = n_tokens * x_bytes + tile * (x_bytes + max(3 * mlp_bytes + row_bytes, mlp_bytes + 3 * row_bytes))
+    if args.qlora:
+        in_mlp += itemsize * weights_of_down_proj(c)
+    if layer_type == "linear_attention":
+        segment = min(lm.SEGMENT, n_tokens)
+        in_mixer = n_tokens * itemsize * (c.conv_size + 2 * c.value_size)
+        in_mixer += segment * (itemsize * c.conv_size + FLOAT32 * 12.5 * c.value_size)
+    else:
+        of_q = 4 * itemsize + 2.5 * FLOAT32
+        in_mixer = n_tokens * (x_bytes + 2 * itemsize * c.kv_size + of_q * c.q_size)
+    return max(in_mixer, in_mlp)
+
+
+def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
+    """-> BlockBytes of a block of n_tokens. tests/test_plan.py compares them with real steps, and
+    tests/trace_plan.py with the model's own code at real sizes."""
+    x_bytes = n_tokens * itemsize * c.hidden_size
+    in_forward = bytes_of_forward(args, c, itemsize, n_tokens, layer_type)
+    if not gradients.mlp:
+        return BlockBytes(x_bytes, 0, int(in_forward), 0, 0, 0)
+    mixer = bytes_of_mixer(args, c, itemsize, n_tokens, layer_type)
+    *inner_targets, o_target = lm.mixer_targets(c, layer_type)
+    tile = min(args.tiled_mlp or n_tokens, n_tokens)
+
+    is_recomputed = args.tiled_mlp or not keeps.activations
+    in_attention = 0
+    saved_in_mixer = 0
+    if gradients.attention:
+        saved_in_mixer = n_tokens * mixer.saved
+        in_attention = saved_in_mixer + n_tokens * mixer.added + x_bytes  # x_bytes: the output's gradient
+        in_attention += mask_bytes(args, n_tokens * c.hidden_size, *inner_targets)
+    saved_in_mlp = 0  # a token
+    if gradients.middle or trains_any(args, "gate_proj", "up_proj"):
+        saved_in_mlp = saved_by_mlp(args, c, itemsize)
+    if c.family.gate or not gradients.attention:  # else the input of o_proj is attention's output
+        saved_in_mlp += saved_input(args, mixer.output, o_target)
+    in_mlp = saved_in_mixer + tile * saved_in_mlp + added_in_mlp(args, c, itemsize, tile, is_recomputed)
+    # gradients of the block's output and of what the MLP reads, and between them of a norm
+    n_gradients = 3 if c.family.branch_norms else 2
+    in_mlp += n_gradients * tile * itemsize * c.hidden_size
+    # rows, and their gradients, one of gate's and one of up's; or one while a weight's gradient is cast
+    row_bytes = row_bytes_of(c, itemsize, tile)
+    being_cast = bytes_being_cast(args, c, itemsize)
+    at_gate = 3 * row_bytes + tile * itemsize * c.mlp_size
+    behind_mlp = saved_in_mixer + n_gradients * x_bytes + max(row_bytes + being_cast, at_gate)
+
+    down_input = saved_input(args, n_tokens * itemsize * c.mlp_size, "down_proj")
+    saved = saved_in_mixer + n_tokens * saved_in_mlp + down_input + x_bytes * n_norm_inputs(c, gradients)
     if args.tiled_mlp:
         # of tiles; the output of attention without a gate is saved by itself
-        inputs = D + Y if c.family.gate else D
-        saved = N * (attention + inputs)
-        in_mlp += N * inputs + (N - tile) * (D + Y)  # gradients of the output, and of what other tiles read
+        saved = saved_in_mixer + x_bytes
+        # gradients of the output, and of what other tiles read
+        in_mlp += (n_tokens - tile) * (itemsize * c.hidden_size + mixer.output)
+        if c.family.gate or not gradients.attention:
+            saved += n_tokens * mixer.output
+            in_mlp += n_tokens * mixer.output
+    # NF4 weights in 16 bits, which the gradients of products' inputs need
+    n_down_weights = weights_of_down_proj(c)
+    mixer_weight_bytes = itemsize * n_mixer_weights(c, layer_type, gradients, mixer.output // itemsize)
+    other_weight_bytes = mixer_weight_bytes
+    if gradients.middle:
+        other_weight_bytes += itemsize * 2 * n_down_weights  # of gate_proj and up_proj
     if keeps.weights:
-        saved += n_attention + 3 * n_down
+        saved += other_weight_bytes + itemsize * n_down_weights
     if not keeps.activations:
-        saved = N * D
-        if keeps.attention and layer_type != "linear_attention":
-            saved += N * (Y + 4 / size * c.num_attention_heads)
-            if size == 4 and key_width(args, c) < Y:
-                saved += N * 2 * Y  # copies of k and v for each query head
+        saved = x_bytes
+        if keeps.attention and gradients.attention and layer_type != "linear_attention":
+            saved += n_tokens * bytes_of_attention_kept(args, c, itemsize)
         if c.num_experts:
-            saved += N * 8 * k / size  # the order of the experts' rows, int64, which no checkpoint drops
+            saved += n_tokens * INT64 * c.num_experts_per_tok  # the order of rows, which no checkpoint drops
+    elif not args.tiled_mlp:
+        # down_proj's output and the adapter's, and their sum; or down_proj dequantized
+        output_bytes = max(x_bytes, row_bytes)
+        weight_bytes = itemsize * n_down_weights if args.qlora and not keeps.weights else 0
+        in_forward = max(in_forward, saved - x_bytes + max(3 * output_bytes, 2 * output_bytes + weight_bytes))
     if keeps.weights or (args.qlora and not keeps.activations):
-        # all weights but down_proj, which is in `weight`
-        in_attention += n_attention
-        in_mlp += n_attention + 2 * n_down
-    numbers = {"input": N * D, "saved": saved, "in attention": in_attention, "in mlp": in_mlp}
-    return {what: int(size * n) for what, n in numbers.items()}
+        # all weights but down_proj, which added_in_mlp() has counted
+        in_mlp += other_weight_bytes
+        if gradients.attention:
+            in_attention += mixer_weight_bytes
+    sums = x_bytes, saved, in_forward, in_attention, in_mlp, behind_mlp
+    return BlockBytes(*(int(n_bytes) for n_bytes in sums))
 
 
-def loss_bytes(args, c, size, n_tokens):
+def n_mixer_weights(c, layer_type, gradients, output_size):
+    """Weights of a mixer's projections that the backward multiplies by: those whose input has a gradient."""
+    if gradients.input:
+        return lm.mixer_weights(c, layer_type)
+    return c.hidden_size * output_size if gradients.attention else 0  # of o_proj
+
+
+def n_norm_inputs(c, gradients):
+    """Number of norms that save their input, each as large as x: those that a gradient goes through."""
+    n_per_branch = 2 if c.family.branch_norms else 1
+    n = 2 * n_per_branch
+    if not gradients.input:
+        n -= 1
+    if not gradients.middle:
+        n -= n_per_branch
+    return n
+
+
+def bytes_of_attention_kept(args, c, itemsize):
+    """Bytes a token that RunOnce keeps: attention's output, the log of the sum of each softmax, and where the
+    kernel for float32 shares no key heads, k and v of each query head."""
+    kept = itemsize * c.q_size + FLOAT32 * c.num_attention_heads
+    if itemsize == FLOAT32 and key_size_of(args, c) < c.q_size:
+        kept += 2 * itemsize * c.q_size
+    return kept
+
+
+def bytes_of_blocks(args, c, itemsize, n_tokens, blocks):
+    """[BlockBytes of each block]"""
+    cached = functools.cache(functools.partial(block_bytes, args, c, itemsize, n_tokens))
+    acts = []
+    has_gradient = not args.lora  # x at the block: below the first adapter nothing is trained
+    for i, layer_type in enumerate(c.layer_types):
+        keeps = Keeps(
+            activations=i >= blocks.n_recomputed,
+            weights=i >= c.num_hidden_layers - blocks.n_weights_kept,
+            attention=i >= blocks.n_recomputed - blocks.n_attention_kept)
+        gradients = gradients_of_block(args, c, layer_type, has_gradient)
+        acts.append(cached(layer_type, keeps, gradients))
+        has_gradient = gradients.mlp
+    return acts
+
+
+def loss_bytes(args, c, itemsize, n_tokens):
     """The most that is alive at once while the loss is computed: logits, their gradient and the head's."""
+    is_capped = c.final_logit_softcapping > 0
     if not args.chunked_ce:
         # float32 logits, their log-softmax and their gradient, and the tanh of capped ones
-        n_bytes = 16 if c.final_logit_softcapping else 12
-        return n_bytes * n_tokens * c.vocab_size
-    n_head = 0 if args.lora else c.vocab_size * c.hidden_size
+        n_copies = 4 if is_capped else 3
+        return n_copies * FLOAT32 * n_tokens * c.vocab_size
+    n_head_weights = 0 if args.lora else c.vocab_size * c.hidden_size
     chunk = min(args.ce_chunk, n_tokens)
-    n_bytes = chunk * c.vocab_size * size
+    n_bytes = chunk * c.vocab_size * itemsize
     if chunk < n_tokens:
-        n_bytes += 4 * n_head  # gradients of several chunks are added up in float32
-    per_logit = 0  # bytes: of one in 16 bits the float32 copy and the gradient
-    if size == 2:
-        per_logit = 6
-    if c.final_logit_softcapping:
-        per_logit += 4 if size == 2 else 8  # the tanh, and of a float32 logit what is capped
-    return n_bytes + max(per_logit * min(chunk, lm.FLOAT32_TOKENS) * c.vocab_size, n_head * size)
+        n_bytes += FLOAT32 * n_head_weights  # gradients of several chunks are added up in float32
+    of_logit = 0  # bytes, beside the chunk's own
+    if args.compile:
+        of_logit += itemsize  # the gradient
+    elif itemsize < FLOAT32:
+        of_logit += FLOAT32 + itemsize  # a float32 copy, and the gradient
+    if is_capped and not args.compile:
+        of_logit += FLOAT32  # the tanh
+        if itemsize == FLOAT32:
+            of_logit += FLOAT32  # what is capped, else a part of the float32 copy
+    float32_bytes = of_logit * min(chunk, lm.FLOAT32_TOKENS) * c.vocab_size
+    return n_bytes + max(float32_bytes, n_head_weights * itemsize)
 
 
 def peak_of(moments):
@@ -3037,6 +3354,10 @@ def print_plan(args, config, world, length, blocks, room):
         if any(values):
             print_row(kind, values)
     print_row("all", [kinds.total() for kinds in moments.values()])
+    if args.compile:
+        print("  --compile: as Inductor saves and fuses on a CPU, within 10 %")
+    if args.dpo:
+        print("  --dpo: the reference's forward comes first, keeps nothing and is no peak")
     print(f"  host memory: {host_text}")
     if math.isinf(room):
         return
