@@ -1,13 +1,16 @@
-"""Stand-ins on a CPU or an emulated GPU for the CUDA kernels of a training step: each saves for the backward and
-allocates what the kernel does, and computes nothing. Left out: partial sums of the gradient of a norm's weight."""
+"""Stand-ins for the CUDA kernels of a training step: each saves for the backward and allocates what the kernel does,
+and computes nothing. Left out: partial sums of the gradient of a norm's weight. install() puts them into a process that
+trains on a CPU or an emulated GPU, on_meta() into a trace of shapes alone (trace_plan.py)."""
 
+import contextlib
 import warnings
 
 import torch
 import torch.nn.functional as F
 
-import model
 import data
+import model
+import nf4
 
 
 class RMSNorm(torch.autograd.Function):
@@ -93,6 +96,13 @@ def rms_norm(x, shape, weight, eps):
     return RMSNorm.apply(x, weight)
 
 
+# (module, name, stand-in) of what model.py calls by these names
+CALLS = [
+    (F, "rms_norm", rms_norm),
+    (model, "sdpa", attention),
+    (model, "flash_attention", lambda: attention_of_documents),
+    (model, "length_multiple", lambda q: 1),  # a GPU fills up no rows
+]
 KERNELS = torch.library.Library("aten", "IMPL")  # replaces them as long as it is alive
 
 
@@ -102,10 +112,47 @@ def install():
         KERNELS.impl("mm", product, "CPU")
         KERNELS.impl("mm.out", product_into, "CPU")
     torch.Tensor.__iadd__ = add_in_place
-    F.rms_norm = rms_norm
-    model.sdpa = attention
-    model.flash_attention = lambda: attention_of_documents
-    model.length_multiple = lambda q: 1  # a GPU fills up no rows
+    for module, name, stand_in in CALLS:
+        setattr(module, name, stand_in)
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all: as many bytes come as go, and nothing is kept."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.empty_like(grad)
+
+
+def first_band(*matrices):
+    """nf4.bands() with the first one alone: bands follow one another, and none is larger."""
+    n_rows = max(1, nf4.BAND_WEIGHTS // matrices[0].shape[1])
+    return [tuple(matrix[:n_rows] for matrix in matrices)]
+
+
+def grouped_product(a, b, offs):
+    """aten::_grouped_mm, which has no kernel for float32 on the meta device. Either b is a stack, or the result is."""
+    if b.dim() == 3:
+        return a.new_empty(len(a), b.shape[-1])
+    return a.new_empty(len(offs), len(a), b.shape[-1])
+
+
+@contextlib.contextmanager
+def on_meta():
+    """Replaces the kernels for tensors that have shapes alone, and puts everything back."""
+    calls = [*CALLS, (model, "exchange", lambda x, group: Exchange.apply(x)), (nf4, "bands", first_band)]
+    real = [getattr(module, name) for module, name, _ in calls]
+    try:
+        for module, name, stand_in in calls:
+            setattr(module, name, stand_in)
+        yield
+    finally:
+        for (module, name, _), function in zip(calls, real):
+            setattr(module, name, function)
 
 
 def fill_with_zeros(module, *_, **__):

@@ -1,0 +1,70 @@
+"""The formulas of the memory plan against a trace of the model's own code (trace_plan.py), at the real sizes of every
+preset. Where a fork changes what a block saves, this says by how much the plan is off, and what to edit."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import trace_plan
+
+import data
+import train
+
+SETTINGS = [
+    "",
+    "--lora",
+    "--qlora",
+    "--activation_checkpointing 0",
+    "--lora --activation_checkpointing 0 --lora_dropout 0.1",
+    "--qlora --activation_checkpointing 1",
+    "--tiled_mlp 1024",
+    "--lora --tiled_mlp 1024 --activation_checkpointing 0",
+    "--precision fp32 --activation_checkpointing 1",
+    "--precision fp32 --qlora",
+    "--precision bf16 --activation_checkpointing 0",
+    "--precision bf16 --tiled_mlp 1024 --no-chunked_ce",
+    "--qlora --lora_dropout 0.1",
+    "--qlora --gpu_gib 400",  # keeps all NF4 weights in 16 bits
+    "--lora --lora_targets q_proj v_proj",  # of Qwen3.5, blocks below the first adapter
+    "--lora --lora_targets down_proj --activation_checkpointing 0",
+    "--grad_accum 2",
+    "--optim_in_backward",
+    "--dpo --lora",
+    "--fsdp2 --batch_size 2",
+    "--qlora --sequence_parallel 2",
+]
+N_TOKENS = 2048  # two tiles, two chunks of the loss, two segments of Gated DeltaNet
+
+
+def cases():
+    """(preset, setting): three settings for each preset, all of them in turn."""
+    turns = itertools.cycle(SETTINGS)
+    for preset in data.PRESETS:
+        is_hybrid = "linear_num_value_heads" in data.PRESETS[preset]
+        for _ in range(3):
+            setting = next(turns)
+            if is_hybrid and "sequence_parallel" in setting:  # which Gated DeltaNet does not have
+                setting = next(turns)
+            yield preset, setting
+
+
+def few_blocks(config):
+    """A block that may be below the first adapter, one of another kind if there is one, and one above."""
+    kinds = list(dict.fromkeys(config.layer_types))
+    layer_types = [kinds[0], kinds[-1], kinds[0]]
+    return dataclasses.replace(
+        config, num_hidden_layers=3, layer_types=layer_types, rope_layers=config.rope_layers[:3])
+
+
+@pytest.mark.parametrize("preset, setting", list(cases()))
+def test_formulas_count_what_the_models_code_saves_and_allocates(preset, setting):
+    flags = f"--model {preset} --seq_len {N_TOKENS} --world 2 {setting}"
+    args, config = trace_plan.opened(flags.split())
+    config = few_blocks(config)
+    room = (args.gpu_gib or math.inf) * train.GIB
+    blocks = train.choose_blocks(args, config, 1, N_TOKENS, room)
+    parts = trace_plan.compared(args, config, N_TOKENS, blocks)
+    wrong = [part for part, sizes in parts.items() if trace_plan.is_off(*sizes)]
+    report = trace_plan.report_of(parts)
+    assert not wrong, f"python tests/trace_plan.py {flags}\n{report}"
