@@ -54,6 +54,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import numpy as np
 import tokenizers
@@ -159,6 +160,12 @@ CLOSE = "\U00104001"  # and one for its end
 # A template is a stranger's program: a loop of ten lines could fill the memory, or never end.
 MAX_RENDERED = 50_000_000  # characters that one conversation may become
 MAX_RENDER_S = 2  # seconds of CPU time that this may take
+# what every reader of a template gives it, so that it cannot be a variable of --template_args
+GIVEN_TO_TEMPLATES = "messages", "tools", "documents", "add_generation_prompt"
+NAMED_TOKEN = re.compile("(bos|eos|unk|sep|pad|cls|mask)_token")
+# what an answer begins with if its template thinks that it should have had a thought; <think> itself may be in
+# the prompt
+EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\s*")
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
 
 
@@ -175,9 +182,9 @@ class GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope([before, *body, after]).set_lineno(line)
 
 
-def compile_template(template):
-    """Compiles a chat template in jinja's sandbox, which forbids attributes with a leading underscore and
-    changes to what the template is given."""
+def template_environment():
+    """jinja's sandbox, which forbids attributes with a leading underscore and changes to what a template is
+    given."""
     version = [int(number) for number in re.findall(r"\d+", jinja2.__version__)]
     if version < [3, 1, 6]:  # CVE-2025-27516: the filter |attr reached format(), and so any object
         raise ValueError(f"templates can leave the sandbox of jinja2 {jinja2.__version__}: "
@@ -191,7 +198,41 @@ def compile_template(template):
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
     env.globals |= {"raise_exception": raise_exception, "strftime_now": TODAY.strftime}
     env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja's own escapes HTML
-    return env.from_string(template)
+    return env
+
+
+def read_template_args(words):
+    """["enable_thinking=false", ...] or None, the values of --template_args -> {name: value}. A value is JSON,
+    or else text. Raises a ValueError that names the word."""
+    variables = {}
+    for word in words or ():
+        name, equals, text = word.partition("=")
+        where = f"--template_args {lm.quoted(word)}"
+        if not equals or not name.isidentifier():
+            raise ValueError(f"{where}: expected a name, = and a value, such as enable_thinking=false")
+        if name in GIVEN_TO_TEMPLATES or NAMED_TOKEN.fullmatch(name):
+            raise ValueError(f"{where}: {name} is what each conversation, or the tokenizer, gives the template")
+        if text in ("True", "False", "None"):  # as texts these would all be true
+            raise ValueError(f"{where}: values are JSON: true, false or null")
+        if name in variables:
+            raise ValueError(f"{where}: {name} is given twice")
+        try:
+            variables[name] = json.loads(text)
+        except (ValueError, RecursionError):
+            variables[name] = text
+    return variables
+
+
+def with_variables(template, variables):
+    """A chat template that begins with values of its variables. They are defaults: a reader that gives a
+    variable itself, as apply_chat_template(enable_thinking=True) does, still gets what it gives. Llama's own
+    templates begin like this."""
+    lines = ""
+    for name, value in sorted(variables.items()):
+        # Python writes True and None, which jinja reads, and escapes as jinja does. Environments for chat
+        # templates drop the newline after a block.
+        lines += f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
+    return lines + template
 
 
 class TextError(ValueError):
@@ -256,7 +297,7 @@ def named_tokens(config, path):
     """{"bos_token": its text, ...} of the dict of tokenizer_config.json at this path: templates see these."""
     named = {}
     for key, value in config.items():
-        if value and re.fullmatch("(bos|eos|unk|sep|pad|cls|mask)_token", key):
+        if value and NAMED_TOKEN.fullmatch(key):
             # transformers writes a dict where the token has options
             text = value.get("content") if isinstance(value, dict) else value
             if not isinstance(text, str):
@@ -282,9 +323,11 @@ class Tokenizer:
 
     core is the library's tokenizer, train_on the flag. bos_ids and eos_ids enclose a plain text, stop_ids end
     an answer. variables are what templates see beside the messages, reserved finds what no example may spell.
+    template_text begins with the values of template_args, {name: value}, so that the template that save()
+    writes has them, too. template_reads are the names that the template looks up.
     made_of is all that the tokens and masks of a text depend on."""
 
-    def __init__(self, folder, template_file=None, train_on="targets"):
+    def __init__(self, folder, template_file=None, train_on="targets", template_args=None):
         self.folder = Path(folder)
         self.train_on = train_on
         self.path = self.folder / "tokenizer.json"
@@ -306,7 +349,7 @@ class Tokenizer:
         self.special_ids = sorted({*special, *turn_ends})
         self.stop_ids = turn_ends | self.configured_stops()
 
-        self.load_template(config.get("chat_template"), template_file, end_of_turn)
+        self.load_template(config.get("chat_template"), template_file, end_of_turn, template_args or {})
         # cache_folder() hashes this: what is missing here would leave old tokens in use after a change
         self.made_of = (self.path.read_text("utf-8"), self.bos_ids, self.variables, self.template_text,
                         train_on)
@@ -359,7 +402,7 @@ class Tokenizer:
         ids = ids if isinstance(ids, list) else [ids]
         return {one for one in ids if isinstance(one, int)}
 
-    def load_template(self, template, template_file, end_of_turn):
+    def load_template(self, template, template_file, end_of_turn, template_args):
         """Compiles --chat_template, or else what the folder has, or else ChatML. template: the value in
         tokenizer_config.json, or None."""
         path = Path(template_file or self.folder / "chat_template.jinja")
@@ -376,8 +419,15 @@ class Tokenizer:
                 template = {one["name"]: one["template"] for one in template}["default"]
             if not isinstance(template, str) or not template.strip():
                 raise ValueError("expected text; --chat_template FILE replaces it")
-            self.template = compile_template(template)
-            self.template_text = template
+            env = template_environment()
+            self.template_reads = jinja2.meta.find_undeclared_variables(env.parse(template))
+            if unread := template_args.keys() - self.template_reads:  # a misspelled one would change nothing
+                others = [name for name in self.template_reads
+                          if name not in GIVEN_TO_TEMPLATES and not NAMED_TOKEN.fullmatch(name)]
+                raise ValueError(f"does not read {listing(unread)} of --template_args; what it reads beside "
+                                 f"the conversation: {listing(others) or 'nothing'}")
+            self.template_text = with_variables(template, template_args)
+            self.template = env.from_string(self.template_text)
 
     def chatml(self, end_of_turn):
         """CHATML with the tokens of this model. They stand in it as text, so that the file that save() writes
@@ -437,6 +487,7 @@ class Tokenizer:
         if self.train_on == "all":
             return [Rendered(text, None)], 0
         if spans:
+            spans = self.without_prompted_thoughts(messages, tools, turns, text, spans)
             documents = [Rendered(text, without_untrained(spans, turns, trained))]
         else:  # a template without generation blocks, as most models have
             documents = self.delimit_by_prefix(messages, tools, text, trained)
@@ -445,6 +496,17 @@ class Tokenizer:
             raise ValueError(f"{self.source}: cannot delimit any assistant turn; put {{% generation %}} "
                              "... {% endgeneration %} around what the assistant says")
         return documents, max(0, len(trained) - n_spans)
+
+    def without_prompted_thoughts(self, messages, tools, turns, text, spans):
+        """The spans of generation blocks, without an empty thought that the prompt for an answer ends in: such
+        a model is given its empty thought, and never says it."""
+        thoughts = [EMPTY_THOUGHT.match(text, *span) for span in spans]
+        prompt = ""
+        if turns and any(thoughts):
+            with contextlib.suppress(TextError):  # a template may insist on a question before an answer
+                prompt, _ = self.render(messages[: turns[-1]], tools, generation_prompt=True)
+        return [(thought.end(), stop) if thought and prompt.endswith(thought[0]) else (start, stop)
+                for thought, (start, stop) in zip(thoughts, spans)]
 
     def check_complete(self, messages, tools, text):
         """Raises a ValueError if a rendering leaves out a tool, or a message that is not the assistant's."""
@@ -722,8 +784,9 @@ def functions_of(messages, tools=None):
 # ---------------- data files, tokenized once
 
 # The files of a folder in the cache. tokens and supervised are those of all documents, one after the other;
-# lengths, and the lines that the documents are from, have a number per document.
-ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64}
+# lengths, and the lines that the documents are from with their hash_of_example(), have a number per document.
+ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64, "hashes": np.int64}
+HASHES = 2**56  # of examples, 0 to HASHES - 1: int64 has them all
 BUILT_IN = "stdlib:code", "stdlib:docs"
 FILE_TYPES = "jsonl", "json", "txt"
 EXPECTED = ("expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code; convert "
@@ -915,8 +978,9 @@ def read_report(folder):
 def check_cached(folder):
     """Raises an error if a folder in the cache is not as it was written: lengths first, then every byte."""
     report = read_report(folder)
-    counts = [report.n_tokens, report.n_tokens, report.n_documents, report.n_documents]
-    for (key, dtype), n in zip(ARRAYS.items(), counts):
+    of_tokens = ["tokens", "supervised"]
+    for key, dtype in ARRAYS.items():
+        n = report.n_tokens if key in of_tokens else report.n_documents
         if os.path.getsize(folder / key) != n * np.dtype(dtype).itemsize:
             raise ValueError(f"{folder / key}: not as long as report.json says")
     if np.fromfile(folder / "lengths", ARRAYS["lengths"]).sum() != report.n_tokens:
@@ -963,6 +1027,7 @@ class FileReport:
     n_further_tok: int = 0  # their tokens
     n_without_mask: int = 0  # answers that are not trained on: rewritten, or not to be delimited
     n_without_end: int = 0  # answers that end without a special token
+    n_empty_thoughts: int = 0  # answers that are trained to begin with an empty thought
     n_documents: int = 0
     n_tokens: int = 0
     largest_id: int = 0  # of all tokens
@@ -987,6 +1052,7 @@ def encode_lines(tokenizer, lines, report):
     """Lines -> the values of ARRAYS, in its order. Adds what it finds to the report."""
     examples = []
     line_numbers = []
+    hashes = []
     for line in lines:
         report.n_lines += 1
         if not line.strip():
@@ -1008,6 +1074,7 @@ def encode_lines(tokenizer, lines, report):
         report.n_without_mask += first.n_without_mask
         examples += found
         line_numbers += [report.n_lines] * len(found)
+        hashes += [hash_of_example(line)] * len(found)
 
     tokens = []
     supervised = []
@@ -1021,10 +1088,20 @@ def encode_lines(tokenizer, lines, report):
             report.n_further_tok += len(ids)
         if example.is_chat:
             report.n_without_end += turns_without_end(ids, mask, tokenizer.special_ids)
+        for span in example.spans or ():
+            report.n_empty_thoughts += bool(EMPTY_THOUGHT.match(example.text, *span))
     report.n_documents += len(lengths)
     report.n_tokens += len(tokens)
     report.largest_id = max([report.largest_id, *tokens])
-    return tokens, supervised, lengths, line_numbers
+    return tokens, supervised, lengths, line_numbers, hashes
+
+
+def hash_of_example(line):
+    """A number from 0 to HASHES - 1 that depends on what a line's JSON says, not on its blanks and the order of
+    its keys. A share of --data is held out by it."""
+    content = json.dumps(json.loads(line), sort_keys=True)
+    digest = hashlib.blake2b(content.encode(), digest_size=7)
+    return int.from_bytes(digest.digest(), "big")
 
 
 def count_bad(report, error):
@@ -1081,21 +1158,27 @@ class Documents:
         tokens = slice(self.start[number], self.stop[number])
         return file.tokens[tokens], file.supervised[tokens]
 
+    def n_examples(self):
+        """How many examples the parts are from."""
+        is_next = (np.diff(self.file) != 0) | (np.diff(self.line) != 0)  # parts of an example are neighbours
+        return 1 + int(is_next.sum())
+
     def place(self, number):
         """The "FILE:LINE" of a part."""
         return f"{self.files[self.file[number]].name}:{self.line[number]}"
 
 
-def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31):
-    """Folders of the cache -> Documents. overflow is what becomes of documents of more than seq_len
-    positions; None splits texts and drops the others. Raises a ValueError if a file should not be trained
-    on."""
+def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, hashes=range(HASHES)):
+    """Folders of the cache -> Documents of the examples with these hashes. overflow is what becomes of
+    documents of more than seq_len positions; None splits texts and drops the others. Raises a ValueError if a
+    file should not be trained on."""
     files = []
     columns = []
     checksum = 0
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         file, parts = open_file(folder, name, seq_len, overflow)
-        check_file(file, seq_len, vocab_size)
+        check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
+        file, parts = with_hashes(hashes, file, parts)
         # stands for every byte of the arrays, which tokenized() has compared with these
         checksum = zlib.crc32(json.dumps(file.report.checksums).encode(), checksum)
         files.append(file)
@@ -1104,9 +1187,10 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31):
 
 
 def open_file(folder, name, seq_len, overflow):
-    """A folder of the cache -> (DataFile, [start, stop, n_targets, line] of its parts that have a target)."""
+    """A folder of the cache -> (DataFile, [start, stop, n_targets, line, hash] of its parts that have a
+    target)."""
     report = read_report(folder)
-    tokens, supervised, lengths, lines = (
+    tokens, supervised, lengths, lines, hashes = (
         np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
     if not overflow:  # half a text is a text, but half a conversation ends in the middle of an answer
         overflow = "split" if report.formats.keys() == {"text"} else "drop"
@@ -1124,7 +1208,17 @@ def open_file(folder, name, seq_len, overflow):
         n_untrained=len(np.setdiff1d(document, document[used])),
         n_tokens=int((stop - start - 1)[used].sum()),
         n_trained=int(n_targets.sum()))
-    return file, [column[used] for column in (start, stop, n_targets, lines[document])]
+    return file, [column[used] for column in (start, stop, n_targets, lines[document], hashes[document])]
+
+
+def with_hashes(hashes, file, parts):
+    """(DataFile, its parts) as open_file() returns them -> (DataFile, [start, stop, n_targets, line]) of the
+    examples whose hash is in a range. Counts of the whole file stay as they are."""
+    *columns, hash_of_part = parts
+    chosen = (hash_of_part >= hashes.start) & (hash_of_part < hashes.stop)
+    start, stop, n_targets, line = (column[chosen] for column in columns)
+    file = file._replace(n_tokens=int((stop - start - 1).sum()), n_trained=int(n_targets.sum()))
+    return file, [start, stop, n_targets, line]
 
 
 def check_file(file, seq_len, vocab_size):
@@ -1375,8 +1469,44 @@ class Loader:
         return Batch(*grids, torch.from_numpy(supervised_S), bits_BT, pack_spans(pairs, n), n_targets)
 
 
-def load_data(args, specs, held_out, tokenizer, vocab_size, ranks):
-    """Files of --data or --eval_data -> their Loader. Collective: one rank of each machine tokenizes them."""
+def share_of(eval_data):
+    """The values of --eval_data -> the part of --data that it holds out, as a fraction or as a number of
+    examples; None if it names files. Raises a ValueError for a number that is neither."""
+    for word in eval_data or ():
+        try:
+            number = float(word)
+        except ValueError:  # a file
+            continue
+        if len(eval_data) > 1:
+            raise ValueError(f"--eval_data {' '.join(eval_data)}: expected files, or one number alone")
+        if 0 < number < 1:
+            return number
+        if number >= 2 and number.is_integer():
+            return int(number)
+        # 1 may mean all, one example or one percent
+        raise ValueError(f"--eval_data {word}: expected files, a share of --data above 0 and below 1, such as "
+                         "0.02, or a number of its examples, 2 or more")
+    return None
+
+
+def held_out_hashes(share, folders):
+    """The hashes of the examples to hold out of the files in these folders of the cache, a range from 0. An
+    example's side depends on what it says: not on its place, the seed or the number of ranks, and copies of it
+    are on the same side. For a fraction it does not even depend on the other examples."""
+    if share is None:
+        return range(0)
+    if share < 1:
+        return range(int(share * HASHES))
+    hashes = np.unique(np.concatenate([np.fromfile(folder / "hashes", np.int64) for folder in folders]))
+    if share >= len(hashes):
+        raise ValueError(f"--eval_data {share}: --data has only {len(hashes):,} different examples, and some "
+                         "must be left to train on")
+    return range(int(hashes[share]))
+
+
+def tokenized_everywhere(specs, held_out, tokenizer, ranks):
+    """Files of --data or --eval_data -> their folders in this machine's cache. Collective: one rank of each
+    machine tokenizes them."""
     folders = []
     with ranks.agree():
         if ranks.local == 0:
@@ -1389,18 +1519,37 @@ def load_data(args, specs, held_out, tokenizer, vocab_size, ranks):
         if [folder.name for folder in folders] != [folder.name for folder in every[0]]:
             raise ValueError(f"--data: {os.uname().nodename} has other files or package versions "
                              "than rank 0's machine")
-        documents = open_documents(folders, specs, args.seq_len, args.overflow, vocab_size)
-        return Loader(documents, args.seq_len, args.packing, args.batch_size, args.seed,
-                      ranks.rank, ranks.world, args.sequence_parallel)
+    return folders
+
+
+def make_loader(args, specs, folders, hashes, vocab_size, ranks):
+    """The Loader of the examples with these hashes, of files that are in the cache."""
+    documents = open_documents(folders, specs, args.seq_len, args.overflow, vocab_size, hashes)
+    if not len(documents.start):
+        purpose = "train" if hashes.start else "evaluate"
+        raise ValueError(f"--eval_data {args.eval_data[0]} leaves no example of --data to {purpose} on: give "
+                         "another share, or more data (of a .txt file an example is a megabyte)")
+    return Loader(documents, args.seq_len, args.packing, args.batch_size, args.seed,
+                  ranks.rank, ranks.world, args.sequence_parallel)
 
 
 def open_data(args, tokenizer, vocab_size, ranks):
     """-> (loader of --data, loader of --eval_data or None)."""
-    loader = load_data(args, args.data, False, tokenizer, vocab_size, ranks)
-    eval_loader = None
-    if args.eval_data:
-        eval_loader = load_data(args, args.eval_data, True, tokenizer, vocab_size, ranks)
-    return loader, eval_loader
+    share = share_of(args.eval_data)
+    folders = tokenized_everywhere(args.data, False, tokenizer, ranks)
+    with ranks.agree():
+        held_out = held_out_hashes(share, folders)
+        trained_on = range(held_out.stop, HASHES)
+        loader = make_loader(args, args.data, folders, trained_on, vocab_size, ranks)
+    if not args.eval_data:
+        return loader, None
+    eval_files = args.data
+    if share is None:
+        eval_files = args.eval_data
+        folders = tokenized_everywhere(eval_files, True, tokenizer, ranks)
+        held_out = range(HASHES)
+    with ranks.agree():
+        return loader, make_loader(args, eval_files, folders, held_out, vocab_size, ranks)
 
 
 def show(tokenizer, documents, number):
@@ -1415,17 +1564,31 @@ def show(tokenizer, documents, number):
 
 def print_data(args, loader, eval_loader, tokenizer):
     """Prints what was read, what was dropped and why, and the first --inspect documents."""
-    n_chats = 0
-    for one in filter(None, (loader, eval_loader)):
-        for file in one.documents.files:
-            print_file(file)
-            n_chats += file.report.n_chats
-        full = one.per_row.tokens.sum() / (len(one.rows) * one.seq_len)
-        print(f"  {len(one.rows):,} rows of at most {one.seq_len} tokens, {full:.1%} full")
-    if n_chats:
+    files = loader.documents.files
+    for file in files:
+        print_file(file)
+    print_rows(loader)
+    if eval_loader:
+        if share_of(args.eval_data):  # of the files above
+            n_held_out = eval_loader.documents.n_examples()
+            n_all = n_held_out + loader.documents.n_examples()
+            print(f"--eval_data {args.eval_data[0]}: {n_held_out:,} of {n_all:,} examples are held out, "
+                  "chosen by a hash of each")
+        else:
+            for file in eval_loader.documents.files:
+                print_file(file)
+            files = files + eval_loader.documents.files
+        print_rows(eval_loader)
+    if any(file.report.n_chats for file in files):
         line = printable(f"conversations are rendered by {tokenizer.source}")
         if len(line) > 80:  # a long path: its end says more
             line = f"{line[:46]}...{line[-31:]}"
+        print(line)
+    if n_empty := sum(file.report.n_empty_thoughts for file in loader.documents.files):
+        line = (f"{n_empty:,} answers begin with an empty thought: the model unlearns to think when it is "
+                "asked in its default mode")
+        if "enable_thinking" in tokenizer.template_reads:
+            line += "; --template_args enable_thinking=false puts the empty thought into the prompt"
         print(line)
     documents = loader.documents
     for i in range(min(args.inspect or 0, len(documents.start))):
@@ -1433,12 +1596,18 @@ def print_data(args, loader, eval_loader, tokenizer):
         print(f"{show(tokenizer, documents, i)}\n---")
 
 
+def print_rows(loader):
+    full = loader.per_row.tokens.sum() / (len(loader.rows) * loader.seq_len)
+    print(f"  {len(loader.rows):,} rows of at most {loader.seq_len} tokens, {full:.1%} full")
+
+
 def print_file(file):
     """Prints what a file has, and each way in which examples were lost, if any were."""
     report = file.report
     formats = ", ".join(form for form in FORMATS if form in report.formats)
     print(f"{printable(file.name)}: {report.n_examples:,} examples ({formats})")
-    print(f"  {file.n_tokens:,} tokens, {file.n_trained / file.n_tokens:.1%} trained on")
+    # a small file may be held out as a whole
+    print(f"  {file.n_tokens:,} tokens, {file.n_trained / max(file.n_tokens, 1):.1%} trained on")
     notes = [
         (file.n_long, f"longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}"),
         (file.n_untrained, "without a token to train on: dropped"),
@@ -1639,6 +1808,12 @@ def find_result(name):
             config = read_json(folder / "adapter_config.json")
             return str(config.get("base_model_name_or_path"))[:1000], str(folder)
     return name, None
+
+
+def template_of(adapter):
+    """The file with the chat template that an adapter was trained on, or None: its base may have another one."""
+    path = Path(adapter or "") / "chat_template.jinja"
+    return path if adapter and path.exists() else None
 
 
 def find_model(name, random_init):

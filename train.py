@@ -129,6 +129,10 @@ OTHER_NAMES = {
     "max_grad_norm": "--clip",
     "gradient_clipping": "--clip",
     "save_total_limit": "--keep",
+    "val_set_size": "--eval_data",
+    "test_size": "--eval_data",
+    "chat_template_kwargs": "--template_args",
+    "enable_thinking": "--template_args",
     "resume_from_checkpoint": "--resume",
     "eval_steps": "--eval_every",
     "save_steps": "--save_every",
@@ -210,7 +214,9 @@ def make_parser():
         "built-in stdlib:docs and stdlib:code; a file given twice is read twice per epoch (default: "
         "stdlib:docs)", nargs="+")
     add(dataset, "--eval_data", str, None,
-        "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training (default: none)",
+        "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
+        "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
+        "different ones (default: none)",
         nargs="+")
     add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True)
     add(dataset, "--overflow", str, None,
@@ -224,6 +230,10 @@ def make_parser():
         "of the whole conversations and texts",
         choices=("targets", "whole", "all"), fixed=True)
     add(dataset, "--chat_template", str, None, "jinja file, in place of the model's own (default: none)")
+    add(dataset, "--template_args", str, None,
+        "variables of the chat template, whose values are JSON or text, such as enable_thinking=false; the "
+        "template in final/ begins with them (default: none)",
+        nargs="+", metavar="KEY=VALUE", fixed=True)
     add(dataset, "--inspect", WHOLE, None,
         "print N examples, with the trained tokens in brackets, and exit (default: off)")
 
@@ -371,6 +381,13 @@ def complete(args):
             args.model, args.adapter = data.find_result(args.model)
         except (ValueError, OSError) as error:
             refuse(str(error))
+    try:
+        data.share_of(args.eval_data)
+        variables = data.read_template_args(args.template_args)
+    except ValueError as error:
+        refuse(str(error))
+    if variables:  # a resume compares them, however they were spelled
+        args.template_args = [f"{name}={json.dumps(value)}" for name, value in sorted(variables.items())]
     if args.qlora or args.adapter:
         args.lora = True
     if args.lora_targets:
@@ -707,7 +724,9 @@ def open_model(args, ranks):
         if adapter:
             data.check_weights(model, adapter, args.adapter)
         train_on = "pairs" if args.dpo else args.train_on
-        tokenizer = data.Tokenizer(files.tokenizer, args.chat_template, train_on)
+        template_file = args.chat_template or data.template_of(args.adapter)
+        variables = data.read_template_args(args.template_args)
+        tokenizer = data.Tokenizer(files.tokenizer, template_file, train_on, variables)
         return OpenedModel(files, config, model, source, adapter, tokenizer)
 
 
@@ -2420,6 +2439,7 @@ def fixed_settings(args, config, rows_a_step, loader, source):
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()}
     settings |= {f"--{name}": getattr(args, name) for name in fixed_flags()}
     settings["rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
+    settings["the share of --data that --eval_data holds out"] = data.share_of(args.eval_data)
     settings["the checksum of --data's tokens and masks"] = loader.documents.checksum
     if args.lora:
         settings["the checksum of --model's frozen weights"] = source.crc()
