@@ -163,8 +163,8 @@ MAX_RENDER_S = 2  # seconds of CPU time that this may take
 # what every reader of a template gives it, so that it cannot be a variable of --template_args
 GIVEN_TO_TEMPLATES = "messages", "tools", "documents", "add_generation_prompt"
 NAMED_TOKEN = re.compile("(bos|eos|unk|sep|pad|cls|mask)_token")
-# what an answer begins with if its template thinks that it should have had a thought; <think> itself may be in
-# the prompt
+# An answer without a thought begins like this under templates whose answers all have one. The prompt may
+# already have <think>.
 EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\s*")
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
 
@@ -202,8 +202,8 @@ def template_environment():
 
 
 def read_template_args(words):
-    """["enable_thinking=false", ...] or None, the values of --template_args -> {name: value}. A value is JSON,
-    or else text. Raises a ValueError that names the word."""
+    """["enable_thinking=false", ...] or None, as --template_args has them -> {name: value}. A value is JSON, or
+    else text. Raises a ValueError that names the word."""
     variables = {}
     for word in words or ():
         name, equals, text = word.partition("=")
@@ -211,7 +211,7 @@ def read_template_args(words):
         if not equals or not name.isidentifier():
             raise ValueError(f"{where}: expected a name, = and a value, such as enable_thinking=false")
         if name in GIVEN_TO_TEMPLATES or NAMED_TOKEN.fullmatch(name):
-            raise ValueError(f"{where}: {name} is what each conversation, or the tokenizer, gives the template")
+            raise ValueError(f"{where}: a template gets {name} from each conversation, or from the tokenizer")
         if text in ("True", "False", "None"):  # as texts these would all be true
             raise ValueError(f"{where}: values are JSON: true, false or null")
         if name in variables:
@@ -498,8 +498,8 @@ class Tokenizer:
         return documents, max(0, len(trained) - n_spans)
 
     def without_prompted_thoughts(self, messages, tools, turns, text, spans):
-        """The spans of generation blocks, without an empty thought that the prompt for an answer ends in: such
-        a model is given its empty thought, and never says it."""
+        """The spans of generation blocks, without an empty thought if the prompt for an answer ends in it:
+        then the model is given its empty thought, and never says it."""
         thoughts = [EMPTY_THOUGHT.match(text, *span) for span in spans]
         prompt = ""
         if turns and any(thoughts):
@@ -1097,8 +1097,8 @@ def encode_lines(tokenizer, lines, report):
 
 
 def hash_of_example(line):
-    """A number from 0 to HASHES - 1 that depends on what a line's JSON says, not on its blanks and the order of
-    its keys. A share of --data is held out by it."""
+    """A number from 0 to HASHES - 1. It depends on what a line's JSON says, and not on its blanks and the order
+    of its keys. --eval_data SHARE holds examples out by it."""
     content = json.dumps(json.loads(line), sort_keys=True)
     digest = hashlib.blake2b(content.encode(), digest_size=7)
     return int.from_bytes(digest.digest(), "big")
@@ -1484,15 +1484,16 @@ def share_of(eval_data):
         if number >= 2 and number.is_integer():
             return int(number)
         # 1 may mean all, one example or one percent
-        raise ValueError(f"--eval_data {word}: expected files, a share of --data above 0 and below 1, such as "
-                         "0.02, or a number of its examples, 2 or more")
+        raise ValueError(f"--eval_data {word}: expected files, a share of --data above 0 and below 1, such "
+                         "as 0.02, or a number of its examples, 2 or more")
     return None
 
 
 def held_out_hashes(share, folders):
-    """The hashes of the examples to hold out of the files in these folders of the cache, a range from 0. An
-    example's side depends on what it says: not on its place, the seed or the number of ranks, and copies of it
-    are on the same side. For a fraction it does not even depend on the other examples."""
+    """The hashes of the examples to hold out of the files in these folders of the cache, a range from 0. The
+    side of an example depends on what it says, not on its place, the seed or the number of ranks, so that
+    copies of it are on one side. With a fraction it does not depend on the other examples either: rows that
+    are appended to a file move no earlier one."""
     if share is None:
         return range(0)
     if share < 1:
@@ -1811,7 +1812,7 @@ def find_result(name):
 
 
 def template_of(adapter):
-    """The file with the chat template that an adapter was trained on, or None: its base may have another one."""
+    """The file with the chat template that an adapter was trained on, or None. Its base may have another."""
     path = Path(adapter or "") / "chat_template.jinja"
     return path if adapter and path.exists() else None
 

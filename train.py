@@ -230,10 +230,8 @@ def make_parser():
         "of the whole conversations and texts",
         choices=("targets", "whole", "all"), fixed=True)
     add(dataset, "--chat_template", str, None, "jinja file, in place of the model's own (default: none)")
-    add(dataset, "--template_args", str, None,
-        "variables of the chat template, whose values are JSON or text, such as enable_thinking=false; the "
-        "template in final/ begins with them (default: none)",
-        nargs="+", metavar="KEY=VALUE", fixed=True)
+    add(dataset, "--template_args", str, None, "variables of the chat template, in JSON or as text, such as "
+        "enable_thinking=false; final/ has them (default: none)", nargs="+", metavar="KEY=VALUE", fixed=True)
     add(dataset, "--inspect", WHOLE, None,
         "print N examples, with the trained tokens in brackets, and exit (default: off)")
 

@@ -1,4 +1,5 @@
-"""Writes tests/goldens-chat/goldens.json: conversations as transformers renders them, and its masks.
+"""Writes tests/goldens-chat/goldens.json: conversations as transformers renders them, and its masks. Writes
+template_args.json beside it: some of them again, with variables of the template.
 
 Needs transformers (5.23 was used) and nothing of this project: python tests/make_chat_goldens.py
 The templates beside it, *.jinja, are written for these tests: each lays out turns, tools and thoughts as the models it
@@ -11,6 +12,9 @@ cases          {"template", "conversation", "generation_prompt", "text"}, one a 
                template raises; with "ids" and "mask" of the whole conversation where it has {% generation %} tags
                and no message spells a special token
 snippets       {"source": a one-line template, "text" or "error"}: what transformers adds to jinja's sandbox
+
+template_args.json has "templates", {name: source}, and "cases", {"template", "template_args", "conversation" of
+goldens.json, "generation_prompt", "text"}.
 """
 
 import json
@@ -139,15 +143,58 @@ SNIPPETS = [
     "{% set s %}<b>{% endset %}{{ s ~ '<' }} {{ '\\n' in 'a\\nb' }} {{ 'a\\tb'.splitlines() }}",
 ]
 
+# ---------------------------------------------------------------- templates with variables
+
+# {name: (file, a part of it, what stands there instead)}
+WITH_VARIABLES = {
+    "qwen3": ("qwen3", "", ""),
+    "qwen3.5, large": ("qwen3.5", "", ""),
+    # these are asked not to think unless somebody wants them to
+    "qwen3.5, small": ("qwen3.5", "enable_thinking is false", "enable_thinking is not true"),
+    # can keep the thoughts of all answers
+    "qwen3.6": ("qwen3.5", "if loop.index0 > last.question", "if preserve_thinking or loop.index0 > last.question"),
+    "llama3.1": ("llama3.1", "", ""),
+}
+TEMPLATE_ARGS = {
+    "qwen3": [{"enable_thinking": False}, {"enable_thinking": True}],
+    "qwen3.5, large": [{"enable_thinking": False}, {"enable_thinking": True}],
+    "qwen3.5, small": [{"enable_thinking": False}, {"enable_thinking": True}],
+    "qwen3.6": [{"preserve_thinking": True}, {"preserve_thinking": True, "enable_thinking": False}],
+    "llama3.1": [{"date_string": "1 'Août' \"2025\"\n"}, {"date_string": None}],
+}
+# answers with thoughts, without, and both in one conversation
+WITH_AND_WITHOUT_THOUGHTS = ["no_system", "multi_turn", "reasoning_content", "think", "think_and_call"]
+
+
+def with_template_args(tokenizer, conversations):
+    """-> the content of template_args.json."""
+    templates = {}
+    for name, (file, part, other) in WITH_VARIABLES.items():
+        source = (HERE / "goldens-chat" / f"{file}.jinja").read_text("utf-8")
+        assert part in source
+        templates[name] = source.replace(part, other) if part else source
+    cases = []
+    for name, source in templates.items():
+        for template_args in TEMPLATE_ARGS[name]:
+            for conversation in WITH_AND_WITHOUT_THOUGHTS:
+                for generation_prompt in (False, True):
+                    case = {"template": name, "template_args": template_args, "conversation": conversation,
+                            "generation_prompt": generation_prompt}
+                    row = conversations[conversation]
+                    cases.append(case | render(tokenizer, source, **row, generation_prompt=generation_prompt,
+                                               **template_args))
+    return {"templates": templates, "cases": cases}
+
 
 # ---------------------------------------------------------------- what transformers makes of them
 
 
-def render(tokenizer, source, messages, tools=None, generation_prompt=False):
+def render(tokenizer, source, messages, tools=None, generation_prompt=False, **template_args):
     """-> {"text": ...}, or {"error": True} where the template raises."""
     try:
         return {"text": tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=source, add_generation_prompt=generation_prompt, tokenize=False)}
+            messages, tools=tools, chat_template=source, add_generation_prompt=generation_prompt, tokenize=False,
+            **template_args)}
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, KeyError, OverflowError):
         return {"error": True}
 
@@ -187,6 +234,11 @@ def main():
             f'"snippets": [\n{lines(snippets)}\n]}}\n')
     json.loads(text)
     (folder / "goldens.json").write_text(text, "utf-8")
+    of_variables = with_template_args(tokenizer, conversations)
+    text_of_variables = ",\n".join(json.dumps(case, ensure_ascii=False) for case in of_variables["cases"])
+    templates = json.dumps(of_variables["templates"], ensure_ascii=False, indent=1)
+    (folder / "template_args.json").write_text(
+        f'{{"templates": {templates},\n"cases": [\n{text_of_variables}\n]}}\n', "utf-8")
     raised = sum("error" in case for case in cases)
     print(f"{len(cases)} cases, {raised} of them raise; {len(snippets)} snippets; {len(text.encode()):,} bytes")
 

@@ -60,6 +60,30 @@ FLAGS = {  # flags: words of the message
     "--steps 1.5": ["--steps", "1.5", "int"],
     "--steps=--": ["--steps=--: expected a value"],
 
+    # a share of the data, which is held out
+    "--eval_data 0": ["--eval_data 0: expected files, a share", "0.02", "2 or more"],
+    "--eval_data 0.0": ["--eval_data 0.0: expected"],
+    "--eval_data 1": ["--eval_data 1: expected"],
+    "--eval_data 1.0": ["--eval_data 1.0: expected"],
+    "--eval_data 2.5": ["--eval_data 2.5: expected"],
+    "--eval_data -0.1": ["--eval_data -0.1: expected"],
+    "--eval_data nan": ["--eval_data nan: expected"],
+    "--eval_data inf": ["--eval_data inf: expected"],
+    "--eval_data 0.1 a.jsonl": ["--eval_data 0.1 a.jsonl: expected files, or one number alone"],
+
+    # template variables
+    "--template_args enable_thinking": ['--template_args "enable_thinking"', "and a value", "enable_thinking=false"],
+    "--template_args =1": ['--template_args "=1"', "expected a name"],
+    "--template_args a-b=1": ['--template_args "a-b=1"', "expected a name"],
+    "--template_args messages=[]": ['--template_args "messages=[]"', "a template gets messages from each conversation"],
+    "--template_args tools=[]": ["a template gets tools from"],
+    "--template_args add_generation_prompt=true": ["a template gets add_generation_prompt from"],
+    "--template_args bos_token=x": ["a template gets bos_token from", "tokenizer"],
+    "--template_args enable_thinking=False": ["enable_thinking=False", "JSON: true, false or null"],
+    "--template_args a=1 a=2": ['"a=2"', "a is given twice"],
+    "--chat_template_kwargs x": ["mean --template_args?"],
+    "--val_set_size 0.1": ["mean --eval_data?"],
+
     # flags that need others, or exclude them
     "--model qwen3-0.6b": ["qwen3-0.6b", "--random_init", "Qwen/Qwen3-0.6B"],
     "--eval_every 5": ["--eval_every needs --eval_data"],
@@ -570,6 +594,18 @@ TEXTS = {
         spoil=[write("mine.jinja", "{{ raise_exception('no \x1b[31m system') }}")],
         flags=WITH_TEMPLATE,
         says=["chat.jsonl", "line 1", "mine.jinja", "system"]),
+    "a variable that no template reads": Case(
+        flags="--model tiny --template_args enable_thinking=false",
+        says=["chat_template.jinja", "does not read enable_thinking of --template_args"]),
+    "a share that leaves nothing to evaluate": Case(
+        flags="--model tiny --eval_data 0.0001",
+        says=["--eval_data 0.0001 leaves no example of --data to evaluate on"]),
+    "a share that leaves nothing to train on": Case(
+        flags="--model tiny --eval_data 0.9999",
+        says=["--eval_data 0.9999 leaves no example of --data to train on"]),
+    "as many examples as there are": Case(
+        flags="--model tiny --eval_data 2",
+        says=["--eval_data 2: --data has only 1 different examples", "left to train on"]),
     "a long template": Case(
         spoil=[write("mine.jinja", f"{{% {'x' * LONG} %}}")],
         flags=WITH_TEMPLATE,

@@ -1,0 +1,269 @@
+"""--eval_data SHARE: examples of --data that are held out from training, chosen by a hash of each."""
+
+import gzip
+import itertools
+import json
+import random
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import HERE, on_ranks, pieces, run_ranks
+from test_bad_input import assert_says
+from test_formats import QUESTION, QWEN35, chat, jsonl, message, model_folder
+
+import data
+import train
+
+N = 2000
+
+
+def rows_of(n, name="row"):
+    return [{"text": f"{name} {i}"} for i in range(n)]
+
+
+def open_data(paths, share, *flags):
+    """(loader of what is trained on, loader of what is held out) of data files, under the built-in tokenizer."""
+    argv = ["--data", *map(str, paths), "--eval_data", str(share), "--seq_len", "64", *map(str, flags)]
+    args = train.parse_args(argv)
+    return data.open_data(args, data.Tokenizer(HERE / "tiny"), 4096, train.Ranks(False, 1800))
+
+
+def texts_in(tokenizer, loader):
+    """Counter of the texts of a loader's examples."""
+    return Counter(tokenizer.core.decode(ids) for ids, _ in pieces(loader.documents))
+
+
+def sides(tokenizer, paths, share, *flags):
+    """(Counter of the texts that are trained on, Counter of those held out)."""
+    return tuple(texts_in(tokenizer, loader) for loader in open_data(paths, share, *flags))
+
+
+# ---------------------------------------------------------------- which examples
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
+def test_a_share_is_disjoint_complete_and_of_about_its_size(tiny, tmp_path, share):
+    rows = rows_of(N)
+    trained, held_out = sides(tiny, [jsonl(tmp_path / "a.jsonl", *rows)], share)
+    assert not trained & held_out
+    assert trained + held_out == Counter(row["text"] for row in rows)
+    # a hash throws a coin for each row; its standard deviation is below sqrt(N / 4)
+    deviation = (N * share * (1 - share)) ** 0.5
+    assert held_out.total() == pytest.approx(N * share, abs=4 * deviation)
+
+
+@pytest.mark.parametrize("n_held_out", [2, 41, N - 1])
+def test_a_number_is_held_out_exactly(tiny, tmp_path, n_held_out):
+    rows = rows_of(N)
+    trained, held_out = sides(tiny, [jsonl(tmp_path / "a.jsonl", *rows)], n_held_out)
+    assert held_out.total() == n_held_out
+    assert not trained & held_out
+    assert trained + held_out == Counter(row["text"] for row in rows)
+
+
+def test_a_number_counts_different_examples_and_holds_out_their_copies(tiny, tmp_path):
+    rows = rows_of(50) + rows_of(50)
+    trained, held_out = sides(tiny, [jsonl(tmp_path / "a.jsonl", *rows)], 10)
+    assert len(held_out) == 10
+    assert set(held_out.values()) == set(trained.values()) == {2}
+
+
+@pytest.mark.parametrize("share", [0.25, 50])
+def test_the_side_of_an_example_depends_on_no_order_seed_or_file(tiny, tmp_path, share):
+    rows = rows_of(200)
+    shuffled = random.Random(0).sample(rows, len(rows))
+    whole = sides(tiny, [jsonl(tmp_path / "a.jsonl", *rows)], share)
+    assert sides(tiny, [jsonl(tmp_path / "b.jsonl", *shuffled)], share, "--seed", 7) == whole
+    in_two = [jsonl(tmp_path / "c.jsonl", *shuffled[:70]), jsonl(tmp_path / "d.jsonl", *shuffled[70:])]
+    assert sides(tiny, in_two, share) == whole
+    (tmp_path / "e.json").write_text(json.dumps(rows))
+    assert sides(tiny, [tmp_path / "e.json"], share) == whole
+    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
+    assert sides(tiny, [tmp_path / "f.jsonl.gz"], share) == whole
+
+
+def test_rows_that_are_appended_leave_the_others_on_their_sides(tiny, tmp_path):
+    rows = rows_of(200)
+    trained, held_out = sides(tiny, [jsonl(tmp_path / "a.jsonl", *rows)], 0.25)
+    longer = rows + rows_of(100, "new")
+    trained_then, held_out_then = sides(tiny, [jsonl(tmp_path / "a.jsonl", *longer)], 0.25)
+    assert trained < trained_then
+    assert held_out < held_out_then
+    assert any(text.startswith("new") for text in held_out_then)
+
+
+def test_larger_shares_hold_out_all_that_smaller_ones_do(tiny, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", *rows_of(200))
+    held_out = [sides(tiny, [path], share)[1] for share in (0.1, 0.2, 0.4)]
+    assert held_out[0] < held_out[1] < held_out[2]
+
+
+def test_copies_are_on_one_side_however_their_json_is_written(tiny, tmp_path):
+    lines = []
+    for i in range(200):
+        row = {"prompt": f"naïve {i} ", "completion": "b", "id": i}
+        backwards = dict(reversed(row.items()))
+        lines += [
+            json.dumps(row),
+            json.dumps(backwards),
+            json.dumps(row, separators=(",", ":")),
+            json.dumps(row, ensure_ascii=False, indent=1).replace("\n", "\t"),
+        ]
+    random.Random(0).shuffle(lines)
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    trained, held_out = sides(tiny, [tmp_path / "a.jsonl"], 0.3)
+    assert not trained & held_out
+    assert set(trained.values()) == set(held_out.values()) == {4}
+    assert len(trained) + len(held_out) == 200
+
+
+def test_all_parts_of_a_long_text_are_on_one_side(tiny, tmp_path):
+    rows = [{"text": f"x{i} " * 100} for i in range(40)]  # each longer than three rows of 64 tokens
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    trained, held_out = open_data([path], 0.3)
+    lines_trained = Counter(trained.documents.line.tolist())
+    lines_held_out = Counter(held_out.documents.line.tolist())
+    assert not lines_trained & lines_held_out
+    assert len(lines_trained) + len(lines_held_out) == 40
+    assert min((lines_trained | lines_held_out).values()) > 3
+
+
+def test_pairs_of_dpo_stay_together(tiny, tmp_path):
+    rows = [{"prompt": f"{i}", "chosen": " yes" * 3, "rejected": " no"} for i in range(60)]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    args = train.parse_args(["--dpo", "--lora", "--data", path, "--eval_data", "0.3", "--seq_len", "64"])
+    tokenizer = data.Tokenizer(HERE / "tiny", train_on="pairs")
+    loaders = data.open_data(args, tokenizer, 4096, train.Ranks(False, 1800))
+    lines = [loader.documents.line.reshape(-1, 2) for loader in loaders]
+    for of_side in lines:
+        assert (of_side[:, 0] == of_side[:, 1]).all()
+    assert sorted(np.concatenate(lines)[:, 0].tolist()) == list(range(1, 61))
+
+
+def test_all_documents_of_a_conversation_are_on_one_side(tmp_path):
+    """Or a thought would be trained on in one document and evaluated in another."""
+    rows = []
+    for i in range(40):
+        thoughtful = message("assistant", f"{i}", reasoning_content="hm")
+        rows.append(chat(QUESTION, thoughtful, QUESTION, thoughtful))
+    tokenizer = data.Tokenizer(model_folder(tmp_path, QWEN35))  # it rewrites the first answer
+    args = train.parse_args(["--data", jsonl(tmp_path / "a.jsonl", *rows), "--eval_data", "0.3", "--seq_len", "256"])
+    trained, held_out = data.open_data(args, tokenizer, 4096, train.Ranks(False, 1800))
+    lines_trained = Counter(trained.documents.line.tolist())
+    lines_held_out = Counter(held_out.documents.line.tolist())
+    assert not lines_trained & lines_held_out
+    assert len(lines_trained) + len(lines_held_out) == 40
+    assert set((lines_trained | lines_held_out).values()) == {2}
+
+
+def test_built_in_data_have_a_share_held_out_of_what_is_trained_on(tmp_path, monkeypatch):
+    modules = list(itertools.islice(data.stdlib_modules(), 40))
+    monkeypatch.setattr(data, "stdlib_modules", lambda: modules)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no other test finds these tokens
+    rows = [json.dumps(row) for row in data.stdlib_examples("stdlib:docs", False)]
+    trained, held_out = open_data(["stdlib:docs"], 0.2, "--seq_len", 1024)
+    # the 5 % that `--eval_data stdlib:docs` has are in neither
+    n = trained.documents.n_examples() + held_out.documents.n_examples()
+    assert n == pytest.approx(len(rows), abs=len(rows) // 50)  # a few are longer than a row
+    assert held_out.documents.n_examples() == pytest.approx(0.2 * n, rel=0.3)
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_file_is_tokenized_once(tmp_path, monkeypatch):
+    def count(*args, original=data.tokenize):
+        calls.append(args)
+        return original(*args)
+
+    calls = []
+    monkeypatch.setattr(data, "tokenize", count)
+    path = jsonl(tmp_path / "once.jsonl", *rows_of(30, "once"))
+    for share in 0.2, 0.4, 9:
+        open_data([path], share)
+    assert len(calls) == 1
+
+
+def test_a_small_file_may_be_on_one_side_as_a_whole(tiny, tmp_path, capsys):
+    large = rows_of(100)
+    path = jsonl(tmp_path / "large.jsonl", *large)
+    _, held_out = sides(tiny, [path], 0.3)
+    of_large = held_out.total()
+    text = sorted(held_out)[0]
+    small = jsonl(tmp_path / "small.jsonl", {"text": text})
+    trained_loader, held_out_loader = open_data([path, small], 0.3)
+    assert texts_in(tiny, held_out_loader)[text] == 2
+    assert text not in texts_in(tiny, trained_loader)
+    args = train.parse_args(["--data", str(path), small, "--eval_data", "0.3"])
+    data.print_data(args, trained_loader, held_out_loader, tiny)
+    said = capsys.readouterr().out
+    assert f"--eval_data 0.3: {of_large + 1} of 101 examples are held out, chosen by a hash of each" in said
+    assert "small.jsonl: 1 examples (text)\n  0 tokens, 0.0% trained on" in said
+    assert said.count("rows of at most") == 2
+
+
+def test_a_file_given_twice_is_held_out_twice(tiny, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", *rows_of(50))
+    trained, held_out = sides(tiny, [path, path], 10)
+    assert (len(trained), len(held_out)) == (40, 10)
+    assert set(trained.values()) == set(held_out.values()) == {2}
+
+
+@pytest.mark.parametrize(("n", "share", "words"), [
+    (3, "0.0001", ["--eval_data 0.0001 leaves no example of --data to evaluate on", "another share, or more data"]),
+    (3, "0.9999", ["--eval_data 0.9999 leaves no example of --data to train on"]),
+    (3, "3", ["--eval_data 3: --data has only 3 different examples"]),
+    (3, "1000", ["--eval_data 1000: --data has only 3 different examples"]),
+])
+def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path, n, share, words):
+    path = jsonl(tmp_path / "a.jsonl", *rows_of(n))
+    with pytest.raises(SystemExit) as raised:
+        open_data([path], share)
+    assert_says(str(raised.value), words)
+
+
+# ---------------------------------------------------------------- a run
+
+
+def check_sides_on_ranks(ranks, folder, expected):
+    """Every rank trains on the same examples, and evaluates on the same."""
+    args = train.parse_args(["--data", f"{folder}/a.jsonl", "--eval_data", "0.25", "--seq_len", "64"])
+    tokenizer = data.Tokenizer(HERE / "tiny")
+    loaders = data.open_data(args, tokenizer, 4096, ranks)
+    assert [loader.documents.line.tolist() for loader in loaders] == expected
+    assert loaders[0].world == ranks.world
+
+
+def test_sides_are_the_same_on_every_number_of_ranks(tmp_path):
+    loaders = open_data([jsonl(tmp_path / "a.jsonl", *rows_of(200))], 0.25)
+    expected = [loader.documents.line.tolist() for loader in loaders]
+    on_ranks(3, check_sides_on_ranks, tmp_path, expected)
+
+
+@pytest.fixture(scope="module")
+def job(folder, chats):
+    return ["--model", folder, "--random_init", "--data", chats, "--eval_data", "0.2", "--eval_every", 1,
+            "--seq_len", 128, "--precision", "fp32", "--log_every", 1, "--save_every", 1, "--lr", 1e-2]
+
+
+def evaluations(rows):
+    return [(row["step"], row["eval_loss"], row["eval_tokens"]) for row in rows if "eval_loss" in row]
+
+
+def test_a_resumed_run_holds_the_same_out_and_another_share_is_refused_by_name(job, tmp_path):
+    rows, said, codes = run_ranks(1, [*job, "--steps", 3], tmp_path / "whole")
+    assert codes == [0], said
+    assert re.search(r"--eval_data 0\.2: \d+ of 80 examples are held out", said)
+    _, said, codes = run_ranks(1, [*job, "--steps", 2, "--schedule", "constant"], tmp_path / "out")
+    assert codes == [0], said
+    for share in "0.3", "16":
+        others = [*job, "--eval_data", share, "--steps", 3, "--schedule", "constant", "--resume"]
+        _, refused, codes = run_ranks(1, others, tmp_path / "out")
+        assert codes == [1]
+        assert_says(refused, [f"the share of --data that --eval_data holds out was 0.2, is {share}"])
+    resumed, again, codes = run_ranks(1, [*job, "--steps", 3, "--schedule", "constant", "--resume"], tmp_path / "out")
+    assert codes == [0], again
+    assert [n_tokens for *_, n_tokens in evaluations(resumed)] == [n_tokens for *_, n_tokens in evaluations(rows)]
+    assert len(evaluations(resumed)) == 3

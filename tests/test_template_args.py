@@ -1,0 +1,295 @@
+"""--template_args: variables of chat templates, in texts, masks, the cache, a resume and final/, and answers that are
+taught to begin with an empty thought."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from conftest import HERE, read_data, run_ranks
+from test_bad_input import assert_says
+from test_formats import (
+    ANSWER,
+    CHATML,
+    END,
+    GOLDENS,
+    QUESTION,
+    chat,
+    golden_template,
+    jsonl,
+    message,
+    model_folder,
+    read_rows,
+    turn,
+)
+
+import data
+import train
+
+GOLDEN = json.loads((HERE / "goldens-chat" / "template_args.json").read_text("utf-8"))
+TEMPLATES = GOLDEN["templates"]
+# as TRL writes Qwen3's template for training: a generation block around all that an answer adds, the thought included
+WITH_BLOCKS = (
+    golden_template("qwen3")
+    .replace("{{- '<|im_start|>assistant\\n' }}\n        {%- if loop.index0", "{{- '<|im_start|>assistant\\n' }}"
+             "{%- generation %}\n        {%- if loop.index0")
+    .replace("{{- '<|im_end|>\\n' }}\n    {%- elif turn.role == 'user'",
+             "{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}\n    {%- elif turn.role == 'user'"))
+ASKED = turn("user", "2 + é?")
+THOUGHTFUL = {**ANSWER, "reasoning_content": "hm"}
+NO_THINKING = {"enable_thinking": False}
+
+
+def tokenizer_of(path, template, template_args=None, **options):
+    """tests/tiny's tokenizer with a template in a folder, and values for its variables."""
+    return data.Tokenizer(model_folder(path, template), template_args=template_args, **options)
+
+
+# ---------------------------------------------------------------- texts
+
+
+def golden_tokenizer(path, source, template_args):
+    """A tokenizer with the special tokens that the goldens were made with."""
+    shutil.copy(HERE / "tiny" / "tokenizer.json", path)
+    (path / "tokenizer_config.json").write_text(json.dumps(GOLDENS["variables"]))
+    (path / "chat_template.jinja").write_text(source, "utf-8")
+    return data.Tokenizer(path, template_args=template_args)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_texts_with_variables_are_those_of_transformers(tmp_path, template):
+    cases = [case for case in GOLDEN["cases"] if case["template"] == template]
+    texts = {}
+    expected = {}
+    for number, case in enumerate(cases):
+        tokenizer = golden_tokenizer(tmp_path, TEMPLATES[template], case["template_args"])
+        row = GOLDENS["conversations"][case["conversation"]]
+        messages = data.check_messages(row["messages"])
+        texts[number] = tokenizer.render(messages, row["tools"], case["generation_prompt"])[0]
+        expected[number] = case["text"]
+    assert len(cases) == 20
+    assert texts == expected
+    # some text differs from the one without variables, or the values would not show
+    plain = golden_tokenizer(tmp_path, TEMPLATES[template], {})
+    of_plain = [
+        plain.render(data.check_messages(GOLDENS["conversations"][case["conversation"]]["messages"]),
+                     GOLDENS["conversations"][case["conversation"]]["tools"], case["generation_prompt"])[0]
+        for case in cases]
+    assert of_plain != list(expected.values())
+
+
+@pytest.mark.parametrize("value", [True, None, -1.5e-30, 10**30, "it's \"é\"\n\\ {{ 1 }} %} ☃\u2028", [1, [None]],
+                                   {"a b": {"c": False}}])
+def test_every_json_value_reaches_the_template_as_it_is(tmp_path, value):
+    tokenizer = tokenizer_of(tmp_path, "{{ x | tojson }}", {"x": value})
+    assert json.loads(tokenizer.render([QUESTION])[0]) == value
+
+
+def test_the_written_template_has_the_values_as_defaults_that_a_reader_may_override(tmp_path):
+    base = tmp_path / "base"
+    out = tmp_path / "out"
+    base.mkdir()
+    out.mkdir()
+    trained = tokenizer_of(base, TEMPLATES["qwen3"], NO_THINKING)
+    trained.save(out)
+    first_line = (out / "chat_template.jinja").read_text().splitlines()[0]
+    assert first_line == (
+        "{%- if enable_thinking is not defined %}{%- set enable_thinking = False %}{%- endif %}")
+    asked = ASKED + "<|im_start|>assistant\n"
+    assert data.Tokenizer(out).render([QUESTION], generation_prompt=True)[0] == f"{asked}<think>\n\n</think>\n\n"
+    # as apply_chat_template(enable_thinking=True) does
+    given_by_reader = data.Tokenizer(out)
+    given_by_reader.variables["enable_thinking"] = True
+    assert given_by_reader.render([QUESTION], generation_prompt=True)[0] == asked
+    # and so does the flag, in a further training
+    again = data.Tokenizer(out, template_args={"enable_thinking": True})
+    assert again.render([QUESTION], generation_prompt=True)[0] == asked
+
+
+# ---------------------------------------------------------------- masks
+
+# What is trained on is between ⟦ and ⟧: (of an answer without a thought, of one with the thought "hm"). A prompt that
+# ends in "<think>\n" ends inside a token of an empty thought: "\n\n" is one of the built-in tokenizer's.
+MASKS = {
+    "qwen3": {
+        "": ("⟦<think>\n\n</think>\n\nIt is 4.END⟧", "⟦<think>\nhm\n</think>\n\nIt is 4.END⟧"),
+        "enable_thinking=false": ("<think>\n\n</think>\n\n⟦It is 4.END⟧", "<think>\n⟦hm\n</think>\n\nIt is 4.END⟧"),
+    },
+    "qwen3, with blocks": {
+        "": ("⟦<think>\n\n</think>\n\nIt is 4.END⟧", "⟦<think>\nhm\n</think>\n\nIt is 4.END⟧"),
+        # a block says itself what is trained on: only the thought that the model never says is taken out of it
+        "enable_thinking=false": ("<think>\n\n</think>\n\n⟦It is 4.END⟧", "⟦<think>\nhm\n</think>\n\nIt is 4.END⟧"),
+    },
+    "qwen3.5, large": {
+        "": ("<think>⟦\n\n</think>\n\nIt is 4.END⟧", "<think>\n⟦hm\n</think>\n\nIt is 4.END⟧"),
+        "enable_thinking=false": ("<think>\n\n</think>\n\n⟦It is 4.END⟧", "<think>\n⟦hm\n</think>\n\nIt is 4.END⟧"),
+    },
+    "qwen3.5, small": {
+        "": ("<think>\n\n</think>\n\n⟦It is 4.END⟧", "<think>\n⟦hm\n</think>\n\nIt is 4.END⟧"),
+        "enable_thinking=true": ("<think>⟦\n\n</think>\n\nIt is 4.END⟧", "<think>\n⟦hm\n</think>\n\nIt is 4.END⟧"),
+    },
+}
+CASES = [(template, args) for template, by_args in MASKS.items() for args in by_args]
+
+
+@pytest.mark.parametrize(("template", "args"), CASES)
+def test_masks_are_right_to_the_token_under_template_variables(tmp_path, template, args):
+    template_args = data.read_template_args(args.split())
+    source = WITH_BLOCKS if template == "qwen3, with blocks" else TEMPLATES[template]
+    tokenizer = tokenizer_of(tmp_path, source, template_args)
+    texts, _ = read_rows(tmp_path, tokenizer, chat(QUESTION, ANSWER), chat(QUESTION, THOUGHTFUL))
+    expected = [f"{ASKED}<|im_start|>assistant\n{answer.replace('END', END)}\n" for answer in MASKS[template][args]]
+    assert texts == expected
+
+
+def test_a_conversation_may_mix_answers_with_and_without_thoughts(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3"], NO_THINKING)
+    texts, file = read_rows(tmp_path, tokenizer, chat(QUESTION, THOUGHTFUL, QUESTION, ANSWER))
+    # Once the user asks again the template drops the first thought, so that this answer gets a document of its own.
+    start = f"{ASKED}<|im_start|>assistant\n"
+    assert texts == [
+        f"{start}It is 4.{END}\n{start}<think>\n\n</think>\n\n⟦It is 4.{END}⟧\n",
+        f"{start}<think>\n⟦hm\n</think>\n\nIt is 4.{END}⟧\n",
+    ]
+    assert file.report.n_empty_thoughts == 0
+
+
+def test_thoughts_that_are_preserved_need_no_document_of_their_own(tmp_path):
+    rows = [chat(QUESTION, THOUGHTFUL, QUESTION, THOUGHTFUL)]
+    thoughtful = f"{ASKED}<|im_start|>assistant\n<think>\n⟦hm\n</think>\n\nIt is 4.{END}⟧\n"
+    forgetful = tokenizer_of(tmp_path, TEMPLATES["qwen3.6"])
+    assert len(read_rows(tmp_path, forgetful, *rows)[0]) == 2
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3.6"], {"preserve_thinking": True})
+    texts, file = read_rows(tmp_path, tokenizer, *rows)
+    assert texts == [thoughtful + thoughtful]
+    assert file.report.n_without_mask == 0
+
+
+# ---------------------------------------------------------------- empty thoughts
+
+NOTE = "answers begin with an empty thought: the model unlearns to think when it is asked in its default mode"
+HINT = "; --template_args enable_thinking=false puts the empty thought into the prompt"
+PLAIN_AND_THOUGHTFUL = [chat(QUESTION, ANSWER), chat(QUESTION, THOUGHTFUL), chat(QUESTION, ANSWER)]
+# what the row itself says is as harmful
+SPELLED = chat(QUESTION, message("assistant", "<think>\n\n</think>\n\nIt is 4."))
+
+
+def start_up_lines(path, tokenizer, rows, capsys):
+    documents, _ = read_data(jsonl(path / "a.jsonl", *rows), tokenizer)
+    loader = data.Loader(documents, 1000, True, 1, 0, 0, 1)
+    data.print_data(SimpleNamespace(inspect=0), loader, None, tokenizer)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(("template", "args", "rows", "line"), [
+    ("qwen3", {}, PLAIN_AND_THOUGHTFUL, f"2 {NOTE}{HINT}"),
+    ("qwen3", {}, [SPELLED], f"1 {NOTE}{HINT}"),
+    ("qwen3", {}, PLAIN_AND_THOUGHTFUL[1:2], None),
+    ("qwen3", NO_THINKING, [*PLAIN_AND_THOUGHTFUL, SPELLED], None),
+    ("with blocks", {}, PLAIN_AND_THOUGHTFUL, f"2 {NOTE}{HINT}"),
+    ("with blocks", NO_THINKING, PLAIN_AND_THOUGHTFUL, None),
+    ("qwen3.5, large", {}, PLAIN_AND_THOUGHTFUL, f"2 {NOTE}{HINT}"),
+    ("qwen3.5, large", NO_THINKING, PLAIN_AND_THOUGHTFUL, None),
+    ("qwen3.5, small", {}, PLAIN_AND_THOUGHTFUL, None),
+    ("qwen3.5, small", {"enable_thinking": True}, PLAIN_AND_THOUGHTFUL, f"2 {NOTE}{HINT}"),
+    ("without a switch", {}, [SPELLED], f"1 {NOTE}"),  # there the flag would be refused
+])
+def test_answers_that_begin_with_an_empty_thought_are_counted_at_the_start(
+        tmp_path, capsys, template, args, rows, line):
+    sources = TEMPLATES | {"with blocks": WITH_BLOCKS, "without a switch": CHATML}
+    tokenizer = tokenizer_of(tmp_path, sources[template], args)
+    lines = start_up_lines(tmp_path, tokenizer, rows, capsys)
+    assert [one for one in lines if "empty thought" in one] == ([line] if line else [])
+
+
+def test_where_every_token_is_trained_on_no_answer_has_a_beginning(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3"], train_on="all")
+    _, file = read_rows(tmp_path, tokenizer, *PLAIN_AND_THOUGHTFUL)
+    assert file.report.n_empty_thoughts == 0
+
+
+def test_both_answers_of_a_pair_may_begin_with_an_empty_thought(tmp_path):
+    pair = {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [message("assistant", "5")]}
+    for template_args, n_empty in ({}, 2), (NO_THINKING, 0):
+        tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3"], template_args, train_on="pairs")
+        _, file = read_rows(tmp_path, tokenizer, pair)
+        assert file.report.n_empty_thoughts == n_empty
+
+
+# ---------------------------------------------------------------- a run
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """(flags of a run, its folder) of adapters that were trained with enable_thinking=false."""
+    path = tmp_path_factory.mktemp("run")
+    rows = jsonl(path / "a.jsonl", *PLAIN_AND_THOUGHTFUL)
+    (path / "mine.jinja").write_text(TEMPLATES["qwen3"])
+    argv = ["--model", "tiny", "--lora", "--chat_template", path / "mine.jinja", "--data", rows, "--seq_len", 64,
+            "--steps", 2, "--save_every", 2, "--sample", "2 + é?", "--max_new_tokens", 1, "--inspect", 2]
+    argv = [*argv, "--template_args", "enable_thinking=false"]
+    shown, text, codes = run_ranks(1, argv, path / "inspected")
+    assert codes == [0] and not shown
+    del argv[argv.index("--inspect") : argv.index("--inspect") + 2]
+    _, said, codes = run_ranks(1, argv, path / "out")
+    assert codes == [0], said
+    return argv, path / "out", text, said
+
+
+def test_a_run_inspects_and_says_its_template_variables(job):
+    _, _, inspected, said = job
+    assert f"<think>\n\n</think>\n\n⟦It is 4.{END}⟧" in inspected
+    assert f"<think>\n⟦hm\n</think>\n\nIt is 4.{END}⟧" in inspected
+    assert "--template_args enable_thinking=false" in " ".join(said.split())
+    assert "empty thought" not in said
+
+
+def test_a_chat_with_the_result_is_asked_as_the_training_was(job):
+    _, out, _, _ = job
+    prompts = {}
+    for flags in [], ["--template_args", "enable_thinking=true"]:
+        args = train.parse_args(["--chat", "--model", str(out), *flags])
+        opened = train.open_model(args, train.Ranks(False, 1800))
+        ids = opened.tokenizer.prompt([QUESTION])
+        prompts[len(flags)] = opened.tokenizer.core.decode(ids, skip_special_tokens=False)
+    asked = f"{ASKED}<|im_start|>assistant\n"
+    assert prompts == {0: f"{asked}<think>\n\n</think>\n\n", 2: asked}
+
+
+@pytest.mark.parametrize("words", [[], ["enable_thinking=true"]])
+def test_a_resume_with_other_template_variables_is_refused_by_name(job, words):
+    argv, out, _, _ = job
+    others = argv[: argv.index("--template_args")]
+    if words:
+        others = [*others, "--template_args", *words]
+    _, said, codes = run_ranks(1, [*others, "--steps", 3, "--resume"], out)
+    assert codes == [1]
+    assert_says(said, ["--resume", "--template_args was ['enable_thinking=false'], is"])
+
+
+def test_a_resume_may_spell_the_same_variables_in_another_way():
+    one = train.parse_args(["--template_args", "b=1.0", 'a="x"'])
+    other = train.parse_args(["--template_args", "a=x", "b= 1.0"])
+    assert one.template_args == other.template_args == ['a="x"', "b=1.0"]
+    again = train.parse_args([], one)  # as the plan does
+    assert again.template_args == one.template_args
+
+
+def test_the_cache_knows_template_variables(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER))
+    folders = set()
+    for template_args in {}, NO_THINKING, {"enable_thinking": True}, NO_THINKING:
+        folders.add(data.tokenized(path, False, tokenizer_of(tmp_path, TEMPLATES["qwen3"], template_args)))
+    assert len(folders) == 3
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("template", [TEMPLATES["qwen3"], CHATML], ids=["qwen3", "chatml"])
+def test_a_variable_that_the_template_does_not_read_is_refused_with_those_that_it_reads(tmp_path, template):
+    # `thought` is one of its own, set in the branches of an if
+    reads = "enable_thinking, thought" if "enable_thinking" in template else "nothing"
+    with pytest.raises(ValueError, match="does not read enable_thinkng of --template_args; what it reads beside the "
+                                         f"conversation: {reads}$"):
+        tokenizer_of(tmp_path, template, {"enable_thinkng": False})
