@@ -202,8 +202,8 @@ def template_environment():
 
 
 def read_template_args(words):
-    """The words of --template_args, such as "enable_thinking=false" -> {name: value}. A value is JSON, or else
-    text. Raises a ValueError that names the word."""
+    """The words of --template_args, such as "enable_thinking=false", -> {name: value}. A value is JSON, or
+    else text. Raises a ValueError that names the word."""
     variables = {}
     for word in words or ():
         name, equals, text = word.partition("=")
@@ -1097,8 +1097,8 @@ def encode_lines(tokenizer, lines, report):
 
 
 def hash_of_example(line):
-    """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It depends on
-    what the line's JSON says, and not on its blanks and the order of its keys."""
+    """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It depends
+    on what the line's JSON says, and not on its blanks and the order of its keys."""
     content = json.dumps(json.loads(line), sort_keys=True)
     digest = hashlib.blake2b(content.encode(), digest_size=7)
     return int.from_bytes(digest.digest(), "big")

@@ -332,6 +332,35 @@ def check_chats(path):
     check("chat template: trained on", 0 < n_targets < n_tokens, f"{n_targets} of {n_tokens} tokens")
 
 
+def check_template_args(folder):
+    """The template that is written with --template_args gives transformers the same texts without an argument, and an
+    argument of its own wins."""
+    golden = json.loads((ROOT / "tests" / "goldens-chat" / "template_args.json").read_text("utf-8"))
+    conversations = json.loads((ROOT / "tests" / "goldens-chat" / "goldens.json").read_text("utf-8"))["conversations"]
+    shutil.copytree(TINY, folder / "base")
+    n_differ = 0
+    n_overruled = 0
+    for case in golden["cases"]:
+        source = golden["templates"][case["template"]]
+        (folder / "base" / "chat_template.jinja").write_text(source, "utf-8")
+        out = folder / "written"
+        out.mkdir(exist_ok=True)
+        data.Tokenizer(folder / "base", template_args=case["template_args"]).save(out)
+        auto = AutoTokenizer.from_pretrained(out)
+        row = conversations[case["conversation"]]
+        asked = {"tools": row["tools"], "add_generation_prompt": case["generation_prompt"], "tokenize": False}
+        text = auto.apply_chat_template(row["messages"], **asked)
+        with_arguments = auto.apply_chat_template(
+            row["messages"], chat_template=source, **asked, **case["template_args"])
+        n_differ += text != with_arguments
+        others = {name: not value for name, value in case["template_args"].items()}
+        overruled = auto.apply_chat_template(row["messages"], **asked, **others)
+        n_overruled += overruled == auto.apply_chat_template(row["messages"], chat_template=source, **asked, **others)
+    n_cases = len(golden["cases"])
+    check("chat template with variables: as with arguments", not n_differ, f"{n_differ} of {n_cases} texts differ")
+    check("chat template with variables: an argument wins", n_overruled == n_cases, f"{n_overruled} of {n_cases} texts")
+
+
 # ---------------------------------------------------------------- NF4
 
 
@@ -440,6 +469,7 @@ def main():
         write_chats(folder / "chats.jsonl")
         if not wanted:
             check_chats(folder / "chats.jsonl")
+            check_template_args(folder / "template_args")
             check_nf4()
             check_generation(folder)
         tokens = torch.randint(0, 4096, (2, 96), generator=torch.Generator().manual_seed(1))
