@@ -7,7 +7,6 @@ import random
 import re
 from collections import Counter
 
-import numpy as np
 import pytest
 from conftest import HERE, on_ranks, pieces, run_ranks
 from test_bad_input import assert_says
@@ -23,11 +22,12 @@ def rows_of(n, name="row"):
     return [{"text": f"{name} {i}"} for i in range(n)]
 
 
-def open_data(paths, share, *flags):
-    """(loader of what is trained on, loader of what is held out) of data files, under the built-in tokenizer."""
-    argv = ["--data", *map(str, paths), "--eval_data", str(share), "--seq_len", "64", *map(str, flags)]
-    args = train.parse_args(argv)
-    return data.open_data(args, data.Tokenizer(HERE / "tiny"), 4096, train.Ranks(False, 1800))
+def open_data(paths, share, *flags, tokenizer=None):
+    """(loader of what is trained on, loader of what is held out) of data files. tokenizer: not the built-in one."""
+    argv = ["--data", *paths, "--eval_data", share, "--seq_len", 64, *flags]
+    args = train.parse_args([*map(str, argv)])
+    tokenizer = tokenizer or data.Tokenizer(HERE / "tiny")
+    return data.open_data(args, tokenizer, 4096, train.Ranks(False, 1800))
 
 
 def texts_in(tokenizer, loader):
@@ -49,7 +49,7 @@ def test_a_share_is_disjoint_complete_and_of_about_its_size(tiny, tmp_path, shar
     trained, held_out = sides(tiny, [jsonl(tmp_path / "a.jsonl", *rows)], share)
     assert not trained & held_out
     assert trained + held_out == Counter(row["text"] for row in rows)
-    # a hash throws a coin for each row; its standard deviation is below sqrt(N / 4)
+    # A hash throws a coin for each row; this is the standard deviation of the sum.
     deviation = (N * share * (1 - share)) ** 0.5
     assert held_out.total() == pytest.approx(N * share, abs=4 * deviation)
 
@@ -64,34 +64,41 @@ def test_a_number_is_held_out_exactly(tiny, tmp_path, n_held_out):
 
 
 def test_a_number_counts_different_examples_and_holds_out_their_copies(tiny, tmp_path):
-    rows = rows_of(50) + rows_of(50)
-    trained, held_out = sides(tiny, [jsonl(tmp_path / "a.jsonl", *rows)], 10)
-    assert len(held_out) == 10
+    path = jsonl(tmp_path / "a.jsonl", *rows_of(50), *rows_of(50))
+    trained, held_out = sides(tiny, [path], 10)
+    assert len(held_out) == 10  # keys of a Counter
     assert set(held_out.values()) == set(trained.values()) == {2}
 
 
 @pytest.mark.parametrize("share", [0.25, 50])
 def test_the_side_of_an_example_depends_on_no_order_seed_or_file(tiny, tmp_path, share):
     rows = rows_of(200)
+    expected = sides(tiny, [jsonl(tmp_path / "a.jsonl", *rows)], share)
+
     shuffled = random.Random(0).sample(rows, len(rows))
-    whole = sides(tiny, [jsonl(tmp_path / "a.jsonl", *rows)], share)
-    assert sides(tiny, [jsonl(tmp_path / "b.jsonl", *shuffled)], share, "--seed", 7) == whole
-    in_two = [jsonl(tmp_path / "c.jsonl", *shuffled[:70]), jsonl(tmp_path / "d.jsonl", *shuffled[70:])]
-    assert sides(tiny, in_two, share) == whole
-    (tmp_path / "e.json").write_text(json.dumps(rows))
-    assert sides(tiny, [tmp_path / "e.json"], share) == whole
-    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
-    assert sides(tiny, [tmp_path / "f.jsonl.gz"], share) == whole
+    other_order = jsonl(tmp_path / "b.jsonl", *shuffled)
+    assert sides(tiny, [other_order], share, "--seed", 7) == expected
+
+    first = jsonl(tmp_path / "c.jsonl", *shuffled[:70])
+    second = jsonl(tmp_path / "d.jsonl", *shuffled[70:])
+    assert sides(tiny, [first, second], share) == expected
+
+    array = tmp_path / "e.json"
+    array.write_text(json.dumps(rows))
+    assert sides(tiny, [array], share) == expected
+
+    compressed = tmp_path / "f.jsonl.gz"
+    compressed.write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
+    assert sides(tiny, [compressed], share) == expected
 
 
 def test_rows_that_are_appended_leave_the_others_on_their_sides(tiny, tmp_path):
-    rows = rows_of(200)
-    trained, held_out = sides(tiny, [jsonl(tmp_path / "a.jsonl", *rows)], 0.25)
-    longer = rows + rows_of(100, "new")
-    trained_then, held_out_then = sides(tiny, [jsonl(tmp_path / "a.jsonl", *longer)], 0.25)
+    path = jsonl(tmp_path / "a.jsonl", *rows_of(200))
+    trained, held_out = sides(tiny, [path], 0.25)
+    jsonl(tmp_path / "a.jsonl", *rows_of(200), *rows_of(100, "new"))
+    trained_then, held_out_then = sides(tiny, [path], 0.25)
     assert trained < trained_then
-    assert held_out < held_out_then
-    assert any(text.startswith("new") for text in held_out_then)
+    assert held_out < held_out_then  # new rows are on both sides
 
 
 def test_larger_shares_hold_out_all_that_smaller_ones_do(tiny, tmp_path):
@@ -105,12 +112,9 @@ def test_copies_are_on_one_side_however_their_json_is_written(tiny, tmp_path):
     for i in range(200):
         row = {"prompt": f"naïve {i} ", "completion": "b", "id": i}
         backwards = dict(reversed(row.items()))
-        lines += [
-            json.dumps(row),
-            json.dumps(backwards),
-            json.dumps(row, separators=(",", ":")),
-            json.dumps(row, ensure_ascii=False, indent=1).replace("\n", "\t"),
-        ]
+        with_tabs = json.dumps(row, ensure_ascii=False, indent=1).replace("\n", "\t")
+        without_blanks = json.dumps(row, separators=(",", ":"))
+        lines += [json.dumps(row), json.dumps(backwards), with_tabs, without_blanks]
     random.Random(0).shuffle(lines)
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     trained, held_out = sides(tiny, [tmp_path / "a.jsonl"], 0.3)
@@ -130,16 +134,21 @@ def test_all_parts_of_a_long_text_are_on_one_side(tiny, tmp_path):
     assert min((lines_trained | lines_held_out).values()) > 3
 
 
-def test_pairs_of_dpo_stay_together(tiny, tmp_path):
-    rows = [{"prompt": f"{i}", "chosen": " yes" * 3, "rejected": " no"} for i in range(60)]
-    path = jsonl(tmp_path / "a.jsonl", *rows)
-    args = train.parse_args(["--dpo", "--lora", "--data", path, "--eval_data", "0.3", "--seq_len", "64"])
+@pytest.mark.parametrize("share", [0.3, 20])
+def test_pairs_of_dpo_stay_together(tmp_path, share):
+    rows = []
+    for i in range(60):
+        rows.append({"prompt": f"{i}", "chosen": " yes" * 3, "rejected": " no"})
     tokenizer = data.Tokenizer(HERE / "tiny", train_on="pairs")
-    loaders = data.open_data(args, tokenizer, 4096, train.Ranks(False, 1800))
-    lines = [loader.documents.line.reshape(-1, 2) for loader in loaders]
-    for of_side in lines:
-        assert (of_side[:, 0] == of_side[:, 1]).all()
-    assert sorted(np.concatenate(lines)[:, 0].tolist()) == list(range(1, 61))
+    flags = ["--dpo", "--lora"]
+    trained, held_out = open_data([jsonl(tmp_path / "a.jsonl", *rows)], share, *flags, tokenizer=tokenizer)
+    lines = {}
+    for side, loader in ("trained", trained), ("held out", held_out):
+        lines[side] = loader.documents.line.reshape(-1, 2)  # of the chosen and of the rejected answer
+        assert (lines[side][:, 0] == lines[side][:, 1]).all()
+    assert sorted([*lines["trained"][:, 0], *lines["held out"][:, 0]]) == list(range(1, 61))
+    if share == 20:
+        assert len(lines["held out"]) == 20  # a pair counts as one
 
 
 def test_all_documents_of_a_conversation_are_on_one_side(tmp_path):
@@ -149,8 +158,8 @@ def test_all_documents_of_a_conversation_are_on_one_side(tmp_path):
         thoughtful = message("assistant", f"{i}", reasoning_content="hm")
         rows.append(chat(QUESTION, thoughtful, QUESTION, thoughtful))
     tokenizer = data.Tokenizer(model_folder(tmp_path, QWEN35))  # it rewrites the first answer
-    args = train.parse_args(["--data", jsonl(tmp_path / "a.jsonl", *rows), "--eval_data", "0.3", "--seq_len", "256"])
-    trained, held_out = data.open_data(args, tokenizer, 4096, train.Ranks(False, 1800))
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    trained, held_out = open_data([path], 0.3, "--seq_len", 256, tokenizer=tokenizer)
     lines_trained = Counter(trained.documents.line.tolist())
     lines_held_out = Counter(held_out.documents.line.tolist())
     assert not lines_trained & lines_held_out
@@ -192,7 +201,7 @@ def test_a_small_file_may_be_on_one_side_as_a_whole(tiny, tmp_path, capsys):
     _, held_out = sides(tiny, [path], 0.3)
     of_large = held_out.total()
     text = sorted(held_out)[0]
-    small = jsonl(tmp_path / "small.jsonl", {"text": text})
+    small = jsonl(tmp_path / "small.jsonl", {"text": text})  # a copy of a row that is held out
     trained_loader, held_out_loader = open_data([path, small], 0.3)
     assert texts_in(tiny, held_out_loader)[text] == 2
     assert text not in texts_in(tiny, trained_loader)
@@ -211,14 +220,14 @@ def test_a_file_given_twice_is_held_out_twice(tiny, tmp_path):
     assert set(trained.values()) == set(held_out.values()) == {2}
 
 
-@pytest.mark.parametrize(("n", "share", "words"), [
-    (3, "0.0001", ["--eval_data 0.0001 leaves no example of --data to evaluate on", "another share, or more data"]),
-    (3, "0.9999", ["--eval_data 0.9999 leaves no example of --data to train on"]),
-    (3, "3", ["--eval_data 3: --data has only 3 different examples"]),
-    (3, "1000", ["--eval_data 1000: --data has only 3 different examples"]),
+@pytest.mark.parametrize(("share", "words"), [
+    ("0.0001", ["--eval_data 0.0001 leaves no example of --data to evaluate on", "another share, or more data"]),
+    ("0.9999", ["--eval_data 0.9999 leaves no example of --data to train on"]),
+    ("3", ["--eval_data 3: --data has only 3 different examples"]),
+    ("1000", ["--eval_data 1000: --data has only 3 different examples"]),
 ])
-def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path, n, share, words):
-    path = jsonl(tmp_path / "a.jsonl", *rows_of(n))
+def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path, share, words):
+    path = jsonl(tmp_path / "a.jsonl", *rows_of(3))
     with pytest.raises(SystemExit) as raised:
         open_data([path], share)
     assert_says(str(raised.value), words)
@@ -228,12 +237,11 @@ def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path, n, share, words):
 
 
 def check_sides_on_ranks(ranks, folder, expected):
-    """Every rank trains on the same examples, and evaluates on the same."""
+    """Every rank counts the same examples on the same sides."""
     args = train.parse_args(["--data", f"{folder}/a.jsonl", "--eval_data", "0.25", "--seq_len", "64"])
-    tokenizer = data.Tokenizer(HERE / "tiny")
-    loaders = data.open_data(args, tokenizer, 4096, ranks)
+    loaders = data.open_data(args, data.Tokenizer(HERE / "tiny"), 4096, ranks)
     assert [loader.documents.line.tolist() for loader in loaders] == expected
-    assert loaders[0].world == ranks.world
+    assert loaders[0].world == ranks.world  # each still has rows of its own
 
 
 def test_sides_are_the_same_on_every_number_of_ranks(tmp_path):
@@ -253,17 +261,20 @@ def evaluations(rows):
 
 
 def test_a_resumed_run_holds_the_same_out_and_another_share_is_refused_by_name(job, tmp_path):
+    job = [*job, "--schedule", "constant", "--warmup", 0]  # no rate depends on the number of steps
     rows, said, codes = run_ranks(1, [*job, "--steps", 3], tmp_path / "whole")
     assert codes == [0], said
     assert re.search(r"--eval_data 0\.2: \d+ of 80 examples are held out", said)
-    _, said, codes = run_ranks(1, [*job, "--steps", 2, "--schedule", "constant"], tmp_path / "out")
+
+    _, said, codes = run_ranks(1, [*job, "--steps", 2], tmp_path / "out")
     assert codes == [0], said
+    job = [*job, "--steps", 3, "--resume"]
     for share in "0.3", "16":
-        others = [*job, "--eval_data", share, "--steps", 3, "--schedule", "constant", "--resume"]
-        _, refused, codes = run_ranks(1, others, tmp_path / "out")
+        _, refused, codes = run_ranks(1, [*job, "--eval_data", share], tmp_path / "out")
         assert codes == [1]
         assert_says(refused, [f"the share of --data that --eval_data holds out was 0.2, is {share}"])
-    resumed, again, codes = run_ranks(1, [*job, "--steps", 3, "--schedule", "constant", "--resume"], tmp_path / "out")
-    assert codes == [0], again
-    assert [n_tokens for *_, n_tokens in evaluations(resumed)] == [n_tokens for *_, n_tokens in evaluations(rows)]
+
+    resumed, said, codes = run_ranks(1, job, tmp_path / "out")
+    assert codes == [0], said
     assert len(evaluations(resumed)) == 3
+    assert evaluations(resumed) == evaluations(rows)  # to the last bit
