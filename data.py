@@ -1179,8 +1179,10 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
         file, parts = open_file(folder, name, seq_len, overflow)
         check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
         file, parts = with_hashes(hashes, file, parts)
-        # stands for every byte of the arrays, which tokenized() has compared with these
-        checksum = zlib.crc32(json.dumps(file.report.checksums).encode(), checksum)
+        # Stands for every byte of the arrays, which tokenized() has compared with these. Hashes only choose
+        # parts, and the columns say which: without them older checkpoints can still be resumed.
+        of_arrays = {key: crcs for key, crcs in file.report.checksums.items() if key != "hashes"}
+        checksum = zlib.crc32(json.dumps(of_arrays).encode(), checksum)
         files.append(file)
         columns.append(np.stack([np.full_like(parts[0], number), *parts]))
     return Documents(files, np.concatenate(columns, 1), checksum)

@@ -390,7 +390,7 @@ def test_an_edited_count_in_the_report_is_noticed(path, cached, tiny):
         assert report.read_text() == whole
 
 
-@pytest.mark.parametrize("name", data.ARRAYS)
+@pytest.mark.parametrize("name", [key for key in data.ARRAYS if key != "hashes"])  # these: see test_held_out.py
 def test_the_checksum_that_a_resume_compares_depends_on_every_array(path, cached, name):
     def checksum():
         return data.open_documents([cached], [path], 64).checksum

@@ -233,6 +233,22 @@ def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path, share, words):
     assert_says(str(raised.value), words)
 
 
+def test_the_checksum_that_a_resume_compares_depends_on_the_share_and_else_on_no_hash(tiny, tmp_path, monkeypatch):
+    """A checkpoint that was written before there were hashes can be resumed."""
+    path = jsonl(tmp_path / "a.jsonl", *rows_of(50))
+    checksums = {}
+    for share in 0.2, 0.5:
+        checksums[share] = [loader.documents.checksum for loader in open_data([path], share)]
+    folder = data.tokenized(path, False, tiny)
+    checksums["whole"] = [data.open_documents([folder], [path], 64).checksum]
+    assert len({checksum for of_case in checksums.values() for checksum in of_case}) == 5
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # or the tokens above would be found
+    monkeypatch.setattr(data, "hash_of_example", len)
+    folder = data.tokenized(path, False, tiny)
+    assert [data.open_documents([folder], [path], 64).checksum] == checksums["whole"]
+
+
 # ---------------------------------------------------------------- a run
 
 
