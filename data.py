@@ -165,7 +165,7 @@ GIVEN_TO_TEMPLATES = "messages", "tools", "documents", "add_generation_prompt"
 NAMED_TOKEN = re.compile("(bos|eos|unk|sep|pad|cls|mask)_token")
 # An answer without a thought begins like this under templates whose answers all have one. The prompt may
 # already have <think>.
-EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\s*")
+EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\n*")
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
 
 
@@ -216,10 +216,11 @@ def read_template_args(words):
             raise ValueError(f"{where}: values are JSON: true, false or null")
         if name in variables:
             raise ValueError(f"{where}: {name} is given twice")
-        try:
-            variables[name] = json.loads(text)
-        except (ValueError, RecursionError):
-            variables[name] = text
+        variables[name] = text
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(text)
+            ast.literal_eval(repr(value))  # an error for NaN, which with_variables() could not write
+            variables[name] = value
     return variables
 
 
@@ -1552,7 +1553,8 @@ def open_data(args, tokenizer, vocab_size, ranks):
         folders = tokenized_everywhere(eval_files, True, tokenizer, ranks)
         held_out = range(HASHES)
     with ranks.agree():
-        return loader, make_loader(args, eval_files, folders, held_out, vocab_size, ranks)
+        eval_loader = make_loader(args, eval_files, folders, held_out, vocab_size, ranks)
+    return loader, eval_loader
 
 
 def show(tokenizer, documents, number):

@@ -32,12 +32,21 @@ def open_data(paths, share, *flags, tokenizer=None):
 
 def texts_in(tokenizer, loader):
     """Counter of the texts of a loader's examples."""
-    return Counter(tokenizer.core.decode(ids) for ids, _ in pieces(loader.documents))
+    texts = Counter()
+    for ids, _ in pieces(loader.documents):
+        texts[tokenizer.core.decode(ids)] += 1
+    return texts
 
 
 def sides(tokenizer, paths, share, *flags):
     """(Counter of the texts that are trained on, Counter of those held out)."""
-    return tuple(texts_in(tokenizer, loader) for loader in open_data(paths, share, *flags))
+    trained, held_out = open_data(paths, share, *flags)
+    return texts_in(tokenizer, trained), texts_in(tokenizer, held_out)
+
+
+def lines_in(loader):
+    """Counter of the lines that a loader's parts are from."""
+    return Counter(loader.documents.line.tolist())
 
 
 # ---------------------------------------------------------------- which examples
@@ -124,14 +133,14 @@ def test_copies_are_on_one_side_however_their_json_is_written(tiny, tmp_path):
 
 
 def test_all_parts_of_a_long_text_are_on_one_side(tiny, tmp_path):
-    rows = [{"text": f"x{i} " * 100} for i in range(40)]  # each longer than three rows of 64 tokens
-    path = jsonl(tmp_path / "a.jsonl", *rows)
-    trained, held_out = open_data([path], 0.3)
-    lines_trained = Counter(trained.documents.line.tolist())
-    lines_held_out = Counter(held_out.documents.line.tolist())
-    assert not lines_trained & lines_held_out
-    assert len(lines_trained) + len(lines_held_out) == 40
-    assert min((lines_trained | lines_held_out).values()) > 3
+    rows = []
+    for i in range(40):
+        rows.append({"text": f"x{i} " * 100})  # more than three rows of 64 tokens
+    trained, held_out = open_data([jsonl(tmp_path / "a.jsonl", *rows)], 0.3)
+    assert not lines_in(trained) & lines_in(held_out)
+    lines = lines_in(trained) | lines_in(held_out)
+    assert len(lines) == 40
+    assert min(lines.values()) > 3
 
 
 @pytest.mark.parametrize("share", [0.3, 20])
@@ -142,13 +151,14 @@ def test_pairs_of_dpo_stay_together(tmp_path, share):
     tokenizer = data.Tokenizer(HERE / "tiny", train_on="pairs")
     flags = ["--dpo", "--lora"]
     trained, held_out = open_data([jsonl(tmp_path / "a.jsonl", *rows)], share, *flags, tokenizer=tokenizer)
-    lines = {}
-    for side, loader in ("trained", trained), ("held out", held_out):
-        lines[side] = loader.documents.line.reshape(-1, 2)  # of the chosen and of the rejected answer
-        assert (lines[side][:, 0] == lines[side][:, 1]).all()
-    assert sorted([*lines["trained"][:, 0], *lines["held out"][:, 0]]) == list(range(1, 61))
+    # the chosen and the rejected answer of a line follow each other
+    for loader in trained, held_out:
+        assert (loader.documents.line[::2] == loader.documents.line[1::2]).all()
+        assert set(lines_in(loader).values()) == {2}
+    assert lines_in(trained).keys() | lines_in(held_out).keys() == set(range(1, 61))
+    assert not lines_in(trained) & lines_in(held_out)
     if share == 20:
-        assert len(lines["held out"]) == 20  # a pair counts as one
+        assert len(lines_in(held_out)) == 20  # a pair counts as one
 
 
 def test_all_documents_of_a_conversation_are_on_one_side(tmp_path):
@@ -160,23 +170,23 @@ def test_all_documents_of_a_conversation_are_on_one_side(tmp_path):
     tokenizer = data.Tokenizer(model_folder(tmp_path, QWEN35))  # it rewrites the first answer
     path = jsonl(tmp_path / "a.jsonl", *rows)
     trained, held_out = open_data([path], 0.3, "--seq_len", 256, tokenizer=tokenizer)
-    lines_trained = Counter(trained.documents.line.tolist())
-    lines_held_out = Counter(held_out.documents.line.tolist())
-    assert not lines_trained & lines_held_out
-    assert len(lines_trained) + len(lines_held_out) == 40
-    assert set((lines_trained | lines_held_out).values()) == {2}
+    assert not lines_in(trained) & lines_in(held_out)
+    lines = lines_in(trained) | lines_in(held_out)
+    assert len(lines) == 40
+    assert set(lines.values()) == {2}  # or the template did not rewrite the first answer
 
 
 def test_built_in_data_have_a_share_held_out_of_what_is_trained_on(tmp_path, monkeypatch):
     modules = list(itertools.islice(data.stdlib_modules(), 40))
     monkeypatch.setattr(data, "stdlib_modules", lambda: modules)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no other test finds these tokens
-    rows = [json.dumps(row) for row in data.stdlib_examples("stdlib:docs", False)]
+    n_rows = len(list(data.stdlib_examples("stdlib:docs", False)))
     trained, held_out = open_data(["stdlib:docs"], 0.2, "--seq_len", 1024)
-    # the 5 % that `--eval_data stdlib:docs` has are in neither
-    n = trained.documents.n_examples() + held_out.documents.n_examples()
-    assert n == pytest.approx(len(rows), abs=len(rows) // 50)  # a few are longer than a row
-    assert held_out.documents.n_examples() == pytest.approx(0.2 * n, rel=0.3)
+    n_held_out = held_out.documents.n_examples()
+    n_examples = trained.documents.n_examples() + n_held_out
+    # the 5 % that `--eval_data stdlib:docs` has are on neither side, and a few are longer than a row
+    assert n_examples == pytest.approx(n_rows, rel=0.02)
+    assert n_held_out == pytest.approx(0.2 * n_examples, rel=0.3)  # a hash throws coins
 
 
 # ---------------------------------------------------------------- files
@@ -205,7 +215,7 @@ def test_a_small_file_may_be_on_one_side_as_a_whole(tiny, tmp_path, capsys):
     trained_loader, held_out_loader = open_data([path, small], 0.3)
     assert texts_in(tiny, held_out_loader)[text] == 2
     assert text not in texts_in(tiny, trained_loader)
-    args = train.parse_args(["--data", str(path), small, "--eval_data", "0.3"])
+    args = train.parse_args(["--data", path, small, "--eval_data", "0.3"])
     data.print_data(args, trained_loader, held_out_loader, tiny)
     said = capsys.readouterr().out
     assert f"--eval_data 0.3: {of_large + 1} of 101 examples are held out, chosen by a hash of each" in said
@@ -236,17 +246,18 @@ def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path, share, words):
 def test_the_checksum_that_a_resume_compares_depends_on_the_share_and_else_on_no_hash(tiny, tmp_path, monkeypatch):
     """A checkpoint that was written before there were hashes can be resumed."""
     path = jsonl(tmp_path / "a.jsonl", *rows_of(50))
-    checksums = {}
-    for share in 0.2, 0.5:
-        checksums[share] = [loader.documents.checksum for loader in open_data([path], share)]
     folder = data.tokenized(path, False, tiny)
-    checksums["whole"] = [data.open_documents([folder], [path], 64).checksum]
-    assert len({checksum for of_case in checksums.values() for checksum in of_case}) == 5
+    whole = data.open_documents([folder], [path], 64).checksum
+    checksums = {whole}
+    for share in 0.2, 0.5:
+        trained, held_out = open_data([path], share)
+        checksums |= {trained.documents.checksum, held_out.documents.checksum}
+    assert len(checksums) == 5
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # or the tokens above would be found
     monkeypatch.setattr(data, "hash_of_example", len)
     folder = data.tokenized(path, False, tiny)
-    assert [data.open_documents([folder], [path], 64).checksum] == checksums["whole"]
+    assert data.open_documents([folder], [path], 64).checksum == whole
 
 
 # ---------------------------------------------------------------- a run

@@ -56,26 +56,28 @@ def golden_tokenizer(path, source, template_args):
     return data.Tokenizer(path, template_args=template_args)
 
 
+def render_case(tokenizer, case):
+    """The text of a golden's conversation."""
+    row = GOLDENS["conversations"][case["conversation"]]
+    messages = data.check_messages(row["messages"])
+    return tokenizer.render(messages, row["tools"], case["generation_prompt"])[0]
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_texts_with_variables_are_those_of_transformers(tmp_path, template):
-    cases = [case for case in GOLDEN["cases"] if case["template"] == template]
-    texts = {}
-    expected = {}
-    for number, case in enumerate(cases):
-        tokenizer = golden_tokenizer(tmp_path, TEMPLATES[template], case["template_args"])
-        row = GOLDENS["conversations"][case["conversation"]]
-        messages = data.check_messages(row["messages"])
-        texts[number] = tokenizer.render(messages, row["tools"], case["generation_prompt"])[0]
-        expected[number] = case["text"]
-    assert len(cases) == 20
-    assert texts == expected
-    # some text differs from the one without variables, or the values would not show
-    plain = golden_tokenizer(tmp_path, TEMPLATES[template], {})
-    of_plain = [
-        plain.render(data.check_messages(GOLDENS["conversations"][case["conversation"]]["messages"]),
-                     GOLDENS["conversations"][case["conversation"]]["tools"], case["generation_prompt"])[0]
-        for case in cases]
-    assert of_plain != list(expected.values())
+    source = TEMPLATES[template]
+    n_cases = 0
+    n_changed = 0
+    for case in GOLDEN["cases"]:
+        if case["template"] != template:
+            continue
+        tokenizer = golden_tokenizer(tmp_path, source, case["template_args"])
+        assert render_case(tokenizer, case) == case["text"], case
+        plain = golden_tokenizer(tmp_path, source, {})
+        n_changed += render_case(plain, case) != case["text"]
+        n_cases += 1
+    assert n_cases == 20
+    assert n_changed >= 5  # otherwise the values would not show
 
 
 @pytest.mark.parametrize("value", [True, None, -1.5e-30, 10**30, "it's \"é\"\n\\ {{ 1 }} %} ☃\u2028", [1, [None]],
@@ -83,6 +85,17 @@ def test_texts_with_variables_are_those_of_transformers(tmp_path, template):
 def test_every_json_value_reaches_the_template_as_it_is(tmp_path, value):
     tokenizer = tokenizer_of(tmp_path, "{{ x | tojson }}", {"x": value})
     assert json.loads(tokenizer.render([QUESTION])[0]) == value
+
+
+@pytest.mark.parametrize(("word", "value"), [
+    ("x=1", 1), ("x=false", False), ("x=null", None), ("x=[1, {}]", [1, {}]), ('x="1"', "1"),
+    # what is no JSON is a text, and so are numbers that jinja cannot spell
+    ("x=1 May", "1 May"), ("x=", ""), ("x=a=b", "a=b"), ("x={", "{"), ("x=NaN", "NaN"), ("x=[1e999]", "[1e999]"),
+])
+def test_a_value_is_json_or_a_text(word, value):
+    read = data.read_template_args([word])["x"]
+    assert read == value
+    assert type(read) is type(value)  # 1 is no True
 
 
 def test_the_written_template_has_the_values_as_defaults_that_a_reader_may_override(tmp_path):
@@ -140,6 +153,13 @@ def test_masks_are_right_to_the_token_under_template_variables(tmp_path, templat
     texts, _ = read_rows(tmp_path, tokenizer, chat(QUESTION, ANSWER), chat(QUESTION, THOUGHTFUL))
     expected = [f"{ASKED}<|im_start|>assistant\n{answer.replace('END', END)}\n" for answer in MASKS[template][args]]
     assert texts == expected
+
+
+@pytest.mark.parametrize("template", ["qwen3", "with blocks"])
+def test_blanks_at_the_start_of_an_answer_are_no_part_of_an_empty_thought(tmp_path, template):
+    tokenizer = tokenizer_of(tmp_path, (TEMPLATES | {"with blocks": WITH_BLOCKS})[template], NO_THINKING)
+    (text,), _ = read_rows(tmp_path, tokenizer, chat(QUESTION, message("assistant", "    x = 1")))
+    assert text == f"{ASKED}<|im_start|>assistant\n<think>\n\n</think>\n\n⟦    x = 1{END}⟧\n"
 
 
 def test_a_conversation_may_mix_answers_with_and_without_thoughts(tmp_path):
@@ -221,23 +241,22 @@ def test_both_answers_of_a_pair_may_begin_with_an_empty_thought(tmp_path):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """(flags of a run, its folder) of adapters that were trained with enable_thinking=false."""
+    """(flags of a run, its folder, what it said) of adapters that were trained with enable_thinking=false."""
     path = tmp_path_factory.mktemp("run")
     rows = jsonl(path / "a.jsonl", *PLAIN_AND_THOUGHTFUL)
     (path / "mine.jinja").write_text(TEMPLATES["qwen3"])
     argv = ["--model", "tiny", "--lora", "--chat_template", path / "mine.jinja", "--data", rows, "--seq_len", 64,
-            "--steps", 2, "--save_every", 2, "--sample", "2 + é?", "--max_new_tokens", 1, "--inspect", 2]
-    argv = [*argv, "--template_args", "enable_thinking=false"]
-    shown, text, codes = run_ranks(1, argv, path / "inspected")
-    assert codes == [0] and not shown
-    del argv[argv.index("--inspect") : argv.index("--inspect") + 2]
+            "--steps", 2, "--save_every", 2, "--sample", "2 + é?", "--max_new_tokens", 1]
+    argv = [*argv, "--template_args", "enable_thinking=false"]  # the last one: a test below replaces it
     _, said, codes = run_ranks(1, argv, path / "out")
     assert codes == [0], said
-    return argv, path / "out", text, said
+    return argv, path / "out", said
 
 
-def test_a_run_inspects_and_says_its_template_variables(job):
-    _, _, inspected, said = job
+def test_a_run_inspects_and_says_its_template_variables(job, tmp_path):
+    argv, _, said = job
+    _, inspected, codes = run_ranks(1, [*argv, "--inspect", 2], tmp_path / "out")
+    assert codes == [0]
     assert f"<think>\n\n</think>\n\n⟦It is 4.{END}⟧" in inspected
     assert f"<think>\n⟦hm\n</think>\n\nIt is 4.{END}⟧" in inspected
     assert "--template_args enable_thinking=false" in " ".join(said.split())
@@ -245,20 +264,21 @@ def test_a_run_inspects_and_says_its_template_variables(job):
 
 
 def test_a_chat_with_the_result_is_asked_as_the_training_was(job):
-    _, out, _, _ = job
-    prompts = {}
-    for flags in [], ["--template_args", "enable_thinking=true"]:
+    _, out, _ = job
+
+    def prompt_of(*flags):
         args = train.parse_args(["--chat", "--model", str(out), *flags])
-        opened = train.open_model(args, train.Ranks(False, 1800))
-        ids = opened.tokenizer.prompt([QUESTION])
-        prompts[len(flags)] = opened.tokenizer.core.decode(ids, skip_special_tokens=False)
+        tokenizer = train.open_model(args, train.Ranks(False, 1800)).tokenizer
+        return tokenizer.core.decode(tokenizer.prompt([QUESTION]), skip_special_tokens=False)
+
     asked = f"{ASKED}<|im_start|>assistant\n"
-    assert prompts == {0: f"{asked}<think>\n\n</think>\n\n", 2: asked}
+    assert prompt_of() == f"{asked}<think>\n\n</think>\n\n"
+    assert prompt_of("--template_args", "enable_thinking=true") == asked
 
 
 @pytest.mark.parametrize("words", [[], ["enable_thinking=true"]])
 def test_a_resume_with_other_template_variables_is_refused_by_name(job, words):
-    argv, out, _, _ = job
+    argv, out, _ = job
     others = argv[: argv.index("--template_args")]
     if words:
         others = [*others, "--template_args", *words]
