@@ -1189,7 +1189,8 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
     for _ in range(n):
         logits_V = next_logits(model, tokens, device, cache)
         if logits_V.isnan().any():
-            raise FloatingPointError("the model computes nan: the files of --model are damaged")
+            raise FloatingPointError(
+                "the model computes nan: the files of --model are damaged, or --lr was too high")
         token = int(logits_V.argmax())
         if temperature:
             # the largest logit becomes 0 first: divided by a tiny temperature it would be infinite

@@ -315,12 +315,15 @@ def add_run_flags(parser):
     add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)")
     add(run, "--gpu_gib", AMOUNT, None, "GiB per GPU that the run or the plan may use (default: all)")
     switch(run, "--tensorboard", "write metrics for TensorBoard, too (pip install tensorboard)")
+    switch(run, "--wandb", "send metrics to Weights & Biases, too, set up by WANDB_PROJECT, WANDB_NAME, "
+           "WANDB_MODE and so on (pip install wandb)")
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot",
            "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
     switch(run, "--merge", "also write the 16-bit model with the adapter merged in")
     add(run, "--sample", str, None,
-        "text to continue or question to answer before and after training (default: one for built-in data)")
+        "text to continue or question to answer before training, at each evaluation and after training "
+        "(default: one for built-in data)")
     switch(run, "--chat", "talk with --model instead of training")
     add(run, "--temperature", AMOUNT_OR_0, 0.0, "temperature of --chat and --sample; 0: the likeliest token")
     add(run, "--max_new_tokens", WHOLE, None, "longest answer, in tokens (default: --chat 512, --sample 48)")
@@ -436,8 +439,9 @@ def refuse_conflicts(args):
     # one terminal, and one process that reads from it
     if args.chat and (args.fsdp2 or "RANK" in os.environ):
         refuse("--chat needs one device: no torchrun, no --fsdp2")
-    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
-        refuse("--tensorboard needs a package: pip install tensorboard")
+    for flag in ("tensorboard", "wandb"):
+        if getattr(args, flag) and not is_installed(flag):
+            refuse(f"--{flag} needs a package: pip install {flag}")
     if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
         refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
     # A preset has no weights. Without this error a user could take noise for a model.
@@ -451,6 +455,12 @@ def refuse_conflicts(args):
     if "activations" in args.offload and args.activation_checkpointing not in ("all", "auto"):
         refuse("--offload activations needs --activation_checkpointing all: the bus is fast enough for the "
                "input of a block, not for all that the block computes")
+
+
+def is_installed(package):
+    spec = importlib.util.find_spec(package)
+    # Python takes a folder of this name for a package without origin. wandb leaves one wherever it has run.
+    return spec is not None and spec.origin is not None
 
 
 # ---------------- main
@@ -482,7 +492,6 @@ def main(argv, progress):
         return ranks.leave()
     # Nothing has been written so far: a mistake in the flags, the model or the data leaves no folder behind.
     out, resumed, state = open_run(args, config, loader, eval_loader, opened.source, ranks)
-    start = state["step"]  # steps that were done before this process began
     steps = state["steps"]
     progress.update(phase="weights", out=out)
     blocks = choose_blocks(args, config, ranks.world, loader.longest, smallest_memory(args, ranks))
@@ -526,8 +535,9 @@ def main(argv, progress):
     # From here on rank 0's folder exists and is locked, and all ranks have the same state.
     saver = Saver(out, args.keep, ranks, lock)
     ranks.say(describe_run(args, state, resumed, out))
-    answer_before = "" if resumed else sample(args, model, tokenizer, loader.documents, ranks)
-    log = Log(out, state, loader, ranks, args.tensorboard)
+    sample = Sample(args, opened, loader.documents, resumed, ranks, stop)
+    log = Log(out, state, loader, ranks, open_sinks(args, out, state["step"], ranks))
+    progress["log"] = log  # launch() closes its sinks, however this function ends
     stop.begin()  # from here on a signal waits for the end of a step, which is saved
 
     def save():
@@ -543,13 +553,14 @@ def main(argv, progress):
             end_if_stopped(save, saver, state, stop, ranks)
         log.write_eval(evaluation)
         saver.note_evaluation(state)
+        sample.say_answer(log)
 
     # ---- training
     # not with FSDP2, whose gathered units would leave holes between the shards
     keep_freed_memory(on=not on_gpu and not args.fsdp2)
     n_bad = torch.zeros_like(bad)  # steps since a gradient was inf or nan, counted without a host sync
     profiler = tracer(args, out, ranks)
-    for batches, counts in loader.ahead(start, steps, args.grad_accum):
+    for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
         # The evaluation of the step before. It stands here because a run that was stopped between a save and
         # its evaluation makes up for it before it trains on.
         if evaluation_is_due(args, state):
@@ -609,7 +620,7 @@ def main(argv, progress):
         # does not wait for the GPU.
         stopped, overdue = ranks.largest(stop.number, log.seconds() > 10)
         save_due = args.save_every and (n % args.save_every == 0 or n == steps)
-        log_due = n <= 10 or n == start + 1 or n == steps or n % args.log_every == 0
+        log_due = n <= 10 or n == log.start_step + 1 or n == steps or n % args.log_every == 0
         if log_due or overdue or save_due or stopped:
             losses, dpo_means = log.means()
             # the only host sync of the step
@@ -638,8 +649,7 @@ def main(argv, progress):
     end_if_stopped(save, saver, state, stop, ranks)
     stop.end()  # all is written: from here on a signal ends the process at once
     progress["phase"] = AFTER_RESULT
-    if answer_after := sample(args, model, tokenizer, loader.documents, ranks):
-        ranks.say(f"--- {args.sample.strip()}\nbefore: {answer_before}\nafter:  {answer_after}\n---")
+    sample.say_before_and_after()
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
@@ -1586,20 +1596,19 @@ PEAKS = {
 class Log:
     """metrics.jsonl, loss.svg and the lines on the console. A row of training has means over the steps since
     the row before it. The step and its tokens stand in `state`, where main's loop counts them; evaluations
-    are entered here."""
+    are entered here.
 
-    def __init__(self, out, state, loader, ranks, tensorboard):
+    sinks: what else gets the numbers of each row, on rank 0; see open_sinks(). A sink is an object with
+    write(row), a row being {name: number} with the step as one of the names, and close(). To add one, write a
+    flag, a class with these two methods like TensorBoard below, and two lines in open_sinks()."""
+
+    def __init__(self, out, state, loader, ranks, sinks):
         self.out = out
         self.state = state
         self.loader = loader
         self.ranks = ranks
         self.before_row = ""  # see append()
-        self.board = None
-        if tensorboard and ranks.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # purge_step: TensorBoard hides what the run wrote after the checkpoint that it resumes from
-            self.board = SummaryWriter(out, purge_step=state["step"] + 1)
+        self.sinks = sinks
         peaks = [peak for name, peak in PEAKS.items() if name in ranks.device_name]
         self.peak_flops = 1e12 * peaks[0] if peaks else None
         memory_gib(ranks.device)  # resets the peak: loading does not count
@@ -1708,11 +1717,21 @@ class Log:
         except OSError as error:  # a full disk does not end a training
             self.before_row = "\n"  # a part of the row may be written, and must not swallow the next one
             self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
-        if self.board:
-            for name in row.keys() - {"step", "losses"}:
-                if row[name] is not None:
-                    self.board.add_scalar(name, row[name], row["step"])
-            self.board.flush()
+        numbers = {name: value for name, value in row.items() if name != "losses" and value is not None}
+        for sink in list(self.sinks):
+            with self.dropping(sink):
+                sink.write(numbers)
+
+    @contextlib.contextmanager
+    def dropping(self, sink):
+        """If the sink fails inside the block, it is dropped with one message: neither a network nor a full
+        disk ends a training."""
+        try:
+            yield
+        except Exception as error:  # each library raises classes of its own
+            self.sinks.remove(sink)
+            self.ranks.say(f"{type(sink).__name__} has failed and gets no more rows, metrics.jsonl has them: "
+                           f"{type(error).__name__}: {error}")
 
     def draw(self):
         """Draws loss.svg on rank 0, with the loss of every step and of every evaluation."""
@@ -1731,6 +1750,72 @@ class Log:
         self.draw()
         n_steps = self.state["step"] - self.start_step
         self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s")
+
+    def close_sinks(self):
+        # A network may be slow. Another Ctrl-C gives up on it, and changes nothing about how the run has ended.
+        with contextlib.suppress(KeyboardInterrupt):
+            for sink in list(self.sinks):
+                with self.dropping(sink):
+                    sink.close()
+
+
+def open_sinks(args, out, step, ranks):
+    """-> the sinks of Log, for a run that begins after `step`: none on other ranks than 0."""
+    sinks = []
+    with ranks.agree():
+        if args.tensorboard and ranks.rank == 0:
+            sinks.append(TensorBoard(out, step))
+        if args.wandb and ranks.rank == 0:
+            sinks.append(WandB(out))
+    return sinks
+
+
+class TensorBoard:
+    def __init__(self, out, step):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step: TensorBoard hides what the run wrote after the checkpoint that it resumes from
+        self.writer = SummaryWriter(out, purge_step=step + 1)
+
+    def write(self, row):
+        for name in row.keys() - {"step"}:
+            self.writer.add_scalar(name, row[name], row["step"])
+        self.writer.flush()
+
+    def close(self):
+        self.writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, with args.json as its config. wandb reads its own variables of the
+    environment: WANDB_PROJECT, WANDB_NAME, WANDB_MODE and so on.
+
+    wandb-id.txt in the folder of the run has the id under which a resumed run continues. It is not in a
+    checkpoint: a run that continues a checkpoint in another folder is a second run, and so is its curve."""
+
+    def __init__(self, out):
+        import wandb
+
+        path = out / "wandb-id.txt"
+        run_id = path.read_text().strip() if path.is_file() else None
+        try:
+            # resume="allow": a new run if the server does not know the id
+            self.run = wandb.init(id=run_id, resume="allow", dir=os.getenv("WANDB_DIR", str(out)),
+                                  config=data.read_json(out / "args.json"))
+        except wandb.Error as error:
+            raise ValueError(f"--wandb: {error}\nWANDB_MODE=offline writes to {out}/wandb alone, "
+                             "and `wandb sync` sends that later") from error
+        replace_file(path, f"{self.run.id}\n")
+        # Curves are drawn over the step in the row. wandb's own step has to grow from row to row: with it the
+        # server would drop the steps that a resumed run repeats, and an evaluation that it makes up for.
+        self.run.define_metric("*", step_metric="step")
+
+    def write(self, row):
+        self.run.log(row)
+
+    def close(self):
+        # inside closing_sinks() an error that ends the run is the one that is handled now
+        self.run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
 def print_start(args, model, source, blocks, ranks):
@@ -1795,21 +1880,68 @@ def flag_of(name, value):
     return f"--{name} {value}"
 
 
-def sample(args, model, tokenizer, documents, ranks):
-    """What the model makes of --sample. All ranks must call it: under FSDP2 each forward is a collective."""
-    if not args.sample:
-        return ""
-    # a model that learns plain text has no turn to answer in
-    is_chat = any(file.report.n_chats for file in documents.files)
-    with ranks.agree():
-        prompt = tokenizer.prompt([{"role": "user", "content": args.sample}] if is_chat else args.sample)
-    model.eval()
-    tokens = lm.generate(
-        model, prompt, args.max_new_tokens or 48, tokenizer.stop_ids, ranks.device, args.temperature)
-    text = data.printable(tokenizer.core.decode(list(tokens)))
-    model.train()
-    lm.reshard_(model)
-    return textwrap.shorten(text, 400)
+class Sample:
+    """What the model makes of --sample before training, at each evaluation and after it. All ranks must call
+    its methods, because under FSDP2 each forward is a collective; rank 0 prints. Training is the same to
+    the bit without it: lm.generate() draws from a generator of its own."""
+
+    def __init__(self, args, opened, documents, resumed, ranks, stop):
+        self.args = args
+        self.model = opened.model
+        self.tokenizer = opened.tokenizer
+        self.ranks = ranks
+        self.stop = stop
+        self.is_asked = False  # whether the question has been printed
+        self.before = ""
+        if not args.sample:
+            return
+        # a model that learns plain text has no turn to answer in
+        is_chat = any(file.report.n_chats for file in documents.files)
+        ask = [{"role": "user", "content": args.sample}] if is_chat else args.sample
+        # Here and not at the first answer: a template that refuses the question must not end a resumed run
+        # after hours of training.
+        with ranks.agree():
+            self.prompt = self.tokenizer.prompt(ask)
+        if not resumed:
+            self.before = self.answer()
+
+    def answer(self):
+        faulthandler.cancel_dump_traceback_later()  # until the next alive(): a long answer is no hang
+        args = self.args
+        n = args.max_new_tokens or 48
+        stop_ids = self.tokenizer.stop_ids
+        tokens = []
+        self.model.eval()
+        for token in lm.generate(self.model, self.prompt, n, stop_ids, self.ranks.device, args.temperature):
+            tokens.append(token)
+            # a signal does not wait for the end of an answer; all ranks must stop at the same token
+            (stopped,) = self.ranks.largest(self.stop.number)
+            if stopped:
+                break
+        self.model.train()
+        lm.reshard_(self.model)
+        return textwrap.shorten(data.printable(self.tokenizer.core.decode(tokens)), 400)
+
+    def say_answer(self, log):
+        """Prints the answer of this step, and above the first one the question. After the last step
+        say_before_and_after() does that. The time counts as the log's pause, not as time of a step."""
+        step = log.state["step"]
+        if not self.args.sample or step == log.state["steps"]:
+            return
+        with log.paused():
+            answer = self.answer()
+        if not self.is_asked:
+            self.say(f"sample: {self.args.sample.strip()}")
+            self.is_asked = True
+        self.say(f"step {step}  sample: {answer}")
+
+    def say(self, text):
+        self.ranks.say(textwrap.fill(text, 80, subsequent_indent="  "))
+
+    def say_before_and_after(self):
+        if self.args.sample:
+            after = self.answer()
+            self.ranks.say(f"--- {self.args.sample.strip()}\nbefore: {self.before}\nafter:  {after}\n---")
 
 
 def tracer(args, out, ranks):
@@ -3492,6 +3624,17 @@ def report_out_of_memory(error, progress):
 ENDING = threading.Lock()
 
 
+@contextlib.contextmanager
+def closing_sinks(progress):
+    """Closes what --wandb and --tensorboard write to, however main() ends. The process ends by os._exit(), so
+    nothing else would: wandb keeps rows in memory and closes its file in a function of atexit."""
+    try:
+        yield
+    finally:
+        if "log" in progress:
+            progress.pop("log").close_sinks()
+
+
 def lost_another_rank(error):
     """Whether gloo or NCCL report that a rank which they talk to is gone."""
     texts = "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited"
@@ -3505,7 +3648,8 @@ def launch(argv=None):
     code = 1
     speaks = os.environ.get("RANK", "0") == "0"
     try:
-        main(sys.argv[1:] if argv is None else argv, progress)
+        with closing_sinks(progress):
+            main(sys.argv[1:] if argv is None else argv, progress)
         return 0
     except SystemExit as end:
         if not isinstance(end.code, str):
