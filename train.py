@@ -1752,7 +1752,7 @@ class Log:
         self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s")
 
     def close_sinks(self):
-        # A network may be slow. Another Ctrl-C gives up on it, and changes nothing about how the run has ended.
+        # A network may be slow. Another Ctrl-C gives up on it, and does not change how the run has ended.
         with contextlib.suppress(KeyboardInterrupt):
             for sink in list(self.sinks):
                 with self.dropping(sink):

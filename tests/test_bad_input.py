@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import huggingface_hub
@@ -133,10 +134,13 @@ def test_bad_flags_end_with_the_flag_to_change(flags, capsys):
     assert_says(message, FLAGS[flags])
 
 
-def test_tensorboard_without_its_package_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
-    assert train.launch(["--tensorboard"]) == 2
-    assert_says(capsys.readouterr().err, ["--tensorboard", "pip install tensorboard"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("spec", [None, SimpleNamespace(origin=None)], ids=["absent", "folder"])
+def test_a_flag_without_its_package_is_refused(monkeypatch, capsys, name, spec):
+    """Also where a folder has the package's name: Python imports it as a namespace, which has no origin."""
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: spec)
+    assert train.launch([f"--{name}"]) == 2
+    assert_says(capsys.readouterr().err, [f"--{name}", f"pip install {name}"])
 
 
 # ---------------------------------------------------------------- config.json

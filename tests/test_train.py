@@ -434,7 +434,8 @@ def log(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
     state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1}
     loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0)  # all that a Log asks of its loader
-    return train.Log(tmp_path, state, loader, ALONE, tensorboard=True)
+    args = SimpleNamespace(tensorboard=True, wandb=False)
+    return train.Log(tmp_path, state, loader, ALONE, train.open_sinks(args, tmp_path, state["step"], ALONE))
 
 
 def test_an_evaluation_between_log_lines_does_not_count_as_training(log, tmp_path, monkeypatch):
@@ -482,8 +483,9 @@ def test_an_evaluation_of_pairs_says_how_often_the_chosen_answer_wins(log, capsy
 
 def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
     log.write_eval(train.Evaluation(2.5, [], 100))
-    assert log.board.purge_step == 5  # what a killed run has shown of later steps disappears
-    assert log.board.scalars == {("eval_loss", 2.5, 4), ("eval_tokens", 100, 4)}
+    (sink,) = log.sinks
+    assert sink.writer.purge_step == 5  # what a killed run has shown of later steps disappears
+    assert sink.writer.scalars == {("eval_loss", 2.5, 4), ("eval_tokens", 100, 4)}
     assert metrics_of(tmp_path) == [{"step": 4, "eval_loss": 2.5, "eval_tokens": 100}]
 
 
@@ -642,7 +644,8 @@ def test_chat_ends_where_weights_are_damaged(tmp_path, monkeypatch, capsys):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     assert ask(monkeypatch, b"What?\n", "--model", model) == train.NOT_FINITE
     message = capsys.readouterr().err.splitlines()[-1]
-    assert message == "train.py: error: the model computes nan: the files of --model are damaged"
+    assert message == ("train.py: error: the model computes nan: the files of --model are damaged, "
+                       "or --lr was too high")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
@@ -772,7 +775,7 @@ def test_the_curve_and_a_resume_survive_strange_rows(tmp_path):
     with open(metrics, "a") as file:
         file.write("\n".join(STRANGE_ROWS))  # edited while the run goes on
     state = {"step": 3, "steps": 3}
-    log = train.Log(tmp_path, state, SimpleNamespace(waited_s=0.0), ALONE, tensorboard=False)
+    log = train.Log(tmp_path, state, SimpleNamespace(waited_s=0.0), ALONE, sinks=[])
     log.draw()
     picture = (tmp_path / "loss.svg").read_text()
     assert picture.count("<polyline") == 2

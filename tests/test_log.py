@@ -1,0 +1,352 @@
+"""What a run shows and sends while it trains: the sinks of the log, --wandb, and the answers to --sample."""
+
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import run_ranks, start_ranks
+
+import model as lm
+import train
+
+ALONE = train.Ranks(False, 1800)
+
+
+@pytest.fixture
+def log(tmp_path):
+    """A Log at step 4 of 9, without sinks."""
+    state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1}
+    loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0)
+    return train.Log(tmp_path, state, loader, ALONE, sinks=[])
+
+
+class Sink:
+    """Keeps what it gets, and may fail."""
+
+    def __init__(self, error=None):
+        self.error = error
+        self.rows = []
+        self.n_closed = 0
+
+    def write(self, row):
+        if self.error:
+            raise self.error
+        self.rows.append(row)
+
+    def close(self):
+        self.n_closed += 1
+        if self.error:
+            raise self.error
+
+
+# ---------------------------------------------------------------- sinks
+
+
+def test_a_sink_that_fails_is_dropped_with_one_message_and_the_others_get_all_rows(log, tmp_path, capsys):
+    failing = Sink(ConnectionError("no route to host"))
+    working = Sink()
+    log.sinks = [failing, working]
+    for loss in (3.0, 2.0):
+        log.write_eval(train.Evaluation(loss, [], 10))
+    log.close_sinks()
+    said = capsys.readouterr().out
+    assert said.count("Sink has failed") == 1
+    assert "ConnectionError: no route to host" in said
+    # the numbers of metrics.jsonl
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert working.rows == rows
+    assert [row["eval_loss"] for row in rows] == [3.0, 2.0]
+    assert (failing.n_closed, working.n_closed) == (0, 1)
+
+
+def test_a_row_for_sinks_has_numbers_alone(log):
+    sink = Sink()
+    log.sinks = [sink]
+    log.n_tokens = 100
+    log.state["step"] = 5
+    log.write([3.0, 2.0], [], 0.5, 1e-3)
+    (row,) = sink.rows
+    assert row["step"] == 5
+    assert row["loss"] == 2.0
+    # `losses` is a list, and a CPU has no peak, so that `mfu` is None
+    assert "losses" not in row
+    assert "mfu" not in row
+    assert all(isinstance(value, int | float) for value in row.values())
+
+
+@pytest.mark.parametrize("error, code", [
+    (None, 0),
+    (SystemExit(143), 143),  # a signal, after the save
+    (SystemExit("no such file"), 1),
+    (FloatingPointError("not finite"), train.NOT_FINITE),
+    (MemoryError("DefaultCPUAllocator"), train.OUT_OF_MEMORY),
+    (KeyboardInterrupt(), 130),
+    (RuntimeError("a bug"), 1),
+], ids=repr)
+@pytest.mark.parametrize("sink_error", [None, OSError("disk"), KeyboardInterrupt()], ids=repr)
+def test_sinks_are_closed_however_a_run_ends_and_do_not_change_its_exit_code(
+        log, tmp_path, monkeypatch, capsys, error, code, sink_error):
+    sink = Sink(sink_error)
+    log.sinks = [sink]
+
+    def main(argv, progress):
+        progress.update(out=tmp_path, log=log)
+        if error:
+            raise error
+
+    monkeypatch.setattr(train, "main", main)
+    assert train.launch([]) == code
+    assert sink.n_closed == 1
+    # the report of a run that is out of memory is JSON, which a Log is not
+    assert (tmp_path / "oom.json").exists() == (code == train.OUT_OF_MEMORY)
+
+
+def test_only_rank_0_opens_sinks(tmp_path):
+    args = SimpleNamespace(tensorboard=True, wandb=True)
+    ranks = SimpleNamespace(rank=1, agree=ALONE.agree)
+    assert train.open_sinks(args, tmp_path, 0, ranks) == []
+
+
+# ---------------------------------------------------------------- --wandb
+
+
+class StubRun:
+    """A run of the stub of wandb: each call is a line of a file, because the run is another process's."""
+
+    def __init__(self, path, run_id, action):
+        self.path = path
+        self.id = run_id
+        self.action = action  # called with each row
+
+    def note(self, **event):
+        with open(self.path, "a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def define_metric(self, name, step_metric):
+        self.note(metric=name, step_metric=step_metric)
+
+    def log(self, row):
+        self.action(row)
+        self.note(row=row)
+
+    def finish(self, exit_code):
+        self.note(exit_code=exit_code)
+
+
+class StubError(Exception):
+    """wandb.Error"""
+
+
+def stub_of_wandb(path, moment="none"):
+    """A module in place of wandb. moment: where it goes wrong, at the start or in a row."""
+
+    def act(row):
+        if moment == "signal" and row["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if moment == "failure" and row["step"] == 2:
+            raise ConnectionError("no route to host")
+
+    def init(id, resume, dir, config):
+        if moment == "login":
+            raise StubError("No API key configured. Use `wandb login` to log in.")
+        run = StubRun(path, id or "new-id", act)
+        run.note(id=id, resume=resume, dir=dir, lr=config["lr"], world=config["world"])
+        return run
+
+    # train.py asks for an origin: a folder called wandb would have none
+    spec = importlib.machinery.ModuleSpec("wandb", None, origin="a stub")
+    return SimpleNamespace(init=init, Error=StubError, __spec__=spec)
+
+
+def train_with_stub(argv, path, moment):
+    sys.modules["wandb"] = stub_of_wandb(path, moment)
+    return train.launch(argv)
+
+
+@pytest.fixture
+def job(folder, chats):
+    return ["--model", folder, "--random_init", "--data", chats, "--seq_len", 64, "--precision", "fp32", "--lora",
+            "--lr", 1e-3, "--log_every", 1]
+
+
+def start(world, argv, out, moment="none"):
+    """train_with_stub() on ranks -> (what the stub got, what was said, exit codes)."""
+    events = out.parent / "events.jsonl"
+    events.write_text("")
+    logs = [out.parent / f"rank{rank}.log" for rank in range(world)]
+    argv = [*map(str, argv), "--out", str(out), "--wandb"]
+    codes = start_ranks(world, train_with_stub, (argv, events, moment), logs)
+    said = "".join(log.read_text() for log in logs)
+    return [json.loads(line) for line in events.read_text().splitlines()], said, codes
+
+
+def test_wandb_gets_the_metrics_of_a_run_and_of_the_one_that_continues_it(job, chats, tmp_path):
+    out = tmp_path / "run"
+    argv = [*job, "--steps", 6, "--eval_data", chats, "--eval_every", 2, "--save_every", 0]
+    before, said, codes = start(2, argv, out, "signal")
+    # The signal of step 3 comes after the ranks have agreed on it that none has come.
+    assert codes == [128 + signal.SIGTERM] * 2, said
+    assert "stopped by SIGTERM after step 4 of 6, saved" in said
+    opened, metric, *_, closed = before
+    assert opened == {"id": None, "resume": "allow", "dir": str(out), "lr": 1e-3, "world": 2}
+    assert metric == {"metric": "*", "step_metric": "step"}
+    assert closed == {"exit_code": 1}
+    assert (out / "wandb-id.txt").read_text() == "new-id\n"
+
+    after, said, codes = start(2, [*argv, "--resume"], out)
+    assert codes == [0, 0], said
+    assert after[0] == opened | {"id": "new-id"}
+    assert after[-1] == {"exit_code": 0}
+
+    # together both got what metrics.jsonl has, and its evaluations, once
+    sent = [event["row"] for event in (*before, *after) if "row" in event]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row.pop("losses", None)
+        if "mfu" in row:
+            assert row.pop("mfu") is None
+            assert row.pop("mem_reserved_gib") is None
+    assert sent == rows
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6]
+
+
+def test_wandb_writes_into_the_run_or_where_its_own_variable_says(tmp_path, monkeypatch):
+    (tmp_path / "args.json").write_text('{"lr": 1.0, "world": 1}')
+    events = tmp_path / "events.jsonl"
+    monkeypatch.setitem(sys.modules, "wandb", stub_of_wandb(events))
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    train.WandB(tmp_path)
+    monkeypatch.setenv("WANDB_DIR", "elsewhere")
+    train.WandB(tmp_path)
+    opened = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [event["dir"] for event in opened if "dir" in event] == [str(tmp_path), "elsewhere"]
+
+
+def test_a_network_that_fails_in_the_middle_of_training_costs_one_message(job, tmp_path):
+    out = tmp_path / "run"
+    events, said, codes = start(1, [*job, "--steps", 4], out, "failure")
+    assert codes == [0], said
+    assert said.count("WandB has failed and gets no more rows, metrics.jsonl has them: ConnectionError") == 1
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 4
+    assert [event["row"]["step"] for event in events if "row" in event] == [1]
+
+
+def test_a_wandb_that_does_not_open_ends_the_run_before_its_first_step(job, tmp_path):
+    out = tmp_path / "run"
+    events, said, codes = start(2, [*job, "--steps", 4], out, "login")
+    assert codes == [1, 1], said
+    assert said.count("train.py: error: --wandb: No API key configured. Use `wandb login` to log in.") == 1
+    assert "WANDB_MODE=offline" in said
+    assert "Traceback" not in said
+    assert not events
+    assert (out / "metrics.jsonl").read_text() == ""
+
+
+# ---------------------------------------------------------------- --sample
+
+
+CASES = {
+    # random rounding draws most random bits; one rank
+    "rounded": (1, ["--precision", "bf16", "--stochastic_rounding", "--optim", "adamw8bit"]),
+    # sharded weights are gathered for an answer, and inputs of blocks offloaded
+    "sharded": (2, ["--precision", "fp32", "--fsdp2", "--qlora", "--lora_dropout", 0.1, "--offload", "activations"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sample_is_shown_at_each_evaluation_and_changes_no_bit_of_training(folder, chats, tmp_path, case):
+    world, flags = CASES[case]
+    argv = ["--model", folder, "--random_init", "--data", chats, "--eval_data", chats, "--seq_len", 64, "--steps", 6,
+            "--eval_every", 2, "--save_every", 3, "--log_every", 1, "--lr", 1e-3, *flags]
+    question = "What does `os.getcwd()` do?"
+    asked = ["--sample", question, "--temperature", 1.5, "--max_new_tokens", 6]
+    runs = {}
+    for name, more in (("plain", ["--sample", ""]), ("asked", asked)):
+        runs[name], said, codes = run_ranks(world, [*argv, *more], tmp_path / name)
+        assert codes == [0] * world, said
+        lines = said.splitlines()
+        # the last evaluation is that of step 6, after which the answers before and after training stand
+        shown = [line.split()[1] for line in lines if "  sample: " in line]
+        assert shown == ([] if name == "plain" else ["2", "4"])
+        assert lines.count(f"sample: {question}") == (name == "asked")
+        assert lines.count(f"--- {question}") == (name == "asked")
+
+    times = {"tokens_per_s", "step_s", "data_s", "mem_gib"}
+    without_times = {name: [{key: row[key] for key in row.keys() - times} for row in rows]
+                     for name, rows in runs.items()}
+    assert without_times["plain"] == without_times["asked"]
+    for step in (3, 6):
+        files = [{path.name: path.read_bytes() for path in (tmp_path / name / f"checkpoint-{step}").iterdir()}
+                 for name in runs]
+        assert files[0] == files[1]
+        assert len(files[0]) == world + 1  # and trainer_state.json
+
+
+@pytest.fixture
+def sample_of(tiny, monkeypatch):
+    """Makes a Sample of a resumed run whose model answers with these words. act(i) is called before the i-th token."""
+
+    def make(answer, act=lambda i: None, stop=None):
+        def generate(*args):
+            for i, token in enumerate(tiny.core.encode(answer).ids):
+                act(i)
+                yield token
+
+        monkeypatch.setattr(lm, "generate", generate)
+        args = SimpleNamespace(sample="What?", max_new_tokens=None, temperature=0.0)
+        opened = SimpleNamespace(model=torch.nn.Linear(1, 1), tokenizer=tiny)
+        documents = SimpleNamespace(files=[])
+        return train.Sample(args, opened, documents, "checkpoint-2", ALONE, stop or SimpleNamespace(number=0))
+
+    return make
+
+
+def test_answers_have_lines_of_80_columns_below_one_question_and_none_after_the_last_step(log, sample_of, capsys):
+    sample = sample_of("some words " * 20)
+    for step in (4, 6, log.state["steps"]):
+        log.state["step"] = step
+        sample.say_answer(log)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines) <= 80
+    # the first lines of answers; those that follow are indented
+    starts = [line for line in lines if not line.startswith(" ")]
+    assert starts[0] == "sample: What?"
+    assert [line.split("some")[0] for line in starts[1:]] == ["step 4  sample: ", "step 6  sample: "]
+    assert "\n".join(lines).count("words") == 2 * 20
+
+
+def test_the_time_of_an_answer_is_none_of_a_step(log, sample_of, monkeypatch):
+    now = log.mark + 5.0  # five seconds of training
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now)
+
+    def spend(i):
+        nonlocal now
+        now += 10.0
+
+    sample_of("some words", act=spend).say_answer(log)
+    assert now > log.start + 20.0
+    assert log.seconds() == pytest.approx(5.0)
+
+
+def test_a_signal_ends_an_answer(sample_of):
+    stop = SimpleNamespace(number=0)
+
+    def send(i):
+        if i == 2:
+            stop.number = signal.SIGTERM
+
+    answer = sample_of("1 2 3 4 5 6 7 8 9", act=send, stop=stop).answer()
+    assert answer.startswith("1")
+    assert "9" not in answer
+
+
+def test_a_model_is_back_in_training_after_an_answer(sample_of):
+    sample = sample_of("words")
+    sample.answer()
+    assert sample.model.training
