@@ -639,18 +639,28 @@ def in_evaluation_3(send):  # that of the last step
     after_first_batch(send, 3)
 
 
-def in_the_sample_after_training(send):
+def at_each_token(send, of_sample):
+    """At each token of an answer to --sample; they are counted from 1, which is the one before training."""
     generate = lm.generate
     samples = itertools.count(1)
 
     def generate_with_signal(*args):
-        is_after_training = next(samples) == 2  # the first one was before
+        sample = next(samples)
         for token in generate(*args):
-            if is_after_training:
+            print(f"a token of sample {sample}", flush=True)
+            if sample == of_sample:
                 send()
             yield token
 
     lm.generate = generate_with_signal
+
+
+def in_the_sample_of_step_4(send):  # the evaluation of step 2 has one, too
+    at_each_token(send, 3)
+
+
+def in_the_sample_after_training(send):
+    at_each_token(send, 4)
 
 
 def say_batches():
@@ -715,6 +725,22 @@ def test_a_signal_to_one_rank_saves_on_all_and_resume_completes(
     assert_same_weights(out / "checkpoint-4", undisturbed / "checkpoint-4")
     assert not (out / "final").exists()
     assert not list(out.glob("*.part"))
+
+    rows = assert_resumes(argv, out, undisturbed)
+    assert_same_evaluations(rows, out, undisturbed)
+
+
+def test_a_signal_in_the_sample_of_an_evaluation_ends_it_and_saves_one_step_later(
+        evaluated_job, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    argv = [*evaluated_job, "--save_every", 0, "--sample", "def f(x):", "--max_new_tokens", 9]
+    ended = start(signalled, argv, out, signal.SIGTERM, in_the_sample_of_step_4)
+    assert ended.codes == [128 + signal.SIGTERM] * WORLD, ended.said
+    assert f"stopped by SIGTERM after step 5 of {STEPS}, saved" in ended.said
+    # The rank that gets the signal counts: it stops at that token, and with it the others, or they would wait for it.
+    assert ended.said.count("a token of sample 2") == 9
+    assert ended.said.count("a token of sample 3") == 1
+    assert_same_weights(out / "checkpoint-5", undisturbed / "checkpoint-5")
 
     rows = assert_resumes(argv, out, undisturbed)
     assert_same_evaluations(rows, out, undisturbed)
