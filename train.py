@@ -1803,8 +1803,9 @@ class WandB:
             self.run = wandb.init(id=run_id, resume="allow", dir=os.getenv("WANDB_DIR", str(out)),
                                   config=data.read_json(out / "args.json"))
         except wandb.Error as error:
-            raise ValueError(f"--wandb: {error}\nWANDB_MODE=offline writes to {out}/wandb alone, "
-                             "and `wandb sync` sends that later") from error
+            raise ValueError(
+                f"--wandb: {error}\nWANDB_MODE=offline writes to {out}/wandb alone, and `wandb sync` sends that "
+                "later. Repeat the command with --resume: the folder exists") from error
         replace_file(path, f"{self.run.id}\n")
         # Curves are drawn over the step in the row. wandb's own step has to grow from row to row: with it the
         # server would drop the steps that a resumed run repeats, and an evaluation that it makes up for.
