@@ -1804,8 +1804,8 @@ class WandB:
                                   config=data.read_json(out / "args.json"))
         except wandb.Error as error:
             raise ValueError(
-                f"--wandb: {error}\nWANDB_MODE=offline writes to {out}/wandb alone, and `wandb sync` sends that "
-                "later. Repeat the command with --resume: the folder exists") from error
+                f"--wandb: {error}\nWANDB_MODE=offline writes to {out}/wandb alone, and `wandb sync` sends "
+                "it later. Repeat the command with --resume: the folder exists") from error
         replace_file(path, f"{self.run.id}\n")
         # Curves are drawn over the step in the row. wandb's own step has to grow from row to row: with it the
         # server would drop the steps that a resumed run repeats, and an evaluation that it makes up for.
@@ -1882,9 +1882,9 @@ def flag_of(name, value):
 
 
 class Sample:
-    """What the model makes of --sample before training, at each evaluation and after it. All ranks must call
-    its methods, because under FSDP2 each forward is a collective; rank 0 prints. Training is the same to
-    the bit without it: lm.generate() draws from a generator of its own."""
+    """What the model makes of --sample: before training, at each evaluation and after training. All ranks
+    must call its methods, because under FSDP2 each forward is a collective; rank 0 prints. Training is the
+    same to the bit without it: lm.generate() draws from a generator of its own."""
 
     def __init__(self, args, opened, documents, resumed, ranks, stop):
         self.args = args
