@@ -1,10 +1,11 @@
 """Everything on a disk, in two halves: from texts to the rows of a batch, and model folders.
 
-An example is a line of a .jsonl file. Its tokens are a document, and each token has a flag that says whether
-the model is trained to predict it. Position p of a row contains token p, and its target is token p + 1. So a
-document of n tokens fills n - 1 positions, and no target crosses into the next document (torchtune #2613).
-Best-fit decreasing (arXiv:2404.10830) packs several documents into a row. A line with a chosen and a rejected
-answer is two documents, which come one after the other in the same row.
+An example is a line of a .jsonl file, or a row of a table (csv, parquet), whose columns are its keys. Its
+tokens are a document, and each token has a flag that says whether the model is trained to predict it.
+Position p of a row contains token p, and its target is token p + 1. So a document of n tokens fills n - 1
+positions, and no target crosses into the next document (torchtune #2613). Best-fit decreasing
+(arXiv:2404.10830) packs several documents into a row. A line with a chosen and a rejected answer is two
+documents, which come one after the other in the same row.
 
 Masks come from spans of characters, never from a search for marker tokens: a token is trained on if it
 overlaps a span. The spans are the template's {% generation %} blocks. A template without them is rendered up
@@ -19,8 +20,9 @@ and the epoch alone, so the loader's whole state is the number of steps taken.
 
 Words have one meaning each. An example is a line, which Hugging Face calls a row of a data set. A part is
 as much of a document as fits into a row: all of it, unless --overflow splits it or cuts it off. A row is one
-of a batch, [T] tokens, and where weights are read or written one of a matrix. The type of a data file is how
-its name ends. An unfinished folder has a name that ends in .part. Stored is what is in a safetensors file.
+of a batch, [T] tokens, and where weights are read or written one of a matrix; only of a table it is what the
+table calls so. The type of a data file is how its name ends. An unfinished folder has a name that ends in
+.part. Stored is what is in a safetensors file.
 
 The second half finds a model (a preset, a folder, a Hub id, the result of a run), reads its weights and
 adapters row by row, so that each rank reads only what it keeps, and writes models and adapters as
@@ -30,17 +32,22 @@ transformers and PEFT read them.
 import ast
 import bisect
 import contextlib
+import csv
 import errno
+import fnmatch
 import fcntl
 import functools
+import glob
 import gzip
 import hashlib
 import heapq
+import io
 import itertools
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -636,6 +643,9 @@ PAIR = "chosen + rejected"
 # An example's keys, as TRL ("messages", prompts, pairs), ShareGPT ("conversations") and Alpaca
 # ("instruction", "output") have them. The first that fits counts: pairs may have messages, too.
 FORMATS = PAIR, "messages", "conversations", "prompt + completion", "instruction + output", "text"
+# all keys that the formats read
+KEYS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "instruction", "input",
+        "output", "history", "system", "tools", "text")
 ROLES = "system", "developer", "user", "assistant", "tool"
 
 
@@ -648,23 +658,25 @@ class Example(NamedTuple):
     is_chat: bool = False  # the template has written BOS, EOS and the ends of turns
     n_without_mask: int = 0  # answers of the line that are not trained on
     is_further: bool = False  # of answers that the line's first document rewrites
+    renamed: tuple = ()  # the columns of --columns that the line has
 
 
-def parse_example(line, tokenizer):
-    """A line of JSON -> [Example]. Every error but TooSlow becomes a ValueError: a line may be anything, for
-    example other types or endless brackets."""
+def parse_example(line, tokenizer, columns=()):
+    """A line of JSON -> [Example]. columns: [(column, the key that it stands for)]. Every error but TooSlow
+    becomes a ValueError: a line may be anything, for example other types or endless brackets."""
     form = "JSON in UTF-8"  # for the message, until the format is known
     try:
         example = json.loads(line)
-        form = format_of(example)
+        renamed = ()
+        if isinstance(example, dict):
+            example, renamed = with_columns(example, columns)
+        form = format_of(example, columns)
         if form == "example":
-            raise ValueError(
-                f"expected an object with {' or '.join(FORMATS)}: rename 'question' to 'instruction', "
-                f"'answer' to 'output'; got {lm.quoted(example)}")
+            raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {keys_found(example)}")
         if (form == PAIR) != (tokenizer.train_on == "pairs"):
             raise ValueError("--dpo needs rows with 'chosen' and 'rejected', and these need --dpo")
         read = read_pair if form == PAIR else read_example
-        examples = read(example, form, tokenizer)
+        examples = [one._replace(renamed=renamed) for one in read(example, form, tokenizer)]
         for one in examples:
             # raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
             (one.text or "").encode()
@@ -675,12 +687,77 @@ def parse_example(line, tokenizer):
         raise ValueError(printable(f"not valid {form}: {str(error) or type(error).__name__}")) from error
 
 
-def format_of(example):
+def with_columns(example, columns):
+    """-> (the example under the names of its keys, the columns that were renamed). A table has a cell for
+    each column in every row: a key without a value is one that the row does not have."""
+    example = {key: value for key, value in example.items() if value is not None}
+    present = {column: key for column, key in columns if column in example}
+    renamed = {key: example[column] for column, key in present.items()}
+    if len(renamed) < len(present):
+        raise ValueError(f"--columns gives one key to two columns of this row: {', '.join(present)}")
+    others = {key: value for key, value in example.items() if key not in present}
+    return others | renamed, tuple(present)
+
+
+def format_of(example, columns=()):
     """The first of FORMATS whose keys the example has, or "example"."""
-    for form in FORMATS:
+    wanted = {key for _, key in columns}
+    # Who renames columns wants these: many rows also have messages, which would otherwise count first.
+    for form in sorted(FORMATS, key=lambda form: wanted.isdisjoint(form.split(" + "))):
         if all(key in example for key in form.split(" + ")):
             return form
     return "example"
+
+
+# What data sets call the keys of FORMATS, in lower case. An error names them, nothing renames by itself.
+OTHER_KEYS = {
+    "chosen": ["accepted", "preferred"],
+    "rejected": ["dispreferred"],
+    "messages": ["conversation", "conversations", "dialogue", "dialog", "chat", "turns"],
+    "conversations": ["conversation", "messages", "dialogue", "dialog", "chat", "turns"],
+    "instruction": ["question", "query", "problem", "prompt", "input"],
+    "output": ["answer", "response", "solution", "completion", "target"],
+    "text": ["content", "document", "article", "passage"],
+}
+
+
+def keys_found(example):
+    """What a row of no format has, for a message, with the --columns that would make it one."""
+    if not isinstance(example, dict):
+        return lm.quoted(example)
+    shown = [key[:40] for key in itertools.islice(example, 20)]
+    text = f"the keys {', '.join(shown) or '(none)'}"
+    if len(example) > len(shown):
+        text += f" and {len(example) - len(shown)} more"
+    for form in FORMATS:
+        columns = columns_for(form, example)
+        if columns:
+            return f"{text}: --columns {' '.join(map(shlex.quote, columns))} would rename them"
+    return text
+
+
+def columns_for(form, example):
+    """["COLUMN=KEY"] that would make a row one of this format. Empty if a key has no such column, or two."""
+    columns = []
+    for key in form.split(" + "):
+        if key in example:
+            continue
+        names = [key, *OTHER_KEYS.get(key, [])]
+        found = [name for name in example if name.lower() in names and could_be(key, example[name])]
+        if len(found) > 1 and key == "instruction":
+            found = [name for name in found if name.lower() != "input"]  # which Alpaca has beside a question
+        if len(found) != 1:
+            return []
+        columns.append(f"{found[0]}={key}")
+    return columns
+
+
+def could_be(key, value):
+    """Whether a value is what a key of FORMATS may have: messages, or ShareGPT's turns, or text."""
+    inside = {"messages": "role", "conversations": "from"}.get(key)
+    if inside is None:
+        return isinstance(value, str)
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and inside in value[0]
 
 
 def read_pair(example, form, tokenizer):
@@ -709,9 +786,8 @@ def read_example(example, form, tokenizer):
         text = example["prompt"] + example["completion"]
         return [Example(form, text, [(len(example["prompt"]), len(text))])]
     messages = check_messages(messages_of(example, form))
-    tools = example.get("tools") or None
-    if isinstance(tools, str):  # parquet has one type a column, so data sets of the Hub store JSON text
-        tools = json.loads(tools) or None
+    # parquet has one type a column, so data sets of the Hub store JSON text
+    tools = from_json(example.get("tools") or None) or None
     if not isinstance(tools, list | None):
         raise ValueError("'tools' must be a list of JSON schemas")
     (whole, *others), n_without_mask = tokenizer.conversation(messages, tools)
@@ -723,7 +799,7 @@ def read_example(example, form, tokenizer):
 def messages_of(example, form):
     """The messages of an example, not yet checked."""
     if form == "messages":
-        return example["messages"]
+        return from_json(example["messages"])
     if form == "prompt + completion":
         # answers in the prompt are not trained on
         return [{**message, "weight": 0} for message in example["prompt"]] + example["completion"]
@@ -732,16 +808,21 @@ def messages_of(example, form):
         question = example["instruction"]
         if example.get("input"):
             question += "\n" + example["input"]
-        for asked, answer in [*(example.get("history") or []), (question, example["output"])]:
+        for asked, answer in [*from_json(example.get("history") or []), (question, example["output"])]:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     else:
-        for turn in example["conversations"]:
+        for turn in from_json(example["conversations"]):
             role = turn.get("from")
             role = {"human": "user", "gpt": "assistant"}.get(role, role)
             messages.append({"role": role, "content": turn.get("value"), **turn})
     if example.get("system") and not (messages and messages[0].get("role") == "system"):
         messages.insert(0, {"role": "system", "content": example["system"]})
     return messages
+
+
+def from_json(value):
+    """A value, or what it says as JSON if it is text: a cell of a csv file is nothing else."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def check_messages(messages):
@@ -789,9 +870,10 @@ def functions_of(messages, tools=None):
 ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64, "hashes": np.int64}
 HASHES = 2**56  # of examples, 0 to HASHES - 1: int64 has them all
 BUILT_IN = "stdlib:code", "stdlib:docs"
-FILE_TYPES = "jsonl", "json", "txt"
-EXPECTED = ("expected a .jsonl, .json or .txt file (or .gz of it), stdlib:docs or stdlib:code; convert "
-            "csv, parquet and data sets of the Hub: datasets.load_dataset(...).to_json(FILE)")
+ROW_TYPES = "jsonl", "json", "csv", "parquet"  # each row is an example
+FILE_TYPES = *ROW_TYPES, "txt"
+EXPECTED = ("expected a .jsonl, .json, .csv, .parquet or .txt file (or .gz of it), a data set of the Hub "
+            "(org/name, org/name:split, org/name/subset:split), stdlib:docs or stdlib:code")
 READ_BYTES = 2**20  # of whole lines, which are read and tokenized at once: text in memory stays small
 CRC_BLOCK = 2**23  # bytes
 MACHINE = os.uname().nodename
@@ -803,15 +885,57 @@ SKIPPED = {
 }
 
 
-def line_lists(path, file_type, held_out):
+class Source(NamedTuple):
+    """What a value of --data or --eval_data stands for."""
+
+    name: str  # the value
+    file_type: str  # one of FILE_TYPES, or the name itself if it is BUILT_IN
+    paths: list  # of its files in the order in which they are read; built-in data have none
+
+
+def source_of(name):
+    """A value of --data -> Source. A data set of the Hub is fetched, unless a file has its name. Raises a
+    ValueError if there is neither, or none that can be read."""
+    if name in BUILT_IN:
+        return Source(name, name, [])
+    path = Path(name)
+    file_type = file_type_of(name)
+    if path.is_file():
+        if file_type not in FILE_TYPES:
+            raise ValueError(f"{name}: not a format that is read; {EXPECTED}")
+        return Source(name, file_type, [path])
+    # data/train.jsonl looks like a data set's name, too, but who writes it means a file
+    if file_type in FILE_TYPES or path.exists() or not HUB_NAME.fullmatch(name):
+        raise ValueError(f"{name}: no such file; {EXPECTED}")
+    paths = hub_files(name)
+    return Source(name, file_type_of(paths[0].name), paths)
+
+
+def file_type_of(name):
+    """How the name of a file ends, without .gz."""
+    return name.lower().removesuffix(".gz").rpartition(".")[2]
+
+
+def line_lists(source, held_out):
     """Yields lists of lines, an example per line: a megabyte of a .jsonl file, or 100 of other examples."""
-    if file_type in BUILT_IN:
-        yield from as_lines(stdlib_examples(file_type, held_out))
-        return
+    if source.file_type in BUILT_IN:
+        yield from as_lines(stdlib_examples(source.file_type, held_out))
+    for path in source.paths:
+        yield from lines_of_file(path, source.file_type)
+
+
+def lines_of_file(path, file_type):
+    """line_lists() of one file."""
     opener = gzip.open if path.suffix.lower() == ".gz" else open
     with opener(path, "rb") as file:
+        if file_type == "parquet":
+            yield from parquet_lines(file)
+            return
         head = file.read(4096)
         file.seek(len(BOM) if head.startswith(BOM) else 0)
+        if file_type == "csv":
+            yield from hundreds(csv_lines(file))
+            return
         if file_type != "txt" and head.removeprefix(BOM).lstrip().startswith(b"["):  # one array of examples
             yield from as_lines(json.loads(file.read()))
         while lines := file.readlines(READ_BYTES):
@@ -821,11 +945,60 @@ def line_lists(path, file_type, held_out):
             yield lines
 
 
+def hundreds(items):
+    """Yields lists of 100 items each; the last one may be shorter."""
+    items = iter(items)
+    while next_ones := list(itertools.islice(items, 100)):
+        yield next_ones
+
+
 def as_lines(examples):
     """Yields lists of 100 examples as lines of a .jsonl file."""
-    examples = iter(examples)
-    while next_ones := list(itertools.islice(examples, 100)):
-        yield [json.dumps(example).encode() for example in next_ones]
+    for next_ones in hundreds(examples):
+        # a table may have columns of dates or pictures, which no format reads
+        yield [json.dumps(example, default=str).encode() for example in next_ones]
+
+
+def parquet_lines(file):
+    """Yields lists of the rows of a parquet file as lines of a .jsonl file, a hundred at a time."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"parquet needs a package: pip install pyarrow ({error})") from error
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=100):
+            yield from as_lines(batch.to_pylist())
+    except Exception as error:  # some of pyarrow's are OSErrors, as if the cache could not be written
+        raise ValueError(f"not valid parquet: {listing([str(error)])}") from error
+
+
+def csv_lines(file):
+    """Yields the rows of a csv file, whose first row names the columns, as lines of a .jsonl file. The
+    header, and each further line of a row that has several, is a blank one: messages then count lines as an
+    editor does."""
+    csv.field_size_limit(sys.maxsize)  # a text is one field, and the limit is 128 KiB by default
+    text = io.TextIOWrapper(file, "utf-8", newline="")  # the reader has its own rules for ends of lines
+    # strict: or a quote that is never closed would make one field of all that follows
+    reader = csv.reader(text, strict=True)
+    header = None
+    n_lines = 0  # of the rows before
+    try:
+        for row in reader:
+            line = b""
+            if header is None:
+                header = row
+                if len(set(header)) < len(header):
+                    raise ValueError(f"line 1: two columns have the same name: {listing(header)}")
+            elif row:  # not a blank line
+                if len(row) != len(header):
+                    raise ValueError(f"line {n_lines + 1}: {len(row)} fields, but the header has "
+                                     f"{len(header)}: a field with a comma or a line break needs quotes")
+                line = json.dumps(dict(zip(header, row))).encode()
+            yield line
+            yield from [b""] * (reader.line_num - n_lines - 1)
+            n_lines = reader.line_num
+    except csv.Error as error:
+        raise ValueError(f"line {n_lines + 1}: not valid csv: {error}") from error
 
 
 def stdlib_examples(file_type, held_out):
@@ -863,26 +1036,12 @@ def stdlib_questions(name, text):
                 yield {"instruction": question, "output": doc.split("\n\n")[0]}
 
 
-def file_type_of(spec):
-    """A value of --data -> one of FILE_TYPES, or the value if it is BUILT_IN. Raises a ValueError if there is
-    no such file, or none that can be read."""
-    if spec in BUILT_IN:
-        return spec
-    path = Path(spec)
-    file_type = path.name.lower().removesuffix(".gz").rpartition(".")[2]
-    if not path.is_file():
-        raise ValueError(f"{spec}: no such file; {EXPECTED}")
-    if file_type not in FILE_TYPES:
-        raise ValueError(f"{spec}: not a format that is read; {EXPECTED}")
-    return file_type
-
-
-def tokenized(spec, held_out, tokenizer):
-    """The folder in the cache with the documents of a file. It is made if it is missing or damaged."""
-    path = Path(spec)
-    file_type = file_type_of(spec)
-    content = hash_of(path, file_type)
-    folder = cache_folder(content, file_type, held_out, tokenizer)
+def tokenized(spec, held_out, tokenizer, columns=()):
+    """The folder in the cache with the documents of a value of --data. It is made if it is missing or
+    damaged. columns: see parse_example()."""
+    source = source_of(spec)
+    content = hash_of(source)
+    folder = cache_folder(content, source.file_type, held_out, columns, tokenizer)
     if os.path.lexists(folder):
         try:
             check_cached(folder)
@@ -897,8 +1056,8 @@ def tokenized(spec, held_out, tokenizer):
         with (writing(f"{spec}: {cache} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"),
               cache_lock(cache)):
             unfinished.mkdir()
-            report = tokenize(line_lists(path, file_type, held_out), tokenizer, unfinished)
-            if hash_of(path, file_type) != content:
+            report = tokenize(line_lists(source, held_out), tokenizer, unfinished, columns)
+            if hash_of(source) != content:
                 raise ValueError("changed while it was read: start again once nothing writes to it")
             report.checksums = checksums_of(unfinished)
             (unfinished / "report.json").write_text(json.dumps(with_checksum(vars(report))))
@@ -913,25 +1072,32 @@ def tokenized(spec, held_out, tokenizer):
     return folder
 
 
-def hash_of(path, file_type):
-    """SHA-256 of a data file. Built-in data have no file: Python's version in the key stands for them."""
-    digest = hashlib.sha256()
-    if file_type not in BUILT_IN:
+def hash_of(source):
+    """[SHA-256] of a source's files. Built-in data have none: Python's version in the key stands for them."""
+    hashes = []
+    for path in source.paths:
+        digest = hashlib.sha256()
         with open(path, "rb") as file:
             while block := file.read(2**22):
                 digest.update(block)
-    return digest.hexdigest()
+        hashes.append(digest.hexdigest())
+    return hashes
 
 
-def cache_folder(content, file_type, held_out, tokenizer):
-    """A file's folder in the cache. Its name is a hash of all that the tokens depend on, data.py included: a
-    fork that changes how a file is read does not get the tokens of before. content: hash_of() the file."""
+def cache_root():
+    """The folder of all that oomph caches."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oomph"
+
+
+def cache_folder(content, file_type, held_out, columns, tokenizer):
+    """The folder of a source in the cache. Its name is a hash of all that the tokens depend on, data.py
+    included: a fork that changes how a file is read does not get the tokens of before. content: hash_of()
+    the source."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
-    others = (content, file_type, held_out, tokenizer.made_of, sys.version, tokenizers.__version__,
+    others = (content, file_type, held_out, columns, tokenizer.made_of, sys.version, tokenizers.__version__,
               jinja2.__version__)
     digest.update(json.dumps(others).encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "oomph" / digest.hexdigest()[:32]
+    return cache_root() / digest.hexdigest()[:32]
 
 
 @contextlib.contextmanager
@@ -1029,6 +1195,7 @@ class FileReport:
     n_without_mask: int = 0  # answers that are not trained on: rewritten, or not to be delimited
     n_without_end: int = 0  # answers that end without a special token
     n_empty_thoughts: int = 0  # answers that are trained to begin with an empty thought
+    renamed: list = field(default_factory=list)  # columns of --columns that an example has
     n_documents: int = 0
     n_tokens: int = 0
     largest_id: int = 0  # of all tokens
@@ -1036,12 +1203,12 @@ class FileReport:
     checksum: int = 0  # of the fields above
 
 
-def tokenize(line_lists, tokenizer, folder):
+def tokenize(line_lists, tokenizer, folder, columns):
     """Writes the documents of a file into a folder, one file for each of ARRAYS. Returns the FileReport."""
     report = FileReport()
     for lines in tqdm(line_lists, "tokenizing", leave=False, disable=None):
-        columns = encode_lines(tokenizer, lines, report)
-        for (key, dtype), values in zip(ARRAYS.items(), columns):
+        arrays = encode_lines(tokenizer, lines, report, columns)
+        for (key, dtype), values in zip(ARRAYS.items(), arrays):
             with open(folder / key, "ab") as file:
                 file.write(np.array(values, dtype))
     if not report.n_tokens:
@@ -1049,7 +1216,7 @@ def tokenize(line_lists, tokenizer, folder):
     return report
 
 
-def encode_lines(tokenizer, lines, report):
+def encode_lines(tokenizer, lines, report, columns):
     """Lines -> the values of ARRAYS, in its order. Adds what it finds to the report."""
     examples = []
     line_numbers = []
@@ -1060,7 +1227,7 @@ def encode_lines(tokenizer, lines, report):
             continue
         report.n_examples += 1
         try:
-            found = parse_example(line, tokenizer)
+            found = parse_example(line, tokenizer, columns)
         except TooSlow as error:
             raise ValueError(f"line {report.n_lines}: {error}") from error
         except ValueError as error:
@@ -1068,6 +1235,7 @@ def encode_lines(tokenizer, lines, report):
             continue
         first = found[0]
         report.formats[first.form] += 1
+        report.renamed = sorted({*report.renamed, *first.renamed})
         if any(one.text is None for one in found):  # of a pair both answers go
             report.n_spells_special += 1
             continue
@@ -1121,6 +1289,237 @@ def turns_without_end(ids, mask, special_ids):
     ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # a trained token before one that is not
     is_special = np.isin(ids, special_ids)
     return int((~(is_special[ends] | is_special[ends - 1])).sum())
+
+
+# ---------------- data sets of the Hub
+
+# Nothing of a data set is executed. Its files are read as local ones are, and only three things say which of
+# them are a split: the card's list of configs, the files' own names, or the branch of the Hub's export. Where
+# names leave room for doubt, the export decides, because it has the splits that the set's page shows.
+
+HUB_NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(/(?P<subset>[^/:]+))?(:(?P<split>[\w.-]+))?", re.ASCII)
+EXPORT = "refs/convert/parquet"  # the branch in which the Hub keeps a set as SUBSET/SPLIT/0000.parquet
+DEFAULT = "default"  # what the Hub calls a subset without a name
+# Names of files without their types that say a split: those of datasets' push_to_hub(), and plain words.
+NUMBERED = re.compile(r"(\w+(?:[.]\w+)*)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?", re.ASCII)
+SPLIT_WORD = re.compile(
+    r"(train|training|validation|valid|val|dev|test|testing|eval|evaluation)(?:[-_.]?\d+)?", re.ASCII)
+
+
+class NoSuchSplit(ValueError):
+    """The Hub has answered, and the data set has no such split."""
+
+
+def hub_files(name):
+    """A value of --data like HUB_NAME -> the paths of its files, fetched into the Hub's cache. Where the Hub
+    does not answer, the files of an earlier start are used: a note in our cache says that they were all
+    there."""
+    parts = HUB_NAME.fullmatch(name)
+    note = cache_root() / f"hub-{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+    try:
+        paths = in_thread(fetch_split, parts["id"], parts["subset"], parts["split"] or "train")
+    except NoSuchSplit:
+        raise
+    except Exception as error:  # those of its HTTP library, too, which another version does not have
+        raise_if_refused(name, parts["id"], error)
+        line = f"{type(error).__name__}: {listing([' '.join(str(error).split())])}"
+        paths = noted_files(note)
+        if not paths:
+            raise ValueError(f"{name}: no such file, and not fetched from the Hub; the next start continues: "
+                             f"{line}") from error
+        print(printable(f"{name}: the Hub does not answer: the files of an earlier start are used: {line}"))
+        return paths
+    with contextlib.suppress(OSError):  # without the note, only a start without the Hub fails
+        note.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = note.with_name(f"{note.name}.{MACHINE}.{os.urandom(8).hex()}.part")
+        unfinished.write_text(json.dumps({"files": [str(path) for path in paths]}))
+        unfinished.rename(note)
+    return paths
+
+
+def noted_files(note):
+    """The paths in a note of hub_files(), or none if there is no note or a file has gone."""
+    if not note.is_file():
+        return []
+    paths = [Path(path) for path in read_json(note)["files"]]
+    return paths if all(path.is_file() for path in paths) else []
+
+
+def raise_if_refused(name, hub_id, error):
+    """Raises a ValueError if an error is the Hub's answer, and not that there was none."""
+    from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        raise ValueError(f"{name}: a gated data set: ask for access at https://huggingface.co/datasets/"
+                         f"{hub_id}, then log in: hf auth login") from error
+    if isinstance(error, RepositoryNotFoundError):  # the Hub does not tell strangers what is private
+        raise ValueError(f"{name}: no such file, and no such data set on the Hub, or a private one: for that "
+                         f"log in: hf auth login; {EXPECTED}") from error
+
+
+def fetch_split(hub_id, subset, split):
+    """Fetches the files of a split -> their paths: the set's own files where its card or their names say
+    which these are, or else those of the Hub's export. NoSuchSplit lists the splits that there are."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import RevisionNotFoundError
+
+    own_names = []
+    splits = {}
+    for revision in (None, EXPORT):
+        try:
+            info = HfApi().dataset_info(hub_id, revision=revision, timeout=60)
+        except RevisionNotFoundError:  # there is no export of most private sets
+            continue
+        names = sorted(file.rfilename for file in info.siblings or [])
+        if revision == EXPORT:
+            found = splits_of_export(names)
+        else:
+            own_names = names
+            found = splits_of_set(names, info.card_data)
+        files = found.get((subset, split))
+        if files:
+            folder = snapshot_download(hub_id, repo_type="dataset", revision=revision,
+                                       allow_patterns=[glob.escape(file) for file in files])
+            return [Path(folder, file) for file in files]
+        splits = found or splits
+    asked = f"{hub_id}{f'/{subset}' if subset else ''}:{split}"
+    if not splits:
+        raise NoSuchSplit(f"{asked}: no file says by its name which split it is, as train.jsonl does, and "
+                          f"the Hub has no parquet export; the data set has {first_ones(own_names)}")
+    there = [f"{hub_id}/{a_subset}:{a_split}" for a_subset, a_split in splits if a_subset]
+    message = f"{asked}: no such split, or its subset has to be named; the data set has {first_ones(there)}"
+    if any(a_split.startswith("partial-") for _, a_split in splits):
+        message += " (partial: as much of a large set as the Hub converts)"
+    raise NoSuchSplit(message)
+
+
+def first_ones(names):
+    """The first twenty names, safe to print, and how many more there are."""
+    text = ", ".join(name[:200] for name in names[:20])
+    if len(names) > 20:
+        text += f" and {len(names) - 20} more"
+    return printable(text) or "no files"
+
+
+# A table of splits is {(subset, split): names of its files}. Its rows with the subset None are what a name
+# without a subset means.
+
+
+def with_unnamed(splits, default=DEFAULT):
+    """Adds the rows with the subset None to a table of splits: those of the only subset, or of this one."""
+    subsets = {subset for subset, _ in splits}
+    if len(subsets) == 1:
+        default = subsets.pop()
+    return splits | {(None, split): files for (subset, split), files in splits.items() if subset == default}
+
+
+def splits_of_export(names):
+    """Names of files of the Hub's export -> a table of splits."""
+    splits = defaultdict(list)
+    for name in names:
+        folders = name.split("/")[:-1]
+        if len(folders) == 2 and name.endswith(".parquet"):
+            splits[tuple(folders)].append(name)
+    return with_unnamed(splits)
+
+
+def splits_of_set(names, card):
+    """Names of a set's own files, and its card -> a table of splits. A split with files of several types is
+    left out: its rows may be there in each."""
+    # names that a library would write outside of its folder
+    names = [name for name in names if ".." not in name.split("/")]
+    configs = (card or {}).get("configs")
+    splits = (splits_of_card(configs, names) if isinstance(configs, list) else {}) or splits_of_names(names)
+    types = {found: {file_type_of(name) for name in files} for found, files in splits.items()}
+    return {found: files for found, files in splits.items()
+            if len(types[found]) == 1 and types[found] <= {*ROW_TYPES}}
+
+
+def splits_of_card(configs, names):
+    """splits_of_set() by the "configs" of a card, each {"config_name": ..., "data_files": [{"split": ...,
+    "path": pattern or patterns}]}. What is written in another way is left out."""
+    splits = {}
+    default = DEFAULT
+    for config in configs:
+        if not isinstance(config, dict) or config.get("data_dir"):
+            continue
+        subset = str(config.get("config_name", DEFAULT))
+        if config.get("default") is True:
+            default = subset
+        data_files = config.get("data_files")
+        if isinstance(data_files, str):
+            data_files = [{"split": "train", "path": data_files}]
+        for entry in data_files if isinstance(data_files, list) else []:
+            if not isinstance(entry, dict):
+                continue
+            patterns = entry.get("path")
+            patterns = patterns if isinstance(patterns, list) else [patterns]
+            files_of_each = [[name for name in names if matches(name, pattern)] for pattern in patterns]
+            if all(files_of_each):
+                files = sorted({*itertools.chain(*files_of_each)})
+                splits[(subset, str(entry.get("split")))] = files
+    return with_unnamed(splits, default)
+
+
+def matches(name, pattern):
+    """Whether a file is one of a pattern, whose * stands for any part of a name inside a folder."""
+    if not isinstance(pattern, str) or "**" in pattern:
+        return False
+    return name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern)
+
+
+def splits_of_names(names):
+    """splits_of_set() by names like train.jsonl, data/train-00000-of-00002.parquet, train/a.jsonl, and each
+    of them in a folder with the name of a subset. A subset that has a file with another name is left out,
+    because nothing says to which of its splits the file belongs."""
+    names = [name for name in names if file_type_of(name) in ROW_TYPES
+             and not name.endswith(("dataset_infos.json", "dataset_info.json"))]
+    if len(names) == 1 and split_of(names[0]) is None:
+        return with_unnamed({(DEFAULT, "train"): names})  # on the set's page, too
+    splits = defaultdict(list)
+    odd = set()
+    for name in names:
+        found = split_of(name)
+        if found is None:
+            odd.add(subset_of(name.split("/")[:-1]))
+        else:
+            splits[found].append(name)
+    plain = {found: files for found, files in splits.items() if found[0] not in odd}
+    # on the set's page, files outside of folders and those of all folders are one subset
+    return with_unnamed(plain, default=None)
+
+
+def split_of(name):
+    """The (subset, split) that the name of a file says, or None."""
+    *folders, file = name.split("/")
+    stem = re.sub(r"[.]\w+(?:[.]gz)?$", "", file)
+    said = NUMBERED.fullmatch(stem) or SPLIT_WORD.fullmatch(stem)
+    # train/a.jsonl, train/train-00000-of-00002.jsonl
+    in_folder = SPLIT_WORD.fullmatch(folders[-1]) if folders else None
+    if in_folder and (not said or said[1] == in_folder[1]):
+        return subset_of(folders[:-1]), in_folder[1]
+    return (subset_of(folders), said[1]) if said else None
+
+
+def subset_of(folders):
+    """The subset that the folders of a file stand for. Most sets have all splits in data/."""
+    if folders[:1] == ["data"]:
+        folders = folders[1:]
+    return "/".join(folders) or DEFAULT
+
+
+def in_thread(function, *args, **options):
+    """Calls a function of the Hub's library in a thread, or a signal would wait for the files on their way:
+    the library waits for its threads."""
+    result = ThreadPoolExecutor(1).submit(function, *args, **options)
+    try:
+        while not result.done():
+            # A second at a time: to train.Watch, a rank whose main thread sleeps for an hour is stuck.
+            wait([result], timeout=1)
+        return result.result()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # the progress bars end without a newline
+        raise
 
 
 # ---------------- documents
@@ -1508,13 +1907,13 @@ def held_out_hashes(share, folders):
     return range(int(hashes[share]))
 
 
-def tokenized_everywhere(specs, held_out, tokenizer, ranks):
+def tokenized_everywhere(args, specs, held_out, tokenizer, ranks):
     """Files of --data or --eval_data -> their folders in this machine's cache. Collective: one rank of each
     machine tokenizes them."""
     folders = []
     with ranks.agree():
         if ranks.local == 0:
-            folders = [tokenized(spec, held_out, tokenizer) for spec in specs]
+            folders = [tokenized(spec, held_out, tokenizer, args.columns or ()) for spec in specs]
     every = ranks.gather(folders)  # of each rank, empty but for the first one of a machine
     folders = every[ranks.rank - ranks.local]
     with ranks.agree():
@@ -1537,23 +1936,36 @@ def make_loader(args, specs, folders, hashes, vocab_size, ranks):
                   ranks.rank, ranks.world, args.sequence_parallel)
 
 
+def check_columns(columns, folders):
+    """Raises a ValueError if a column of --columns is in no file. One file may lack what another one has, but
+    a column that is nowhere is a misspelling."""
+    renamed = {column for folder in folders for column in read_report(folder).renamed}
+    unknown = {column for column, _ in columns} - renamed
+    if unknown:
+        raise ValueError(f"--columns {listing(unknown)}: no row of the data has such a key")
+
+
 def open_data(args, tokenizer, vocab_size, ranks):
     """-> (loader of --data, loader of --eval_data or None)."""
     share = share_of(args.eval_data)
-    folders = tokenized_everywhere(args.data, False, tokenizer, ranks)
+    folders = tokenized_everywhere(args, args.data, False, tokenizer, ranks)
+    all_folders = folders
     with ranks.agree():
         held_out = held_out_hashes(share, folders)
         trained_on = range(held_out.stop, HASHES)
         loader = make_loader(args, args.data, folders, trained_on, vocab_size, ranks)
-    if not args.eval_data:
-        return loader, None
-    eval_files = args.data
-    if share is None:
-        eval_files = args.eval_data
-        folders = tokenized_everywhere(eval_files, True, tokenizer, ranks)
-        held_out = range(HASHES)
+    eval_loader = None
+    if args.eval_data:
+        eval_files = args.data
+        if share is None:
+            eval_files = args.eval_data
+            folders = tokenized_everywhere(args, eval_files, True, tokenizer, ranks)
+            all_folders = all_folders + folders
+            held_out = range(HASHES)
+        with ranks.agree():
+            eval_loader = make_loader(args, eval_files, folders, held_out, vocab_size, ranks)
     with ranks.agree():
-        eval_loader = make_loader(args, eval_files, folders, held_out, vocab_size, ranks)
+        check_columns(args.columns or (), all_folders)
     return loader, eval_loader
 
 
@@ -1847,16 +2259,8 @@ def download(name, random_init):
     if not random_init:
         wanted.append("model*.safetensors")  # consolidated.safetensors would be the same weights once more
     try:
-        # In a thread, or a signal would wait for the files on their way: the library waits for its threads.
-        fetched = ThreadPoolExecutor(1).submit(
-            snapshot_download, name, allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"])
-        while not fetched.done():
-            # A second at a time: to train.Watch, a rank whose main thread sleeps for an hour is stuck.
-            wait([fetched], timeout=1)
-        return Path(fetched.result())
-    except KeyboardInterrupt:
-        print(file=sys.stderr)  # the progress bars end without a newline
-        raise
+        return Path(in_thread(snapshot_download, name, allow_patterns=wanted,
+                              ignore_patterns=["onnx/*", "original/*"]))
     except Exception as error:  # those of its HTTP library, too, which another version does not have
         line = " ".join(str(error).split())
         raise ValueError(f"--model {name}: no such folder, and not fetched from the Hub; the next start "

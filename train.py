@@ -98,6 +98,15 @@ def blocks_or_auto(text):
     raise argparse.ArgumentTypeError(f"{text}: expected a number of blocks, all or auto")
 
 
+def column(text):
+    """The type of --columns: COLUMN=KEY -> (column, key), or an error that lists the keys."""
+    name, _, key = text.rpartition("=")  # the last one: a column may have any name
+    if name and key in data.KEYS:
+        return name, key
+    keys = ", ".join(data.KEYS)
+    raise argparse.ArgumentTypeError(f"{text}: expected COLUMN=KEY with one of the keys {keys}")
+
+
 WHOLE = number(int)
 WHOLE_OR_0 = number(int, zero_too=True)
 AMOUNT = number(float)
@@ -158,7 +167,7 @@ def add(group, flag, of_type, default, text, fixed=False, **options):
     if default is not None:
         text += f" (default: {default})"
     if of_type is not str:
-        options["metavar"] = "N"
+        options.setdefault("metavar", "N")
     # argparse keeps an attribute that it does not know, so the mark stands beside the flag that it is about
     group.add_argument(flag, type=of_type, default=default, help=text, **options).fixed = fixed
 
@@ -210,14 +219,18 @@ def make_parser():
         nargs="+", metavar="LAYER", fixed=True)
 
     dataset = parser.add_argument_group("data")
-    add(dataset, "--data", str, None, "files to train on, .jsonl, .json, .txt or .gz of these, or the "
-        "built-in stdlib:docs and stdlib:code; a file given twice is read twice per epoch (default: "
-        "stdlib:docs)", nargs="+")
+    add(dataset, "--data", str, None, "files to train on, .jsonl, .json, .csv, .parquet, .txt or .gz of "
+        "these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split train if "
+        "none is named), or the built-in stdlib:docs and stdlib:code; a file given twice is read twice per "
+        "epoch (default: stdlib:docs)", nargs="+")
     add(dataset, "--eval_data", str, None,
         "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
         "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
         "different ones (default: none)",
         nargs="+")
+    add(dataset, "--columns", column, None,
+        "columns of the data to read as keys of another name, as in question=instruction answer=output "
+        "(default: none)", nargs="+", metavar="COLUMN=KEY", fixed=True)
     add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True)
     add(dataset, "--overflow", str, None,
         "what to do with documents longer than a row (default: split texts, drop others)",
@@ -401,6 +414,9 @@ def complete(args):
     if args.offload == []:  # --offload without a value
         args.offload = ["activations", "params"] if args.fsdp2 else ["activations"]
     args.offload = args.offload or []
+    names = [name for name, _ in args.columns or []]
+    if len(set(names)) < len(names):
+        refuse(f"--columns: {', '.join(names)}: a column can have one key")
     refuse_conflicts(args)  # from here on, defaults look like values that were given
 
     args.data = args.data or ["stdlib:docs"]
@@ -1877,7 +1893,9 @@ def flag_of(name, value):
     if value is True:
         return f"--{name}"
     if isinstance(value, list):
-        return f"--{name} {' '.join(value)}"
+        # --columns has pairs
+        words = [word if isinstance(word, str) else "=".join(word) for word in value]
+        return f"--{name} {' '.join(words)}"
     return f"--{name} {value}"
 
 
