@@ -44,6 +44,9 @@ FLAGS = {  # flags: words of the message
     # values
     "--activation_checkpointing some": ["--activation_checkpointing", "some", "all or auto"],
     "--batch_size -1": ["--batch_size", "-1", "above 0"],
+    "--columns question": ["--columns", "question: expected COLUMN=KEY", "instruction", "output"],
+    "--columns question=query": ["--columns", "question=query: expected COLUMN=KEY", "instruction"],
+    "--columns a=text a=input": ["--columns", "a, a: a column can have one key"],
     "--data=--": ["--data=--: expected a value"],
     "--epochs inf": ["--epochs", "inf", "above 0"],
     "--gpu_gib 24GB": ["_gib", "24GB", "float"],
@@ -617,10 +620,16 @@ TEXTS = {
     "a table": Case(
         spoil=[write("bad.parquet", "")],
         flags="--model tiny --data bad.parquet",
-        says=["load_dataset", "to_json", "parquet"]),
+        says=["bad.parquet: ", "parquet"]),
     "a name of the Hub": Case(
         flags="--model tiny --data a/b",
-        says=["a/b: no such file", "load_dataset", "Hub"]),
+        says=["a/b: no such file", "not fetched from the Hub", "next start continues"]),
+    "a name that is too long for the Hub": Case(
+        flags="--model tiny --data a/b/c/d",
+        says=["a/b/c/d: no such file", "org/name:split", "org/name/subset:split", "stdlib:docs"]),
+    "a column that no row has": Case(
+        flags="--model tiny --columns questoin=instruction",
+        says=["--columns questoin: no row of the data has such a key"]),
     "escapes in a name": Case(
         flags="--model tiny --data \x1b[31m.jsonl",
         says=[r"\x1b[31m.jsonl: no such file"]),
