@@ -29,12 +29,16 @@ EXPORT = data.EXPORT
 class FakeParquetFile:
     """pyarrow.parquet.ParquetFile, as far as data.py uses it, of a file of JSON lines."""
 
-    def __init__(self, file):
+    def __init__(self, file, pre_buffer, buffer_size):
+        # pyarrow's defaults would read a row group whole, and so most files
+        assert not pre_buffer
+        assert 0 < buffer_size <= 2**24
         if file.readline() != b"PAR1\n":
             raise OSError("Parquet magic bytes not found")  # pyarrow's class and words
         self.rows = [json.loads(line) for line in file]
 
-    def iter_batches(self, batch_size):
+    def iter_batches(self, batch_size, use_threads):
+        assert not use_threads  # with threads the pages of a column are read ahead
         for start in range(0, len(self.rows), batch_size):
             yield FakeBatch(self.rows[start : start + batch_size])
 
