@@ -47,7 +47,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -732,7 +731,7 @@ def keys_found(example):
     for form in FORMATS:
         columns = columns_for(form, example)
         if columns:
-            return f"{text}: --columns {' '.join(map(shlex.quote, columns))} would rename them"
+            return f"{text}: --columns {' '.join(columns)} would rename them"
     return text
 
 
@@ -994,7 +993,7 @@ def csv_lines(file):
                     raise ValueError(f"line 1: two columns have the same name: {listing(header)}")
             elif row:  # not a blank line
                 if len(row) != len(header):
-                    raise ValueError(f"line {n_lines + 1}: {len(row)} fields, but the header has "
+                    raise ValueError(f"line {n_lines + 1}: number of fields {len(row)}, in the header "
                                      f"{len(header)}: a field with a comma or a line break needs quotes")
                 line = json.dumps(dict(zip(header, row))).encode()
             yield line
@@ -1341,11 +1340,12 @@ def hub_files(name):
 
 
 def noted_files(note):
-    """The paths in a note of hub_files(), or none if there is no note or a file has gone."""
-    if not note.is_file():
-        return []
-    paths = [Path(path) for path in read_json(note)["files"]]
-    return paths if all(path.is_file() for path in paths) else []
+    """The paths in a note of hub_files(), or none if there is no such note or a file has gone."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no note, or an edited one
+        paths = [Path(path) for path in read_json(note)["files"]]
+        if all(path.is_file() for path in paths):
+            return paths
+    return []
 
 
 def raise_if_refused(name, hub_id, error):

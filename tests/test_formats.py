@@ -2,7 +2,9 @@
 make_chat_goldens.py), what is left out and what is refused, BOS and EOS."""
 
 import codecs
+import csv
 import gzip
+import io
 import itertools
 import json
 import random
@@ -18,6 +20,7 @@ from conftest import HERE, pieces, read_data
 from tokenizers.processors import TemplateProcessing
 
 import data
+import train
 
 VOCAB = 4096  # of tests/tiny; the first token that a test adds gets this id
 START = "<|im_start|>"  # id 0 of tests/tiny
@@ -630,11 +633,24 @@ CHATS = [chat(message("user", f"Frage {i} ☃"), message("assistant", f"Réponse
 # every second line has its letters as \u escapes
 LINES = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(CHATS)]
 TEXT = "one\n\n two ☃ 🙂\n"
+
+
+def csv_text(rows):
+    """Dicts with the same keys as a table. What is no text becomes JSON: a cell of a csv file is nothing else."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()})
+    return file.getvalue()
+
+
 CONTAINERS = {  # name: (content, the same rows, the line of each)
     "a.jsonl": ("\n".join(LINES), CHATS, [1, 2, 3, 4]),
     "A.JSON": ("\n  \n" + "\n\n".join(LINES) + "\n", CHATS, [3, 5, 7, 9]),  # lines all the same
     "a.json": (" \n" + json.dumps(CHATS, indent=2, ensure_ascii=False) + "\n", CHATS, [1, 2, 3, 4]),
     "a.txt": (TEXT, [{"text": TEXT}], [1]),
+    "a.csv": (csv_text(CHATS), CHATS, [2, 3, 4, 5]),  # the header is the first line
 }
 
 
@@ -651,6 +667,22 @@ def test_the_same_rows_are_the_same_documents_in_every_container(tiny, tmp_path,
     expected, _ = read_data(jsonl(tmp_path / "reference.jsonl", *rows), tiny)
     assert pieces(documents) == pieces(expected)
     assert documents.line.tolist() == lines
+
+
+def test_fields_of_csv_are_texts_of_any_length_and_lines_are_counted_as_an_editor_does(tiny, tmp_path):
+    long = "größer, \"☃\" " * 12_000  # a field of more than csv's limit of 131,072 bytes
+    rows = [
+        {"instruction": "one\n\nline more", "output": "a, b", "history": [], "id": "1"},
+        {"instruction": "q", "output": 'She said "no".', "history": [["q", "a"]], "id": "2"},
+        {"instruction": "q", "output": long, "history": [], "id": "3"},
+        {"instruction": "q", "output": "\r\n of a web form", "history": [], "id": "4"},
+    ]
+    header, others = csv_text(rows).split("\n", 1)
+    (tmp_path / "a.csv").write_bytes(f"{header}\n\n{others}\n".encode())  # with a blank line behind the header
+    documents, _ = read_data(tmp_path / "a.csv", tiny, 10**6)
+    expected, _ = read_data(jsonl(tmp_path / "a.jsonl", *rows), tiny, 10**6)
+    assert pieces(documents) == pieces(expected)
+    assert documents.line.tolist() == [3, 6, 7, 8]
 
 
 def test_long_text_is_a_document_for_each_chunk_of_whole_lines(tiny, tmp_path, monkeypatch):
@@ -692,7 +724,11 @@ BAD_LINES = {  # name: (the line, or its row, and a pattern of what is said of i
     "image": (chat(message("user", [{"type": "image_url"}, {"text": "q"}])), "must be text, got .*image_url"),
     "tool-number": (chat(QUESTION, ANSWER, tools=[{"function": 7}]), "'int' object"),
     "preferences": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "these need --dpo"),
-    "question-answer": ({"question": "q", "answer": "a"}, "'question' to 'instruction', 'answer' to 'output'"),
+    "question-answer": (
+        {"question": "q", "answer": "a"},
+        "got the keys question, answer: --columns question=instruction answer=output would rename them"),
+    "no-such-keys": ({"a": 1, "b": None, "c": 2}, "expected an object with .* or text; got the keys a, c$"),
+    "no-object": (["question", "q"], "expected an object with .* got .*question"),
     "tools-object": (chat(QUESTION, ANSWER, tools=SCHEMA), "'tools' must be a list of JSON schemas"),
     "control-characters": (chat(message("\x1b[31mred", "q")), r'unknown role "\\u001b\[31mred"'),
 }
@@ -753,7 +789,17 @@ FIRST_FIVE = r"20 examples.*(\n  line .: not [^:]*: [^\n]*){5}$"
 BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
     # names
     "no suffix": ("noextension", b"x", r"expected a \.jsonl"),
-    "csv": ("a.csv", b"x", r"expected a \.jsonl.*csv.*load_dataset"),
+    "another suffix": ("a.tsv", b"x", r"expected a \.jsonl, \.json, \.csv, \.parquet or \.txt.*org/name:split"),
+    # tables
+    "csv without rows": ("a.csv", b"text", "nothing to train on"),
+    "csv, odd columns": (
+        "a.csv", b"Frage,answer\nq,a\n", r"line 2: .*got the keys Frage, answer$"),
+    "csv, a comma without quotes": (
+        "a.csv", b'id,text\n1,"a\nb"\n2,a, b\n', "line 4: number of fields 3, in the header 2: .*quotes"),
+    "csv, cut": ("a.csv", b"id,text\n1,a\n2\n", "line 3: number of fields 1, in the header 2"),
+    "csv, an open quote": ("a.csv", b'id,text\n1,"a\n2,b\n3,c\n', "line 2: not valid csv: unexpected end"),
+    "csv, two of a name": ("a.csv", b"text,text\na,b\n", "line 1: two columns have the same name: text, text"),
+    "csv, latin-1": ("a.csv", b"text\n\xff\n", "'utf-8' codec can't decode byte 0xff"),
     # containers that are damaged, empty or hold something else
     "not gzipped": ("a.json.gz", b'{"text": 1}', "Not a gzipped"),
     "gzip cut": ("a.txt.gz", zipped(b"text" * 999)[:-20], "ended before"),
@@ -799,6 +845,66 @@ def test_name_of_no_file_is_refused_with_what_is_expected(tiny, tmp_path, is_fol
         path.mkdir()
     with pytest.raises(ValueError, match=r"(?s)a\.jsonl.*no such file; expected a \.jsonl"):
         read_data(path, tiny)
+
+
+# ---------------------------------------------------------------- columns of other names
+
+SUGGESTED = {  # the --columns that an error suggests: the row
+    "prompt=instruction response=output": {"prompt": "q", "response": "a"},
+    "input=instruction": {"input": "q", "output": "a"},
+    "question=instruction answer=output": {"question": "q", "input": "c", "answer": "a"},  # Alpaca has an input
+    "Instruction=instruction Output=output": {"Instruction": "q", "Output": "a"},
+    "conversation=messages": {"conversation": chat(QUESTION, ANSWER)["messages"]},
+    "conversation=conversations": {"conversation": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "content=text": {"content": "a b", "id": 1},
+}
+NOT_SUGGESTED = {
+    "two answers": {"problem": "q", "solution": "a", "answer": "b"},
+    "an answer that is no text": {"question": "q", "answer": ["a"]},
+    "turns that are no messages": {"conversation": ["q", "a"]},
+    "nothing like it": {"premise": "q", "label": 1},
+}
+
+
+@pytest.mark.parametrize(("columns", "row"), SUGGESTED.items(), ids=SUGGESTED)
+def test_the_columns_that_an_error_suggests_make_the_row_an_example(tiny, columns, row):
+    with pytest.raises(ValueError, match=f"got the keys .*: --columns {columns} would rename them"):
+        data.parse_example(json.dumps(row), tiny)
+    renames = [train.column(word) for word in columns.split()]
+    (example,) = data.parse_example(json.dumps(row), tiny, renames)
+    named = {dict(renames).get(key, key): value for key, value in row.items()}
+    (expected,) = data.parse_example(json.dumps(named), tiny)
+    assert example == expected._replace(renamed=tuple(column for column, _ in renames))
+
+
+@pytest.mark.parametrize("row", NOT_SUGGESTED.values(), ids=NOT_SUGGESTED)
+def test_where_no_rename_or_more_than_one_would_do_the_keys_alone_are_named(tiny, row):
+    with pytest.raises(ValueError, match=f"got the keys {', '.join(row)}$"):
+        data.parse_example(json.dumps(row), tiny)
+
+
+def test_a_renamed_column_comes_before_what_else_a_row_has(tiny):
+    row = {"question": "q", "answer": "a", "output": "b", "text": "c", **chat(QUESTION, ANSWER)}
+    renames = [("question", "instruction"), ("answer", "output")]
+    (example,) = data.parse_example(json.dumps(row), tiny, renames)
+    (expected,) = data.parse_example(json.dumps({"instruction": "q", "output": "a"}), tiny)
+    assert example.text == expected.text
+    with pytest.raises(ValueError, match="one key to two columns of this row: question, text"):
+        data.parse_example(json.dumps(row), tiny, [("question", "instruction"), ("text", "instruction")])
+
+
+def test_columns_are_part_of_the_caches_key(tiny, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"text": "a b", "other": "c d", "third": "e f"})
+    folders = [data.tokenized(path, False, tiny, columns)
+               for columns in ((), [("other", "text")], [("third", "text")], [("other", "text")])]
+    assert folders[1] == folders[3]
+    assert len(set(folders)) == 3
+    texts = []
+    for folder in folders[:3]:
+        documents = data.open_documents([folder], [path], 64)
+        ((ids, _),) = pieces(documents)
+        texts.append(tiny.core.decode(ids))
+    assert texts == ["a b", "c d", "e f"]
 
 
 # ---------------------------------------------------------------- BOS and EOS
