@@ -416,6 +416,19 @@ def test_a_file_with_the_name_of_a_data_set_is_that_file(tiny, tmp_path, monkeyp
         read_data("a/b", tiny)
 
 
+def test_another_file_or_another_order_of_files_is_another_set(tiny, tmp_path, monkeypatch):
+    paths = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    monkeypatch.setattr(data, "hub_files", lambda name: paths)
+    folders = []
+    for first, second in (("a", "b"), ("a", "c"), ("d", "c"), ("c", "d")):
+        jsonl(paths[0], {"text": f"{first} of the first file"})
+        jsonl(paths[1], {"text": f"{second} of the second file"})
+        folders.append(data.tokenized("a/b", False, tiny))
+    paths.reverse()
+    folders.append(data.tokenized("a/b", False, tiny))
+    assert len(set(folders)) == 5
+
+
 def test_a_run_trains_and_evaluates_on_data_sets_by_name(ask, tmp_path):
     argv = ["--data", "a/columns", "a/lines", "a/lines", "--eval_data", "a/lines:test", "--seq_len", "64",
             "--out", str(tmp_path / "out"), "--sample", "", "--steps", "2"]
