@@ -991,6 +991,8 @@ def csv_lines(file):
                 header = row
                 if len(set(header)) < len(header):
                     raise ValueError(f"line 1: two columns have the same name: {listing(header)}")
+                if len(header) == 1 and re.search("[;\t]", header[0]):
+                    raise ValueError(f"line 1: one column, {listing(header)}: a comma must separate fields")
             elif row:  # not a blank line
                 if len(row) != len(header):
                     raise ValueError(f"line {n_lines + 1}: number of fields {len(row)}, in the header "

@@ -796,6 +796,7 @@ BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
         "a.csv", b"Frage,answer\nq,a\n", r"line 2: .*got the keys Frage, answer$"),
     "csv, a comma without quotes": (
         "a.csv", b'id,text\n1,"a\nb"\n2,a, b\n', "line 4: number of fields 3, in the header 2: .*quotes"),
+    "csv, semicolons": ("a.csv", b"instruction;output\nq;a\n", "line 1: one column, instruction;output: a comma"),
     "csv, cut": ("a.csv", b"id,text\n1,a\n2\n", "line 3: number of fields 1, in the header 2"),
     "csv, an open quote": ("a.csv", b'id,text\n1,"a\n2,b\n3,c\n', "line 2: not valid csv: unexpected end"),
     "csv, two of a name": ("a.csv", b"text,text\na,b\n", "line 1: two columns have the same name: text, text"),
