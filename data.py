@@ -987,13 +987,15 @@ def csv_lines(file):
     try:
         for row in reader:
             line = b""
-            if header is None:
+            if not row:
+                pass  # a blank line
+            elif header is None:
                 header = row
                 if len(set(header)) < len(header):
                     raise ValueError(f"line 1: two columns have the same name: {listing(header)}")
                 if len(header) == 1 and re.search("[;\t]", header[0]):
                     raise ValueError(f"line 1: one column, {listing(header)}: a comma must separate fields")
-            elif row:  # not a blank line
+            else:
                 if len(row) != len(header):
                     raise ValueError(f"line {n_lines + 1}: number of fields {len(row)}, in the header "
                                      f"{len(header)}: a field with a comma or a line break needs quotes")
@@ -1331,7 +1333,7 @@ def hub_files(name):
         if not paths:
             raise ValueError(f"{name}: no such file, and not fetched from the Hub; the next start continues: "
                              f"{line}") from error
-        print(printable(f"{name}: the Hub does not answer: the files of an earlier start are used: {line}"))
+        print(printable(f"{name}: not fetched from the Hub, the files of an earlier start are used: {line}"))
         return paths
     with contextlib.suppress(OSError):  # without the note, only a start without the Hub fails
         note.parent.mkdir(parents=True, exist_ok=True)

@@ -650,7 +650,7 @@ CONTAINERS = {  # name: (content, the same rows, the line of each)
     "A.JSON": ("\n  \n" + "\n\n".join(LINES) + "\n", CHATS, [3, 5, 7, 9]),  # lines all the same
     "a.json": (" \n" + json.dumps(CHATS, indent=2, ensure_ascii=False) + "\n", CHATS, [1, 2, 3, 4]),
     "a.txt": (TEXT, [{"text": TEXT}], [1]),
-    "a.csv": (csv_text(CHATS), CHATS, [2, 3, 4, 5]),  # the header is the first line
+    "a.csv": ("\n" + csv_text(CHATS), CHATS, [3, 4, 5, 6]),  # a blank line, then the header
 }
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import pytest
@@ -21,6 +22,11 @@ import data
 
 TOKEN = "hf_of_a_person_who_may"
 EXPORT = data.EXPORT
+
+
+def lines(rows):
+    """The bytes of a .jsonl file."""
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
 # ---------------------------------------------------------------- parquet with and without pyarrow
@@ -68,7 +74,7 @@ def parquet(rows):
     columns = {key: None for row in rows for key in row}
     rows = [columns | row for row in rows]
     if not HAS_PYARROW:
-        return b"PAR1\n" + b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        return b"PAR1\n" + lines(rows)
     import pyarrow
     import pyarrow.parquet
 
@@ -85,13 +91,8 @@ def pyarrow_or_fake(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def lines(rows):
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-
-
 # 250 rows are three batches of a hundred
 ROWS = [chat({"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": f"a {i}"}) for i in range(250)]
-QA = [{"question": f"q {i}", "answer": f"a {i}", "date": None} for i in range(3)]
 
 
 def test_rows_of_parquet_have_the_tokens_and_masks_of_their_lines(pyarrow_or_fake, tiny, tmp_path):
@@ -116,7 +117,7 @@ def test_damaged_parquet_is_refused_by_name(pyarrow_or_fake, tiny, tmp_path, con
 def test_parquet_without_pyarrow_is_one_message_with_the_command(monkeypatch, tiny, tmp_path):
     for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails, also where it is installed
-    (tmp_path / "a.parquet").write_bytes(parquet(QA) if not HAS_PYARROW else b"PAR1")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"a\.parquet: .*pip install pyarrow"):
         read_data(tmp_path / "a.parquet", tiny)
 
@@ -131,47 +132,93 @@ CARD = {"configs": [
     {"config_name": "gone", "data_files": [{"split": "train", "path": ["a-*.jsonl", "c.jsonl"]}]},
     {"config_name": "one", "data_files": "b/x.jsonl"},
 ]}
-CARD_FILES = ["a-1.jsonl", "a-2.jsonl", "b/x.jsonl", "b/c/a-3.jsonl"]
 # push_to_hub() of older versions of datasets added a hash
 PUSHED = [f"data/train_sft-0000{i}-of-00002-a09b74b3ef9c3b56.parquet" for i in range(2)]
-LAYOUTS = {  # names of files, card, {name of a split: its files, in order}
-    "lines": (
-        ["README.md", "test.jsonl", "train.jsonl"], None,
-        {"train": ["train.jsonl"], "default:train": ["train.jsonl"], "test": ["test.jsonl"], "validation": None}),
-    "one file": (
-        ["alpaca_data.json", "dataset_infos.json"], None, {"train": ["alpaca_data.json"], "alpaca_data": None}),
-    "datasets' own": (
-        ["data/test-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet", *PUSHED], None,
-        {"train": None, "test": ["data/test-00000-of-00001.parquet"], "train_sft": PUSHED,
-         "train_gen": ["data/train_gen-00000-of-00001.parquet"]}),
-    "subsets": (
-        ["main/train-00000-of-00001.parquet", "other/train-00000-of-00001.parquet", "other/test.parquet"], None,
-        {"train": None, "main:train": ["main/train-00000-of-00001.parquet"], "other:test": ["other/test.parquet"]}),
-    "one subset": (["en/train.csv"], None, {"train": ["en/train.csv"], "en:train": ["en/train.csv"]}),
-    "shards": (
-        ["train-1.jsonl.gz", "train_2.jsonl.gz", "train3.jsonl.gz"], None,
-        {"train": ["train-1.jsonl.gz", "train3.jsonl.gz", "train_2.jsonl.gz"]}),
-    "folders of splits": (
-        ["train/a.jsonl", "train/b.jsonl", "test/test-00000-of-00001.jsonl", "en/train/0.jsonl"], None,
-        {"train": None, "default:train": ["train/a.jsonl", "train/b.jsonl"],
-         "default:test": ["test/test-00000-of-00001.jsonl"], "en:train": ["en/train/0.jsonl"]}),
-    "an odd name": (["train.jsonl", "train_more.jsonl", "en/train.jsonl"], None, {
-        "default:train": None, "en:train": ["en/train.jsonl"]}),
-    "two types": (["train.jsonl", "train.parquet", "test.jsonl"], None, {"train": None, "test": ["test.jsonl"]}),
-    "other types": (["train.arrow", "data/train.tar", "data.zip"], None, {"train": None}),
-    "a way out": (["../train.jsonl", "a/../train.jsonl"], None, {"train": None, "..:train": None}),
-    "card": (CARD_FILES, CARD, {
-        "train": ["a-1.jsonl", "a-2.jsonl"], "plain:train": ["a-1.jsonl", "a-2.jsonl"],
-        "more:train": ["a-1.jsonl", "a-2.jsonl", "b/x.jsonl"], "one:train": ["b/x.jsonl"],
-        "deep:train": None, "folder:train": None, "gone:train": None}),
-    "a card of something else": (["train.jsonl"], {"configs": [7, {"data_files": 7}]}, {"train": ["train.jsonl"]}),
+
+
+class Layout(NamedTuple):
+    """The files of a data set, and which of them are a split."""
+
+    names: list
+    splits: dict  # {name of a split: its files in their order, or None where only the export can tell}
+    card: dict | None = None
+
+
+LAYOUTS = {
+    "lines": Layout(
+        names=["README.md", "test.jsonl", "train.jsonl"],
+        splits={
+            "train": ["train.jsonl"],
+            "default:train": ["train.jsonl"],
+            "test": ["test.jsonl"],
+            "validation": None}),
+    # on the page of such a set, the file is train
+    "one file": Layout(
+        names=["alpaca_data.json", "dataset_infos.json"],
+        splits={"train": ["alpaca_data.json"], "alpaca_data": None}),
+    "datasets' own": Layout(
+        names=["data/test-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet", *PUSHED],
+        splits={
+            "train": None,  # neither train_gen nor train_sft is taken for it
+            "test": ["data/test-00000-of-00001.parquet"],
+            "train_gen": ["data/train_gen-00000-of-00001.parquet"],
+            "train_sft": PUSHED}),
+    "subsets": Layout(
+        names=["main/train-00000-of-00001.parquet", "other/train-00000-of-00001.parquet", "other/test.parquet"],
+        splits={
+            "train": None,  # of which subset?
+            "main:train": ["main/train-00000-of-00001.parquet"],
+            "other:test": ["other/test.parquet"]}),
+    "one subset": Layout(
+        names=["en/train.csv"],
+        splits={"train": ["en/train.csv"], "en:train": ["en/train.csv"]}),
+    "shards": Layout(
+        names=["train-1.jsonl.gz", "train_2.jsonl.gz", "train3.jsonl.gz"],
+        splits={"train": ["train-1.jsonl.gz", "train3.jsonl.gz", "train_2.jsonl.gz"]}),
+    "folders of splits": Layout(
+        names=["train/a.jsonl", "train/b.jsonl", "test/test-00000-of-00001.jsonl", "en/train/0.jsonl"],
+        splits={
+            "train": None,  # on the page of such a set en/ is a part of it
+            "default:train": ["train/a.jsonl", "train/b.jsonl"],
+            "default:test": ["test/test-00000-of-00001.jsonl"],
+            "en:train": ["en/train/0.jsonl"]}),
+    # the set's page may count train_more as train, or leave it out
+    "an odd name": Layout(
+        names=["train.jsonl", "train_more.jsonl", "en/train.jsonl"],
+        splits={"default:train": None, "en:train": ["en/train.jsonl"]}),
+    # probably the same rows twice
+    "two types": Layout(
+        names=["train.jsonl", "train.parquet", "test.jsonl"],
+        splits={"train": None, "test": ["test.jsonl"]}),
+    "other types": Layout(
+        names=["train.arrow", "data/train.tar", "data.zip"],
+        splits={"train": None}),
+    # a library would write these outside of its folder
+    "a way out": Layout(
+        names=["../train.jsonl", "a/../train.jsonl"],
+        splits={"train": None, "..:train": None}),
+    "card": Layout(
+        names=["a-1.jsonl", "a-2.jsonl", "b/x.jsonl", "b/c/a-3.jsonl"],
+        card=CARD,
+        splits={
+            "train": ["a-1.jsonl", "a-2.jsonl"],  # of the subset that the card calls its default
+            "plain:train": ["a-1.jsonl", "a-2.jsonl"],
+            "more:train": ["a-1.jsonl", "a-2.jsonl", "b/x.jsonl"],
+            "one:train": ["b/x.jsonl"],
+            "deep:train": None,
+            "folder:train": None,
+            "gone:train": None}),
+    "a card of something else": Layout(
+        names=["train.jsonl"],
+        card={"configs": [7, {"data_files": 7}]},
+        splits={"train": ["train.jsonl"]}),
 }
 
 
-@pytest.mark.parametrize(("names", "card", "expected"), LAYOUTS.values(), ids=LAYOUTS)
-def test_the_files_of_a_split_are_those_that_the_card_or_their_names_say(names, card, expected):
-    splits = data.splits_of_set(sorted(names), card)
-    for name, files in expected.items():
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_files_of_a_split_are_those_that_the_card_or_their_names_say(layout):
+    splits = data.splits_of_set(sorted(layout.names), layout.card)
+    for name, files in layout.splits.items():
         subset, _, split = name.rpartition(":")
         assert splits.get((subset or None, split)) == files, name
 
@@ -190,22 +237,34 @@ def test_the_export_has_a_folder_for_each_split():
 
 SHARD_NAMES = "en/train-00000-of-00002.jsonl", "en/train-00001-of-00002.jsonl"
 SETS = {  # Hub id: {branch: {file: content}}
-    "a/lines": {"main": {"README.md": b"# lines", "train.jsonl": lines(ROWS), "test.jsonl": lines(ROWS[:5])}},
+    "a/lines": {"main": {
+        "README.md": b"# lines",
+        "train.jsonl": lines(ROWS),
+        "test.jsonl": lines(ROWS[:5])}},
     "a/tables": {"main": {
         "data/train-00000-of-00002.parquet": parquet(ROWS[:120]),
         "data/train-00001-of-00002.parquet": parquet(ROWS[120:])}},
     "a/nested": {"main": {
-        SHARD_NAMES[0]: lines(ROWS[:120]), SHARD_NAMES[1]: lines(ROWS[120:]), "de/train.jsonl": lines(ROWS[:7])}},
+        SHARD_NAMES[0]: lines(ROWS[:120]),
+        SHARD_NAMES[1]: lines(ROWS[120:]),
+        "de/train.jsonl": lines(ROWS[:7])}},
+    # only the export can be read
     "a/odd": {
         "main": {"corpus.xml": b"<rows/>", "more.xml": b"<rows/>"},
-        EXPORT: {"default/train/0000.parquet": parquet(ROWS[:9]), "default/train/0001.parquet": parquet(ROWS[9:])}},
-    "a/large": {"main": {"a.zip": b"x"}, EXPORT: {"default/partial-train/0000.parquet": parquet(ROWS)}},
+        EXPORT: {
+            "default/train/0000.parquet": parquet(ROWS[:9]),
+            "default/train/0001.parquet": parquet(ROWS[9:])}},
+    # the Hub converts the first gigabytes of a set, and then says so in the name
+    "a/large": {
+        "main": {"a.zip": b"x"},
+        EXPORT: {"default/partial-train/0000.parquet": parquet(ROWS)}},
     "a/pictures": {"main": {"cat.png": b"x", "\x1b[31mdog.png": b"x"}},
     "a/columns": {"main": {"train.csv": b"question,answer,id\nq 0,a 0,0\nq 1,a 1,1\n"}},
     "a/private": {"main": {"train.jsonl": lines(ROWS)}},
     "a/gated": {"main": {"train.jsonl": lines(ROWS)}},
 }
-COMMITS = {branch: f"{i}" * 40 for i, branch in enumerate(("main", EXPORT))}
+COMMITS = {"main": "0" * 40, EXPORT: "1" * 40}
+BRANCHES = {commit: branch for branch, commit in COMMITS.items()}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -226,29 +285,34 @@ class Hub(BaseHTTPRequestHandler):
         if match is None or match[2] not in SETS:
             return self.refuse(404, "RepoNotFound")
         is_api, hub_id, what, revision, file = match.groups()
-        may = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if hub_id == "a/private" and not may:
+        may_read = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        # the Hub does not tell strangers that a private set exists, and shows them the names of a gated one's files
+        if hub_id == "a/private" and not may_read:
             return self.refuse(401, "RepoNotFound")
-        if hub_id == "a/gated" and not may and not is_api:
+        if hub_id == "a/gated" and not may_read and not is_api:
             return self.refuse(403, "GatedRepo")
-        branch = {commit: branch for branch, commit in COMMITS.items()}.get(revision, unquote(revision or "main"))
+
+        revision = unquote(revision or "main")
+        branch = BRANCHES.get(revision, revision)  # the library asks for a branch, and then for its commit
         if branch not in SETS[hub_id]:
             return self.refuse(404, "RevisionNotFound")
         files = SETS[hub_id][branch]
+        commit = COMMITS[branch]
+        if what == "resolve":
+            return self.send_file(files, unquote(file), commit, with_content)
         if what == "tree":
-            entries = [{"type": "file", "path": name, "size": len(files[name]), "oid": name} for name in files]
-            return self.send(json.dumps(entries).encode(), COMMITS[branch], "list", with_content)
-        if what != "resolve":
+            found = [{"type": "file", "path": name, "size": len(files[name]), "oid": name} for name in files]
+        else:
             siblings = [{"rfilename": name} for name in files]
-            card = {"license": "mit", "configs": None}
-            info = {"id": hub_id, "sha": COMMITS[branch], "siblings": siblings, "cardData": card}
-            return self.send(json.dumps(info).encode(), COMMITS[branch], "info", with_content)
-        name = unquote(file)
+            found = {"id": hub_id, "sha": commit, "siblings": siblings, "cardData": {"license": "mit"}}
+        return self.send(json.dumps(found).encode(), commit, "list", with_content)
+
+    def send_file(self, files, name, commit, with_content):
         if name == self.server.broken:
             return self.refuse(400, "Broken")
         if with_content:
             self.server.fetched.append(name)
-        return self.send(files[name], COMMITS[branch], f"{hub_id}/{name}", with_content)
+        return self.send(files[name], commit, f"id-of-{name}-{commit}", with_content)
 
     def refuse(self, code, why):
         self.send_response(code)
@@ -394,12 +458,12 @@ def test_without_the_hub_files_of_an_earlier_start_are_used_and_said(ask, hub, e
     hub.broken = None
     found, log = ask(read, ["a/nested/en"])
     assert found == [expected(250)]
-    assert "does not answer" not in log
+    assert "earlier start" not in log
     assert hub.fetched == [*SHARD_NAMES]  # the first one was not fetched again
     for environment in (nowhere, {"HF_HUB_OFFLINE": "1"}):
         found, log = ask(read, ["a/nested/en", "a/nested/de"], **environment)
         assert found[0] == expected(250)
-        assert "a/nested/en: the Hub does not answer: the files of an earlier start are used" in log
+        assert "a/nested/en: not fetched from the Hub, the files of an earlier start are used" in log
         assert found[1].startswith("a/nested/de: no such file, and not fetched")
 
 
