@@ -965,8 +965,8 @@ def parquet_lines(file):
     except ImportError as error:
         raise ValueError(f"parquet needs a package: pip install pyarrow ({error})") from error
     try:
-        # By default pyarrow reads a row group whole, and many files have only one: a file of 145 MiB then took
-        # 237 MiB of memory, and with these settings 44.
+        # By default pyarrow reads a row group whole, and many files have only one: a file of 145 MiB took 237
+        # MiB of memory then, and with these settings 44.
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
         for batch in table.iter_batches(batch_size=100, use_threads=False):
             yield from as_lines(batch.to_pylist())
