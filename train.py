@@ -218,6 +218,13 @@ def make_parser():
         "has a gate_proj, too, that name alone is the MLP's)",
         nargs="+", metavar="LAYER", fixed=True)
 
+    add_data_flags(parser)
+    add_memory_flags(parser)
+    add_run_flags(parser)
+    return parser
+
+
+def add_data_flags(parser):
     dataset = parser.add_argument_group("data")
     add(dataset, "--data", str, None, "files to train on, .jsonl, .json, .csv, .parquet, .txt or .gz of "
         "these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split train if "
@@ -247,10 +254,6 @@ def make_parser():
         "enable_thinking=false; final/ has them (default: none)", nargs="+", metavar="KEY=VALUE", fixed=True)
     add(dataset, "--inspect", WHOLE, None,
         "print N examples, with the trained tokens in brackets, and exit (default: off)")
-
-    add_memory_flags(parser)
-    add_run_flags(parser)
-    return parser
 
 
 def add_memory_flags(parser):
