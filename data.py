@@ -1274,7 +1274,9 @@ def encode_lines(tokenizer, lines, report, columns):
 def hash_of_example(line):
     """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It depends
     on what the line's JSON says, and not on its blanks and the order of its keys."""
-    content = json.dumps(json.loads(line), sort_keys=True)
+    # a table has None where a line of JSON leaves the key out
+    example = {key: value for key, value in json.loads(line).items() if value is not None}
+    content = json.dumps(example, sort_keys=True)
     digest = hashlib.blake2b(content.encode(), digest_size=7)
     return int.from_bytes(digest.digest(), "big")
 

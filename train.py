@@ -6,9 +6,21 @@ memory.
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chats.jsonl
 
 In the order of this file: flags; `main`, a run from top to bottom; then what main uses: ranks, FSDP2 and
-activation offload, optimizers, the loss of a batch, the log, checkpoints; and last the memory plan, a tenth
-of the code, and the limits of the memory. A memory feature is one function or small class that edits a
-finished vanilla module, and one call in main. """
+activation offload, optimizers, the loss of a batch, the log, checkpoints; and last the memory plan, a quarter
+of this file, and the limits of the memory. A memory feature is one function or small class that edits a
+finished vanilla module, and one call in main.
+
+A reading tour, in the order of a run:
+
+    play_step                   plays a step on paper before anything is allocated
+    Tokenizer.conversation      (data.py) makes the mask of trained tokens out of spans of characters
+    shard_                      lets FSDP2 gather a block before it runs, and free it after
+    load_weights_               (data.py) reads and quantizes a rank's own rows only
+    attend                      (model.py) lets each packed document see itself alone, without a [T, T] mask
+    OffloadActivations          sends block inputs to the host, and has them back in time
+    ChunkedCrossEntropy         (model.py) computes the gradient of the loss in the forward, by chunks
+    Saver.commit                makes a checkpoint by one rename
+"""
 
 import os
 import signal
