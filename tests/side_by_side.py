@@ -18,7 +18,7 @@ import emulated_cuda  # before torch
 import pytest
 import torch
 
-LONGEST = "sharding", "compile", "plan", "train", "resume", "dpo", "optim"  # the files to begin with
+LONGEST = "sharding", "compile", "plan", "train", "forks", "resume", "dpo", "optim"  # the files to begin with
 WAITS = "test_what_is_marked_gpu_passes_on_an_emulated_device"  # the last test
 EMULATED = pytest.StashKey()
 forks = multiprocessing.get_context("fork")
