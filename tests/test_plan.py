@@ -105,6 +105,18 @@ CASES = [
     Case("deep", 1024, 8, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
     Case("gqa", 4096, 4, "--fsdp2 --qlora --sequence_parallel 4 --lora_dropout 0.1"),
     Case("mha", 4096, 2, "--lora --sequence_parallel 2 --no-activation_checkpointing"),
+    # gradients are in host memory before the others come, and the update's temporaries, too
+    Case("tied", 512, 4, "--fsdp2 --offload params --ce_chunk 64"),
+    Case("tied", 512, 4, "--fsdp2 --offload params --optim adamw8bit --ce_chunk 64"),
+    Case("deep", 512, 4, "--fsdp2 --offload params --grad_accum 2 --ce_chunk 64"),
+    # replicas exchange them on the device first
+    Case("gqa", 512, 2, "--fsdp2 --offload params --replicas 2 --ce_chunk 64"),
+    Case("gqa", 512, 4, "--fsdp2 --offload params --replicas 2 --grad_accum 2 --ce_chunk 64"),
+    Case("qwen3.5-moe", 512, 2,
+         "--fsdp2 --offload params --replicas 2 --tiled_mlp 256 --no-shard_embeddings --activation_checkpointing 1"),
+    # a step of so many rows that one of them could have a gap
+    Case("qwen3", 2048, 4, "--fsdp2 --offload params --qlora --precision bf16 --grad_accum 2 --tiled_mlp 256 "
+         "--no-activation_checkpointing --no-reshard_after_forward --no-shard_embeddings --ce_chunk 64"),
     # of auto's choices: some blocks recomputed, all weights kept, attention kept
     Case("gqa", 1024, 1, "--activation_checkpointing 3"),
     Case("deep", 1024, 1, "--qlora --activation_checkpointing 4 --ce_chunk 64"),
@@ -209,21 +221,24 @@ def count(argv, world, result):
 
 
 SENTENCE = "the file is read from disk and returned as a list of str self None def "
+TOKENS_OF_SENTENCE = 17
+N_ROWS = 64  # more than any step here has
 
 
-def write_rows(folder, args):
-    """Data that fills every row of a step -> its path."""
+def flags_of_data(folder, args):
+    """Writes data that fill every row of a step. Behind a row with a gap the CPU copies attention's output, which
+    FlashAttention, for which the stand-ins stand, does not."""
+    path = folder / "rows.jsonl"
     if not args.dpo:
-        path = folder / "text.txt"
-        path.write_text(SENTENCE * 3000)
-        return path
-    # a pair fills a row: a sentence has 17 tokens, and both prompts together have less than 20
-    n_sentences = (args.seq_len - 20) // 2 // 17
+        text = SENTENCE * (args.seq_len // TOKENS_OF_SENTENCE + 1)
+        path.write_text(f"{json.dumps({'text': text})}\n" * N_ROWS)
+        return ["--data", str(path), "--overflow", "truncate"]
+    # a pair fills a row: both prompts together have less than 20 tokens
+    n_sentences = (args.seq_len - 20) // 2 // TOKENS_OF_SENTENCE
     answer = {"role": "assistant", "content": SENTENCE * n_sentences}
     pair = {"prompt": [{"role": "user", "content": "the file"}], "chosen": [answer], "rejected": [answer]}
-    path = folder / "pairs.jsonl"
-    path.write_text(f"{json.dumps(pair)}\n" * 64)
-    return path
+    path.write_text(f"{json.dumps(pair)}\n" * N_ROWS)
+    return ["--data", str(path)]
 
 
 # ---------------------------------------------------------------- the plan
@@ -261,22 +276,17 @@ def folder_of(model, folder):
     return random_model(folder, **GQA | MODELS[model] | {"max_position_embeddings": 4096})
 
 
-def without_gradients_to_come(moment, config, host):
-    """Bytes of gradients that --offload params has planned for the host, and that are not there yet at this moment:
-    they come block by block, the last block first."""
-    n_missing = 0
-    if "loss" in moment:
-        n_missing = config.num_hidden_layers
-    if "block" in moment:
-        n_missing = int(moment.split()[1]) + 1
-    return host.get("gradients", 0) * n_missing / config.num_hidden_layers
+def without_offloaded_params(args):
+    """The same flags, but parameters stay on the device."""
+    others = [word for word in args.offload if word != "params"]
+    return argparse.Namespace(**vars(args) | {"offload": others})
 
 
 def planned_and_counted(model, world, flags, folder):
     """Bytes at the peak of a step with the config in the folder `model`, planned and counted. The run uses `folder`."""
     argv = ["--model", str(model), "--random_init", "--steps", "1", "--sample", "", "--precision", "mixed"]
     argv += ["--save_every", "0", "--out", str(folder / "out"), *flags.split()]
-    argv += ["--data", str(write_rows(folder, train.parse_args([*argv, "--dry_run"])))]
+    argv += flags_of_data(folder, train.parse_args([*argv, "--dry_run"]))
     log = folder / "log"
     result = folder / "result"
     assert start_ranks(1, count, (argv, world, str(result)), [log]) == [0], log.read_text()
@@ -285,12 +295,13 @@ def planned_and_counted(model, world, flags, folder):
     config = lm.parse_config(data.read_json(model / "config.json"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "PAGE", SMALL_PAGE)
-        moments, host, _ = planned(argv, config, world)
-    assert host.pop("activations", 0) == counted.offloaded
-    totals = {}
-    for moment, kinds in moments.items():
-        # offloaded parameters are counted, too: here both devices are the CPU
-        totals[moment] = kinds.total() + sum(host.values()) - without_gradients_to_come(moment, config, host)
+        _, host, args = planned(argv, config, world)
+        blocks = blocks_of(args, config, world)
+        # Both devices of this run are the CPU: what --offload params moves from one to the other counts on either.
+        # The test below holds the plan with it against the plan without it.
+        moments, _ = train.plan(without_offloaded_params(args), config, world, args.seq_len, blocks)
+    assert host.get("activations", 0) == counted.offloaded
+    totals = {moment: kinds.total() for moment, kinds in moments.items()}
     print({moment: round(total / 2**20, 1) for moment, total in totals.items()})
     print(f"counted {counted.peak / 2**20:.1f} MiB")
     return max(totals.values()), counted.peak - counted.offloaded
@@ -303,6 +314,39 @@ def test_the_plan_is_what_a_step_holds(tmp_path, model, n_tokens, world, flags):
     plan, counted = planned_and_counted(folder, world, f"--seq_len {n_tokens} {flags}", tmp_path)
     # what is not modelled: scratch of a kernel, a [T] tensor here and there, the order in which autograd frees
     assert plan == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize("flags", [
+    "",
+    "--optim adamw8bit",
+    "--precision bf16 --optim_in_backward",
+    "--grad_accum 2",
+    "--replicas 2",
+    "--replicas 2 --grad_accum 2",
+    "--no-shard_embeddings --no-reshard_after_forward",
+    "--qlora --grad_accum 2",
+])
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-30b-a3b"])  # tied, and not
+def test_offload_params_takes_off_the_device_what_it_adds_to_the_host(model, flags):
+    config = config_of(model)
+    argv = ["--model", model, "--seq_len", "1024", "--fsdp2", "--offload", "params", *flags.split()]
+    args = planned(argv, config, 4).args
+    blocks = train.Blocks(config.num_hidden_layers)
+    kept, _ = train.events_and_host(without_offloaded_params(args), config, 4, 1024, blocks)
+    offloaded, host = train.events_and_host(args, config, 4, 1024, blocks)
+    gradients = host.pop("gradients")
+    workspace = 0
+    n_arrived = []  # bytes of gradients that the host has
+    for before, after in zip(kept, offloaded, strict=True):
+        moved = {kind: before.kinds[kind] - after.kinds[kind] for kind in train.KINDS}
+        n_arrived.append(moved.pop("gradients"))
+        workspace = moved.pop("block workspace")
+        assert {kind: n_bytes for kind, n_bytes in moved.items() if n_bytes} == host, before.moment
+        if "step" not in before.moment and not args.optim_in_backward:
+            assert workspace == 0  # only updates have moved
+    assert n_arrived[0] == (gradients if args.grad_accum > 1 and not args.lora and args.replicas == 1 else 0)
+    if not args.optim_in_backward:  # which frees them
+        assert n_arrived[-1] == gradients
 
 
 @pytest.mark.parametrize("more", ["", "--grad_accum 2"])
