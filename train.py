@@ -2936,14 +2936,17 @@ def play_backward_of_block(args, units, i, of_block, alive):
     else:
         in_mlp["unsharded units"] -= freed_by_down
     yield Event(f"block {i}", "backward", here + in_mlp)
-    # Without FSDP2, --optim_in_backward takes each gradient as it comes: down_proj's stands for the largest.
-    is_taken = args.optim_in_backward and not (args.fsdp2 or args.tiled_mlp)
+    # Without FSDP2, --optim_in_backward takes each gradient as it comes, and a later micro-batch adds it to the
+    # one before: down_proj's stands for the largest.
+    is_taken = (args.optim_in_backward or args.grad_accum > 1) and not (args.fsdp2 or args.tiled_mlp)
     made = down if is_taken else after_attention
     of_mlp = Counter({"gradients": made.new_gradient, "unsharded units": -freed})
     behind_mlp = Counter({"block workspace": of_block.behind_mlp})
     yield Event(f"block {i}", "backward", here + of_mlp + behind_mlp)
+    if is_taken:
+        del of_mlp["gradients"]  # attention's backward makes its own last, when most else is free again
     workspace = of_block.in_attention + updating(args, units.blocks[i])
-    yield Event(f"block {i}", "backward", here + of_mlp + Counter({"block workspace": workspace}))
+    yield Event(f"block {i}", "attention", here + of_mlp + Counter({"block workspace": workspace}))
 
 
 def play_backward_of_embedding(args, units, sharding, input_bytes, alive):
@@ -3055,7 +3058,7 @@ def bytes_of_attention(args, c, itemsize):
         saved += q_bytes + itemsize * c.kv_size  # inputs of the norms of q and k
     if args.sequence_parallel > 1:
         saved += q_bytes  # the output behind the second all-to-all
-        gradients *= 2  # on both sides of the all-to-all
+        gradients -= q_bytes  # which is gone when o_proj's backward has read it
     if itemsize == 2:
         gradients += FLOAT32 * c.q_size  # FlashAttention adds up dq in float32
     if shares_keys:
@@ -3065,8 +3068,7 @@ def bytes_of_attention(args, c, itemsize):
         if args.sequence_parallel == 1:
             saved -= 2 * key_bytes  # else they lie in one tensor with q, which the all-to-all has brought
     if c.family.gate:
-        saved += q_bytes  # the sigmoid of the gate
-        gradients += q_bytes  # of the gate
+        saved += q_bytes  # the sigmoid of the gate, whose place the gate's gradient takes
     if c.family.gate_in_q:
         saved += q_bytes  # the gate, which is in one tensor with the input of q's norm
     return saved, gradients
@@ -3260,7 +3262,6 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     if gradients.attention:
         saved_in_mixer = n_tokens * mixer.saved
         in_attention = saved_in_mixer + n_tokens * mixer.added + x_bytes  # x_bytes: the output's gradient
-        in_attention += mask_bytes(args, n_tokens * c.hidden_size, *inner_targets)
     saved_in_mlp = 0  # a token
     if gradients.middle or trains_any(args, "gate_proj", "up_proj"):
         saved_in_mlp = saved_by_mlp(args, c, itemsize)
@@ -3288,7 +3289,8 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
             in_mlp += n_tokens * mixer.output
     # NF4 weights in 16 bits, which the gradients of products' inputs need
     n_down_weights = weights_of_down_proj(c)
-    mixer_weight_bytes = itemsize * n_mixer_weights(c, layer_type, gradients, mixer.output // itemsize)
+    n_o_weights = c.hidden_size * mixer.output // itemsize
+    mixer_weight_bytes = itemsize * n_mixer_weights(c, layer_type, gradients, n_o_weights)
     other_weight_bytes = mixer_weight_bytes
     if gradients.middle:
         other_weight_bytes += itemsize * 2 * n_down_weights  # of gate_proj and up_proj
@@ -3308,17 +3310,17 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     if keeps.weights or (args.qlora and not keeps.activations):
         # all weights but down_proj, which added_in_mlp() has counted
         in_mlp += other_weight_bytes
-        if gradients.attention:
-            in_attention += mixer_weight_bytes
+        if gradients.attention:  # o_proj's is not needed any more
+            in_attention += mixer_weight_bytes - itemsize * n_o_weights
     sums = x_bytes, saved, in_forward, in_attention, in_mlp, behind_mlp
     return BlockBytes(*(int(n_bytes) for n_bytes in sums))
 
 
-def n_mixer_weights(c, layer_type, gradients, output_size):
+def n_mixer_weights(c, layer_type, gradients, n_o_weights):
     """Weights of a mixer's projections that the backward multiplies by: those whose input has a gradient."""
     if gradients.input:
         return lm.mixer_weights(c, layer_type)
-    return c.hidden_size * output_size if gradients.attention else 0  # of o_proj
+    return n_o_weights if gradients.attention else 0
 
 
 def n_norm_inputs(c, gradients):

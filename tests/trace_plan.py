@@ -34,6 +34,7 @@ import train
 PARTS = {
     "saved": "bytes_of_attention, bytes_of_deltanet, saved_by_mlp, n_norm_inputs, block_bytes",
     "loss": "loss_bytes, inputs_of_loss",
+    "attention": "bytes_of_attention, bytes_of_deltanet, block_bytes",
     "block": "what \"saved\" needs, added_in_mlp, bytes_of_forward, play_backward_of_block",
     "embedding": "play_backward_of_embedding",
     "peak": "whichever is wrong above",
@@ -145,6 +146,11 @@ def begin_parts_at(model, live):
             below = "backward" if number else "embedding"
             x.register_hook(functools.partial(live.begin, below))
 
+    def at_output_of_mixer(_, __, output):
+        if output.requires_grad:
+            # its gradient is there when all of the MLP is done, tiles or not
+            output.register_hook(functools.partial(live.begin, "attention"))
+
     def at_loss(_, inputs):
         live.begin("saved")
         live.begin("loss")
@@ -154,6 +160,7 @@ def begin_parts_at(model, live):
 
     for number, block in enumerate(model.model.layers):
         block.register_forward_pre_hook(functools.partial(at_block, number))
+        block.mixer.register_forward_hook(at_output_of_mixer)
     model.model.norm.register_forward_pre_hook(at_loss)
 
 
@@ -199,7 +206,7 @@ def compared(args, config, length, blocks):
     by_trace = traced(args, config, length, blocks)
     for peaks in (by_plan, by_trace):
         # a block's forward has less than its backward, if it has a backward
-        peaks["block"] = max(peaks.pop("forward"), peaks.pop("backward"))
+        peaks["block"] = max(peaks.pop("forward"), peaks.pop("backward"), peaks.get("attention", 0))
         peaks["peak"] = max(peaks.values())
     return {part: (by_plan[part], by_trace[part]) for part in PARTS if part in by_trace}
 
