@@ -3253,7 +3253,7 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     if not gradients.mlp:
         return BlockBytes(x_bytes, 0, int(in_forward), 0, 0, 0)
     mixer = bytes_of_mixer(args, c, itemsize, n_tokens, layer_type)
-    *inner_targets, o_target = lm.mixer_targets(c, layer_type)
+    *_, o_target = lm.mixer_targets(c, layer_type)
     tile = min(args.tiled_mlp or n_tokens, n_tokens)
 
     is_recomputed = args.tiled_mlp or not keeps.activations

@@ -348,7 +348,6 @@ def test_offload_params_takes_off_the_device_what_it_adds_to_the_host(model, fla
         at_first = gradients  # of an earlier micro-batch
     assert n_arrived[0] == at_first
     if not args.optim_in_backward:  # which frees them
-        assert n_arrived == sorted(n_arrived)
         assert n_arrived[-1] == gradients
 
 
