@@ -2944,7 +2944,7 @@ def play_backward_of_block(args, units, i, of_block, alive):
     behind_mlp = Counter({"block workspace": of_block.behind_mlp})
     yield Event(f"block {i}", "backward", here + of_mlp + behind_mlp)
     if is_taken:
-        del of_mlp["gradients"]  # attention's backward makes its own last, when most else is free again
+        del of_mlp["gradients"]  # and those of q, k and v come when attention has freed more than they need
     workspace = of_block.in_attention + updating(args, units.blocks[i])
     yield Event(f"block {i}", "attention", here + of_mlp + Counter({"block workspace": workspace}))
 
