@@ -2936,8 +2936,8 @@ def play_backward_of_block(args, units, i, of_block, alive):
     else:
         in_mlp["unsharded units"] -= freed_by_down
     yield Event(f"block {i}", "backward", here + in_mlp)
-    # Without FSDP2, --optim_in_backward takes each gradient as it comes, and a later micro-batch adds it to the
-    # one before: down_proj's stands for the largest.
+    # Without FSDP2, --optim_in_backward takes each gradient as it comes, and a later micro-batch adds it to
+    # the one before: down_proj's stands for the largest.
     is_taken = (args.optim_in_backward or args.grad_accum > 1) and not (args.fsdp2 or args.tiled_mlp)
     made = down if is_taken else after_attention
     of_mlp = Counter({"gradients": made.new_gradient, "unsharded units": -freed})
