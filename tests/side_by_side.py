@@ -18,7 +18,10 @@ import emulated_cuda  # before torch
 import pytest
 import torch
 
-LONGEST = "sharding", "compile", "plan", "train", "forks", "resume", "dpo", "optim"  # the files to begin with
+# the files to begin with: a long one that came last would keep one core busy alone
+LONGEST = (
+    "sharding", "compile", "plan", "train", "resume", "forks", "faults", "dpo", "optim", "trace_plan", "torchrun",
+    "formats", "log")
 WAITS = "test_what_is_marked_gpu_passes_on_an_emulated_device"  # the last test
 EMULATED = pytest.StashKey()
 forks = multiprocessing.get_context("fork")
