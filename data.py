@@ -658,6 +658,7 @@ class Example(NamedTuple):
     n_without_mask: int = 0  # answers of the line that are not trained on
     is_further: bool = False  # of answers that the line's first document rewrites
     renamed: tuple = ()  # the columns of --columns that the line has
+    hash: int = 0  # hash_of_example() of the line
 
 
 def parse_example(line, tokenizer, columns=()):
@@ -667,7 +668,14 @@ def parse_example(line, tokenizer, columns=()):
     try:
         example = json.loads(line)
         renamed = ()
+        line_hash = 0
         if isinstance(example, dict):
+            # A table has a cell for each column in every row: a key without a value is one that the row does
+            # not have.
+            example = {key: value for key, value in example.items() if value is not None}
+            # Before --columns rename keys, and before tool calls are parsed in place: held out is what the
+            # line says, however it is read.
+            line_hash = hash_of_example(example)
             example, renamed = with_columns(example, columns)
         form = format_of(example, columns)
         if form == "example":
@@ -675,7 +683,8 @@ def parse_example(line, tokenizer, columns=()):
         if (form == PAIR) != (tokenizer.train_on == "pairs"):
             raise ValueError("--dpo needs rows with 'chosen' and 'rejected', and these need --dpo")
         read = read_pair if form == PAIR else read_example
-        examples = [one._replace(renamed=renamed) for one in read(example, form, tokenizer)]
+        examples = [one._replace(renamed=renamed, hash=line_hash)
+                    for one in read(example, form, tokenizer)]
         for one in examples:
             # raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
             (one.text or "").encode()
@@ -687,9 +696,7 @@ def parse_example(line, tokenizer, columns=()):
 
 
 def with_columns(example, columns):
-    """-> (the example under the names of its keys, the columns that were renamed). A table has a cell for
-    each column in every row: a key without a value is one that the row does not have."""
-    example = {key: value for key, value in example.items() if value is not None}
+    """-> (the example under the names of its keys, the columns that were renamed)."""
     present = {column: key for column, key in columns if column in example}
     renamed = {key: example[column] for column, key in present.items()}
     if len(renamed) < len(present):
@@ -1249,7 +1256,7 @@ def encode_lines(tokenizer, lines, report, columns):
         report.n_without_mask += first.n_without_mask
         examples += found
         line_numbers += [report.n_lines] * len(found)
-        hashes += [hash_of_example(line)] * len(found)
+        hashes += [first.hash] * len(found)
 
     tokens = []
     supervised = []
@@ -1271,11 +1278,9 @@ def encode_lines(tokenizer, lines, report, columns):
     return tokens, supervised, lengths, line_numbers, hashes
 
 
-def hash_of_example(line):
+def hash_of_example(example):
     """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It depends
     on what the line's JSON says, and not on its blanks and the order of its keys."""
-    # a table has None where a line of JSON leaves the key out
-    example = {key: value for key, value in json.loads(line).items() if value is not None}
     content = json.dumps(example, sort_keys=True)
     digest = hashlib.blake2b(content.encode(), digest_size=7)
     return int.from_bytes(digest.digest(), "big")

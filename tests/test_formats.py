@@ -875,7 +875,9 @@ def test_the_columns_that_an_error_suggests_make_the_row_an_example(tiny, column
     (example,) = data.parse_example(json.dumps(row), tiny, renames)
     named = {dict(renames).get(key, key): value for key, value in row.items()}
     (expected,) = data.parse_example(json.dumps(named), tiny)
-    assert example == expected._replace(renamed=tuple(column for column, _ in renames))
+    # the hash is that of the row as it stands in the file
+    assert example.hash == data.hash_of_example(row)
+    assert example == expected._replace(renamed=tuple(column for column, _ in renames), hash=example.hash)
 
 
 @pytest.mark.parametrize("row", NOT_SUGGESTED.values(), ids=NOT_SUGGESTED)
