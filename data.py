@@ -1062,8 +1062,7 @@ def tokenized(spec, held_out, tokenizer, columns=()):
         except (OSError, TypeError, ValueError) as error:
             print(printable(f"{spec} is tokenized again: its cache does not fit its checksums: {error}"))
             remove(folder)
-    # a name of this process alone: ranks of other jobs may be tokenizing the same file
-    unfinished = folder.with_name(f"{folder.name}.{MACHINE}.{os.urandom(8).hex()}.part")
+    unfinished = unfinished_path(folder)
     try:
         cache = folder.parent
         with (writing(f"{spec}: {cache} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"),
@@ -1111,6 +1110,12 @@ def cache_folder(content, file_type, held_out, columns, tokenizer):
               jinja2.__version__)
     digest.update(json.dumps(others).encode())
     return cache_root() / digest.hexdigest()[:32]
+
+
+def unfinished_path(path):
+    """A name beside this one for this process alone: ranks of other jobs may be making the same file or
+    folder. cache_lock() finds by MACHINE what a killed process has left."""
+    return path.with_name(f"{path.name}.{MACHINE}.{os.urandom(8).hex()}.part")
 
 
 @contextlib.contextmanager
@@ -1344,7 +1349,7 @@ def hub_files(name):
         return paths
     with contextlib.suppress(OSError):  # without the note, only a start without the Hub fails
         note.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = note.with_name(f"{note.name}.{MACHINE}.{os.urandom(8).hex()}.part")
+        unfinished = unfinished_path(note)
         unfinished.write_text(json.dumps({"files": [str(path) for path in paths]}))
         unfinished.rename(note)
     return paths
