@@ -84,12 +84,17 @@ def printable(text):
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
+def first_names(names, most):
+    """As many of these names as `most`, safe to print, and how many more there are."""
+    text = ", ".join(name[:200] for name in names[:most])  # a damaged file may have endless names
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return printable(text)
+
+
 def listing(names):
     """The first five names in sorted order, safe to print, and how many more there are."""
-    text = ", ".join(name[:200] for name in sorted(names)[:5])  # a damaged file may have endless names
-    if len(names) > 5:
-        text += f" and {len(names) - 5} more"
-    return printable(text)
+    return first_names(sorted(names), 5)
 
 
 def check_is_file(path):
@@ -1404,20 +1409,14 @@ def fetch_split(hub_id, subset, split):
     asked = f"{hub_id}{f'/{subset}' if subset else ''}:{split}"
     if not splits:
         raise NoSuchSplit(f"{asked}: no file says by its name which split it is, as train.jsonl does, and "
-                          f"the Hub has no parquet export; the data set has {first_ones(own_names)}")
+                          "the Hub has no parquet export; the data set has "
+                          f"{first_names(own_names, 20) or 'no files'}")
     there = [f"{hub_id}/{a_subset}:{a_split}" for a_subset, a_split in splits if a_subset]
-    message = f"{asked}: no such split, or its subset has to be named; the data set has {first_ones(there)}"
+    message = (f"{asked}: no such split, or its subset has to be named; the data set has "
+               f"{first_names(there, 20) or 'no files'}")
     if any(a_split.startswith("partial-") for _, a_split in splits):
         message += " (partial: as much of a large set as the Hub converts)"
     raise NoSuchSplit(message)
-
-
-def first_ones(names):
-    """The first twenty names, safe to print, and how many more there are."""
-    text = ", ".join(name[:200] for name in names[:20])
-    if len(names) > 20:
-        text += f" and {len(names) - 20} more"
-    return printable(text) or "no files"
 
 
 # A table of splits is {(subset, split): names of its files}. Its rows with the subset None are what a name
