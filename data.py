@@ -1954,10 +1954,10 @@ def make_loader(args, specs, folders, hashes, vocab_size, ranks):
                   ranks.rank, ranks.world, args.sequence_parallel)
 
 
-def check_columns(columns, folders):
+def check_columns(columns, files):
     """Raises a ValueError if a column of --columns is in no file. One file may lack what another one has, but
     a column that is nowhere is a misspelling."""
-    renamed = {column for folder in folders for column in read_report(folder).renamed}
+    renamed = {column for file in files for column in file.report.renamed}
     unknown = {column for column, _ in columns} - renamed
     if unknown:
         raise ValueError(f"--columns {listing(unknown)}: no row of the data has such a key")
@@ -1967,23 +1967,23 @@ def open_data(args, tokenizer, vocab_size, ranks):
     """-> (loader of --data, loader of --eval_data or None)."""
     share = share_of(args.eval_data)
     folders = tokenized_everywhere(args, args.data, False, tokenizer, ranks)
-    all_folders = folders
     with ranks.agree():
         held_out = held_out_hashes(share, folders)
         trained_on = range(held_out.stop, HASHES)
         loader = make_loader(args, args.data, folders, trained_on, vocab_size, ranks)
+    files = loader.documents.files
     eval_loader = None
     if args.eval_data:
-        eval_files = args.data
+        eval_specs = args.data
         if share is None:
-            eval_files = args.eval_data
-            folders = tokenized_everywhere(args, eval_files, True, tokenizer, ranks)
-            all_folders = all_folders + folders
+            eval_specs = args.eval_data
+            folders = tokenized_everywhere(args, eval_specs, True, tokenizer, ranks)
             held_out = range(HASHES)
         with ranks.agree():
-            eval_loader = make_loader(args, eval_files, folders, held_out, vocab_size, ranks)
+            eval_loader = make_loader(args, eval_specs, folders, held_out, vocab_size, ranks)
+        files = files + eval_loader.documents.files
     with ranks.agree():
-        check_columns(args.columns or (), all_folders)
+        check_columns(args.columns or (), files)
     return loader, eval_loader
 
 
