@@ -532,12 +532,7 @@ def main(argv, progress):
     # ---- the model: each feature wraps what is there, from the inside out, and the weights come last
     if args.compile:
         lm.compile_(model, args.packing)
-    if args.tiled_mlp:
-        lm.tile_mlp_(model, args.tiled_mlp)
-    if blocks.n_recomputed:
-        lm.checkpoint_activations_(model, blocks.n_recomputed, blocks.n_attention_kept)
-    if blocks.n_weights_kept:
-        lm.keep_weights_(model.model.layers[-blocks.n_weights_kept :])
+    wrap_blocks_(model, args, blocks)
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
     if args.fsdp2:
@@ -834,6 +829,17 @@ def say_notes(args, config, steps, ranks):
     # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
     if steps < 20 and not args.steps:
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
+
+
+def wrap_blocks_(model, args, blocks):
+    """Makes the blocks recompute and keep what `blocks` says, with tiles of the MLP inside of the
+    checkpoints. tests/trace_plan.py traces a model with these wraps against the memory plan."""
+    if args.tiled_mlp:
+        lm.tile_mlp_(model, args.tiled_mlp)
+    if blocks.n_recomputed:
+        lm.checkpoint_activations_(model, blocks.n_recomputed, blocks.n_attention_kept)
+    if blocks.n_weights_kept:
+        lm.keep_weights_(model.model.layers[-blocks.n_weights_kept :])
 
 
 def describe_run(args, state, resumed, out):

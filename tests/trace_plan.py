@@ -107,12 +107,7 @@ def is_sum_of_gradients(func, args):
 def wrapped_model(args, config, blocks):
     """The model as main() wraps it before the weights are read."""
     model = lm.on_meta(config, args)
-    if args.tiled_mlp:
-        lm.tile_mlp_(model, args.tiled_mlp)
-    if blocks.n_recomputed:
-        lm.checkpoint_activations_(model, blocks.n_recomputed, blocks.n_attention_kept)
-    if blocks.n_weights_kept:
-        lm.keep_weights_(model.model.layers[-blocks.n_weights_kept :])
+    train.wrap_blocks_(model, args, blocks)
     if args.sequence_parallel > 1:
         model.sequence_group = types.SimpleNamespace(size=lambda: args.sequence_parallel)
     return model
