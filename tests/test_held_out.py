@@ -132,6 +132,27 @@ def test_copies_are_on_one_side_however_their_json_is_written(tiny, tmp_path):
     assert len(trained) + len(held_out) == 200
 
 
+# (line of a data file, hash of its example). With other hashes, a share that is given again would hold out
+# examples that an earlier run was trained on.
+HASHES = {
+    "text": ('{"text": "a b"}', 48278423251537123),
+    "blanks and null": ('{"text":"naïve","id":null,"n":1.5}', 27091607795477913),
+    # its columns are renamed
+    "columns": ('{"question": "q", "answer": "a"}', 11994817954123577),
+    # JSON text in it is parsed in place, after the hash
+    "a tool call": (
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": '
+        '[{"function": {"name": "f", "arguments": "{\\"x\\": 1}"}}]}]}', 25837971313479297),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), HASHES.values(), ids=HASHES)
+def test_the_hash_of_an_example_never_changes_and_is_that_of_its_line(tiny, line, expected):
+    columns = [("question", "instruction"), ("answer", "output")]
+    (example,) = data.parse_example(line, tiny, columns)
+    assert example.hash == expected
+
+
 def test_all_parts_of_a_long_text_are_on_one_side(tiny, tmp_path):
     rows = []
     for i in range(40):
