@@ -2647,7 +2647,7 @@ class Unit:
 
 
 class Units(NamedTuple):
-    """The units of a model. Those of two blocks of one kind are one object, counted once."""
+    """The units of a model. Those of two blocks of one layer type are one object, counted once."""
 
     blocks: list
     after_attention: list  # of each block o_proj and MLP, whose gradients are made before attention's
@@ -2693,7 +2693,7 @@ def unit_of(module, args, shards, dtype):
 
 
 def units_of(model, args, layer_types, shards):
-    """-> Units. The model has one block of each kind, which stands for all blocks of that kind."""
+    """-> Units. The model has one block of each layer type, which stands for all blocks of that type."""
 
     def unit(module):
         return unit_of(module, args, shards, model.compute_dtype)
@@ -2701,16 +2701,19 @@ def units_of(model, args, layer_types, shards):
     block = {}
     after_attention = {}
     down = {}
-    for kind, layer in zip(model.config.layer_types, model.model.layers):
+    for layer_type, layer in zip(model.config.layer_types, model.model.layers):
         mlp = layer.mlp.experts if model.config.num_experts else layer.mlp
-        block[kind] = unit(layer)
-        after_attention[kind] = unit(nn.ModuleList([layer.mixer.o_proj, layer.mlp]))
-        down[kind] = unit(mlp.down_proj)
+        block[layer_type] = unit(layer)
+        after_attention[layer_type] = unit(nn.ModuleList([layer.mixer.o_proj, layer.mlp]))
+        down[layer_type] = unit(mlp.down_proj)
     embedding = unit(model.model.embed_tokens)
     head = unit(model.lm_head)
     ends = [embedding] if model.config.tie_word_embeddings else [embedding, head]
-    of_layers = [[of_kind[kind] for kind in layer_types] for of_kind in (block, after_attention, down)]
-    return Units(*of_layers, embedding, head, ends)
+    return Units(
+        blocks=[block[layer_type] for layer_type in layer_types],
+        after_attention=[after_attention[layer_type] for layer_type in layer_types],
+        down=[down[layer_type] for layer_type in layer_types],
+        embedding=embedding, head=head, ends=ends)
 
 
 def optimizer_bytes(args, n_rows, width, is_matrix, n_bytes):
@@ -2730,9 +2733,9 @@ def optimizer_bytes(args, n_rows, width, is_matrix, n_bytes):
 def plan(args, config, world, length, blocks):
     """Where the memory of a training step goes on rank 0 of `world` GPUs -> ({moment: {kind: bytes}}, {kind:
     bytes of host memory}). A moment is an event of the step that may be its peak. Parameters are counted in a
-    model with one block of each kind on the meta device. Activations come from formulas, which assume rows of
-    `length` tokens, one document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py
-    compares the sums with real steps."""
+    model with one block of each layer type on the meta device. Activations come from formulas, which assume
+    rows of `length` tokens, one document per row, every token supervised. OVERHEAD comes on top.
+    tests/test_plan.py compares the sums with real steps."""
     events, host = events_and_host(args, config, world, length, blocks)
     return largest_moments(events), host
 
@@ -2742,8 +2745,8 @@ def events_and_host(args, config, world, length, blocks):
     # replicas hold the same shards, so what counts is the size of a replica
     shards = world // args.replicas if args.fsdp2 else 1
     n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # of a micro-batch on this rank
-    kinds = list(dict.fromkeys(config.layer_types))
-    few_blocks = dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds)
+    layer_types = list(dict.fromkeys(config.layer_types))  # each once
+    few_blocks = dataclasses.replace(config, num_hidden_layers=len(layer_types), layer_types=layer_types)
     model = lm.on_meta(few_blocks, args)
     units = units_of(model, args, config.layer_types, shards)
     itemsize = model.compute_dtype.itemsize
@@ -2765,7 +2768,8 @@ def events_and_host(args, config, world, length, blocks):
     weights = weights_of_blocks(args, blocks.n_recomputed, sharding, units)
     logits_bytes = loss_bytes(args, config, itemsize, n_tokens)
     n_inputs_of_loss = inputs_of_loss(args, config)
-    return play_step(args, units, sharding, acts, weights, (logits_bytes, n_inputs_of_loss), always), host
+    events = play_step(args, units, sharding, acts, weights, logits_bytes, n_inputs_of_loss, always)
+    return events, host
 
 
 def pinned_bytes(n_bytes):
@@ -2848,10 +2852,10 @@ class Event(NamedTuple):
     kinds: Counter  # {kind: bytes}
 
 
-def play_step(args, units, sharding, acts, weights_of_block, of_loss, always):
+def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inputs_of_loss, always):
     """Plays a training step on paper, in the order of main. Yields an Event for each instant that may be the
-    peak. acts: BlockBytes of each block. weights_of_block: weights_of_blocks(). of_loss: loss_bytes() and
-    inputs_of_loss(). always: what is on the GPU from the first event to the last."""
+    peak. acts: BlockBytes of each block. weights_of_block: weights_of_blocks(). logits_bytes: loss_bytes().
+    n_inputs_of_loss: inputs_of_loss(). always: what is on the GPU from the first event to the last."""
     head = units.head
     all_gradients = sum(unit.gradient for unit in units.all())
     input_bytes = acts[0].input  # of any tensor as large as a block's input
@@ -2876,7 +2880,6 @@ def play_step(args, units, sharding, acts, weights_of_block, of_loss, always):
         alive["saved activations"] += saved[i]
 
     # ---- the loss, then the backward of the head
-    logits_bytes, n_inputs_of_loss = of_loss
     yield Event("head and loss", "saved", alive + Counter({"saved activations": input_bytes}))
     weights = 0 if sharding.ends_in_root else head.unsharded
     if args.chunked_ce and sharding.shards > 1:
@@ -3038,8 +3041,8 @@ def saved_input(args, n_bytes, *names):
 
 
 def mask_bytes(args, n_numbers, *names):
-    """What dropout allocates for its mask of an input of these weights: an int32 and a bool for each number,
-    in pieces of BAND_WEIGHTS numbers."""
+    """What dropout allocates for its mask of an input of these weights: an int32 and a bool for each number
+    of a band."""
     if not args.lora_dropout or not trains_any(args, *names):
         return 0
     return 5 * min(nf4.BAND_WEIGHTS, n_numbers)
@@ -3088,17 +3091,17 @@ def bytes_of_deltanet(c, itemsize, n_tokens):
         conv / 2 - value / 2       products of q and k with k
         7/2 * value                decays, these with beta, a, its inverse, that times beta and carry, scores
         4 * value                  w and u, queries, keys
-        6 * value                  d and S of each chunk, in a list and in one tensor
+        6 * value                  d and the state of each chunk, in a list and in one tensor
         6 * value                  o, by tokens, normalized; z, its SiLU, the gradient of their product
         -value / 2                 the 16-bit gradient of the output, which block_bytes() counts, is gone
 
-    This holds for heads of 2 * RULE_CHUNK numbers, as every Qwen3.5 has: S has K*K numbers where the C tokens
-    of a chunk have C*K, and their products with one another have C*C."""
+    This holds for heads of 2 * RULE_CHUNK numbers, as every Qwen3.5 has: the state has K*K numbers where the
+    C tokens of a chunk have C*K, and their products with one another have C*C."""
     conv_bytes = itemsize * c.conv_size
     value_bytes = itemsize * c.value_size
     segment = min(lm.SEGMENT, n_tokens)
     saved = conv_bytes + value_bytes  # qkv and z
-    saved += FLOAT32 * c.value_size * c.linear_key_head_dim / segment  # S before each segment
+    saved += FLOAT32 * c.value_size * c.linear_key_head_dim / segment  # the state before each segment
     rule = FLOAT32 * (3.5 * c.conv_size + 17.5 * c.value_size)
     # gradients of qkv of the segments before, and a padded input of this one
     added = conv_bytes + rule * segment / n_tokens
@@ -3172,7 +3175,7 @@ def bytes_being_cast(args, c, itemsize):
 
 def bytes_to_dequantize(args, itemsize, n_weights):
     """What nf4.dequantize() has beside its result: the float32 scales of the whole matrix, and of each weight
-    of a chunk a float32 level and half of an int32, the index of a pair."""
+    of a band a float32 level and half of an int32, the index of a pair."""
     scales = FLOAT32 * n_weights / nf4.BLOCK
     if args.compile and itemsize == 2:
         return scales
@@ -3229,7 +3232,7 @@ def bytes_of_forward(args, c, itemsize, n_tokens, layer_type):
     projections and outputs, and of a segment in float32, with value_size numbers each:
 
         6     queries, keys, w and u; the output before it is normed, and behind
-        4     d and S of each chunk (S as K*K numbers for RULE_CHUNK tokens)
+        4     d and the state of each chunk (K*K numbers for RULE_CHUNK tokens)
         2     z and its SiLU
         1/2   scores"""
     tile = min(args.tiled_mlp or n_tokens, n_tokens)
