@@ -21,8 +21,9 @@ FILES = {path.name: path.read_bytes() for path in (HERE / "tiny").iterdir() if p
 WEIGHTS = "model.safetensors"
 
 
-class Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks for: the model's commit, its list of files, and the files or parts of them."""
+class QuietHandler(BaseHTTPRequestHandler):
+    """Has its subclass answer(), the same for HEAD as for GET but without content. Prints no line a request: they would
+    be among what pytest shows of a test that fails."""
 
     def log_message(self, *_):
         pass
@@ -32,6 +33,10 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.answer(with_content=True)
+
+
+class Hub(QuietHandler):
+    """What huggingface_hub asks for: the model's commit, its list of files, and the files or parts of them."""
 
     def answer(self, with_content):
         path, _, _ = self.path.partition("?")

@@ -9,13 +9,14 @@ import os
 import re
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from types import ModuleType
 from typing import NamedTuple
 from urllib.parse import unquote
 
 import pytest
 from conftest import pieces, processes, read_data, train_main
+from test_download import QuietHandler
 from test_formats import chat, jsonl
 
 import data
@@ -267,17 +268,8 @@ COMMITS = {"main": "0" * 40, EXPORT: "1" * 40}
 BRANCHES = {commit: branch for branch, commit in COMMITS.items()}
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(QuietHandler):
     """What huggingface_hub asks for: the commit of a branch, its list of files, and the files."""
-
-    def log_message(self, *_):
-        pass
-
-    def do_HEAD(self):
-        self.answer(with_content=False)
-
-    def do_GET(self):
-        self.answer(with_content=True)
 
     def answer(self, with_content):
         path, _, _ = self.path.partition("?")
