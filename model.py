@@ -48,6 +48,10 @@ import nf4
 
 IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
 NO_WINDOW = 1 << 30  # tokens: no row is as long
+# YaRN's defaults: turns over the context of pretraining from which on a pair of a head's elements is fast, and
+# below which it is slow
+BETA_FAST = 32
+BETA_SLOW = 1
 
 # ---------------- families and config
 
@@ -138,7 +142,7 @@ class Config:
     linear_key_head_dim: int = within(2, 1 << 10, 128)  # the size of a value, too
     linear_conv_kernel_dim: int = within(2, 16, 4)  # taps of the convolution
     rope_theta: float
-    rope_scaling: dict  # {"rope_type": "default", "linear" or "llama3", and that type's numbers}
+    rope_scaling: dict  # {"rope_type": one of ROPE_NUMBERS, and of that type's numbers those in the file}
     rope_size: int  # how many numbers of a head RoPE turns: K, or a quarter of it in Qwen3.5
     rope_layers: list  # of each block, whether RoPE turns its q and k
     qk_scale_factor: float = within(1e-30, 1e30, 1.0)  # q is multiplied by it
@@ -153,6 +157,20 @@ class Config:
     @property
     def kv_size(self):
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def n_positions(self):
+        """Tokens of the longest row that the model is made for. With YaRN, max_position_embeddings may be the
+        length before it, the one after it, or neither (Qwen3's 40,960)."""
+        if self.rope_scaling["rope_type"] != "yarn":
+            return self.max_position_embeddings
+        longest = int(self.rope_scaling["factor"] * self.n_pretrained_positions)
+        return max(longest, self.max_position_embeddings)
+
+    @property
+    def n_pretrained_positions(self):
+        """Tokens of a row before RoPE was scaled."""
+        return self.rope_scaling.get("original_max_position_embeddings", self.max_position_embeddings)
 
     @property
     def mlp_size(self):
@@ -210,7 +228,8 @@ class Linear(nn.Linear):
 
 def rope_table(positions_BT, config):
     """-> (cos, sin) of how far each pair of a head's elements turns, [B, T, 1, rope_size/2]; the 1 is for the
-    heads. Angles are float32, as bf16 is wrong beyond a few hundred tokens."""
+    heads. Angles are float32, as bf16 is wrong beyond a few hundred tokens. How rows longer than those of
+    pretraining are told positions that it has seen is `rope_type`; it does not depend on a row's length."""
     scaling = config.rope_scaling
     even_numbers = torch.arange(0, config.rope_size, 2, device=positions_BT.device)
     # radians a token: from 1 for the first pair to almost 1 / theta for the last, which tells far ones apart
@@ -222,11 +241,59 @@ def rope_table(positions_BT, config):
         low = scaling["low_freq_factor"]
         high = scaling["high_freq_factor"]
         wavelength = 2 * math.pi / freq
-        n_turns = scaling["original_max_position_embeddings"] / wavelength  # over the context of pretraining
+        n_turns = config.n_pretrained_positions / wavelength
         blend = ((n_turns - low) / (high - low)).clamp(0, 1)
         freq = blend * freq + (1 - blend) * freq / scaling["factor"]
+    if scaling["rope_type"] == "yarn":
+        freq = yarn_frequencies(freq, config)
     angle = positions_BT.float()[..., None, None] * freq
-    return angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
+    if scaling["rope_type"] == "yarn":
+        attention_factor = yarn_attention_factor(scaling)
+        cos = cos * attention_factor
+        sin = sin * attention_factor
+    return cos, sin
+
+
+def yarn_frequencies(freq, config):
+    """YaRN (arXiv:2309.00071): pairs that turn often over the context of pretraining stay, because they tell
+    neighbours apart; pairs that turn less than about once are stretched by `factor`, or a longer row would
+    have angles that they have never seen; those between are blended. The paper's blend is linear in the turns
+    of a pair. Its authors' code, and all that followed, is linear in the number of the pair, and so is this."""
+    scaling = config.rope_scaling
+
+    def pair_that_turns(n_turns):
+        """The number of the pair that turns so often over the context of pretraining, with a fraction."""
+        wavelength = config.n_pretrained_positions / n_turns
+        return config.rope_size * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first = pair_that_turns(scaling.get("beta_fast", BETA_FAST))
+    last = pair_that_turns(scaling.get("beta_slow", BETA_SLOW))
+    if scaling.get("truncate", True):
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, config.rope_size - 1)  # the authors' bound, which is twice as far as there are pairs
+    if first == last:
+        last += 0.001  # all pairs are on one side
+    pairs = torch.arange(config.rope_size // 2, device=freq.device)
+    stretched = ((pairs - first) / (last - first)).clamp(0, 1)
+    return stretched * freq / scaling["factor"] + (1 - stretched) * freq
+
+
+def yarn_attention_factor(scaling):
+    """What YaRN multiplies cos and sin by, and so scores by its square: over more keys softmax is flatter,
+    and this makes up for it. mscale and mscale_all_dim are DeepSeek's, and count only together."""
+
+    def growth(mscale):
+        return 1 + 0.1 * mscale * math.log(max(scaling["factor"], 1))
+
+    if "attention_factor" in scaling:
+        return scaling["attention_factor"]
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return growth(scaling["mscale"]) / growth(scaling["mscale_all_dim"])
+    return growth(1)
 
 
 def rotate(q_BTHK, rope):
@@ -1772,19 +1839,53 @@ def with_implied_values(raw, name, family):
     return given
 
 
+# The keys of each rope_type, and what they may be
+ROPE_NUMBERS = {
+    "default": {},
+    "linear": {"factor": POSITIVE},
+    "llama3": {
+        "factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE,
+        "original_max_position_embeddings": Bounds(int, 1, 1 << 30),
+    },
+    "yarn": {
+        "factor": Bounds(float, 1, 1e30), "original_max_position_embeddings": Bounds(int, 1, 1 << 30),
+        "attention_factor": POSITIVE, "beta_fast": POSITIVE, "beta_slow": POSITIVE,
+        "mscale": Bounds(float, 0, 1e30), "mscale_all_dim": Bounds(float, 0, 1e30),
+        "truncate": Bounds(bool, False, True),
+    },
+}
+# A file may leave these out. What is written then leaves them out, too.
+ROPE_OPTIONAL = (
+    "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "truncate",
+)
+# Keys that may stand beside them. mrope_section and mrope_interleaved mean nothing for text, whose tokens
+# have three equal positions.
+ROPE_OTHERS = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved",
+)
+
+
+def read_rope_numbers(rope, rope_type, where):
+    """The numbers of a rope_type in a file's object, without those that it leaves out -> {key: number}."""
+    bounds = ROPE_NUMBERS[rope_type]
+    for name, value in rope.items():
+        if value is not None and name not in bounds and name not in ROPE_OTHERS:
+            raise ValueError(f"{where}: {name} = {quoted(value)}: not implemented for rope_type {rope_type}")
+    numbers = {name: read_field(rope, name, bounds[name], where) for name in bounds
+               if name not in ROPE_OPTIONAL or rope.get(name) is not None}
+    # transformers would divide by their difference, and blend the two ends the wrong way round
+    if rope_type == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise ValueError(f"{where}: low_freq_factor must be below high_freq_factor")
+    if rope_type == "yarn" and numbers.get("beta_fast", BETA_FAST) < numbers.get("beta_slow", BETA_SLOW):
+        raise ValueError(f"{where}: beta_fast must not be below beta_slow")
+    return numbers
+
+
 def parse_rope(given, model_type, values, where, error):
     """-> (theta, the part of a head that RoPE turns, scaling). A file may have `rope_theta`,
     `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. Where
-    one is there twice both must agree, or which one counts would depend on who reads it. mrope_section means
-    nothing for text, whose tokens have three equal positions."""
-    numbers = {
-        "default": {},
-        "linear": {"factor": POSITIVE},
-        "llama3": {
-            "factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE,
-            "original_max_position_embeddings": Bounds(int, 1, 1 << 30, values["max_position_embeddings"]),
-        },
-    }
+    one is there twice both must agree, or which one counts would depend on who reads it."""
     stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     scalings = []  # one of each key that the file has: they must agree
     for key in ("rope_scaling", "rope_parameters"):
@@ -1794,14 +1895,9 @@ def parse_rope(given, model_type, values, where, error):
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             raise error(key, "expected one flat object; rope parameters per layer type are not implemented")
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        if rope_type not in list(numbers):
-            raise error(key, f"rope_type is not one of {', '.join(numbers)}")
-        scaling = {name: read_field(rope, name, bounds, f"{where}: {key}")
-                   for name, bounds in numbers[rope_type].items()}
-        # transformers would divide by their difference, and blend the two ends the wrong way round
-        if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-            raise error(key, "low_freq_factor must be below high_freq_factor")
-        scalings.append({"rope_type": rope_type, **scaling})
+        if rope_type not in list(ROPE_NUMBERS):
+            raise error(key, f"rope_type is not one of {', '.join(ROPE_NUMBERS)}")
+        scalings.append({"rope_type": rope_type, **read_rope_numbers(rope, rope_type, f"{where}: {key}")})
         for name, value in stated.items():
             other = rope.get(name)
             if other is None:
@@ -1820,6 +1916,8 @@ def parse_rope(given, model_type, values, where, error):
     if stated["rope_theta"] is None and not is_old_llama:
         raise error("rope_theta", "missing, with no safe default: copy it from the model's page")
     theta = read_field(stated, "rope_theta", POSITIVE._replace(default=1e4), where)
+    if scaling["rope_type"] == "yarn" and theta <= 1:  # its logarithm is a divisor
+        raise error("rope_theta", "YaRN needs one above 1")
     bounds = Bounds(float, 1, 1, 1)  # RoPE turns the whole of a head
     if FAMILIES[model_type].part_rope:
         bounds = Bounds(float, 0, 1, 0.25)

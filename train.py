@@ -1902,9 +1902,9 @@ def print_start(args, model, source, blocks, ranks):
         if value != default and name not in with_words:
             others.append(flag_of(name, value))
     lines.append(f"  settings: {' '.join(others)}")
-    seen = c.max_position_embeddings
+    seen = c.n_positions
     if args.seq_len > seen:
-        lines.append(f"  note: --seq_len is beyond the {seen} positions that the model was trained on")
+        lines.append(f"  note: --seq_len is beyond the {seen} positions that the model is made for")
     for line in lines:
         ranks.say(textwrap.fill(line, 80, subsequent_indent=" " * 6))
 
@@ -2038,7 +2038,7 @@ def chat(args):
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 prompt = tokenizer.prompt(asked)
-                check_length(len(prompt), opened.config.max_position_embeddings)
+                check_length(len(prompt), opened.config.n_positions)
                 tokens = lm.generate(model, prompt, args.max_new_tokens or 512, tokenizer.stop_ids,
                                      ranks.device, args.temperature)
                 said = print_answer(tokenizer.core, tokens)

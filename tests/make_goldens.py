@@ -2,7 +2,8 @@
 
 Needs transformers (5.23 was used) and nothing of this project: python tests/make_goldens.py
 Every folder holds config.json, config-v4.json (as transformers 4 spells it), model.safetensors and golden.safetensors
-(tokens [2, 24], logits, and `grad.<name>` of the summed cross-entropy of tokens[:, 1:]).
+(tokens [2, 24], or with YaRN one row of 4 times the length of pretraining, logits, and `grad.<name>` of the summed
+cross-entropy of tokens[:, 1:]).
 """
 
 import json
@@ -22,6 +23,9 @@ SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}  # so short that 24 positions reach every branch of the formula
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+# of 64 positions 256 are made, so that pairs stay, are blended and are stretched
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+EVERY_YARN = YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False, "mscale": 1.2, "mscale_all_dim": 0.7}
 
 
 def theta(value):
@@ -41,6 +45,8 @@ CASES = {
     "llama-linear": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LINEAR)),
     "mistral": (MistralForCausalLM, MistralConfig(**MILLION, head_dim=16, sliding_window=None)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**MILLION)),
+    "qwen2-yarn": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, rope_parameters=YARN)),
+    "qwen3-yarn": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=16, rope_parameters=EVERY_YARN)),
     "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(**QWEN3, tie_word_embeddings=True)),
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**QWEN3 | {"num_hidden_layers": 3} | EXPERTS)),
     "qwen3-moe-odds": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**QWEN3, **ODDS)),  # odds that do not sum to 1
@@ -77,9 +83,9 @@ def fill_with_random_numbers(model):
         torch.nn.init.normal_(p, mean, std)
 
 
-def golden_of(model):
+def golden_of(model, shape):
     """Random tokens, and what the model computes from them."""
-    tokens = torch.randint(0, SHAPE["vocab_size"], (2, 24))
+    tokens = torch.randint(0, SHAPE["vocab_size"], shape)
     logits = model(tokens).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     loss.backward()
@@ -97,7 +103,7 @@ def write_case(name):
     torch.manual_seed(len(name))
     model = family(config).float()
     fill_with_random_numbers(model)
-    golden = golden_of(model)
+    golden = golden_of(model, (1, 256) if name.endswith("yarn") else (2, 24))
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink()
     save_file(golden, folder / "golden.safetensors")
@@ -105,6 +111,9 @@ def write_case(name):
     if name == "llama2":  # as in the first Llama-2 files
         del spelled["rope_theta"]
         del spelled["head_dim"]
+    if name == "qwen2-yarn":  # as Qwen2.5's cards say
+        scaling = spelled["rope_scaling"]
+        scaling["type"] = scaling.pop("rope_type")
     (folder / "config-v4.json").write_text(json.dumps(spelled, indent=2) + "\n")
 
 

@@ -194,6 +194,7 @@ def test_config_that_asks_for_something_else_is_refused_by_key(family, key, valu
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5,
           "original_max_position_embeddings": 16}  # what the golden of llama3.1 has
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 64}
 ROPE = [  # family, key, value, words of the message
     # transformers 5 would take rope_parameters; both are there when somebody adds YaRN to a file that it has written
     ("llama3.1", "rope_scaling", {"rope_type": "yarn", "factor": 4}, ["yarn"]),
@@ -207,8 +208,13 @@ ROPE = [  # family, key, value, words of the message
     ("qwen2", "rope_parameters", {"rope_type": "default", "rope_theta": "1e6"}, ["1e6"]),
     ("llama3.1", "rope_parameters", [1], ["flat"]),
     ("llama3.1", "rope_parameters", {FULL: LLAMA3, SLIDING: LLAMA3}, ["flat"]),
-    ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": "yarn"}, ["yarn", "llama3"]),
-    ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": None, "type": "yarn"}, ["yarn", "llama3"]),
+    ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": "longrope"}, ["longrope", "llama3"]),
+    ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": None, "type": "dynamic"}, ["dynamic", "llama3"]),
+    # a key of another type, or of none, would change the positions in some reader
+    ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": "yarn"}, ["low_freq_factor = 1.0", "yarn"]),
+    ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": None, "type": "yarn"}, ["low_freq_factor = 1.0", "yarn"]),
+    ("qwen2", "rope_parameters", YARN | {"rope_type": None}, ["factor = 4.0", "default"]),
+    ("qwen2", "rope_parameters", YARN | {"attn_factor": 1.0}, ["attn_factor = 1.0", "yarn"]),
     ("llama3.1", "rope_parameters", LLAMA3 | {"rope_theta": None}, ["rope_theta", "missing", "copy"]),
     ("llama3.1", "rope_parameters", LLAMA3 | {"factor": float("inf")}, ["factor"]),
     ("llama3.1", "rope_parameters", LLAMA3 | {"low_freq_factor": None}, ["low_freq_factor"]),
@@ -216,6 +222,13 @@ ROPE = [  # family, key, value, words of the message
     ("llama3.1", "rope_parameters", LLAMA3 | {"low_freq_factor": 4.5}, ["low_freq_factor must be below"]),
     ("llama3.1", "rope_parameters", LLAMA3 | {"original_max_position_embeddings": "16"},
      ["original_max_position_embeddings"]),
+    ("qwen2", "rope_parameters", YARN | {"factor": None}, ["factor = null", "float from 1"]),
+    ("qwen2", "rope_parameters", YARN | {"factor": 0.5}, ["factor = 0.5", "float from 1"]),
+    ("qwen2", "rope_parameters", YARN | {"attention_factor": 0.0}, ["attention_factor = 0.0"]),
+    ("qwen2", "rope_parameters", YARN | {"mscale": -1.0}, ["mscale = -1.0"]),
+    ("qwen2", "rope_parameters", YARN | {"truncate": 1}, ["truncate = 1", "bool"]),
+    ("qwen2", "rope_parameters", YARN | {"beta_fast": 0.5}, ["beta_fast must not be below beta_slow"]),
+    ("qwen2", "rope_parameters", YARN | {"rope_theta": 1.0}, ["YaRN needs one above 1"]),
 ]
 
 

@@ -2,6 +2,7 @@
 and dropout against plain definitions, generation, and the files that it reads and writes."""
 
 import json
+import math
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -115,6 +116,111 @@ def test_long_positions_keep_float32_angles_in_bf16():
     assert cos.dtype == torch.float32
     # neighbouring float32 numbers near an angle of 5e4 are 4e-3 apart
     assert cos.flatten()[0].item() == pytest.approx(expected.item(), abs=5e-3)
+
+
+# ---------------------------------------------------------------- YaRN
+
+
+QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}  # as Qwen's cards say
+
+
+def yarn_config(scaling, theta=1e6, **changes):
+    raw = conftest.SHAPE | {"head_dim": 128, "rope_theta": theta, "rope_scaling": scaling}
+    return lm.parse_config(raw | changes)
+
+
+def yarn_of_the_authors(scaling, theta, K):
+    """Radians a token of each pair of a head, in Python's float64, after arXiv:2309.00071 and its authors' code."""
+    L = scaling["original_max_position_embeddings"]
+    fast = scaling.get("beta_fast", 32)
+    slow = scaling.get("beta_slow", 1)
+    radians = []
+    # the pair d for which L / wavelength is `turns`, where wavelength is 2 pi theta^(2d/K)
+    first = K / 2 * math.log(L / (2 * math.pi * fast), theta)
+    last = K / 2 * math.log(L / (2 * math.pi * slow), theta)
+    if scaling.get("truncate", True):
+        first = math.floor(first)
+        last = math.ceil(last)
+    for d in range(K // 2):
+        plain = theta ** (-2 * d / K)
+        if d <= first:
+            radians.append(plain)
+        elif d >= last:
+            radians.append(plain / scaling["factor"])
+        else:
+            ramp = (d - first) / (last - first)
+            radians.append(plain * (1 - ramp) + plain / scaling["factor"] * ramp)
+    return radians
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("changes", [
+    {},
+    {"truncate": False},
+    {"beta_fast": 64.0, "beta_slow": 2.0},
+    {"factor": 32.0, "original_max_position_embeddings": 4096},
+], ids=str)
+def test_yarn_turns_pairs_as_the_paper_and_its_authors_do(theta, changes):
+    scaling = QWEN_YARN | changes
+    config = yarn_config(scaling, theta)
+    cos, sin = lm.rope_table(torch.tensor([[1]]), config)
+    radians = torch.atan2(sin, cos).flatten()  # at position 1
+    expected = yarn_of_the_authors(scaling, theta, 128)
+    for got, exact in zip(radians.tolist(), expected, strict=True):
+        assert got == pytest.approx(exact, rel=2e-6)  # a power in float32 is off by a few of its last bits
+
+    # the paper's own words: pairs of more turns than beta_fast stay, those of fewer than beta_slow are interpolated
+    n_kept = 0
+    n_stretched = 0
+    for d, got in enumerate(radians.tolist()):
+        plain = theta ** (-2 * d / 128)
+        n_turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+        if n_turns >= scaling.get("beta_fast", 32):
+            assert got == pytest.approx(plain, rel=2e-6)
+            n_kept += 1
+        if n_turns <= scaling.get("beta_slow", 1):
+            assert got == pytest.approx(plain / scaling["factor"], rel=2e-6)
+            n_stretched += 1
+    assert n_kept > 2
+    assert n_stretched > 2
+    assert n_kept + n_stretched < 60  # of 64: between them some are blended
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({}, 0.1 * math.log(4) + 1),  # the paper's sqrt(1/t)
+    ({"factor": 1.0}, 1.0),
+    ({"attention_factor": 0.7}, 0.7),
+    ({"attention_factor": 0.7, "mscale": 2.0, "mscale_all_dim": 1.0}, 0.7),
+    ({"mscale": 2.0}, 0.1 * math.log(4) + 1),  # counts only with the other one
+    ({"mscale": 2.0, "mscale_all_dim": 0.0}, 0.1 * math.log(4) + 1),
+    ({"mscale": 2.0, "mscale_all_dim": 0.5}, (0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
+], ids=str)
+def test_yarn_scales_cos_and_sin(changes, expected):
+    config = yarn_config(QWEN_YARN | changes)
+    cos, sin = lm.rope_table(torch.tensor([[0, 5000]]), config)
+    torch.testing.assert_close(cos.hypot(sin), torch.full_like(cos, expected))
+
+
+@pytest.mark.parametrize("folder", [HERE / "goldens/qwen2-yarn", HERE / "goldens/qwen3-yarn"], ids=lambda f: f.name)
+def test_yarn_is_transformers_at_one_and_four_times_the_length_of_pretraining(folder):
+    """It is the same at every length: a row of 64 tokens has the logits that they have in one of 256."""
+    golden = load_file(folder / "golden.safetensors")
+    model = build(folder)
+    for length in (64, 256):
+        logits = model(golden["tokens"][:, :length])
+        torch.testing.assert_close(logits, golden["logits"][:, :length], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scaling, max_position_embeddings, longest", [
+    (QWEN_YARN, 32768, 131072),  # Qwen2.5
+    (QWEN_YARN, 40960, 131072),  # Qwen3
+    (QWEN_YARN, 262144, 262144),  # a file of somebody else
+    ({"type": "yarn", "factor": 2.0}, 32768, 65536),  # transformers takes max_position_embeddings for the one before
+    (None, 40960, 40960),
+])
+def test_the_longest_row_of_a_model_with_yarn(scaling, max_position_embeddings, longest):
+    config = yarn_config(scaling, max_position_embeddings=max_position_embeddings)
+    assert config.n_positions == longest
 
 
 # ---------------------------------------------------------------- attention that is kept
@@ -743,7 +849,7 @@ def test_a_rank_that_cannot_write_goes_on_gathering_for_the_others():
     assert next(tensors, None) is None
 
 
-@pytest.mark.parametrize("family", ["llama3.1", "llama-linear", "qwen2"])
+@pytest.mark.parametrize("family", ["llama3.1", "llama-linear", "qwen2", "qwen2-yarn", "qwen3-yarn"])
 @pytest.mark.parametrize("version", [4, 5])
 def test_exported_config_has_rope_as_transformers_4_and_5_spell_it(tmp_path, family, version):
     config = data.read_json(HERE / "goldens" / family / "config.json")  # as version 5 writes it
