@@ -284,6 +284,39 @@ def check_generation(folder):
         check(f"{name}: greedy continuations of 80 tokens", n_equal == 4, f"{n_equal} of 4 equal transformers'")
 
 
+def check_yarn(folder):
+    """Logits at 1 and 4 times the length of pretraining, by both sides, of files as people write them."""
+    t = transformers
+    length = 64
+    shape = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2)
+    of_cards = dict(type="yarn", factor=4.0, original_max_position_embeddings=length)
+    every_key = of_cards | dict(beta_fast=8.0, beta_slow=0.5, truncate=False, mscale=1.3, mscale_all_dim=0.8)
+    configs = {
+        # Qwen's cards leave max_position_embeddings as it was; Qwen3's is neither the length before nor that after
+        "qwen2.5": (t.Qwen2Config, {"max_position_embeddings": length}, of_cards),
+        "qwen3": (t.Qwen3Config, {"max_position_embeddings": 80, "head_dim": 32}, of_cards),
+        "llama with every key": (t.LlamaConfig, {"max_position_embeddings": 4 * length}, every_key),
+        "llama with an attention_factor": (t.LlamaConfig, {}, of_cards | {"attention_factor": 0.8}),
+        "qwen3.5, a part of each head": (t.Qwen3_5TextConfig, {
+            "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32, "full_attention_interval": 2, "partial_rotary_factor": 0.5}, of_cards),
+    }
+    for seed, (name, (kind, changes, scaling)) in enumerate(configs.items()):
+        path = folder / f"yarn-{seed}"
+        config = kind(**shape | changes, rope_theta=1e4, rope_scaling=scaling)
+        model = random_model(config, seed).eval()
+        model.save_pretrained(path)
+        plain = random_model(kind(**shape | changes, rope_theta=1e4), seed).eval()
+        for n_tokens in (length, 4 * length):
+            tokens = torch.randint(0, 512, (1, n_tokens), generator=torch.Generator().manual_seed(1))
+            logits = model(tokens).logits
+            same(f"YaRN, {name}, {n_tokens} tokens", ours(path)(tokens), logits)
+            difference = (plain(tokens).logits - logits).abs().max().item()
+            check(f"YaRN, {name}, {n_tokens} tokens, with it and without", difference > 100 * SAME,
+                  f"max abs difference {difference:.2g}, as it should")
+
+
 # ---------------------------------------------------------------- tokenizer and chat template
 
 
@@ -472,6 +505,7 @@ def main():
             check_template_args(folder / "template_args")
             check_nf4()
             check_generation(folder)
+            check_yarn(folder)
         tokens = torch.randint(0, 4096, (2, 96), generator=torch.Generator().manual_seed(1))
         models = {"tiny": TINY, **write_random_models(folder)}
         for name, base in models.items():
