@@ -2609,7 +2609,7 @@ ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["non
                 "rank_pattern": [{}], "alpha_pattern": [{}], "loftq_config": [{}]}
 ADAPTER_FREE = (
     "r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path", "auto_mapping",
-    "revision", "inference_mode", "peft_version", "megatron_core", "qalora_group_size",
+    "revision", "inference_mode", "peft_version", "megatron_core", "qalora_group_size", "use_rslora",
 )
 # what to do with an adapter that is not read: on transformers 5 PEFT trains stacked experts, for example
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that folder as --model"
@@ -2628,10 +2628,16 @@ def open_adapter(folder):
     if not found or not found <= set(lm.LORA_TARGETS):
         raise ValueError(f"{folder}: adapter_model.safetensors has {listing(found)}, expected some of "
                          f"{', '.join(lm.LORA_TARGETS)}: {MERGE}")
-    fields = {"r": (int, 1, 4096, None), "lora_alpha": lm.POSITIVE, "lora_dropout": (float, 0, 0.99, 0.0)}
-    rank, alpha, dropout = (lm.read_field(config, key, field, where) for key, field in fields.items())
-    return checkpoint, {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout,
-                        "lora_targets": [target for target in lm.LORA_TARGETS if target in found]}
+    # {key: (the flag with the same meaning, what the value may be)}
+    numbers = {
+        "r": ("lora_rank", lm.Bounds(int, 1, 4096)),
+        "lora_alpha": ("lora_alpha", lm.POSITIVE),
+        "lora_dropout": ("lora_dropout", lm.Bounds(float, 0, 0.99, 0.0)),
+        "use_rslora": ("rslora", lm.Bounds(bool, False, True, False)),
+    }
+    flags = {flag: lm.read_field(config, key, bounds, where) for key, (flag, bounds) in numbers.items()}
+    flags["lora_targets"] = [target for target in lm.LORA_TARGETS if target in found]
+    return checkpoint, flags
 
 
 @torch.no_grad()
@@ -2760,7 +2766,7 @@ def write_config(path, config):
         path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
+def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False):
     """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them."""
     named = {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
     write_safetensors(out / "adapter_model.safetensors", named, named.values())
@@ -2769,7 +2775,7 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets):
     write_config(out / "adapter_config.json", {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
         "bias": "none", "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets),
-        "inference_mode": True})
+        "use_rslora": rslora, "inference_mode": True})
 
 
 def modules_in(adapter, config, targets):
@@ -2804,7 +2810,7 @@ def export(args, model, source, files, tokenizer, out, ranks):
             save_model(itertools.chain(trained, copies), layout, unfinished, files.config, write=is_first)
         elif is_first:
             save_adapter(adapter, unfinished, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
-                         modules_in(adapter, model.config, args.lora_targets))
+                         modules_in(adapter, model.config, args.lora_targets), args.rslora)
         if is_first:
             remove(out / "merged")  # of an older final/: find_result() would prefer it to this one
             put_in_place(unfinished)

@@ -1374,21 +1374,21 @@ class DroppedLinear(torch.autograd.Function):
 
 
 class LoRA:
-    """y = w x + (alpha / rank) lora_B lora_A x (arXiv:2106.09685), with PEFT's names; w is frozen. It is a
-    half of the two classes below.
+    """y = w x + scale lora_B lora_A x (arXiv:2106.09685), with PEFT's names; w is frozen. It is a half of the
+    two classes below.
 
     Set from outside: adapter_on (switch_adapters_), column_bits (set_dropout_bits_)."""
 
     adapter_on = True
     column_bits = None
 
-    def add_adapter_(self, rank, alpha, dropout, n_experts):
+    def add_adapter_(self, rank, scale, dropout, n_experts):
         """Adds lora_A [R, D] and lora_B [N, R] to a weight [N, D], in a stack of experts to each of them."""
         # a stack of experts is one matrix, and so are its adapters: grouped products cut all three alike
         with torch.device(next(self.parameters()).device):
             self.lora_A = Linear(self.in_features, n_experts * rank, bias=False)
             self.lora_B = Linear(rank, self.out_features, bias=False)
-        self.lora_scale = alpha / rank
+        self.lora_scale = scale
         self.dropout = dropout
 
     def forward(self, x, ends=None):
@@ -1414,7 +1414,15 @@ class LoRANF4Linear(LoRA, nf4.NF4Linear):
     pass
 
 
-def add_lora_(model, rank, alpha, dropout, targets):
+def lora_scale(rank, alpha, rslora):
+    """What the product of an adapter is multiplied by. Over the root of the rank (rsLoRA, arXiv:2312.03732) the
+    updates of a large rank are not smaller than those of a small one."""
+    if rslora:
+        return alpha / math.sqrt(rank)
+    return alpha / rank
+
+
+def add_lora_(model, rank, scale, dropout, targets):
     """Gives the layers of the blocks that are named in `targets` adapters, and freezes all else. A layer
     changes its class and is not wrapped: its weight keeps its name, and torch.compile, which guards on types,
     compiles one block for all."""
@@ -1426,7 +1434,7 @@ def add_lora_(model, rank, alpha, dropout, targets):
         if target_of(name) in targets:
             layer.__class__ = with_lora[type(layer)]
             n_experts = model.config.num_experts if ".experts." in name else 1
-            layer.add_adapter_(rank, alpha, model.dropout, n_experts)
+            layer.add_adapter_(rank, scale, model.dropout, n_experts)
         if isinstance(layer, MoE):
             layer.dropout = model.dropout
 
@@ -1466,7 +1474,8 @@ def on_meta(config, args):
     if args.qlora:
         nf4.quantize_linears_(model.model.layers)
     if args.lora:
-        add_lora_(model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets)
+        scale = lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
+        add_lora_(model, args.lora_rank, scale, args.lora_dropout, args.lora_targets)
     set_precision_(model, args.precision)
     model.lm_head.chunk = args.ce_chunk
     model.lm_head.per_token = args.dpo

@@ -163,6 +163,7 @@ OTHER_NAMES = {
 NEEDED = {
     "lora_rank": "lora",
     "lora_alpha": "lora",
+    "rslora": "lora",
     "lora_dropout": "lora",
     "lora_targets": "lora",
     "merge": "lora",
@@ -211,13 +212,15 @@ def make_parser():
         "where the device has no bf16 instructions)",
         choices=("mixed", "bf16", "fp32"), fixed=True)
     add(model, "--adapter", str, None,
-        "folder of a PEFT adapter to train further, with its rank, alpha and targets (default: none)")
+        "folder of a PEFT adapter to train further, with its rank, alpha, rsLoRA and targets (default: "
+        "none)")
 
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True)
     switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True)
     add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True)
+    switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True)
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
         "fraction of an adapter's inputs that is zeroed in training (default: 0)", fixed=True)
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
@@ -455,7 +458,7 @@ def refuse_conflicts(args):
     for flag, needed in NEEDED.items():
         if getattr(args, flag) and not getattr(args, needed):
             refuse(f"--{flag} needs --{needed}")
-    for flag in ("lora_rank", "lora_alpha", "lora_targets", "random_init"):
+    for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "random_init"):
         if getattr(args, flag) and args.adapter:
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
     others = args.adapter or args.overflow or args.train_on != "targets"
@@ -680,7 +683,7 @@ def main(argv, progress):
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
         with ranks.agree():
-            scale = args.lora_alpha / args.lora_rank
+            scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
             data.merge(opened.source, adapter_tensors, scale, opened.files, tokenizer, out)
     say_done(args, model, out, ranks)
 
@@ -719,10 +722,11 @@ def open_config(args, world, device, random_init):
 
 def complete_for_model(args, config, adapter_settings, device):
     """Writes the final value of flags that depend on the model or the device. Nothing writes to `args` after
-    it. Rank, alpha and targets of an adapter become those of the run, and so does its dropout unless
+    it. Rank, alpha, rsLoRA and targets of an adapter become those of the run, and so does its dropout unless
     --lora_dropout is given."""
     for name, value in adapter_settings.items():
-        if getattr(args, name) is None:
+        # a switch that was not given is False; and `is`, because a dropout of 0 that was given equals it
+        if getattr(args, name) is None or getattr(args, name) is False:
             setattr(args, name, value)
     if args.lora:
         found = lm.targets_in(config)
@@ -2405,7 +2409,8 @@ def read_state(folder, settings, ranks):
         path = folder / name
         if not path.is_file() or [path.stat().st_size, crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
-    saved = state["settings"]
+    # a version that did not have a flag computed what the flag's default does
+    saved = {f"--{name}": default for name, default in fixed_flags().items()} | state["settings"]
     changed = [f"{name} was {saved.get(name)}, is {value}"
                for name, value in settings.items() if saved.get(name) != value]
     if changed:

@@ -196,7 +196,8 @@ def ours(folder, adapter_folder=None):
     data.check_weights(model, source, folder)
     if adapter_folder:
         adapter, flags = data.open_adapter(adapter_folder)
-        lm.add_lora_(model, flags["lora_rank"], flags["lora_alpha"], 0.0, flags["lora_targets"])
+        scale = lm.lora_scale(flags["lora_rank"], flags["lora_alpha"], flags["rslora"])
+        lm.add_lora_(model, flags["lora_rank"], scale, 0.0, flags["lora_targets"])
         data.check_weights(model, adapter, adapter_folder)
     return fill(model, source, adapter).eval()
 
@@ -475,6 +476,7 @@ RUNS = [
     Run("full", []),
     Run("full, 2 ranks --fsdp2", ["--fsdp2"], 2),
     Run("lora", ["--lora", "--merge"]),
+    Run("lora, --rslora", ["--lora", "--rslora", "--lora_rank", "8", "--merge"]),
     Run("qlora, 2 ranks --fsdp2", ["--qlora", "--merge", "--fsdp2"], 2),
 ]
 

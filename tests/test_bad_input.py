@@ -106,6 +106,7 @@ FLAGS = {  # flags: words of the message
     # adapters
     "--lora_rank 8": ["--lora_rank needs --lora"],
     "--lora_alpha 8": ["--lora_alpha needs --lora"],
+    "--rslora": ["--rslora needs --lora"],
     "--lora_dropout 0.1": ["--lora_dropout needs --lora"],
     "--lora_targets q_proj": ["--lora_targets needs --lora"],
     "--merge": ["--merge needs --lora"],
@@ -114,6 +115,7 @@ FLAGS = {  # flags: words of the message
     "--lora --lora_targets q_proj,x_proj k_proj": ["--lora_targets x_proj: expected all-linear or some of q_proj, k_"],
     "--lora --adapter a --lora_rank 8": ["--lora_rank", "--adapter", "leave"],
     "--lora --adapter a --lora_alpha 8": ["--lora_alpha", "--adapter", "leave"],
+    "--adapter a --rslora": ["--rslora", "--adapter", "leave"],
     "--lora --adapter a --lora_targets q_proj": ["--lora_targets", "--adapter", "leave"],
     "--lora --adapter a --random_init": ["--random_init", "--adapter", "leave"],
 
@@ -573,7 +575,8 @@ for key, value in (
     ("peft_type", "IA3"),
     ("bias", "all"),
     ("use_dora", True),
-    ("use_rslora", True),
+    ("use_rslora", "yes"),
+    ("use_rslora", 1),
     ("fan_in_fan_out", True),
     ("modules_to_save", ["lm_head"]),
     ("rank_pattern", {"q_proj": 4}),

@@ -532,8 +532,23 @@ def test_an_adapter_is_read_back_with_the_layers_that_its_tensors_name(tmp_path,
     config["target_modules"] = modules
     config_file.write_text(json.dumps(config))
     source, flags = data.open_adapter(tmp_path)
-    assert flags == {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1, "lora_targets": list(TARGETS)}
+    assert flags == {
+        "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1, "rslora": False, "lora_targets": list(TARGETS)}
     data.check_weights(build_random("lora"), source, tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("flags, scale", [
+    ([], 6 / 16),
+    (["--rslora"], 6 / 4),  # the root of the rank
+])
+def test_an_adapter_adds_its_product_times_its_scale(flags, scale):
+    model, _ = conftest.build("--lora", "--lora_rank", 16, "--lora_alpha", 6, *flags)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.lora_B.weight.normal_()  # zeros would hide the scale
+    x = torch.randn(5, layer.in_features)
+    product = x @ layer.lora_A.weight.T @ layer.lora_B.weight.T
+    torch.testing.assert_close(layer(x), x @ layer.weight.T + scale * product)
 
 
 def test_an_adapter_of_experts_lists_its_modules_and_has_no_dropout(tmp_path):

@@ -303,7 +303,7 @@ def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
     source = data.Checkpoint(tmp_path / "base")
     rank = 8  # the products of experts need a multiple of 8
     alpha = 16
-    lm.add_lora_(model, rank, alpha, 0.0, lm.targets_in(model.config))
+    lm.add_lora_(model, rank, alpha / rank, 0.0, lm.targets_in(model.config))
     for name, p in model.named_parameters():
         if ".lora_" in name:  # B begins as zeros, which would hide a wrong merge
             p.normal_(0, 0.2)

@@ -332,6 +332,7 @@ ROWS_PER_STEP = "rows per step (--batch_size x --grad_accum x ranks / --sequence
     ("--qlora", "--qlora was False, is True"),
     ("--lora_rank 4", "--lora_rank was 16, is 4"),
     ("--lora_alpha 8", "--lora_alpha was 32"),
+    ("--rslora", "--rslora was False, is True"),
     ("--lora_dropout 0.5", "--lora_dropout was 0.0, is 0.5"),
     ("--lora_targets q_proj", "--lora_targets was ['q_proj',"),
 ])
@@ -346,6 +347,21 @@ def test_what_would_change_the_mathematics_is_refused_by_name(lora_run, chats, c
     assert f"--resume {out}/checkpoint-2" in message
     assert (out / "final").exists()
     assert (out / "checkpoint-2" / train.STATE).exists()
+
+
+def test_a_checkpoint_of_a_version_without_a_flag_is_one_of_the_flags_default(lora_run, tmp_path):
+    out, _ = lora_run
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(out / folder.name, folder)
+    state = data.read_json(folder / train.STATE)
+    settings = state["settings"]
+    of_older_version = {name: value for name, value in settings.items() if name != "--rslora"}
+    state = data.with_checksum(state | {"settings": of_older_version})
+    (folder / train.STATE).write_text(json.dumps(state))
+    ranks = SimpleNamespace(rank=0, world=1)
+    assert train.read_state(folder, settings, ranks)["step"] == 2
+    with pytest.raises(ValueError, match="--rslora was False, is True"):
+        train.read_state(folder, settings | {"--rslora": True}, ranks)
 
 
 def test_what_does_not_change_the_mathematics_is_accepted(lora_run, tmp_path):

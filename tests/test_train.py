@@ -181,6 +181,28 @@ def test_merged_model_is_base_plus_adapter(main_job):
         torch.testing.assert_close(merged[name].float(), expected, rtol=0.0041, atol=1e-7)
 
 
+def test_rslora_is_merged_written_and_brought_by_an_adapter(tmp_path, chats):
+    settings = ["--data", chats, "--seq_len", 128, "--precision", "fp32", "--steps", 1, "--warmup", 0, "--merge",
+                "--sample", ""]
+    first = ["--lora", "--rslora", "--lora_rank", 4, "--lora_alpha", 6, "--lr", 1e-2]
+    further = ["--adapter", tmp_path / "first/final", "--lr", 0]
+    for name, flags in (("first", first), ("further", further)):
+        out = tmp_path / name
+        _, said, codes = run_ranks(1, [*settings, *flags], out)
+        assert codes == [0], said
+        assert "--lora_rank 4 --lora_alpha 6.0 --rslora " in said
+        assert json.loads((out / "final/adapter_config.json").read_text())["use_rslora"] is True
+        base = load_file(HERE / "tiny/model.safetensors")
+        merged = load_file(out / "merged/model.safetensors")
+        adapter = load_file(out / "final/adapter_model.safetensors")
+        stem = "model.layers.0.mlp.up_proj."
+        product = adapter[f"{data.PEFT_PREFIX}{stem}lora_B.weight"] @ adapter[f"{data.PEFT_PREFIX}{stem}lora_A.weight"]
+        expected = base[f"{stem}weight"].float() + 3.0 * product  # 6 over the root of 4
+        assert not torch.equal(merged[f"{stem}weight"], base[f"{stem}weight"])
+        # bf16 keeps 8 bits
+        torch.testing.assert_close(merged[f"{stem}weight"].float(), expected, rtol=0.0041, atol=1e-7)
+
+
 @pytest.mark.bf16
 def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
     asked = "What does `os.getcwd()` do?\n/reset\n\nWhat does `os.getcwd()` do?\n"
