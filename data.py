@@ -2553,7 +2553,8 @@ def check_weights(model, checkpoint, folder):
     expected = shapes_in_files(model, checkpoint.tensors)
     is_adapter = any(".lora_" in name for name in expected)
     if is_adapter:
-        layers = [name.removesuffix(".weight") for name in expected if ".lora_" not in name]
+        layers = [name.removesuffix(".weight") for name in expected
+                  if name.endswith(".weight") and ".lora_" not in name]
         expected = {PEFT_PREFIX + name: shape for name, shape in expected.items() if ".lora_" in name}
     elif model.config.tie_word_embeddings and HEAD in checkpoint.tensors:
         # a duplicate: check_tied_head compares the values
@@ -2576,23 +2577,38 @@ def check_weights(model, checkpoint, folder):
 
 def check_targets(layers, adapter, folder):
     """Raises a ValueError if target_modules names other ones of a model's layers than those that the tensors
-    of an adapter adapt. By PEFT's rule a name is that of a layer, or its end behind a dot. A string is not
-    compared: it may be a regular expression, which could run for ever."""
+    of an adapter adapt. Without target_modules PEFT has a list for each family, which is not known here."""
     where = f"{folder}/adapter_config.json: target_modules"
     targets = read_json(f"{folder}/adapter_config.json").get("target_modules")
-    if isinstance(targets, str | None):
+    if targets is None:
         return
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise ValueError(f"{where} = {lm.quoted(targets)}: expected a list of names")
-    ends = tuple(f".{target}" for target in targets)
-    named = {layer for layer in layers if f".{layer}".endswith(ends)}
     adapted = {name.removeprefix(PEFT_PREFIX).split(".lora_")[0] for name in adapter.tensors}
+    try:
+        named = layers_named(targets, layers, adapted)
+    except (TypeError, ValueError, TimeoutError, re.error) as error:
+        raise ValueError(f"{where} = {lm.quoted(targets)}: expected a list of names, all-linear or a regular "
+                         f"expression: {error}") from error
     if named - adapted:
         raise ValueError(f"{where} names layers that adapter_model.safetensors does not adapt: "
                          f"{listing(named - adapted)}: it is incomplete, or the names are wrong")
     if adapted - named:
         raise ValueError(f"{where} does not name layers that adapter_model.safetensors adapts: "
                          f"{listing(adapted - named)}: both must be of the same training")
+
+
+def layers_named(targets, layers, adapted):
+    """The layers of a model that target_modules names, by PEFT's rules. In a list a name is that of a layer,
+    or its end behind a dot. A string is a regular expression for the whole name, or all-linear, which are all
+    linear layers; those of experts, which transformers 5 has in stacks, only if they are adapted."""
+    if isinstance(targets, list):
+        ends = tuple("." + target for target in targets)
+        return {layer for layer in layers if f".{layer}".endswith(ends)}
+    if targets == "all-linear":
+        return {layer for layer in layers if lm.target_of(layer) in lm.LORA_TARGETS
+                and (".experts." not in layer or layer in adapted)}
+    pattern = re.compile(targets)
+    with cpu_time_limit(MAX_RENDER_S):  # to match a pattern may take longer than anybody lives
+        return {layer for layer in layers if pattern.fullmatch(layer)}
 
 
 def check_tied_head(source, embedding, start, stop):

@@ -558,6 +558,30 @@ ADAPTERS = {
         spoil=[write_adapter(target_modules=["q_proj", "lm_head"])],
         flags=WITH_ADAPTER,
         says=["target_modules", "does not adapt: lm_head", "incomplete"]),
+    "adapter less a layer of its pattern": Case(
+        spoil=[write_adapter(target_modules=r".*\.(q|v)_proj")],
+        flags=WITH_ADAPTER,
+        says=["target_modules", "does not adapt: model.layers.0.self_attn.v_proj,", "incomplete"]),
+    "adapter of more than its pattern": Case(
+        spoil=[write_adapter(target_modules=r"model\.layers\.0\.self_attn\.q_proj")],
+        flags=WITH_ADAPTER,
+        says=["target_modules", "does not name", "model.layers.1.self_attn.q_proj"]),
+    "adapter of a pattern that is the end of names": Case(  # it has to match the whole name
+        spoil=[write_adapter(target_modules="q_proj")],
+        flags=WITH_ADAPTER,
+        says=["target_modules", "does not name", "model.layers.0.self_attn.q_proj"]),
+    "adapter less a linear layer": Case(
+        spoil=[write_adapter(target_modules="all-linear")],
+        flags=WITH_ADAPTER,
+        says=["target_modules", "does not adapt: model.layers.0.mlp.down_proj,", "incomplete"]),
+    "adapter of a bad pattern": Case(
+        spoil=[write_adapter(target_modules="(q_proj")],
+        flags=WITH_ADAPTER,
+        says=["target_modules", "(q_proj", "regular expression"]),
+    "adapter of an endless pattern": Case(  # to match it would take longer than the universe has
+        spoil=[write_adapter(target_modules=r"(([a-z._0-9]+)*)*!")],
+        flags=WITH_ADAPTER,
+        says=["target_modules", "regular expression", "took more than 2 seconds"]),
     "adapter's key of escapes": Case(
         spoil=[write_adapter(**{"key_\x1b": 1})],
         flags=WITH_ADAPTER,

@@ -514,7 +514,6 @@ MODULES = {  # what target_modules of the same adapter may say
     "none": None,  # PEFT has defaults for a family
     "all-linear": "all-linear",
     "pattern": r".*\.(q|k|v|o|gate|up|down)_proj",
-    "endless pattern": r"(([a-z._0-9]+)*)*!",  # to match it would take longer than the universe has
     "names": [*TARGETS],
     "longer names": DOTTED,
     "every layer": [f"model.layers.{number}.{end}" for number in range(N_BLOCKS) for end in DOTTED],
