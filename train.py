@@ -913,6 +913,7 @@ class Ranks:
         self.timeout = timeout
         # of a collective: longer, so that alive() and Watch report first
         self.wait = timedelta(seconds=2 * timeout + 60)
+        # One rank under plain python: without `control` and `watch`, what follows talks to no other process.
         self.rank = 0
         self.world = 1
         self.control = None
@@ -927,13 +928,16 @@ class Ranks:
         self.join(want_group)
 
     def choose_device(self, n_local):
+        """Gives each of the n_local ranks of this machine its own GPU, or all of them the CPU."""
         self.device = torch.device("cpu")
         self.device_name = "CPU"
         if torch.cuda.is_available():
+            # or set_device() would raise "invalid device ordinal", and only in the ranks that have none
             if n_local > torch.cuda.device_count():
                 raise SystemExit(f"--nproc_per_node {n_local}: there are {torch.cuda.device_count()} GPUs")
             # with its number: cuda and cuda:0 are not equal
             self.device = torch.device("cuda", self.local)
+            # before anything is allocated: what asks for "cuda" alone would be on GPU 0, from every rank
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
 
@@ -941,7 +945,7 @@ class Ranks:
         """Joins the process group that torchrun's variables describe, or with `want_group` a group of this
         process alone, which FSDP2 needs under plain python."""
         under_torchrun = "RANK" in os.environ
-        store = dist.HashStore()
+        store = dist.HashStore()  # of this process alone: no port has to be free
         if under_torchrun:
             store, self.rank, self.world = next(rendezvous("env://", timeout=self.wait))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -971,6 +975,7 @@ class Ranks:
         values = [value] * self.world
         if self.control is not None:
             with self.waiting():
+                # The one use of pickle: it reads what ranks of this job have sent, and no file.
                 dist.all_gather_object(values, value, self.control)
         return values
 
@@ -985,6 +990,7 @@ class Ranks:
 
     def largest(self, *numbers):
         """[the largest of each number over all ranks]: an all-reduce on the CPU, which waits for no GPU."""
+        # The largest, because a signal may have reached one rank alone, and clocks differ between machines.
         highest = torch.tensor(numbers)
         if self.world > 1:
             dist.all_reduce(highest, dist.ReduceOp.MAX)
@@ -997,18 +1003,21 @@ class Ranks:
         error = None
         try:
             yield
+        # Any other error is a bug: this rank ends with its traceback, and torchrun ends the others.
         except (ValueError, OSError) as caught:
             error = str(caught)
         errors = [text for text in self.gather(error) if text]
         if errors:
             self.leave()
-            raise SystemExit(errors[0])
+            raise SystemExit(errors[0])  # a wrong flag is an error on all ranks: one of them is enough
 
     def alive(self):
         """Call it at each step: if the next call does not come within `timeout` seconds, this rank prints
         where its threads stand and ends. A collective that hangs prints nothing by itself (torchtitan
         #3065)."""
         if self.world > 1:
+            # The timer is a thread in C: no lock of Python can hold it up. Each call replaces the timer that
+            # the one before has set.
             faulthandler.dump_traceback_later(self.timeout, exit=True)
 
     def leave(self):
@@ -1017,6 +1026,7 @@ class Ranks:
         faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized():
             with self.waiting():
+                # Before the barrier: behind it a rank may be gone, and who still watched would find it stuck.
                 if self.watch:
                     self.watch.stop()
                 dist.barrier(self.control)
@@ -1036,7 +1046,7 @@ class Watch(threading.Thread):
     later, as a cluster or a laptop may do, nobody has been stuck."""
 
     def __init__(self, ranks, patience):
-        super().__init__(daemon=True)
+        super().__init__(daemon=True)  # it keeps no process alive whose main thread has ended
         self.rank = ranks.rank
         self.patience = patience
         self.pause = min(10, patience / 8)  # seconds between reports
@@ -1046,6 +1056,7 @@ class Watch(threading.Thread):
         address = os.environ["MASTER_ADDR"]
         port = None
         if self.rank == 0:
+            # port 0: the system chooses a free one, which the others hear from gather()
             self.store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
             port = self.store.port
         port = ranks.gather(port)[0]
@@ -1060,7 +1071,8 @@ class Watch(threading.Thread):
     def run(self):
         while not self.leaving.wait(self.pause):
             # While rank 0's process is stopped, a call of its store does not return. The timer is longer than
-            # `patience`, so that rank 0, if it is well, names the rank that is not.
+            # `patience`, so that rank 0, if it is well, names the rank that is not. Rank 1 prints: the store
+            # that counts who has printed is rank 0's.
             silence = threading.Timer(1.25 * self.patience, self.end, [self.complaint([0]), self.rank == 1])
             silence.daemon = True
             silence.start()
@@ -1076,10 +1088,13 @@ class Watch(threading.Thread):
         """Tells where the main thread stands, with a number that changes as long as it makes progress."""
         main = threading.main_thread().ident
         if self.main_waits:
-            progress = time.monotonic()
+            progress = time.monotonic()  # counts as progress: the rank that it waits for is the one to judge
         elif hasattr(time, "pthread_getcpuclockid"):
+            # the main thread's time alone: this thread uses some in every round
             progress = time.clock_gettime(time.pthread_getcpuclockid(main))
-        else:  # macOS
+        else:
+            # macOS has no clock of another thread. This one has the time of report() in it and always moves,
+            # so only a process that is stopped is found.
             progress = time.process_time()
         self.store.set(str(self.rank), json.dumps([progress, os.uname().nodename, stack_of(main)]))
 
@@ -1096,6 +1111,8 @@ class Watch(threading.Thread):
         stuck = [rank for rank in self.watched if self.n_unchanged[rank] * self.pause > self.patience]
         if stuck:
             message = self.complaint(stuck)
+            # The others find this message in their next round and end with it, too. Who is first to add 1
+            # prints it.
             self.store.set("end", message)
             self.end(message, self.store.add("reported", 1) == 1)
 
@@ -1109,11 +1126,13 @@ class Watch(threading.Thread):
 
     def end(self, message, speaks):
         """Ends the process from this thread: the main thread may wait in a collective for ever."""
+        # The main thread may see at the same time that another rank has gone. It then waits in launch() for
+        # this lock, so that the message here is the last one.
         ENDING.acquire()  # never given back
         report_error(message, speaks)
         if self.rank == 0:
             time.sleep(2 * self.pause)  # the others read the message in its store
-        os._exit(1)
+        os._exit(1)  # sys.exit() would end this thread alone
 
     def stop(self):
         self.leaving.set()
@@ -1123,6 +1142,7 @@ class Watch(threading.Thread):
 def stack_of(thread):
     """Where a thread stands in this project's files, as its last four calls: main > save (train.py:9)."""
     folder = os.path.dirname(__file__)
+    # The innermost call comes first. Those inside of torch are left out: they tell a user nothing.
     calls = [(frame.f_code, line) for frame, line in traceback.walk_stack(sys._current_frames()[thread])
              if os.path.dirname(frame.f_code.co_filename) == folder]
     if not calls:
@@ -1144,6 +1164,8 @@ class StopSignal:
     def __init__(self):
         self.number = 0
         self.can_save = False
+        # A cluster sends the first or the second some time before it kills a job: Slurm by --signal, clouds
+        # when they take a machine back.
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.note)
@@ -1151,6 +1173,7 @@ class StopSignal:
         self.end_with_torchrun(signal.SIGKILL)
 
     def begin(self):
+        """From here on main looks at `number` after each step."""
         self.can_save = True
         if TORCHRUN_GONE:
             signal.signal(TORCHRUN_GONE, self.note)
@@ -1159,15 +1182,17 @@ class StopSignal:
     def end_with_torchrun(self, number):
         """Lets the kernel send a signal to this process when torchrun ends, even by SIGKILL."""
         if "TORCHELASTIC_RUN_ID" in os.environ and TORCHRUN_GONE:
-            PR_SET_PDEATHSIG = 1
+            PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
-            if os.getppid() != TORCHRUN:  # it has ended already
+            if os.getppid() != TORCHRUN:  # it has ended already, so the kernel will send nothing
                 os.kill(os.getpid(), number)
 
     def end(self):
+        """From here on there is nothing left to save."""
         self.can_save = False
 
     def note(self, number, _):
+        # A handler may run in the middle of an update, where nothing could be saved. So main saves, later.
         is_second = number == self.number == signal.SIGINT and "RANK" not in os.environ
         if is_second or not self.can_save:
             raise KeyboardInterrupt
@@ -1278,7 +1303,8 @@ class Parked:
 
 
 def pages_of(tensor):
-    """Parts of a contiguous tensor, as bytes."""
+    """Parts of a contiguous tensor, as bytes. In one piece it could take up to twice its size of host memory,
+    because the pinned allocator rounds up. Pages that are free again fit tensors of any size."""
     return tensor.view(-1).view(torch.uint8).split(PAGE)
 
 
@@ -1313,6 +1339,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
     def copy_aside(self, targets, sources):
         """Copies on the side stream, after all compute that was issued so far -> Copy.end."""
+        # On the way out, compute has yet to write the sources. On the way back, it may still be reading what
+        # was in the memory of the targets before.
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):  # does nothing if it is None
@@ -1332,6 +1360,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             self.wait_for(self.leaving.pop(0).end)
 
     def pack(self, tensor):
+        # These stay: what is on the host already, what is so small that a copy costs more than it frees, and
+        # parameters, which are on the device in any case.
         elsewhere = tensor.device.type != self.device.type
         if elsewhere or tensor.nbytes < self.min_bytes or isinstance(tensor, nn.Parameter):
             return tensor
@@ -1350,6 +1380,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     def unpack(self, saved):
         if isinstance(saved, torch.Tensor):  # pack() has left it where it was
             return saved
+        # The forward has ended, and with it the calls of pack() that would have dropped its last tensor.
         self.release(n_held=0)
         self.bring_back(saved)
         tensor, end = saved.in_flight
@@ -1607,6 +1638,7 @@ def draw(path, curves):
         # y grows downwards in SVG
         points = []
         for step, loss in curve:
+            # max(): a curve may have one point, or one height
             x = 52 + 656 * (step - first) / max(last - first, 1)
             y = 356 - 342 * (loss - low) / max(high - low, 1e-9)
             points.append(f"{x:.1f},{y:.1f}")
@@ -1650,6 +1682,7 @@ class Log:
         self.ranks = ranks
         self.before_row = ""  # see append()
         self.sinks = sinks
+        # of a GPU that is not in the table, mfu is null in every row
         peaks = [peak for name, peak in PEAKS.items() if name in ranks.device_name]
         self.peak_flops = 1e12 * peaks[0] if peaks else None
         memory_gib(ranks.device)  # resets the peak: loading does not count
@@ -1682,8 +1715,10 @@ class Log:
 
     def count(self, loss_sum, dpo_sums, n_terms, n_tokens, flops):
         """Adds a step to the row. Sums and flops are this rank's, n_terms and n_tokens those of all ranks."""
+        # tensors on the device: their numbers are fetched once a row, so that no step waits for the GPU
         self.loss_sums.append(loss_sum)
         self.n_terms.append(n_terms)
+        # of the last step alone: loss.svg draws every step's loss, and none of these
         self.dpo_sums = dpo_sums
         self.n_tokens += n_tokens
         self.flops += flops
@@ -1758,8 +1793,9 @@ class Log:
         except OSError as error:  # a full disk does not end a training
             self.before_row = "\n"  # a part of the row may be written, and must not swallow the next one
             self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
+        # sinks draw one number a name and step
         numbers = {name: value for name, value in row.items() if name != "losses" and value is not None}
-        for sink in list(self.sinks):
+        for sink in list(self.sinks):  # a copy, because dropping() changes the list
             with self.dropping(sink):
                 sink.write(numbers)
 
@@ -1779,12 +1815,13 @@ class Log:
         if self.ranks.rank:
             return
         curves = {}
+        # The file also has the steps before this process resumed the run.
         for row in read_metrics(self.out, self.state["step"]):
             label = ("evaluation loss", "#e5534b") if "eval_loss" in row else ("training loss", "#2f81f7")
             losses = losses_of(row)
             curves.setdefault(label, []).extend(enumerate(losses, row["step"] - len(losses) + 1))
         if curves:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a full disk: the numbers count, not the picture
                 draw(self.out / "loss.svg", curves)
 
     def close(self):
@@ -2087,6 +2124,7 @@ def check_finite(tensors, step, ranks):
     names = list(itertools.chain(*ranks.gather(wrong)))
     if names:
         ranks.leave()
+        # after 0 steps the weights are as they were read
         cause = "lower --lr" if step else "the files of --model are damaged"
         raise FloatingPointError(
             f"{names[0]} contains inf or nan after {step} steps, nothing is saved: {cause}")
@@ -2094,6 +2132,7 @@ def check_finite(tensors, step, ranks):
 
 def row_norms(grad):
     """-> (L2 norm of each of this rank's rows of a gradient, number of the first one)."""
+    # of dim 0, which FSDP2 shards: a row is whole on its rank, so no rank has to ask for a part of it
     rows, first = local_rows(grad)
     if rows.dim() == 1:  # of a norm's weights, for example: each number is a row
         return rows.abs(), first
@@ -2118,7 +2157,7 @@ def gradient_sizes(model, norms, ranks):
     gradient count as often as they are there. Collective."""
     mine = {}
     for name, p in model.named_parameters():
-        if p in norms and len(norms[p][0]):
+        if p in norms and len(norms[p][0]):  # of a small tensor some ranks have no row
             of_rows, first = norms[p]
             squared = of_rows.double().square()
             # nan and inf would make every sum nan and every comparison false
@@ -2144,7 +2183,7 @@ def gradient_sizes(model, norms, ranks):
 def place_of(name, size, tokenizer):
     """What to print of the largest part of a gradient: the tensor, and a row that has most of it."""
     if size.row_squared < 0.5 * size.squared:
-        return name
+        return name  # no single row is to blame
     token = ""
     if name in (data.EMBEDDING, data.HEAD):  # a row for each token
         token = f" (token {tokenizer.core.id_to_token(size.row)!r})"
@@ -2154,7 +2193,7 @@ def place_of(name, size, tokenizer):
 def note_dominant_gradient(model, norm, args, tokenizer, ranks):
     """Says which tensor it is that makes --clip scale the first gradient to next to nothing. The others
     hardly learn beside it: a token that the model was never trained on, for example. Collective."""
-    norm = norm.item()
+    norm = norm.item()  # waits for the GPU, at the first step alone
     # one that is not finite ends the run, see end_not_finite()
     if args.clip == 0 or not 1000 * args.clip < norm < math.inf:
         return
@@ -2169,11 +2208,14 @@ def note_dominant_gradient(model, norm, args, tokenizer, ranks):
 def gradients_of(model, loader, step, args, ranks, in_backward):
     """Computes a step (from 0) again that has changed no weight -> (sum of its losses on this rank,
     {parameter: row_norms()}). Collective."""
+    # Data and dropout's masks are those of that step. So are the weights, but for what --optim_in_backward
+    # had applied by then. alive() gives this step the time of a whole one.
     ranks.alive()
     batches, counts = loader.step(step, args.grad_accum)
     n_terms = counts.documents // 2 if args.dpo else counts.targets
     norms = {}
     if in_backward:
+        # it frees each gradient as soon as it is there, so it has to note the norms itself
         in_backward.row_norms = norms
     loss_sum = 0.0
     for batch in batches:
@@ -2188,6 +2230,7 @@ def gradients_of(model, loader, step, args, ranks, in_backward):
 def end_not_finite(model, loader, step, args, ranks, in_backward, tokenizer):
     """Ends a run whose loss or a gradient was inf or nan in `step` (from 0), and names that step's documents
     and the tensor."""
+    # If a weight itself is not finite, that is the cause, and no document is to blame.
     check_finite(dict(model.named_parameters()), step, ranks)
     # The gradients are gone by now, but not what made them.
     loss_sum, norms = gradients_of(model, loader, step, args, ranks, in_backward)
@@ -2308,6 +2351,7 @@ def take_folder(out, args, blocks, state, ranks):
 
 def replace_file(path, text):
     """Writes a file beside its place first: a process that is killed never leaves half of it."""
+    # Without a sync, which checkpoints have: after a power cut a run continues without these files, too.
     part = path.with_name(f"{path.name}.part")
     with data.writing(path, "file"):
         part.write_text(text)
@@ -2339,6 +2383,7 @@ def read_metrics(out, last_step):
     for line in path.read_text("utf-8", "replace").splitlines():
         with contextlib.suppress(ValueError, LookupError, TypeError, OverflowError, RecursionError):
             row = json.loads(line)
+            # range() contains neither a text nor half a step. JSON in Python reads NaN, which no curve has.
             if row["step"] in range(last_step + 1) and math.isfinite(sum(losses_of(row))):
                 rows.append(row)
     return rows
@@ -2442,7 +2487,8 @@ def is_first_copy(tensor, rank):
     """Whether this rank is the first of those that have the same rows: it alone writes them."""
     if not nf4.is_sharded(tensor):
         return rank == 0  # without FSDP2 every rank has all rows
-    mesh = tensor.device_mesh  # [shards], or [replicas, shards]
+    # [shards], or [replicas, shards]: of replicas, which have the same rows, the first one writes
+    mesh = tensor.device_mesh
     return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
 
 
@@ -2460,12 +2506,14 @@ def write_rows(path, rows_of):
     """Writes and syncs the file of a rank -> [its size, its checksum]."""
     # Wide numbers come first, so that each tensor begins at a multiple of its element size.
     ordered = dict(sorted(rows_of.items(), key=lambda item: -item[1].dtype.itemsize))
+    # a generator: one tensor at a time is on the host
     return data.write_safetensors(path, ordered, (rows.cpu() for rows in ordered.values()), zlib.crc32)
 
 
 def copy_rows_(tensor, saved, first_saved):
     """Copies the saved rows that belong to this rank."""
     rows, first = local_rows(tensor)
+    # Both are ranges of rows. The checkpoint may be from another number of ranks, which were cut elsewhere.
     begin = max(first, first_saved)
     end = min(first + len(rows), first_saved + saved.get_shape()[0])
     if begin < end:
@@ -2502,6 +2550,8 @@ def are_all_rows(ranges, n_rows):
 def load_checkpoint(folder, files, tensors):
     """Fills this rank's rows of `tensors` from `files`, those of any number of ranks. What else lies in the
     folder is not read. ValueError names what is wrong."""
+    # Every rank looks at all keys, also at those of rows that it does not need. So all ranks find the same
+    # rows missing, and none of them trains on alone.
     ranges = {name: [] for name in tensors}  # see are_all_rows()
     for file in sorted(files):
         try:
@@ -2535,7 +2585,8 @@ class Saver:
         """Saves what training_tensors() returns, and `state`. All ranks must call it."""
         faulthandler.cancel_dump_traceback_later()  # until the next alive(): a slow disk is no hang
         if state["step"] == self.last_step:
-            return
+            return  # a signal may come right after a save, or stop a run that has just resumed
+        # A run could not continue from nan, and in time such checkpoints would replace all good ones.
         check_finite(tensors, state["step"], self.ranks)
         message = self.write(rows_of_rank(tensors, self.ranks.rank), state)
         self.ranks.say(message)
@@ -2576,6 +2627,7 @@ class Saver:
 
     def commit(self, part, state):
         """On rank 0: writes trainer_state.json, renames the folder, and then removes old checkpoints."""
+        # The state is last: without it the folder is no checkpoint, whatever its name is.
         write_state(part / STATE, state)
         data.put_in_place(part)
         self.remove_old(state)
@@ -2620,6 +2672,7 @@ def fixed_settings(args, config, rows_a_step, loader, source):
         settings["the checksum of --model's frozen weights"] = source.crc()
     if args.qlora:
         settings["the format of NF4"] = nf4.FORMAT  # adapters make up for the errors of their weights
+    # As a checkpoint returns them: JSON makes lists of tuples, and text of what it cannot write.
     return json.loads(json.dumps(settings, default=str))
 
 
