@@ -3698,6 +3698,11 @@ def check_sizes(args, config, world):
                              "give both or none")
         if expert_targets and (args.lora_rank or 8) % 8:
             raise ValueError(f"--lora_rank {args.lora_rank}: the products of experts need a multiple of 8")
+        if expert_targets and args.rslora and not args.chat:
+            # PEFT 0.21 doubles rank and alpha of gate_proj and up_proj, which it has in one stack
+            alpha = lm.lora_scale(args.lora_rank, args.lora_alpha, True) * args.lora_rank
+            raise ValueError("--rslora: PEFT scales such adapters of experts by another factor; without it, "
+                             f"--lora_alpha {alpha:g} gives these; an --adapter has to be merged first")
 
 
 def is_out_of_memory(error):

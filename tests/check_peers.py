@@ -476,7 +476,7 @@ RUNS = [
     Run("full", []),
     Run("full, 2 ranks --fsdp2", ["--fsdp2"], 2),
     Run("lora", ["--lora", "--merge"]),
-    Run("lora, --rslora", ["--lora", "--rslora", "--lora_rank", "8", "--merge"]),
+    Run("lora, --rslora", ["--lora", "--rslora", "--lora_rank", "8", "--lora_alpha", "6", "--merge"]),
     Run("qlora, 2 ranks --fsdp2", ["--qlora", "--merge", "--fsdp2"], 2),
 ]
 
@@ -486,8 +486,11 @@ def train_all(name, base, folder):
     folders = {}
     for number, run in enumerate(RUNS):
         flags = run.flags
-        if name == "qwen3.5-moe" and "lora" in run.name:  # PEFT 0.21 leaves adapters of its experts out
-            flags = [*flags, "--lora_targets", *lm.ATTENTION_TARGETS, *lm.DELTANET_TARGETS]
+        # PEFT 0.21 leaves adapters of Qwen3.5's experts out, and scales those of any by another factor with rsLoRA
+        if "lora" in run.name and (name == "qwen3.5-moe" or (name == "qwen3-moe" and "rslora" in run.name)):
+            targets = lm.targets_in(lm.parse_config(data.read_json(base / "config.json")))
+            not_of_experts = [target for target in targets if target not in lm.MLP_TARGETS]
+            flags = [*flags, "--lora_targets", *not_of_experts]
         folders[run.name] = folder / f"{name}-{number}"
         train(f"{name}: {run.name}", base, folders[run.name], *flags, ranks=run.n_ranks)
     return folders

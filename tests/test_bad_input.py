@@ -708,6 +708,9 @@ RUNS = {
     "ranks of experts": Case(
         flags="--lora --lora_rank 4 --dry_run --model qwen3-30b-a3b",
         says=["--lora_rank 4", "multiple of 8"]),
+    "--rslora of experts": Case(
+        flags="--lora --rslora --lora_rank 64 --lora_alpha 16 --dry_run --model qwen3-30b-a3b",
+        says=["--rslora", "experts", "--lora_alpha 128 gives these"]),  # 128 / 64 is 16 / 8
     "rank in an adapter": Case(
         spoil=[write_adapter_of_one_tensor("mlp.experts.0.down_proj", rank=12)],
         flags="--dry_run --model qwen3-30b-a3b --adapter adapter",
