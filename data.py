@@ -674,9 +674,11 @@ def parse_example(line, tokenizer, columns=()):
         example = json.loads(line)
         renamed = ()
         line_hash = 0
+        nulls = []
         if isinstance(example, dict):
             # A table has a cell for each column in every row: a key without a value is one that the row does
             # not have.
+            nulls = [key for key in KEYS if key in example and example[key] is None]
             example = {key: value for key, value in example.items() if value is not None}
             # Before --columns rename keys, and before tool calls are parsed in place: held out is what the
             # line says, however it is read.
@@ -684,9 +686,13 @@ def parse_example(line, tokenizer, columns=()):
             example, renamed = with_columns(example, columns)
         form = format_of(example, columns)
         if form == "example":
+            if nulls:
+                raise ValueError(f"no value for {', '.join(nulls)}; got {keys_found(example)}")
             raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {keys_found(example)}")
-        if (form == PAIR) != (tokenizer.train_on == "pairs"):
-            raise ValueError("--dpo needs rows with 'chosen' and 'rejected', and these need --dpo")
+        if form == PAIR and tokenizer.train_on != "pairs":
+            raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora")
+        if form != PAIR and tokenizer.train_on == "pairs":
+            raise ValueError("--dpo needs rows with 'chosen' and 'rejected'")
         read = read_pair if form == PAIR else read_example
         examples = [one._replace(renamed=renamed, hash=line_hash)
                     for one in read(example, form, tokenizer)]
@@ -722,14 +728,18 @@ def format_of(example, columns=()):
 
 # What data sets call the keys of FORMATS, in lower case. An error names them, nothing renames by itself.
 OTHER_KEYS = {
-    "chosen": ["accepted", "preferred"],
-    "rejected": ["dispreferred"],
+    "chosen": ["accepted", "preferred", "response_j"],
+    "rejected": ["dispreferred", "response_k"],
     "messages": ["conversation", "conversations", "dialogue", "dialog", "chat", "turns"],
     "conversations": ["conversation", "messages", "dialogue", "dialog", "chat", "turns"],
     "instruction": ["question", "query", "problem", "prompt", "input"],
     "output": ["answer", "response", "solution", "completion", "target"],
     "text": ["content", "document", "article", "passage"],
 }
+QUESTION_KEYS = ["question", "query", "instruction", "input"]  # what they call the prompt of a pair
+# A key that a format may have beside its own, and what data sets call it. An error names it with the others:
+# without it pairs would be trained on without their questions.
+OPTIONAL_KEYS = {PAIR: ("prompt", QUESTION_KEYS), "instruction + output": ("input", ["context"])}
 
 
 def keys_found(example):
@@ -744,6 +754,9 @@ def keys_found(example):
         columns = columns_for(form, example)
         if columns:
             return f"{text}: --columns {' '.join(columns)} would rename them"
+    for key, value in example.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return f"{text}: if {key[:40]} lists the examples, the file has to be that list alone"
     return text
 
 
@@ -760,6 +773,10 @@ def columns_for(form, example):
         if len(found) != 1:
             return []
         columns.append(f"{found[0]}={key}")
+    key, names = OPTIONAL_KEYS.get(form, (None, ()))
+    beside = [name for name in example if name.lower() in names and could_be(key, example[name])]
+    if columns and key not in example and len(beside) == 1:
+        columns.append(f"{beside[0]}={key}")
     return columns
 
 
@@ -779,6 +796,9 @@ def read_pair(example, form, tokenizer):
     if prompt is None:  # both answers are whole conversations, or whole texts
         n = len(list(itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))))
         prompt = answers[0][:n]
+        for name in example:
+            if not prompt and name.lower() in QUESTION_KEYS and isinstance(example[name], str):
+                raise ValueError(f"no 'prompt', and {name!r} is not read: --columns {name}=prompt")
         answers = [answer[n:] for answer in answers]
     found = []
     for answer in answers:
@@ -1082,6 +1102,8 @@ def tokenized(spec, held_out, tokenizer, columns=()):
             for made in [*unfinished.iterdir(), unfinished]:
                 sync(made)
             put_in_cache(unfinished, folder)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{spec}: {error}: save it as UTF-8") from error
     except (EOFError, RecursionError, ValueError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{spec}: {error}") from error
     finally:
@@ -1301,7 +1323,10 @@ def count_bad(report, error):
     the template."""
     report.n_bad += 1
     if report.n_bad <= 5:
-        report.errors += f"\n  line {report.n_lines}: {error}"
+        # five long messages that are one would fill a screen
+        earlier = re.search(rf"line (\d+): {re.escape(str(error))}$", report.errors, re.MULTILINE)
+        said = f"as line {earlier[1]}" if earlier else error
+        report.errors += f"\n  line {report.n_lines}: {said}"
     if report.n_bad == report.n_examples == 20:
         raise ValueError(f"none of the first 20 examples can be trained on:{report.errors}")
 

@@ -135,7 +135,8 @@ def main():
     args = parser.parse_args()
     merged = args.run / "merged"
     final = args.run / "final"
-    base = data.find_model(data.read_json(final / "adapter_config.json")["base_model_name_or_path"], False).weights
+    settings = data.read_json(final / "adapter_config.json")
+    base = data.find_model(settings["base_model_name_or_path"], False).weights
     has_llama = importlib.util.find_spec("llama_cpp")
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder) / f"{name}.gguf" for name in ("merged", "base", "adapter")}
@@ -148,8 +149,11 @@ def main():
         convert(adapter, args.llama_cpp, args.pre, final, "--base", base, "--outfile", files["adapter"])
         if has_llama:
             check_answers("merged/", merged, None, model_path=files["merged"])
+        if has_llama and settings.get("use_rslora"):
+            print("note   final/: not compared, GGUF scales each adapter by alpha / rank: use merged/")
+        elif has_llama:
             check_answers("base and final/", base, final, model_path=files["base"], lora_path=files["adapter"])
-        else:
+        if not has_llama:
             print("llama-cpp-python is not installed: nothing was computed with these files")
     print(f"{len(failed)} failed" + "".join(f"\n  {what}" for what in failed))
     raise SystemExit(bool(failed))

@@ -254,6 +254,11 @@ def test_the_answers_of_a_pair_share_a_row(six_pairs, packing):
 
 @pytest.mark.parametrize("row, message", [
     ({"messages": QUESTION + GOOD}, "--dpo needs rows with 'chosen' and 'rejected'"),
+    # as in Orca's pairs: without their questions answers would be trained on for themselves
+    ({"system": "s", "question": "q", "chosen": "a", "rejected": "b"},
+     "'question' is not read: --columns question=prompt"),
+    ({"question": "q", "response_j": "a", "response_k": "b"},
+     "--columns response_j=chosen response_k=rejected question=prompt would rename them"),
     ({"prompt": QUESTION, "chosen": GOOD, "rejected": []}, "empty, or begins the other one"),
     ({"chosen": QUESTION, "rejected": QUESTION + BAD}, "empty, or begins the other one"),
     ({"prompt": QUESTION, "chosen": "text", "rejected": "other"}, "not valid chosen"),

@@ -727,6 +727,7 @@ BAD_LINES = {  # name: (the line, or its row, and a pattern of what is said of i
     "question-answer": (
         {"question": "q", "answer": "a"},
         "got the keys question, answer: --columns question=instruction answer=output would rename them"),
+    "no-value": ({"text": None, "url": "u"}, "no value for text; got the keys url$"),
     "no-such-keys": ({"a": 1, "b": None, "c": 2}, "expected an object with .* or text; got the keys a, c$"),
     "no-object": (["question", "q"], "expected an object with .* got .*question"),
     "tools-object": (chat(QUESTION, ANSWER, tools=SCHEMA), "'tools' must be a list of JSON schemas"),
@@ -785,7 +786,11 @@ def zipped(text):
 
 
 LONG_PROMPT = b'{"prompt": "' + b"word " * 500 + b'", "completion": "x"}'
-FIRST_FIVE = r"20 examples.*(\n  line .: not [^:]*: [^\n]*){5}$"
+BAD_ROLES = [line_of(chat(message(role, "q"))) + b"\n" for role in ("x5", "y7")]
+# the first five are named, and what is the same is not repeated
+FIRST_FIVE = r"20 examples[^\n]*\n  line 1: not [^:]*: [^\n]*(\n  line [2-5]: as line 1){4}$"
+FIRST_FIVE_OF_TWO = (r"20 examples[^\n]*\n  line 1: not [^\n]*5[^\n]*\n  line 2: not [^\n]*7[^\n]*\n  line 3: as line 1"
+                     r"\n  line 4: as line 2\n  line 5: as line 1$")
 BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
     # names
     "no suffix": ("noextension", b"x", r"expected a \.jsonl"),
@@ -800,7 +805,7 @@ BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
     "csv, cut": ("a.csv", b"id,text\n1,a\n2\n", "line 3: number of fields 1, in the header 2"),
     "csv, an open quote": ("a.csv", b'id,text\n1,"a\n2,b\n3,c\n', "line 2: not valid csv: unexpected end"),
     "csv, two of a name": ("a.csv", b"text,text\na,b\n", "line 1: two columns have the same name: text, text"),
-    "csv, latin-1": ("a.csv", b"text\n\xff\n", "'utf-8' codec can't decode byte 0xff"),
+    "csv, latin-1": ("a.csv", b"text\n\xff\n", "'utf-8' codec can't decode byte 0xff.*: save it as UTF-8"),
     # containers that are damaged, empty or hold something else
     "not gzipped": ("a.json.gz", b'{"text": 1}', "Not a gzipped"),
     "gzip cut": ("a.txt.gz", zipped(b"text" * 999)[:-20], "ended before"),
@@ -816,6 +821,10 @@ BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
     "a bad row in 99": (
         "a.jsonl", b"{\n" + b'{"text": "a b"}\n' * 98, r"1 of 99 examples cannot be trained on:\n  line 1: not"),
     "20 bad rows": ("a.jsonl", b'{"text": 7}\n' * 20 + b'{"text": "a"}\n' * 9999, FIRST_FIVE),
+    "20 bad rows of two kinds": (
+        "a.jsonl", b"".join(BAD_ROLES) * 11, FIRST_FIVE_OF_TWO),
+    "a list inside an object": (
+        "a.json", b'{"data": [{"text": "a"}]}', "got the keys data: if data lists the examples, the file has to be"),
     # nothing, or next to nothing, to train on
     "no answer": ("a.jsonl", line_of(chat(QUESTION)), "nothing to train on: of 1 examples .* 1 have no supervised"),
     "hardly an answer": ("a.jsonl", LONG_PROMPT, "only 2 of 501 tokens are trained on"),
@@ -858,6 +867,7 @@ SUGGESTED = {  # the --columns that an error suggests: the row
     "conversation=messages": {"conversation": chat(QUESTION, ANSWER)["messages"]},
     "conversation=conversations": {"conversation": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
     "content=text": {"content": "a b", "id": 1},
+    "response=output context=input": {"instruction": "q", "context": "c", "response": "a"},  # Dolly
 }
 NOT_SUGGESTED = {
     "two answers": {"problem": "q", "solution": "a", "answer": "b"},
