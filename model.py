@@ -48,8 +48,8 @@ import nf4
 
 IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
 NO_WINDOW = 1 << 30  # tokens: no row is as long
-# YaRN's defaults: turns over the context of pretraining from which on a pair of a head's elements is fast, and
-# below which it is slow
+# YaRN's defaults: turns over the context of pretraining from which on a pair of a head's elements is fast,
+# and below which it is slow
 BETA_FAST = 32
 BETA_SLOW = 1
 
@@ -260,7 +260,7 @@ def yarn_frequencies(freq, config):
     """YaRN (arXiv:2309.00071): pairs that turn often over the context of pretraining stay, because they tell
     neighbours apart; pairs that turn less than about once are stretched by `factor`, or a longer row would
     have angles that they have never seen; those between are blended. The paper's blend is linear in the turns
-    of a pair. Its authors' code, and all that followed, is linear in the number of the pair, and so is this."""
+    of a pair. Its authors' code, and all that followed, is linear in the pair's number, and so is this."""
     scaling = config.rope_scaling
 
     def pair_that_turns(n_turns):
@@ -1415,8 +1415,8 @@ class LoRANF4Linear(LoRA, nf4.NF4Linear):
 
 
 def lora_scale(rank, alpha, rslora):
-    """What the product of an adapter is multiplied by. Over the root of the rank (rsLoRA, arXiv:2312.03732) the
-    updates of a large rank are not smaller than those of a small one."""
+    """What the product of an adapter is multiplied by. Over the root of the rank (rsLoRA, arXiv:2312.03732)
+    the updates of a large rank are not smaller than those of a small one."""
     if rslora:
         return alpha / math.sqrt(rank)
     return alpha / rank
