@@ -116,11 +116,12 @@ def levels_of_bins(device):
 
 
 def best_scales(blocks, absmax):
-    """float32 blocks of 64 and their absmaxes -> the scales with about the least squared error. A scale rounds
-    the weights w of a block to levels l. The best scale for these levels is <w, l> / <l, l>, and it leaves
-    the squared error <w, w> - <w, l>**2 / <l, l>. So we try FACTORS and take the one whose levels leave the
-    least. (The scale by its error, as in AWQ's search for clipping, arXiv:2306.00978; the closed form for
-    given codes, as in HQQ and llama.cpp's Q4_K, makes a few factors as good as many.)"""
+    """float32 blocks of 64 and their absmaxes -> the scales with about the least squared error.
+
+    A scale rounds the weights w of a block to levels l. The best scale for these levels is <w, l> / <l, l>,
+    and it leaves the squared error <w, w> - <w, l>**2 / <l, l>. So we try FACTORS and take the one whose levels
+    leave the least. AWQ tries clipped ranges by their error (arXiv:2306.00978), llama.cpp several scales, of
+    which it refines the best by this quotient (make_qx_quants)."""
     weights = in_units_of(absmax, blocks).mul_(BINS).round_()
     bins = (weights + BINS).int().flatten()
     scales = absmax
@@ -145,8 +146,8 @@ def midpoints_of_sixteenths(device):
 
 
 def nearest_levels(relative):
-    """The index of the level that is nearest to each number, uint8. MIDPOINTS are more than 1/16 apart, so one
-    of them at most decides. torch.bucketize() gives the same and takes six times as long on a CPU."""
+    """The index of the level that is nearest to each number, uint8. MIDPOINTS are more than 1/16 apart, so at
+    most one of them decides. torch.bucketize() gives the same and takes six times as long on a CPU."""
     n_below, next_midpoint = midpoints_of_sixteenths(relative.device)
     sixteenths = (relative.clamp(-1, 1) * 16 + 16).int().flatten()
     is_above = relative.flatten() > next_midpoint.index_select(0, sixteenths)
