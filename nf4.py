@@ -119,9 +119,9 @@ def best_scales(blocks, absmax):
     """float32 blocks of 64 and their absmaxes -> the scales with about the least squared error.
 
     A scale rounds the weights w of a block to levels l. The best scale for these levels is <w, l> / <l, l>,
-    and it leaves the squared error <w, w> - <w, l>**2 / <l, l>. So we try FACTORS and take the one whose levels
-    leave the least. AWQ tries clipped ranges by their error (arXiv:2306.00978), llama.cpp several scales, of
-    which it refines the best by this quotient (make_qx_quants)."""
+    and it leaves the squared error <w, w> - <w, l>**2 / <l, l>. So we try FACTORS and take the one whose
+    levels leave the least. AWQ tries clipped ranges by their error (arXiv:2306.00978), llama.cpp several
+    scales, of which it refines the best by this quotient (make_qx_quants)."""
     weights = in_units_of(absmax, blocks).mul_(BINS).round_()
     bins = (weights + BINS).int().flatten()
     scales = absmax
