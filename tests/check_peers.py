@@ -6,14 +6,22 @@ Run by hand, never by pytest: it needs transformers, peft and bitsandbytes, whic
 transformers 5.23, peft 0.21.2, bitsandbytes 0.50.2. One line per check with its figure; exit status 1 where one fails.
 
     python tests/check_peers.py tiny qwen3.5            # these models alone
+    python tests/check_peers.py --model FOLDER          # a trained model alone, such as that of make_smollm2.py
 
 train.py runs a few steps on the built-in model and on random ones that transformers wrote (llama3.1 in several files,
 qwen2 tied, qwen3 in float32, qwen3.5 and muse-glimmer with a vision tower), in full, with --lora and with --qlora, at
 a learning rate so high that the result is another model. Every folder is then read by both sides in float32 and must
 give the same logits. Merged models differ from base + adapter by the rounding of each weight to bf16 and nothing else:
 they are held against PEFT's own merge, rounded the same way.
+
+A trained model (--model) is trained by both sides, on the same rows in the same order, in full, with --lora and with
+--qlora, in float32 and in bf16: one table of losses. QLoRA is compared with PEFT on a base whose weights are what
+oomph's NF4 gives back, because bitsandbytes chooses other codes; its own curve stands below as information. Greedy
+answers, and the logits of what the runs in float32 have written, are compared, too. Shown with SmolLM2-135M-Instruct.
 """
 
+import argparse
+import itertools
 import json
 import os
 import random
@@ -41,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
 import model as lm
 import nf4
+import train as trainer
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny"
@@ -187,10 +196,10 @@ def fill(model, source, adapter=None):
     return model
 
 
-def ours(folder, adapter_folder=None):
-    """oomph's model of a folder in float32, with an adapter where one is given."""
-    with torch.device("meta"):
-        model = lm.Transformer(lm.parse_config(data.read_json(folder / "config.json")))
+def ours(folder, adapter_folder=None, precision="fp32"):
+    """oomph's model of a folder, with an adapter where one is given."""
+    args = trainer.parse_args(["--precision", precision])
+    model = lm.on_meta(lm.parse_config(data.read_json(folder / "config.json")), args)
     source = data.Checkpoint(folder)
     adapter = None
     data.check_weights(model, source, folder)
@@ -202,9 +211,9 @@ def ours(folder, adapter_folder=None):
     return fill(model, source, adapter).eval()
 
 
-def theirs(folder):
+def theirs(folder, dtype=torch.float32):
     kind = class_of(transformers.AutoConfig.from_pretrained(folder))
-    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 def round_to_file(model, folder):
@@ -220,6 +229,7 @@ def round_to_file(model, folder):
 # tie goes to another one; norms behind branches magnify small differences.
 ROUNDING = {"qwen3-moe": 0.2, "qwen3.5-moe": 0.2, "muse-glimmer": 0.05}
 ROUNDING_OF_OTHERS = 0.02
+ROUNDING_OF_TRAINED = 0.2  # a few steps at an everyday rate do not move a trained model as far as the runs above
 
 
 def check_model(name, base, runs, tokens):
@@ -481,6 +491,277 @@ def check_nf4():
     check_nf4_errors(1024, 4096)
 
 
+# ---------------------------------------------------------------- a trained model
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Name three colours.",
+    "What does a compiler do?",
+    "Why is the sky blue?",
+    "Write a haiku about rain.",
+    "What is 12 plus 7?",
+    "Who wrote Hamlet?",
+    "Explain what a hash table is.",
+    "How do I boil an egg?",
+    "Translate 'good morning' into Spanish.",
+    "What is the largest planet?",
+    "Give me a synonym for happy.",
+    "Write a Python function that adds two numbers.",
+    "What year did the second world war end?",
+    "How many legs does a spider have?",
+    "What is photosynthesis?",
+    "Tell me a joke.",
+    "What is the opposite of cold?",
+    "List the days of the week.",
+    "What is an atom?",
+]
+LONGEST_ANSWER = 24  # tokens
+
+
+class Method(NamedTuple):
+    name: str
+    flags: list
+    lr: float
+    bf16: str  # --precision of its run in bf16
+
+
+METHODS = [
+    Method("full", [], 2e-5, "bf16"),
+    Method("lora", ["--lora"], 1e-3, "mixed"),
+    Method("qlora", ["--qlora"], 1e-3, "mixed"),
+]
+
+
+class TrainedModel(NamedTuple):
+    folder: Path
+    chats: Path
+    n_steps: int
+
+    def argv(self, method, precision):
+        return ["--model", self.folder, "--data", self.chats, *method.flags, "--precision", precision,
+                "--seq_len", 128, "--batch_size", 1, "--steps", self.n_steps, "--lr", method.lr, "--warmup", 0,
+                "--schedule", "constant"]
+
+    def args(self, method, precision):
+        return trainer.parse_args([str(word) for word in self.argv(method, precision)])
+
+    def loader(self):
+        """What deals out the rows in every run: none of the flags that differ change them."""
+        config = data.read_json(self.folder / "config.json")
+        args = self.args(METHODS[0], "fp32")
+        loader, _ = data.open_data(args, data.Tokenizer(self.folder), config["vocab_size"], trainer.Ranks(False, 60.0))
+        return loader
+
+
+def write_docs_questions(path, n):
+    """Chats of the standard library's docstrings, in turns, so that rows are as real as the model is."""
+    with open(path, "w") as file:
+        for example in itertools.islice(data.stdlib_examples("stdlib:docs", held_out=False), n):
+            file.write(json.dumps(example) + "\n")
+
+
+def own_losses(trained, method, precision, out):
+    """train.py's loss of each step."""
+    command = [sys.executable, ROOT / "train.py", *trained.argv(method, precision), "--out", out, "--log_every", 1,
+               "--save_every", 0, "--sample", "", *(["--merge"] if method.flags else [])]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return torch.tensor([row["loss"] for row in rows if "loss" in row])
+
+
+def first_adapter(trained, method):
+    """{PEFT's name: tensor} of the adapters that train.py starts with. They depend on the seed and their names."""
+    args = trained.args(method, "fp32")
+    model = lm.on_meta(lm.parse_config(data.read_json(trained.folder / "config.json")), args)
+    fill(model, data.Checkpoint(trained.folder))
+    return {data.PEFT_PREFIX + name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def with_nf4_errors_(model):
+    """Gives the matrices of the blocks of transformers' model the values that oomph computes with under --qlora."""
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            codes_ND2, scales_NQ = nf4.quantize(layer.weight.bfloat16())
+            layer.weight.data = nf4.dequantize(codes_ND2, scales_NQ, layer.weight.dtype)
+    return model
+
+
+def with_bitsandbytes(folder, dtype):
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", quantization_config=config)
+
+
+def with_peft(model, trained, method):
+    """PEFT's adapters on transformers' model, with the numbers that oomph starts from."""
+    args = trained.args(method, "fp32")
+    adapter = first_adapter(trained, method)
+    targets = sorted({name.split(".lora_")[0].rsplit(".")[-1] for name in adapter})
+    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=0.0, target_modules=targets,
+                             task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)  # adapters are float32, as oomph's are
+    peft.set_peft_model_state_dict(model, adapter)
+    started = peft.get_peft_model_state_dict(model)
+    assert started.keys() == adapter.keys() and all(torch.equal(started[name], adapter[name]) for name in adapter)
+    return model
+
+
+def peers_losses(model, trained, method, precision):
+    """The loss of each step of a plain loop around transformers' model: oomph's rows, order and AdamW of torch."""
+    args = trained.args(method, precision)
+    loader = trained.loader()
+    params = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in params if p.dim() > 1]
+    vectors = [p for p in params if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}]
+    if vectors:  # LoRA has none, and torch refuses an empty group
+        groups.append({"params": vectors, "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
+    losses = []
+    model.train()
+    for step in range(trained.n_steps):
+        (batch,), counts = loader.step(step, 1)
+        # float32 adapters in a bf16 model are what the Trainer's bf16=True computes with, under autocast
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed"):
+            # transformers masks where positions restart
+            logits = model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).logits
+            loss_sum = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum", ignore_index=data.IGNORE)
+            loss = loss_sum / counts.targets
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, args.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+# Of the losses of single steps, absolute. Sums in another order differ in the last digit, and training enlarges that.
+CURVE_LIMITS = {"fp32": 1e-3, "bf16": 0.05, "mixed": 0.05}
+
+
+def compare_curves(trained, method, precision, folder):
+    """Trains on both sides -> rows of the table."""
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    name = f"{method.name}, --precision {precision}"
+    own = own_losses(trained, method, precision, folder / f"{method.name}-{precision}")
+    base = theirs(trained.folder, dtype)
+    if method.name == "qlora":
+        with_nf4_errors_(base)
+    peer = with_peft(base, trained, method) if method.flags else base
+    losses = peers_losses(peer, trained, method, precision)
+    differences = (own - losses).abs()
+    check(f"{name}: losses of {trained.n_steps} steps", differences.max() <= CURVE_LIMITS[precision],
+          f"differ by at most {differences.max():.1e}")
+    check(f"{name}: it learns", own[-10:].mean() < own[:10].mean(),
+          f"mean of ten steps {own[:10].mean():.3f} -> {own[-10:].mean():.3f}")
+    rows = [row_of(name, "oomph", own, own), row_of(name, "transformers", losses, own)]
+    if method.name == "qlora" and precision == "fp32":
+        other = with_peft(with_bitsandbytes(trained.folder, dtype), trained, method)
+        rows.append(row_of(name, "bitsandbytes", peers_losses(other, trained, method, precision), own))
+    return rows
+
+
+def row_of(name, side, losses, own):
+    """Of the table: a few losses, their mean, and how far they are from oomph's."""
+    n = len(losses)
+    shown = [losses[i].item() for i in (0, n // 4, n // 2, n - 1)]
+    differences = (losses - own).abs()
+    cells = [name, side, *(f"{loss:.5f}" for loss in (*shown, losses.mean().item())),
+             f"{differences.mean().item():.1e}", f"{differences.max().item():.1e}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def some_tokens(trained):
+    """[2, T] of real text: the first rows that the model is trained on."""
+    (batch,), _ = trained.loader().step(0, 1)
+    return batch.tokens
+
+
+def check_trained_logits(trained, tokens):
+    reference = theirs(trained.folder)(tokens).logits
+    same("logits in float32", ours(trained.folder)(tokens), reference)
+    own_error = (ours(trained.folder, precision="bf16")(tokens) - reference).std().item()
+    error = (theirs(trained.folder, torch.bfloat16)(tokens).logits - reference).std().item()
+    check("logits in bf16", 0 < own_error <= 1.2 * error, "RMS distance to the logits in float32, of a spread of "
+          f"{reference.std():.1f}: oomph {own_error:.3f}, transformers {error:.3f}")
+
+
+def answers_of_oomph(model, prompts, stop_ids):
+    return [list(lm.generate(model, prompt, LONGEST_ANSWER, stop_ids, torch.device("cpu"))) for prompt in prompts]
+
+
+def answers_of_transformers(model, prompts, stop_ids):
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LONGEST_ANSWER,
+                                do_sample=False, eos_token_id=sorted(stop_ids), pad_token_id=0)
+        answer = output[0, len(prompt) :].tolist()
+        answers.append(answer[:-1] if answer[-1] in stop_ids else answer)
+    return answers
+
+
+def check_answers(trained):
+    tokenizer = data.Tokenizer(trained.folder)
+    auto = AutoTokenizer.from_pretrained(trained.folder)
+    prompts = []
+    n_differ = 0
+    for question in QUESTIONS:
+        chat = [{"role": "user", "content": question}]
+        prompts.append(tokenizer.prompt(chat))
+        expected = auto.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        n_differ += prompts[-1] != expected
+    check("prompts of 20 questions", not n_differ, f"{n_differ} differ from transformers'")
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        own = answers_of_oomph(ours(trained.folder, precision=precision), prompts, tokenizer.stop_ids)
+        answers = answers_of_transformers(theirs(trained.folder, dtype), prompts, tokenizer.stop_ids)
+        n_equal = sum(a == b for a, b in zip(own, answers))
+        n_ended = sum(len(answer) < LONGEST_ANSWER for answer in own)
+        needed = len(QUESTIONS) if precision == "fp32" else 0  # in bf16 near ties fall to either side
+        check(f"greedy answers, --precision {precision}", n_equal >= needed,
+              f"{n_equal} of {len(QUESTIONS)} equal transformers', {sum(map(len, own))} tokens, {n_ended} end by "
+              f"themselves; the first: {tokenizer.core.decode(own[0])!r}")
+
+
+def check_trained_run(trained, method, folder):
+    """What the run in float32 has written."""
+    tokens = some_tokens(trained)
+    start = theirs(trained.folder)(tokens).logits
+    run = folder / f"{method.name}-fp32"
+    if method.flags:
+        check_adapter(method.name, trained.folder, run, tokens, start, ROUNDING_OF_TRAINED)
+    else:
+        check_full(method.name, run / "final", tokens, start)
+
+
+TRAINED_PARTS = ("logits", "answers", "full", "full-bf16", "lora", "lora-bf16", "qlora", "qlora-bf16")
+
+
+def check_trained(model, n_steps, wanted, folder):
+    """wanted: of TRAINED_PARTS."""
+    trained = TrainedModel(model, folder / "questions.jsonl", n_steps)
+    write_docs_questions(trained.chats, 4 * n_steps)
+    if "logits" in wanted:
+        check_trained_logits(trained, some_tokens(trained))
+    if "answers" in wanted:
+        check_answers(trained)
+    rows = []
+    for method in METHODS:
+        if method.name in wanted:
+            rows += compare_curves(trained, method, "fp32", folder)
+            check_trained_run(trained, method, folder)
+        if f"{method.name}-bf16" in wanted:
+            rows += compare_curves(trained, method, method.bf16, folder)
+    n = n_steps
+    columns = ("run", "by", *(f"step {i + 1}" for i in (0, n // 4, n // 2, n - 1)), "mean", "mean difference", "largest")
+    print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    print("\n".join(rows) + "\n")
+
+
 # ---------------------------------------------------------------- all of it
 
 
@@ -516,13 +797,22 @@ def train_all(name, base, folder):
 
 
 def main():
-    wanted = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME",
+                        help=f"models to check, or with --model some of {', '.join(TRAINED_PARTS)} (default: all)")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="check a trained model instead")
+    parser.add_argument("--steps", type=int, default=50, help="of each run with --model (default: 50)")
+    args = parser.parse_args()
+    wanted = args.names
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}, "
           f"bitsandbytes {bitsandbytes.__version__}", flush=True)
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # what peers do to each other
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         folder = Path(folder)
+        if args.model:
+            check_trained(args.model.resolve(), args.steps, wanted or TRAINED_PARTS, folder)
+            end()
         write_chats(folder / "chats.jsonl")
         if not wanted:
             check_chats(folder / "chats.jsonl")
@@ -535,6 +825,10 @@ def main():
         for name, base in models.items():
             if not wanted or name in wanted:
                 check_model(name, base, train_all(name, base, folder), tokens)
+    end()
+
+
+def end():
     print(f"{len(failed)} failed" + "".join(f"\n  {what}" for what in failed))
     raise SystemExit(bool(failed))
 
