@@ -757,7 +757,8 @@ def check_trained(model, n_steps, wanted, folder):
         if f"{method.name}-bf16" in wanted:
             rows += compare_curves(trained, method, method.bf16, folder)
     n = n_steps
-    columns = ("run", "by", *(f"step {i + 1}" for i in (0, n // 4, n // 2, n - 1)), "mean", "mean difference", "largest")
+    steps = [f"step {i + 1}" for i in (0, n // 4, n // 2, n - 1)]
+    columns = ("run", "by", *steps, "mean", "mean difference", "largest")
     print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     print("\n".join(rows) + "\n")
 
