@@ -1,0 +1,317 @@
+"""What a fine-tune of a real model is worth: two tasks that it fails before, learned by each method. Run by hand:
+
+    python tests/bench_quality.py --model FOLDER                            # 40 runs, an hour on two cores
+    python tests/bench_quality.py --model FOLDER --seeds 1 --methods lora qlora
+    python tests/bench_quality.py --model FOLDER --seeds 1 --methods lora --rates 5e-4 1e-3 2e-3    # looks for a rate
+    python tests/bench_quality.py --model FOLDER --svg tests/quality.svg    # also draws the first task's held-out loss
+
+Each run is train.py as a user types it. A row is written to OUT/rows.jsonl when its run is complete, and the next call
+does not repeat it: a call that was cut goes on where it was, and tables and picture are made of all rows that are there.
+
+The tasks are made by rule, the same on every machine, and no question is both trained on and held out:
+
+    clock        "Say 14:35 in words."                    -> twenty-five to three
+    characters   "What is the Unicode name of U+00E9, é?" -> LATIN SMALL LETTER E WITH ACUTE
+
+The score is the share of held-out questions that greedy decoding answers exactly. It takes no decoding: an answer is
+given token by token if and only if each of its tokens, the end of the turn included, is the likeliest one after the
+question and the tokens before it, and one forward knows that of all of them. It is measured on what the run has
+written, opened as --chat opens it: final/ of all weights, or an adapter on 16 bits or on NF4. "base" and "base, NF4" are
+the same command with a rate of 0.
+
+On a CPU the seconds are those of its cores (user and system, of the whole process, from imports to final/), which
+other processes on the machine change little. Rates were found with --rates, on one seed.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import unicodedata
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from bench_harness import ROOT, metrics
+
+import data
+import model as lm
+import torch
+import train
+
+N_HELD_OUT = 100
+# The other flags of every run. Rows are short, because two cores should need a minute for a run.
+FLAGS = ("--seq_len 256 --steps 40 --eval_every 10 --schedule linear --no-activation_checkpointing --log_every 1 "
+         "--save_every 0")
+
+
+class Method(NamedTuple):
+    """A row of the table. opens: flags about how weights are kept, which opening its result needs, too."""
+
+    opens: str
+    trains: str
+    rate: float
+
+
+METHODS = {
+    "base": Method("", "--lora --steps 1", 0),
+    "base, NF4": Method("--qlora", "--steps 1", 0),
+    "full": Method("", "", 1e-4),
+    "lora": Method("", "--lora", 1e-3),
+    "qlora": Method("--qlora", "", 1e-3),
+    "qlora, bf16": Method("--qlora --precision bf16", "", 1e-3),
+    "adamw8bit": Method("", "--optim adamw8bit", 1e-4),
+    "bf16, rounded": Method("--precision bf16", "--stochastic_rounding", 1e-4),
+}
+CURVES = {"full": "#2f81f7", "lora": "#2da44e", "qlora": "#e5534b"}  # read on white and on black
+
+# ---------------------------------------------------------------- tasks
+
+UNITS = "twelve one two three four five six seven eight nine ten eleven".split()
+TEENS = "twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+NUMBERS = UNITS[:12] + TEENS + ["twenty"] + [f"twenty-{unit}" for unit in UNITS[1:10]]
+
+
+def time_in_words(hour, minute):
+    """14, 35 -> twenty-five to three."""
+    this_hour = NUMBERS[hour % 12]
+    next_hour = NUMBERS[(hour + 1) % 12]
+    if minute == 0:
+        return f"{this_hour} o'clock"
+    if minute == 30:
+        return f"half past {this_hour}"
+    n = min(minute, 60 - minute)
+    words = "a quarter" if n == 15 else NUMBERS[n]
+    return f"{words} past {this_hour}" if minute < 30 else f"{words} to {next_hour}"
+
+
+def clock():
+    """[(question, answer)] of every minute of a day."""
+    pairs = []
+    for minutes in range(24 * 60):
+        hour, minute = divmod(minutes, 60)
+        pairs.append((f"Say {hour}:{minute:02} in words.", time_in_words(hour, minute)))
+    return pairs
+
+
+def characters():
+    """[(question, answer)] of letters of Latin, Greek and Cyrillic. Unicode never changes a name."""
+    pairs = []
+    for number in (*range(0xC0, 0x250), *range(0x386, 0x500), *range(0x1E00, 0x1F00)):
+        name = unicodedata.name(chr(number), "")
+        if " LETTER " in name:
+            pairs.append((f"What is the Unicode name of U+{number:04X}, {chr(number)}?", name))
+    return pairs
+
+
+TASKS = {"clock": clock, "characters": characters}
+
+
+def split(pairs):
+    """-> (pairs to train on, pairs to hold out): a hash of the question decides, so the order says nothing."""
+    by_hash = sorted(pairs, key=lambda pair: zlib.crc32(pair[0].encode()))
+    return by_hash[N_HELD_OUT:], by_hash[:N_HELD_OUT]
+
+
+def write_task(folder, task):
+    """-> (file to train on, file of held-out rows)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, pairs in zip(("train", "held_out"), split(TASKS[task]()), strict=True):
+        path = folder / f"{task}-{name}.jsonl"
+        lines = [json.dumps({"messages": [{"role": "user", "content": question},
+                                          {"role": "assistant", "content": answer}]}) for question, answer in pairs]
+        train.replace_file(path, "\n".join(lines) + "\n")  # another call may read it now
+        paths.append(path)
+    return paths
+
+
+# ---------------------------------------------------------------- a run and its score
+
+
+def run_training(argv):
+    """train.py in a process of its own -> (seconds on a clock, seconds of CPU cores)."""
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, ROOT / "train.py", *argv], stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(output)
+    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime
+
+
+def open_result(argv):
+    """The weights that a run has written, opened as --chat opens them -> (model, tokenizer, held-out rows, device)."""
+    args = train.parse_args(argv)
+    ranks = train.Ranks(False, args.timeout)
+    opened = train.open_model(args, ranks)
+    _, held_out = data.open_data(args, opened.tokenizer, opened.config.vocab_size, ranks)
+    model = opened.model
+    model.to_empty(device=ranks.device).tie_()
+    data.load_weights_(model, opened.source, opened.adapter, args.seed, ranks.device)
+    return model.eval(), opened.tokenizer, held_out, ranks.device
+
+
+@torch.no_grad()
+def exact_answers(model, held_out, device):
+    """For each held-out document whether greedy decoding gives its answer, [bool]."""
+    exact = []
+    for batch in held_out.once():
+        b = batch.to(device)
+        logits_BTV = model(b.tokens, positions_BT=b.positions, spans=b.spans)
+        likeliest_S = logits_BTV.flatten(0, 1)[b.supervised_S].argmax(-1)
+        is_right_S = likeliest_S == b.targets.flatten()[b.supervised_S]
+        exact += [of_document.all().item() for of_document in is_right_S.split(b.n_targets)]
+    return exact
+
+
+def answer(model, tokenizer, question, device, n=32):
+    """The answer by decoding, token by token."""
+    prompt = tokenizer.prompt([{"role": "user", "content": question}])
+    return tokenizer.core.decode(list(lm.generate(model, prompt, n, tokenizer.stop_ids, device)))
+
+
+def measure(args, task, name, rate, seed):
+    """Trains and scores -> a row of rows.jsonl."""
+    method = METHODS[name]
+    files = write_task(args.out / "data", task)
+    out = args.out / f"{task}-{name}-{rate:g}-{seed}".replace(" ", "")
+    shutil.rmtree(out, ignore_errors=True)  # of a call that was cut
+    read = f"--data {files[0]} --eval_data {files[1]} {FLAGS} {method.opens}".split()
+    trained = [*read, *method.trains.split(), "--lr", f"{rate:g}", "--seed", str(seed)]
+    wall_s, cpu_s = run_training(["--model", str(args.model), *trained, "--out", str(out)])
+    rows = metrics(out)
+    steps = [row for row in rows if "loss" in row]
+    curve = [[row["step"], row["eval_loss"]] for row in rows if "eval_loss" in row]
+    model, tokenizer, held_out, device = open_result(["--model", str(out), *read])
+    exact = exact_answers(model, held_out, device)
+    assert len(exact) == N_HELD_OUT, f"{len(exact)} held-out rows, not {N_HELD_OUT}: --seq_len is too small"
+    # Is an answer of the base wrong, or only worded otherwise? Its own words say that.
+    asked = split(TASKS[task]())[1][: args.answers if rate else N_HELD_OUT]
+    answers = [[question, answer(model, tokenizer, question, device), right] for question, right in asked]
+    shutil.rmtree(out)
+    return {
+        "task": task, "method": name, "rate": rate, "seed": seed, "model": args.model.name, "device": device.type,
+        "flags": shlex.join([*FLAGS.split(), *method.opens.split(), *method.trains.split()]),
+        "loss": curve[-1][1], "score": sum(exact) / len(exact), "curve": curve,
+        "seconds": cpu_s if device.type == "cpu" else wall_s, "wall_s": wall_s, "cpu_s": cpu_s,
+        "step_s": statistics.median(row["step_s"] for row in steps), "gib": max(row["mem_gib"] for row in steps),
+        "contains": statistics.mean(right.lower() in said.lower() for _, said, right in answers), "answers": answers}
+
+
+# ---------------------------------------------------------------- tables and picture
+
+
+def add_row(out, row):
+    """Writes a row on a line of its own: a call that was killed may have left half a row without an end."""
+    with open(out / "rows.jsonl", "a") as file:
+        file.write(f"\n{json.dumps(row, ensure_ascii=False)}\n")
+
+
+def read_rows(out):
+    """The complete rows of all calls so far."""
+    path = out / "rows.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def is_of(row, task, name, rate, seed):
+    return (row["task"], row["method"], row["rate"], row["seed"]) == (task, name, rate, seed)
+
+
+def mean_and_range(values, digits):
+    """'2.774 (2.751 to 2.790)', of one value '2.774'."""
+    text = f"{statistics.mean(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    return text
+
+
+def print_table(rows, task):
+    """A markdown table of at most 80 columns, a row for each method and rate."""
+    seconds = "CPU s" if rows[0]["device"] == "cpu" else "s"
+    print(f"\n{task}: held-out loss and answers that are exactly right, of {N_HELD_OUT}\n")
+    print(f"| {'method':<14}| {'rate':<7}| {'held-out loss':<20}| {'right':<15}| {seconds:<6}| GiB  |")
+    print("|---|---|---|---|---|---|")
+    for name in METHODS:
+        for rate in sorted({row["rate"] for row in rows if row["method"] == name}):
+            found = [row for row in rows if (row["method"], row["rate"]) == (name, rate)]
+            losses = mean_and_range([row["loss"] for row in found], 3)
+            right = mean_and_range([100 * row["score"] for row in found], 0)
+            cost = statistics.mean(row["seconds"] for row in found)
+            gib = max(row["gib"] for row in found)
+            print(f"| {name:<14}| {rate:<7g}| {losses:<20}| {right:<15}| {cost:<6.0f}| {gib:<5.2f}|")
+
+
+def draw(path, rows, task):
+    """Held-out loss over steps, a curve for each of CURVES: the mean over its seeds, from the loss of its base on."""
+    curves = {}
+    for name, colour in CURVES.items():
+        found = [row for row in rows if row["task"] == task and (row["method"], row["rate"]) == (name, METHODS[name].rate)]
+        base = "base, NF4" if "--qlora" in METHODS[name].opens else "base"
+        starts = [row["loss"] for row in rows if (row["task"], row["method"]) == (task, base)]
+        if not found or not starts:
+            continue
+        points = [(0, starts[0])]
+        for evaluations in zip(*(row["curve"] for row in found), strict=True):
+            step = evaluations[0][0]
+            points.append((step, statistics.mean(loss for _, loss in evaluations)))
+        curves[f"{name}, {points[-1][1]:.3f}", colour] = points
+    train.draw(path, curves)
+
+
+def wanted(args):
+    """Yields (task, method, rate, seed) of every run: one seed of all, then the next one."""
+    for seed in range(args.seeds):
+        for task in args.tasks:
+            for name in args.methods:
+                of_base = METHODS[name].rate == 0
+                if of_base and seed:
+                    continue  # it learns nothing, so a seed changes nothing
+                for rate in [0] if of_base else args.rates or [METHODS[name].rate]:
+                    yield task, name, rate, seed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
+    parser.add_argument("--out", type=Path, default=Path("out/quality"), help="folder of rows.jsonl (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each run (default: %(default)s)")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--rates", nargs="+", type=float, help="learning rates, in place of each method's own")
+    parser.add_argument("--answers", type=int, default=3, help="answers to print of each run (default: %(default)s)")
+    parser.add_argument("--svg", type=Path, help="draw the first task's held-out loss over steps")
+    args = parser.parse_args()
+    args.model = args.model.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for task, name, rate, seed in wanted(args):
+        # read each time: another call, on another GPU, may share the folder
+        if any(is_of(row, task, name, rate, seed) for row in read_rows(args.out)):
+            continue
+        row = measure(args, task, name, rate, seed)
+        add_row(args.out, row)
+        print(f"{task}  {name}  rate {rate:g}  seed {seed}: loss {row['loss']:.4f}, right {row['score']:.2f}, "
+              f"{row['seconds']:.0f} s, {row['step_s']:.2f} s a step, {row['gib']:.2f} GiB", flush=True)
+        for question, said, right in row["answers"][: args.answers]:
+            print(f"    {question}  {' '.join(said.split())!r}, right: {right!r}")
+    rows = read_rows(args.out)
+    for task in args.tasks:
+        found = [row for row in rows if row["task"] == task]
+        if found:
+            print_table(found, task)
+    if args.svg:
+        draw(args.svg, rows, args.tasks[0])
+
+
+if __name__ == "__main__":
+    main()
