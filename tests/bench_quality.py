@@ -6,24 +6,28 @@
     python tests/bench_quality.py --model FOLDER --svg tests/quality.svg    # also draws the first task's held-out loss
 
 Each run is train.py as a user types it. A row is written to OUT/rows.jsonl when its run is complete, and the next call
-does not repeat it: a call that was cut goes on where it was, and tables and picture are made of all rows that are there.
+does not repeat it: a call that was cut goes on where it was. Tables are made of all rows that are there.
 
-The tasks are made by rule, the same on every machine, and no question is both trained on and held out:
+The tasks are made by rule out of what is on every machine, and nothing that is held out is trained on:
 
-    clock        "Say 14:35 in words."                    -> twenty-five to three
-    characters   "What is the Unicode name of U+00E9, é?" -> LATIN SMALL LETTER E WITH ACUTE
+    dates        "Say the date in words."            2004-11-24              -> the twenty-fourth of November
+    arguments    "Which arguments have no default?"  copy(src, dst, deep=1)  -> src, dst
+
+Functions are those of the Python that runs the script, so `arguments` has a few other rows in another version.
 
 The score is the share of held-out questions that greedy decoding answers exactly. It takes no decoding: an answer is
 given token by token if and only if each of its tokens, the end of the turn included, is the likeliest one after the
 question and the tokens before it, and one forward knows that of all of them. It is measured on what the run has
-written, opened as --chat opens it: final/ of all weights, or an adapter on 16 bits or on NF4. "base" and "base, NF4" are
-the same command with a rate of 0.
+written, opened as --chat opens it: final/ of all weights, or an adapter on 16 bits or on NF4. "base" and "base, NF4"
+are the same command with a rate of 0.
 
 On a CPU the seconds are those of its cores (user and system, of the whole process, from imports to final/), which
 other processes on the machine change little. Rates were found with --rates, on one seed.
 """
 
 import argparse
+import importlib
+import inspect
 import json
 import os
 import shlex
@@ -32,8 +36,9 @@ import statistics
 import subprocess
 import sys
 import time
-import unicodedata
 import zlib
+from collections.abc import Callable
+from datetime import date, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,8 +51,7 @@ import train
 
 N_HELD_OUT = 100
 # The other flags of every run. Rows are short, because two cores should need a minute for a run.
-FLAGS = ("--seq_len 256 --steps 40 --eval_every 10 --schedule linear --no-activation_checkpointing --log_every 1 "
-         "--save_every 0")
+FLAGS = "--seq_len 256 --steps 40 --schedule linear --no-activation_checkpointing --log_every 1 --save_every 0"
 
 
 class Method(NamedTuple):
@@ -72,44 +76,83 @@ CURVES = {"full": "#2f81f7", "lora": "#2da44e", "qlora": "#e5534b"}  # read on w
 
 # ---------------------------------------------------------------- tasks
 
-UNITS = "twelve one two three four five six seven eight nine ten eleven".split()
-TEENS = "twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
-NUMBERS = UNITS[:12] + TEENS + ["twenty"] + [f"twenty-{unit}" for unit in UNITS[1:10]]
+MONTHS = "January February March April May June July August September October November December".split()
+FIRST_ORDINALS = ("first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth "
+                  "fourteenth fifteenth sixteenth seventeenth eighteenth nineteenth twentieth").split()
+ORDINALS = FIRST_ORDINALS + [f"twenty-{one}" for one in FIRST_ORDINALS[:9]] + ["thirtieth", "thirty-first"]
+# modules written in Python, whose signatures inspect can read
+MODULES = (
+    "argparse ast base64 bdb bisect calendar cmd code codecs collections compileall configparser contextlib copy csv "
+    "datetime difflib dis doctest email.message email.utils filecmp fileinput fnmatch fractions ftplib functools "
+    "getopt gettext glob graphlib gzip heapq html http.client http.cookiejar http.cookies imaplib inspect io "
+    "ipaddress json locale logging logging.handlers mailbox mimetypes netrc ntpath optparse os pdb pickle pickletools "
+    "pkgutil platform plistlib poplib posixpath pprint profile pstats py_compile pyclbr pydoc queue quopri random "
+    "reprlib runpy sched secrets selectors shelve shlex shutil smtplib socket socketserver statistics string "
+    "subprocess symtable sysconfig tabnanny tarfile tempfile textwrap threading timeit tokenize trace traceback "
+    "tracemalloc types unittest unittest.mock urllib.parse urllib.request uuid warnings wave weakref webbrowser "
+    "xml.dom.minidom xml.etree.ElementTree xmlrpc.client xmlrpc.server zipapp zipfile zoneinfo").split()
 
 
-def time_in_words(hour, minute):
-    """14, 35 -> twenty-five to three."""
-    this_hour = NUMBERS[hour % 12]
-    next_hour = NUMBERS[(hour + 1) % 12]
-    if minute == 0:
-        return f"{this_hour} o'clock"
-    if minute == 30:
-        return f"half past {this_hour}"
-    n = min(minute, 60 - minute)
-    words = "a quarter" if n == 15 else NUMBERS[n]
-    return f"{words} past {this_hour}" if minute < 30 else f"{words} to {next_hour}"
+class Task(NamedTuple):
+    """make() -> [(question, answer)]. The instruction is the system's message, so the base knows what is asked."""
+
+    instruction: str
+    make: Callable
 
 
-def clock():
-    """[(question, answer)] of every minute of a day."""
+def dates():
+    """Each day of a year once, in years of this century: no answer is both trained on and held out."""
     pairs = []
-    for minutes in range(24 * 60):
-        hour, minute = divmod(minutes, 60)
-        pairs.append((f"Say {hour}:{minute:02} in words.", time_in_words(hour, minute)))
+    for days in range(366):
+        day = date(2000, 1, 1) + timedelta(days)  # a leap year
+        year = 2000 + 4 * (days * 7 % 25)  # leap years as well
+        pairs.append((f"{year}-{day:%m-%d}", f"the {ORDINALS[day.day - 1]} of {MONTHS[day.month - 1]}"))
     return pairs
 
 
-def characters():
-    """[(question, answer)] of letters of Latin, Greek and Cyrillic. Unicode never changes a name."""
-    pairs = []
-    for number in (*range(0xC0, 0x250), *range(0x386, 0x500), *range(0x1E00, 0x1F00)):
-        name = unicodedata.name(chr(number), "")
-        if " LETTER " in name:
-            pairs.append((f"What is the Unicode name of U+{number:04X}, {chr(number)}?", name))
-    return pairs
+def functions_of(module):
+    """[(name, function or method)] of what a module defines itself."""
+    found = []
+    for name, value in sorted(vars(module).items()):
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        members = sorted(vars(value).items()) if inspect.isclass(value) else [(name, value)]
+        found += [(name, value) for name, value in members if inspect.isfunction(value) and name[0] != "_"]
+    return found
 
 
-TASKS = {"clock": clock, "characters": characters}
+def parameters_of(function):
+    """The parameters of a function without annotations and self, or None where a question would be a hard one to read:
+    no or many parameters, * and **, defaults that are no literals."""
+    signature = inspect.signature(function)
+    found = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    found = [parameter for parameter in found if parameter.name not in ("self", "cls")]
+    text = ", ".join(map(str, found))
+    if not 2 <= len(found) <= 6 or len(text) > 80 or "<" in text or "*" in text:
+        return None
+    return found
+
+
+def arguments():
+    """Functions of this Python's library. Of those with the same parameters only one, so that none of them is both
+    trained on and held out."""
+    pairs = {}
+    for module in MODULES:
+        for name, function in functions_of(importlib.import_module(module)):
+            parameters = parameters_of(function)
+            if not parameters:
+                continue
+            required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+            text = ", ".join(map(str, parameters))
+            if len(required) < len(parameters):
+                pairs.setdefault(text, (f"{name}({text})", ", ".join(required) or "none"))
+    return list(pairs.values())
+
+
+TASKS = {
+    "dates": Task("Say the date in words.", dates),
+    "arguments": Task("Which arguments have no default?", arguments),
+}
 
 
 def split(pairs):
@@ -118,14 +161,21 @@ def split(pairs):
     return by_hash[N_HELD_OUT:], by_hash[:N_HELD_OUT]
 
 
+def ask(task, question):
+    """-> messages of the conversation before the answer."""
+    return [{"role": "system", "content": TASKS[task].instruction}, {"role": "user", "content": question}]
+
+
 def write_task(folder, task):
     """-> (file to train on, file of held-out rows)."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, pairs in zip(("train", "held_out"), split(TASKS[task]()), strict=True):
+    for name, pairs in zip(("train", "held_out"), split(TASKS[task].make()), strict=True):
         path = folder / f"{task}-{name}.jsonl"
-        lines = [json.dumps({"messages": [{"role": "user", "content": question},
-                                          {"role": "assistant", "content": answer}]}) for question, answer in pairs]
+        lines = []
+        for question, answer in pairs:
+            messages = [*ask(task, question), {"role": "assistant", "content": answer}]
+            lines.append(json.dumps({"messages": messages}))
         train.replace_file(path, "\n".join(lines) + "\n")  # another call may read it now
         paths.append(path)
     return paths
@@ -172,52 +222,74 @@ def exact_answers(model, held_out, device):
     return exact
 
 
-def answer(model, tokenizer, question, device, n=32):
+def answer(model, tokenizer, messages, device, n=32):
     """The answer by decoding, token by token."""
-    prompt = tokenizer.prompt([{"role": "user", "content": question}])
-    return tokenizer.core.decode(list(lm.generate(model, prompt, n, tokenizer.stop_ids, device)))
+    tokens = lm.generate(model, tokenizer.prompt(messages), n, tokenizer.stop_ids, device)
+    return tokenizer.core.decode(list(tokens))
+
+
+def folder_of_run(args, task, name, rate, seed):
+    """An empty folder: what a call that was cut has left there is removed."""
+    out = args.out / f"{task}-{name}-{rate:g}-{seed}".replace(" ", "")
+    shutil.rmtree(out, ignore_errors=True)
+    return out
+
+
+def flags_of(args, task, name):
+    """Flags that training and opening the result share: data, lengths, how the weights are kept."""
+    trained, held_out = write_task(args.out / "data", task)
+    return f"--data {trained} --eval_data {held_out} {FLAGS} {METHODS[name].opens}".split()
 
 
 def measure(args, task, name, rate, seed):
     """Trains and scores -> a row of rows.jsonl."""
     method = METHODS[name]
-    files = write_task(args.out / "data", task)
-    out = args.out / f"{task}-{name}-{rate:g}-{seed}".replace(" ", "")
-    shutil.rmtree(out, ignore_errors=True)  # of a call that was cut
-    read = f"--data {files[0]} --eval_data {files[1]} {FLAGS} {method.opens}".split()
-    trained = [*read, *method.trains.split(), "--lr", f"{rate:g}", "--seed", str(seed)]
-    wall_s, cpu_s = run_training(["--model", str(args.model), *trained, "--out", str(out)])
+    out = folder_of_run(args, task, name, rate, seed)
+    flags = flags_of(args, task, name)
+    trains = [*method.trains.split(), "--lr", f"{rate:g}", "--seed", str(seed)]
+    wall_s, cpu_s = run_training(["--model", str(args.model), *flags, *trains, "--out", str(out)])
     rows = metrics(out)
     steps = [row for row in rows if "loss" in row]
-    curve = [[row["step"], row["eval_loss"]] for row in rows if "eval_loss" in row]
-    model, tokenizer, held_out, device = open_result(["--model", str(out), *read])
+    model, tokenizer, held_out, device = open_result(["--model", str(out), *flags])
     exact = exact_answers(model, held_out, device)
     assert len(exact) == N_HELD_OUT, f"{len(exact)} held-out rows, not {N_HELD_OUT}: --seq_len is too small"
     # Is an answer of the base wrong, or only worded otherwise? Its own words say that.
-    asked = split(TASKS[task]())[1][: args.answers if rate else N_HELD_OUT]
-    answers = [[question, answer(model, tokenizer, question, device), right] for question, right in asked]
+    _, asked = split(TASKS[task].make())
+    answers = []
+    for question, right in asked[: args.answers if rate else N_HELD_OUT]:
+        answers.append([question, answer(model, tokenizer, ask(task, question), device), right])
     shutil.rmtree(out)
     return {
         "task": task, "method": name, "rate": rate, "seed": seed, "model": args.model.name, "device": device.type,
-        "flags": shlex.join([*FLAGS.split(), *method.opens.split(), *method.trains.split()]),
-        "loss": curve[-1][1], "score": sum(exact) / len(exact), "curve": curve,
+        "flags": shlex.join([*FLAGS.split(), *method.opens.split(), *trains]),
+        "loss": rows[-1]["eval_loss"], "score": sum(exact) / len(exact),
         "seconds": cpu_s if device.type == "cpu" else wall_s, "wall_s": wall_s, "cpu_s": cpu_s,
         "step_s": statistics.median(row["step_s"] for row in steps), "gib": max(row["mem_gib"] for row in steps),
         "contains": statistics.mean(right.lower() in said.lower() for _, said, right in answers), "answers": answers}
 
 
+def measure_curve(args, task, name, seed=0):
+    """Trains with many evaluations -> a row of curves.jsonl."""
+    rate = METHODS[name].rate
+    out = folder_of_run(args, f"{task}-curve", name, rate, seed)
+    trains = [*METHODS[name].trains.split(), "--lr", f"{rate:g}", "--seed", str(seed), "--eval_every", "4"]
+    run_training(["--model", str(args.model), *flags_of(args, task, name), *trains, "--out", str(out)])
+    points = [[row["step"], row["eval_loss"]] for row in metrics(out) if "eval_loss" in row]
+    shutil.rmtree(out)
+    return {"task": task, "method": name, "rate": rate, "seed": seed, "curve": points}
+
+
 # ---------------------------------------------------------------- tables and picture
 
 
-def add_row(out, row):
+def add_row(path, row):
     """Writes a row on a line of its own: a call that was killed may have left half a row without an end."""
-    with open(out / "rows.jsonl", "a") as file:
+    with open(path, "a") as file:
         file.write(f"\n{json.dumps(row, ensure_ascii=False)}\n")
 
 
-def read_rows(out):
+def read_rows(path):
     """The complete rows of all calls so far."""
-    path = out / "rows.jsonl"
     if not path.exists():
         return []
     lines = path.read_text().splitlines()
@@ -252,21 +324,20 @@ def print_table(rows, task):
             print(f"| {name:<14}| {rate:<7g}| {losses:<20}| {right:<15}| {cost:<6.0f}| {gib:<5.2f}|")
 
 
-def draw(path, rows, task):
-    """Held-out loss over steps, a curve for each of CURVES: the mean over its seeds, from the loss of its base on."""
+def draw(args, task):
+    """Held-out loss over steps, a curve for each of CURVES, from the loss of its base on."""
+    path = args.out / "curves.jsonl"
     curves = {}
     for name, colour in CURVES.items():
-        found = [row for row in rows if row["task"] == task and (row["method"], row["rate"]) == (name, METHODS[name].rate)]
-        base = "base, NF4" if "--qlora" in METHODS[name].opens else "base"
-        starts = [row["loss"] for row in rows if (row["task"], row["method"]) == (task, base)]
-        if not found or not starts:
-            continue
-        points = [(0, starts[0])]
-        for evaluations in zip(*(row["curve"] for row in found), strict=True):
-            step = evaluations[0][0]
-            points.append((step, statistics.mean(loss for _, loss in evaluations)))
+        method = METHODS[name]
+        if not any(is_of(row, task, name, method.rate, 0) for row in read_rows(path)):
+            add_row(path, measure_curve(args, task, name))
+        (row,) = [row for row in read_rows(path) if is_of(row, task, name, method.rate, 0)]
+        base = "base, NF4" if "--qlora" in method.opens else "base"
+        start = [row["loss"] for row in read_rows(args.out / "rows.jsonl") if is_of(row, task, base, 0, 0)]
+        points = [(0, loss) for loss in start] + row["curve"]
         curves[f"{name}, {points[-1][1]:.3f}", colour] = points
-    train.draw(path, curves)
+    train.draw(args.svg, curves)
 
 
 def wanted(args):
@@ -284,33 +355,34 @@ def wanted(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
-    parser.add_argument("--out", type=Path, default=Path("out/quality"), help="folder of rows.jsonl (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of each run (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out/quality"), help="folder of rows.jsonl (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each run (%(default)s)")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates, in place of each method's own")
-    parser.add_argument("--answers", type=int, default=3, help="answers to print of each run (default: %(default)s)")
+    parser.add_argument("--answers", type=int, default=3, help="answers to print of each run (%(default)s)")
     parser.add_argument("--svg", type=Path, help="draw the first task's held-out loss over steps")
     args = parser.parse_args()
     args.model = args.model.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "rows.jsonl"
     for task, name, rate, seed in wanted(args):
         # read each time: another call, on another GPU, may share the folder
-        if any(is_of(row, task, name, rate, seed) for row in read_rows(args.out)):
+        if any(is_of(row, task, name, rate, seed) for row in read_rows(path)):
             continue
         row = measure(args, task, name, rate, seed)
-        add_row(args.out, row)
+        add_row(path, row)
         print(f"{task}  {name}  rate {rate:g}  seed {seed}: loss {row['loss']:.4f}, right {row['score']:.2f}, "
               f"{row['seconds']:.0f} s, {row['step_s']:.2f} s a step, {row['gib']:.2f} GiB", flush=True)
         for question, said, right in row["answers"][: args.answers]:
             print(f"    {question}  {' '.join(said.split())!r}, right: {right!r}")
-    rows = read_rows(args.out)
+    rows = read_rows(path)
     for task in args.tasks:
         found = [row for row in rows if row["task"] == task]
         if found:
             print_table(found, task)
     if args.svg:
-        draw(args.svg, rows, args.tasks[0])
+        draw(args, args.tasks[0])
 
 
 if __name__ == "__main__":
