@@ -2578,9 +2578,13 @@ def check_weights(model, checkpoint, folder):
     expected = shapes_in_files(model, checkpoint.tensors)
     is_adapter = any(".lora_" in name for name in expected)
     if is_adapter:
+        trained = set(names_in_adapter(model))
         layers = [name.removesuffix(".weight") for name in expected
                   if name.endswith(".weight") and ".lora_" not in name]
-        expected = {PEFT_PREFIX + name: shape for name, shape in expected.items() if ".lora_" in name}
+        if HEAD in trained:  # also of a tied pair
+            expected[HEAD] = (model.config.vocab_size, model.config.hidden_size)
+        expected = {PEFT_PREFIX + name: shape for name, shape in expected.items()
+                    if ".lora_" in name or name in trained}
     elif model.config.tie_word_embeddings and HEAD in checkpoint.tensors:
         # a duplicate: check_tied_head compares the values
         expected[HEAD] = (model.config.vocab_size, model.config.hidden_size)
@@ -2598,6 +2602,18 @@ def check_weights(model, checkpoint, folder):
         raise ValueError(f"{folder}: {text}")
     if is_adapter:
         check_targets(layers, checkpoint, folder)
+
+
+def embedding_in_files(config):
+    return re.sub("^model[.]", config.prefix, EMBEDDING)
+
+
+def names_in_adapter(model):
+    """[names in files] of what an adapter has beside LoRA: embedding and head if --train_embeddings trains
+    them. PEFT writes and expects both also where they are tied."""
+    if not model.model.embed_tokens.weight.requires_grad:
+        return []
+    return [embedding_in_files(model.config), HEAD]
 
 
 def check_targets(layers, adapter, folder):
@@ -2636,21 +2652,23 @@ def layers_named(targets, layers, adapted):
         return {layer for layer in layers if pattern.fullmatch(layer)}
 
 
-def check_tied_head(source, embedding, start, stop):
+def check_tied_head(source, embedding, head, start, stop):
     """Compares rows of a head with the embedding's: a tied model has no place for another head."""
-    if not torch.equal(source.rows(embedding, start, stop), source.rows(HEAD, start, stop)):
-        raise ValueError(f"config.json ties the head to the embedding, but the checkpoint's {HEAD} differs: "
+    if not torch.equal(source.rows(embedding, start, stop), source.rows(head, start, stop)):
+        raise ValueError(f"config.json ties the head to the embedding, but the checkpoint's {head} differs: "
                          "set tie_word_embeddings to false")
 
 
 # These keys of adapter_config.json may have these values, those of ADAPTER_FREE any; others must be unset.
 ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["none"],
                 "init_lora_weights": [True, False, "gaussian"],  # PiSSA and others change the base weights
+                "ensure_weight_tying": [True, False],  # a tied pair stays one here in any case
                 "layers_to_transform": [],  # 0 and false are layer 0
                 "rank_pattern": [{}], "alpha_pattern": [{}], "loftq_config": [{}]}
 ADAPTER_FREE = (
     "r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path", "auto_mapping",
     "revision", "inference_mode", "peft_version", "megatron_core", "qalora_group_size", "use_rslora",
+    "modules_to_save",  # see saves_embeddings()
 )
 # what to do with an adapter that is not read: on transformers 5 PEFT trains stacked experts, for example
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that folder as --model"
@@ -2665,7 +2683,7 @@ def open_adapter(folder):
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {lm.quoted(value)} is not implemented: {MERGE}")
     checkpoint = Checkpoint(folder, "adapter_model.safetensors")
-    found = {lm.target_of(name.split(".lora_")[0]) for name in checkpoint.tensors}
+    found = {lm.target_of(name.split(".lora_")[0]) for name in checkpoint.tensors if ".lora_" in name}
     if not found or not found <= set(lm.LORA_TARGETS):
         raise ValueError(f"{folder}: adapter_model.safetensors has {listing(found)}, expected some of "
                          f"{', '.join(lm.LORA_TARGETS)}: {MERGE}")
@@ -2678,7 +2696,25 @@ def open_adapter(folder):
     }
     flags = {flag: lm.read_field(config, key, bounds, where) for key, (flag, bounds) in numbers.items()}
     flags["lora_targets"] = [target for target in lm.LORA_TARGETS if target in found]
+    flags["train_embeddings"] = saves_embeddings(config, where)
     return checkpoint, flags
+
+
+def saves_embeddings(config, where):
+    """Whether an adapter has a whole embedding and head. PEFT may save one of the two alone, or other modules:
+    that is refused. Its names may be short, or those of the modules in full. Of a tied pair PEFT lists the
+    embedding alone, if ensure_weight_tying is set, and writes both."""
+    modules = config.get("modules_to_save")
+    if not modules:
+        return False
+    if isinstance(modules, list) and all(isinstance(name, str) for name in modules):
+        names = {name.rpartition(".")[2] for name in modules}
+        if names == {"embed_tokens", "lm_head"}:
+            return True
+        if names == {"embed_tokens"} and config.get("ensure_weight_tying"):
+            return True
+    raise ValueError(f"{where}: modules_to_save = {lm.quoted(modules)}: expected embed_tokens and lm_head: "
+                     f"{MERGE}")
 
 
 @torch.no_grad()
@@ -2699,7 +2735,7 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
             continue  # of a small parameter some ranks have no row
         matrices = stored_matrices(name, params[name].shape, model.config, source.tensors)
         reader = source
-        if ".lora_" in name:
+        if ".lora_" in name or (adapter and name in (EMBEDDING, HEAD) and params[name].requires_grad):
             reader = adapter
             matrices = [matrix._replace(name=PEFT_PREFIX + matrix.name) for matrix in matrices]
         if name.endswith("weight_codes"):
@@ -2715,8 +2751,10 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
             # PEFT's default for a fresh A, U(-1/sqrt(in), 1/sqrt(in)). Drawn on the CPU: a GPU draws others.
             width = out.shape[1]
             out.copy_(random_rows(name, width, start, stop, seed, "cpu", uniform=True) * width**-0.5)
-        if name == EMBEDDING and HEAD not in params and HEAD in source.tensors:
-            check_tied_head(source, matrices[0].name, start, stop)
+        if name == EMBEDDING and HEAD not in params:
+            head = matrices[0].name.removesuffix(embedding_in_files(model.config)) + HEAD
+            if head in reader.tensors:
+                check_tied_head(reader, matrices[0].name, head, start, stop)
 
 
 # ---------------- writing a model
@@ -2808,7 +2846,17 @@ def write_config(path, config):
 
 
 def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False):
-    """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them."""
+    """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them.
+
+    A tied embedding is written a second time, as the head: PEFT looks both up, and an older one, which does
+    not know ensure_weight_tying, would else keep the base's head without a word."""
+    saved = {}
+    embedding = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    if embedding:
+        is_tied = HEAD not in tensors
+        saved = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": is_tied}
+        if is_tied:
+            tensors = tensors | {HEAD: tensors[embedding[0]]}
     named = {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
     write_safetensors(out / "adapter_model.safetensors", named, named.values())
     if any(".experts." in name for name in tensors):
@@ -2816,7 +2864,7 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False
     write_config(out / "adapter_config.json", {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
         "bias": "none", "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets),
-        "use_rslora": rslora, "inference_mode": True})
+        "use_rslora": rslora, "inference_mode": True, **saved})
 
 
 def modules_in(adapter, config, targets):
@@ -2839,7 +2887,9 @@ def export(args, model, source, files, tokenizer, out, ranks):
             tokenizer.save(unfinished)
     tensors = full_tensors(model, args.lora, source.tensors)
     if args.lora:  # every rank goes through the tensors, which are gathered
-        adapter = {name: tensor for name, tensor in tensors if is_first}
+        # embedding and head in the dtype of the base, as in a whole model
+        adapter = {name: tensor if ".lora_" in name else tensor.to(source.tensors[name].dtype)
+                   for name, tensor in tensors if is_first}
     with ranks.agree():
         if not args.lora:
             # only the rank that writes them reads them
@@ -2865,7 +2915,9 @@ def merge(source, adapter, scale, files, tokenizer, out):
     # a tied head that files repeat is left out: readers take the embedding
     layout = {name: stored for name, stored in source.tensors.items()
               if name != HEAD or not config.tie_word_embeddings}
-    others = [name for name in adapter if ".lora_A." not in name and ".lora_B." not in name]
+    whole = [name for name in (embedding_in_files(config), HEAD) if name in adapter]
+    others = [name for name in adapter
+              if ".lora_A." not in name and ".lora_B." not in name and name not in whole]
     if others:
         raise ValueError(f"--merge: {out}/final is complete, but merge() knows only LoRA and would lose "
                          f"{listing(others)}")
@@ -2879,7 +2931,8 @@ def merge(source, adapter, scale, files, tokenizer, out):
     with writing(f"--merge, {out}/final is complete", "merged/"):
         unfinished.mkdir()
         tokenizer.save(unfinished)
-        tensors = (merged_weight(source, name, products[name], scale) for name in layout)
+        tensors = (adapter[name] if name in whole else merged_weight(source, name, products[name], scale)
+                   for name in layout)
         save_model(tensors, layout, unfinished, files.config, write=True)
         put_in_place(unfinished)
 

@@ -1439,6 +1439,12 @@ def add_lora_(model, rank, scale, dropout, targets):
             layer.dropout = model.dropout
 
 
+def train_embeddings_(model):
+    """Trains embedding and head in full beside adapters. A tied pair is one weight."""
+    model.model.embed_tokens.weight.requires_grad_()
+    model.lm_head.weight.requires_grad_()
+
+
 def switch_adapters_(model, on):
     """With on=False the model computes what it did before add_lora_()."""
     for module in model.modules():
@@ -1476,6 +1482,8 @@ def on_meta(config, args):
     if args.lora:
         scale = lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
         add_lora_(model, args.lora_rank, scale, args.lora_dropout, args.lora_targets)
+    if args.train_embeddings:
+        train_embeddings_(model)
     set_precision_(model, args.precision)
     model.lm_head.chunk = args.ce_chunk
     model.lm_head.per_token = args.dpo
@@ -1631,13 +1639,13 @@ class Counts(NamedTuple):
     documents: int = 1
 
 
-def step_flops(c, counts, is_frozen, has_reference=False):
+def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
     """FLOP of a step without recomputation. A weight costs a token 2 in the forward and 4 in the backward, 2
     of them for its own gradient. Two tokens that attend to each other cost 4*H*K in the forward and 2.5 times
     that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads its state twice and writes
     it once, 6*K*P a token and head (w state, queries state, keys^T d), and the backward of a product costs
     twice the product; what chunks add, 70 % of that, a model does not need. The reference of --dpo is one
-    more forward. Adapters, about 1 %, are left out."""
+    more forward. Adapters, about 1 %, are left out. is_frozen: all but these; trains_head: but the head, too."""
     n_linear = c.layer_types.count("linear_attention")
     n_sliding = c.layer_types.count("sliding_attention")
     n_full = c.num_hidden_layers - n_linear - n_sliding
@@ -1648,12 +1656,15 @@ def step_flops(c, counts, is_frozen, has_reference=False):
     mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_expert_intermediate_size + c.num_experts)
     blocks = sum(mixer_weights(c, layer_type) + mlp for layer_type in c.layer_types)
     # the head sees supervised tokens alone, and the embedding is a look-up
-    products = blocks * counts.tokens + c.hidden_size * c.vocab_size * counts.targets
+    head = c.hidden_size * c.vocab_size * counts.targets
+    products = blocks * counts.tokens + head
     # of a forward; 2 and not 4, because squares count each pair twice
     attention = 2 * c.q_size * squares
     rule = 6 * c.linear_key_head_dim * c.value_size * n_linear * counts.tokens
     forward = attention + rule + 2 * products
     step = 3.5 * attention + 3 * rule + (4 if is_frozen else 6) * products
+    if is_frozen and trains_head:
+        step += 2 * head
     return step + forward if has_reference else step
 
 

@@ -227,6 +227,8 @@ def make_parser():
            "reference is the model without adapters", fixed=True)
     add(method, "--beta", AMOUNT, None, "of --dpo: with a smaller one the model goes further from its "
         "reference (default: 0.1)", fixed=True)
+    switch(method, "--train_embeddings", "train embedding and head in full beside adapters, as PEFT's "
+           "modules_to_save", fixed=True)
     add(method, "--lora_targets", str, None,
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
@@ -455,16 +457,24 @@ def complete(args):
 
 def refuse_conflicts(args):
     """Refuses flags that cannot work together, before any process group or download."""
+    if args.train_embeddings and not args.lora:
+        refuse("--train_embeddings: full fine-tuning trains them already: leave it out, or add --lora or "
+               "--qlora")
     for flag, needed in NEEDED.items():
         if getattr(args, flag) and not getattr(args, needed):
             refuse(f"--{flag} needs --{needed}")
-    for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "random_init"):
+    for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
         if getattr(args, flag) and args.adapter:
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
     others = args.adapter or args.overflow or args.train_on != "targets"
     if args.dpo and (others or args.sequence_parallel > 1 or not args.chunked_ce):
         refuse("--dpo: leave out --adapter (merge it first), --overflow, --train_on, --sequence_parallel and "
                "--no-chunked_ce")
+    # The reference is this model without adapters. With other embeddings it would need the old ones as well,
+    # and the loss of each token, which --dpo needs, has no gradient of the head.
+    if args.dpo and args.train_embeddings:
+        refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
+               "before, and give its merged model")
     # float32 weights are not rounded
     if args.stochastic_rounding and args.precision != "bf16":
         refuse("--stochastic_rounding needs --precision bf16")
@@ -609,10 +619,10 @@ def main(argv, progress):
         for i, batch in enumerate(batches):
             if args.fsdp2:
                 # Gradients of all weights are too large to wait unsharded for the last micro-batch, so each
-                # one reduces them. Those of adapters wait, and so does the exchange between replicas: once a
+                # one reduces them. Those of adapters alone wait, and so does the exchange between replicas: once a
                 # step is enough.
                 last = i == len(batches) - 1
-                model.set_requires_gradient_sync(last or not args.lora)
+                model.set_requires_gradient_sync(last or trains_ends(args))
                 model.set_requires_all_reduce(last)
             b = batch.to(device)
             progress.update(phase="forward", step=n, tokens_of_micro_batch=b.tokens.numel())
@@ -641,7 +651,7 @@ def main(argv, progress):
         n_bad += bad
         state["step"] = n
         state["tokens"] += counts.targets
-        flops = lm.step_flops(config, counts, args.lora, args.dpo) / ranks.world
+        flops = lm.step_flops(config, counts, args.lora, args.dpo, trains_ends(args)) / ranks.world
         log.count(loss_sum, dpo_sums, n_terms, counts.tokens, flops)
 
         # once in a while: log, and see whether the numbers are still finite
@@ -718,6 +728,11 @@ def open_config(args, world, device, random_init):
     complete_for_model(args, config, adapter_settings, device)
     check_sizes(args, config, world)
     return OpenedConfig(files, config, adapter)
+
+
+def trains_ends(args):
+    """Whether embedding and head are trained."""
+    return not args.lora or args.train_embeddings
 
 
 def complete_for_model(args, config, adapter_settings, device):
@@ -1909,6 +1924,7 @@ def print_start(args, model, source, blocks, ranks):
     features = [
         ("precision", True, f"trained {trained}, all else {other_dtype}"),
         ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, all else is frozen"),
+        ("train_embeddings", args.train_embeddings, "embedding and head are trained in full beside adapters"),
         ("qlora", args.qlora, "the weights of the blocks are in NF4, 4.14 bits each"),
         ("dpo", args.dpo, "chosen answers are preferred to rejected ones, more than without adapters"),
         ("fsdp2", args.fsdp2,
@@ -2721,7 +2737,7 @@ class Units(NamedTuple):
 def unit_of(module, args, shards, dtype):
     """Adds up a module on the meta device, its rows dealt out to `shards` ranks, its products in `dtype`."""
     unit = Unit(Counter())
-    for p in module.parameters():
+    for name, p in module.named_parameters():
         n_rows = nf4.ceil_div(len(p), shards)
         width = p.numel() // len(p)
         n = n_rows * width
@@ -2731,7 +2747,7 @@ def unit_of(module, args, shards, dtype):
         if p.dtype is torch.uint8:  # gathered as it is, and dequantized by its layer
             product_itemsize = 1
             kind = "NF4 weights"
-        elif p.requires_grad and args.lora:
+        elif "lora_" in name:
             kind = "adapters"
         unit.always[kind] += n_bytes
         # Products read a copy: gathered by FSDP2, or made by Linear.forward() where a master is wider.
@@ -2820,7 +2836,7 @@ def events_and_host(args, config, world, length, blocks):
         host["activations"] = (config.num_hidden_layers - 1) * pinned_bytes(acts[0].input)
     # RoPE's tables, the batch's integers
     always["saved activations"] = n_tokens * (FLOAT32 * config.rope_size + 4 * INT64)
-    if config.family.embed_norm and not args.lora:
+    if config.family.embed_norm and trains_ends(args):
         always["saved activations"] += acts[0].input  # the input of a norm
     sharding = sharding_of(args, config, shards)
     weights = weights_of_blocks(args, blocks.n_recomputed, sharding, units)
@@ -2899,7 +2915,7 @@ def inputs_of_loss(args, config):
     if args.chunked_ce:
         return 4 + n_scaled  # x, its norm, the rows with a target, their gradient
     # x and its norm, which a frozen head does not keep
-    return 1 if args.lora else 2
+    return 2 if trains_ends(args) else 1
 
 
 class Event(NamedTuple):
@@ -2924,7 +2940,7 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
     alive = always.copy()  # what is on the GPU between two events
     if sharding.ends_in_root:
         alive["unsharded units"] = sum(unit.unsharded for unit in units.ends)
-    if args.grad_accum > 1 and args.fsdp2 and args.lora:
+    if args.grad_accum > 1 and args.fsdp2 and not trains_ends(args):
         # adapters are reduced after the last micro-batch
         alive["gradients"] = sharding.shards * all_gradients
     elif args.grad_accum > 1 and sharding.gradients_stay:
@@ -2966,7 +2982,7 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
         alive["unsharded units"] -= left[i]
 
     # ---- backward of the embedding, which adapters do not need; optimizer.step()
-    if not args.lora:
+    if trains_ends(args):
         yield from play_backward_of_embedding(args, units, sharding, input_bytes, alive)
     if not args.optim_in_backward:
         gradients = 0 if "params" in args.offload else all_gradients
@@ -3414,7 +3430,7 @@ def bytes_of_blocks(args, c, itemsize, n_tokens, blocks):
     """[BlockBytes of each block]"""
     cached = functools.cache(functools.partial(block_bytes, args, c, itemsize, n_tokens))
     acts = []
-    has_gradient = not args.lora  # x at the block: below the first adapter nothing is trained
+    has_gradient = trains_ends(args)  # x at the block: below the first adapter nothing is trained
     for i, layer_type in enumerate(c.layer_types):
         keeps = Keeps(
             activations=i >= blocks.n_recomputed,
@@ -3433,7 +3449,7 @@ def loss_bytes(args, c, itemsize, n_tokens):
         # float32 logits, their log-softmax and their gradient, and the tanh of capped ones
         n_copies = 4 if is_capped else 3
         return n_copies * FLOAT32 * n_tokens * c.vocab_size
-    n_head_weights = 0 if args.lora else c.vocab_size * c.hidden_size
+    n_head_weights = c.vocab_size * c.hidden_size if trains_ends(args) else 0
     chunk = min(args.ce_chunk, n_tokens)
     n_bytes = chunk * c.vocab_size * itemsize
     if chunk < n_tokens:

@@ -150,6 +150,11 @@ CASES = [
     Case("qwen3.5", 1024, 2, "--fsdp2 --lora --lora_dropout 0.1 --activation_checkpointing 2 --ce_chunk 64"),
     Case("qwen3.5-moe", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
     Case("qwen3.5-moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
+    # embedding and head are trained in full beside adapters, so every block has a gradient of its input
+    Case("gqa", 512, 1, "--lora --train_embeddings --lora_targets down_proj --ce_chunk 64"),
+    Case("tied", 512, 1, "--qlora --train_embeddings --optim adamw8bit --ce_chunk 64"),
+    Case("gqa", 512, 2, "--fsdp2 --qlora --train_embeddings --grad_accum 2 --ce_chunk 64"),
+    Case("tied", 512, 2, "--fsdp2 --lora --train_embeddings --grad_accum 2 --ce_chunk 64"),
     # the reference's forward comes first, with nothing saved
     Case("gqa", 1024, 1, "--dpo --lora --ce_chunk 64"),
     Case("qwen3.5", 1024, 2, "--fsdp2 --dpo --qlora --ce_chunk 64"),

@@ -28,6 +28,8 @@ SETTINGS = [
     "--qlora --gpu_gib 400",  # keeps all NF4 weights in 16 bits
     "--lora --lora_targets q_proj v_proj",  # of Qwen3.5, blocks below the first adapter
     "--lora --lora_targets down_proj --activation_checkpointing 0",
+    "--qlora --train_embeddings",
+    "--lora --train_embeddings --lora_targets q_proj v_proj --activation_checkpointing 0 --grad_accum 2",
     "--grad_accum 2",
     "--optim_in_backward",
     "--dpo --lora",

@@ -1,0 +1,175 @@
+"""--train_embeddings: embedding and head trained in full beside adapters, whole and tied, over ranks, resumed, merged
+and in PEFT's files. check_peers.py holds the files against PEFT itself."""
+
+import argparse
+import filecmp
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import build, curve, losses, random_model, run_ranks
+from safetensors.torch import load_file, save_file
+
+import data
+import model as lm
+import train
+
+TIED = {"tie_word_embeddings": True}
+EMBEDDING = data.PEFT_PREFIX + data.EMBEDDING
+HEAD = data.PEFT_PREFIX + data.HEAD
+FLAGS = "--lora --train_embeddings --lora_rank 5 --lr 1e-2 --precision fp32 --seq_len 96 --steps 3".split()
+SIX_ROWS = ["--batch_size", 3, "--grad_accum", 2]
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def base(request, tmp_path_factory):
+    """A folder with random weights."""
+    changes = TIED if request.param == "tied" else {}
+    path = random_model(tmp_path_factory.mktemp("base") / request.param, **changes)
+    model, _ = build(**changes)
+    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def argv(base, chats):
+    return ["--model", base, "--data", chats, *FLAGS]
+
+
+@pytest.fixture(scope="module")
+def plain(argv, tmp_path_factory):
+    """(losses, norms, the folder) of a run on one rank, merged at its end."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    got, norms = curve(1, [*argv, *SIX_ROWS, "--save_every", 1, "--keep", 9, "--merge"], out)
+    return got, norms, out
+
+
+def adapter_of(out):
+    return load_file(out / "final" / "adapter_model.safetensors")
+
+
+def test_embedding_and_head_are_trained_and_written_as_peft_reads_them(base, plain):
+    _, _, out = plain
+    adapter = adapter_of(out)
+    config = data.read_json(out / "final/adapter_config.json")
+    weights = load_file(base / "model.safetensors")
+    is_tied = data.HEAD not in weights
+    assert config["modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert config["ensure_weight_tying"] == is_tied
+    assert not torch.equal(adapter[EMBEDDING], weights[data.EMBEDDING])
+    if is_tied:
+        assert torch.equal(adapter[HEAD], adapter[EMBEDDING])
+    else:
+        assert not torch.equal(adapter[HEAD], weights[data.HEAD])
+
+
+@pytest.mark.parametrize("world, flags", [
+    (2, "--batch_size 1 --grad_accum 3 --fsdp2"),  # each micro-batch reduces its gradients
+    (2, "--batch_size 3 --grad_accum 1"),
+    (2, "--batch_size 3 --grad_accum 2 --sequence_parallel 2 --fsdp2 --no-shard_embeddings --no-chunked_ce"),
+    (3, "--batch_size 2 --grad_accum 1 --fsdp2 --offload --tiled_mlp 100 --no-activation_checkpointing"),
+])
+def test_ranks_and_flags_change_no_losses_norms_and_weights(argv, plain, tmp_path, world, flags):
+    if "--tiled_mlp" in flags:
+        flags = flags.replace("--offload", "--offload params")
+    got, norms = curve(world, [*argv, *flags.split()], tmp_path / "run")
+    # float32: only the order of sums differs
+    assert got == pytest.approx(plain[0], abs=1e-5)
+    assert norms == pytest.approx(plain[1], rel=1e-4)
+    expected = adapter_of(plain[2])
+    found = adapter_of(tmp_path / "run")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        # Adam divides a gradient by its own size: rounding in a tiny one moves a weight by a part of lr = 1e-2
+        torch.testing.assert_close(tensor, expected[name], atol=2e-3, rtol=1e-3)
+
+
+def test_a_resumed_run_ends_with_the_same_bytes_also_from_another_world_size(argv, plain, tmp_path):
+    for world, flags in ((1, SIX_ROWS), (2, ["--fsdp2", "--batch_size", 3])):
+        out = tmp_path / f"{world}"
+        shutil.copytree(plain[2] / "checkpoint-2", out / "checkpoint-2")
+        _, text, codes = run_ranks(world, [*argv, *flags, "--resume", out / "checkpoint-2"], out)
+        assert codes == [0] * world, text
+        found = adapter_of(out)
+        for name, tensor in adapter_of(plain[2]).items():
+            if world == 1:
+                assert torch.equal(found[name], tensor), name
+            else:
+                torch.testing.assert_close(found[name], tensor, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_adapter_with_embeddings_is_read_and_written_byte_for_byte(base, chats, plain, tmp_path, world):
+    final = plain[2] / "final"
+    flags = ["--adapter", final, "--lr", 0, "--steps", 1, "--seq_len", 96, "--precision", "fp32"]
+    if world > 1:
+        flags.append("--fsdp2")
+    losses(world, ["--model", base, "--data", chats, *flags], tmp_path / "run")
+    name = "adapter_model.safetensors"
+    assert filecmp.cmp(final / name, tmp_path / "run/final" / name, shallow=False)
+
+
+def test_the_merged_model_computes_what_base_and_adapter_do(plain):
+    out = plain[2]
+
+    def logits(*flags):
+        args = train.parse_args([*flags, "--precision", "fp32", "--dry_run"])
+        opened = train.open_model(args, train.Ranks(False, 1800))
+        opened.model.to_empty(device="cpu").tie_()
+        data.load_weights_(opened.model, opened.source, opened.adapter, 0, torch.device("cpu"))
+        with torch.no_grad():
+            return opened.model(torch.arange(40)[None])
+
+    merged = logits("--model", str(out / "merged"))
+    torch.testing.assert_close(logits("--model", str(out / "final")), merged, atol=1e-4, rtol=1e-4)
+
+
+def changed_adapter(final, folder, tensors=None, **keys):
+    shutil.copytree(final, folder)
+    config = data.read_json(folder / "adapter_config.json") | keys
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    if tensors:
+        save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_names_in_full_are_read_and_other_modules_are_refused(plain, tmp_path):
+    final = plain[2] / "final"
+    in_full = changed_adapter(final, tmp_path / "full", modules_to_save=["model.embed_tokens", "lm_head"])
+    assert data.open_adapter(in_full)[1]["train_embeddings"]
+    for i, modules in enumerate((["embed_tokens"], ["lm_head"], ["score", "embed_tokens", "lm_head"], "all", [1])):
+        bad = changed_adapter(final, tmp_path / f"{i}", modules_to_save=modules, ensure_weight_tying=False)
+        with pytest.raises(ValueError, match="modules_to_save = .*: expected embed_tokens and lm_head: merge it"):
+            data.open_adapter(bad)
+
+
+def test_a_tied_adapter_with_another_head_is_refused(base, chats, plain, tmp_path):
+    if "untied" in base.name:
+        pytest.skip("a head of its own may be another one")
+    tensors = adapter_of(plain[2])
+    tensors[HEAD] = tensors[HEAD] + 1
+    folder = changed_adapter(plain[2] / "final", tmp_path / "adapter", tensors)
+    flags = ["--adapter", folder, "--steps", 1, "--seq_len", 96]
+    _, text, codes = run_ranks(1, ["--model", base, "--data", chats, *flags], tmp_path / "run")
+    assert codes == [1]
+    assert "config.json ties the head to the embedding" in text
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--train_embeddings", "full fine-tuning trains them already"),
+    ("--train_embeddings --lora --dpo", "--dpo: leave out --train_embeddings"),
+    ("--train_embeddings --adapter folder", "--train_embeddings and --adapter: leave one out"),
+])
+def test_what_cannot_work_is_refused(flags, message):
+    with pytest.raises(argparse.ArgumentError, match=message):
+        train.parse_args(flags.split())
+
+
+def test_the_heads_own_gradient_is_counted():
+    config = lm.parse_config(json.loads((data.TINY / "config.json").read_text()))
+    counts = lm.Counts(targets=100, tokens=200, squares=200**2)
+    more = lm.step_flops(config, counts, True, trains_head=True) - lm.step_flops(config, counts, True)
+    assert more == 2 * 100 * config.vocab_size * config.hidden_size  # 2 a weight and target
+    assert lm.step_flops(config, counts, False, trains_head=True) == lm.step_flops(config, counts, False)
