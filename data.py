@@ -2623,7 +2623,7 @@ def check_targets(layers, adapter, folder):
     targets = read_json(f"{folder}/adapter_config.json").get("target_modules")
     if targets is None:
         return
-    adapted = {name.removeprefix(PEFT_PREFIX).split(".lora_")[0] for name in adapter.tensors}
+    adapted = {name.removeprefix(PEFT_PREFIX).split(".lora_")[0] for name in adapter.tensors if ".lora_" in name}
     try:
         named = layers_named(targets, layers, adapted)
     except (TypeError, ValueError, TimeoutError, re.error) as error:

@@ -207,6 +207,8 @@ def ours(folder, adapter_folder=None, precision="fp32"):
         adapter, flags = data.open_adapter(adapter_folder)
         scale = lm.lora_scale(flags["lora_rank"], flags["lora_alpha"], flags["rslora"])
         lm.add_lora_(model, flags["lora_rank"], scale, 0.0, flags["lora_targets"])
+        if flags["train_embeddings"]:
+            lm.train_embeddings_(model)
         data.check_weights(model, adapter, adapter_folder)
     return fill(model, source, adapter).eval()
 
@@ -266,6 +268,27 @@ def check_adapter(what, base, folder, tokens, start, limit):
     check(f"{what}, merged/ against base + adapter", ratio < limit,
           f"rounded weights move the logits {ratio:.2%} as far as the adapter does")
     check_tokenizer(f"{what}, merged/", merged)
+
+
+def check_saved_embeddings(folder):
+    """modules_to_save as PEFT writes it, read here, of tied pairs and of two matrices."""
+    for is_tied in (False, True):
+        path = folder / f"saved-{is_tied}"
+        shape = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2)
+        random_model(transformers.Qwen2Config(**shape, tie_word_embeddings=is_tied), 3).save_pretrained(path)
+        settings = peft.LoraConfig(
+            r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM", ensure_weight_tying=is_tied,
+            modules_to_save=["embed_tokens", "lm_head"])
+        model = peft.get_peft_model(theirs(path), settings).eval()
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn_like(p), alpha=0.1)
+        model.save_pretrained(path / "adapter")
+        tokens = torch.arange(96)[None]
+        logits = model(tokens).logits
+        same(f"PEFT's modules_to_save, tied {is_tied}, read here", ours(path, path / "adapter")(tokens), logits)
+        differs(f"PEFT's modules_to_save, tied {is_tied}, against the base", ours(path)(tokens), logits)
 
 
 def check_generation(folder):
@@ -779,6 +802,7 @@ RUNS = [
     # a scale of 8 / 4: a power of 2, so that merging rounds in no product, whose order PEFT has otherwise
     Run("lora, --rslora", ["--lora", "--rslora", "--lora_alpha", "8", "--merge"]),
     Run("qlora, 2 ranks --fsdp2", ["--qlora", "--merge", "--fsdp2"], 2),
+    Run("lora with embeddings, 2 ranks --fsdp2", ["--lora", "--train_embeddings", "--merge", "--fsdp2"], 2),
 ]
 
 
@@ -820,6 +844,8 @@ def main():
             check_template_args(folder / "template_args")
             check_nf4()
             check_generation(folder)
+        if not wanted or "embeddings" in wanted:
+            check_saved_embeddings(folder)
             check_yarn(folder)
         tokens = torch.randint(0, 4096, (2, 96), generator=torch.Generator().manual_seed(1))
         models = {"tiny": TINY, **write_random_models(folder)}
