@@ -2623,7 +2623,8 @@ def check_targets(layers, adapter, folder):
     targets = read_json(f"{folder}/adapter_config.json").get("target_modules")
     if targets is None:
         return
-    adapted = {name.removeprefix(PEFT_PREFIX).split(".lora_")[0] for name in adapter.tensors if ".lora_" in name}
+    adapted = {name.removeprefix(PEFT_PREFIX).split(".lora_")[0]
+               for name in adapter.tensors if ".lora_" in name}
     try:
         named = layers_named(targets, layers, adapted)
     except (TypeError, ValueError, TimeoutError, re.error) as error:
@@ -2701,8 +2702,8 @@ def open_adapter(folder):
 
 
 def saves_embeddings(config, where):
-    """Whether an adapter has a whole embedding and head. PEFT may save one of the two alone, or other modules:
-    that is refused. Its names may be short, or those of the modules in full. Of a tied pair PEFT lists the
+    """Whether an adapter has a whole embedding and head. PEFT may save one of the two alone, or other
+    modules: that is refused. Its names may be short, or those of the modules in full. Of a tied pair PEFT lists the
     embedding alone, if ensure_weight_tying is set, and writes both."""
     modules = config.get("modules_to_save")
     if not modules:

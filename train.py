@@ -619,8 +619,8 @@ def main(argv, progress):
         for i, batch in enumerate(batches):
             if args.fsdp2:
                 # Gradients of all weights are too large to wait unsharded for the last micro-batch, so each
-                # one reduces them. Those of adapters alone wait, and so does the exchange between replicas: once a
-                # step is enough.
+                # one reduces them. Those of adapters alone wait, and so does the exchange between replicas:
+                # once a step is enough.
                 last = i == len(batches) - 1
                 model.set_requires_gradient_sync(last or trains_ends(args))
                 model.set_requires_all_reduce(last)
@@ -1923,7 +1923,7 @@ def print_start(args, model, source, blocks, ranks):
     # (flag, whether it is on, what it does)
     features = [
         ("precision", True, f"trained {trained}, all else {other_dtype}"),
-        ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, all else is frozen"),
+        ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, the weights under them are frozen"),
         ("train_embeddings", args.train_embeddings, "embedding and head are trained in full beside adapters"),
         ("qlora", args.qlora, "the weights of the blocks are in NF4, 4.14 bits each"),
         ("dpo", args.dpo, "chosen answers are preferred to rejected ones, more than without adapters"),

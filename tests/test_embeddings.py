@@ -141,7 +141,7 @@ def test_names_in_full_are_read_and_other_modules_are_refused(plain, tmp_path):
     assert data.open_adapter(in_full)[1]["train_embeddings"]
     for i, modules in enumerate((["embed_tokens"], ["lm_head"], ["score", "embed_tokens", "lm_head"], "all", [1])):
         bad = changed_adapter(final, tmp_path / f"{i}", modules_to_save=modules, ensure_weight_tying=False)
-        with pytest.raises(ValueError, match="modules_to_save = .*: expected embed_tokens and lm_head: merge it"):
+        with pytest.raises(ValueError, match=r"modules_to_save = .*: expected embed_tokens and lm_head: merge it"):
             data.open_adapter(bad)
 
 

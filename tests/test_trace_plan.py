@@ -28,13 +28,19 @@ SETTINGS = [
     "--qlora --gpu_gib 400",  # keeps all NF4 weights in 16 bits
     "--lora --lora_targets q_proj v_proj",  # of Qwen3.5, blocks below the first adapter
     "--lora --lora_targets down_proj --activation_checkpointing 0",
-    "--qlora --train_embeddings",
-    "--lora --train_embeddings --lora_targets q_proj v_proj --activation_checkpointing 0 --grad_accum 2",
     "--grad_accum 2",
     "--optim_in_backward",
     "--dpo --lora",
     "--fsdp2 --batch_size 2",
     "--qlora --sequence_parallel 2",
+]
+# of a tied pair, a dense model, experts, Gated DeltaNet, and a norm of the embedding
+WITH_EMBEDDINGS = [
+    ("qwen3-0.6b", "--qlora --train_embeddings"),
+    ("llama-3.1-8b", "--lora --train_embeddings --lora_targets q_proj v_proj --activation_checkpointing 0"),
+    ("qwen3-30b-a3b", "--qlora --train_embeddings --grad_accum 2"),
+    ("qwen3.5-9b", "--lora --train_embeddings"),
+    ("muse-glimmer-30b", "--qlora --train_embeddings"),
 ]
 N_TOKENS = 2048  # two tiles, two chunks of the loss, two segments of Gated DeltaNet
 
@@ -49,6 +55,7 @@ def cases():
             if is_hybrid and "sequence_parallel" in setting:  # which Gated DeltaNet does not have
                 setting = next(turns)
             yield preset, setting
+    yield from WITH_EMBEDDINGS
 
 
 def few_blocks(config):
