@@ -357,12 +357,13 @@ class NF4Linear(nn.Module):
 SMALL = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
 
 
-def quantize_linears_(module):
+def quantize_linears_(module, skip=()):
     """Replaces each linear layer below `module` by an NF4Linear, whose parameters are to be filled, but for
-    small ones. ValueError where rows do not divide into blocks, which no Llama or Qwen has."""
+    small ones and those with a name in `skip`. ValueError where rows do not divide into blocks, which no
+    Llama or Qwen has."""
     for name, parent in list(module.named_modules()):
         for child_name, child in parent.named_children():
-            if not isinstance(child, nn.Linear) or child_name in SMALL:
+            if not isinstance(child, nn.Linear) or child_name in (*SMALL, *skip):
                 continue
             D = child.in_features
             if D % BLOCK:

@@ -166,6 +166,7 @@ NEEDED = {
     "rslora": "lora",
     "lora_dropout": "lora",
     "lora_targets": "lora",
+    "nf4_skip": "qlora",
     "merge": "lora",
     "dpo": "lora",
     "beta": "dpo",
@@ -218,6 +219,9 @@ def make_parser():
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True)
     switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True)
+    add(method, "--nf4_skip", str, None, "layers that --qlora leaves in 16 bits, k_proj and v_proj: few "
+        "weights where heads share them, and NF4 costs more in them than in others (default: none)",
+        nargs="+", choices=lm.KEYS_AND_VALUES, fixed=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True)
     add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True)
     switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True)
@@ -1926,6 +1930,7 @@ def print_start(args, model, source, blocks, ranks):
         ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, the weights under them are frozen"),
         ("train_embeddings", args.train_embeddings, "embedding and head are trained in full beside adapters"),
         ("qlora", args.qlora, "the weights of the blocks are in NF4, 4.14 bits each"),
+        ("nf4_skip", args.nf4_skip, "these layers of the blocks stay in 16 bits"),
         ("dpo", args.dpo, "chosen answers are preferred to rejected ones, more than without adapters"),
         ("fsdp2", args.fsdp2,
          f"parameters, gradients and optimizer state in {ranks.world // args.replicas} shards"),
@@ -3373,7 +3378,7 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     # NF4 weights in 16 bits, which the gradients of products' inputs need
     n_down_weights = weights_of_down_proj(c)
     n_o_weights = c.hidden_size * mixer.output // itemsize
-    mixer_weight_bytes = itemsize * n_mixer_weights(c, layer_type, gradients, n_o_weights)
+    mixer_weight_bytes = itemsize * n_mixer_weights(args, c, layer_type, gradients, n_o_weights)
     other_weight_bytes = mixer_weight_bytes
     if gradients.middle:
         other_weight_bytes += itemsize * 2 * n_down_weights  # of gate_proj and up_proj
@@ -3399,10 +3404,12 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     return BlockBytes(*(int(n_bytes) for n_bytes in sums))
 
 
-def n_mixer_weights(c, layer_type, gradients, n_o_weights):
-    """Weights of a mixer's projections that the backward multiplies by: those whose input has a gradient."""
+def n_mixer_weights(args, c, layer_type, gradients, n_o_weights):
+    """Weights of a mixer's projections that the backward multiplies by, those whose input has a gradient;
+    without those that --nf4_skip leaves in 16 bits."""
     if gradients.input:
-        return lm.mixer_weights(c, layer_type)
+        n_skipped = 0 if layer_type == "linear_attention" else len(set(args.nf4_skip or []))
+        return lm.mixer_weights(c, layer_type) - n_skipped * c.hidden_size * c.kv_size
     return n_o_weights if gradients.attention else 0
 
 

@@ -45,6 +45,7 @@ ADAPTERS = [
     "--lora --lora_targets q_proj v_proj",
     "--qlora",
     "--qlora --lora_targets o_proj down_proj",
+    "--qlora --nf4_skip k_proj v_proj",
     "--qlora --lora_targets gate_proj up_proj down_proj",
 ]
 METHODS = [*ADAPTERS, "--dpo --lora", "--dpo --qlora"]

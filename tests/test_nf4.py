@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HERE, MOE
+from conftest import HERE, MOE, build
 from packed_goldens import relative_error
 from safetensors.torch import load_file
 from test_model import CPU, TOKENS, build_random
@@ -223,6 +223,18 @@ def test_layer_equals_a_linear_of_the_dequantized_weight(bias, keeps_weight):
     plain_y.square().sum().backward()
     # the bias is added apart from the product
     torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_of_nf4_skip_stay_in_16_bits():
+    model, _ = build("--qlora", "--nf4_skip", "k_proj", "v_proj", "--precision", "mixed")
+    dtypes = {"weight": {}, "weight_codes": {}}
+    for name, param in model.model.layers.named_parameters():
+        *_, layer, kind = name.split(".")
+        if kind in dtypes and layer.endswith("_proj"):
+            dtypes[kind][layer] = param.dtype
+    assert dtypes["weight"] == {"k_proj": torch.bfloat16, "v_proj": torch.bfloat16}
+    others = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert dtypes["weight_codes"] == dict.fromkeys(others, torch.uint8)
 
 
 # ---------------------------------------------------------------- experts

@@ -33,6 +33,7 @@ SETTINGS = [
     "--dpo --lora",
     "--fsdp2 --batch_size 2",
     "--qlora --sequence_parallel 2",
+    "--qlora --nf4_skip k_proj v_proj --activation_checkpointing 1",
 ]
 # of a tied pair, a dense model, experts, Gated DeltaNet, and a norm of the embedding
 WITH_EMBEDDINGS = [
