@@ -1930,7 +1930,6 @@ def print_start(args, model, source, blocks, ranks):
         ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, the weights under them are frozen"),
         ("train_embeddings", args.train_embeddings, "embedding and head are trained in full beside adapters"),
         ("qlora", args.qlora, "the weights of the blocks are in NF4, 4.14 bits each"),
-        ("nf4_skip", args.nf4_skip, "these layers of the blocks stay in 16 bits"),
         ("dpo", args.dpo, "chosen answers are preferred to rejected ones, more than without adapters"),
         ("fsdp2", args.fsdp2,
          f"parameters, gradients and optimizer state in {ranks.world // args.replicas} shards"),
