@@ -149,9 +149,9 @@ def orthogonal(n, seed):
 
 def rotate_(model):
     """Rotates the residual stream and the values of each head; a norm's factors go into the layers that read it, as
-    RMSNorm without factors commutes with a rotation."""
+    RMSNorm without factors commutes with a rotation. False for a family that it does not know."""
     c = model.config
-    if c.family.name not in ("llama", "mistral") or c.num_experts:
+    if c.model_type not in ("llama", "mistral"):  # others add norms, gates or biases
         return False
     stream_DD = orthogonal(c.hidden_size, 0)
     value_KK = orthogonal(c.head_dim, 1)
@@ -164,7 +164,7 @@ def rotate_(model):
 
     model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight @ stream_DD)
     for block in model.model.layers:
-        attention = block.mixer
+        attention = block.self_attn
         for layer in attention.q_proj, attention.k_proj, attention.v_proj:
             rotate_inputs_(layer, block.input_layernorm)
         for layer in block.mlp.gate_proj, block.mlp.up_proj:
