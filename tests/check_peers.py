@@ -550,7 +550,7 @@ class Method(NamedTuple):
 
 
 METHODS = [
-    Method("full", [], 2e-5, "bf16"),
+    Method("full", [], 1e-4, "bf16"),
     Method("lora", ["--lora"], 1e-3, "mixed"),
     Method("qlora", ["--qlora"], 1e-3, "mixed"),
 ]
@@ -680,8 +680,9 @@ def compare_curves(trained, method, precision, folder):
     differences = (own - losses).abs()
     check(f"{name}: losses of {trained.n_steps} steps", differences.max() <= CURVE_LIMITS[precision],
           f"differ by at most {differences.max():.1e}")
-    check(f"{name}: it learns", own[-10:].mean() < own[:10].mean(),
-          f"mean of ten steps {own[:10].mean():.3f} -> {own[-10:].mean():.3f}")
+    n = trained.n_steps // 4
+    check(f"{name}: it learns", own[-n:].mean() < own[:n].mean(),
+          f"mean of a quarter of the steps {own[:n].mean():.3f} -> {own[-n:].mean():.3f}")
     rows = [row_of(name, "oomph", own, own), row_of(name, "transformers", losses, own)]
     if method.name == "qlora" and precision == "fp32":
         other = with_peft(with_bitsandbytes(trained.folder, dtype), trained, method)
@@ -768,7 +769,8 @@ TRAINED_PARTS = ("logits", "answers", "full", "full-bf16", "lora", "lora-bf16", 
 def check_trained(model, n_steps, wanted, folder):
     """wanted: of TRAINED_PARTS."""
     trained = TrainedModel(model, folder / "questions.jsonl", n_steps)
-    write_docs_questions(trained.chats, 4 * n_steps)
+    # so few that every row comes several times: what is learned by heart is seen within 50 steps of a row each
+    write_docs_questions(trained.chats, max(8, n_steps // 2))
     if "logits" in wanted:
         check_trained_logits(trained, some_tokens(trained))
     if "answers" in wanted:
