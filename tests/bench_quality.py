@@ -10,8 +10,8 @@ does not repeat it: a call that was cut goes on where it was. Tables are made of
 
 The tasks are made by rule out of what is on every machine, and nothing that is held out is trained on:
 
-    dates        "Say the date in words."            2004-11-24              -> the twenty-fourth of November
     arguments    "Which arguments have no default?"  copy(src, dst, deep=1)  -> src, dst
+    dates        "Say the date in words."            2004-11-24              -> the twenty-fourth of November
 
 Functions are those of the Python that runs the script, so `arguments` has a few other rows in another version.
 
@@ -65,12 +65,12 @@ class Method(NamedTuple):
 METHODS = {
     "base": Method("", "--lora --steps 1", 0),
     "base, NF4": Method("--qlora", "--steps 1", 0),
-    "full": Method("", "", 1e-4),
-    "lora": Method("", "--lora", 1e-3),
-    "qlora": Method("--qlora", "", 1e-3),
-    "qlora, bf16": Method("--qlora --precision bf16", "", 1e-3),
-    "adamw8bit": Method("", "--optim adamw8bit", 1e-4),
-    "bf16, rounded": Method("--precision bf16", "--stochastic_rounding", 1e-4),
+    "full": Method("", "", 2e-4),
+    "lora": Method("", "--lora", 2e-3),
+    "qlora": Method("--qlora", "", 2e-3),
+    "qlora, bf16": Method("--qlora --precision bf16", "", 2e-3),
+    "adamw8bit": Method("", "--optim adamw8bit", 2e-4),
+    "bf16, rounded": Method("--precision bf16", "--stochastic_rounding", 2e-4),
 }
 CURVES = {"full": "#2f81f7", "lora": "#2da44e", "qlora": "#e5534b"}  # read on white and on black
 
@@ -150,8 +150,8 @@ def arguments():
 
 
 TASKS = {
-    "dates": Task("Say the date in words.", dates),
     "arguments": Task("Which arguments have no default?", arguments),
+    "dates": Task("Say the date in words.", dates),
 }
 
 
@@ -222,7 +222,7 @@ def exact_answers(model, held_out, device):
     return exact
 
 
-def answer(model, tokenizer, messages, device, n=32):
+def answer(model, tokenizer, messages, device, n=24):
     """The answer by decoding, token by token."""
     tokens = lm.generate(model, tokenizer.prompt(messages), n, tokenizer.stop_ids, device)
     return tokenizer.core.decode(list(tokens))
@@ -253,10 +253,11 @@ def measure(args, task, name, rate, seed):
     model, tokenizer, held_out, device = open_result(["--model", str(out), *flags])
     exact = exact_answers(model, held_out, device)
     assert len(exact) == N_HELD_OUT, f"{len(exact)} held-out rows, not {N_HELD_OUT}: --seq_len is too small"
-    # Is an answer of the base wrong, or only worded otherwise? Its own words say that.
+    # Is an answer of the base wrong, or only worded otherwise? Its own words say that, of a fifth of the questions:
+    # decoding takes longer than a training.
     _, asked = split(TASKS[task].make())
     answers = []
-    for question, right in asked[: args.answers if rate else N_HELD_OUT]:
+    for question, right in asked[: args.answers if rate else N_HELD_OUT // 5]:
         answers.append([question, answer(model, tokenizer, ask(task, question), device), right])
     shutil.rmtree(out)
     return {
@@ -325,18 +326,16 @@ def print_table(rows, task):
 
 
 def draw(args, task):
-    """Held-out loss over steps, a curve for each of CURVES, from the loss of its base on."""
+    """Held-out loss over steps, a curve for each of CURVES. They begin after the first steps: beside the loss of the
+    base, which is in the table, their ends would be one line."""
     path = args.out / "curves.jsonl"
     curves = {}
     for name, colour in CURVES.items():
-        method = METHODS[name]
-        if not any(is_of(row, task, name, method.rate, 0) for row in read_rows(path)):
+        rate = METHODS[name].rate
+        if not any(is_of(row, task, name, rate, 0) for row in read_rows(path)):
             add_row(path, measure_curve(args, task, name))
-        (row,) = [row for row in read_rows(path) if is_of(row, task, name, method.rate, 0)]
-        base = "base, NF4" if "--qlora" in method.opens else "base"
-        start = [row["loss"] for row in read_rows(args.out / "rows.jsonl") if is_of(row, task, base, 0, 0)]
-        points = [(0, loss) for loss in start] + row["curve"]
-        curves[f"{name}, {points[-1][1]:.3f}", colour] = points
+        (row,) = [row for row in read_rows(path) if is_of(row, task, name, rate, 0)]
+        curves[f"{name}, {row['curve'][-1][1]:.3f}", colour] = row["curve"]
     train.draw(args.svg, curves)
 
 
