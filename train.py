@@ -323,6 +323,8 @@ def add_run_flags(parser):
         "peak learning rate (default: 2e-4 with adapters, 2e-5 without, times 4096 / hidden size; a tenth of "
         "it with --dpo, whose loss falls for as long as the weights grow)",
         fixed=True)
+    add(schedule, "--embedding_lr", AMOUNT, None,
+        "peak learning rate of what --train_embeddings trains (default: a tenth of --lr)", fixed=True)
     add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear", fixed=True)
     add(schedule, "--warmup", AMOUNT_OR_0, 0.03,
         "steps of linear warmup, from lr / (warmup + 1); below 1: fraction of all steps", fixed=True)
@@ -615,7 +617,7 @@ def main(argv, progress):
         ranks.alive()
         lr = lr_at(step, steps, args)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1)
 
         # forward and backward of each micro-batch
         loss_sum = 0
@@ -762,6 +764,10 @@ def complete_for_model(args, config, adapter_settings, device):
         args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
         if args.dpo:
             args.lr /= 10
+    if args.embedding_lr and not args.train_embeddings:
+        raise ValueError("--embedding_lr needs --train_embeddings, or an --adapter with an embedding")
+    if args.train_embeddings and args.embedding_lr is None:
+        args.embedding_lr = args.lr / 10  # as the default rate of full fine-tuning to that of adapters
 
 
 def open_model(args, ranks):
@@ -1427,8 +1433,16 @@ def make_optimizer(named, args, bad):
       calls step() once for each parameter, while no other gradient is alive.
     """
     params = list(named.values())
-    groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": args.weight_decay},
-              {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
+    ends = []
+    ends_scale = 1
+    if args.train_embeddings:  # beside adapters, whose rate is too high for weights that are trained in full
+        ends_scale = args.embedding_lr / args.lr if args.lr else 1
+        ends = [named[name] for name in (data.EMBEDDING, data.HEAD) if name in named]  # one if they are tied
+    is_end = {id(p) for p in ends}
+    others = [p for p in params if id(p) not in is_end]
+    groups = [{"params": [p for p in others if p.dim() > 1], "weight_decay": args.weight_decay},
+              {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+              {"params": ends, "weight_decay": args.weight_decay, "lr_scale": ends_scale}]
     eight_bits = args.optim == "adamw8bit"
     # torch's AdamW does neither
     if eight_bits or args.stochastic_rounding:
@@ -1928,7 +1942,8 @@ def print_start(args, model, source, blocks, ranks):
     features = [
         ("precision", True, f"trained {trained}, all else {other_dtype}"),
         ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, the weights under them are frozen"),
-        ("train_embeddings", args.train_embeddings, "embedding and head are trained in full beside adapters"),
+        ("train_embeddings", args.train_embeddings,
+         "embedding and head are trained in full, at --embedding_lr"),
         ("qlora", args.qlora, "the weights of the blocks are in NF4, 4.14 bits each"),
         ("dpo", args.dpo, "chosen answers are preferred to rejected ones, more than without adapters"),
         ("fsdp2", args.fsdp2,

@@ -167,6 +167,24 @@ def test_what_cannot_work_is_refused(flags, message):
         train.parse_args(flags.split())
 
 
+def test_a_rate_of_embeddings_without_any_is_refused(tmp_path, capsys):
+    assert train.launch(["--lora", "--embedding_lr", "1e-4", "--out", str(tmp_path / "run")]) == 1
+    assert "--embedding_lr needs --train_embeddings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, expected", [([], 0.1), (["--embedding_lr", 3e-4], 0.3)])
+def test_embedding_and_head_have_a_rate_of_their_own(flags, expected):
+    """What is right for adapters is too high for weights that are trained in full."""
+    model, args = build("--lora", "--train_embeddings", "--lr", 1e-3, *flags)
+    train.complete_for_model(args, model.config, {}, torch.device("cpu"))
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = train.make_optimizer(named, args, torch.zeros(()))
+    scale_of = {id(p): group.get("lr_scale", 1) for group in optimizer.param_groups for p in group["params"]}
+    assert len(scale_of) == len(named)
+    for name, p in named.items():
+        assert scale_of[id(p)] == pytest.approx(1 if ".lora_" in name else expected), name
+
+
 def test_the_heads_own_gradient_is_counted():
     config = lm.parse_config(json.loads((data.TINY / "config.json").read_text()))
     counts = lm.Counts(targets=100, tokens=200, squares=200**2)
