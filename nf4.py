@@ -205,11 +205,13 @@ def dequantize(codes_ND2, scales_NQ, dtype):
     return w_ND
 
 
-def round_to_bf16_bits(x):
-    """float32 -> int32 whose upper half is the nearest bf16 (of two, the even one); its lower half means
-    nothing."""
+def bits_of_nearest(x, dtype):
+    """float32 -> the bits of the nearest bf16 or fp16 (of two, the even one), in the lower half of an int32;
+    its upper half means nothing."""
+    if dtype is torch.float16:  # whose subnormals and overflow only a cast rounds right
+        return x.to(dtype).view(torch.int16).int()
     bits = x.view(torch.int32)
-    return bits + 0x7FFF + (bits >> 16 & 1)
+    return bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
 
 def select(index):
@@ -222,10 +224,11 @@ def select(index):
     return levels[0]
 
 
-def dequantize_pairs(codes_M32, scales_M1, table=None):
-    """dequantize() for torch.compile, of M blocks. Each int32 of the result [M, 32] packs the two bf16
-    weights of one byte, so that loads and stores are contiguous. Levels come from `table`, levels_of_bytes(),
-    which a GPU reads up to 5 times as fast, or from selects, which take a CPU 0 to 20 % less time."""
+def dequantize_pairs(codes_M32, scales_M1, table=None, dtype=torch.bfloat16):
+    """dequantize() for torch.compile, of M blocks. Each int32 of the result [M, 32] packs the two weights of
+    one byte, bf16 or fp16, so that loads and stores are contiguous. Levels come from `table`,
+    levels_of_bytes(), which a GPU reads up to 5 times as fast, or from selects, which take a CPU 0 to 20 %
+    less time."""
     index = codes_M32.int()
     if table is None:
         first = select(index >> 4)
@@ -235,8 +238,8 @@ def dequantize_pairs(codes_M32, scales_M1, table=None):
         first = pairs.int().view(torch.float32)
         second = (pairs >> 32).int().view(torch.float32)
     # the first weight has the lower address, which is the low half
-    low_half = round_to_bf16_bits(first * scales_M1) >> 16 & 0xFFFF
-    high_half = round_to_bf16_bits(second * scales_M1) & -0x10000
+    low_half = bits_of_nearest(first * scales_M1, dtype) & 0xFFFF
+    high_half = bits_of_nearest(second * scales_M1, dtype) << 16
     return low_half | high_half
 
 
@@ -245,12 +248,13 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=True)  # one graph for all shapes
 
 
-def dequantize_compiled(codes_ND2, scales_NQ):
-    """dequantize() in bf16. detach(): torch.compile would make a graph for each shape of a Parameter."""
+def dequantize_compiled(codes_ND2, scales_NQ, dtype):
+    """dequantize() in bf16 or fp16. detach(): torch.compile would make a graph for each shape of a
+    Parameter."""
     scales = compiled(dequantize_scales)(scales_NQ.detach()).view(-1, 1)
     table = levels_of_bytes(codes_ND2.device) if codes_ND2.is_cuda else None
-    pairs = compiled(dequantize_pairs)(codes_ND2.detach().view(-1, BLOCK // 2), scales, table)
-    return pairs.view(torch.bfloat16).view(len(codes_ND2), -1)
+    pairs = compiled(dequantize_pairs)(codes_ND2.detach().view(-1, BLOCK // 2), scales, table, dtype)
+    return pairs.view(dtype).view(len(codes_ND2), -1)
 
 
 @torch.library.custom_op("oomph::nf4_weight", mutates_args=())
@@ -258,9 +262,9 @@ def fast_weight(codes_ND2: torch.Tensor, scales_NQ: torch.Tensor, like: torch.Te
     """The weight in the dtype of `like`, which is x in the forward and the gradient in the backward. Without
     that argument the backward's dequantization would not depend on the gradient, and torch.compile would
     hoist it into the forward and keep every 16-bit weight alive."""
-    if like.dtype is torch.bfloat16:
-        return dequantize_compiled(codes_ND2, scales_NQ)
-    return dequantize(codes_ND2, scales_NQ, like.dtype)
+    if like.dtype is torch.float32:
+        return dequantize(codes_ND2, scales_NQ, like.dtype)
+    return dequantize_compiled(codes_ND2, scales_NQ, like.dtype)
 
 
 fast_weight.register_fake(lambda codes, scales, like: like.new_empty(codes.shape[0], codes.shape[1] * 2))

@@ -97,7 +97,7 @@ def bench_nf4(bounds, tokens):
     codes, scales = nf4.quantize(w)
     variants = {
         "eager": lambda: nf4.dequantize(codes, scales, torch.bfloat16),
-        "--compile": lambda: nf4.dequantize_compiled(codes, scales),
+        "--compile": lambda: nf4.dequantize_compiled(codes, scales, torch.bfloat16),
     }
     try:
         from bitsandbytes import functional as bnb

@@ -34,12 +34,9 @@ def trace_only(set_attribute=setattr):
     """The backend "eager" for all that is compiled. Compiled NF4 rounds exp() of a scale elsewhere than the plain
     dequantize() does (test_nf4.py compares both), so that one stands in."""
 
-    def dequantize_bf16(codes, scales):
-        return nf4.dequantize(codes, scales, torch.bfloat16)
-
     compile_eagerly = functools.partial(torch.compile, backend="eager")
     set_attribute(torch, "compile", compile_eagerly)
-    set_attribute(nf4, "dequantize_compiled", dequantize_bf16)
+    set_attribute(nf4, "dequantize_compiled", nf4.dequantize)
 
 
 @pytest.fixture

@@ -359,21 +359,22 @@ def no_table(device):
 SCALES = [
     1.0, 1.5, 0.3, 123.456,
     1 + 2**-8, 1 + 3 * 2**-8,  # the level 1 is then halfway between two bf16: rounded down, and rounded up
-    3e38, 7e-5, 2.0**-126,  # the largest, and small ones, whose products have fewer bits
+    3e38, 7e-5, 2.0**-126,  # of bf16 the largest, and small ones, whose products have fewer bits
     0.0,
 ]
 
 
 @pytest.mark.parametrize("make_table", [no_table, nf4.levels_of_bytes])
 @pytest.mark.parametrize("scale", SCALES)
-def test_every_pair_of_levels_is_rounded_to_the_nearest_even_bf16(make_table, scale):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_pair_of_levels_is_rounded_to_the_nearest_even_number(make_table, scale, dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(8, 32)  # eight blocks
     scales = torch.full((8, 1), scale)
-    packed = nf4.dequantize_pairs(codes, scales, make_table(CPU))
-    pairs = packed.view(torch.bfloat16).view(8, 32, 2)
+    packed = nf4.dequantize_pairs(codes, scales, make_table(CPU), dtype)
+    pairs = packed.view(dtype).view(8, 32, 2)
 
     levels = torch.tensor(nf4.CODEBOOK)
     first = levels[codes.long() >> 4] * scale
     second = levels[codes.long() & 15] * scale
-    assert torch.equal(pairs[..., 0], first.bfloat16())
-    assert torch.equal(pairs[..., 1], second.bfloat16())
+    assert torch.equal(pairs[..., 0], first.to(dtype))
+    assert torch.equal(pairs[..., 1], second.to(dtype))
