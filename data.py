@@ -2312,7 +2312,7 @@ def download(name, random_init):
 
 # Names as safetensors has them. Weights are read in these types; U8 is for a run's own checkpoints.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U8"}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U8", torch.int32: "I32"}
 
 
 class Stored(NamedTuple):

@@ -490,13 +490,17 @@ def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
         a new token behind a cache                  the same: it sees all keys, so nothing is hidden from it
         else                                        a call of sdpa() for each document
 
-    A window shorter than documents of one length takes the first way where it can."""
+    A window shorter than documents of one length takes the first way where it can.
+
+    The last way is that of packed rows in float32, and of all 16-bit ones on a card older than Ampere, where
+    sdpa() is torch's memory-efficient kernel. It costs some launches a document, 2*H*K bytes a token for the
+    one tensor that the outputs are copied to, and keys and values of every query head. A mask of documents
+    would need one call, but T*T numbers, and the time of T*T scores: 16 times that of documents of T/16."""
     B, T, H, K = q_BTHK.shape
     has_cache = k_BTGK.shape[1] > T
     q, k, v = (t.flatten(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK))  # the rows as one long row
     has_flash = runs_flash_attention(q)
-    if q.is_cuda and not has_flash:
-        # to share key heads, torch would choose its math kernel, which stores all scores
+    if k.shape[1] != H and not shares_key_heads(q):
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     bounds = spans.bounds
     longest = spans.longest
@@ -522,6 +526,12 @@ def runs_flash_attention(q):
     """Whether FlashAttention supports them: 16 bits, heads of 8, 16, ... 256, an Ampere card or newer."""
     fits = q.is_cuda and q.dtype is not torch.float32 and q.shape[-1] in range(8, 257, 8)
     return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def shares_key_heads(q):
+    """Whether the kernels for q let query heads share key heads. On a GPU only FlashAttention does: torch
+    would choose its math kernel, which stores all scores."""
+    return not q.is_cuda or runs_flash_attention(q)
 
 
 @functools.cache
@@ -579,7 +589,8 @@ def attend_alone(*qkv, window):
     n_more = -T % length_multiple(qkv[0])
     if n_more:
         qkv = [F.pad(t, (0, 0, 0, 0, 0, n_more)) for t in qkv]
-    return sdpa(*(t[None] for t in qkv), window=window)[0, :T]
+    out = sdpa(*(t[None] for t in qkv), window=window).squeeze(0)  # [0] would copy the gradient
+    return out[:T] if n_more else out
 
 
 def length_multiple(q):
@@ -1256,8 +1267,10 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
     for _ in range(n):
         logits_V = next_logits(model, tokens, device, cache)
         if logits_V.isnan().any():
-            raise FloatingPointError(
-                "the model computes nan: the files of --model are damaged, or --lr was too high")
+            cause = "the files of --model are damaged, or --lr was too high"
+            if model.compute_dtype is torch.float16:
+                cause = f"its activations may be beyond float16's 65,504: try --precision fp32; or {cause}"
+            raise FloatingPointError(f"the model computes nan: {cause}")
         token = int(logits_V.argmax())
         if temperature:
             # the largest logit becomes 0 first: divided by a tiny temperature it would be infinite
@@ -1464,7 +1477,7 @@ def set_precision_(model, precision):
     """Trained weights are float32 masters but for bf16: an update below 1/256 of a bf16 weight is lost
     (accelerate #2624). What a DecayGate has is always float32."""
     trained = torch.bfloat16 if precision == "bf16" else torch.float32
-    frozen = torch.float32 if precision == "fp32" else torch.bfloat16
+    frozen = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     for name, param in model.named_parameters():
         # uint8 is NF4
         if param.is_floating_point() and ".decay." not in name:

@@ -79,6 +79,8 @@ SAMPLES = {
 # Exit codes: a job script can tell a rate that is too high from a GPU that is too small.
 NOT_FINITE = 3
 OUT_OF_MEMORY = 4
+# what to do where a number of --precision fp16 is inf or nan
+FP16_ENDS = "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU with bf16"
 # the last phase of a run, in which nothing is left to save
 AFTER_RESULT = "sample or merge"
 TORCHRUN_GONE = getattr(signal, "SIGRTMIN", 0)  # the signal that says so; macOS has none
@@ -141,6 +143,7 @@ OTHER_NAMES = {
     "train_file": "--data",
     "max_length": "--seq_len",
     "bf16": "--precision",
+    "fp16": "--precision",
     "output_dir": "--out",
     "enable_activation_offloading": "--offload",
     "per_device_train_batch_size": "--batch_size",
@@ -159,6 +162,9 @@ OTHER_NAMES = {
     "save_steps": "--save_every",
     "logging_steps": "--log_every",
 }
+# why --optim_in_backward does not go with --precision fp16
+WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, and here a part of its "
+               "updates is done by then: leave it out, or use --precision fp32")
 # flags that mean nothing without another one; --qlora and --adapter stand for --lora, too
 NEEDED = {
     "lora_rank": "lora",
@@ -209,9 +215,9 @@ def make_parser():
         "run, or with --random_init one of " + ", ".join(data.PRESETS))
     switch(model, "--random_init", "start from random weights in the shapes of --model", fixed=True)
     add(model, "--precision", str, None,
-        "mixed: train in float32, multiply in bf16; bf16, fp32: do both in that format (default: mixed; fp32 "
-        "where the device has no bf16 instructions)",
-        choices=("mixed", "bf16", "fp32"), fixed=True)
+        "mixed: train in float32, multiply in bf16; fp16: the same in fp16, with a loss scale; bf16, fp32: "
+        "do both in that format (default: mixed; without bf16 instructions fp16 on a GPU, fp32 on a CPU)",
+        choices=("mixed", "bf16", "fp16", "fp32"), fixed=True)
     add(model, "--adapter", str, None,
         "folder of a PEFT adapter to train further, with its rank, alpha, rsLoRA and targets (default: "
         "none)")
@@ -489,6 +495,8 @@ def refuse_conflicts(args):
     # one terminal, and one process that reads from it
     if args.chat and (args.fsdp2 or "RANK" in os.environ):
         refuse("--chat needs one device: no torchrun, no --fsdp2")
+    if args.optim_in_backward and args.precision == "fp16":
+        refuse(f"--optim_in_backward: {WHOLE_STEPS}")
     for flag in ("tensorboard", "wandb"):
         if getattr(args, flag) and not is_installed(flag):
             refuse(f"--{flag} needs a package: pip install {flag}")
@@ -568,13 +576,14 @@ def main(argv, progress):
     # ---- the optimizer, and the state of a run that is resumed
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trained = list(named.values())
-    # 1 once a gradient was inf or nan. It stays on the device, so that no step waits for the host to look
-    bad = torch.zeros((), device=trained[0].device)
+    # of fp16. Its tensor `bad` is 1 once a gradient was inf or nan: no step waits for the host to look
+    loss_scale = LossScale(args.precision == "fp16", trained[0].device)
+    bad = loss_scale.bad
     optimizer = make_optimizer(named, args, bad)
     in_backward = StepInBackward(optimizer, trained, bad, ranks, args) if args.optim_in_backward else None
     with ranks.agree():
         if resumed:
-            load_checkpoint(resumed, state["files"], training_tensors(model, optimizer))
+            load_checkpoint(resumed, state["files"], training_tensors(model, optimizer, loss_scale))
         lock = take_folder(out, args, blocks, state, ranks)
     state = ranks.gather(state)[0]
     # From here on rank 0's folder exists and is locked, and all ranks have the same state.
@@ -587,7 +596,7 @@ def main(argv, progress):
 
     def save():
         with log.paused():
-            saver.save(training_tensors(model, optimizer), state)
+            saver.save(training_tensors(model, optimizer, loss_scale), state)
             log.draw()
 
     def evaluate_now():
@@ -603,7 +612,6 @@ def main(argv, progress):
     # ---- training
     # not with FSDP2, whose gathered units would leave holes between the shards
     keep_freed_memory(on=not on_gpu and not args.fsdp2)
-    n_bad = torch.zeros_like(bad)  # steps since a gradient was inf or nan, counted without a host sync
     profiler = tracer(args, out, ranks)
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
         # The evaluation of the step before. It stands here because a run that was stopped between a save and
@@ -637,7 +645,7 @@ def main(argv, progress):
             # counts the same however a step is split; `ranks.world` undoes the mean over ranks that is taken
             # of gradients.
             progress["phase"] = "backward"
-            (loss * (ranks.world / n_terms)).backward()
+            (loss_scale.of(loss) * (ranks.world / n_terms)).backward()
             loss_sum = loss_sum + loss.detach()
             dpo_sums = dpo_sums + dpo
 
@@ -648,13 +656,14 @@ def main(argv, progress):
         else:
             if ranks.world > 1 and not args.fsdp2:
                 average_gradients_(trained, ranks.world)
+            loss_scale.unscale_(trained)
             norm = clip_gradients_(trained, args.clip)
             if n == 1:
                 note_dominant_gradient(model, norm, args, tokenizer, ranks)
             # the host does not look at the norm: where it is inf or nan, the kernels change nothing
             step_if_finite(optimizer, norm, bad)
             optimizer.zero_grad()
-        n_bad += bad
+        loss_scale.update_()
         state["step"] = n
         state["tokens"] += counts.targets
         flops = lm.step_flops(config, counts, args.lora, args.dpo, trains_ends(args)) / ranks.world
@@ -669,11 +678,10 @@ def main(argv, progress):
         if log_due or overdue or save_due or stopped:
             losses, dpo_means = log.means()
             # the only host sync of the step
-            losses, dpo_means, (grad_norm,), (n_bad_steps,) = to_host(device, losses, dpo_means, norm, n_bad)
-            if n_bad_steps or not math.isfinite(sum(losses)):
-                bad_step = n - max(int(n_bad_steps), 1)
+            losses, dpo_means, (norm,), skips = to_host(device, losses, dpo_means, norm, loss_scale.report())
+            if (bad_step := loss_scale.step_that_ends_the_run(n, losses, *skips)) is not None:
                 end_not_finite(model, loader, bad_step, args, ranks, in_backward, tokenizer)
-            log.write(losses, dpo_means, grad_norm, lr)
+            log.write(losses, dpo_means, norm, lr, *skips)
         if profiler:
             profiler.step()
 
@@ -759,6 +767,8 @@ def complete_for_model(args, config, adapter_settings, device):
                              + ", ".join(found))
     if args.precision is None:
         args.precision = default_precision(args, device)
+        if args.precision == "fp16" and args.optim_in_backward:  # or refuse_conflicts() has said so
+            raise ValueError(f"--optim_in_backward: this GPU has no bf16, and {WHOLE_STEPS}")
     if args.lr is None:
         # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
         args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
@@ -794,17 +804,20 @@ def open_model(args, ranks):
 
 
 def default_precision(args, device):
-    """bf16 that is emulated takes several times as long as float32. device: None if the run is only
-    planned, for GPUs that have it."""
+    """bf16 that is emulated takes several times as long as float32. A GPU without bf16 (Turing, Volta) has
+    fp16, 8 times as fast as float32; a CPU without it has neither. device: None if the run is only planned,
+    for GPUs that have bf16."""
     if device is None:
         return "mixed"
-    if device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        has_bf16 = torch.cpu._is_avx512_bf16_supported()
-    if not has_bf16:
-        return "fp32"
+    if not has_bf16(device):
+        return "fp16" if device.type == "cuda" else "fp32"
     return "bf16" if args.chat else "mixed"  # a chat trains nothing, so it needs no float32 masters
+
+
+def has_bf16(device):
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def open_run(args, config, loader, eval_loader, source, ranks):
@@ -1493,13 +1506,85 @@ def clip_gradients_(params, clip):
 
 def step_if_finite(optimizer, norm, bad):
     """optimizer.step(), unless this norm or an earlier one was inf or nan. From then on `bad` is 1 and the
-    weights stay as they were, until the next logged step ends the run.
+    weights stay as they were, until LossScale.update_() resets it (fp16), or the next logged step ends the
+    run.
 
     Fused AdamW and CompactAdamW have `bad` as `found_inf` (GradScaler's protocol), read it on the device and
     change nothing if it is 1. For any other optimizer, which would apply inf, the host waits here."""
     torch.maximum(bad, (~norm.isfinite()).float(), out=bad)
     if hasattr(optimizer, "found_inf") or not bad:
         optimizer.step()
+
+
+class LossScale:
+    """The loss scale of --precision fp16 (arXiv:1710.03740), by the protocol of torch.amp.GradScaler, and
+    with any precision the tensor `bad`: 1 where a gradient was inf or nan. The optimizers read it, see
+    make_optimizer(). All of it stays on the device, so that no step waits for the host to look.
+
+    fp16 numbers end at 65,504, and below 6e-8 there is only 0. Many gradients of a mean loss are smaller, so
+    the loss is multiplied by a scale before the backward, and all gradients with it:
+
+        a step                      loss * scale -> backward -> gradients / scale -> norm, clip, optimizer
+        a gradient has overflowed   no weight changes, and the scale is halved
+        2,000 steps without that    the scale is doubled
+
+    The steps of AdamW in 8 bits are counted on the host, which does not know of skipped ones: its first
+    updates are smaller then, as in a longer warmup. Without fp16 there is no scale, and `bad` stays 1 until
+    the next logged step ends the run."""
+
+    FIRST = 2.0**16
+    GROWTH_INTERVAL = 2000
+
+    def __init__(self, is_on, device):
+        self.bad = torch.zeros((), device=device)
+        self.n_bad = torch.zeros_like(self.bad)  # steps since the last report() in which it was 1
+        self.value = None
+        if is_on:
+            self.value = torch.full_like(self.bad, self.FIRST)
+            self.n_good = torch.zeros_like(self.bad, dtype=torch.int32)  # steps since the scale has changed
+
+    def of(self, loss):
+        return loss if self.value is None else loss * self.value
+
+    def unscale_(self, params):
+        """Divides gradients by the scale, which changes no bit of them: it is a power of two."""
+        if self.value is not None:
+            grads = [nf4.local(p.grad).rows for p in params if p.grad is not None]
+            torch._foreach_mul_(grads, 1 / self.value)
+
+    def update_(self):
+        """Call it after each step."""
+        self.n_bad += self.bad
+        if self.value is not None:
+            torch._amp_update_scale_(self.value, self.n_good, self.bad, 2.0, 0.5, self.GROWTH_INTERVAL)
+            self.bad.zero_()
+
+    def report(self):
+        """-> [steps since the last report in which a gradient was inf or nan, and the scale], on the
+        device."""
+        numbers = [self.n_bad] if self.value is None else [self.n_bad, self.value]
+        report = torch.stack(numbers)
+        self.n_bad.zero_()
+        return report
+
+    def step_that_ends_the_run(self, n, losses, n_bad, value=None):
+        """The step (from 0) that ends the run after step n, or None. losses: of the steps since the last
+        report, whose numbers follow."""
+        if value is None:
+            is_over = n_bad or not math.isfinite(sum(losses))
+            return n - max(int(n_bad), 1) if is_over else None
+        # An activation that overflows does so with any scale.
+        for step, loss in enumerate(losses, n - len(losses)):
+            if not math.isfinite(loss):
+                return step
+        # GradScaler would halve it for ever. At 1 even the gradients of the plain mean loss overflow.
+        return n - 1 if value < 1 else None
+
+    def tensors(self):
+        """What a checkpoint needs, {name: tensor}."""
+        if self.value is None:
+            return {}
+        return {"loss_scale": self.value, "loss_scale.n_good": self.n_good}
 
 
 class StepInBackward:
@@ -1626,6 +1711,9 @@ def evaluate(model, loader, ranks, beta=None, stop=None):
     if stopped:
         return None
     loss_sums, dpo_of_ranks, counts = zip(*ranks.gather((loss_sum.item(), dpo_sums.tolist(), n_terms)))
+    if model.compute_dtype is torch.float16 and not math.isfinite(sum(loss_sums)):
+        ranks.leave()
+        raise FloatingPointError(f"evaluation: the loss is not finite: {FP16_ENDS}")
     n_terms = sum(counts)
     dpo_means = [sum(figures) / n_terms for figures in zip(*dpo_of_ranks)]
     return Evaluation(sum(loss_sums) / n_terms, dpo_means, n_terms)
@@ -1682,7 +1770,8 @@ def draw(path, curves):
     replace_file(path, "\n".join([*shapes, "</svg>\n"]))
 
 
-# TFLOP/s of dense bf16 matrix products, by a part of the device's name; the first one that fits counts
+# TFLOP/s of dense bf16 matrix products, or fp16 ones of a card without bf16, by a part of the device's name;
+# the first one that fits counts
 PEAKS = {
     "H100 PCIe": 756,
     "H100 NVL": 835,
@@ -1696,6 +1785,8 @@ PEAKS = {
     "L40S": 362,
     "A6000": 155,
     "A10G": 70,
+    "V100": 125,
+    "T4": 65,
 }
 
 
@@ -1713,6 +1804,7 @@ class Log:
         self.state = state
         self.loader = loader
         self.ranks = ranks
+        self.n_skipped = 0  # steps
         self.before_row = ""  # see append()
         self.sinks = sinks
         # of a GPU that is not in the table, mfu is null in every row
@@ -1769,8 +1861,9 @@ class Log:
         losses = [loss_sum / n for loss_sum, n in zip(loss_sums, self.n_terms, strict=True)]
         return torch.stack(losses), dpo_sums / self.n_terms[-1]
 
-    def write(self, losses, dpo_means, norm, lr):
-        """Writes the row of this step. losses: of each step since the last row, which loss.svg needs."""
+    def write(self, losses, dpo_means, norm, lr, n_skipped=0, loss_scale=None):
+        """Writes the row of this step. losses: of each step since the last row, which loss.svg needs. With
+        fp16 it has the loss scale, and how many of these steps were skipped."""
         seconds = self.seconds()
         n_steps = len(losses)
         step = self.state["step"]
@@ -1782,7 +1875,7 @@ class Log:
             "loss": losses[-1],
             "losses": losses,
             "lr": lr,
-            "grad_norm": norm,
+            "grad_norm": norm if math.isfinite(norm) else None,  # JSON has neither inf nor nan
             "tokens": self.state["tokens"],
             "tokens_per_s": self.n_tokens / seconds,
             "mfu": self.flops / seconds / self.peak_flops if self.peak_flops else None,
@@ -1792,6 +1885,8 @@ class Log:
             "data_s": (self.loader.waited_s - self.waited_s) / n_steps,
             **dict(zip(DPO_FIGURES, dpo_means)),
         }
+        if loss_scale is not None:
+            row |= {"loss_scale": loss_scale, "skipped_steps": int(n_skipped)}
         # with pauses: what is left has evaluations and saves as well
         left_s = (steps - step) * (time.perf_counter() - self.start) / (step - self.start_step)
         # The line has 80 columns. What follows from the flags (lr) and from tok/s (mfu) stands in the row
@@ -1799,6 +1894,10 @@ class Log:
         self.append(row, f"step {step:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}  norm {norm:<5.3g}  "
                          f"{row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
                          f"{timedelta(seconds=int(left_s))}")
+        if n_skipped:
+            self.n_skipped += int(n_skipped)
+            self.ranks.say(f"step {step}: skipped {n_skipped:.0f} of the last {n_steps} steps: gradients "
+                           f"overflowed; loss scale {loss_scale:,.0f}")
         self.reset()
 
     def write_eval(self, evaluation):
@@ -1860,7 +1959,8 @@ class Log:
     def close(self):
         self.draw()
         n_steps = self.state["step"] - self.start_step
-        self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s")
+        skipped = f", {self.n_skipped} of them skipped" if self.n_skipped else ""
+        self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s{skipped}")
 
     def close_sinks(self):
         # A network may be slow. Another Ctrl-C gives up on it, and does not change how the run has ended.
@@ -1978,6 +2078,9 @@ def print_start(args, model, source, blocks, ranks):
         if value != default and name not in with_words:
             others.append(flag_of(name, value))
     lines.append(f"  settings: {' '.join(others)}")
+    if args.precision == "fp16":
+        why = "" if has_bf16(ranks.device) else "this device has no bf16; "
+        lines.append(f"  fp16: {why}the loss is scaled, and a step whose gradients overflow is skipped")
     seen = c.n_positions
     if args.seq_len > seen:
         lines.append(f"  note: --seq_len is beyond the {seen} positions that the model is made for")
@@ -2160,7 +2263,7 @@ def check_finite(tensors, step, ranks):
     if names:
         ranks.leave()
         # after 0 steps the weights are as they were read
-        cause = "lower --lr" if step else "the files of --model are damaged"
+        cause = "lower --lr" if step else "the files of --model are damaged, or --precision fp16 too narrow"
         raise FloatingPointError(
             f"{names[0]} contains inf or nan after {step} steps, nothing is saved: {cause}")
 
@@ -2262,18 +2365,34 @@ def gradients_of(model, loader, step, args, ranks, in_backward):
     return loss_sum, norms
 
 
+def note_blocks_not_finite_(model):
+    """-> a list that gets the number of each block whose output has inf or nan from here on."""
+    numbers = []
+    for number, block in enumerate(model.model.layers):
+        def note(block, inputs, x, number=number):
+            if not x.isfinite().all():
+                numbers.append(number)
+
+        block.register_forward_hook(note)
+    return numbers
+
+
 def end_not_finite(model, loader, step, args, ranks, in_backward, tokenizer):
     """Ends a run whose loss or a gradient was inf or nan in `step` (from 0), and names that step's documents
     and the tensor."""
     # If a weight itself is not finite, that is the cause, and no document is to blame.
     check_finite(dict(model.named_parameters()), step, ranks)
+    blocks = note_blocks_not_finite_(model)
     # The gradients are gone by now, but not what made them.
     loss_sum, norms = gradients_of(model, loader, step, args, ranks, in_backward)
     sizes = gradient_sizes(model, norms, ranks)
     wrong = [name for name, size in sizes.items() if size.squared >= NOT_FINITE_SQUARED]
     what = "the loss or a gradient, but none when the step was computed again"
+    first_block = min(itertools.chain(*ranks.gather(blocks)), default=None)
     if not math.isfinite(sum(ranks.gather(loss_sum))):
         what = "the loss"
+        if first_block is not None:
+            what += f", from the output of block {first_block} on"
     elif wrong:
         # The backward goes through the model from its end, so it began in the last one.
         what = (f"{len(wrong)} of {len(sizes)} gradients, first that of "
@@ -2282,10 +2401,13 @@ def end_not_finite(model, loader, step, args, ranks, in_backward, tokenizer):
     changed = "no weight was changed by it"
     if args.optim_in_backward:
         changed = "those of its gradients that came earlier were applied"
+    advice = "Lower --lr, raise --warmup"
+    if args.precision == "fp16":
+        advice = f"{FP16_ENDS}. If that is not finite either, lower --lr"
     ranks.leave()
     raise FloatingPointError(
         f"step {step + 1}: not finite: {what}; {changed}, checkpoints are as they were. "
-        "Lower --lr, raise --warmup, or look at the documents of that step:"
+        f"{advice}, or look at the documents of that step:"
         + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
 
 
@@ -2499,10 +2621,11 @@ def read_state(folder, settings, ranks):
     return state
 
 
-def training_tensors(model, optimizer):
-    """Returns {name: tensor or DTensor} of all that training changes: weights and optimizer state."""
+def training_tensors(model, optimizer, scale):
+    """Returns {name: tensor or DTensor} of all that training changes: weights, optimizer state, loss
+    scale."""
     lm.reshard_(model)  # after an evaluation FSDP2 may still have whole weights where the shards belong
-    tensors = {}
+    tensors = scale.tensors()
     for name, p in model.named_parameters():
         if p.requires_grad:
             tensors[name] = p.detach()
@@ -3147,10 +3270,19 @@ def key_size_of(args, c):
     return c.head_dim * math.lcm(c.num_key_value_heads, args.sequence_parallel)
 
 
+def has_flash_attention(args):
+    """Whether attention runs FlashAttention, which is for 16 bits on an Ampere card or newer. Elsewhere it is
+    the memory-efficient kernel (see attend_here() in model.py), and the plan is for rows with a gap between
+    or behind documents, as packed rows have one. fp16 is planned as for the cards whose default it is, sm_70
+    and sm_75; on a newer one it needs less."""
+    return args.precision in ("mixed", "bf16")
+
+
 def bytes_of_attention(args, c, itemsize):
     """-> (bytes a token that attention saves, those that its backward adds), without the inputs of the
-    projections. FlashAttention, and the memory-efficient kernel that does its work in float32, save q, k, v,
-    the output and the log of the sum of each softmax, a float32 a head."""
+    projections. FlashAttention and the memory-efficient kernel save q, k, v, the output and the log of the
+    sum of each softmax, a float32 a head. The backward of both adds up dq in float32."""
+    has_flash = has_flash_attention(args)
     q_bytes = itemsize * c.q_size  # also of attention's output
     key_bytes = itemsize * key_size_of(args, c)  # also of v
     shares_keys = key_bytes < q_bytes
@@ -3161,14 +3293,16 @@ def bytes_of_attention(args, c, itemsize):
     if args.sequence_parallel > 1:
         saved += q_bytes  # the output behind the second all-to-all
         gradients -= q_bytes  # which is gone when o_proj's backward has read it
-    if itemsize == 2:
-        gradients += FLOAT32 * c.q_size  # FlashAttention adds up dq in float32
+    gradients += FLOAT32 * c.q_size  # dq
     if shares_keys:
-        gradients += 2 * q_bytes  # and makes dk and dv of each query head
-    if shares_keys and itemsize == FLOAT32:
-        saved += 2 * q_bytes  # k and v of each query head: the kernel for float32 shares no key heads
+        gradients += 2 * q_bytes  # dk and dv of each query head
+    if shares_keys and not has_flash:
+        gradients -= 2 * key_bytes  # their sums come when dq in float32 is gone
+        saved += 2 * q_bytes  # k and v of each query head: the memory-efficient kernel shares no key heads
         if args.sequence_parallel == 1:
             saved -= 2 * key_bytes  # else they lie in one tensor with q, which the all-to-all has brought
+    if c.family.gate and not has_flash:
+        saved += q_bytes  # the outputs of all documents in one tensor, which the gate multiplies
     if c.family.gate:
         saved += q_bytes  # the sigmoid of the gate, whose place the gate's gradient takes
     if c.family.gate_in_q:
@@ -3261,7 +3395,7 @@ def weights_of_down_proj(c):
 
 def bytes_being_cast(args, c, itemsize):
     """A gradient of down_proj in 16 bits, which is there beside its copy in the float32 of the master."""
-    if args.precision == "mixed" and not (args.lora or args.fsdp2):
+    if args.precision in ("mixed", "fp16") and not (args.lora or args.fsdp2):
         return itemsize * weights_of_down_proj(c)
     return 0
 
@@ -3364,10 +3498,12 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     if gradients.attention:
         saved_in_mixer = n_tokens * mixer.saved
         in_attention = saved_in_mixer + n_tokens * mixer.added + x_bytes  # x_bytes: the output's gradient
+        in_attention += n_tokens * bytes_of_run_once(args, c, itemsize, layer_type, keeps)
     saved_in_mlp = 0  # a token
     if gradients.middle or trains_any(args, "gate_proj", "up_proj"):
         saved_in_mlp = saved_by_mlp(args, c, itemsize)
-    if c.family.gate or not gradients.attention:  # else the input of o_proj is attention's output
+    is_copied = copies_output(args, c, layer_type, gradients)
+    if is_copied:
         saved_in_mlp += saved_input(args, mixer.output, o_target)
     in_mlp = saved_in_mixer + tile * saved_in_mlp + added_in_mlp(args, c, itemsize, tile, is_recomputed)
     # gradients of the block's output and of what the MLP reads, and between them of a norm
@@ -3386,7 +3522,7 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
         saved = saved_in_mixer + x_bytes
         # gradients of the output, and of what other tiles read
         in_mlp += (n_tokens - tile) * (itemsize * c.hidden_size + mixer.output)
-        if c.family.gate or not gradients.attention:
+        if is_copied:
             saved += n_tokens * mixer.output
             in_mlp += n_tokens * mixer.output
     # NF4 weights in 16 bits, which the gradients of products' inputs need
@@ -3438,12 +3574,35 @@ def n_norm_inputs(c, gradients):
     return n
 
 
+def copies_output(args, c, layer_type, gradients):
+    """Whether o_proj reads another tensor than the output that attention has saved."""
+    if c.family.gate or not gradients.attention:
+        return True
+    # without FlashAttention the outputs of documents are copied into one tensor
+    return layer_type != "linear_attention" and not has_flash_attention(args)
+
+
+def bytes_of_run_once(args, c, itemsize, layer_type, keeps):
+    """Bytes a token that RunOnce has in the backward of attention beside what the kernel has saved: its
+    output, and k and v where they are repeated for it. FlashAttention saves these themselves."""
+    runs_once = keeps.attention and not keeps.activations and layer_type != "linear_attention"
+    if not runs_once or has_flash_attention(args):
+        return 0
+    key_size = key_size_of(args, c)
+    n_numbers = c.q_size + (2 * key_size if key_size < c.q_size else 0)
+    return itemsize * n_numbers
+
+
 def bytes_of_attention_kept(args, c, itemsize):
-    """Bytes a token that RunOnce keeps: attention's output, the log of the sum of each softmax, and where the
-    kernel for float32 shares no key heads, k and v of each query head."""
-    kept = itemsize * c.q_size + FLOAT32 * c.num_attention_heads
-    if itemsize == FLOAT32 and key_size_of(args, c) < c.q_size:
-        kept += 2 * itemsize * c.q_size
+    """Bytes a token that RunOnce keeps: attention's output and the log of the sum of each softmax. Of the
+    memory-efficient kernel also the output of each document, and where it shares no key heads, k and v of
+    each query head."""
+    q_bytes = itemsize * c.q_size
+    kept = q_bytes + FLOAT32 * c.num_attention_heads
+    if not has_flash_attention(args):
+        kept += q_bytes
+        if key_size_of(args, c) < c.q_size:
+            kept += 2 * q_bytes
     return kept
 
 
@@ -3566,6 +3725,8 @@ def rungs_of(args):
     offloaded = " ".join(["", *args.offload])  # the words of one --offload replace those of another
     rows = args.batch_size * args.grad_accum / args.sequence_parallel  # of a step, per rank
     most_accum = 1 if args.optim_in_backward else math.inf
+    # fp16 is for cards that have no bf16
+    halves = [] if args.precision == "fp16" else ["--precision bf16 --stochastic_rounding"]
     return [
         "--fsdp2",
         "--optim adamw8bit",
@@ -3577,7 +3738,7 @@ def rungs_of(args):
         *(f"--batch_size 1 --grad_accum {min(n * rows, most_accum):g} --sequence_parallel {n}"
           for n in (1, 2, 4, 8)),
         "--optim_in_backward --clip 0",
-        "--precision bf16 --stochastic_rounding",
+        *halves,
         f"--fsdp2 --offload params{offloaded}",
         "--fsdp2 --activation_checkpointing all --offload activations params",
         "--qlora",

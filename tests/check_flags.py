@@ -204,6 +204,7 @@ TRAINED = [
     "", "",  # as often as twice
     "--precision bf16",
     "--precision fp32",
+    "--precision fp16",
     "--optim adamw8bit",
     "--optim adamw8bit --optim_in_backward",
     "--optim_in_backward",

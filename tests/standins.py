@@ -31,9 +31,9 @@ class RMSNorm(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """FlashAttention in 16 bits, the memory-efficient kernel in float32: keeps q, k, v, its output and the float32
-    logsumexp. The backward of FlashAttention adds up dq in float32; with fewer key heads than query heads it makes dk
-    and dv of every query head first."""
+    """FlashAttention in bf16, the memory-efficient kernel in fp16 and float32: keeps q, k, v, its output and the
+    float32 logsumexp. The backward of both adds up dq in float32 (the latter's in the workspace of kernel_backward.h,
+    from sm_70 on). With fewer key heads than query heads FlashAttention makes dk and dv of every query head first."""
 
     @staticmethod
     def forward(ctx, q_BHTK, k_BGTK, v_BGTK):
@@ -49,8 +49,7 @@ class Attention(torch.autograd.Function):
         grads = [torch.zeros_like(t) for t in (q, k, v)]
         # alive until this returns
         scratch = [torch.zeros_like(logsumexp)]  # sums of out * grad
-        if q.dtype is not torch.float32:
-            scratch.append(torch.zeros_like(q, dtype=torch.float32))  # dq
+        scratch.append(torch.zeros_like(q, dtype=torch.float32))  # dq
         if q.shape[1] != k.shape[1]:
             scratch.append(torch.zeros_like(q))  # dk of every query head
             scratch.append(torch.zeros_like(q))  # and dv
@@ -59,10 +58,6 @@ class Attention(torch.autograd.Function):
 
 def attention(q_BTHK, k_BTGK, v_BTGK, **_):
     """model.sdpa()."""
-    if q_BTHK.dtype is torch.float32:  # model.py repeats key heads on a GPU: that kernel shares none
-        n_repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
-        k_BTGK = k_BTGK.repeat_interleave(n_repeats, 2)
-        v_BTGK = v_BTGK.repeat_interleave(n_repeats, 2)
     out_BHTK = Attention.apply(q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2))
     return out_BHTK.transpose(1, 2)
 
@@ -102,6 +97,7 @@ CALLS = [
     (model, "sdpa", attention),
     (model, "flash_attention", lambda: attention_of_documents),
     (model, "length_multiple", lambda q: 1),  # a GPU fills up no rows
+    (model, "shares_key_heads", lambda q: q.dtype is torch.bfloat16),  # as a GPU's kernels do
 ]
 KERNELS = torch.library.Library("aten", "IMPL")  # replaces them as long as it is alive
 

@@ -80,6 +80,10 @@ CASES = [
     Case("wide", 256, 1, "--qlora --lora_targets q_proj --ce_chunk 64"),
     Case("gqa", 1024, 1, "--precision fp32 --ce_chunk 64"),
     Case("mha", 1024, 1, "--lora --tiled_mlp 256 --ce_chunk 64"),
+    # the kernels of a card without FlashAttention, in rows with a gap
+    Case("gqa", 1024, 1, "--precision fp16 --lora --no-activation_checkpointing --ce_chunk 64"),
+    Case("mha", 1024, 2, "--precision fp16 --fsdp2 --qlora --ce_chunk 64"),
+    Case("muse", 1024, 1, "--precision fp16 --ce_chunk 64"),
     Case("gqa", 1024, 1, "--tiled_mlp 256 --no-activation_checkpointing"),
     Case("gqa", 1024, 1, "--tiled_mlp 256 --ce_chunk 64"),
     Case("qwen3", 1024, 1, "--no-activation_checkpointing --precision bf16"),
@@ -234,11 +238,14 @@ N_ROWS = 64  # more than any step here has
 
 
 def flags_of_data(folder, args):
-    """Writes data that fill every row of a step. Behind a row with a gap the CPU copies attention's output, which
-    FlashAttention, for which the stand-ins stand, does not."""
+    """Writes data that fill every row of a step. Behind a row with a gap attention's output is copied, if it does not
+    come from FlashAttention, for which the stand-ins stand in bf16. In fp16 and float32 each row gets a gap."""
     path = folder / "rows.jsonl"
     if not args.dpo:
-        text = SENTENCE * (args.seq_len // TOKENS_OF_SENTENCE + 1)
+        n_sentences = args.seq_len // TOKENS_OF_SENTENCE + 1
+        if args.precision in ("fp16", "fp32"):
+            n_sentences -= 2  # shorter than a row by some tokens
+        text = SENTENCE * n_sentences
         path.write_text(f"{json.dumps({'text': text})}\n" * N_ROWS)
         return ["--data", str(path), "--overflow", "truncate"]
     # a pair fills a row: both prompts together have less than 20 tokens

@@ -92,6 +92,8 @@ def assert_same_end(one, other, step=STEPS):
     (1, EDGE, "--batch_size 2 --lora --lora_dropout 0.1"),
     # whatever rounds at random must do so again in the same way
     (1, EDGE - 1, "--batch_size 2 --precision bf16 --stochastic_rounding --optim adamw8bit --optim_in_backward"),
+    # test_fp16.py has one whose loss scale has changed
+    (2, EDGE, "--fsdp2 --precision fp16 --qlora"),
     (2, EDGE - 1, "--lora --lora_dropout 0.1"),
     (2, EDGE, "--fsdp2 --optim adamw8bit"),
     (2, EDGE - 1, "--fsdp2 --qlora --lora_dropout 0.1 --offload --tiled_mlp 64"),
@@ -171,7 +173,8 @@ def save_and_load(ranks, folder, model_folder, flags):
         train.shard_(model, args, ranks.device)
     model.to_empty(device="cpu")
     optimizer = train.make_optimizer(dict(model.named_parameters()), args, torch.zeros(()))
-    tensors = train.training_tensors(model, optimizer)
+    scale = train.LossScale(True, ranks.device)  # of --precision fp16: two scalars more, one of them an integer
+    tensors = train.training_tensors(model, optimizer, scale)
     expected = {name: numbered_rows(name, tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         nf4.local(tensor)[0].copy_(expected[name])

@@ -43,11 +43,19 @@ WITH_EMBEDDINGS = [
     ("qwen3.5-9b", "--lora --train_embeddings"),
     ("muse-glimmer-30b", "--qlora --train_embeddings"),
 ]
+# of cards without FlashAttention, on a model of each kind
+ON_OLD_CARDS = [
+    "--precision fp16 --lora --activation_checkpointing 0",
+    "--precision fp16 --qlora --activation_checkpointing 1",
+    "--precision fp16 --tiled_mlp 1024",
+]
+KINDS = "llama-2-7b", "llama-3.1-8b", "qwen3-4b", "qwen3-30b-a3b", "qwen3.5-9b", "muse-glimmer-30b"
 N_TOKENS = 2048  # two tiles, two chunks of the loss, two segments of Gated DeltaNet
 
 
 def cases():
-    """(preset, setting): three settings for each preset, all of them in turn."""
+    """(preset, setting): three settings for each preset, all of them in turn, and those of old cards."""
+    yield from itertools.product(KINDS, ON_OLD_CARDS)
     turns = itertools.cycle(SETTINGS)
     for preset in data.PRESETS:
         is_hybrid = "linear_num_value_heads" in data.PRESETS[preset]

@@ -114,11 +114,16 @@ def wrapped_model(args, config, blocks):
 
 
 def batch_on_meta(args, length):
-    """A micro-batch of this rank: a document in each row, each token supervised. With --dpo a row is a pair."""
+    """A micro-batch of this rank: a document in each row, each token supervised. With --dpo a row is a pair. Where
+    FlashAttention does not run a token of each row is a gap, which sends it through attend_one_by_one()."""
     n_tokens = args.batch_size * length
     n_documents = 2 * args.batch_size if args.dpo else args.batch_size
     ends = [n_tokens * (i + 1) // n_documents for i in range(n_documents)]
     starts = [0, *ends[:-1]]
+    bounds = None
+    if not train.has_flash_attention(args):
+        ends = [end - 1 for end in ends]
+        bounds = torch.empty(2 * n_documents + 1, dtype=torch.int32, device="meta")
     n_here = -(-n_tokens // args.sequence_parallel)
     shape = (1, n_here)
     if args.sequence_parallel == 1:
@@ -126,7 +131,7 @@ def batch_on_meta(args, length):
     tokens, targets, positions, supervised = torch.empty(4, *shape, dtype=torch.int64, device="meta").unbind()
     return types.SimpleNamespace(
         tokens=tokens, targets=targets, positions=positions, supervised_S=supervised.flatten(),
-        spans=lm.Spans(list(zip(starts, ends))), n_targets=[n_tokens // n_documents] * n_documents,
+        spans=lm.Spans(list(zip(starts, ends)), bounds, length), n_targets=[n_tokens // n_documents] * n_documents,
         dropout_bits=torch.empty(shape, dtype=torch.int32, device="meta"))
 
 
