@@ -56,6 +56,19 @@ def settings(chats):
 
 
 @pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Rows for --dpo."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    question = [{"role": "user", "content": "the file"}]
+    with open(path, "w") as file:
+        for n in range(1, 60):
+            chosen = [{"role": "assistant", "content": "is read from disk " * (1 + n % 4)}]
+            rejected = [{"role": "assistant", "content": "returned as a list " * (1 + n % 3)}]
+            file.write(json.dumps({"prompt": question, "chosen": chosen, "rejected": rejected}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
 def job(model_folder, settings):
     return ["--model", model_folder, *settings]
 
@@ -115,6 +128,7 @@ RUNS = [
     (2, "--fsdp2 --qlora --offload --sequence_parallel 2"),
     (2, "--fsdp2 --replicas 2 --grad_accum 2 --lora"),
     (2, "--optim_in_backward --no-chunked_ce --precision fp32 --no-fused_adamw"),
+    (1, "--precision fp16 --fsdp2 --qlora --offload"),
 ]
 if not LOADED:  # Triton compiles for real GPUs only
     RUNS.append((1, "--qlora --compile"))
@@ -331,6 +345,41 @@ def make_steps_strict():
 def test_the_host_waits_for_nothing_inside_a_step(run_changed, flags):
     code, text, _ = run_changed(make_steps_strict, *flags.split())
     assert code == 0, text
+
+
+def make_old_card():
+    """The device becomes one of Turing, without bf16 and FlashAttention, whose steps are strict."""
+    torch.cuda.is_bf16_supported = lambda **_: False
+    torch.cuda.get_device_capability = lambda _=None: (7, 5)
+    make_steps_strict()
+    for name in ("of", "unscale_", "update_", "report"):
+        setattr(train.LossScale, name, strictly(getattr(train.LossScale, name)))
+    train.LossScale.FIRST = 2.0**10  # so that no step is skipped, and losses are those of the CPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [
+    "",
+    "--qlora --offload --no-packing",
+    "--fsdp2 --offload params --optim adamw8bit",
+    "--dpo --lora --activation_checkpointing 0",
+])
+def test_a_card_without_bf16_trains_in_fp16_and_waits_for_nothing(model_folder, settings, pairs, tmp_path, flags):
+    where = settings.index("--precision")
+    argv = ["--model", model_folder, *settings[:where], *settings[where + 2 :], *flags.split()]
+    if "--dpo" in flags:
+        argv += ["--data", pairs]
+    expected = losses_on("cpu", 1, [*argv, "--precision", "fp16"], tmp_path)
+    argv = [str(word) for word in (*argv, "--out", tmp_path / "card", "--save_every", 0)]
+    log = tmp_path / "log"
+    codes = start_ranks(1, change_and_run, (make_old_card, argv), [log], gpu=True)
+    said = log.read_text()
+    assert codes == [0], said
+    assert "--precision fp16: trained float32, all else float16" in said
+    assert "fp16: this device has no bf16; the loss is scaled" in said
+    rows = [json.loads(line) for line in (tmp_path / "card/metrics.jsonl").read_text().splitlines()]
+    assert [row["loss_scale"] for row in rows] == [2**10] * 3
+    assert [row["loss"] for row in rows] == pytest.approx(expected, abs=2e-3)  # 11 bits of mantissa
 
 
 @pytest.mark.gpu

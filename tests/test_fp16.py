@@ -1,0 +1,318 @@
+"""--precision fp16: it learns what float32 does; a step whose gradients overflow is skipped on all ranks, and counted;
+a run whose numbers fit at no scale ends with a message; old cards get it by default. test_cuda.py has such a card."""
+
+import contextlib
+import functools
+import json
+import math
+import re
+
+import pytest
+import torch
+from conftest import losses, random_model, run_ranks, start_ranks, train_main
+from safetensors.torch import load_file
+
+import model as lm
+import train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def job(folder, chats):
+    """Flags of a short run: each step is logged."""
+    size = f"--data {chats} --seq_len 96 --batch_size 2 --steps 4"
+    return ["--model", folder, "--random_init", *f"{size} --lr 1e-2 --log_every 1 --save_every 0".split()]
+
+
+# ---------------------------------------------------------------- what it learns
+
+
+@pytest.mark.parametrize("flags", ["--lora", "--qlora", "", "--lora --no-chunked_ce --tiled_mlp 64"])
+def test_fp16_follows_float32(job, tmp_path, flags):
+    got = losses(1, [*job, "--precision", "fp16", *flags.split()], tmp_path / "fp16")
+    exact = losses(1, [*job, "--precision", "fp32", *flags.split()], tmp_path / "fp32")
+    # 11 bits of mantissa: a sum over hundreds of tokens is right to 4 digits, and errors of weights add up a little
+    assert got == pytest.approx(exact, abs=2e-3)
+    assert exact[0] - exact[-1] > 0.05  # else there would be nothing to learn
+
+
+@pytest.mark.parametrize("flags", ["--fsdp2 --qlora", "--fsdp2 --offload params --optim adamw8bit", "--grad_accum 1"])
+def test_ranks_have_the_losses_of_one_in_fp16(job, tmp_path, flags):
+    argv = [*job, "--precision", "fp16", "--steps", 2, *flags.split()]
+    alone = losses(1, argv, tmp_path / "one")
+    together = losses(2, [*argv, "--batch_size", 1], tmp_path / "two")
+    assert together == pytest.approx(alone, abs=2e-3)  # fp16 gradients, summed in another order
+
+
+def test_what_was_trained_in_fp16_is_exported_in_the_dtype_of_its_files(job, chats, tmp_path):
+    others = ["--sample", "hello", "--eval_data", chats]
+    rows, text, codes = run_ranks(1, [*job, "--precision", "fp16", "--steps", 1, *others], tmp_path / "run")
+    assert codes == [0], text
+    assert math.isfinite(rows[-1]["eval_loss"])
+    assert "after:" in text
+    config = json.loads((tmp_path / "run/final/config.json").read_text())
+    tensors = load_file(tmp_path / "run/final/model.safetensors")
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {f"torch.{config['dtype']}"} == {"torch.float32"}
+
+
+# ---------------------------------------------------------------- the scale
+
+
+def scales_of(found_inf, interval):
+    """The loss scale after each step of a list, by LossScale."""
+    scale = train.LossScale(True, CPU)
+    scale.GROWTH_INTERVAL = interval
+    values = []
+    for bad in found_inf:
+        scale.bad.fill_(bad)
+        scale.update_()
+        assert not scale.bad  # the next step begins without
+        values.append(scale.value.item())
+    return values
+
+
+def scales_of_torch(found_inf, interval):
+    """The same by torch.amp.GradScaler, whose gradients become inf where a list says so."""
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
+    values = []
+    for bad in found_inf:
+        scaler.scale(p.sum()).backward()
+        if bad:
+            p.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        values.append(scaler.get_scale())
+    return values
+
+
+def test_the_scale_goes_as_that_of_torchs_gradscaler():
+    found_inf = [1, 1, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    ours = scales_of(found_inf, interval=3)
+    assert ours == scales_of_torch(found_inf, interval=3)
+    assert ours[0] > ours[1] < ours[4]  # halved by each overflow, doubled by three steps without
+
+
+def test_gradients_lose_no_bit_to_the_scale_and_only_skipped_steps_are_counted():
+    scale = train.LossScale(True, CPU)
+    w = torch.nn.Parameter(torch.linspace(0.1, 3.0, 7))
+    (w**3).sum().backward()
+    plain = w.grad.clone()
+    w.grad = None
+    scale.of((w**3).sum()).backward()
+    assert torch.equal(w.grad, plain * 2**16)
+    scale.unscale_([w])
+    assert torch.equal(w.grad, plain)
+
+    for bad in (1, 0, 1):
+        scale.bad.fill_(bad)
+        scale.update_()
+    assert scale.report().tolist() == [2, 2**14]
+    assert scale.report().tolist() == [0, 2**14]
+
+
+def test_other_precisions_have_no_scale_and_stay_bad():
+    none = train.LossScale(False, CPU)
+    loss = torch.ones(())
+    assert none.of(loss) is loss
+    assert none.tensors() == {}
+    none.bad.fill_(1)
+    none.update_()
+    none.update_()
+    assert none.bad == 1
+    assert none.report().tolist() == [2]
+
+
+# ---------------------------------------------------------------- a step that is skipped
+
+
+def run_changed(change, argv):
+    change()
+    return train_main(argv)
+
+
+def changed(world, change, argv, out):
+    """A run whose ranks call change() first -> (exit codes, rows of metrics.jsonl, what each rank said)."""
+    argv = [str(word) for word in (*argv, "--precision", "fp16", "--out", out)]
+    logs = [out.with_name(f"{out.name}-{rank}.log") for rank in range(world)]
+    codes = start_ranks(world, run_changed, (change, argv), logs)
+    rows = []
+    with contextlib.suppress(FileNotFoundError):
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return codes, rows, [log.read_text() for log in logs]
+
+
+def change_nothing():
+    pass
+
+
+def begin_with(scale):
+    train.LossScale.FIRST = scale
+
+
+@pytest.mark.parametrize("world, flags", [
+    # each optimizer skips by itself: the fused kernel, torch's loop, ours
+    (1, "--lora"),
+    (1, "--no-fused_adamw"),
+    (2, "--fsdp2 --qlora --optim adamw8bit"),
+])
+def test_steps_that_overflow_are_skipped_and_counted(job, tmp_path, world, flags):
+    # twice the largest scale with which a loss of mean 1 could have a gradient of 1
+    change = functools.partial(begin_with, 2.0**20)
+    codes, rows, said = changed(world, change, [*job, "--steps", 8, *flags.split()], tmp_path / "run")
+    assert codes == [0] * world, said
+    n_skipped = sum(row["skipped_steps"] for row in rows)
+    assert 1 <= n_skipped < 8
+    assert said[0].count("skipped 1 of the last 1 steps: gradients overflowed; loss scale") == n_skipped
+    assert re.search(rf"8 steps in \d+ s, {n_skipped} of them skipped", said[0])
+    scale = 2.0**20
+    for row in rows:
+        assert (row["grad_norm"] is None) == row["skipped_steps"]  # inf or nan is no JSON
+        scale /= 2 ** row["skipped_steps"]
+        assert row["loss_scale"] == scale
+    # the first one that is not skipped changes the weights, and its norm is that of unscaled gradients
+    first = next(row for row in rows if not row["skipped_steps"])
+    assert first["grad_norm"] < 100
+
+
+def test_a_skipped_step_changes_no_weight(job, tmp_path):
+    change = functools.partial(begin_with, 2.0**100)
+    codes, rows, said = changed(1, change, [*job, "--lora"], tmp_path / "run")
+    assert codes == [0], said
+    assert [row["skipped_steps"] for row in rows] == [1, 1, 1, 1]
+    tensors = load_file(tmp_path / "run/final/adapter_model.safetensors")
+    of_b = [tensor for name, tensor in tensors.items() if "lora_B" in name]
+    assert of_b
+    assert not any(tensor.any() for tensor in of_b)  # as they began
+
+
+def overflow_on_rank_1_in_step_2():
+    """Each rank prints its scale after each step; the gradients of rank 1 alone overflow in the second."""
+    of = train.LossScale.of
+    update_ = train.LossScale.update_
+    ranks = []
+    steps = []
+
+    def note_ranks(self, *args):
+        ranks.append(self)
+        init(self, *args)
+
+    def spoilt_of(self, loss):
+        is_spoilt = ranks[0].rank == 1 and len(steps) == 1
+        return of(self, loss) * (torch.inf if is_spoilt else 1)
+
+    def shown_update_(self):
+        update_(self)
+        steps.append(self.value.item())
+        print(f"scale {steps[-1]}")
+
+    init = train.Ranks.__init__
+    train.Ranks.__init__ = note_ranks
+    train.LossScale.of = spoilt_of
+    train.LossScale.update_ = shown_update_
+
+
+@pytest.mark.parametrize("flags", ["--fsdp2 --lora", "--lora"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(job, tmp_path, flags):
+    change = functools.partial(begin_with_and, 2.0**10, overflow_on_rank_1_in_step_2)
+    codes, rows, said = changed(2, change, [*job, *flags.split()], tmp_path / "run")
+    assert codes == [0, 0], said
+    assert [row["skipped_steps"] for row in rows] == [0, 1, 0, 0]
+    for of_rank in said:
+        assert re.findall(r"scale (\d+)\.0\n", of_rank) == ["1024", "512", "512", "512"]
+
+
+def begin_with_and(scale, change):
+    begin_with(scale)
+    change()
+
+
+def test_a_resumed_run_goes_on_with_the_scale_that_it_had_bit_for_bit(job, tmp_path):
+    argv = [*job, "--steps", 8, "--save_every", 1, "--keep", 9, "--optim", "adamw8bit"]
+    codes, rows, said = changed(1, functools.partial(begin_with, 2.0**21), argv, tmp_path / "whole")
+    assert codes == [0], said
+    step = next(row["step"] for row in rows if not row["skipped_steps"])
+    assert 1 < step < 8
+    # a process that knows of no other first scale than its own, 2**16
+    resumed = [*argv, "--resume", tmp_path / f"whole/checkpoint-{step}"]
+    codes, rows_again, said = changed(1, change_nothing, resumed, tmp_path / "again")
+    assert codes == [0], said
+    for row, again in zip(rows[step:], rows_again, strict=True):
+        for name in ("step", "loss", "grad_norm", "loss_scale", "skipped_steps"):
+            assert again[name] == row[name], name
+    for file in ("final/model.safetensors", "checkpoint-8/rank-00000-of-00001.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
+    saved = load_file(tmp_path / "again/checkpoint-8/rank-00000-of-00001.safetensors")
+    assert saved["loss_scale:0"] == rows[-1]["loss_scale"] != 2**16
+    last_skipped = max(row["step"] for row in rows if row["skipped_steps"])
+    assert saved["loss_scale.n_good:0"] == 8 - last_skipped
+
+
+# ---------------------------------------------------------------- what fits at no scale
+
+
+def test_activations_that_overflow_end_the_run_and_name_block_and_flag(job, tmp_path):
+    # Of inputs of size 1, weights of size 8 make an MLP's output 8**3 * 64 * 14 times as large: beyond 65,504, and
+    # far from what float32 has.
+    wild = random_model(tmp_path / "wild", initializer_range=8.0)
+    argv = [*job, "--model", wild]
+    codes, _, (said,) = changed(1, change_nothing, argv, tmp_path / "run")
+    assert codes == [train.NOT_FINITE], said
+    message = said.splitlines()
+    assert any("step 1: not finite: the loss, from the output of block 0 on; no weight was changed" in line
+               for line in message), said
+    assert "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU with bf16" in said
+    assert not (tmp_path / "run/final").exists()
+    assert math.isfinite(sum(losses(1, [*argv, "--precision", "fp32", "--steps", 1], tmp_path / "fp32")))
+
+
+def make_every_gradient_infinite():
+    begin_with(4.0)
+    forward = lm.Transformer.forward
+
+    def spoilt_forward(*args, **given):
+        loss = forward(*args, **given)
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: grad * torch.inf)
+        return loss
+
+    lm.Transformer.forward = spoilt_forward
+
+
+def test_a_scale_below_1_ends_the_run_and_names_the_gradient(job, tmp_path):
+    codes, rows, (said,) = changed(1, make_every_gradient_infinite, [*job, "--lora"], tmp_path / "run")
+    assert codes == [train.NOT_FINITE], said
+    assert [row["loss_scale"] for row in rows] == [2, 1]
+    assert re.search(r"step 3: not finite: (\d+) of \1 gradients, first that of \S+lora_B", said), said
+    assert "fp16 numbers end at 65,504" in said
+
+
+# ---------------------------------------------------------------- the default
+
+
+def complete(argv, device):
+    args = train.parse_args(argv)
+    config = lm.parse_config(train.data.PRESETS["qwen3-0.6b"])
+    train.complete_for_model(args, config, {}, device)
+    return args
+
+
+def test_a_card_without_bf16_gets_fp16_unless_it_updates_in_the_backward(monkeypatch):
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    assert complete(["--qlora"], card).precision == "fp16"
+    assert complete(["--chat"], card).precision == "fp16"
+    assert complete(["--optim_in_backward", "--precision", "fp32"], card).precision == "fp32"
+    with pytest.raises(ValueError, match=r"--optim_in_backward: this GPU has no bf16, .*--precision fp32"):
+        complete(["--optim_in_backward"], card)
+    assert complete(["--qlora"], None).precision == "mixed"  # a plan is for a card that has bf16
+
+
+def test_the_search_for_what_fits_proposes_no_bf16_where_fp16_is_used():
+    args = complete(["--precision", "fp16"], None)
+    assert not any("bf16" in rung for rung in train.rungs_of(args))
+    args.precision = "mixed"
+    assert any("bf16" in rung for rung in train.rungs_of(args))
