@@ -2703,8 +2703,8 @@ def open_adapter(folder):
 
 def saves_embeddings(config, where):
     """Whether an adapter has a whole embedding and head. PEFT may save one of the two alone, or other
-    modules: that is refused. Its names may be short, or those of the modules in full. Of a tied pair PEFT lists the
-    embedding alone, if ensure_weight_tying is set, and writes both."""
+    modules: that is refused. Its names may be short, or those of the modules in full. Of a tied pair PEFT
+    lists the embedding alone, if ensure_weight_tying is set, and writes both."""
     modules = config.get("modules_to_save")
     if not modules:
         return False

@@ -1659,7 +1659,8 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
     that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads its state twice and writes
     it once, 6*K*P a token and head (w state, queries state, keys^T d), and the backward of a product costs
     twice the product; what chunks add, 70 % of that, a model does not need. The reference of --dpo is one
-    more forward. Adapters, about 1 %, are left out. is_frozen: all but these and, with trains_head, the head."""
+    more forward. Adapters, about 1 %, are left out. is_frozen: all but these is frozen, but with trains_head
+    the head."""
     n_linear = c.layer_types.count("linear_attention")
     n_sliding = c.layer_types.count("sliding_attention")
     n_full = c.num_hidden_layers - n_linear - n_sliding

@@ -2041,7 +2041,8 @@ def print_start(args, model, source, blocks, ranks):
     # (flag, whether it is on, what it does)
     features = [
         ("precision", True, f"trained {trained}, all else {other_dtype}"),
-        ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, the weights under them are frozen"),
+        ("lora", args.lora,
+         f"adapters of rank {args.lora_rank} are trained, the weights under them are frozen"),
         ("train_embeddings", args.train_embeddings,
          "embedding and head are trained in full, at --embedding_lr"),
         ("qlora", args.qlora, "the weights of the blocks are in NF4, 4.14 bits each"),
