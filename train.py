@@ -18,6 +18,7 @@ A reading tour, in the order of a run:
     load_weights_               (data.py) reads and quantizes a rank's own rows only
     attend                      (model.py) lets each packed document see itself alone, without a [T, T] mask
     OffloadActivations          sends block inputs to the host, and has them back in time
+    StreamedWeights             has frozen weights on the GPU when their block runs, and not before
     ChunkedCrossEntropy         (model.py) computes the gradient of the loss in the forward, by chunks
     Saver.commit                makes a checkpoint by one rename
 """
@@ -298,6 +299,9 @@ def add_memory_flags(parser):
         "backward, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
         "applies)",
         nargs="*", choices=("activations", "params"))
+    add(memory, "--resident_blocks", blocks_or_auto, "auto", "of --offload params with adapters, on one "
+        "rank: keep the frozen weights of N blocks (or all) on the GPU; auto: of as many as fit beside what "
+        "--activation_checkpointing keeps, none on a CPU without --gpu_gib")
     add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "recompute the first N blocks (or all) "
         "in the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping "
         "even dequantized NF4 weights to recomputing even attention; all blocks on a CPU without --gpu_gib, "
@@ -510,6 +514,9 @@ def refuse_conflicts(args):
     if not args.fsdp2 and (sharding or "params" in args.offload):
         refuse("--replicas, --offload params, --no-reshard_after_forward and --no-shard_embeddings change "
                "how FSDP2 works: add --fsdp2")
+    if args.resident_blocks != "auto" and not (args.lora and "params" in args.offload):
+        refuse("--resident_blocks needs --offload params and --lora or --qlora: it is about frozen weights "
+               "that are in host memory otherwise")
     if "activations" in args.offload and args.activation_checkpointing not in ("all", "auto"):
         refuse("--offload activations needs --activation_checkpointing all: the bus is fast enough for the "
                "input of a block, not for all that the block computes")
@@ -565,11 +572,13 @@ def main(argv, progress):
     if args.fsdp2:
         shard_(model, args, device)
     # until here the model is on the meta device, so a rank allocates no more than its own shard
-    model.to_empty(device="cpu" if "params" in args.offload else device).tie_()
+    streamed = allocate_(model, args, blocks, device)
     with ranks.agree():
         # of a resumed run only what is frozen: the rest comes from the checkpoint
         data.load_weights_(model, opened.source, opened.adapter, args.seed, device, ranks.rank == 0,
                            frozen_only=bool(resumed))
+    if streamed:
+        StreamedWeights(streamed, device)
     if "activations" in args.offload and on_gpu:
         model.activation_hooks = OffloadActivations(device)
 
@@ -1275,7 +1284,8 @@ def shard_(model, args, device):
 
     One unit per block, one for the embedding and one for the head. The last norm belongs to the root unit,
     which stays gathered from forward to backward. With --replicas N, weights are gathered inside a replica
-    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard."""
+    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. What StreamedWeights
+    brings to the GPU is no business of FSDP2."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shard_bytes_on_old_torch_()
@@ -1292,7 +1302,11 @@ def shard_(model, args, device):
     offload = OffloadPolicy()
     if "params" in args.offload:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    ignored = set()
+    if streams_weights(args, dist.get_world_size()):
+        ignored.update(frozen_of(model.model.layers))
+    shard = functools.partial(
+        fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
     *blocks, last = model.model.layers
     in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
     # A unit is gathered in one dtype, so the float32 vectors of a DecayGate are units of their own.
@@ -1314,6 +1328,43 @@ def shard_(model, args, device):
         head = shard(model.lm_head, reshard_after_forward=args.chunked_ce)
         head.set_unshard_in_backward(not args.chunked_ce)
     shard(model, reshard_after_forward=False)
+
+
+def streams_weights(args, world):
+    """Whether StreamedWeights, and not FSDP2, brings the frozen weights of the blocks from host memory: where
+    a rank has all of their rows. FSDP2 (torch 2.11 to 2.13) makes no collective on one rank, but it copies a
+    unit on the compute stream, where nothing hides it, and then a second time, from GPU memory to GPU
+    memory. Several ranks share the rows, so there FSDP2 reads them and gathers them ahead."""
+    return args.lora and "params" in args.offload and world == args.replicas
+
+
+def frozen_of(module):
+    return [p for p in module.parameters() if not p.requires_grad]
+
+
+def streamed_blocks(n_layers, n_resident):
+    """Numbers of the blocks whose frozen weights are streamed. They are spread evenly, and are neither the
+    first nor the last: a copy then hides behind the blocks between two streamed ones as well, so that a step
+    takes the longer of all compute and all copies. Were they in a row, each copy had the time of its own
+    block alone, and the compute of the resident ones would hide two copies in all."""
+    n_streamed = n_layers - n_resident
+    return [i for i in range(n_layers) if (i + 1) * n_streamed // n_layers > i * n_streamed // n_layers]
+
+
+def allocate_(model, args, blocks, device):
+    """Allocates all parameters of a model on the meta device -> the blocks whose frozen weights are to be
+    streamed as soon as they are loaded."""
+    model.to_empty(device="cpu" if "params" in args.offload else device).tie_()
+    if not (args.fsdp2 and streams_weights(args, dist.get_world_size())):
+        return []
+    layers = model.model.layers
+    streamed = [layers[i] for i in streamed_blocks(len(layers), blocks.n_resident)]
+    for block in layers:
+        for p in frozen_of(block):
+            # vectors are too small to be worth a copy in each pass
+            if block not in streamed or p.dim() < 2:
+                p.data = torch.empty_like(p.data, device=device)
+    return streamed
 
 
 PAGE = 1 << 22  # bytes: a power of two, because torch's pinned allocator rounds up to one; 0.16 ms on PCIe 4
@@ -1426,6 +1477,94 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.wait_for(end)
         self.bring_back(saved.previous)  # on its way while this block computes
         return tensor
+
+
+class StreamedWeights:
+    """Keeps the frozen matrices of some blocks in pinned host memory, and brings them to the GPU ahead of
+    their use, on a side stream. Two of these blocks are on the GPU at a time, in two slots of memory that
+    they take in turns: block k is always in slot k % 2, so what autograd has saved of a weight in the forward
+    is that weight again when its block is there for the backward.
+
+        forward:   block 0, block 1, block 2 ...   each leaves its slot to the next but one
+        backward:  ... block 2, block 1, block 0   the last two are still there, as the first two will be
+
+    k counts streamed blocks. What blocks with resident weights compute between two of them is time for the
+    copies as well. The host waits for nothing: a copy waits for all compute that was issued before it, and a
+    block for its copy. A slot is never freed, so no stream can reuse memory that another one reads."""
+
+    def __init__(self, blocks, device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.in_slot = [None, None]  # number of the block that is there, or on its way
+        self.arrival = [None, None]  # the event behind its copy
+        n_bytes = max(sum(aligned(p.nbytes) for p in matrices_of(block)) for block in blocks)
+        slots = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in blocks[:2]]
+        self.copies = []  # of each block [(page of a slot, page in host memory)]
+        for k, block in enumerate(blocks):
+            self.copies.append(self.move_to_host_(block, slots[k % 2]))
+            block.register_forward_pre_hook(functools.partial(self.before_forward, k))
+            block.register_forward_hook(functools.partial(self.after_forward, k))
+
+    def move_to_host_(self, block, slot):
+        """Moves the matrices of a block into pinned pages, and makes its parameters views of the slot."""
+        copies = []
+        start = 0
+        for p in matrices_of(block):
+            # one parameter at a time: no more than that is in host memory twice
+            p.host_pages = []
+            for page in pages_of(p.data):
+                pinned = torch.empty_like(page, pin_memory=self.device.type == "cuda")
+                p.host_pages.append(pinned.copy_(page))
+            p.data = slot[start : start + p.nbytes].view(p.dtype).view(p.shape)
+            copies += zip(pages_of(p.data), p.host_pages, strict=True)
+            start += aligned(p.nbytes)
+        return copies
+
+    def bring(self, k):
+        """Starts the copy of a block into its slot, unless it is there. All compute on what the slot has now
+        must have been issued."""
+        if not 0 <= k < len(self.copies) or self.in_slot[k % 2] == k:
+            return
+        self.in_slot[k % 2] = k
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.no_grad(), torch.cuda.stream(self.stream):  # does nothing if it is None
+            for target, page in self.copies[k]:
+                target.copy_(page, non_blocking=True)
+        if self.stream is not None:
+            self.arrival[k % 2] = self.stream.record_event()
+
+    def wait_for(self, k):
+        """Makes the compute stream wait, not the host."""
+        self.bring(k)
+        if self.arrival[k % 2] is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.arrival[k % 2])
+
+    def before_forward(self, k, block, inputs):
+        self.wait_for(k)
+        self.bring(k + 1)  # it is on its way, but for the first block of a forward
+        x = inputs[0]
+        if x.requires_grad:
+            # when the gradient of its input is there, the block's backward is done with its weights
+            x.register_hook(lambda _: self.bring(k - 2))
+
+    def after_forward(self, k, block, inputs, x):
+        self.bring(k + 2)
+        if x.requires_grad:
+            x.register_hook(functools.partial(self.before_backward, k))
+
+    def before_backward(self, k, _):
+        self.wait_for(k)
+        self.bring(k - 1)
+
+
+def matrices_of(block):
+    return [p for p in frozen_of(block) if p.dim() > 1]
+
+
+def aligned(n_bytes):
+    """Kernels read 16 bytes at a time, from addresses that CUDA's allocator aligns to 512."""
+    return nf4.ceil_div(n_bytes, 512) * 512
 
 
 # ---------------- optimizers, learning rate
@@ -2053,6 +2192,8 @@ def print_start(args, model, source, blocks, ranks):
         ("sequence_parallel", args.sequence_parallel > 1,
          f"the {c.num_attention_heads} heads are split over that many ranks in attention"),
         ("offload", args.offload, "kept in host memory until they are needed"),
+        ("resident_blocks", streams_weights(args, ranks.world),
+         blocks.describe_resident(c.num_hidden_layers)),
         ("activation_checkpointing", args.activation_checkpointing, blocks.describe(c.num_hidden_layers)),
         ("chunked_ce", args.chunked_ce, f"head and loss see {args.ce_chunk} tokens at a time"),
         ("tiled_mlp", args.tiled_mlp, "the MLPs see that many tokens at a time"),
@@ -2257,9 +2398,18 @@ def print_answer(core, tokens):
     return text
 
 
+def parts_of(tensor):
+    """What this rank has of a tensor. A streamed one shows the slot, which other blocks use as well; its own
+    numbers are in its pages."""
+    if hasattr(tensor, "host_pages"):
+        return [page.view(tensor.dtype) for page in tensor.host_pages]
+    return [nf4.local(tensor).rows]
+
+
 def check_finite(tensors, step, ranks):
     """Ends the run if any rank has inf or nan in a tensor of {name: tensor}. Collective."""
-    wrong = [name for name, tensor in tensors.items() if not nf4.local(tensor)[0].isfinite().all()]
+    wrong = [name for name, tensor in tensors.items()
+             if not all(part.isfinite().all() for part in parts_of(tensor))]
     names = list(itertools.chain(*ranks.gather(wrong)))
     if names:
         ranks.leave()
@@ -2517,8 +2667,8 @@ def replace_file(path, text):
 
 
 def write_args(out, args, world, blocks):
-    """Writes args.json: the value of every flag, what choose_blocks() made of --activation_checkpointing, and
-    versions of what the run uses."""
+    """Writes args.json: the value of every flag, what choose_blocks() made of --activation_checkpointing and
+    --resident_blocks, and versions of what the run uses."""
     # what a reader needs to repeat the run, or to see why another version gave another loss
     versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
     others = {"world": world, "python": platform.python_version(), **versions}
@@ -2852,6 +3002,9 @@ class Unit:
     is what FSDP2 gathers and reduces at once. Without FSDP2 nothing is gathered or reduced."""
 
     always: Counter  # {kind: bytes} of weights and optimizer state
+    vectors: Counter  # those of frozen vectors, and of frozen matrices, that FSDP2 does not see:
+    matrices: Counter  # see streams_weights()
+    pinned: int = 0  # host memory of these matrices
     unsharded: int = 0  # gathered, in the dtype of products; without FSDP2 16-bit copies of float32 weights
     new_gradient: int = 0  # as the backward makes it: with FSDP2 all rows, in the dtype of products
     reduce_input: int = 0  # all rows in the dtype of the reduce-scatter; 0 without FSDP2
@@ -2877,9 +3030,10 @@ class Units(NamedTuple):
         return [*self.blocks, *self.ends]
 
 
-def unit_of(module, args, shards, dtype):
-    """Adds up a module on the meta device, its rows dealt out to `shards` ranks, its products in `dtype`."""
-    unit = Unit(Counter())
+def unit_of(module, args, shards, dtype, is_streamed=False):
+    """Adds up a module on the meta device, its rows dealt out to `shards` ranks, its products in `dtype`.
+    is_streamed: FSDP2 does not see its frozen weights."""
+    unit = Unit(Counter(), Counter(), Counter())
     for name, p in module.named_parameters():
         n_rows = nf4.ceil_div(len(p), shards)
         width = p.numel() // len(p)
@@ -2893,6 +3047,13 @@ def unit_of(module, args, shards, dtype):
         elif "lora_" in name:
             kind = "adapters"
         unit.always[kind] += n_bytes
+        if is_streamed and not p.requires_grad:
+            if p.dim() < 2:
+                unit.vectors[kind] += n_bytes
+                continue
+            unit.matrices[kind] += n_bytes
+            unit.pinned += pinned_bytes(n_bytes)
+            continue
         # Products read a copy: gathered by FSDP2, or made by Linear.forward() where a master is wider.
         if args.fsdp2 or p.itemsize > product_itemsize:
             unit.unsharded += shards * n * product_itemsize
@@ -2909,11 +3070,13 @@ def unit_of(module, args, shards, dtype):
     return unit
 
 
-def units_of(model, args, layer_types, shards):
-    """-> Units. The model has one block of each layer type, which stands for all blocks of that type."""
+def units_of(model, args, layer_types, shards, is_streamed):
+    """-> Units. The model has one block of each layer type, which stands for all blocks of that type.
+    is_streamed: StreamedWeights brings their frozen weights."""
 
     def unit(module):
-        return unit_of(module, args, shards, model.compute_dtype)
+        in_blocks = module not in (model.model.embed_tokens, model.lm_head)
+        return unit_of(module, args, shards, model.compute_dtype, is_streamed and in_blocks)
 
     block = {}
     after_attention = {}
@@ -2965,7 +3128,8 @@ def events_and_host(args, config, world, length, blocks):
     layer_types = list(dict.fromkeys(config.layer_types))  # each once
     few_blocks = dataclasses.replace(config, num_hidden_layers=len(layer_types), layer_types=layer_types)
     model = lm.on_meta(few_blocks, args)
-    units = units_of(model, args, config.layer_types, shards)
+    is_streamed = streams_weights(args, world)
+    units = units_of(model, args, config.layer_types, shards, is_streamed)
     itemsize = model.compute_dtype.itemsize
     acts = bytes_of_blocks(args, config, itemsize, n_tokens, blocks)
 
@@ -2975,6 +3139,9 @@ def events_and_host(args, config, world, length, blocks):
     if "params" in args.offload:
         host = {**always, "gradients": sum(unit.gradient for unit in units.all())}
         always = Counter()
+    if is_streamed:
+        always = frozen_on_device(units, blocks.n_resident)
+        host = host_beside(host, units, blocks.n_resident)
     if "activations" in args.offload:  # the input of each block but the last
         host["activations"] = (config.num_hidden_layers - 1) * pinned_bytes(acts[0].input)
     # RoPE's tables, the batch's integers
@@ -2987,6 +3154,34 @@ def events_and_host(args, config, world, length, blocks):
     n_inputs_of_loss = inputs_of_loss(args, config)
     events = play_step(args, units, sharding, acts, weights, logits_bytes, n_inputs_of_loss, always)
     return events, host
+
+
+def frozen_on_device(units, n_resident):
+    """{kind: bytes} of the blocks' frozen weights on the GPU where StreamedWeights brings the others."""
+    n_layers = len(units.blocks)
+    streamed = streamed_blocks(n_layers, n_resident)
+    on_device = Counter()
+    for i, unit in enumerate(units.blocks):
+        on_device += unit.vectors
+        if i not in streamed:
+            on_device += unit.matrices
+    # the two slots, each as large as the largest block that is streamed
+    for _ in streamed[:2]:
+        on_device += max((units.blocks[i].matrices for i in streamed), key=Counter.total)
+    return on_device
+
+
+def host_beside(host, units, n_resident):
+    """{kind: bytes} of host memory, from which the frozen weights of resident blocks are gone, and in which
+    those of the others lie in pinned pages."""
+    host = Counter(host)
+    streamed = streamed_blocks(len(units.blocks), n_resident)
+    for i, unit in enumerate(units.blocks):
+        host -= unit.vectors
+        host -= unit.matrices
+        if i in streamed:
+            host["pinned weights"] += unit.pinned
+    return dict(host)
 
 
 def pinned_bytes(n_bytes):
@@ -3666,6 +3861,7 @@ class Blocks(NamedTuple):
     n_recomputed: int  # the first ones: what the last ones keep is freed first
     n_weights_kept: int = 0  # last ones that keep NF4 weights in 16 bits
     n_attention_kept: int = 0  # last ones of the recomputed that keep attention's output
+    n_resident: int = 0  # whose frozen weights stay on the GPU where StreamedWeights brings those of others
 
     def describe(self, n_layers):
         text = f"the backward recomputes {self.n_recomputed} of {n_layers} blocks"
@@ -3675,24 +3871,36 @@ class Blocks(NamedTuple):
             text += f"; {self.n_weights_kept} keep their NF4 weights in 16 bits"
         return text
 
+    def describe_resident(self, n_layers):
+        return (f"the frozen weights of {self.n_resident} of {n_layers} blocks stay on the GPU, others come "
+                "ahead of their use")
+
 
 def blocks_as_asked(args, config):
-    """-> Blocks of --activation_checkpointing N and all. auto counts as all, which needs the least memory."""
+    """-> Blocks of --activation_checkpointing and --resident_blocks N and all. auto counts as what needs the
+    least memory, which is all of the first and none of the second."""
+    n_layers = config.num_hidden_layers
     asked = args.activation_checkpointing
     if asked in ("all", "auto"):
-        asked = config.num_hidden_layers
-    return Blocks(min(asked, config.num_hidden_layers))
+        asked = n_layers
+    n_resident = {"all": n_layers, "auto": 0}.get(args.resident_blocks, args.resident_blocks)
+    return Blocks(min(asked, n_layers), n_resident=min(n_resident, n_layers))
 
 
 def choose_blocks(args, config, world, length, room):
-    """-> Blocks. For --activation_checkpointing auto it is the fastest choice that needs at most 90 % of
-    `room` bytes, or else the one that needs the least. Without a known room, and where the blocks' inputs are
-    offloaded, auto recomputes all blocks."""
-    is_auto = args.activation_checkpointing == "auto"
-    if not is_auto or room == math.inf or "activations" in args.offload:
-        return blocks_as_asked(args, config)
-    can_keep_weights = args.qlora and not args.tiled_mlp  # a tile dequantizes its weights again
-    choices = block_choices(config.num_hidden_layers, can_keep_weights)
+    """-> Blocks. Where one of their flags is auto it is the fastest choice that needs at most 90 % of `room`
+    bytes, or else the one that needs the least. Without a known room auto is what needs the least."""
+    asked = blocks_as_asked(args, config)
+    choices = [asked]
+    if room == math.inf:
+        return asked
+    # with the inputs of blocks offloaded, auto recomputes all blocks
+    if args.activation_checkpointing == "auto" and "activations" not in args.offload:
+        can_keep_weights = args.qlora and not args.tiled_mlp  # a tile dequantizes its weights again
+        choices = [choice._replace(n_resident=asked.n_resident)
+                   for choice in block_choices(config.num_hidden_layers, can_keep_weights)]
+    if args.resident_blocks == "auto" and streams_weights(args, world):
+        choices = resident_choices(config.num_hidden_layers, choices)
     # We bisect: about ten plans, each of which plays a whole step.
     first = 0
     last = len(choices) - 1
@@ -3717,6 +3925,18 @@ def block_choices(n_layers, can_keep_weights):
     # recompute attention as well, in more and more blocks
     choices += [Blocks(n_layers, n_attention_kept=n) for n in range(n_layers - 1, -1, -1)]
     return choices
+
+
+def resident_choices(n_layers, choices):
+    """The same choices, with those of --resident_blocks among them. Memory goes to activations first: that
+    saves a third of the products of a block in any case. To keep its weights saves a block's two copies, and
+    time only where these do not hide behind compute: below 330 tokens a micro-batch in NF4 and 1,300 in bf16
+    on a 3090 (tests/by_card.py --copies). Per byte that is no more even there. Dequantized weights come last:
+    four times the bytes of NF4, for the time of a dequantization."""
+    with_weights = [choice._replace(n_resident=n_layers) for choice in choices if choice.n_weights_kept]
+    others = [choice for choice in choices if not choice.n_weights_kept]
+    resident = [others[0]._replace(n_resident=n) for n in range(n_layers, 0, -1)]
+    return [*with_weights, *resident, *others]
 
 
 def rungs_of(args):
@@ -3836,6 +4056,9 @@ def dry_run(args):
         blocks = choose_blocks(args, config, world, args.seq_len, room)
         if args.activation_checkpointing == "auto":
             print(f"--activation_checkpointing auto: {blocks.describe(config.num_hidden_layers)}")
+        if streams_weights(args, world):
+            print(textwrap.fill(f"--resident_blocks {args.resident_blocks}: "
+                                f"{blocks.describe_resident(config.num_hidden_layers)}", 80))
         print_plan(args, config, world, args.seq_len, blocks, room)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
@@ -3890,6 +4113,9 @@ def check_sizes(args, config, world):
     if args.sequence_parallel > 1 and "linear_attention" in config.layer_types:
         raise ValueError("--sequence_parallel: Gated DeltaNet is not implemented over several ranks; "
                          "--offload and --tiled_mlp leave room for longer rows")
+    if args.resident_blocks != "auto" and not streams_weights(args, world):
+        raise ValueError(f"--resident_blocks {args.resident_blocks}: expected one rank, or --replicas {world} on "
+                         f"{world} ranks: where ranks share the weights, FSDP2 brings them all")
     if config.num_experts:
         expert_targets = set(args.lora_targets or []) & {"gate_proj", "up_proj", "down_proj"}
         if len(expert_targets & {"gate_proj", "up_proj"}) == 1:
