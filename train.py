@@ -3005,6 +3005,7 @@ class Unit:
     vectors: Counter  # those of frozen vectors, and of frozen matrices, that FSDP2 does not see:
     matrices: Counter  # see streams_weights()
     pinned: int = 0  # host memory of these matrices
+    brought: int = 0  # beside that, while FSDP2 copies the largest weight from host memory on one rank
     unsharded: int = 0  # gathered, in the dtype of products; without FSDP2 16-bit copies of float32 weights
     new_gradient: int = 0  # as the backward makes it: with FSDP2 all rows, in the dtype of products
     reduce_input: int = 0  # all rows in the dtype of the reduce-scatter; 0 without FSDP2
@@ -3057,6 +3058,8 @@ def unit_of(module, args, shards, dtype, is_streamed=False):
         # Products read a copy: gathered by FSDP2, or made by Linear.forward() where a master is wider.
         if args.fsdp2 or p.itemsize > product_itemsize:
             unit.unsharded += shards * n * product_itemsize
+        if "params" in args.offload and shards == 1:
+            unit.brought = max(unit.brought, n_bytes)
         if not p.requires_grad:
             continue
         unit.always["optimizer"] += optimizer_bytes(args, n_rows, width, p.dim() > 1, n_bytes)
@@ -3278,6 +3281,7 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
     alive = always.copy()  # what is on the GPU between two events
     if sharding.ends_in_root:
         alive["unsharded units"] = sum(unit.unsharded for unit in units.ends)
+        yield Event("head and loss", "loss", alive + Counter({"unsharded units": head.brought}))
     if args.grad_accum > 1 and args.fsdp2 and not trains_ends(args):
         # adapters are reduced after the last micro-batch
         alive["gradients"] = sharding.shards * all_gradients
@@ -3293,7 +3297,11 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
 
     # ---- the loss, then the backward of the head
     yield Event("head and loss", "saved", alive + Counter({"saved activations": input_bytes}))
-    weights = 0 if sharding.ends_in_root else head.unsharded
+    weights = 0
+    if not sharding.ends_in_root:
+        weights = head.unsharded
+        yield Event("head and loss", "loss", alive + Counter(
+            {"saved activations": 2 * input_bytes, "unsharded units": weights + head.brought}))
     if args.chunked_ce and sharding.shards > 1:
         # FSDP2 keeps the buffer of its last all-gather until the forward ends
         weights += units.blocks[0].unsharded if sharding.ends_in_root else head.unsharded

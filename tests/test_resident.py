@@ -1,0 +1,277 @@
+"""--offload params with adapters on one rank: frozen weights of some blocks stay on the GPU, those of the others come
+from host memory ahead of their use. No bit depends on which.
+
+The tests run on the CPU, where copies are plain; those marked gpu add the side stream and what the emulated device
+checks of it."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from conftest import MUSE, QWEN35, build, curve, random_model, run_ranks, start_ranks
+from emulated_cuda import LOADED
+from safetensors.torch import load_file
+
+import model as lm
+import train
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+N_LAYERS = 5
+STREAMS = ["--fsdp2", "--offload", "params"]
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+@pytest.fixture
+def job(chats, tmp_path):
+    """job(changes of SHAPE) -> the flags of a run that does not stream."""
+    def flags(**changes):
+        folder = random_model(tmp_path / "model", **{"num_hidden_layers": N_LAYERS} | changes)
+        sizes = ["--seq_len", 96, "--batch_size", 4, "--steps", 3, "--lora_rank", 8]
+        return ["--model", folder, "--random_init", "--data", chats, *sizes, "--precision", "fp32", "--lr", "1e-2"]
+
+    return flags
+
+
+@pytest.mark.parametrize("flags, changes, offload", [
+    # an evaluation and a sample between two steps leave other blocks in the slots than a backward does
+    pytest.param("--lora --eval_every 1 --sample hello --max_new_tokens 3", {}, "params", id="lora-eval"),
+    pytest.param("--qlora --no-activation_checkpointing --grad_accum 2 --batch_size 2", {}, "params", id="qlora-keeps"),
+    # below the first adapter nothing has a backward
+    pytest.param("--lora --lora_targets down_proj --lora_dropout 0.2", {}, "params", id="lora-down"),
+    # blocks of two kinds take turns in the slots
+    pytest.param("--qlora", QWEN35 | {"layer_types": QWEN35["layer_types"] + ["linear_attention"] * 2},
+                 "params activations", id="qwen3.5-offload"),
+    pytest.param("--lora --tiled_mlp 100", MUSE | {"num_hidden_layers": 3}, "params", id="muse-tiled"),
+])
+def test_losses_and_weights_are_bit_equal_however_many_blocks_are_resident(
+        job, chats, tmp_path, flags, changes, offload):
+    argv = [*job(**changes), *flags.split(), "--eval_data", chats]
+    expected = curve(1, argv, tmp_path / "plain")
+    expected_weights = load_file(tmp_path / "plain/final/adapter_model.safetensors")
+    for n_resident in (0, 1, "all"):
+        out = tmp_path / f"resident-{n_resident}"
+        streams = ["--fsdp2", "--offload", *offload.split(), "--resident_blocks", n_resident]
+        assert curve(1, [*argv, *streams], out) == expected
+        weights = load_file(out / "final/adapter_model.safetensors")
+        assert weights.keys() == expected_weights.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, expected_weights[name]), name
+
+
+def test_a_run_resumes_bit_for_bit_with_another_number_of_resident_blocks(job, tmp_path):
+    argv = [*job(), "--qlora", *STREAMS, "--log_every", 1]
+    saves = ["--resident_blocks", 2, "--save_every", 1, "--keep", 9]
+    whole, text, codes = run_ranks(1, [*argv, *saves], tmp_path / "whole")
+    assert codes == [0], text
+    for n_resident in (0, "all"):
+        resume = ["--resume", tmp_path / "whole/checkpoint-1", "--resident_blocks", n_resident]
+        rows, text, codes = run_ranks(1, [*argv, *resume], tmp_path / f"again-{n_resident}")
+        assert codes == [0], text
+        assert [row["loss"] for row in rows] == [row["loss"] for row in whole[1:]]
+        assert [row["grad_norm"] for row in rows] == [row["grad_norm"] for row in whole[1:]]
+
+
+def test_replicas_stream_each_by_itself(job, tmp_path):
+    # float32: only the order of sums over ranks differs
+    argv = [*job(), "--lora", "--steps", 2]
+    expected, _ = curve(1, argv, tmp_path / "plain")
+    flags = ["--batch_size", 2, "--replicas", 2, "--resident_blocks", 1]
+    got, _ = curve(2, [*argv, *STREAMS, *flags], tmp_path / "replicas")
+    assert got == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_weight_that_is_not_finite_is_named_though_its_slot_is_shared(job, tmp_path):
+    log = tmp_path / "log"
+    argv = [*job(), "--lora", *STREAMS, "--resident_blocks", 0, "--out", tmp_path / "out", "--save_every", 0]
+    codes = start_ranks(1, damage_and_run, ([str(word) for word in argv],), [log])
+    assert codes == [train.NOT_FINITE], log.read_text()
+    assert "layers.2.mlp.up_proj.weight contains inf or nan" in log.read_text()
+
+
+def damage_and_run(argv):
+    """A run in which one number of a streamed weight is damaged, in host memory."""
+    load_weights_ = train.data.load_weights_
+
+    def load_and_damage_(model, *rest, **flags):
+        load_weights_(model, *rest, **flags)
+        model.model.layers[2].mlp.up_proj.weight.data[3, 4] = torch.nan
+
+    train.data.load_weights_ = load_and_damage_
+    return train.launch(argv)
+
+
+# ---------------------------------------------------------------- which blocks, in which order
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 5, 32, 61])
+def test_streamed_blocks_are_as_many_as_asked_and_spread_evenly(n_layers):
+    for n_resident in range(n_layers + 1):
+        streamed = train.streamed_blocks(n_layers, n_resident)
+        assert len(streamed) == n_layers - n_resident
+        distances = {after - before for before, after in itertools.pairwise([-1, *streamed])}
+        # or some copies would have less time than others; the last distance of a row may be any
+        assert not distances or max(distances) - min(distances) <= 1
+
+
+def streamed_model(device, n_resident, events):
+    """A model with adapters of which all but n_resident blocks are streamed; the order of what happens is appended to
+    `events` as (what, number of the block)."""
+    model = build("--lora", num_hidden_layers=N_LAYERS)[0].to(device)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:  # which starts at 0: no gradient would reach lora_A
+            torch.nn.init.constant_(p, 0.01)
+    lm.checkpoint_activations_(model)
+    layers = model.model.layers
+    numbers = train.streamed_blocks(N_LAYERS, n_resident)
+    for i, block in enumerate(layers):
+        block.register_forward_pre_hook(lambda block, inputs, i=i: events.append(("forward", i)))
+        block.register_forward_hook(functools.partial(note_backward, events, i))
+    for i in numbers:
+        for p in train.matrices_of(layers[i]):
+            p.data = p.data.cpu()
+    streams = train.StreamedWeights([layers[i] for i in numbers], torch.device(device))
+    bring = streams.bring
+
+    def bring_and_note(k):
+        before = list(streams.in_slot)
+        bring(k)
+        if streams.in_slot != before:
+            events.append(("copy", numbers[k]))
+
+    streams.bring = bring_and_note
+    return model, numbers
+
+
+def note_backward(events, i, block, inputs, x):
+    if x.requires_grad:
+        x.register_hook(lambda _: events.append(("backward", i)))
+
+
+def gradients(model, tokens):
+    model.zero_grad()
+    model(tokens, tokens.roll(-1, 1)).backward()
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@DEVICES
+@pytest.mark.parametrize("n_resident", range(N_LAYERS + 1))
+def test_only_streamed_blocks_are_copied_each_ahead_of_its_use(device, n_resident):
+    tokens = torch.arange(96, device=device).view(2, 48)
+    plain = build("--lora", num_hidden_layers=N_LAYERS)[0].to(device)
+    for name, p in plain.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.constant_(p, 0.01)
+    expected = gradients(plain, tokens)
+    if n_resident == N_LAYERS:
+        assert train.streamed_blocks(N_LAYERS, n_resident) == []
+        return
+    events = []
+    model, numbers = streamed_model(device, n_resident, events)
+    for step in range(3):
+        events.clear()
+        got = gradients(model, tokens)
+        for name, grad in expected.items():
+            assert torch.equal(got[name], grad), name
+
+        uses = [event for event in events if event[0] != "copy"]
+        assert uses == [("forward", i) for i in range(N_LAYERS)] + [("backward", i) for i in reversed(range(N_LAYERS))]
+        copied = [i for what, i in events if what == "copy"]
+        # the first two are there from the backward before, and the last two from the forward
+        first = numbers[2:] if step else numbers
+        assert copied == first + numbers[:-2][::-1]
+        starts = [position for position, (what, _) in enumerate(events) if what == "copy"]
+        if step == 0:  # there is nothing to hide the first two behind
+            starts = starts[2:]
+        for start in starts:
+            later = [i for what, i in events[start + 1 :] if what != "copy"]
+            before_use = later[: later.index(events[start][1])]
+            assert set(before_use) & set(numbers)  # another streamed block, at least, runs in the meantime
+
+
+@DEVICES
+def test_two_slots_are_all_that_streamed_blocks_have_on_the_device(device):
+    model, numbers = streamed_model(device, 1, [])
+    layers = model.model.layers
+    addresses = {layers[i].mlp.up_proj.weight.untyped_storage().data_ptr() for i in numbers}
+    assert len(addresses) == 2
+    for i in numbers:
+        for p in train.matrices_of(layers[i]):
+            n_bytes = sum(page.nbytes for page in p.host_pages)
+            assert n_bytes == p.nbytes
+            assert all(page.device.type == "cpu" for page in p.host_pages)
+            assert all(page.is_pinned() for page in p.host_pages) == (device == "cuda")
+    resident = set(range(N_LAYERS)) - set(numbers)
+    for i in resident:
+        assert all(p.device.type == device for p in layers[i].parameters())
+
+
+# ---------------------------------------------------------------- the emulated device
+
+
+def strictly(function):
+    """The function, in which the host must not wait for the device."""
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return run
+
+
+def make_streams_strict():
+    """The forward, and each call of StreamedWeights. At the end of the backward FSDP2 waits for the gradients of
+    adapters, which the CPU updates."""
+    lm.Transformer.forward = strictly(lm.Transformer.forward)
+    for name in ("bring", "wait_for", "before_forward", "after_forward", "before_backward"):
+        setattr(train.StreamedWeights, name, strictly(getattr(train.StreamedWeights, name)))
+
+
+def start_copies_before_the_slot_is_free():
+    def wait_stream(self, other):
+        pass
+
+    torch.cuda.Stream.wait_stream = wait_stream
+
+
+def compute_before_the_copy_has_arrived():
+    def wait_for(self, k):
+        self.bring(k)
+
+    train.StreamedWeights.wait_for = wait_for
+
+
+def change_and_run(change, argv):
+    change()
+    return train.launch(argv)
+
+
+def run_changed(change, argv, tmp_path):
+    log = tmp_path / "log"
+    argv = [*argv, *STREAMS, "--resident_blocks", 1, "--precision", "mixed", "--out", tmp_path / "out"]
+    codes = start_ranks(1, change_and_run, (change, [str(word) for word in argv]), [log], gpu=True)
+    return codes[0], log.read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["--lora", "--qlora"])
+def test_the_host_waits_for_no_copy_of_weights(job, tmp_path, method):
+    code, text = run_changed(make_streams_strict, [*job(), method], tmp_path)
+    assert code == 0, text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not LOADED, reason="a real GPU may be lucky")
+@pytest.mark.parametrize("leave_out_a_guard, words", [
+    (start_copies_before_the_slot_is_free, "XXX"),
+    (compute_before_the_copy_has_arrived, "XXX"),
+])
+def test_streaming_without_one_of_its_guards_is_caught(job, tmp_path, leave_out_a_guard, words):
+    code, text = run_changed(leave_out_a_guard, [*job(), "--lora"], tmp_path)
+    assert code != 0, text
+    assert words in text, text
