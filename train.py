@@ -4122,8 +4122,8 @@ def check_sizes(args, config, world):
         raise ValueError("--sequence_parallel: Gated DeltaNet is not implemented over several ranks; "
                          "--offload and --tiled_mlp leave room for longer rows")
     if args.resident_blocks != "auto" and not streams_weights(args, world):
-        raise ValueError(f"--resident_blocks {args.resident_blocks}: expected one rank, or --replicas {world} on "
-                         f"{world} ranks: where ranks share the weights, FSDP2 brings them all")
+        raise ValueError(f"--resident_blocks {args.resident_blocks}: expected one rank, or --replicas "
+                         f"{world} on {world} ranks: where ranks share the weights, FSDP2 brings them all")
     if config.num_experts:
         expert_targets = set(args.lora_targets or []) & {"gate_proj", "up_proj", "down_proj"}
         if len(expert_targets & {"gate_proj", "up_proj"}) == 1:

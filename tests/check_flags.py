@@ -59,7 +59,8 @@ BLOCKS = [
     "--gpu_gib 99",
     "--gpu_gib 1.03",
 ]
-SHARDED = ["--no-reshard_after_forward", "--no-shard_embeddings", "--replicas 2", "--offload params"]
+SHARDED = ["--no-reshard_after_forward", "--no-shard_embeddings", "--replicas 2", "--offload params",
+           "--offload params --resident_blocks 1"]
 OTHERS = ["--no-chunked_ce", "--tiled_mlp 7", "--tiled_mlp 40", "--no-fused_adamw"]
 
 

@@ -187,6 +187,9 @@ def test_only_streamed_blocks_are_copied_each_ahead_of_its_use(device, n_residen
             starts = starts[2:]
         for start in starts:
             later = [i for what, i in events[start + 1 :] if what != "copy"]
+            what, i = [use for use in events[:start] if use[0] != "copy"][-1]
+            if what == "backward":  # noted when it begins: a block's backward runs behind the copy that it starts
+                later.insert(0, i)
             before_use = later[: later.index(events[start][1])]
             assert set(before_use) & set(numbers)  # another streamed block, at least, runs in the meantime
 
