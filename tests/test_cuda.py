@@ -125,6 +125,7 @@ RUNS = [
     (1, "--lora --offload"),
     (1, "--qlora --offload --tiled_mlp 200"),
     (1, "--fsdp2 --offload params --optim adamw8bit --precision bf16 --stochastic_rounding"),
+    (1, "--fsdp2 --qlora --offload params --resident_blocks 1"),
     (2, "--fsdp2 --qlora --offload --sequence_parallel 2"),
     (2, "--fsdp2 --replicas 2 --grad_accum 2 --lora"),
     (2, "--optim_in_backward --no-chunked_ce --precision fp32 --no-fused_adamw"),
@@ -292,7 +293,12 @@ def change_nothing():
 
 @pytest.mark.gpu
 @pytest.mark.bf16
-@pytest.mark.parametrize("flags", ["--lora --offload --tiled_mlp 384", "--qlora --offload"])
+@pytest.mark.parametrize("flags", [
+    "--lora --offload --tiled_mlp 384",
+    "--qlora --offload",
+    "--lora --fsdp2 --offload --resident_blocks 1",
+    "--qlora --fsdp2 --offload --resident_blocks 0",
+])
 def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, flags):
     change = change_nothing
     if LOADED:  # the CPU's kernels keep other tensors than CUDA's
@@ -382,6 +388,25 @@ def test_a_card_without_bf16_trains_in_fp16_and_waits_for_nothing(model_folder, 
     assert [row["loss"] for row in rows] == pytest.approx(expected, abs=2e-3)  # 11 bits of mantissa
 
 
+def make_streams_strict():
+    """The forward, and each call of StreamedWeights. At the end of the backward FSDP2 waits for the gradients of
+    adapters, which the CPU updates."""
+    nf4.levels_of_bytes(torch.device("cuda", 0))
+    lm.Transformer.forward = strictly(lm.Transformer.forward)
+    for name in ("bring", "wait_for", "before_forward", "after_forward", "before_backward"):
+        setattr(train.StreamedWeights, name, strictly(getattr(train.StreamedWeights, name)))
+
+
+STREAMS = "--fsdp2 --offload params --resident_blocks 1"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["--lora", "--qlora"])
+def test_the_host_waits_for_no_copy_of_weights(run_changed, method):
+    code, text, _ = run_changed(make_streams_strict, method, *STREAMS.split())
+    assert code == 0, text
+
+
 @pytest.mark.gpu
 def test_wide_heads_do_not_fall_to_the_math_kernel(run_changed):
     # FlashAttention supports up to 256; the emulated sdpa() refuses shared key heads, which need the math kernel here
@@ -420,14 +445,24 @@ def copy_without_waiting():
     torch.cuda.Stream.wait_stream = wait_stream
 
 
+def compute_before_the_copy_has_arrived():
+    """A block runs while its weights are on their way."""
+    def wait_for(self, k):
+        self.bring(k)
+
+    train.StreamedWeights.wait_for = wait_for
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not LOADED, reason="a real GPU may be lucky")
-@pytest.mark.parametrize("leave_out_a_guard, words", [
-    (forget_to_hold_leaving_tensors, "gradients, first that of"),  # nan in place of what was freed
-    (bring_back_into_memory_of_the_side_stream, "is given away again while"),
-    (copy_without_waiting, "that the default stream still works on"),
+@pytest.mark.parametrize("leave_out_a_guard, flags, words", [
+    (forget_to_hold_leaving_tensors, "--offload", "gradients, first that of"),  # nan in place of what was freed
+    (bring_back_into_memory_of_the_side_stream, "--offload", "is given away again while"),
+    (copy_without_waiting, "--offload", "that the default stream still works on"),
+    (copy_without_waiting, STREAMS, "that the default stream still works on"),
+    (compute_before_the_copy_has_arrived, STREAMS, "memory is used while a copy is under way"),
 ])
-def test_offload_without_one_of_its_guards_is_caught(run_changed, leave_out_a_guard, words):
-    code, text, _ = run_changed(leave_out_a_guard, "--lora", "--offload")
+def test_offload_without_one_of_its_guards_is_caught(run_changed, leave_out_a_guard, flags, words):
+    code, text, _ = run_changed(leave_out_a_guard, "--lora", *flags.split())
     assert code != 0, text
     assert words in text, text

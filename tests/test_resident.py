@@ -1,8 +1,8 @@
 """--offload params with adapters on one rank: frozen weights of some blocks stay on the GPU, those of the others come
 from host memory ahead of their use. No bit depends on which.
 
-The tests run on the CPU, where copies are plain; those marked gpu add the side stream and what the emulated device
-checks of it."""
+The tests run on the CPU, where copies are plain; those marked gpu add the side stream. test_cuda.py runs whole jobs,
+and jobs that lack a guard."""
 
 import functools
 import itertools
@@ -10,7 +10,6 @@ import itertools
 import pytest
 import torch
 from conftest import MUSE, QWEN35, build, curve, random_model, run_ranks, start_ranks
-from emulated_cuda import LOADED
 from safetensors.torch import load_file
 
 import model as lm
@@ -209,72 +208,3 @@ def test_two_slots_are_all_that_streamed_blocks_have_on_the_device(device):
     resident = set(range(N_LAYERS)) - set(numbers)
     for i in resident:
         assert all(p.device.type == device for p in layers[i].parameters())
-
-
-# ---------------------------------------------------------------- the emulated device
-
-
-def strictly(function):
-    """The function, in which the host must not wait for the device."""
-    @functools.wraps(function)
-    def run(*args, **kwargs):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    return run
-
-
-def make_streams_strict():
-    """The forward, and each call of StreamedWeights. At the end of the backward FSDP2 waits for the gradients of
-    adapters, which the CPU updates."""
-    lm.Transformer.forward = strictly(lm.Transformer.forward)
-    for name in ("bring", "wait_for", "before_forward", "after_forward", "before_backward"):
-        setattr(train.StreamedWeights, name, strictly(getattr(train.StreamedWeights, name)))
-
-
-def start_copies_before_the_slot_is_free():
-    def wait_stream(self, other):
-        pass
-
-    torch.cuda.Stream.wait_stream = wait_stream
-
-
-def compute_before_the_copy_has_arrived():
-    def wait_for(self, k):
-        self.bring(k)
-
-    train.StreamedWeights.wait_for = wait_for
-
-
-def change_and_run(change, argv):
-    change()
-    return train.launch(argv)
-
-
-def run_changed(change, argv, tmp_path):
-    log = tmp_path / "log"
-    argv = [*argv, *STREAMS, "--resident_blocks", 1, "--precision", "mixed", "--out", tmp_path / "out"]
-    codes = start_ranks(1, change_and_run, (change, [str(word) for word in argv]), [log], gpu=True)
-    return codes[0], log.read_text()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", ["--lora", "--qlora"])
-def test_the_host_waits_for_no_copy_of_weights(job, tmp_path, method):
-    code, text = run_changed(make_streams_strict, [*job(), method], tmp_path)
-    assert code == 0, text
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not LOADED, reason="a real GPU may be lucky")
-@pytest.mark.parametrize("leave_out_a_guard, words", [
-    (start_copies_before_the_slot_is_free, "XXX"),
-    (compute_before_the_copy_has_arrived, "XXX"),
-])
-def test_streaming_without_one_of_its_guards_is_caught(job, tmp_path, leave_out_a_guard, words):
-    code, text = run_changed(leave_out_a_guard, [*job(), "--lora"], tmp_path)
-    assert code != 0, text
-    assert words in text, text

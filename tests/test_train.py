@@ -129,7 +129,7 @@ WORDS_OF_THE_START = [
     "--fused_adamw: ",
     "--packing: documents ",
     "settings: --lora_rank 16 --lora_alpha 32 ",
-    "off: dpo, replicas, sequence_parallel, tiled_mlp, ",
+    "off: dpo, replicas, sequence_parallel, resident_blocks, ",
 ]
 
 
@@ -252,7 +252,7 @@ EVERY_FEATURE = """
 
 def test_the_start_fits_a_screen_with_every_feature_on(capsys):
     said = start_of(EVERY_FEATURE, capsys)
-    assert "  off: dpo, fused_adamw\n" in said  # AdamW of 8 bits has no fused kernel
+    assert "  off: dpo, resident_blocks, fused_adamw\n" in said  # AdamW of 8 bits has no fused kernel
     lines = said.splitlines()
     assert len(lines) <= 25, said
     assert max(map(len, lines)) <= 80, said
