@@ -3281,12 +3281,14 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
     alive = always.copy()  # what is on the GPU between two events
     if sharding.ends_in_root:
         alive["unsharded units"] = sum(unit.unsharded for unit in units.ends)
-        yield Event("head and loss", "loss", alive + Counter({"unsharded units": head.brought}))
     if args.grad_accum > 1 and args.fsdp2 and not trains_ends(args):
         # adapters are reduced after the last micro-batch
         alive["gradients"] = sharding.shards * all_gradients
     elif args.grad_accum > 1 and sharding.gradients_stay:
         alive["gradients"] = all_gradients  # of earlier micro-batches, to which this one adds
+
+    if sharding.ends_in_root:
+        yield Event("head and loss", "loss", alive + Counter({"unsharded units": head.brought}))
 
     # ---- forward
     for i, of_block in enumerate(acts):

@@ -101,6 +101,8 @@ FLAGS = {  # flags: words of the message
     "--offload --no-activation_checkpointing": ["--offload activations", "--activation_checkpointing"],
     "--offload --activation_checkpointing 2": ["--offload activations", "--activation_checkpointing all"],
     "--offload params": ["--offload", "add --fsdp2"],
+    "--fsdp2 --offload params --resident_blocks 1": ["--resident_blocks", "needs --offload params and --lora"],
+    "--lora --resident_blocks all": ["--resident_blocks", "needs --offload params and --lora"],
     "--replicas 2": ["--replicas", "add --fsdp2"],
     "--no-reshard_after_forward": ["--no-reshard_after_forward", "add --fsdp2"],
     "--no-shard_embeddings": ["--no-shard_embeddings", "add --fsdp2"],
