@@ -663,8 +663,16 @@ def peers_losses(model, trained, method, precision):
     return torch.tensor(losses)
 
 
-# Of the losses of single steps, absolute. Sums in another order differ in the last digit, and training enlarges that.
-CURVE_LIMITS = {"fp32": 1e-3, "bf16": 0.05, "mixed": 0.05}
+class Limits(NamedTuple):
+    """How far losses may be apart, absolute."""
+
+    of_a_step: float
+    of_the_mean: float  # over all steps, whose differences cancel where they are rounding
+
+
+# In float32, sums in another order differ in the last digit, and training enlarges that. In bf16 the logits of each
+# side are 0.15 to 0.19 (RMS) from those in float32, and a row has only ten to fifty targets to average over.
+CURVE_LIMITS = {"fp32": Limits(1e-3, 1e-3), "bf16": Limits(0.2, 0.03), "mixed": Limits(0.2, 0.03)}
 
 
 def compare_curves(trained, method, precision, folder):
@@ -677,9 +685,12 @@ def compare_curves(trained, method, precision, folder):
         with_nf4_errors_(base)
     peer = with_peft(base, trained, method) if method.flags else base
     losses = peers_losses(peer, trained, method, precision)
-    differences = (own - losses).abs()
-    check(f"{name}: losses of {trained.n_steps} steps", differences.max() <= CURVE_LIMITS[precision],
-          f"differ by at most {differences.max():.1e}")
+    largest = (own - losses).abs().max().item()
+    of_the_mean = abs((own - losses).mean().item())
+    limits = CURVE_LIMITS[precision]
+    agrees = largest <= limits.of_a_step and of_the_mean <= limits.of_the_mean
+    check(f"{name}: losses of {trained.n_steps} steps", agrees,
+          f"differ by at most {largest:.1e}, their means by {of_the_mean:.1e}")
     n = trained.n_steps // 4
     check(f"{name}: it learns", own[-n:].mean() < own[:n].mean(),
           f"mean of a quarter of the steps {own[:n].mean():.3f} -> {own[-n:].mean():.3f}")
