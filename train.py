@@ -2180,10 +2180,7 @@ def print_start(args, model, source, blocks, ranks):
     # (flag, whether it is on, what it does)
     features = [
         ("precision", True, f"trained {trained}, all else {other_dtype}"),
-        ("lora", args.lora,
-         f"adapters of rank {args.lora_rank} are trained, the weights under them are frozen"),
-        ("train_embeddings", args.train_embeddings,
-         "embedding and head are trained in full, at --embedding_lr"),
+        ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, what they adapt is frozen"),
         ("qlora", args.qlora, "the weights of the blocks are in NF4, 4.14 bits each"),
         ("dpo", args.dpo, "chosen answers are preferred to rejected ones, more than without adapters"),
         ("fsdp2", args.fsdp2,
@@ -2197,6 +2194,7 @@ def print_start(args, model, source, blocks, ranks):
         ("activation_checkpointing", args.activation_checkpointing, blocks.describe(c.num_hidden_layers)),
         ("chunked_ce", args.chunked_ce, f"head and loss see {args.ce_chunk} tokens at a time"),
         ("tiled_mlp", args.tiled_mlp, "the MLPs see that many tokens at a time"),
+        ("train_embeddings", args.train_embeddings, "embedding and head learn, too, at --embedding_lr"),
         ("optim", args.optim != "adamw", "AdamW's two moments take 8 bits per weight each"),
         ("stochastic_rounding", args.stochastic_rounding, "updates too small for bf16 count on average"),
         ("optim_in_backward", args.optim_in_backward, "a gradient is freed as soon as its weight is updated"),

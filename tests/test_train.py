@@ -246,7 +246,7 @@ def start_of(flags, capsys):
 EVERY_FEATURE = """
     --precision bf16 --qlora --seq_len 99999 --fsdp2 --replicas 2 --sequence_parallel 2 --offload --tiled_mlp 4096
     --optim adamw8bit --stochastic_rounding --optim_in_backward --compile --clip 0 --lora_dropout 0.1 --min_lr 0.1
-    --warmup 0 --schedule linear --weight_decay 0 --seed 1
+    --train_embeddings --warmup 0 --schedule linear --weight_decay 0 --seed 1
 """
 
 
