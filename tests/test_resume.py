@@ -3,12 +3,14 @@ rounding."""
 
 import json
 import shutil
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HERE, QWEN35, on_ranks, random_model, run_ranks, state_of
+from conftest import HANG_S, HERE, QWEN35, on_ranks, random_model, run_ranks, state_of
 from test_train import ROOT, shell
 
 import model as lm
@@ -164,8 +166,8 @@ def numbered_rows(name, tensor):
     return rows.to(mine.dtype)
 
 
-def save_and_load(ranks, folder, model_folder, flags):
-    """Writes a checkpoint of this layout of ranks, then reads those that other layouts have written."""
+def save_and_load(ranks, out, model_folder, flags):
+    """Writes a checkpoint of this layout of ranks to its folder, then reads those that all layouts have written."""
     # adamw8bit has states of all kinds: codes, scales of blocks, and one scalar
     args = train.parse_args(["--precision", "fp32", "--optim", "adamw8bit", *flags.split()])
     model = lm.on_meta(lm.parse_config(data.read_json(model_folder / "config.json")), args)
@@ -178,10 +180,10 @@ def save_and_load(ranks, folder, model_folder, flags):
     expected = {name: numbered_rows(name, tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         nf4.local(tensor)[0].copy_(expected[name])
-    saver = train.Saver(folder / f"run {ranks.world} {flags}", args.keep, ranks)
+    saver = train.Saver(out, args.keep, ranks)
     saver.save(tensors, state_of(1))
 
-    for checkpoint in folder.glob("run*/checkpoint-1"):
+    for checkpoint in checkpoints_of_all_layouts(out.parent):
         state = train.read_state(checkpoint, {}, ranks)
         for tensor in tensors.values():
             nf4.local(tensor)[0].zero_()  # what is not read would otherwise look right
@@ -190,13 +192,26 @@ def save_and_load(ranks, folder, model_folder, flags):
             assert torch.equal(nf4.local(tensor)[0], expected[name]), (checkpoint, name)
 
 
+def checkpoints_of_all_layouts(folder):
+    """Waits for them: the ranks of the other layouts run beside these."""
+    deadline = time.time() + HANG_S
+    while True:
+        found = list(folder.glob("run*/checkpoint-1"))  # which has this name when it is complete
+        if len(found) == len(LAYOUTS):
+            return sorted(found)
+        assert time.time() < deadline, found
+        time.sleep(0.05)
+
+
 def test_any_layout_of_ranks_loads_what_any_other_wrote_bit_for_bit(folder, tmp_path):
-    # On the way back each layout also reads those that came after it on the way there.
-    there_and_back = LAYOUTS + LAYOUTS[-2::-1]
-    for world, flags in there_and_back:
-        shutil.rmtree(tmp_path / f"run {world} {flags}", ignore_errors=True)
-        on_ranks(world, save_and_load, tmp_path, folder, flags)
-    assert len(list(tmp_path.glob("run*/checkpoint-1"))) == len(LAYOUTS)
+    with ThreadPoolExecutor(len(LAYOUTS)) as pool:  # all at once: each waits for what the others write
+        runs = []
+        for world, flags in LAYOUTS:
+            out = tmp_path / f"run {world} {flags}"
+            out.mkdir()
+            runs.append(pool.submit(on_ranks, world, save_and_load, out, folder, flags))
+    for layout in runs:
+        layout.result()
 
 
 # ---------------------------------------------------------------- one command, given again and again
