@@ -1570,6 +1570,20 @@ def aligned(n_bytes):
 # ---------------- optimizers, learning rate
 
 
+def groups_of(named, args):
+    """The parameter groups of an optimizer: matrices, vectors, and what --train_embeddings trains beside
+    adapters. The rate of adapters is too high for weights that are trained in full."""
+    in_full = (data.EMBEDDING, data.HEAD) if args.train_embeddings else ()
+    ends = [p for name, p in named.items() if name in in_full]  # one if they are tied
+    matrices = [p for name, p in named.items() if name not in in_full and p.dim() > 1]
+    vectors = [p for p in named.values() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if ends:
+        scale = args.embedding_lr / args.lr if args.lr else 1
+        groups.append({"params": ends, "weight_decay": args.weight_decay, "lr_scale": scale})
+    return groups
+
+
 def make_optimizer(named, args, bad):
     """AdamW with weight decay on matrices only: pulling norms and biases towards zero regularises nothing.
 
@@ -1585,16 +1599,7 @@ def make_optimizer(named, args, bad):
       calls step() once for each parameter, while no other gradient is alive.
     """
     params = list(named.values())
-    ends = []
-    ends_scale = 1
-    if args.train_embeddings:  # beside adapters, whose rate is too high for weights that are trained in full
-        ends_scale = args.embedding_lr / args.lr if args.lr else 1
-        ends = [named[name] for name in (data.EMBEDDING, data.HEAD) if name in named]  # one if they are tied
-    is_end = {id(p) for p in ends}
-    others = [p for p in params if id(p) not in is_end]
-    groups = [{"params": [p for p in others if p.dim() > 1], "weight_decay": args.weight_decay},
-              {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
-              {"params": ends, "weight_decay": args.weight_decay, "lr_scale": ends_scale}]
+    groups = groups_of(named, args)
     eight_bits = args.optim == "adamw8bit"
     # torch's AdamW does neither
     if eight_bits or args.stochastic_rounding:
