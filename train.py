@@ -1577,7 +1577,8 @@ def groups_of(named, args):
     ends = [p for name, p in named.items() if name in in_full]  # one if they are tied
     matrices = [p for name, p in named.items() if name not in in_full and p.dim() > 1]
     vectors = [p for p in named.values() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay},
+              {"params": vectors, "weight_decay": 0.0}]
     if ends:
         scale = args.embedding_lr / args.lr if args.lr else 1
         groups.append({"params": ends, "weight_decay": args.weight_decay, "lr_scale": scale})
