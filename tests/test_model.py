@@ -532,7 +532,8 @@ def test_an_adapter_is_read_back_with_the_layers_that_its_tensors_name(tmp_path,
     config_file.write_text(json.dumps(config))
     source, flags = data.open_adapter(tmp_path)
     assert flags == {
-        "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1, "rslora": False, "lora_targets": list(TARGETS)}
+        "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1, "rslora": False,
+        "train_embeddings": False, "lora_targets": list(TARGETS)}
     data.check_weights(build_random("lora"), source, tmp_path)
 
 
@@ -563,8 +564,8 @@ def test_an_adapter_of_experts_lists_its_modules_and_has_no_dropout(tmp_path):
 def test_merging_refuses_tensors_that_it_would_lose(tmp_path):
     source = data.Checkpoint(HERE / "tiny")
     files = SimpleNamespace(config=data.read_json(HERE / "tiny" / "config.json"))
-    adapter = {"model.embed_tokens.weight": torch.zeros(4096, 192)}  # as of a fork that trains the embedding
-    with pytest.raises(ValueError, match=r"final is complete, but merge\(\) knows only LoRA.*embed_tokens"):
+    adapter = {"model.norm.weight": torch.zeros(192)}  # as of a fork that trains the last norm
+    with pytest.raises(ValueError, match=r"final is complete, but merge\(\) knows only LoRA.*model\.norm"):
         data.merge(source, adapter, 1.0, files, None, tmp_path)
     assert not list(tmp_path.iterdir())
 
