@@ -273,7 +273,7 @@ def measure_curve(args, task, name, seed=0):
     """Trains with many evaluations -> a row of curves.jsonl."""
     rate = METHODS[name].rate
     out = folder_of_run(args, f"{task}-curve", name, rate, seed)
-    trains = [*METHODS[name].trains.split(), "--lr", f"{rate:g}", "--seed", str(seed), "--eval_every", "4"]
+    trains = [*METHODS[name].trains.split(), "--lr", f"{rate:g}", "--seed", str(seed), "--eval_every", "8"]
     run_training(["--model", str(args.model), *flags_of(args, task, name), *trains, "--out", str(out)])
     points = [[row["step"], row["eval_loss"]] for row in metrics(out) if "eval_loss" in row]
     shutil.rmtree(out)
