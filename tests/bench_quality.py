@@ -253,11 +253,12 @@ def measure(args, task, name, rate, seed):
     model, tokenizer, held_out, device = open_result(["--model", str(out), *flags])
     exact = exact_answers(model, held_out, device)
     assert len(exact) == N_HELD_OUT, f"{len(exact)} held-out rows, not {N_HELD_OUT}: --seq_len is too small"
-    # Is an answer of the base wrong, or only worded otherwise? Its own words say that, of a fifth of the questions:
-    # decoding takes longer than a training.
+    # Is an answer of the base wrong, or only worded otherwise? Its own words say that, to a fifth of the questions:
+    # decoding takes as long as a training.
+    n_asked = N_HELD_OUT // 5 if name == "base" else args.answers
     _, asked = split(TASKS[task].make())
     answers = []
-    for question, right in asked[: args.answers if rate else N_HELD_OUT // 5]:
+    for question, right in asked[:n_asked]:
         answers.append([question, answer(model, tokenizer, ask(task, question), device), right])
     shutil.rmtree(out)
     return {
