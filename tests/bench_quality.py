@@ -1,6 +1,6 @@
 """What a fine-tune of a real model is worth: two tasks that it fails before, learned by each method. Run by hand:
 
-    python tests/bench_quality.py --model FOLDER                            # 40 runs, an hour on two cores
+    python tests/bench_quality.py --model FOLDER                            # 40 runs, about an hour on two cores
     python tests/bench_quality.py --model FOLDER --seeds 1 --methods lora qlora
     python tests/bench_quality.py --model FOLDER --seeds 1 --methods lora --rates 5e-4 1e-3 2e-3    # looks for a rate
     python tests/bench_quality.py --model FOLDER --svg tests/quality.svg    # also draws the first task's held-out loss
@@ -21,8 +21,8 @@ question and the tokens before it, and one forward knows that of all of them. It
 written, opened as --chat opens it: final/ of all weights, or an adapter on 16 bits or on NF4. "base" and "base, NF4"
 are the same command with a rate of 0.
 
-On a CPU the seconds are those of its cores (user and system, of the whole process, from imports to final/), which
-other processes on the machine change little. Rates were found with --rates, on one seed.
+On a CPU the seconds are those of its cores (user and system, of the whole process, from imports to final/): other
+processes on the machine change them less than the time on a clock. Rates were found with --rates, on one seed.
 """
 
 import argparse
@@ -30,11 +30,10 @@ import importlib
 import inspect
 import json
 import os
-import shlex
-import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -228,29 +227,28 @@ def answer(model, tokenizer, messages, device, n=24):
     return tokenizer.core.decode(list(tokens))
 
 
-def folder_of_run(args, task, name, rate, seed):
-    """An empty folder: what a call that was cut has left there is removed."""
-    out = args.out / f"{task}-{name}-{rate:g}-{seed}".replace(" ", "")
-    shutil.rmtree(out, ignore_errors=True)
-    return out
-
-
 def flags_of(args, task, name):
     """Flags that training and opening the result share: data, lengths, how the weights are kept."""
     trained, held_out = write_task(args.out / "data", task)
     return f"--data {trained} --eval_data {held_out} {FLAGS} {METHODS[name].opens}".split()
 
 
+def train_with(args, task, name, flags, out):
+    """Trains with the flags of a method and others -> (rows of metrics.jsonl, seconds on a clock, of CPU cores)."""
+    words = [*flags_of(args, task, name), *METHODS[name].trains.split(), *flags]
+    wall_s, cpu_s = run_training(["--model", str(args.model), *words, "--out", str(out)])
+    return metrics(out), wall_s, cpu_s
+
+
 def measure(args, task, name, rate, seed):
     """Trains and scores -> a row of rows.jsonl."""
     method = METHODS[name]
-    out = folder_of_run(args, task, name, rate, seed)
-    flags = flags_of(args, task, name)
-    trains = [*method.trains.split(), "--lr", f"{rate:g}", "--seed", str(seed)]
-    wall_s, cpu_s = run_training(["--model", str(args.model), *flags, *trains, "--out", str(out)])
-    rows = metrics(out)
-    steps = [row for row in rows if "loss" in row]
-    model, tokenizer, held_out, device = open_result(["--model", str(out), *flags])
+    chosen = ["--lr", f"{rate:g}", "--seed", str(seed)]
+    # a folder of its own, because another call may run the same case
+    with tempfile.TemporaryDirectory(dir=args.out) as folder:
+        out = Path(folder, "run")
+        rows, wall_s, cpu_s = train_with(args, task, name, chosen, out)
+        model, tokenizer, held_out, device = open_result(["--model", str(out), *flags_of(args, task, name)])
     exact = exact_answers(model, held_out, device)
     assert len(exact) == N_HELD_OUT, f"{len(exact)} held-out rows, not {N_HELD_OUT}: --seq_len is too small"
     # Is an answer of the base wrong, or only worded otherwise? Its own words say that, to a fifth of the questions:
@@ -260,25 +258,23 @@ def measure(args, task, name, rate, seed):
     answers = []
     for question, right in asked[:n_asked]:
         answers.append([question, answer(model, tokenizer, ask(task, question), device), right])
-    shutil.rmtree(out)
+    steps = [row for row in rows if "loss" in row]
     return {
         "task": task, "method": name, "rate": rate, "seed": seed, "model": args.model.name, "device": device.type,
-        "flags": shlex.join([*FLAGS.split(), *method.opens.split(), *trains]),
+        "flags": " ".join([FLAGS, method.opens, method.trains, *chosen]),
         "loss": rows[-1]["eval_loss"], "score": sum(exact) / len(exact),
         "seconds": cpu_s if device.type == "cpu" else wall_s, "wall_s": wall_s, "cpu_s": cpu_s,
         "step_s": statistics.median(row["step_s"] for row in steps), "gib": max(row["mem_gib"] for row in steps),
         "contains": statistics.mean(right.lower() in said.lower() for _, said, right in answers), "answers": answers}
 
 
-def measure_curve(args, task, name, seed=0):
-    """Trains with many evaluations -> a row of curves.jsonl."""
+def measure_curve(args, task, name):
+    """Trains with more evaluations -> a row of curves.jsonl."""
     rate = METHODS[name].rate
-    out = folder_of_run(args, f"{task}-curve", name, rate, seed)
-    trains = [*METHODS[name].trains.split(), "--lr", f"{rate:g}", "--seed", str(seed), "--eval_every", "8"]
-    run_training(["--model", str(args.model), *flags_of(args, task, name), *trains, "--out", str(out)])
-    points = [[row["step"], row["eval_loss"]] for row in metrics(out) if "eval_loss" in row]
-    shutil.rmtree(out)
-    return {"task": task, "method": name, "rate": rate, "seed": seed, "curve": points}
+    with tempfile.TemporaryDirectory(dir=args.out) as folder:
+        rows, _, _ = train_with(args, task, name, ["--lr", f"{rate:g}", "--eval_every", "8"], Path(folder, "run"))
+    points = [[row["step"], row["eval_loss"]] for row in rows if "eval_loss" in row]
+    return {"task": task, "method": name, "rate": rate, "seed": 0, "curve": points}
 
 
 # ---------------------------------------------------------------- tables and picture
