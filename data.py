@@ -329,26 +329,104 @@ def check_has_tokenizer(path):
     check_is_file(path)
 
 
+# the key of tokenizer_config.json that lists the special tokens which messages may spell: those that
+# --add_tokens has added. transformers keeps a key that it does not know.
+IN_MESSAGES = "allowed_in_messages"
+
+
+def read_new_tokens(words):
+    """The words of --add_tokens -> [token]: these words, or the lines of the one file that they name. Raises
+    a ValueError that names the word."""
+    if not words:
+        return words
+    where = "--add_tokens"
+    tokens = words
+    if len(words) == 1 and os.path.isfile(words[0]):
+        where += f" {words[0]}"
+        with errors_of(where):
+            lines = Path(words[0]).read_text("utf-8-sig").splitlines()
+        tokens = [line for line in lines if line]
+        if not tokens:
+            raise ValueError(f"{where}: the file is empty: expected a token a line")
+    elif len(words) == 1 and words[0].endswith(".txt"):  # or a misspelled name would become a token
+        raise ValueError(f"{where} {lm.quoted(words[0])}: no such file")
+    for token in tokens:
+        if not token or token != token.strip():
+            raise ValueError(f"{where}: {lm.quoted(token)}: expected text without blanks around it")
+    if repeated := [token for token, n in Counter(tokens).items() if n > 1]:
+        raise ValueError(f"{where}: {listing(repeated)}: given more than once")
+    return tokens
+
+
+def ids_of_new_tokens(path, tokens):
+    """The ids that the library gives to tokens it does not know, consecutive ones, as a range. path: of
+    tokenizer.json. Raises a ValueError that names tokens it knows."""
+    check_has_tokenizer(path)
+    if not tokens:
+        return range(0)
+    with errors_of(path):
+        core = tokenizers.Tokenizer.from_file(str(path))
+        known = [token for token in tokens if core.token_to_id(token) is not None]
+        core.add_special_tokens(tokens)
+    if known:
+        raise ValueError(f"--add_tokens: {listing(known)}: already in the model's tokenizer: leave it out")
+    first = core.token_to_id(tokens[0])
+    return range(first, first + len(tokens))
+
+
+def with_new_tokens(raw, tokens, first):
+    """The dict of tokenizer.json with special tokens appended, the first of which gets this id."""
+    added = [{"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False, "special": True} for number, token in enumerate(tokens, first)]
+    return raw | {"added_tokens": [*(raw.get("added_tokens") or []), *added]}
+
+
+def config_with_new_tokens(config, tokens, first):
+    """The dict of tokenizer_config.json with special tokens appended: transformers lists them as such."""
+    # transformers 5 calls the list of special tokens extra_, 4 additional_; both read the second
+    key = "extra_special_tokens"
+    if not isinstance(config.get(key), list):
+        key = "additional_special_tokens"
+    config = config | {key: [*(config.get(key) or []), *tokens]}
+    config[IN_MESSAGES] = [*config.get(IN_MESSAGES, []), *tokens]
+    if config.get("added_tokens_decoder"):  # where it is missing, tokenizer.json counts
+        entries = with_new_tokens({}, tokens, first)["added_tokens"]
+        by_id = {str(entry.pop("id")): entry for entry in entries}
+        config["added_tokens_decoder"] = config["added_tokens_decoder"] | by_id
+    return config
+
+
 class Tokenizer:
     """The tokens and the chat template of a model folder. Works in the main thread only: a signal stops slow
     templates.
 
     core is the library's tokenizer, train_on the flag. bos_ids and eos_ids enclose a plain text, stop_ids end
     an answer. variables are what templates see beside the messages, reserved finds what no example may spell.
+    new_tokens are appended to those of the folder and get new_ids, a range. save() writes `changed`, {name of
+    a file: its dict}, in place of the folder's own.
     template_text begins with the values of template_args, {name: value}, so that the template that save()
     writes has them, too. template_reads are the names that the template looks up.
     made_of is all that the tokens and masks of a text depend on."""
 
-    def __init__(self, folder, template_file=None, train_on="targets", template_args=None):
+    def __init__(self, folder, template_file=None, train_on="targets", template_args=None,
+                 new_tokens=()):
         self.folder = Path(folder)
         self.train_on = train_on
         self.path = self.folder / "tokenizer.json"
         config_path = self.folder / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
         self.variables = named_tokens(config, config_path)
-        check_has_tokenizer(self.path)
+        self.new_ids = ids_of_new_tokens(self.path, new_tokens)
+        self.changed = {}
+        if new_tokens:
+            config = config_with_new_tokens(config, new_tokens, self.new_ids.start)
+            raw = with_new_tokens(read_json(self.path), new_tokens, self.new_ids.start)
+            self.changed = {self.path.name: raw, config_path.name: config}
+        in_messages = config.get(IN_MESSAGES, [])
+        if not isinstance(in_messages, list):
+            raise ValueError(f"{config_path}: {IN_MESSAGES} = {lm.quoted(in_messages)}: expected a list")
         with errors_of(self.path):
-            special = self.load_core()
+            special = self.load_core(in_messages)
         self.eos = self.core.token_to_id(self.variables.get("eos_token", ""))
         self.complete_ends(config)
 
@@ -363,12 +441,22 @@ class Tokenizer:
 
         self.load_template(config.get("chat_template"), template_file, end_of_turn, template_args or {})
         # cache_folder() hashes this: what is missing here would leave old tokens in use after a change
-        self.made_of = (self.path.read_text("utf-8"), self.bos_ids, self.variables, self.template_text,
+        self.made_of = (self.text, self.bos_ids, self.variables, self.template_text,
                         train_on)
 
-    def load_core(self):
-        """Reads tokenizer.json. Returns {id: text} of its special tokens."""
+    def load_core(self, in_messages):
+        """Reads tokenizer.json. Returns {id: text} of its special tokens. Those that messages may spell count
+        as ordinary ones here: such a token is not reserved, ends no turn, and is shown in an answer."""
         self.core = tokenizers.Tokenizer.from_file(str(self.path))
+        self.text = self.path.read_text("utf-8")
+        if in_messages:
+            raw = self.changed.get(self.path.name) or json.loads(self.text)
+            added = []
+            for token in raw["added_tokens"]:
+                is_ordinary = token["content"] in in_messages
+                added.append(token | {"special": False} if is_ordinary else token)
+            self.text = json.dumps(raw | {"added_tokens": added}, ensure_ascii=False)
+            self.core = tokenizers.Tokenizer.from_str(self.text)
         # the file also has the truncation and padding that its author used last
         self.core.no_truncation()
         self.core.no_padding()
@@ -597,7 +685,9 @@ class Tokenizer:
         """Copies the tokenizer's files, and writes the chat template that training has used."""
         with writing(out, "tokenizer"):
             for name in TOKENIZER_FILES:
-                if (self.folder / name).is_file():
+                if name in self.changed:
+                    write_config(out / name, self.changed[name])
+                elif (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, out / name)
             # readers prefer this file to a template in tokenizer_config.json
             (out / "chat_template.jinja").write_text(self.template_text, "utf-8")
@@ -2470,6 +2560,78 @@ class RandomWeights:
 
     def crc(self):
         return zlib.crc32(repr((self.seed, self.config)).encode())
+
+
+class WithNewRows:
+    """A source of weights whose embedding and head have V rows. Rows of new_ids, and those that the source
+    does not have, are the mean of the old rows plus a tenth of their deviation, at random: a new token begins
+    as no token in particular, and no two are the same. Every number of ranks gets the same rows."""
+
+    def __init__(self, source, config, new_ids, seed):
+        self.source = source
+        self.new_ids = new_ids
+        self.seed = seed
+        self.is_tied = config.tie_word_embeddings
+        self.tensors = dict(source.tensors)
+        self.ends = [name for name in (embedding_in_files(config), HEAD) if name in self.tensors]
+        for name in self.ends:
+            shape = config.vocab_size, config.hidden_size
+            self.tensors[name] = self.tensors[name]._replace(shape=shape)
+        self.statistics = {}  # {name: (mean, deviation) of the old rows}, made when they are needed
+
+    def rows(self, name, start, stop):
+        """See Checkpoint.rows()."""
+        if name not in self.ends:
+            return self.source.rows(name, start, stop)
+        n_stored = self.source.tensors[name].n_rows
+        numbers = torch.arange(start, stop)
+        is_new = numbers >= n_stored
+        if self.new_ids:
+            is_new |= (numbers >= self.new_ids.start) & (numbers < self.new_ids.stop)
+        n_read = max(0, min(stop, n_stored) - start)
+        old = self.source.rows(name, start, start + n_read) if n_read else None
+        if not is_new.any():
+            return old
+        mean, deviation = self.statistics_of(name)
+        # the rows of a tied head are the embedding's, also where files have both
+        seed_name = EMBEDDING if self.is_tied else name
+        noise = random_rows(f"new rows of {seed_name}", len(mean), start, stop, self.seed, "cpu")
+        rows = (mean + 0.1 * deviation * noise).to(self.tensors[name].dtype)
+        if n_read:
+            is_old = ~is_new[:n_read]
+            rows[:n_read][is_old] = old.to("cpu", rows.dtype)[is_old]
+        return rows
+
+    def statistics_of(self, name):
+        """(mean [D], standard deviation [D]) of the columns of the old rows."""
+        if name not in self.statistics:
+            stored = self.source.tensors[name]
+            n_old = stored.n_rows
+            if self.new_ids:
+                n_old = min(n_old, self.new_ids.start)  # what follows are rows of no token
+            total = torch.zeros(stored.row_shape, dtype=torch.float64)
+            squares = torch.zeros_like(total)
+            for first in range(0, n_old, 4096):  # of a large vocabulary, some rows in memory at a time
+                rows = self.source.rows(name, first, min(n_old, first + 4096)).cpu().double()
+                total += rows.sum(0)
+                squares += rows.square().sum(0)
+            mean = total / n_old
+            deviation = (squares / n_old - mean.square()).clamp_(min=0).sqrt()
+            self.statistics[name] = mean, deviation
+        return self.statistics[name]
+
+    def crc(self):
+        return self.source.crc()
+
+
+def with_vocab_size(raw, n):
+    """The dict of a config.json with n rows in embedding and head. Models with a vision tower have the size
+    in text_config, and some at the top as well."""
+    if "text_config" in raw:
+        raw = raw | {"text_config": raw["text_config"] | {"vocab_size": n}}
+    if "vocab_size" in raw or "text_config" not in raw:
+        raw = raw | {"vocab_size": n}
+    return raw
 
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):

@@ -240,6 +240,10 @@ def make_parser():
         "reference (default: 0.1)", fixed=True)
     switch(method, "--train_embeddings", "train embedding and head in full beside adapters, as PEFT's "
            "modules_to_save", fixed=True)
+    add(method, "--add_tokens", str, None, "special tokens to append to the vocabulary, which messages may "
+        "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
+        "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
+        nargs="+", metavar="TOKEN", fixed=True)
     add(method, "--lora_targets", str, None,
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
@@ -434,6 +438,7 @@ def complete(args):
     try:
         data.share_of(args.eval_data)
         variables = data.read_template_args(args.template_args)
+        args.add_tokens = data.read_new_tokens(args.add_tokens)
     except ValueError as error:
         refuse(str(error))
     if variables:  # a resume compares them, however they were spelled
@@ -476,6 +481,14 @@ def refuse_conflicts(args):
     if args.train_embeddings and not args.lora:
         refuse("--train_embeddings: full fine-tuning trains them already: leave it out, or add --lora or "
                "--qlora")
+    if args.add_tokens and args.adapter:
+        refuse("--add_tokens and --adapter: leave one out, or merge the adapter first (--merge) and give "
+               "merged/ as --model")
+    if args.add_tokens and args.chat:
+        refuse("--add_tokens: leave it out with --chat: the model has not learned these tokens")
+    if args.add_tokens and args.lora and not args.train_embeddings:
+        refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
+               "tokens are never learned")
     for flag, needed in NEEDED.items():
         if getattr(args, flag) and not getattr(args, needed):
             refuse(f"--{flag} needs --{needed}")
@@ -727,7 +740,7 @@ class OpenedModel(NamedTuple):
     files: data.ModelFiles
     config: lm.Config
     model: lm.Transformer  # with its features, on the meta device
-    source: data.Checkpoint | data.RandomWeights  # of the weights
+    source: data.Checkpoint | data.RandomWeights | data.WithNewRows  # of the weights
     adapter: data.Checkpoint | None
     tokenizer: data.Tokenizer
 
@@ -738,6 +751,7 @@ class OpenedConfig(NamedTuple):
     files: data.ModelFiles
     config: lm.Config
     adapter: data.Checkpoint | None
+    stored_config: lm.Config  # of the weights in files, which may have a smaller vocabulary
 
 
 def open_config(args, world, device, random_init):
@@ -749,8 +763,30 @@ def open_config(args, world, device, random_init):
     if args.adapter:
         adapter, adapter_settings = data.open_adapter(args.adapter)
     complete_for_model(args, config, adapter_settings, device)
+    stored_config = config
+    files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter)
+    config = lm.parse_config(files.config, f"{args.model}: config.json")
     check_sizes(args, config, world)
-    return OpenedConfig(files, config, adapter)
+    return OpenedConfig(files, config, adapter, stored_config)
+
+
+def with_vocabulary(files, n_stored, new_tokens, adapter):
+    """ModelFiles with the tokenizer, and in config the vocabulary, of a run. An adapter with an embedding of
+    its own brings both: it may come from a run with --add_tokens. n_stored: rows of the model's embedding."""
+    n_rows = n_stored
+    if new_tokens:
+        new_ids = data.ids_of_new_tokens(files.tokenizer / "tokenizer.json", new_tokens)
+        if new_ids.stop > n_stored:
+            n_rows = 128 * math.ceil(new_ids.stop / 128)  # kernels are fast with such sizes
+    for name, stored in adapter.tensors.items() if adapter else ():
+        if name.endswith("embed_tokens.weight"):
+            n_rows = max(n_rows, stored.shape[0])
+            folder = stored.path.parent
+            if (folder / "tokenizer.json").exists():
+                files = files._replace(tokenizer=folder)
+    if n_rows > n_stored:
+        files = files._replace(config=data.with_vocab_size(files.config, n_rows))
+    return files
 
 
 def trains_ends(args):
@@ -793,10 +829,11 @@ def open_model(args, ranks):
     """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated."""
     # each rank reads the files by itself: a node may lack one
     with ranks.agree():
-        files, config, adapter = open_config(args, ranks.world, ranks.device, args.random_init)
+        files, config, adapter, stored_config = open_config(
+            args, ranks.world, ranks.device, args.random_init)
         # Names and shapes in files are those of the vanilla model, without NF4's codes and without adapters.
         with torch.device("meta"):
-            vanilla = lm.Transformer(config)
+            vanilla = lm.Transformer(stored_config)
         if files.weights:
             source = data.Checkpoint(files.weights)
         else:
@@ -808,7 +845,9 @@ def open_model(args, ranks):
         train_on = "pairs" if args.dpo else args.train_on
         template_file = args.chat_template or data.template_of(args.adapter)
         variables = data.read_template_args(args.template_args)
-        tokenizer = data.Tokenizer(files.tokenizer, template_file, train_on, variables)
+        tokenizer = data.Tokenizer(files.tokenizer, template_file, train_on, variables, args.add_tokens)
+        if args.add_tokens or config.vocab_size > stored_config.vocab_size:
+            source = data.WithNewRows(source, config, tokenizer.new_ids, args.seed)
         return OpenedModel(files, config, model, source, adapter, tokenizer)
 
 
@@ -2224,6 +2263,10 @@ def print_start(args, model, source, blocks, ranks):
         if value != default and name not in with_words:
             others.append(flag_of(name, value))
     lines.append(f"  settings: {' '.join(others)}")
+    if args.add_tokens:
+        first = source.new_ids.start
+        lines.append(f"  new tokens: ids {first:,} to {source.new_ids.stop - 1:,}, in a vocabulary of "
+                     f"{c.vocab_size:,}")
     if args.precision == "fp16":
         why = "" if has_bf16(ranks.device) else "this device has no bf16; "
         lines.append(f"  fp16: {why}the loss is scaled, and a step whose gradients overflow is skipped")

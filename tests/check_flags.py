@@ -48,7 +48,8 @@ ADAPTERS = [
     "--qlora --nf4_skip k_proj v_proj",
     "--qlora --lora_targets gate_proj up_proj down_proj",
 ]
-METHODS = [*ADAPTERS, "--dpo --lora", "--dpo --qlora"]
+NEW_TOKENS = ["--add_tokens <a> <b>", "--lora --train_embeddings --add_tokens <a> <b>"]
+METHODS = [*ADAPTERS, "--dpo --lora", "--dpo --qlora", *NEW_TOKENS]
 TRAINING = ["--no-packing", "--train_on all", "--train_on whole", "--clip 0", "--weight_decay 0.1", "--seq_len 130"]
 # what becomes of a block's activations; with --gpu_gib the plan decides, here for a large and for a small GPU
 BLOCKS = [
