@@ -240,15 +240,15 @@ def make_parser():
         "reference (default: 0.1)", fixed=True)
     switch(method, "--train_embeddings", "train embedding and head in full beside adapters, as PEFT's "
            "modules_to_save", fixed=True)
-    add(method, "--add_tokens", str, None, "special tokens to append to the vocabulary, which messages may "
-        "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
-        "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
-        nargs="+", metavar="TOKEN", fixed=True)
     add(method, "--lora_targets", str, None,
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
         "has a gate_proj, too, that name alone is the MLP's)",
         nargs="+", metavar="LAYER", fixed=True)
+    add(method, "--add_tokens", str, None, "special tokens to append to the vocabulary, which messages may "
+        "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
+        "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
+        nargs="+", metavar="TOKEN", fixed=True)
 
     add_data_flags(parser)
     add_memory_flags(parser)

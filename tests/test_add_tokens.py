@@ -77,7 +77,7 @@ def logits_of(*flags):
 # ---------------------------------------------------------------- the tokenizer
 
 
-def test_new_tokens_get_the_librarys_ids_and_are_one_token_in_messages(tmp_path):
+def test_new_tokens_get_the_librarys_ids_and_are_one_token_in_messages():
     tokenizer = data.Tokenizer(HERE / "tiny", new_tokens=TOKENS)
     assert tokenizer.new_ids == IDS
     assert [tokenizer.core.token_to_id(token) for token in TOKENS] == list(IDS)
@@ -154,12 +154,15 @@ class Numbers:
 
 
 def config_of(n_rows, **changes):
+    """Of a model with so many rows of 8 numbers in embedding and head."""
     sizes = {"vocab_size": n_rows, "hidden_size": 8, "head_dim": 4, "num_attention_heads": 2}
-    return lm.parse_config(json.loads((random_config()).read_text()) | sizes | changes)
+    return lm.parse_config(data.read_json(HERE / "tiny" / "config.json") | sizes | changes)
 
 
-def random_config():
-    return HERE / "tiny" / "config.json"
+def grown(n_rows, seed=0, source=None, **changes):
+    """A source of 300 rows that has n_rows now, of which three are of new tokens."""
+    config = config_of(n_rows, **({"tie_word_embeddings": False} | changes))
+    return data.WithNewRows(source or Numbers(), config, range(300, 303), seed)
 
 
 @pytest.mark.parametrize("new_ids, n_rows", [
@@ -169,11 +172,11 @@ def random_config():
 ])
 def test_new_rows_are_about_the_mean_of_the_old_ones_and_no_two_are_the_same(new_ids, n_rows):
     source = Numbers()
-    grown = data.WithNewRows(source, config_of(n_rows, tie_word_embeddings=False), new_ids, seed=0)
-    both = []
+    with_new_rows = data.WithNewRows(source, config_of(n_rows, tie_word_embeddings=False), new_ids, seed=0)
+    steps_of_both = []
     for name, values in source.values.items():
-        assert grown.tensors[name].shape == (n_rows, 8)
-        rows = grown.rows(name, 0, n_rows)
+        assert with_new_rows.tensors[name].shape == (n_rows, 8)
+        rows = with_new_rows.rows(name, 0, n_rows)
         is_new = torch.zeros(n_rows, dtype=torch.bool)
         is_new[300:] = True
         is_new[new_ids.start : new_ids.stop] = True
@@ -184,25 +187,28 @@ def test_new_rows_are_about_the_mean_of_the_old_ones_and_no_two_are_the_same(new
         assert steps.abs().max() < 1
         assert 0.05 < steps.square().mean().sqrt() < 0.2
         assert len(rows[is_new].unique(dim=0)) == is_new.sum()
-        both.append(rows[is_new])
-    assert not torch.equal(*(rows - rows.mean(0) for rows in both))
+        steps_of_both.append(steps)
+    of_embedding, of_head = steps_of_both
+    assert not torch.allclose(of_embedding, of_head, atol=0.01)
 
 
 def test_new_rows_depend_on_seed_and_id_alone():
-    config = config_of(384, tie_word_embeddings=False)
-    whole = data.WithNewRows(Numbers(), config, range(300, 303), seed=0).rows(data.EMBEDDING, 0, 384)
-    in_parts = data.WithNewRows(Numbers(), config, range(300, 303), seed=0)
-    parts = [in_parts.rows(data.EMBEDDING, start, stop) for start, stop in ((310, 384), (0, 299), (299, 310))]
-    assert torch.equal(torch.cat([parts[1], parts[2], parts[0]]), whole)
-    other = data.WithNewRows(Numbers(), config, range(300, 303), seed=1).rows(data.EMBEDDING, 0, 384)
-    assert not torch.equal(other[300:], whole[300:])
+    whole = grown(384).rows(data.EMBEDDING, 0, 384)
+    source = grown(384)
+    last = source.rows(data.EMBEDDING, 310, 384)
+    first = source.rows(data.EMBEDDING, 0, 299)
+    between = source.rows(data.EMBEDDING, 299, 310)
+    assert torch.equal(torch.cat([first, between, last]), whole)
+    other_seed = grown(384, seed=1).rows(data.EMBEDDING, 0, 384)
+    assert torch.equal(other_seed[:300], whole[:300])
+    assert not torch.equal(other_seed[300:], whole[300:])
 
 
 def test_a_tied_head_in_files_gets_the_rows_of_the_embedding():
     source = Numbers()
     source.values[data.HEAD] = source.values[data.EMBEDDING]
-    grown = data.WithNewRows(source, config_of(384, **TIED), range(300, 303), seed=0)
-    assert torch.equal(grown.rows(data.EMBEDDING, 0, 384), grown.rows(data.HEAD, 0, 384))
+    tied = grown(384, source=source, **TIED)
+    assert torch.equal(tied.rows(data.EMBEDDING, 0, 384), tied.rows(data.HEAD, 0, 384))
 
 
 def check_rows_on_ranks(ranks, folder, base):
@@ -213,7 +219,8 @@ def check_rows_on_ranks(ranks, folder, base):
     found.model.to_empty(device="cpu").tie_()
     data.load_weights_(found.model, found.source, None, 0, ranks.device)
     for name, tensor in data.full_tensors(found.model, False):
-        assert torch.equal(tensor, found.source.rows(name, 0, found.source.tensors[name].n_rows).view_as(tensor)), name
+        whole = found.source.rows(name, 0, found.source.tensors[name].n_rows)
+        assert torch.equal(tensor, whole), name
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -272,6 +279,22 @@ def test_a_resumed_run_compares_the_tokens(base, adapted, calls, tmp_path):
     assert codes == [0], text
     name = "merged/model.safetensors"
     assert (out / name).read_bytes() == (adapted / name).read_bytes()
+
+
+def test_an_adapter_brings_its_tokenizer_also_where_no_row_was_added(base, adapted):
+    """A model with spare rows has as many after --add_tokens as before."""
+    files = data.find_model(str(base), False)
+    adapter, _ = data.open_adapter(adapted / "final")
+    found = train.with_vocabulary(files, PADDED, None, adapter)
+    assert found.tokenizer == adapted / "final"
+    assert found.config == files.config
+
+
+def test_the_size_is_changed_where_a_file_has_it():
+    inner = {"text_config": {"vocab_size": 5, "hidden_size": 8}}
+    assert data.with_vocab_size(inner, 9) == {"text_config": {"vocab_size": 9, "hidden_size": 8}}
+    assert data.with_vocab_size(inner | {"vocab_size": 5}, 9)["vocab_size"] == 9
+    assert data.with_vocab_size({"hidden_size": 8}, 9) == {"hidden_size": 8, "vocab_size": 9}
 
 
 def test_the_plan_knows_the_larger_vocabulary(base):
