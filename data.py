@@ -2584,22 +2584,20 @@ class WithNewRows:
         if name not in self.ends:
             return self.source.rows(name, start, stop)
         n_stored = self.source.tensors[name].n_rows
-        numbers = torch.arange(start, stop)
-        is_new = numbers >= n_stored
-        if self.new_ids:
-            is_new |= (numbers >= self.new_ids.start) & (numbers < self.new_ids.stop)
-        n_read = max(0, min(stop, n_stored) - start)
-        old = self.source.rows(name, start, start + n_read) if n_read else None
-        if not is_new.any():
+        old = self.source.rows(name, min(start, n_stored), min(stop, n_stored))
+        is_new = [number >= n_stored or number in self.new_ids for number in range(start, stop)]
+        if not any(is_new):
             return old
+        new = torch.tensor(is_new).nonzero()[:, 0]  # counted from start
+        first = start + int(new[0])
         mean, deviation = self.statistics_of(name)
         # the rows of a tied head are the embedding's, also where files have both
         seed_name = EMBEDDING if self.is_tied else name
-        noise = random_rows(f"new rows of {seed_name}", len(mean), start, stop, self.seed, "cpu")
-        rows = (mean + 0.1 * deviation * noise).to(self.tensors[name].dtype)
-        if n_read:
-            is_old = ~is_new[:n_read]
-            rows[:n_read][is_old] = old.to("cpu", rows.dtype)[is_old]
+        # from the first new row on: numbers for a whole embedding would fill gigabytes
+        noise = random_rows(f"new rows of {seed_name}", len(mean), first, stop, self.seed, "cpu")
+        more = torch.empty(stop - start - len(old), len(mean), dtype=old.dtype)
+        rows = torch.cat([old.cpu(), more])
+        rows[new] = (mean + 0.1 * deviation * noise[new - new[0]]).to(rows.dtype)
         return rows
 
     def statistics_of(self, name):
