@@ -104,7 +104,7 @@ def new_case(rng, folder):
         training = [flag for flag in TRAINING if "--train_on" not in flag]  # refused in every run of the case
     flags = (f"--model {folder} --random_init --data {chats} --precision fp32 --steps {STEPS} --lr 1e-3 "
              f"--log_every 1 --seq_len 96 {method}").split()
-    if method:
+    if "lora" in method:
         flags += ["--lora_rank", "8"]
         if "--lora_targets q_proj" in method:  # it is refused for experts
             flags += some(rng, ["--rslora"], 0.5)
