@@ -139,10 +139,10 @@ HASHES = {
     "blanks and null": ('{"text":"naïve","id":null,"n":1.5}', 27091607795477913),
     # its columns are renamed
     "columns": ('{"question": "q", "answer": "a"}', 11994817954123577),
-    # JSON text in it is parsed in place, after the hash
+    # JSON text in it is parsed in place, after the hash; the template needs the tool's name somewhere in the text
     "a tool call": (
-        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": '
-        '[{"function": {"name": "f", "arguments": "{\\"x\\": 1}"}}]}]}', 25837971313479297),
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "f(x)", "tool_calls": '
+        '[{"function": {"name": "f", "arguments": "{\\"x\\": 1}"}}]}]}', 71557017586534447),
 }
 
 

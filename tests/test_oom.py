@@ -126,8 +126,12 @@ def test_dry_run_prints_the_plan_of_every_preset_and_writes_nothing(capsys, tmp_
     monkeypatch.chdir(tmp_path)
     for world in (1, 4):
         said = dry_run(capsys, f"--model {preset} --qlora --offload --fsdp2 --world {world}")
-        _, title, moments, *rows = said.splitlines()
-        assert f"rank 0 of {world}, micro-batches of 1 x 1024 tokens" in title
+        title = f"memory plan, GiB of rank 0 of {world}, micro-batches of 1 x 1024 tokens\n"
+        choices, title, table = said.partition(title)
+        assert title
+        assert "--activation_checkpointing auto" in choices
+        assert ("--resident_blocks auto" in choices) == (world == 1)  # ranks that share weights have no such choice
+        moments, *rows = table.splitlines()
         assert "*" in moments  # marks the peak
         (total,) = [row.split() for row in rows if row.split()[0] == "all"]
         gib = [float(cell) for cell in total[1:]]

@@ -33,7 +33,11 @@ SETTINGS = [
     "--dpo --lora",
     "--fsdp2 --batch_size 2",
     "--qlora --sequence_parallel 2",
-    "--qlora --nf4_skip k_proj v_proj --activation_checkpointing 1",
+]
+# of some layers in 16 bits, with attention alone and beside Gated DeltaNet
+WITH_SKIPS = [
+    ("llama-3.1-8b", "--qlora --nf4_skip k_proj v_proj --activation_checkpointing 1"),
+    ("qwen3.5-27b", "--qlora --nf4_skip k_proj v_proj"),
 ]
 # of a tied pair, a dense model, experts, Gated DeltaNet, and a norm of the embedding
 WITH_EMBEDDINGS = [
@@ -65,6 +69,7 @@ def cases():
                 setting = next(turns)
             yield preset, setting
     yield from WITH_EMBEDDINGS
+    yield from WITH_SKIPS
 
 
 def few_blocks(config):
