@@ -3788,11 +3788,7 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     if keeps.weights:
         saved += other_weight_bytes + itemsize * n_down_weights
     if not keeps.activations:
-        saved = x_bytes
-        if keeps.attention and gradients.attention and layer_type != "linear_attention":
-            saved += n_tokens * bytes_of_attention_kept(args, c, itemsize)
-        if c.num_experts:
-            saved += n_tokens * INT64 * c.num_experts_per_tok  # the order of rows, which no checkpoint drops
+        saved = x_bytes + n_tokens * kept_of_recomputed(args, c, itemsize, layer_type, keeps, gradients)
     elif not args.tiled_mlp:
         # down_proj's output and the adapter's, and their sum; or down_proj dequantized
         output_bytes = max(x_bytes, row_bytes)
@@ -3805,6 +3801,16 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
             in_attention += mixer_weight_bytes - itemsize * n_o_weights
     sums = x_bytes, saved, in_forward, in_attention, in_mlp, behind_mlp
     return BlockBytes(*(int(n_bytes) for n_bytes in sums))
+
+
+def kept_of_recomputed(args, c, itemsize, layer_type, keeps, gradients):
+    """Bytes a token that a recomputed block leaves for its backward beside its input."""
+    kept = 0
+    if keeps.attention and gradients.attention and layer_type != "linear_attention":
+        kept += bytes_of_attention_kept(args, c, itemsize)
+    if c.num_experts:
+        kept += INT64 * c.num_experts_per_tok  # the order of rows, which no checkpoint drops
+    return kept
 
 
 def n_mixer_weights(args, c, layer_type, gradients, n_o_weights):
