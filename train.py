@@ -701,7 +701,8 @@ def main(argv, progress):
             losses, dpo_means = log.means()
             # the only host sync of the step
             losses, dpo_means, (norm,), skips = to_host(device, losses, dpo_means, norm, loss_scale.report())
-            if (bad_step := loss_scale.step_that_ends_the_run(n, losses, *skips)) is not None:
+            bad_step = loss_scale.step_that_ends_the_run(n, losses, *skips)
+            if bad_step is not None:
                 end_not_finite(model, loader, bad_step, args, ranks, in_backward, tokenizer)
             log.write(losses, dpo_means, norm, lr, *skips)
         if profiler:
