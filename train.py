@@ -227,7 +227,7 @@ def make_parser():
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True)
     switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True)
     add(method, "--nf4_skip", str, None, "layers that --qlora leaves in 16 bits, k_proj and v_proj: few "
-        "weights where heads share them, and NF4 costs more in them than in others (default: none)",
+        "weights where heads share them (default: none)",
         nargs="+", choices=lm.KEYS_AND_VALUES, fixed=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True)
     add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True)
@@ -1437,6 +1437,30 @@ def pages_of(tensor):
     return tensor.view(-1).view(torch.uint8).split(PAGE)
 
 
+class SideStream:
+    """Copies between the device and the host, beside the compute. On a CPU a copy is done at once."""
+
+    def __init__(self, device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, targets, sources):
+        """Starts the copies -> the event behind them, or None on a CPU. They wait for all compute that was
+        issued so far, which has yet to write the sources, or still reads what was in the targets before."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.no_grad(), torch.cuda.stream(self.stream):  # the second does nothing if it is None
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        if self.stream is not None:
+            return self.stream.record_event()
+
+    def wait_for(self, event):
+        """Makes the compute stream wait, not the host."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     """Keeps what autograd saves inside the context in host memory: copied out behind the forward, brought
     back ahead of the backward, both on a side stream. With checkpointing these are the blocks' inputs, 2*D
@@ -1458,35 +1482,16 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.min_bytes = min_bytes
         self.last = None  # the newest Parked
         self.leaving = []  # the Copy of each tensor that is on its way out
-        self.stream = None
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)
+        self.side = SideStream(device)
 
     def __enter__(self):
         self.last = None  # else the first tensor would link to the last one of the previous forward
         return super().__enter__()
 
-    def copy_aside(self, targets, sources):
-        """Copies on the side stream, after all compute that was issued so far -> Copy.end."""
-        # On the way out, compute has yet to write the sources. On the way back, it may still be reading what
-        # was in the memory of the targets before.
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):  # does nothing if it is None
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-        if self.stream is not None:
-            return self.stream.record_event()
-
-    def wait_for(self, event):
-        """Makes the compute stream wait, not the host."""
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
-
     def release(self, n_held):
         """Drops tensors on their way out, all but the newest `n_held`, after a wait for their copies."""
         while len(self.leaving) > n_held:
-            self.wait_for(self.leaving.pop(0).end)
+            self.side.wait_for(self.leaving.pop(0).end)
 
     def pack(self, tensor):
         # These stay: what is on the host already, what is so small that a copy costs more than it frees, and
@@ -1496,7 +1501,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             return tensor
         tensor = tensor.contiguous()
         self.last = Parked(tensor, self.last)
-        self.leaving.append(Copy(tensor, self.copy_aside(self.last.pages, pages_of(tensor))))
+        self.leaving.append(Copy(tensor, self.side.copy(self.last.pages, pages_of(tensor))))
         self.release(n_held=1)  # one copy behind the compute: more would only keep more on the device
         return self.last
 
@@ -1504,7 +1509,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         """Starts the copy to the device, unless it has been started."""
         if parked is not None and parked.in_flight is None:
             tensor = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
-            parked.in_flight = Copy(tensor, self.copy_aside(pages_of(tensor), parked.pages))
+            parked.in_flight = Copy(tensor, self.side.copy(pages_of(tensor), parked.pages))
 
     def unpack(self, saved):
         if isinstance(saved, torch.Tensor):  # pack() has left it where it was
@@ -1514,7 +1519,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.bring_back(saved)
         tensor, end = saved.in_flight
         saved.in_flight = None  # a second backward brings it back again
-        self.wait_for(end)
+        self.side.wait_for(end)
         self.bring_back(saved.previous)  # on its way while this block computes
         return tensor
 
@@ -1533,13 +1538,12 @@ class StreamedWeights:
     block for its copy. A slot is never freed, so no stream can reuse memory that another one reads."""
 
     def __init__(self, blocks, device):
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side = SideStream(device)
         self.in_slot = [None, None]  # number of the block that is there, or on its way
         self.arrival = [None, None]  # the event behind its copy
         n_bytes = max(sum(aligned(p.nbytes) for p in matrices_of(block)) for block in blocks)
         slots = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in blocks[:2]]
-        self.copies = []  # of each block [(page of a slot, page in host memory)]
+        self.copies = []  # of each block its pages in a slot, and those in host memory
         for k, block in enumerate(blocks):
             self.copies.append(self.move_to_host_(block, slots[k % 2]))
             block.register_forward_pre_hook(functools.partial(self.before_forward, k))
@@ -1547,18 +1551,20 @@ class StreamedWeights:
 
     def move_to_host_(self, block, slot):
         """Moves the matrices of a block into pinned pages, and makes its parameters views of the slot."""
-        copies = []
+        slot_pages = []
+        host_pages = []
         start = 0
         for p in matrices_of(block):
             # one parameter at a time: no more than that is in host memory twice
             p.host_pages = []
             for page in pages_of(p.data):
-                pinned = torch.empty_like(page, pin_memory=self.device.type == "cuda")
+                pinned = torch.empty_like(page, pin_memory=slot.is_cuda)
                 p.host_pages.append(pinned.copy_(page))
             p.data = slot[start : start + p.nbytes].view(p.dtype).view(p.shape)
-            copies += zip(pages_of(p.data), p.host_pages, strict=True)
+            slot_pages += pages_of(p.data)
+            host_pages += p.host_pages
             start += aligned(p.nbytes)
-        return copies
+        return slot_pages, host_pages
 
     def bring(self, k):
         """Starts the copy of a block into its slot, unless it is there. All compute on what the slot has now
@@ -1566,19 +1572,11 @@ class StreamedWeights:
         if not 0 <= k < len(self.copies) or self.in_slot[k % 2] == k:
             return
         self.in_slot[k % 2] = k
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.no_grad(), torch.cuda.stream(self.stream):  # does nothing if it is None
-            for target, page in self.copies[k]:
-                target.copy_(page, non_blocking=True)
-        if self.stream is not None:
-            self.arrival[k % 2] = self.stream.record_event()
+        self.arrival[k % 2] = self.side.copy(*self.copies[k])
 
     def wait_for(self, k):
-        """Makes the compute stream wait, not the host."""
         self.bring(k)
-        if self.arrival[k % 2] is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.arrival[k % 2])
+        self.side.wait_for(self.arrival[k % 2])
 
     def before_forward(self, k, block, inputs):
         self.wait_for(k)

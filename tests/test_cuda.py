@@ -436,7 +436,7 @@ def bring_back_into_memory_of_the_side_stream():
     bring_back = train.OffloadActivations.bring_back
 
     def on_side_stream(self, parked):
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.side.stream):
             bring_back(self, parked)
 
     train.OffloadActivations.bring_back = on_side_stream
