@@ -447,7 +447,6 @@ class Tokenizer:
     def load_core(self, in_messages):
         """Reads tokenizer.json. Returns {id: text} of its special tokens. Those that messages may spell count
         as ordinary ones here: such a token is not reserved, ends no turn, and is shown in an answer."""
-        self.core = tokenizers.Tokenizer.from_file(str(self.path))
         self.text = self.path.read_text("utf-8")
         if in_messages:
             raw = self.changed.get(self.path.name) or json.loads(self.text)
@@ -456,7 +455,7 @@ class Tokenizer:
                 is_ordinary = token["content"] in in_messages
                 added.append(token | {"special": False} if is_ordinary else token)
             self.text = json.dumps(raw | {"added_tokens": added}, ensure_ascii=False)
-            self.core = tokenizers.Tokenizer.from_str(self.text)
+        self.core = tokenizers.Tokenizer.from_str(self.text)
         # the file also has the truncation and padding that its author used last
         self.core.no_truncation()
         self.core.no_padding()
