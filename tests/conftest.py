@@ -280,6 +280,17 @@ def build(*flags, ranks=None, **changes):
     return model, args
 
 
+def model_with_weights(path, dtype=torch.float32, **changes):
+    """A folder as random_model() makes it, with the weights that --random_init gives, in this dtype."""
+    from safetensors.torch import save_file
+
+    random_model(path, **changes)
+    model, _ = build(**changes)
+    tensors = {name: p.detach().to(dtype, copy=True) for name, p in model.named_parameters()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 # ---------------------------------------------------------------- data
 
 

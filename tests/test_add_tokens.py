@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import HERE, build, curve, on_ranks, random_chats, random_model, run_ranks
-from safetensors.torch import load_file, save_file
+from conftest import HERE, curve, model_with_weights, on_ranks, random_chats, random_model, run_ranks
+from safetensors.torch import load_file
 
 import data
 import model as lm
@@ -17,20 +17,15 @@ import train
 TOKENS = ["<call>", "</call>", "<note 1>"]
 IDS = range(4096, 4099)  # the built-in tokenizer ends with 4095
 PADDED = 33 * 128  # the next multiple above 4,099
-TIED = {"tie_word_embeddings": True}
+TIED_OR_NOT = {"untied": {}, "tied": {"tie_word_embeddings": True}}
 SHORT = "--precision fp32 --lr 1e-2 --seq_len 96 --batch_size 6 --steps 2 --log_every 1".split()
 LORA = "--lora --train_embeddings --lora_rank 5 --merge".split()
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=TIED_OR_NOT)
 def base(request, tmp_path_factory):
     """A folder with random weights, whose embedding has as many rows as the tokenizer has tokens."""
-    changes = TIED if request.param == "tied" else {}
-    path = random_model(tmp_path_factory.mktemp("base") / request.param, **changes)
-    model, _ = build(**changes)
-    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return model_with_weights(tmp_path_factory.mktemp("base") / request.param, **TIED_OR_NOT[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +203,7 @@ def test_new_rows_depend_on_seed_and_id_alone():
 def test_a_tied_head_in_files_gets_the_rows_of_the_embedding():
     source = Numbers()
     source.values[data.HEAD] = source.values[data.EMBEDDING]
-    tied = grown(384, source=source, **TIED)
+    tied = grown(384, source=source, **TIED_OR_NOT["tied"])
     assert torch.equal(tied.rows(data.EMBEDDING, 0, 384), tied.rows(data.HEAD, 0, 384))
 
 

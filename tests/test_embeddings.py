@@ -8,29 +8,24 @@ import shutil
 
 import pytest
 import torch
-from conftest import build, curve, losses, random_model, run_ranks
+from conftest import build, curve, losses, model_with_weights, run_ranks
 from safetensors.torch import load_file, save_file
 
 import data
 import model as lm
 import train
 
-TIED = {"tie_word_embeddings": True}
+TIED_OR_NOT = {"untied": {}, "tied": {"tie_word_embeddings": True}}
 EMBEDDING = data.PEFT_PREFIX + data.EMBEDDING
 HEAD = data.PEFT_PREFIX + data.HEAD
 FLAGS = "--lora --train_embeddings --lora_rank 5 --lr 1e-2 --precision fp32 --seq_len 96 --steps 3".split()
 SIX_ROWS = ["--batch_size", 3, "--grad_accum", 2]
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=TIED_OR_NOT)
 def base(request, tmp_path_factory):
     """A folder with random weights."""
-    changes = TIED if request.param == "tied" else {}
-    path = random_model(tmp_path_factory.mktemp("base") / request.param, **changes)
-    model, _ = build(**changes)
-    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return model_with_weights(tmp_path_factory.mktemp("base") / request.param, **TIED_OR_NOT[request.param])
 
 
 @pytest.fixture(scope="module")

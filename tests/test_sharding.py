@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from bench_harness import peak_growth
 from bench_scale import counted
 from conftest import (
-    MOE, MUSE, QWEN35, SHAPE, build, curve, documents_of, losses, on_ranks, random_model, run_ranks, start_ranks)
+    MOE, MUSE, QWEN35, SHAPE, build, curve, documents_of, losses, model_with_weights, on_ranks, random_model, run_ranks,
+    start_ranks)
 from safetensors.torch import load_file, save_file
 
 import data
@@ -227,11 +228,7 @@ def test_dropout_draws_the_same_however_a_step_is_split(dropped, tmp_path, world
 def base(tmp_path_factory):
     """A checkpoint with the weights that --random_init gives, in bf16: a dtype that the run does not compute in has to
     be passed through."""
-    path = random_model(tmp_path_factory.mktemp("base") / "model")
-    model, _ = build()
-    tensors = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return model_with_weights(tmp_path_factory.mktemp("base") / "model", torch.bfloat16)
 
 
 @pytest.fixture
