@@ -67,6 +67,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
+from torch.optim.adamw import adamw
 
 import data
 import model as lm
@@ -1643,7 +1644,7 @@ def make_optimizer(named, args, bad):
     # torch's AdamW does neither
     if eight_bits or args.stochastic_rounding:
         return nf4.CompactAdamW(groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, bad)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
+    optimizer = ShardAdamW(groups, lr=args.lr, fused=args.fused_adamw)
     # As torch would at the first step. Fused AdamW reads `step` on the device, the others on the host.
     for p in params:
         optimizer.state[p] = {"step": torch.zeros((), device=p.device if args.fused_adamw else "cpu"),
@@ -1651,6 +1652,35 @@ def make_optimizer(named, args, bad):
     if args.fused_adamw:
         optimizer.found_inf = bad
     return optimizer
+
+
+class ShardAdamW(torch.optim.AdamW):
+    """torch's AdamW on this rank's rows as plain tensors: each element is updated alone. torch's own step()
+    hands FSDP2's DTensors to the kernels, and to find out that no communication is needed takes the host
+    longer than the update itself, most of all in the first step."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in params]
+            adamw(
+                [nf4.local(p).rows for p in params],
+                [nf4.local(p.grad).rows for p in params],
+                [nf4.local(state["exp_avg"]).rows for state in states],
+                [nf4.local(state["exp_avg_sq"]).rows for state in states],
+                [],  # of amsgrad
+                [state["step"] for state in states],
+                fused=group["fused"],
+                found_inf=getattr(self, "found_inf", None),
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
 
 def lr_at(step, steps, args):
@@ -1679,11 +1709,17 @@ def average_gradients_(params, world):
 
 def clip_gradients_(params, clip):
     """Scales gradients to an L2 norm of at most `clip` (0: leaves them) -> the norm before, on the device."""
-    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    if nf4.is_sharded(norm):  # FSDP2's is a DTensor of partial sums (pytorch #121020)
-        norm = norm.full_tensor()
+    grads = [p.grad for p in params if p.grad is not None]
+    rows = [nf4.local(grad).rows for grad in grads]  # see ShardAdamW
+    norm = nn.utils.get_total_norm(rows)
+    if grads and nf4.is_sharded(grads[0]):
+        norm_squared = norm.float().square()
+        mesh = grads[0].device_mesh
+        # its last dimension: those ranks share the rows, and replicas hold the same gradients
+        dist.all_reduce(norm_squared, group=mesh.get_group(mesh.ndim - 1))
+        norm = norm_squared.sqrt()
     if clip:
-        nn.utils.clip_grads_with_norm_(params, clip, norm)
+        torch._foreach_mul_(rows, (clip / (norm + 1e-6)).clamp(max=1))
     return norm
 
 

@@ -1,5 +1,6 @@
-"""AdamW in 8 bits, random rounding and the step inside the backward: what is stored, that it stays right in the mean,
-and that none of it depends on ranks or flags. Where a mean is tested, the tolerance is five standard errors."""
+"""AdamW on shards and in 8 bits, random rounding and the step inside the backward: what is stored, that it stays right
+in the mean, and that none of it depends on ranks or flags. Where a mean is tested, the tolerance is five standard
+errors."""
 
 from types import SimpleNamespace
 
@@ -309,6 +310,57 @@ def check_state_does_not_depend_on_ranks(ranks, folder, flags, dtype):
 ], ids=str)
 def test_state_is_the_same_bytes_on_every_number_of_ranks(tmp_path, world, flags, dtype):
     on_ranks(world, check_state_does_not_depend_on_ranks, tmp_path, flags, dtype)
+
+
+def check_clipped_adamw(ranks, folder, flags, replicas):
+    whole = three_layers(torch.float32)
+    shards = three_layers(torch.float32)
+    for p, q in zip(whole.parameters(), shards.parameters()):
+        dist.broadcast(p.data, 0)
+        q.data.copy_(p.data)
+    sizes = replicas, ranks.world // replicas
+    fully_shard(shards, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")))
+    weights = list(whole.parameters())
+    sharded = list(shards.parameters())
+    expected = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1, fused="--no-fused_adamw" not in flags)
+    optimizer = optimizer_of(sharded, "--precision", "fp32", "--lr", "1e-2", *flags)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1  # of vectors, too
+    dispatched = []
+
+    class NotingDispatch(torch.utils._python_dispatch.TorchDispatchMode):
+        """Notes each operation on a DTensor, which begins with finding out where its result belongs."""
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if any(issubclass(one, DTensor) for one in types):
+                dispatched.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    for step in range(3):
+        for number, (p, q) in enumerate(zip(weights, sharded)):
+            p.grad = normal(p.shape, 100 * step + number)
+            q.grad = torch.zeros_like(q)
+            mine, start = nf4.local(q.grad)
+            mine.copy_(p.grad[start : start + len(mine)])
+        expected_norm = nn.utils.clip_grad_norm_(weights, 1.0)
+        expected.step()
+        with NotingDispatch():
+            norm = train.clip_gradients_(sharded, 1.0)
+            optimizer.step()
+        # the same squares in another order
+        assert norm.item() == pytest.approx(expected_norm.item(), rel=1e-6), step
+    assert not dispatched
+    for p, q in zip(weights, sharded):
+        torch.testing.assert_close(q.full_tensor(), p, rtol=0, atol=1e-6)  # three updates are 3e-2
+
+
+@pytest.mark.parametrize("world, replicas, flags", [
+    (3, 1, []),
+    (3, 1, ["--no-fused_adamw"]),
+    (4, 2, []),
+], ids=str)
+def test_adamw_and_clipping_on_shards_are_torchs_without_an_operation_on_a_dtensor(tmp_path, world, replicas, flags):
+    on_ranks(world, check_clipped_adamw, tmp_path, flags, replicas)
 
 
 # ---------------------------------------------------------------- the step inside the backward
