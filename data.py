@@ -3032,7 +3032,8 @@ def modules_in(adapter, config, targets):
     longer: its vision tower has a q_proj, too, and attention has a gate_proj as the MLP does."""
     if lm.GATE_TARGET not in lm.targets_in(config):
         return targets
-    return sorted({".".join(name.split(".")[-4:-2]) for name in adapter})
+    # with --train_embeddings there are two more tensors, which are no adapters
+    return sorted({".".join(name.split(".")[-4:-2]) for name in adapter if ".lora_" in name})
 
 
 def export(args, model, source, files, tokenizer, out, ranks):

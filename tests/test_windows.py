@@ -167,6 +167,7 @@ EVERY_LINEAR = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "sel
     (["all-linear"], EVERY_LINEAR),
     (["gate_proj"], {"mlp.gate_proj"}),
     (["self_attn.gate_proj"], {"self_attn.gate_proj"}),
+    (["gate_proj", "--train_embeddings"], {"mlp.gate_proj"}),  # embedding and head get no adapter
 ])
 def test_a_path_decides_between_the_gates_of_attention_and_mlp(tmp_path, targets, modules):
     args = train.parse_args(["--model", str(MUSE_FILES), "--lora", "--lora_targets", *targets, "--precision", "fp32"])
@@ -175,8 +176,9 @@ def test_a_path_decides_between_the_gates_of_attention_and_mlp(tmp_path, targets
     tensors = dict(data.full_tensors(model, True))
     adapted = set()
     for name in tensors:  # model.language_model.layers.0.mlp.gate_proj.lora_A.weight -> mlp.gate_proj
-        in_block = name.split(".", 4)[-1]
-        adapted.add(in_block.split(".lora_")[0])
+        if ".lora_" in name:
+            in_block = name.split(".", 4)[-1]
+            adapted.add(in_block.split(".lora_")[0])
     assert adapted == modules
 
     found = data.modules_in(tensors, config, args.lora_targets)
