@@ -1,8 +1,10 @@
 """Makes pairs for --dpo from the standard library: python tests/make_pairs.py TRAIN.jsonl HELD_OUT.jsonl
 
-A question asks what a function does. The whole docstring is the rejected answer, its first sentence the chosen one, so
-that a model that has learned the preference answers in one sentence. Docstrings of one sentence, and those that run
-to more than a short row, are left out. Of functions with the same docstring one is taken, so none is in both files.
+A question asks what a function does, and the shorter of two answers is preferred: the first sentence of the docstring.
+The rejected answer is the whole docstring behind the words with which a small chat model begins such an answer. So a
+model that has learned the preference leaves these words out, and stops after a sentence. Docstrings of one sentence,
+and those that run to more than a short row, are left out. Of functions with the same docstring one is taken, so none
+is in both files.
 """
 
 import itertools
@@ -19,6 +21,11 @@ N_TRAIN = 300
 N_HELD_OUT = 40
 LONGEST = 320  # characters of the whole docstring: about 80 tokens
 SENTENCE = re.compile(r"(.+?\.)\s", re.DOTALL)
+CALL = re.compile(r"`.+`")  # in a question
+
+
+def message(role, content):
+    return [{"role": role, "content": content}]
 
 
 def pairs():
@@ -26,16 +33,18 @@ def pairs():
     seen = set()
     for name, text in data.stdlib_modules():
         for example in data.stdlib_questions(name, text):
+            question = example["instruction"]
             whole = " ".join(example["output"].split())  # on one line, or its layout would be what is learned
             first = SENTENCE.match(whole)
-            if first and len(whole) <= LONGEST and whole not in seen:
-                seen.add(whole)
-                question = [{"role": "user", "content": example["instruction"]}]
-                yield {
-                    "prompt": question,
-                    "chosen": [{"role": "assistant", "content": first[1]}],
-                    "rejected": [{"role": "assistant", "content": whole}],
-                }
+            if not first or len(whole) > LONGEST or whole in seen:
+                continue
+            seen.add(whole)
+            wordy = f"{CALL.search(question)[0]} is a Python function that {whole[0].lower()}{whole[1:]}"
+            yield {
+                "prompt": message("user", question),
+                "chosen": message("assistant", first[1]),
+                "rejected": message("assistant", wordy),
+            }
 
 
 def main():
