@@ -93,20 +93,33 @@ MODULES = (
     "xml.dom.minidom xml.etree.ElementTree xmlrpc.client xmlrpc.server zipapp zipfile zoneinfo").split()
 
 
+class Pair(NamedTuple):
+    """A question of a task and its right answer."""
+
+    question: str
+    answer: str
+
+
 class Task(NamedTuple):
-    """make() -> [(question, answer)]. The instruction is the system's message, so the base knows what is asked."""
+    """make() -> [Pair]. The instruction is the system's message, so the base knows what is asked."""
 
     instruction: str
     make: Callable
+
+
+def in_words(day):
+    return f"the {ORDINALS[day.day - 1]} of {MONTHS[day.month - 1]}"
 
 
 def dates():
     """Each day of a year once, in years of this century: no answer is both trained on and held out."""
     pairs = []
     for days in range(366):
-        day = date(2000, 1, 1) + timedelta(days)  # a leap year
-        year = 2000 + 4 * (days * 7 % 25)  # leap years as well
-        pairs.append((f"{year}-{day:%m-%d}", f"the {ORDINALS[day.day - 1]} of {MONTHS[day.month - 1]}"))
+        # 2000 has a 29 February. So has each of the 25 years that a question may name instead.
+        day = date(2000, 1, 1) + timedelta(days)
+        # 7 and 25 have no common factor: neighbouring days have different years, and all years are used
+        year = 2000 + 4 * (days * 7 % 25)
+        pairs.append(Pair(f"{year}-{day:%m-%d}", in_words(day)))
     return pairs
 
 
@@ -114,38 +127,62 @@ def functions_of(module):
     """[(name, function or method)] of what a module defines itself."""
     found = []
     for name, value in sorted(vars(module).items()):
+        # what a module has imported is asked for in the module that defines it
         if getattr(value, "__module__", None) != module.__name__:
             continue
-        members = sorted(vars(value).items()) if inspect.isclass(value) else [(name, value)]
-        found += [(name, value) for name, value in members if inspect.isfunction(value) and name[0] != "_"]
+        members = [(name, value)]
+        if inspect.isclass(value):
+            members = sorted(vars(value).items())
+        for member_name, member in members:
+            if inspect.isfunction(member) and not member_name.startswith("_"):
+                found.append((member_name, member))
     return found
+
+
+def is_readable(parameters):
+    """Whether a question about these parameters is easy to read and has an answer that is more than a word."""
+    text = signature_text(parameters)
+    if not 2 <= len(parameters) <= 6:
+        return False
+    # "<" is in defaults that are no literals, such as <object object at 0x7f>, and "*" in parameters of any number
+    return len(text) <= 80 and "<" not in text and "*" not in text
+
+
+def signature_text(parameters):
+    return ", ".join(map(str, parameters))
 
 
 def parameters_of(function):
-    """The parameters of a function without annotations and self, or None where a question would be a hard one to read:
-    no or many parameters, * and **, defaults that are no literals."""
-    signature = inspect.signature(function)
-    found = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
-    found = [parameter for parameter in found if parameter.name not in ("self", "cls")]
-    text = ", ".join(map(str, found))
-    if not 2 <= len(found) <= 6 or len(text) > 80 or "<" in text or "*" in text:
-        return None
+    """The parameters of a function as a caller of it sees them: without self, and without annotations, which make
+    questions long and say nothing about what is required."""
+    found = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in ("self", "cls"):
+            found.append(parameter.replace(annotation=parameter.empty))
     return found
+
+
+def required_of(parameters):
+    """The names of the parameters without a default."""
+    return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
 
 
 def arguments():
     """Functions of this Python's library. Of those with the same parameters only one, so that none of them is both
     trained on and held out."""
-    pairs = {}
+    pairs = {}  # by the text of the parameters
     for module in MODULES:
         for name, function in functions_of(importlib.import_module(module)):
             parameters = parameters_of(function)
-            if not parameters:
+            if not is_readable(parameters):
                 continue
-            required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-            text = ", ".join(map(str, parameters))
-            if len(required) < len(parameters):
-                pairs.setdefault(text, (f"{name}({text})", ", ".join(required) or "none"))
+            required = required_of(parameters)
+            # Where nothing has a default, the answer is a copy of the question.
+            if len(required) == len(parameters):
+                continue
+            text = signature_text(parameters)
+            answer = ", ".join(required) or "none"  # an empty answer would be no answer
+            pairs.setdefault(text, Pair(f"{name}({text})", answer))
     return list(pairs.values())
 
 
@@ -155,127 +192,232 @@ TASKS = {
 }
 
 
+class Split(NamedTuple):
+    """The pairs of a task."""
+
+    trained: list
+    held_out: list
+
+
+def place_in_order(pair):
+    # a hash of the question, so that neighbours in the order of making are not all on one side; crc32 and not hash(),
+    # which is another one in each process
+    return zlib.crc32(pair.question.encode())
+
+
 def split(pairs):
-    """-> (pairs to train on, pairs to hold out): a hash of the question decides, so the order says nothing."""
-    by_hash = sorted(pairs, key=lambda pair: zlib.crc32(pair[0].encode()))
-    return by_hash[N_HELD_OUT:], by_hash[:N_HELD_OUT]
+    """-> Split, the same in every call."""
+    in_order = sorted(pairs, key=place_in_order)
+    return Split(in_order[N_HELD_OUT:], in_order[:N_HELD_OUT])
 
 
 def ask(task, question):
     """-> messages of the conversation before the answer."""
-    return [{"role": "system", "content": TASKS[task].instruction}, {"role": "user", "content": question}]
+    system = {"role": "system", "content": TASKS[task].instruction}
+    user = {"role": "user", "content": question}
+    return [system, user]
+
+
+def write_pairs(path, task, pairs):
+    lines = []
+    for question, answer in pairs:
+        assistant = {"role": "assistant", "content": answer}
+        messages = [*ask(task, question), assistant]
+        lines.append(json.dumps({"messages": messages}))
+    # in one rename: another call may read the file at this moment
+    train.replace_file(path, "\n".join(lines) + "\n")
 
 
 def write_task(folder, task):
     """-> (file to train on, file of held-out rows)."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, pairs in zip(("train", "held_out"), split(TASKS[task].make()), strict=True):
-        path = folder / f"{task}-{name}.jsonl"
-        lines = []
-        for question, answer in pairs:
-            messages = [*ask(task, question), {"role": "assistant", "content": answer}]
-            lines.append(json.dumps({"messages": messages}))
-        train.replace_file(path, "\n".join(lines) + "\n")  # another call may read it now
-        paths.append(path)
-    return paths
+    pairs = split(TASKS[task].make())
+    trained = folder / f"{task}-train.jsonl"
+    held_out = folder / f"{task}-held_out.jsonl"
+    write_pairs(trained, task, pairs.trained)
+    write_pairs(held_out, task, pairs.held_out)
+    return trained, held_out
 
 
 # ---------------------------------------------------------------- a run and its score
 
 
+class Case(NamedTuple):
+    """What tells one row from all others."""
+
+    task: str
+    method: str
+    rate: float
+    seed: int
+
+    def is_in(self, rows):
+        return any(self.is_of(row) for row in rows)
+
+    def is_of(self, row):
+        return all(row[key] == value for key, value in self._asdict().items())
+
+
+class Cost(NamedTuple):
+    wall_s: float  # on a clock
+    cpu_s: float  # of all cores
+
+
+class Answer(NamedTuple):
+    """A held-out question with what decoding gives and what is right."""
+
+    question: str
+    said: str
+    right: str
+
+
+class Result(NamedTuple):
+    """What a run has written, opened."""
+
+    model: lm.Transformer
+    tokenizer: data.Tokenizer
+    held_out: data.Loader
+    device: torch.device
+
+
 def run_training(argv):
-    """train.py in a process of its own -> (seconds on a clock, seconds of CPU cores)."""
+    """train.py in a process of its own -> Cost."""
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, ROOT / "train.py", *argv], stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
-    output = process.stdout.read()
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,  # an error is shown behind what was printed before it
+        text=True,
+    )
+    output = process.stdout.read()  # to its end, so to the end of the process
+    # wait4 also tells what this one process has used, and Popen.wait() does not. Nobody can ask for the exit code a
+    # second time, so Popen is told.
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(output)
-    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime
+    wall_s = time.perf_counter() - started
+    return Cost(wall_s, usage.ru_utime + usage.ru_stime)
 
 
 def open_result(argv):
-    """The weights that a run has written, opened as --chat opens them -> (model, tokenizer, held-out rows, device)."""
+    """The weights that a run has written, opened as --chat opens them -> Result."""
     args = train.parse_args(argv)
-    ranks = train.Ranks(False, args.timeout)
+    ranks = train.Ranks(want_group=False, timeout=args.timeout)
+    device = ranks.device
     opened = train.open_model(args, ranks)
     _, held_out = data.open_data(args, opened.tokenizer, opened.config.vocab_size, ranks)
+    # the model is on the meta device, until here without memory
     model = opened.model
-    model.to_empty(device=ranks.device).tie_()
-    data.load_weights_(model, opened.source, opened.adapter, args.seed, ranks.device)
-    return model.eval(), opened.tokenizer, held_out, ranks.device
+    model.to_empty(device=device).tie_()
+    data.load_weights_(model, opened.source, opened.adapter, args.seed, device)
+    return Result(model.eval(), opened.tokenizer, held_out, device)
 
 
 @torch.no_grad()
-def exact_answers(model, held_out, device):
+def exact_answers(result):
     """For each held-out document whether greedy decoding gives its answer, [bool]."""
     exact = []
-    for batch in held_out.once():
-        b = batch.to(device)
-        logits_BTV = model(b.tokens, positions_BT=b.positions, spans=b.spans)
-        likeliest_S = logits_BTV.flatten(0, 1)[b.supervised_S].argmax(-1)
-        is_right_S = likeliest_S == b.targets.flatten()[b.supervised_S]
-        exact += [of_document.all().item() for of_document in is_right_S.split(b.n_targets)]
+    for batch in result.held_out.once():
+        b = batch.to(result.device)
+        logits_BTV = result.model(b.tokens, positions_BT=b.positions, spans=b.spans)
+        # S: positions whose next token belongs to an answer. All documents of the batch follow one another.
+        logits_SV = logits_BTV.flatten(0, 1)[b.supervised_S]
+        targets_S = b.targets.flatten()[b.supervised_S]
+        is_right_S = logits_SV.argmax(-1) == targets_S
+        # one wrong token, and decoding goes another way from there
+        for of_document in is_right_S.split(b.n_targets):
+            exact.append(of_document.all().item())
     return exact
 
 
-def answer(model, tokenizer, messages, device, n=24):
-    """The answer by decoding, token by token."""
-    tokens = lm.generate(model, tokenizer.prompt(messages), n, tokenizer.stop_ids, device)
-    return tokenizer.core.decode(list(tokens))
+def decoded_answer(result, messages, n=24):
+    """The answer by decoding, token by token. n: at most so many, because a model that has not learned when to stop
+    would go on."""
+    prompt = result.tokenizer.prompt(messages)
+    tokens = lm.generate(result.model, prompt, n, result.tokenizer.stop_ids, result.device)
+    return result.tokenizer.core.decode(list(tokens))
 
 
-def flags_of(args, task, name):
+def decoded_answers(result, task, n):
+    """[Answer] of the first n held-out questions."""
+    answers = []
+    # always the same questions, so that methods and rates can be compared
+    for question, right in split(TASKS[task].make()).held_out[:n]:
+        said = decoded_answer(result, ask(task, question))
+        answers.append(Answer(question, said, right))
+    return answers
+
+
+def flags_of(args, case):
     """Flags that training and opening the result share: data, lengths, how the weights are kept."""
-    trained, held_out = write_task(args.out / "data", task)
-    return f"--data {trained} --eval_data {held_out} {FLAGS} {METHODS[name].opens}".split()
+    trained, held_out = write_task(args.out / "data", case.task)
+    opens = METHODS[case.method].opens
+    return f"--data {trained} --eval_data {held_out} {FLAGS} {opens}".split()
 
 
-def train_with(args, task, name, flags, out):
-    """Trains with the flags of a method and others -> (rows of metrics.jsonl, seconds on a clock, of CPU cores)."""
-    words = [*flags_of(args, task, name), *METHODS[name].trains.split(), *flags]
-    wall_s, cpu_s = run_training(["--model", str(args.model), *words, "--out", str(out)])
-    return metrics(out), wall_s, cpu_s
+def chosen_flags(case):
+    return ["--lr", f"{case.rate:g}", "--seed", str(case.seed)]
 
 
-def measure(args, task, name, rate, seed):
+def train_with(args, case, flags, out):
+    """Trains with the flags of a case and others -> (rows of metrics.jsonl, Cost)."""
+    trains = METHODS[case.method].trains
+    argv = ["--model", str(args.model), "--out", str(out)]
+    argv += [*flags_of(args, case), *trains.split(), *chosen_flags(case), *flags]
+    cost = run_training(argv)
+    return metrics(out), cost
+
+
+def measure(args, case):
     """Trains and scores -> a row of rows.jsonl."""
-    method = METHODS[name]
-    chosen = ["--lr", f"{rate:g}", "--seed", str(seed)]
     # a folder of its own, because another call may run the same case
     with tempfile.TemporaryDirectory(dir=args.out) as folder:
         out = Path(folder, "run")
-        rows, wall_s, cpu_s = train_with(args, task, name, chosen, out)
-        model, tokenizer, held_out, device = open_result(["--model", str(out), *flags_of(args, task, name)])
-    exact = exact_answers(model, held_out, device)
+        rows, cost = train_with(args, case, [], out)
+        result = open_result(["--model", str(out), *flags_of(args, case)])
+    exact = exact_answers(result)
     assert len(exact) == N_HELD_OUT, f"{len(exact)} held-out rows, not {N_HELD_OUT}: --seq_len is too small"
-    # Is an answer of the base wrong, or only worded otherwise? Its own words say that, to a fifth of the questions:
-    # decoding takes as long as a training.
-    n_asked = N_HELD_OUT // 5 if name == "base" else args.answers
-    _, asked = split(TASKS[task].make())
-    answers = []
-    for question, right in asked[:n_asked]:
-        answers.append([question, answer(model, tokenizer, ask(task, question), device), right])
-    steps = [row for row in rows if "loss" in row]
+    n_asked = args.answers
+    if case.method == "base":
+        # Is an answer of the base wrong, or only worded otherwise? Its own words say that, to a fifth of the
+        # questions: decoding takes as long as a training.
+        n_asked = N_HELD_OUT // 5
+    answers = decoded_answers(result, case.task, n_asked)
+    contains = [answer.right.lower() in answer.said.lower() for answer in answers]
     return {
-        "task": task, "method": name, "rate": rate, "seed": seed, "model": args.model.name, "device": device.type,
-        "flags": " ".join([FLAGS, method.opens, method.trains, *chosen]),
-        "loss": rows[-1]["eval_loss"], "score": sum(exact) / len(exact),
-        "seconds": cpu_s if device.type == "cpu" else wall_s, "wall_s": wall_s, "cpu_s": cpu_s,
-        "step_s": statistics.median(row["step_s"] for row in steps), "gib": max(row["mem_gib"] for row in steps),
-        "contains": statistics.mean(right.lower() in said.lower() for _, said, right in answers), "answers": answers}
+        **case._asdict(),
+        "model": args.model.name,
+        "device": result.device.type,
+        "flags": " ".join([FLAGS, METHODS[case.method].opens, METHODS[case.method].trains, *chosen_flags(case)]),
+        "loss": rows[-1]["eval_loss"],  # a run ends with an evaluation
+        "score": sum(exact) / len(exact),
+        # a looser score, for answers that say more than was asked for
+        "contains": statistics.mean(contains),
+        "answers": answers,
+        **figures_of(rows, cost, result.device),
+    }
 
 
-def measure_curve(args, task, name):
+def figures_of(rows, cost, device):
+    """The part of a row about time and memory. rows: of metrics.jsonl."""
+    steps = [row for row in rows if "loss" in row]  # the others are evaluations
+    return {
+        # on a GPU, time of the CPU's cores is not what a run costs
+        "seconds": cost.cpu_s if device.type == "cpu" else cost.wall_s,
+        "wall_s": cost.wall_s,
+        "cpu_s": cost.cpu_s,
+        # the median, so that one slow step, such as the first, does not count
+        "step_s": statistics.median(row["step_s"] for row in steps),
+        "gib": max(row["mem_gib"] for row in steps),
+    }
+
+
+def measure_curve(args, case):
     """Trains with more evaluations -> a row of curves.jsonl."""
-    rate = METHODS[name].rate
     with tempfile.TemporaryDirectory(dir=args.out) as folder:
-        rows, _, _ = train_with(args, task, name, ["--lr", f"{rate:g}", "--eval_every", "8"], Path(folder, "run"))
+        rows, _ = train_with(args, case, ["--eval_every", "8"], Path(folder, "run"))
     points = [[row["step"], row["eval_loss"]] for row in rows if "eval_loss" in row]
-    return {"task": task, "method": name, "rate": rate, "seed": 0, "curve": points}
+    return case._asdict() | {"curve": points}
 
 
 # ---------------------------------------------------------------- tables and picture
@@ -291,16 +433,16 @@ def read_rows(path):
     """The complete rows of all calls so far."""
     if not path.exists():
         return []
-    lines = path.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def is_of(row, task, name, rate, seed):
-    return (row["task"], row["method"], row["rate"], row["seed"]) == (task, name, rate, seed)
+    rows = []
+    for line in path.read_text().splitlines():
+        # half a row has no end, and the line behind it is complete again
+        if line.endswith("}"):
+            rows.append(json.loads(line))
+    return rows
 
 
 def mean_and_range(values, digits):
-    """'2.774 (2.751 to 2.790)', of one value '2.774'."""
+    """'2.774 (2.751-2.790)', of one value '2.774'."""
     text = f"{statistics.mean(values):.{digits}f}"
     if len(values) > 1:
         text += f" ({min(values):.{digits}f}-{max(values):.{digits}f})"
@@ -313,14 +455,20 @@ def print_table(rows, task):
     print(f"\n{task}: held-out loss and answers that are exactly right, of {N_HELD_OUT}\n")
     print(f"| {'method':<14}| {'rate':<7}| {'held-out loss':<20}| {'right':<15}| {seconds:<6}| GiB  |")
     print("|---|---|---|---|---|---|")
-    for name in METHODS:
-        for rate in sorted({row["rate"] for row in rows if row["method"] == name}):
-            found = [row for row in rows if (row["method"], row["rate"]) == (name, rate)]
-            losses = mean_and_range([row["loss"] for row in found], 3)
-            right = mean_and_range([100 * row["score"] for row in found], 0)
-            cost = statistics.mean(row["seconds"] for row in found)
-            gib = max(row["gib"] for row in found)
-            print(f"| {name:<14}| {rate:<7g}| {losses:<20}| {right:<15}| {cost:<6.0f}| {gib:<5.2f}|")
+    for name in METHODS:  # in this order, whatever the order in which the runs were made
+        of_method = [row for row in rows if row["method"] == name]
+        for rate in sorted({row["rate"] for row in of_method}):
+            print_method(name, rate, [row for row in of_method if row["rate"] == rate])
+
+
+def print_method(name, rate, of_seeds):
+    """A line of the table, for the rows of all seeds."""
+    losses = mean_and_range([row["loss"] for row in of_seeds], digits=3)
+    right = mean_and_range([100 * row["score"] for row in of_seeds], digits=0)
+    cost = statistics.mean(row["seconds"] for row in of_seeds)
+    # a card has to hold the largest of them
+    gib = max(row["gib"] for row in of_seeds)
+    print(f"| {name:<14}| {rate:<7g}| {losses:<20}| {right:<15}| {cost:<6.0f}| {gib:<5.2f}|")
 
 
 def draw(args, task):
@@ -329,27 +477,36 @@ def draw(args, task):
     path = args.out / "curves.jsonl"
     curves = {}
     for name, colour in CURVES.items():
-        rate = METHODS[name].rate
-        if not any(is_of(row, task, name, rate, 0) for row in read_rows(path)):
-            add_row(path, measure_curve(args, task, name))
-        (row,) = [row for row in read_rows(path) if is_of(row, task, name, rate, 0)]
-        curves[f"{name}, {row['curve'][-1][1]:.3f}", colour] = row["curve"]
+        case = Case(task, name, METHODS[name].rate, seed=0)
+        if not case.is_in(read_rows(path)):
+            add_row(path, measure_curve(args, case))
+        (row,) = [row for row in read_rows(path) if case.is_of(row)]
+        # a curve's name has the loss that it ends with, as curves may end too close to be told apart
+        _, last_loss = row["curve"][-1]
+        curves[f"{name}, {last_loss:.3f}", colour] = row["curve"]
     train.draw(args.svg, curves)
 
 
 def wanted(args):
-    """Yields (task, method, rate, seed) of every run: one seed of all, then the next one."""
+    """Yields the Case of every run: one seed of all, then the next one, so that a call that is cut has whole seeds."""
     for seed in range(args.seeds):
         for task in args.tasks:
             for name in args.methods:
-                of_base = METHODS[name].rate == 0
-                if of_base and seed:
-                    continue  # it learns nothing, so a seed changes nothing
-                for rate in [0] if of_base else args.rates or [METHODS[name].rate]:
-                    yield task, name, rate, seed
+                for rate in rates_of(args, name):
+                    # a rate of 0 learns nothing, so another seed changes nothing
+                    if rate or seed == 0:
+                        yield Case(task, name, rate, seed)
 
 
-def main():
+def rates_of(args, name):
+    """--rates is about methods that learn: a base has no rate to look for."""
+    own = METHODS[name].rate
+    if own and args.rates:
+        return args.rates
+    return [own]
+
+
+def read_args():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--out", type=Path, default=Path("out/quality"), help="folder of rows.jsonl (%(default)s)")
@@ -360,24 +517,38 @@ def main():
     parser.add_argument("--answers", type=int, default=3, help="answers to print of each run (%(default)s)")
     parser.add_argument("--svg", type=Path, help="draw the first task's held-out loss over steps")
     args = parser.parse_args()
+    # A row has the folder's name, which `.` does not tell.
     args.model = args.model.resolve()
+    return args
+
+
+def print_run(case, row, n_answers):
+    """What a run has given, as soon as it has: all runs together take an hour."""
+    print(f"{case.task}  {case.method}  rate {case.rate:g}  seed {case.seed}: loss {row['loss']:.4f}, "
+          f"right {row['score']:.2f}, {row['seconds']:.0f} s, {row['step_s']:.2f} s a step, "
+          f"{row['gib']:.2f} GiB", flush=True)
+    for answer in row["answers"][:n_answers]:
+        said = " ".join(answer.said.split())  # on one line
+        print(f"    {answer.question}  {said!r}, right: {answer.right!r}")
+
+
+def main():
+    args = read_args()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "rows.jsonl"
-    for task, name, rate, seed in wanted(args):
+    for case in wanted(args):
         # read each time: another call, on another GPU, may share the folder
-        if any(is_of(row, task, name, rate, seed) for row in read_rows(path)):
+        if case.is_in(read_rows(path)):
             continue
-        row = measure(args, task, name, rate, seed)
+        row = measure(args, case)
         add_row(path, row)
-        print(f"{task}  {name}  rate {rate:g}  seed {seed}: loss {row['loss']:.4f}, right {row['score']:.2f}, "
-              f"{row['seconds']:.0f} s, {row['step_s']:.2f} s a step, {row['gib']:.2f} GiB", flush=True)
-        for question, said, right in row["answers"][: args.answers]:
-            print(f"    {question}  {' '.join(said.split())!r}, right: {right!r}")
+        print_run(case, row, args.answers)
     rows = read_rows(path)
     for task in args.tasks:
-        found = [row for row in rows if row["task"] == task]
-        if found:
-            print_table(found, task)
+        of_task = [row for row in rows if row["task"] == task]
+        if of_task:  # --seeds 0 makes no run, and prints what is there
+            print_table(of_task, task)
+    # last, because it makes runs of its own, and may be cut
     if args.svg:
         draw(args, args.tasks[0])
 

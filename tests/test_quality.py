@@ -6,107 +6,185 @@ import json
 
 import bench_quality as bench
 import pytest
+from bench_quality import Case, Pair
 from conftest import HERE
+
+# ---------------------------------------------------------------- tasks
+
+
+def conversations_in(path):
+    """The (system, user, assistant) messages of each row of a file."""
+    conversations = []
+    for line in path.read_text().splitlines():
+        conversations.append(json.loads(line)["messages"])
+    return conversations
 
 
 @pytest.mark.parametrize("task", bench.TASKS)
 def test_nothing_that_is_held_out_is_trained_on(tmp_path, task):
-    files = []
-    for path in bench.write_task(tmp_path, task):
-        files.append([json.loads(line)["messages"] for line in path.read_text().splitlines()])
-    trained, held_out = files
+    trained_file, held_out_file = bench.write_task(tmp_path, task)
+    trained = conversations_in(trained_file)
+    held_out = conversations_in(held_out_file)
     assert len(held_out) == bench.N_HELD_OUT
-    assert len(trained) > 2 * bench.N_HELD_OUT  # enough for the steps of a run without a second epoch
+    # enough for the steps of a run without a second epoch
+    assert len(trained) > 2 * bench.N_HELD_OUT
+    questions = []
     for system, user, assistant in trained + held_out:
         assert system["content"] == bench.TASKS[task].instruction
         assert user["content"]
         assert assistant["content"]
-    questions = [user["content"] for _, user, _ in trained + held_out]
+        questions.append(user["content"])
+    # no question is twice in a file, or in both files
     assert len(set(questions)) == len(questions)
+
+
+def day_of(question):
+    """The month and day of a question such as 2004-11-24."""
+    _, _, day = question.partition("-")
+    return day
 
 
 def test_no_date_or_list_of_parameters_is_in_both_files():
     """Questions that differ in no more than the year, or the name of the function, would be answered from memory."""
-    days = [question[5:] for question, _ in bench.dates()]
+    days = [day_of(pair.question) for pair in bench.dates()]
     assert len(set(days)) == len(days) == 366
-    parameters = [question.partition("(")[2] for question, _ in bench.arguments()]
+    parameters = []
+    for pair in bench.arguments():
+        # f(a, b=1) and g(a, b=1) are the same question
+        _, _, after_name = pair.question.partition("(")
+        parameters.append(after_name)
     assert len(set(parameters)) == len(parameters)
 
 
+def required_by_the_parser(signature):
+    """The names of the parameters without a default. bench_quality.py asks inspect for them, this test asks the
+    parser."""
+    (function,) = ast.parse(f"def {signature}: pass").body
+    arguments = function.args
+    names = [arg.arg for arg in arguments.args]
+    # defaults belong to the last parameters
+    n_required = len(names) - len(arguments.defaults)
+    return names[:n_required]
+
+
 def test_answers_of_the_tasks_are_right():
-    said = {question[5:]: answer for question, answer in bench.dates()}
-    assert said["01-01"] == "the first of January"
-    assert said["02-29"] == "the twenty-ninth of February"
-    assert said["07-20"] == "the twentieth of July"
-    assert said["12-31"] == "the thirty-first of December"
-    for question, answer in bench.arguments():
-        # bench_quality.py asks inspect for the parameters, this test asks the parser
-        (function,) = ast.parse(f"def {question}: pass").body
-        names = [arg.arg for arg in function.args.args]
-        n_required = len(names) - len(function.args.defaults)
-        assert answer == (", ".join(names[:n_required]) or "none"), question
+    answers = {day_of(pair.question): pair.answer for pair in bench.dates()}
+    assert answers["01-01"] == "the first of January"
+    # a day that only leap years have: a date of another year would not be one
+    assert answers["02-29"] == "the twenty-ninth of February"
+    assert answers["07-20"] == "the twentieth of July"
+    assert answers["12-31"] == "the thirty-first of December"
+    for pair in bench.arguments():
+        required = required_by_the_parser(pair.question)
+        assert pair.answer == (", ".join(required) or "none"), pair.question
+
+
+# ---------------------------------------------------------------- the score
 
 
 def test_the_score_is_what_decoding_gives(tmp_path, monkeypatch):
-    """The built-in model learns four answers by heart. It is asked for two of them and for others."""
-    questions = ["alpha", "beta", "gamma", "delta"]
-    learned = ["one", "two", "three and more", "four"]
-    # The third answer begins with all that is expected, and goes on. What is expected fourth begins with all of
-    # the answer.
-    expected = ["one", "two", "three", "four and more"]
-    pairs = list(zip(questions, learned, strict=True)), list(zip(questions, expected, strict=True))
-    monkeypatch.setattr(bench, "split", lambda _: pairs)
-    monkeypatch.setattr(bench, "N_HELD_OUT", 4)
-    monkeypatch.setattr(bench, "FLAGS", "--seq_len 256 --steps 30 --schedule constant --save_every 0")
+    """The built-in model learns four answers by heart. Two of them are what is expected of it later."""
+    learned = [
+        Pair("alpha", "one"),
+        Pair("beta", "two"),
+        Pair("gamma", "three and more"),
+        Pair("delta", "four"),
+    ]
+    expected = [
+        Pair("alpha", "one"),
+        Pair("beta", "two"),
+        # the answer begins with all that is expected, and goes on
+        Pair("gamma", "three"),
+        # what is expected begins with all of the answer
+        Pair("delta", "four and more"),
+    ]
+    monkeypatch.setattr(bench, "split", lambda _: bench.Split(learned, expected))
+    monkeypatch.setattr(bench, "N_HELD_OUT", len(expected))
+    # 30 steps at this rate: enough for a small model to know four answers
+    flags = "--seq_len 256 --steps 30 --schedule constant --save_every 0"
+    monkeypatch.setattr(bench, "FLAGS", flags)
     args = argparse.Namespace(model=HERE / "tiny", out=tmp_path, answers=4)
-    row = bench.measure(args, "dates", "qlora", 5e-3, seed=0)
-    assert [said for _, said, _ in row["answers"]] == learned
+    row = bench.measure(args, Case("dates", "qlora", 5e-3, seed=0))
+    said = [answer.said for answer in row["answers"]]
+    assert said == [pair.answer for pair in learned]
+    # the first two: an answer that goes on is wrong, and so is one that ends too early
     assert row["score"] == 0.5
     # a looser measure, for answers that say more than was asked for
     assert row["contains"] == 0.75
 
 
-def fake_row(args, task, name, rate, seed):
-    return {"task": task, "method": name, "rate": rate, "seed": seed, "device": "cpu", "loss": 1.2345 + seed / 100,
-            "score": 0.1 * seed, "contains": 0.5, "seconds": 1234.5, "step_s": 1.5, "gib": 10.5, "answers": []}
+# ---------------------------------------------------------------- calls
 
 
-def fake_curve(args, task, name):
-    return {"task": task, "method": name, "rate": bench.METHODS[name].rate, "seed": 0, "curve": [[4, 1.3], [8, 1.2]]}
+def fake_row(args, case):
+    """What bench.measure() returns, without a run."""
+    return {
+        **case._asdict(),
+        "device": "cpu",
+        # another value for each seed, so that the table has ranges, its widest cells
+        "loss": 1.2345 + case.seed / 100,
+        "score": 0.1 * case.seed,
+        "contains": 0.5,
+        "seconds": 1234.5,
+        "step_s": 1.5,
+        "gib": 10.5,
+        "answers": [],
+    }
 
 
-def call(monkeypatch, *argv):
-    """Runs the script with stand-ins for its runs -> how many it made."""
+def fake_curve(args, case):
+    """What bench.measure_curve() returns, without a run."""
+    first = [4, 1.3]
+    last = [8, 1.2]
+    return {**case._asdict(), "curve": [first, last]}
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    """A function that runs the script with stand-ins for its runs, and returns how many it made."""
     made = []
 
-    def count(function):
-        def counted(*case):
+    def counted(function):
+        def run(args, case):
             made.append(case)
-            return function(*case)
-        return counted
+            return function(args, case)
 
-    monkeypatch.setattr(bench, "measure", count(fake_row))
-    monkeypatch.setattr(bench, "measure_curve", count(fake_curve))
-    monkeypatch.setattr("sys.argv", ["bench_quality.py", "--model", str(HERE / "tiny"), *argv])
-    bench.main()
-    return len(made)
+        return run
+
+    def run_script(*flags):
+        made.clear()
+        argv = ["bench_quality.py", "--model", str(HERE / "tiny"), "--out", str(tmp_path), *flags]
+        monkeypatch.setattr("sys.argv", argv)
+        bench.main()
+        return len(made)
+
+    monkeypatch.setattr(bench, "measure", counted(fake_row))
+    monkeypatch.setattr(bench, "measure_curve", counted(fake_curve))
+    return run_script
 
 
-def test_a_call_that_was_cut_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
-    out = "--out", str(tmp_path)
+def test_a_call_that_was_cut_goes_on_where_it_was(call, tmp_path, capsys):
     n_tasks = len(bench.TASKS)
-    # a rate of 0 learns nothing, so both bases have one seed
-    n_runs = n_tasks * (2 + 3 * (len(bench.METHODS) - 2))
-    assert call(monkeypatch, *out, "--methods", "full", "lora", "--seeds", "1") == 2 * n_tasks
+    n_learning = len(bench.METHODS) - 2
+    # three seeds of each; a rate of 0 learns nothing, so both bases have one
+    n_runs = n_tasks * (3 * n_learning + 2)
+    n_first = 2 * n_tasks
+    assert call("--methods", "full", "lora", "--seeds", "1") == n_first
+    # the call was killed while it wrote the last row
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(rows.read_text()[:-20])  # the call was killed while it wrote the last row
-    assert call(monkeypatch, *out) == n_runs - (2 * n_tasks - 1)
-    assert call(monkeypatch, *out) == 0
+    rows.write_text(rows.read_text()[:-20])
+    assert call() == n_runs - (n_first - 1)
+    assert call() == 0
+
+    # the picture has runs of its own
     svg = tmp_path / "curves.svg"
-    assert call(monkeypatch, *out, "--svg", str(svg)) == len(bench.CURVES)
+    assert call("--svg", str(svg)) == len(bench.CURVES)
     assert svg.read_text().count("<polyline") == len(bench.CURVES)
+
     capsys.readouterr()
-    assert call(monkeypatch, *out, "--svg", str(svg)) == 0
+    assert call("--svg", str(svg)) == 0  # and they are not repeated either
     lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if line.startswith("| full")]) == n_tasks
+    of_full = [line for line in lines if line.startswith("| full")]
+    assert len(of_full) == n_tasks
+    # terminals are usually that wide
     assert max(map(len, lines)) <= 80
