@@ -14,10 +14,14 @@ import data
 import model as lm
 import train
 
+TINY = HERE / "tiny"
+CPU = torch.device("cpu")
 TOKENS = ["<call>", "</call>", "<note 1>"]
-IDS = range(4096, 4099)  # the built-in tokenizer ends with 4095
-PADDED = 33 * 128  # the next multiple above 4,099
+N_OLD = 4096  # tokens of the built-in tokenizer
+IDS = range(N_OLD, N_OLD + len(TOKENS))
+PADDED = 33 * 128  # rows of an embedding that grows: the next multiple of 128 above 4,099
 TIED_OR_NOT = {"untied": {}, "tied": {"tie_word_embeddings": True}}
+# a high rate, so that two steps move the new rows by more than rounding does
 SHORT = "--precision fp32 --lr 1e-2 --seq_len 96 --batch_size 6 --steps 2 --log_every 1".split()
 LORA = "--lora --train_embeddings --lora_rank 5 --merge".split()
 
@@ -25,112 +29,169 @@ LORA = "--lora --train_embeddings --lora_rank 5 --merge".split()
 @pytest.fixture(scope="module", params=TIED_OR_NOT)
 def base(request, tmp_path_factory):
     """A folder with random weights, whose embedding has as many rows as the tokenizer has tokens."""
-    return model_with_weights(tmp_path_factory.mktemp("base") / request.param, **TIED_OR_NOT[request.param])
+    folder = tmp_path_factory.mktemp("base") / request.param
+    return model_with_weights(folder, **TIED_OR_NOT[request.param])
 
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory):
     """Conversations, half of which have new tokens in their questions and answers."""
-    path = random_chats(tmp_path_factory.mktemp("data") / "calls.jsonl", random.Random(0), 24)
-    lines = []
-    for number, line in enumerate(path.read_text().splitlines()):
-        messages = json.loads(line)["messages"]
-        for message in messages if number % 2 else []:
+    path = tmp_path_factory.mktemp("data") / "calls.jsonl"
+    random_chats(path, random.Random(0), n=24)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[1::2]:
+        for message in row["messages"]:
             message["content"] = f"<call>{message['content']}</call>"
-        lines.append(json.dumps({"messages": messages}) + "\n")
-    path.write_text("".join(lines))
+    with open(path, "w") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
     return path
+
+
+def trained(*flags, out):
+    """What a run on one rank says, which must succeed."""
+    _, text, codes = run_ranks(1, flags, out)
+    assert codes == [0], text
+    return text
 
 
 @pytest.fixture(scope="module")
 def adapted(base, calls, tmp_path_factory):
     """The folder of a LoRA run with new tokens, merged at its end."""
     out = tmp_path_factory.mktemp("adapted") / "run"
-    argv = ["--model", base, "--data", calls, *SHORT, *LORA, "--save_every", 1, "--add_tokens", *TOKENS]
-    _, text, codes = run_ranks(1, argv, out)
-    assert codes == [0], text
-    assert "new tokens: ids 4,096 to 4,098, in a vocabulary of 4,224" in " ".join(text.split())
-    assert "dropped" not in text  # rows that spell the tokens are trained on
+    flags = [*SHORT, *LORA, "--add_tokens", *TOKENS]
+    flags += ["--save_every", 1]  # a checkpoint to resume from
+    text = trained("--model", base, "--data", calls, *flags, out=out)
+    in_one_line = " ".join(text.split())
+    assert "new tokens: ids 4,096 to 4,098, in a vocabulary of 4,224" in in_one_line
+    # rows that spell a model's own special tokens are dropped, those that spell new ones are trained on
+    assert "dropped" not in text
     return out
 
 
 def opened(*flags):
     """The train.OpenedModel of these flags."""
-    args = train.parse_args([*map(str, flags), "--precision", "fp32"])
-    return train.open_model(args, train.Ranks(False, 1800))
+    words = [str(word) for word in flags]
+    args = train.parse_args([*words, "--precision", "fp32"])
+    ranks = train.Ranks(want_group=False, timeout=1800)
+    return train.open_model(args, ranks)
 
 
 def logits_of(*flags):
     """Of some tokens, new ones among them, by the model that these flags open."""
     found = opened(*flags)
-    found.model.to_empty(device="cpu").tie_()
-    data.load_weights_(found.model, found.source, found.adapter, 0, torch.device("cpu"))
+    model = found.model
+    model.to_empty(device="cpu").tie_()
+    data.load_weights_(model, found.source, found.adapter, 0, CPU)
+    tokens = torch.arange(N_OLD - 6, IDS.stop)
     with torch.no_grad():
-        return found.model(torch.arange(4090, 4099)[None])
+        return model(tokens[None])
+
+
+def ids_in(text, tokenizer):
+    return tokenizer.core.encode(text).ids
+
+
+def ask_and_answer(question, answer):
+    """Messages of one turn each."""
+    user = {"role": "user", "content": question}
+    assistant = {"role": "assistant", "content": answer}
+    return [user, assistant]
 
 
 # ---------------------------------------------------------------- the tokenizer
 
 
 def test_new_tokens_get_the_librarys_ids_and_are_one_token_in_messages():
-    tokenizer = data.Tokenizer(HERE / "tiny", new_tokens=TOKENS)
+    tokenizer = data.Tokenizer(TINY, new_tokens=TOKENS)
     assert tokenizer.new_ids == IDS
-    assert [tokenizer.core.token_to_id(token) for token in TOKENS] == list(IDS)
-    messages = [{"role": "user", "content": "a<call>b"}, {"role": "assistant", "content": "<note 1>c</call>"}]
+    ids_of_the_library = [tokenizer.core.token_to_id(token) for token in TOKENS]
+    assert ids_of_the_library == list(IDS)
+
+    messages = ask_and_answer("a<call>b", "<note 1>c</call>")
     (rendered,), n_without_mask = tokenizer.conversation(messages)
     assert n_without_mask == 0
     example = data.Example("messages", rendered.text, rendered.spans, is_chat=True)
-    ((ids, mask),) = tokenizer.encode([example])
-    assert [number for number in ids if number in IDS] == [4096, 4098, 4097]
+    (encoded,) = tokenizer.encode([example])
+    ids, is_target = encoded
+    # <call>, <note 1> and </call>, each in one piece and where it was spelled
+    assert new_among(ids) == [4096, 4098, 4097]
     # the two of the answer are targets, the one of the question is not
-    assert [number for number in ids[mask] if number in IDS] == [4098, 4097]
+    assert new_among(ids[is_target]) == [4098, 4097]
     # and an answer is shown with them
-    assert tokenizer.core.decode(list(IDS)) == "".join(TOKENS)
+    shown = tokenizer.core.decode(list(IDS))
+    assert shown == "".join(TOKENS)
+
+
+def new_among(ids):
+    return [number for number in ids if number in IDS]
 
 
 def test_messages_still_cannot_spell_the_models_own_special_tokens():
-    tokenizer = data.Tokenizer(HERE / "tiny", new_tokens=TOKENS)
-    messages = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "<call>"}]
-    assert tokenizer.conversation(messages)[0][0].text is None
+    tokenizer = data.Tokenizer(TINY, new_tokens=TOKENS)
+    messages = ask_and_answer("<|im_end|>", "<call>")
+    (rendered,), _ = tokenizer.conversation(messages)
+    # no text: the conversation is dropped
+    assert rendered.text is None
+
+
+def saved(source, new_tokens, folder):
+    """A folder with the files of a tokenizer that has new tokens."""
+    folder.mkdir()
+    data.Tokenizer(source, new_tokens=new_tokens).save(folder)
+    return folder
 
 
 def test_a_saved_tokenizer_is_read_with_the_same_tokens_also_twice(tmp_path):
-    first = tmp_path / "first"
-    second = tmp_path / "second"
-    for folder, source, tokens in ((first, HERE / "tiny", TOKENS), (second, first, ["<more>"])):
-        folder.mkdir()
-        data.Tokenizer(source, new_tokens=tokens).save(folder)
+    first = saved(TINY, TOKENS, tmp_path / "first")
+    second = saved(first, ["<more>"], tmp_path / "second")
+    all_new = [*TOKENS, "<more>"]
     tokenizer = data.Tokenizer(second)
-    assert tokenizer.core.encode("".join([*TOKENS, "<more>"])).ids == list(range(4096, 4100))
+    ids = ids_in("".join(all_new), tokenizer)
+    assert ids == [4096, 4097, 4098, 4099]
     assert not tokenizer.reserved.search("<call><more>")
+
     # what other readers see: special tokens, in both files
     entries = data.read_json(second / "tokenizer.json")["added_tokens"]
-    assert [entry["content"] for entry in entries if entry["special"]][-4:] == [*TOKENS, "<more>"]
-    assert data.read_json(second / "tokenizer_config.json")["additional_special_tokens"] == [*TOKENS, "<more>"]
+    special = [entry["content"] for entry in entries if entry["special"]]
+    assert special[-4:] == all_new
+    config = data.read_json(second / "tokenizer_config.json")
+    assert config["additional_special_tokens"] == all_new
 
 
 def test_a_list_of_added_tokens_in_the_config_grows_as_well(tmp_path):
+    """tokenizer.json counts only where `added_tokens_decoder` is missing: a list without the new tokens would lose
+    them. Files of transformers 4 have it."""
     folder = random_model(tmp_path / "model")
-    config = data.read_json(folder / "tokenizer_config.json")
-    config["added_tokens_decoder"] = {"0": {"content": "<|im_start|>", "special": True}}
+    path = folder / "tokenizer_config.json"
+    config = data.read_json(path)
+    entry = {"content": "<|im_start|>", "special": True}
+    config["added_tokens_decoder"] = {"0": entry}
     config["extra_special_tokens"] = ["<|im_start|>"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    out = tmp_path / "out"
-    out.mkdir()
-    data.Tokenizer(folder, new_tokens=["<call>"]).save(out)
+    path.write_text(json.dumps(config))
+    out = saved(folder, ["<call>"], tmp_path / "out")
     written = data.read_json(out / "tokenizer_config.json")
-    assert written["added_tokens_decoder"].keys() == {"0", "4096"}
-    assert written["added_tokens_decoder"]["4096"]["content"] == "<call>"
+    decoder = written["added_tokens_decoder"]
+    assert decoder.keys() == {"0", "4096"}
+    assert decoder["4096"]["content"] == "<call>"
     assert written["extra_special_tokens"] == ["<|im_start|>", "<call>"]
 
 
 def test_the_cached_tokens_of_a_file_depend_on_the_list(calls):
-    tokenizers = [data.Tokenizer(HERE / "tiny", new_tokens=tokens) for tokens in ([], TOKENS, TOKENS[:1])]
-    folders = {data.tokenized(str(calls), False, tokenizer) for tokenizer in tokenizers}
+    """Otherwise a second run with other tokens would train on the ids of the first one."""
+    folders = set()
+    for new_tokens in ([], TOKENS, TOKENS[:1]):
+        tokenizer = data.Tokenizer(TINY, new_tokens=new_tokens)
+        folders.add(data.tokenized(str(calls), False, tokenizer))
     assert len(folders) == 3
 
 
 # ---------------------------------------------------------------- the rows
+
+
+N_STORED = 300  # rows of embedding and head in the files of what follows
+GROWN = 384  # rows of both in the model
+WIDTH = 8
 
 
 class Numbers:
@@ -138,8 +199,13 @@ class Numbers:
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
-        self.values = {name: torch.randn(300, 8, generator=generator) + 3 for name in (data.EMBEDDING, data.HEAD)}
-        self.tensors = {name: data.Stored(None, 0, (300, 8), torch.float32) for name in self.values}
+        self.values = {}
+        self.tensors = {}
+        for name in (data.EMBEDDING, data.HEAD):
+            shape = (N_STORED, WIDTH)
+            noise = torch.randn(shape, generator=generator)
+            self.values[name] = 3 + noise  # so that rows about the mean differ from rows about 0
+            self.tensors[name] = data.Stored(None, 0, shape, torch.float32)
 
     def rows(self, name, start, stop):
         return self.values[name][start:stop].clone()
@@ -150,73 +216,98 @@ class Numbers:
 
 def config_of(n_rows, **changes):
     """Of a model with so many rows of 8 numbers in embedding and head."""
-    sizes = {"vocab_size": n_rows, "hidden_size": 8, "head_dim": 4, "num_attention_heads": 2}
-    return lm.parse_config(data.read_json(HERE / "tiny" / "config.json") | sizes | changes)
+    raw = data.read_json(TINY / "config.json")
+    raw["vocab_size"] = n_rows
+    raw["hidden_size"] = WIDTH
+    # heads that fit this width
+    raw["head_dim"] = 4
+    raw["num_attention_heads"] = 2
+    return lm.parse_config(raw | changes)
 
 
-def grown(n_rows, seed=0, source=None, **changes):
-    """A source of 300 rows that has n_rows now, of which three are of new tokens."""
-    config = config_of(n_rows, **({"tie_word_embeddings": False} | changes))
-    return data.WithNewRows(source or Numbers(), config, range(300, 303), seed)
+def grown(source, seed=0, is_tied=False):
+    """The source with 384 rows, of which three are of new tokens."""
+    config = config_of(GROWN, tie_word_embeddings=is_tied)
+    new_ids = range(N_STORED, N_STORED + 3)
+    return data.WithNewRows(source, config, new_ids, seed)
+
+
+def whole_embedding(source):
+    return source.rows(data.EMBEDDING, 0, GROWN)
 
 
 @pytest.mark.parametrize("new_ids, n_rows", [
-    (range(300, 303), 384),  # the embedding grows
-    (range(290, 293), 300),  # it has spare rows
-    (range(298, 303), 384),  # some
+    (range(300, 303), GROWN),  # the embedding grows
+    (range(290, 293), N_STORED),  # it has spare rows
+    (range(298, 303), GROWN),  # some
 ])
 def test_new_rows_are_about_the_mean_of_the_old_ones_and_no_two_are_the_same(new_ids, n_rows):
     source = Numbers()
-    with_new_rows = data.WithNewRows(source, config_of(n_rows, tie_word_embeddings=False), new_ids, seed=0)
+    config = config_of(n_rows, tie_word_embeddings=False)
+    with_new_rows = data.WithNewRows(source, config, new_ids, seed=0)
+    # rows that the files do not have are new even where they are of no token
+    is_new = torch.zeros(n_rows, dtype=torch.bool)
+    is_new[N_STORED:] = True
+    is_new[new_ids.start : new_ids.stop] = True
+    is_old = ~is_new
     steps_of_both = []
     for name, values in source.values.items():
         values[new_ids.start :] = 1000  # rows of no token may hold anything
-        assert with_new_rows.tensors[name].shape == (n_rows, 8)
+        assert with_new_rows.tensors[name].shape == (n_rows, WIDTH)
         rows = with_new_rows.rows(name, 0, n_rows)
-        is_new = torch.zeros(n_rows, dtype=torch.bool)
-        is_new[300:] = True
-        is_new[new_ids.start : new_ids.stop] = True
-        assert torch.equal(rows[~is_new], values[~is_new[:300]])  # to the bit
+        assert torch.equal(rows[is_old], values[is_old[:N_STORED]])  # to the bit
+        new_rows = rows[is_new]
+        assert len(new_rows.unique(dim=0)) == len(new_rows)
+
         old = values[: new_ids.start]  # without rows of no token
-        steps = (rows[is_new] - old.mean(0)) / old.std(0)
+        steps = (new_rows - old.mean(0)) / old.std(0)
         # normal numbers of a tenth: none is ten times as large, and their mean square is near 1 / 100
         assert steps.abs().max() < 1
-        assert 0.05 < steps.square().mean().sqrt() < 0.2
-        assert len(rows[is_new].unique(dim=0)) == is_new.sum()
+        root_mean_square = steps.square().mean().sqrt()
+        assert 0.05 < root_mean_square < 0.2
         steps_of_both.append(steps)
+    # with the same noise in both, the two matrices of an untied model would begin alike
     of_embedding, of_head = steps_of_both
     assert not torch.allclose(of_embedding, of_head, atol=0.01)
 
 
 def test_new_rows_depend_on_seed_and_id_alone():
-    whole = grown(384).rows(data.EMBEDDING, 0, 384)
-    source = grown(384)
-    last = source.rows(data.EMBEDDING, 310, 384)
+    whole = whole_embedding(grown(Numbers()))
+    # as ranks read them: by parts, one of which begins before the new rows, in any order
+    source = grown(Numbers())
+    last = source.rows(data.EMBEDDING, 310, GROWN)
     first = source.rows(data.EMBEDDING, 0, 299)
     between = source.rows(data.EMBEDDING, 299, 310)
-    assert torch.equal(torch.cat([first, between, last]), whole)
-    other_seed = grown(384, seed=1).rows(data.EMBEDDING, 0, 384)
-    assert torch.equal(other_seed[:300], whole[:300])
-    assert not torch.equal(other_seed[300:], whole[300:])
+    by_parts = torch.cat([first, between, last])
+    assert torch.equal(by_parts, whole)
+
+    other_seed = whole_embedding(grown(Numbers(), seed=1))
+    assert torch.equal(other_seed[:N_STORED], whole[:N_STORED])
+    assert not torch.equal(other_seed[N_STORED:], whole[N_STORED:])
 
 
 def test_a_tied_head_in_files_gets_the_rows_of_the_embedding():
     source = Numbers()
     source.values[data.HEAD] = source.values[data.EMBEDDING]
-    tied = grown(384, source=source, **TIED_OR_NOT["tied"])
-    assert torch.equal(tied.rows(data.EMBEDDING, 0, 384), tied.rows(data.HEAD, 0, 384))
+    tied = grown(source, is_tied=True)
+    head = tied.rows(data.HEAD, 0, GROWN)
+    assert torch.equal(whole_embedding(tied), head)
 
 
 def check_rows_on_ranks(ranks, folder, base):
     """Each rank's rows of the sharded embedding are those of a model on one rank."""
-    args = train.parse_args(["--model", str(base), "--precision", "fp32", "--fsdp2", "--add_tokens", *TOKENS])
+    flags = ["--model", str(base), "--precision", "fp32", "--fsdp2"]
+    args = train.parse_args([*flags, "--add_tokens", *TOKENS])
     found = train.open_model(args, ranks)
-    train.shard_(found.model, args, ranks.device)
-    found.model.to_empty(device="cpu").tie_()
-    data.load_weights_(found.model, found.source, None, 0, ranks.device)
-    for name, tensor in data.full_tensors(found.model, False):
-        whole = found.source.rows(name, 0, found.source.tensors[name].n_rows)
-        assert torch.equal(tensor, whole), name
+    source = found.source
+    model = found.model
+    train.shard_(model, args, ranks.device)
+    model.to_empty(device="cpu").tie_()
+    data.load_weights_(model, source, None, 0, ranks.device)
+    for name, tensor in data.full_tensors(model, trainable_only=False):
+        n_rows = source.tensors[name].n_rows
+        of_this_rank_alone = source.rows(name, 0, n_rows)
+        assert torch.equal(tensor, of_this_rank_alone), name
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -228,94 +319,134 @@ def test_ranks_hold_the_same_rows(base, tmp_path, world):
 
 
 def test_the_merged_model_and_the_adapter_load_again_with_the_same_tokens(adapted):
-    merged = opened("--model", adapted / "merged")
-    adapter = opened("--model", adapted / "final")  # an adapter: its base is the model that --model named
-    for found in (merged, adapter):
+    merged = ["--model", adapted / "merged"]
+    adapter = ["--model", adapted / "final"]  # an adapter: its base is the model that --model named
+    for flags in (merged, adapter):
+        found = opened(*flags)
         assert found.config.vocab_size == PADDED
-        assert found.tokenizer.core.encode("<note 1>").ids == [4098]
+        assert ids_in("<note 1>", found.tokenizer) == [4098]
         assert not found.tokenizer.reserved.search("<call>")
-    assert data.read_json(adapted / "merged/config.json")["vocab_size"] == PADDED
-    with_adapter = logits_of("--model", adapted / "final")
-    torch.testing.assert_close(logits_of("--model", adapted / "merged"), with_adapter, atol=1e-4, rtol=1e-4)
+    config = data.read_json(adapted / "merged/config.json")
+    assert config["vocab_size"] == PADDED
+    # merging adds the product of the adapters to the weights first: float32 rounds at another place
+    logits = logits_of(*merged)
+    expected = logits_of(*adapter)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_rows_of_tokens_in_the_data_are_learned(base, adapted):
     """The second step's weights of <call>, which is in the data, differ from those that it began with."""
-    begin = opened("--model", base, "--add_tokens", *TOKENS).source.rows(data.EMBEDDING, 4096, 4099)
-    end = load_file(adapted / "merged" / "model.safetensors")[data.EMBEDDING][4096:4099]
-    assert (end[:2] - begin[:2]).abs().max(1).values.min() > 1e-4
+    source = opened("--model", base, "--add_tokens", *TOKENS).source
+    begin = source.rows(data.EMBEDDING, IDS.start, IDS.stop)
+    merged = load_file(adapted / "merged" / "model.safetensors")
+    end = merged[data.EMBEDDING][IDS.start : IDS.stop]
+    change_of_each = (end - begin).abs().max(1).values
+    # <call> and </call>; <note 1> is in no conversation
+    assert change_of_each[:2].min() > 1e-4
 
 
 def test_an_adapter_with_new_tokens_trains_further_and_merges(base, adapted, calls, tmp_path):
-    argv = ["--model", base, "--adapter", adapted / "final", "--data", calls, *SHORT, "--merge"]
-    _, text, codes = run_ranks(1, argv, tmp_path / "run")
-    assert codes == [0], text
-    assert opened("--model", tmp_path / "run").config.vocab_size == PADDED
+    """Without --add_tokens: the adapter brings the tokens."""
+    out = tmp_path / "run"
+    flags = ["--adapter", adapted / "final", *SHORT, "--merge"]
+    trained("--model", base, "--data", calls, *flags, out=out)
+    assert opened("--model", out).config.vocab_size == PADDED
 
 
 def test_full_fine_tuning_over_ranks_writes_a_model_with_the_tokens(base, calls, tmp_path):
-    argv = ["--model", base, "--data", calls, *SHORT, "--add_tokens", *TOKENS]
-    one = curve(1, argv, tmp_path / "one")[0]
-    two = curve(2, [*argv, "--fsdp2", "--batch_size", 3], tmp_path / "two")[0]
-    assert two == pytest.approx(one, abs=1e-5)
+    flags = ["--model", base, "--data", calls, *SHORT, "--add_tokens", *TOKENS]
+    # half the rows on each of two ranks: the same step
+    over_two = [*flags, "--fsdp2", "--batch_size", 3]
+    losses_of_one, _ = curve(1, flags, tmp_path / "one")
+    losses_of_two, _ = curve(2, over_two, tmp_path / "two")
+    # two ranks sum in another order
+    assert losses_of_two == pytest.approx(losses_of_one, abs=1e-5)
+
     found = opened("--model", tmp_path / "one")
+    embedding = found.source.tensors[data.EMBEDDING]
     assert found.config.vocab_size == PADDED
-    assert found.source.tensors[data.EMBEDDING].shape[0] == PADDED
-    assert found.tokenizer.core.encode("<call>").ids == [4096]
+    assert embedding.shape[0] == PADDED
+    assert ids_in("<call>", found.tokenizer) == [4096]
 
 
 def test_a_resumed_run_compares_the_tokens(base, adapted, calls, tmp_path):
     out = tmp_path / "run"
-    shutil.copytree(adapted / "checkpoint-1", out / "checkpoint-1")
-    argv = ["--model", base, "--data", calls, *SHORT, *LORA, "--resume", out / "checkpoint-1"]
-    _, text, codes = run_ranks(1, [*argv, "--add_tokens", *TOKENS[:2]], out)
+    checkpoint = out / "checkpoint-1"
+    shutil.copytree(adapted / "checkpoint-1", checkpoint)
+    flags = ["--model", base, "--data", calls, *SHORT, *LORA, "--resume", checkpoint]
+    two_of_them = ["--add_tokens", *TOKENS[:2]]
+    _, text, codes = run_ranks(1, [*flags, *two_of_them], out)
     assert codes == [1]
     assert "--add_tokens was ['<call>', '</call>', '<note 1>'], is ['<call>', '</call>']" in text
-    _, text, codes = run_ranks(1, [*argv, "--add_tokens", *TOKENS], out)
-    assert codes == [0], text
-    name = "merged/model.safetensors"
-    assert (out / name).read_bytes() == (adapted / name).read_bytes()
+
+    # with all three it ends as the run that was not resumed, to the byte
+    trained(*flags, "--add_tokens", *TOKENS, out=out)
+    resumed = out / "merged/model.safetensors"
+    in_one_go = adapted / "merged/model.safetensors"
+    assert resumed.read_bytes() == in_one_go.read_bytes()
 
 
 def test_an_adapter_brings_its_tokenizer_also_where_no_row_was_added(base, adapted):
     """A model with spare rows has as many after --add_tokens as before."""
     files = data.find_model(str(base), False)
     adapter, _ = data.open_adapter(adapted / "final")
+    # as if the base had as many rows as the adapter's embedding
     found = train.with_vocabulary(files, PADDED, None, adapter)
     assert found.tokenizer == adapted / "final"
     assert found.config == files.config
 
 
 def test_the_size_is_changed_where_a_file_has_it():
+    # a model with a vision tower has it in text_config
     inner = {"text_config": {"vocab_size": 5, "hidden_size": 8}}
-    assert data.with_vocab_size(inner, 9) == {"text_config": {"vocab_size": 9, "hidden_size": 8}}
-    assert data.with_vocab_size(inner | {"vocab_size": 5}, 9)["vocab_size"] == 9
-    assert data.with_vocab_size({"hidden_size": 8}, 9) == {"hidden_size": 8, "vocab_size": 9}
+    larger = data.with_vocab_size(inner, 9)
+    assert larger == {"text_config": {"vocab_size": 9, "hidden_size": 8}}
+    # and some of them at the top as well
+    both = inner | {"vocab_size": 5}
+    assert data.with_vocab_size(both, 9)["vocab_size"] == 9
+    # without text_config, the top is the place to look for it
+    nowhere = {"hidden_size": 8}
+    assert data.with_vocab_size(nowhere, 9) == {"hidden_size": 8, "vocab_size": 9}
+
+
+def planned_vocabulary(*flags):
+    args = train.parse_args([*flags, "--dry_run"])
+    planned = train.open_config(args, 1, device=None, random_init=True)
+    return planned.config.vocab_size
 
 
 def test_the_plan_knows_the_larger_vocabulary(base):
-    plans = []
-    for flags in ([], ["--add_tokens", *TOKENS]):
-        args = train.parse_args(["--model", str(base), "--dry_run", *flags])
-        plans.append(train.open_config(args, 1, device=None, random_init=True).config.vocab_size)
-    assert plans == [4096, PADDED]
+    flags = ["--model", str(base)]
+    assert planned_vocabulary(*flags) == N_OLD
+    assert planned_vocabulary(*flags, "--add_tokens", *TOKENS) == PADDED
 
 
 def test_spare_rows_are_used_before_the_embedding_grows(tmp_path):
-    folder = random_model(tmp_path / "spare", vocab_size=4099)
-    for tokens, n_rows in ((TOKENS, 4099), ([*TOKENS, "<more>"], PADDED)):
-        found = opened("--model", folder, "--random_init", "--add_tokens", *tokens)
-        assert found.config.vocab_size == n_rows
-        assert found.tokenizer.new_ids == range(4096, 4096 + len(tokens))
+    """Many models have rows that no token uses: an embedding that grew would cost memory for nothing."""
+    n_rows = IDS.stop  # room for three more tokens, not for four
+    folder = random_model(tmp_path / "spare", vocab_size=n_rows)
+    flags = ["--model", folder, "--random_init", "--add_tokens"]
+    three = opened(*flags, *TOKENS)
+    assert three.config.vocab_size == n_rows
+    assert three.tokenizer.new_ids == range(4096, 4099)
+    four = opened(*flags, *TOKENS, "<more>")
+    assert four.config.vocab_size == PADDED
+    assert four.tokenizer.new_ids == range(4096, 4100)
 
 
 # ---------------------------------------------------------------- what is given
 
 
-def test_a_file_has_a_token_a_line(tmp_path):
-    path = tmp_path / "tokens.txt"
-    path.write_text("<call>\n</call>\n\n<note 1>\n")
-    assert train.parse_args(["--add_tokens", str(path)]).add_tokens == TOKENS
+@pytest.fixture
+def token_file(tmp_path):
+    return tmp_path / "tokens.txt"
+
+
+def test_a_file_has_a_token_a_line(token_file):
+    # an empty line is no token
+    token_file.write_text("<call>\n</call>\n\n<note 1>\n")
+    args = train.parse_args(["--add_tokens", str(token_file)])
+    assert args.add_tokens == TOKENS
 
 
 @pytest.mark.parametrize("content, message", [
@@ -324,28 +455,38 @@ def test_a_file_has_a_token_a_line(tmp_path):
     ("<call>\n \n", "expected text without blanks around it"),
     ("<call>\n<call>\n", "<call>: given more than once"),
 ])
-def test_a_file_that_cannot_be_right_is_refused(tmp_path, content, message):
-    path = tmp_path / "tokens.txt"
-    path.write_text(content)
+def test_a_file_that_cannot_be_right_is_refused(token_file, content, message):
+    token_file.write_text(content)
     with pytest.raises(argparse.ArgumentError, match=message) as refused:
-        train.parse_args(["--add_tokens", str(path)])
-    assert str(path) in str(refused.value)
+        train.parse_args(["--add_tokens", str(token_file)])
+    # the line is at fault, so the message names the file that has it
+    assert str(token_file) in str(refused.value)
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--add_tokens", " "], "expected text without blanks around it"),
-    (["--add_tokens", "<a>", "<b>", "<a>"], "<a>: given more than once"),
-    (["--add_tokens", "toknes.txt"], "no such file"),
-    (["--add_tokens", "<a>", "--lora"], "needs --train_embeddings"),
-    (["--add_tokens", "<a>", "--qlora"], "needs --train_embeddings"),
-    (["--add_tokens", "<a>", "--adapter", "folder"], "merge the adapter first"),
-    (["--add_tokens", "<a>", "--chat"], "leave it out with --chat"),
+@pytest.mark.parametrize("tokens, message", [
+    ([" "], "expected text without blanks around it"),
+    (["<a>", "<b>", "<a>"], "<a>: given more than once"),
+    # what ends like a file is one: it would be a strange token, and is a likely misspelling
+    (["toknes.txt"], "no such file"),
 ])
-def test_what_cannot_work_is_refused(flags, message):
+def test_a_token_that_cannot_be_right_is_refused(tokens, message):
     with pytest.raises(argparse.ArgumentError, match=message):
-        train.parse_args(flags)
+        train.parse_args(["--add_tokens", *tokens])
+
+
+@pytest.mark.parametrize("others, message", [
+    # adapters alone would leave the rows of the new tokens as they began
+    (["--lora"], "needs --train_embeddings"),
+    (["--qlora"], "needs --train_embeddings"),
+    (["--adapter", "folder"], "merge the adapter first"),
+    (["--chat"], "leave it out with --chat"),
+])
+def test_what_cannot_work_is_refused(others, message):
+    with pytest.raises(argparse.ArgumentError, match=message):
+        train.parse_args(["--add_tokens", "<a>", *others])
 
 
 def test_tokens_that_the_model_has_are_named():
+    """Also an ordinary one, such as `def`: the library would let it keep its id, so it would get no row."""
     with pytest.raises(ValueError, match=r"--add_tokens: <\|im_end\|>, def: already in the model's tokenizer"):
-        data.Tokenizer(HERE / "tiny", new_tokens=["<call>", "<|im_end|>", "def"])
+        data.Tokenizer(TINY, new_tokens=["<call>", "<|im_end|>", "def"])
