@@ -555,6 +555,7 @@ def main(argv, progress):
         return chat(args)
 
     # ---- what the user gave: everything is checked before anything large is allocated
+    # StopSignal comes before Ranks, which waits for other ranks: when torchrun ends, so does that wait.
     stop = StopSignal()
     ranks = Ranks(args.fsdp2, args.timeout)
     device = ranks.device
@@ -567,12 +568,13 @@ def main(argv, progress):
     loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
     if ranks.rank == 0:
         data.print_data(args, loader, eval_loader, tokenizer)
-    if args.inspect:
+    if args.inspect:  # print_data() has printed the documents
         return ranks.leave()
     # Nothing has been written so far: a mistake in the flags, the model or the data leaves no folder behind.
     out, resumed, state = open_run(args, config, loader, eval_loader, opened.source, ranks)
     steps = state["steps"]
     progress.update(phase="weights", out=out)
+    # after the data, because the longest row decides how much the blocks must recompute
     blocks = choose_blocks(args, config, ranks.world, loader.longest, smallest_memory(args, ranks))
     print_start(args, model, opened.source, blocks, ranks)
     limit_gpu(args, config, loader.longest, blocks, ranks)
@@ -581,6 +583,7 @@ def main(argv, progress):
     if args.compile:
         lm.compile_(model, args.packing)
     wrap_blocks_(model, args, blocks)
+    # groups of consecutive ranks, as Loader deals out rows: rank // N is the group, rank % N the shard of it
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
     if args.fsdp2:
@@ -589,23 +592,27 @@ def main(argv, progress):
     streamed = allocate_(model, args, blocks, device)
     with ranks.agree():
         # of a resumed run only what is frozen: the rest comes from the checkpoint
-        data.load_weights_(model, opened.source, opened.adapter, args.seed, device, ranks.rank == 0,
-                           frozen_only=bool(resumed))
+        data.load_weights_(model, opened.source, opened.adapter, args.seed, device,
+                           progress=ranks.rank == 0, frozen_only=bool(resumed))
     if streamed:
-        StreamedWeights(streamed, device)
+        StreamedWeights(streamed, device)  # lives on in the hooks that it puts on the blocks
+    # on a CPU, activations are in host memory already
     if "activations" in args.offload and on_gpu:
         model.activation_hooks = OffloadActivations(device)
 
     # ---- the optimizer, and the state of a run that is resumed
+    # after shard_(), which has put other parameters in the place of those that were there
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trained = list(named.values())
-    # of fp16. Its tensor `bad` is 1 once a gradient was inf or nan: no step waits for the host to look
+    # of fp16. Its tensor `bad` is 1 once a gradient was inf or nan: no step waits for the host to look. It is
+    # on the device of the gradients, which with --offload params is the CPU.
     loss_scale = LossScale(args.precision == "fp16", trained[0].device)
     bad = loss_scale.bad
     optimizer = make_optimizer(named, args, bad)
     in_backward = StepInBackward(optimizer, trained, bad, ranks, args) if args.optim_in_backward else None
     with ranks.agree():
         if resumed:
+            # in place: the optimizer has allocated all of its state already
             load_checkpoint(resumed, state["files"], training_tensors(model, optimizer, loss_scale))
         lock = take_folder(out, args, blocks, state, ranks)
     state = ranks.gather(state)[0]
@@ -620,7 +627,7 @@ def main(argv, progress):
     def save():
         with log.paused():
             saver.save(training_tensors(model, optimizer, loss_scale), state)
-            log.draw()
+            log.draw()  # loss.svg is as new as the newest checkpoint, also where a run is killed
 
     def evaluate_now():
         progress["phase"] = "evaluation"
@@ -636,6 +643,7 @@ def main(argv, progress):
     # not with FSDP2, whose gathered units would leave holes between the shards
     keep_freed_memory(on=not on_gpu and not args.fsdp2)
     profiler = tracer(args, out, ranks)
+    # a thread makes the batches of the next step while this one computes
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
         # The evaluation of the step before. It stands here because a run that was stopped between a save and
         # its evaluation makes up for it before it trains on.
@@ -645,8 +653,9 @@ def main(argv, progress):
         n = step + 1
         # supervised tokens of this step, or its pairs, over all micro-batches and ranks
         n_terms = counts.documents // 2 if args.dpo else counts.targets
-        ranks.alive()
+        ranks.alive()  # one of several ranks has --timeout seconds from here to the next call
         lr = lr_at(step, steps, args)
+        # embedding and head that train beside adapters have a rate of their own, see groups_of()
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1)
 
@@ -669,6 +678,7 @@ def main(argv, progress):
             # of gradients.
             progress["phase"] = "backward"
             (loss_scale.of(loss) * (ranks.world / n_terms)).backward()
+            # detached: the log keeps the sum until it writes a row, and would keep the graph with it
             loss_sum = loss_sum + loss.detach()
             dpo_sums = dpo_sums + dpo
 
@@ -677,26 +687,32 @@ def main(argv, progress):
         if in_backward:
             norm = in_backward.norm()  # they were updated during the backward
         else:
+            # FSDP2 has averaged them when it reduced them
             if ranks.world > 1 and not args.fsdp2:
                 average_gradients_(trained, ranks.world)
+            # before the norm, because --clip is about gradients of the loss itself
             loss_scale.unscale_(trained)
             norm = clip_gradients_(trained, args.clip)
             if n == 1:
                 note_dominant_gradient(model, norm, args, tokenizer, ranks)
             # the host does not look at the norm: where it is inf or nan, the kernels change nothing
             step_if_finite(optimizer, norm, bad)
-            optimizer.zero_grad()
+            optimizer.zero_grad()  # to None: the next forward can use their memory
         loss_scale.update_()
         state["step"] = n
         state["tokens"] += counts.targets
+        # `counts` is of all ranks, and mfu compares with the peak of one device
         flops = lm.step_flops(config, counts, args.lora, args.dpo, trains_ends(args)) / ranks.world
         log.count(loss_sum, dpo_sums, n_terms, counts.tokens, flops)
 
-        # once in a while: log, and see whether the numbers are still finite
+        # once in a while: log, and see whether the numbers are still finite. This comes before each save,
+        # too, so that no checkpoint counts a step that ends the run.
         # All ranks must decide alike, or one would save while the others train. This all-reduce is gloo's: it
         # does not wait for the GPU.
         stopped, overdue = ranks.largest(stop.number, log.seconds() > 10)
+        # the last step, too: --resume with more --steps continues it
         save_due = args.save_every and (n % args.save_every == 0 or n == steps)
+        # the first steps show whether a run learns, and one after a resume whether it goes on where it was
         log_due = n <= 10 or n == log.start_step + 1 or n == steps or n % args.log_every == 0
         if log_due or overdue or save_due or stopped:
             losses, dpo_means = log.means()
@@ -719,18 +735,19 @@ def main(argv, progress):
     # ---- the result: written before an evaluation or a sample could fail
     progress["phase"] = "result"
     faulthandler.cancel_dump_traceback_later()  # set by alive(): an export may take longer than a step
+    # the last update may have made a weight inf, and no forward has seen it since
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
     adapter_tensors = data.export(args, model, opened.source, opened.files, tokenizer, out, ranks)
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()
-    end_if_stopped(save, saver, state, stop, ranks)
+    end_if_stopped(save, saver, state, stop, ranks)  # for a signal that came during the export
     stop.end()  # all is written: from here on a signal ends the process at once
     progress["phase"] = AFTER_RESULT
     sample.say_before_and_after()
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
-        with ranks.agree():
+        with ranks.agree():  # of this rank alone by now: it makes one message of an error
             scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
             data.merge(opened.source, adapter_tensors, scale, opened.files, tokenizer, out)
     say_done(args, model, out, ranks)
@@ -767,6 +784,7 @@ def open_config(args, world, device, random_init):
     complete_for_model(args, config, adapter_settings, device)
     stored_config = config
     files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter)
+    # read again: --add_tokens or the adapter may have made the vocabulary larger
     config = lm.parse_config(files.config, f"{args.model}: config.json")
     check_sizes(args, config, world)
     return OpenedConfig(files, config, adapter, stored_config)
@@ -781,6 +799,7 @@ def with_vocabulary(files, n_stored, new_tokens, adapter):
         if new_ids.stop > n_stored:
             n_rows = 128 * math.ceil(new_ids.stop / 128)  # kernels are fast with such sizes
     for name, stored in adapter.tensors.items() if adapter else ():
+        # only the end: PEFT puts a prefix before it, and models with a vision tower have a longer name
         if name.endswith("embed_tokens.weight"):
             n_rows = max(n_rows, stored.shape[0])
             folder = stored.path.parent
@@ -844,7 +863,9 @@ def open_model(args, ranks):
         model = lm.on_meta(config, args)
         if adapter:
             data.check_weights(model, adapter, args.adapter)
+        # no value of --train_on: with it the tokenizer refuses rows that are not pairs
         train_on = "pairs" if args.dpo else args.train_on
+        # an adapter goes on with the template that it was trained on, even if the base has another
         template_file = args.chat_template or data.template_of(args.adapter)
         variables = data.read_template_args(args.template_args)
         tokenizer = data.Tokenizer(files.tokenizer, template_file, train_on, variables, args.add_tokens)
@@ -865,6 +886,7 @@ def default_precision(args, device):
 
 
 def has_bf16(device):
+    """Whether the device computes in bf16. By default, torch also says yes to a GPU that emulates it."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported()
@@ -876,6 +898,7 @@ def open_run(args, config, loader, eval_loader, source, ranks):
     evaluation. best_eval: the best one's row of metrics.jsonl. eval_data: the checksum of what they read."""
     # Only rank 0 looks for the folder: other nodes may see what it writes a moment later.
     folders = None
+    # the ranks of a --sequence_parallel group share their rows
     rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
     with ranks.agree():
         if len(loader.rows) < rows_a_step:
@@ -908,6 +931,7 @@ def open_run(args, config, loader, eval_loader, source, ranks):
     if eval_data not in (None, state["eval_data"]):
         if state["evaluated"]:
             ranks.say(f"note: {resumed} was evaluated on other --eval_data: its best evaluation is forgotten")
+        # the best loss so far says nothing about losses on other data
         state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None}
     return out, resumed, state
 
@@ -930,6 +954,7 @@ def wrap_blocks_(model, args, blocks):
         lm.tile_mlp_(model, args.tiled_mlp)
     if blocks.n_recomputed:
         lm.checkpoint_activations_(model, blocks.n_recomputed, blocks.n_attention_kept)
+    # The last blocks, because the backward comes to them first: what they keep is free again soonest.
     if blocks.n_weights_kept:
         lm.keep_weights_(model.model.layers[-blocks.n_weights_kept :])
 
@@ -942,7 +967,7 @@ def describe_run(args, state, resumed, out):
 
 
 def end_if_stopped(save, saver, state, stop, ranks):
-    """Saves and ends the run if a signal has reached any rank. All ranks must call it."""
+    """Saves and ends the run, by SystemExit, if a signal has reached any rank. All ranks must call it."""
     (number,) = ranks.largest(stop.number)
     if not number:
         return
@@ -996,7 +1021,7 @@ class Ranks:
     def __init__(self, want_group, timeout):
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
             # Segments that can grow leave no holes between tensors of different sizes, which would be memory
-            # that is reserved and cannot be used.
+            # that is reserved and cannot be used. CUDA's allocator reads this when it is first used.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         self.timeout = timeout
         # of a collective: longer, so that alive() and Watch report first
@@ -1006,6 +1031,7 @@ class Ranks:
         self.world = 1
         self.control = None
         self.watch = None
+        # among the ranks of this machine: the number of its GPU
         self.local = int(os.environ.get("LOCAL_RANK", 0))
         n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.choose_device(n_local)
@@ -1035,6 +1061,7 @@ class Ranks:
         under_torchrun = "RANK" in os.environ
         store = dist.HashStore()  # of this process alone: no port has to be free
         if under_torchrun:
+            # init_process_group() would do the same by itself, but with names that nobody can change
             store, self.rank, self.world = next(rendezvous("env://", timeout=self.wait))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # torchrun keeps its store when it restarts the ranks, and the store keeps the addresses of
@@ -1137,7 +1164,8 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)  # it keeps no process alive whose main thread has ended
         self.rank = ranks.rank
         self.patience = patience
-        self.pause = min(10, patience / 8)  # seconds between reports
+        # seconds between reports: a rank is stuck after at least 8 that are the same, as one may be late
+        self.pause = min(10, patience / 8)
         self.main_waits = False  # set by Ranks.waiting()
         self.leaving = threading.Event()
         # Not torchrun's store, which is gone when torchrun is: then the ranks must still save.
@@ -1152,6 +1180,7 @@ class Watch(threading.Thread):
             self.store = dist.TCPStore(address, port, timeout=ranks.wait)
         self.report()
         ranks.gather(None)  # from here on the store has a report of each rank
+        # rank 0 watches itself as well: this thread runs on while its main thread is stuck
         self.watched = [0] if self.rank else list(range(ranks.world))
         self.reports = {rank: self.store.get(str(rank)) for rank in self.watched}
         self.n_unchanged = dict.fromkeys(self.watched, 0)  # rounds in which a report has stayed the same
@@ -1224,7 +1253,7 @@ class Watch(threading.Thread):
 
     def stop(self):
         self.leaving.set()
-        self.join()
+        self.join()  # then no round is under way that would need the store of a rank 0 that has left
 
 
 def stack_of(thread):
@@ -1500,7 +1529,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         elsewhere = tensor.device.type != self.device.type
         if elsewhere or tensor.nbytes < self.min_bytes or isinstance(tensor, nn.Parameter):
             return tensor
-        tensor = tensor.contiguous()
+        tensor = tensor.contiguous()  # pages are cut out of its bytes as they lie in memory
         self.last = Parked(tensor, self.last)
         self.leaving.append(Copy(tensor, self.side.copy(self.last.pages, pages_of(tensor))))
         self.release(n_held=1)  # one copy behind the compute: more would only keep more on the device
@@ -1517,6 +1546,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             return saved
         # The forward has ended, and with it the calls of pack() that would have dropped its last tensor.
         self.release(n_held=0)
+        # only the first tensor of a backward: the others are on their way since the one before them
         self.bring_back(saved)
         tensor, end = saved.in_flight
         saved.in_flight = None  # a second backward brings it back again
@@ -1557,7 +1587,7 @@ class StreamedWeights:
         start = 0
         for p in matrices_of(block):
             # one parameter at a time: no more than that is in host memory twice
-            p.host_pages = []
+            p.host_pages = []  # where parts_of() finds the weight while other weights are in the slot
             for page in pages_of(p.data):
                 pinned = torch.empty_like(page, pin_memory=slot.is_cuda)
                 p.host_pages.append(pinned.copy_(page))
@@ -1584,12 +1614,14 @@ class StreamedWeights:
         self.bring(k + 1)  # it is on its way, but for the first block of a forward
         x = inputs[0]
         if x.requires_grad:
-            # when the gradient of its input is there, the block's backward is done with its weights
+            # When the gradient of its input is there, the block's backward is done with its weights, and the
+            # slot is free for the block that shares it.
             x.register_hook(lambda _: self.bring(k - 2))
 
     def after_forward(self, k, block, inputs, x):
         self.bring(k + 2)
         if x.requires_grad:
+            # the gradient of its output is there before the block's backward begins
             x.register_hook(functools.partial(self.before_backward, k))
 
     def before_backward(self, k, _):
@@ -1619,6 +1651,7 @@ def groups_of(named, args):
     groups = [{"params": matrices, "weight_decay": args.weight_decay},
               {"params": vectors, "weight_decay": 0.0}]
     if ends:
+        # a factor, because main gives all groups the rate of one schedule in each step
         scale = args.embedding_lr / args.lr if args.lr else 1
         groups.append({"params": ends, "weight_decay": args.weight_decay, "lr_scale": scale})
     return groups
@@ -1686,7 +1719,8 @@ class ShardAdamW(torch.optim.AdamW):
 def lr_at(step, steps, args):
     """Learning rate of step 0, 1, ...: linear warmup, then constant, or linear or cosine down to --min_lr."""
     warmup = args.warmup * steps if args.warmup < 1 else args.warmup
-    # neither 0 nor the peak is one of the warmup's own steps
+    # Below 1 it is a fraction of the run. Neither 0 nor the peak is one of the warmup's own rates: the first
+    # step learns something, and the peak belongs to the first step behind the warmup.
     if step < warmup:
         return args.lr * (step + 1) / (warmup + 1)
     if args.schedule == "constant":
@@ -1751,6 +1785,7 @@ class LossScale:
     updates are smaller then, as in a longer warmup. Without fp16 there is no scale, and `bad` stays 1 until
     the next logged step ends the run."""
 
+    # those of GradScaler
     FIRST = 2.0**16
     GROWTH_INTERVAL = 2000
 
@@ -1760,7 +1795,8 @@ class LossScale:
         self.value = None
         if is_on:
             self.value = torch.full_like(self.bad, self.FIRST)
-            self.n_good = torch.zeros_like(self.bad, dtype=torch.int32)  # steps since the scale has changed
+            # steps since the scale has changed; int32 is what torch's kernel expects
+            self.n_good = torch.zeros_like(self.bad, dtype=torch.int32)
 
     def of(self, loss):
         return loss if self.value is None else loss * self.value
@@ -1775,6 +1811,7 @@ class LossScale:
         """Call it after each step."""
         self.n_bad += self.bad
         if self.value is not None:
+            # GradScaler's own kernel. It counts the good steps, then doubles or halves, without the host.
             torch._amp_update_scale_(self.value, self.n_good, self.bad, 2.0, 0.5, self.GROWTH_INTERVAL)
             self.bad.zero_()
 
@@ -1790,6 +1827,7 @@ class LossScale:
         """The step (from 0) that ends the run after step n, or None. losses: of the steps since the last
         report, whose numbers follow."""
         if value is None:
+            # `bad` stays 1 from the first bad step on, so their number tells which step that was
             is_over = n_bad or not math.isfinite(sum(losses))
             return n - max(int(n_bad), 1) if is_over else None
         # An activation that overflows does so with any scale.
@@ -1800,7 +1838,8 @@ class LossScale:
         return n - 1 if value < 1 else None
 
     def tensors(self):
-        """What a checkpoint needs, {name: tensor}."""
+        """What a checkpoint needs, {name: tensor}: a run that resumed at the first scale would skip its steps
+        until the scale fits again."""
         if self.value is None:
             return {}
         return {"loss_scale": self.value, "loss_scale.n_good": self.n_good}
@@ -1832,7 +1871,7 @@ class StepInBackward:
         if self.ranks.world > 1 and not self.args.fsdp2:
             average_gradients_([p], self.ranks.world)
         # dtype=float32 would copy a bf16 gradient
-        norm = torch.linalg.vector_norm(nf4.local(p.grad)[0]).float()
+        norm = torch.linalg.vector_norm(nf4.local(p.grad).rows).float()
         self.norm_squared += norm.square()
         step_if_finite(self.optimizer, norm, self.bad)  # updates p alone, the only one that has a gradient
         p.grad = None
@@ -1872,7 +1911,8 @@ def loss_of(model, b, beta):
 
 def preferences(losses_S, reference_S, n_targets, beta):
     """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, sums of
-    DPO_FIGURES). n_targets: of each document, a chosen one before its rejected one. P pairs."""
+    DPO_FIGURES). n_targets: of each document, a chosen one before its rejected one. P pairs. The log of a
+    sigmoid() would be log(0) for a pair that the model gets very wrong, hence logsigmoid()."""
     if not n_targets:  # an evaluation's rank without rows
         return losses_S.sum(), losses_S.new_zeros(len(DPO_FIGURES))
     logp_P2 = log_probabilities(losses_S, n_targets)
@@ -1911,7 +1951,7 @@ def evaluate(model, loader, ranks, beta=None, stop=None):
     dpo_sums = 0
     n_terms = 0
     stopped = 0
-    model.eval()
+    model.eval()  # without dropout, and uncompiled: see compile_() in model.py
     with torch.no_grad():
         for batch in loader.once():
             ranks.alive()
@@ -1926,6 +1966,7 @@ def evaluate(model, loader, ranks, beta=None, stop=None):
             dpo_sums = dpo_sums + dpo.double()
             n_terms += len(b.n_targets) // 2 if beta else len(b.supervised_S)
     model.train()
+    # FSDP2 keeps what it has gathered for a backward, which does not come
     lm.reshard_(model)
     if stopped:
         return None
@@ -1950,6 +1991,7 @@ def to_host(device, *tensors):
 def memory_gib(device):
     """(peak allocated, peak reserved) on a GPU since the last call; (peak resident memory, None) on a CPU."""
     if device.type != "cuda":
+        # Linux counts it in KiB, from the start of the process on.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, None
     allocated = torch.cuda.max_memory_allocated(device)
     reserved = torch.cuda.max_memory_reserved(device)
@@ -2010,9 +2052,9 @@ PEAKS = {
 
 
 class Log:
-    """metrics.jsonl, loss.svg and the lines on the console. A row of training has means over the steps since
-    the row before it. The step and its tokens stand in `state`, where main's loop counts them; evaluations
-    are entered here.
+    """metrics.jsonl, loss.svg and the lines on the console. In a row of training, loss and gradient norm are
+    those of its step, times and speeds are means over the steps since the row before it. The step and its
+    tokens stand in `state`, where main's loop counts them; evaluations are entered here.
 
     sinks: what else gets the numbers of each row, on rank 0; see open_sinks(). A sink is an object with
     write(row), a row being {name: number} with the step as one of the names, and close(). To add one, write a
@@ -2169,7 +2211,7 @@ class Log:
         # The file also has the steps before this process resumed the run.
         for row in read_metrics(self.out, self.state["step"]):
             label = ("evaluation loss", "#e5534b") if "eval_loss" in row else ("training loss", "#2f81f7")
-            losses = losses_of(row)
+            losses = losses_of(row)  # the last one is that of the row's step
             curves.setdefault(label, []).extend(enumerate(losses, row["step"] - len(losses) + 1))
         if curves:
             with contextlib.suppress(OSError):  # a full disk: the numbers count, not the picture
@@ -2202,7 +2244,7 @@ def open_sinks(args, out, step, ranks):
 
 class TensorBoard:
     def __init__(self, out, step):
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # here, because tensorboard is an optional package
 
         # purge_step: TensorBoard hides what the run wrote after the checkpoint that it resumes from
         self.writer = SummaryWriter(out, purge_step=step + 1)
@@ -2210,7 +2252,7 @@ class TensorBoard:
     def write(self, row):
         for name in row.keys() - {"step"}:
             self.writer.add_scalar(name, row[name], row["step"])
-        self.writer.flush()
+        self.writer.flush()  # or TensorBoard would show the row up to two minutes later
 
     def close(self):
         self.writer.close()
@@ -2284,7 +2326,10 @@ def print_start(args, model, source, blocks, ranks):
          f"documents share rows of {args.seq_len} tokens, and see only themselves"),
         ("save_every", args.save_every, f"the newest {args.keep} checkpoints are kept"),
     ]
+    # of all ranks together, because the model is not sharded yet
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    # Out of the files, because a byte of NF4 has two weights. Vision towers and the like do not count: a
+    # result gets a copy of them, and the model does not have them.
     n_total = sum(math.prod(stored.shape) for name, stored in source.tensors.items()
                   if not name.startswith(data.COPIED_PREFIXES))
     lines = [f"{args.model} ({c.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
@@ -2345,6 +2390,7 @@ class Sample:
         # after hours of training.
         with ranks.agree():
             self.prompt = self.tokenizer.prompt(ask)
+        # a model that has trained for some steps cannot tell what it said before
         if not resumed:
             self.before = self.answer()
 
@@ -2395,8 +2441,10 @@ def tracer(args, out, ranks):
     device = ranks.device
     snapshot = args.memory_snapshot and device.type == "cuda"
     if snapshot:
+        # torch's default has no limit, and the record is in host memory
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-    third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)  # everything is warm by then
+    # The third step, in which everything is warm. repeat=1, or each third step of the run would be written.
+    third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
     write = functools.partial(write_trace, out, device, args.profile, snapshot)
     profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
     profiler.start()
@@ -2417,10 +2465,11 @@ def write_trace(out, device, profile, snapshot, profiler):
 def chat(args):
     """A conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C
     ends an answer, Ctrl-D the chat."""
-    ranks = Ranks(False, args.timeout)
+    ranks = Ranks(want_group=False, timeout=args.timeout)
     opened = open_model(args, ranks)
     model = opened.model
     tokenizer = opened.tokenizer
+    # tie_() again: to_empty() makes two parameters of one that embedding and head share
     model.to_empty(device=ranks.device).tie_()
     with ranks.agree():
         data.load_weights_(model, opened.source, opened.adapter, args.seed, ranks.device, progress=True)
@@ -2494,7 +2543,7 @@ def check_finite(tensors, step, ranks):
              if not all(part.isfinite().all() for part in parts_of(tensor))]
     names = list(itertools.chain(*ranks.gather(wrong)))
     if names:
-        ranks.leave()
+        ranks.leave()  # all of them together, because all ranks have the same names and raise
         # after 0 steps the weights are as they were read
         cause = "lower --lr" if step else "the files of --model are damaged, or --precision fp16 too narrow"
         raise FloatingPointError(
@@ -2994,7 +3043,7 @@ class Saver:
         files = {}  # {name: [size, checksum]}
         error = ""
         try:
-            part.mkdir(parents=True, exist_ok=True)
+            part.mkdir(parents=True, exist_ok=True)  # another rank may be first
             if rows_of:  # a second replica has none
                 files[file] = write_rows(part / file, rows_of)
         except OSError as caught:
@@ -3002,7 +3051,7 @@ class Saver:
         # A rank with an error takes part in every gather(), or the others would wait for it for ever.
         for others in self.ranks.gather(files):
             files |= others
-        error = next(filter(None, self.ranks.gather(error)), "")
+        error = next(filter(None, self.ranks.gather(error)), "")  # one message is enough
         if rank == 0 and not error:
             try:
                 self.commit(part, state | {"files": files})
@@ -3059,6 +3108,7 @@ def fixed_settings(args, config, rows_a_step, loader, source):
     settings["rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
     settings["the share of --data that --eval_data holds out"] = data.share_of(args.eval_data)
     settings["the checksum of --data's tokens and masks"] = loader.documents.checksum
+    # In full fine-tuning all weights come out of the checkpoint.
     if args.lora:
         settings["the checksum of --model's frozen weights"] = source.crc()
     if args.qlora:
