@@ -1991,8 +1991,9 @@ def to_host(device, *tensors):
 def memory_gib(device):
     """(peak allocated, peak reserved) on a GPU since the last call; (peak resident memory, None) on a CPU."""
     if device.type != "cuda":
-        # Linux counts it in KiB, from the start of the process on.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, None
+        # counted from the start of the process on, in KiB, by macOS in bytes
+        n_in_gib = 2**30 if sys.platform == "darwin" else 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / n_in_gib, None
     allocated = torch.cuda.max_memory_allocated(device)
     reserved = torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -2626,7 +2627,7 @@ def note_dominant_gradient(model, norm, args, tokenizer, ranks):
 
 
 def gradients_of(model, loader, step, args, ranks, in_backward):
-    """Computes a step (from 0) again that has changed no weight -> (sum of its losses on this rank,
+    """Computes a step (from 0) again, the one that ends the run -> (sum of its losses on this rank,
     {parameter: row_norms()}). Collective."""
     # Data and dropout's masks are those of that step. So are the weights, but for what --optim_in_backward
     # had applied by then. alive() gives this step the time of a whole one.
