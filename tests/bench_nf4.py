@@ -252,7 +252,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=99, help="of the table (all)")
-    parser.add_argument("--n", type=int, default=40, help="questions; of code a quarter, of own answers an eighth (%(default)s)")
+    parser.add_argument("--n", type=int, default=40,
+                        help="questions; of code a quarter, of own answers an eighth (%(default)s)")
     args = parser.parse_args()
     model, tokenizer = open_exact(args.model)
     sets = {
