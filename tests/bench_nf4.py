@@ -10,6 +10,11 @@ that a user would see. All is computed in float32, and the weights alone change.
 The rules: by the least squared error is nf4.quantize(). By the largest magnitude of a block is the paper's scale, in
 the same 4.14 bits. The row of bitsandbytes needs that package and is left out where it is missing.
 
+Two rules look at what a layer reads, in texts that are trained on: by the error of the output, where a weight's squared
+error counts as much as the mean square of its input (as in AWQ, arXiv:2306.00978), and by passing errors on, where
+the columns that are still to be rounded make up for the error of those that are (GPTQ, arXiv:2210.17323). Both keep
+the format. nf4.py has neither: they need the data and minutes before a run starts.
+
 The rotated model is a control. Its residual stream is multiplied by a random orthogonal matrix, and so are the values
 of each head. Every layer's input and output changes, what the model computes does not, and a history that a
 quantizer has left in the weights is gone. Outliers of single columns are gone, too.
@@ -83,11 +88,11 @@ def docs_rows(tokenizer, n):
     return rows
 
 
-def code_rows(tokenizer, n, length=256):
+def code_rows(tokenizer, n, held_out=True, length=256):
     """The beginnings of n modules, of those that are no empty __init__.py."""
     rows = []
-    held_out = [one for one in data.stdlib_examples("stdlib:code", held_out=True) if len(one["text"]) > 2000]
-    for example in held_out[:: math.ceil(len(held_out) / n)]:
+    modules = [one for one in data.stdlib_examples("stdlib:code", held_out) if len(one["text"]) > 2000]
+    for example in modules[:: math.ceil(len(modules) / n)]:
         ids = tokenizer.core.encode(example["text"], add_special_tokens=False).ids[:length]
         rows.append(row_of(ids, [True] * len(ids)))
     return rows
@@ -111,44 +116,129 @@ def padded(rows):
     return tokens, targets
 
 
-def loss_of(model, rows, batch_size=8):
-    """Mean loss of the tokens that count. Rows of about one length go through the model together, because a short one
-    alone takes nearly as long: all weights are read once in any case."""
-    total = 0.0
-    n = 0
+def batches_of(rows, size=4):
+    """[(tokens, targets)] of rows of about one length, because a short one alone takes nearly as long: all weights are
+    read once in any case."""
     by_length = sorted(rows, key=lambda row: len(row.tokens_T))
-    for start in range(0, len(rows), batch_size):
-        tokens_BT, targets_BT = padded(by_length[start : start + batch_size])
-        total += model(tokens_BT, targets_BT).item()
-        n += (targets_BT != lm.IGNORE).sum().item()
-    return total / n
+    return [padded(by_length[start : start + size]) for start in range(0, len(rows), size)]
+
+
+class Losses(NamedTuple):
+    """Of each batch."""
+
+    total: torch.Tensor
+    n_tokens: torch.Tensor
+
+    def mean(self):
+        return (self.total.sum() / self.n_tokens.sum()).item()
+
+    def cost(self, exact):
+        """-> (how much more a token's loss is than the exact model's, the standard error of that). Batches are the
+        sample: both models have seen the same ones."""
+        more = self.total - exact.total
+        mean = more.sum() / self.n_tokens.sum()
+        residuals = more - mean * self.n_tokens
+        n = len(residuals)
+        error = (residuals.square().sum() * n / max(1, n - 1)).sqrt() / self.n_tokens.sum()
+        return mean.item(), error.item()
+
+
+def losses_of(model, batches):
+    """Losses of the tokens that count."""
+    totals = [model(tokens_BT, targets_BT).item() for tokens_BT, targets_BT in batches]
+    counts = [(targets_BT != lm.IGNORE).sum().item() for _, targets_BT in batches]
+    return Losses(torch.tensor(totals, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64))
 
 
 # ---------------------------------------------------------------- rules
 
 
-def least_error(w_ND):
+# A rule is a function of a weight [N, D] and the second moments of what its layer reads [D, D] -> the weight in NF4.
+
+
+def least_error(w_ND, moments_DD):
     return nf4.dequantize(*nf4.quantize(w_ND), torch.float32)
 
 
-def largest_magnitude(w_ND):
+def largest_magnitude(w_ND, moments_DD):
     best_scales = nf4.best_scales
     nf4.best_scales = lambda blocks, absmax: absmax
     try:
-        return least_error(w_ND)
+        return least_error(w_ND, moments_DD)
     finally:
         nf4.best_scales = best_scales
 
 
-RULES = {"by the largest magnitude": largest_magnitude, "by the least squared error": least_error}
+def rounded(w, scales):
+    """Weights [..., 64] rounded to the levels under their scales [...]."""
+    levels = torch.tensor(nf4.CODEBOOK)[nf4.nearest_levels(nf4.in_units_of(scales, w)).int()].view_as(w)
+    return levels * scales.unsqueeze(-1)
+
+
+def output_error(w_ND, moments_DD):
+    blocks = w_ND.view(len(w_ND), -1, nf4.BLOCK)
+    counts = moments_DD.diagonal().view(-1, nf4.BLOCK)  # how much the error of a column counts
+    absmax = blocks.abs().amax(-1)
+    scales = absmax
+    least = torch.full_like(absmax, math.inf)
+    for factor in nf4.FACTORS:
+        levels = rounded(blocks, absmax * factor) / (absmax * factor).clamp_min(1e-30).unsqueeze(-1)
+        best = (counts * blocks * levels).sum(-1) / (counts * levels.square()).sum(-1).clamp_min(1e-30)
+        error = (counts * (blocks - rounded(blocks, best)).square()).sum(-1)
+        scales = torch.where(error < least, best, scales)
+        least = least.minimum(error)
+    scales = nf4.dequantize_scales(nf4.quantize_scales(scales))
+    return rounded(blocks, scales).view_as(w_ND)
+
+
+def passed_on(w_ND, moments_DD):
+    D = len(moments_DD)
+    damped = moments_DD.double() + torch.eye(D) * moments_DD.diagonal().mean() * 0.01
+    # row i says by how much the columns behind i change for an error of column i
+    inverse_DD = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True).float()
+    left_ND = w_ND.clone()
+    in_nf4 = torch.empty_like(w_ND)
+    for start in range(0, D, nf4.BLOCK):
+        block = slice(start, start + nf4.BLOCK)
+        w = left_ND[:, block]
+        scales = nf4.best_scales(w[:, None], w.abs().amax(-1, keepdim=True)).squeeze(1)
+        errors = torch.empty_like(w)
+        for i in range(nf4.BLOCK):
+            column = rounded(w[:, i, None], scales).squeeze(1)
+            in_nf4[:, start + i] = column
+            errors[:, i] = (w[:, i] - column) / inverse_DD[start + i, start + i]
+            w[:, i:] -= errors[:, i, None] * inverse_DD[start + i, start + i : block.stop]
+        left_ND[:, block.stop :] -= errors @ inverse_DD[block, block.stop :]
+    return in_nf4
+
+
+RULES = {"by the largest magnitude": largest_magnitude, "by the error of the output": output_error,
+         "by passing errors on": passed_on, "by the least squared error": least_error}
 with contextlib.suppress(ImportError):
     from bitsandbytes import functional as bnb
 
-    def bitsandbytes_double(w_ND):
+    def bitsandbytes_double(w_ND, moments_DD):
         packed, state = bnb.quantize_4bit(w_ND, blocksize=nf4.BLOCK, compress_statistics=True, quant_type="nf4")
         return bnb.dequantize_4bit(packed, state)
 
     RULES = {"of bitsandbytes, double quantization": bitsandbytes_double, **RULES}
+
+
+def moments_of_inputs(model, batches):
+    """{name: the mean of x xT [D, D]} of what each linear layer reads."""
+    sums = {}
+    handles = []
+    for name, layer in linears_of(model).items():
+
+        def add(_, inputs, name=name):
+            x_XD = inputs[0].flatten(0, -2)
+            sums[name] = sums.get(name, 0) + x_XD.T @ x_XD / len(x_XD) / len(batches)
+
+        handles.append(layer.register_forward_pre_hook(add))
+    losses_of(model, batches)
+    for handle in handles:
+        handle.remove()
+    return sums
 
 
 # ---------------------------------------------------------------- the control
@@ -198,17 +288,19 @@ def rotate_(model):
 class Measuring:
     """A model whose layers are in 16 bits or in NF4, and the rows that it is measured on."""
 
-    def __init__(self, model, sets):
+    def __init__(self, model, sets, seen):
+        """sets: {name: batches}. seen: batches that a rule may look at."""
         self.model = model
         self.sets = sets
         self.layers = linears_of(model)
         self.exact = {name: layer.weight.detach().clone() for name, layer in self.layers.items()}
+        self.moments = moments_of_inputs(model, seen)
         self.cells = []
         self.exact_losses = None
 
     def quantize(self, rule):
         """{name: the weight in NF4 by a rule}."""
-        return {name: rule(w_ND) for name, w_ND in self.exact.items()}
+        return {name: rule(w_ND, self.moments[name]) for name, w_ND in self.exact.items()}
 
     def measure(self, what, in_nf4, stays_exact=lambda name: False):
         """Adds a line to the table, of a model whose weights are those of in_nf4, but for some."""
@@ -225,10 +317,12 @@ class Measuring:
             n_bits += exact.numel() * (16 if is_exact else 4 + 8 / nf4.BLOCK) + (0 if is_exact else 64 * len(exact))
             square += exact.square().sum().item()
             error_square += (weight - exact).square().sum().item()
-        losses = [loss_of(self.model, rows) for rows in self.sets.values()]
+        losses = [losses_of(self.model, batches) for batches in self.sets.values()]
         self.exact_losses = self.exact_losses or losses
-        costs = [loss - exact for loss, exact in zip(losses, self.exact_losses)]
-        figures = [f"{loss:.3f} (+{cost:.3f})" for loss, cost in zip(losses, costs)]
+        figures = []
+        for of_set, exact in zip(losses, self.exact_losses):
+            cost, standard_error = of_set.cost(exact)
+            figures.append(f"{of_set.mean():.3f} ({cost:+.3f} ± {standard_error:.3f})")
         error = math.sqrt(error_square / square)
         self.cells.append((what, f"{n_bits / n_weights:.2f}", f"{error:.4f}", *figures))
         print(*self.cells[-1], file=sys.stderr, flush=True)
@@ -257,11 +351,12 @@ def main():
     args = parser.parse_args()
     model, tokenizer = open_exact(args.model)
     sets = {
-        "docs": docs_rows(tokenizer, args.n),
-        "code": code_rows(tokenizer, max(1, args.n // 4)),
-        "own": own_rows(model, tokenizer, max(1, args.n // 8)),
+        "docs": batches_of(docs_rows(tokenizer, args.n)),
+        "code": batches_of(code_rows(tokenizer, max(1, args.n // 4))),
+        "own": batches_of(own_rows(model, tokenizer, max(1, args.n // 8))),
     }
-    plain = Measuring(model, sets)
+    seen = batches_of(code_rows(tokenizer, 32, held_out=False))
+    plain = Measuring(model, sets, seen)
     plain.measure("16 bits", None)
     in_nf4 = {}
     for name, rule in RULES.items():
@@ -272,7 +367,7 @@ def main():
     plain.measure("16 bits", None)  # as it was, for the rotation
     plain.cells.pop()
     if rotate_(model):
-        rotated = Measuring(model, sets)
+        rotated = Measuring(model, sets, seen)
         rotated.exact_losses = plain.exact_losses
         rotated.measure("rotated, 16 bits", None)
         for name, rule in RULES.items():
