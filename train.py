@@ -3396,7 +3396,7 @@ class Event(NamedTuple):
     """What is on the GPU at an instant of the step that may be its peak."""
 
     moment: str  # "block 3"
-    part: str  # of the moment, as tests/trace_plan.py compares them
+    part: str  # of the moment, as tests/trace_plan.py compares them; "gather": the end of an all-gather
     kinds: Counter  # {kind: bytes}
 
 
@@ -3423,12 +3423,7 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
     if sharding.ends_in_root:
         yield Event("head and loss", "loss", alive + Counter({"unsharded units": head.brought}))
 
-    # ---- forward
-    for i, of_block in enumerate(acts):
-        alive["unsharded units"] += left[i]
-        in_forward = Counter({"saved activations": input_bytes, "block workspace": of_block.in_forward})
-        yield Event(f"block {i}", "forward", alive + in_forward)
-        alive["saved activations"] += saved[i]
+    yield from play_forward_(units, sharding, acts, left, saved, alive)
 
     # ---- the loss, then the backward of the head
     yield Event("head and loss", "saved", alive + Counter({"saved activations": input_bytes}))
@@ -3470,6 +3465,35 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
         workspace = max(unit.workspace for unit in units.all())
         in_step = Counter({"block workspace": workspace, "gradients": gradients})
         yield Event("step", "step", always + in_step)
+
+
+def play_forward_(units, sharding, acts, left, saved, alive):
+    """Yields the events from the first block to the gathered head, and adds to `alive` what each block
+    leaves. left: of weights_of_blocks(). saved: bytes that each block saves on the GPU."""
+    input_bytes = acts[0].input
+    # Several ranks: FSDP2 copies a unit out of the buffer of its all-gather, and frees the buffer of the unit
+    # before it only then. So it has three times a unit for a moment, and twice while a block runs.
+    buffer = 0
+    if sharding.shards > 1:
+        first = units.ends if sharding.ends_in_root else [units.embedding]
+        buffer = sum(unit.unsharded for unit in first)
+    for i, of_block in enumerate(acts):
+        alive["unsharded units"] += left[i]
+        if sharding.shards > 1:
+            yield gathering(f"block {i}", alive, input_bytes, buffer + units.blocks[i].unsharded)
+            buffer = units.blocks[i].unsharded
+        in_forward = Counter({"saved activations": input_bytes, "block workspace": of_block.in_forward,
+                              "unsharded units": buffer})
+        yield Event(f"block {i}", "forward", alive + in_forward)
+        alive["saved activations"] += saved[i]
+    if sharding.shards > 1 and not sharding.ends_in_root:
+        yield gathering("head and loss", alive, 2 * input_bytes, buffer + 2 * units.head.unsharded)
+
+
+def gathering(moment, alive, input_bytes, buffer_bytes):
+    """-> the Event at the end of an all-gather, in front of what reads an input of so many bytes."""
+    return Event(moment, "gather", alive + Counter(
+        {"saved activations": input_bytes, "unsharded units": buffer_bytes}))
 
 
 def left_for_step(args, sharding, unit):

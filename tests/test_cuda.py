@@ -271,18 +271,19 @@ def test_a_gpu_run_that_fails_says_why(job, tmp_path):
 
 @pytest.fixture
 def run_changed(model_folder, settings, tmp_path):
-    """run_changed(change, *flags, **config) -> (exit code, what it says, its flags). A run on a GPU of random weights
-    whose process calls change() first; config: keys of config.json."""
-    def run(change, *flags, **config):
+    """run_changed(change, *flags, world, **config) -> (exit code, what it says, its flags). A run on `world` GPUs of
+    random weights, whose processes call change() first; config: keys of config.json."""
+    def run(change, *flags, world=1, **config):
         folder = shutil.copytree(model_folder, tmp_path / "model")
         # with three blocks no memory of the side stream is given away again while the default stream may use it
         raw = SHAPE | {"num_hidden_layers": 6} | config
         (folder / "config.json").write_text(json.dumps(raw))
         argv = [*settings, *flags, "--random_init", "--model", folder, "--out", tmp_path / "out"]
         argv = [str(word) for word in argv]
-        log = tmp_path / "log"
-        codes = start_ranks(1, change_and_run, (change, argv), [log], gpu=True)
-        return codes[0], log.read_text(), argv
+        logs = [tmp_path / f"log{rank}" for rank in range(world)]
+        codes = start_ranks(world, change_and_run, (change, argv), logs, gpu=True)
+        text = "".join(log.read_text() for log in logs)
+        return max(codes, key=abs), text, argv
 
     return run
 
@@ -298,19 +299,25 @@ def change_nothing():
 
 @pytest.mark.gpu
 @pytest.mark.bf16
-@pytest.mark.parametrize("flags", [
-    "--lora --offload --tiled_mlp 384",
-    "--qlora --offload",
-    "--lora --fsdp2 --offload --resident_blocks 1",
-    "--qlora --fsdp2 --offload --resident_blocks 0",
+@pytest.mark.parametrize("world, flags", [
+    (1, "--lora --offload --tiled_mlp 384"),
+    (1, "--qlora --offload"),
+    (1, "--lora --fsdp2 --offload --resident_blocks 1"),
+    (1, "--qlora --fsdp2 --offload --resident_blocks 0"),
+    (2, "--lora --fsdp2 --activation_checkpointing all"),
+    (2, "--lora --fsdp2 --activation_checkpointing all --no-reshard_after_forward"),
+    (2, "--lora --fsdp2 --offload"),
+    (2, "--qlora --fsdp2 --offload"),
 ])
-def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, flags):
+def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, world, flags):
     change = change_nothing
     if LOADED:  # the CPU's kernels keep other tensors than CUDA's
         change = standins.install_with_zeros
+    # in a third block of several ranks FSDP2 has the most buffers at once
+    n_layers = 2 if world == 1 else 4
     config = data.PRESETS["llama-3.2-1b"] | {
-        "num_hidden_layers": 2, "vocab_size": 4096, "architectures": ["LlamaForCausalLM"]}
-    code, text, argv = run_changed(change, "--batch_size", 8, "--steps", 1, *flags.split(), **config)
+        "num_hidden_layers": n_layers, "vocab_size": 4096, "architectures": ["LlamaForCausalLM"]}
+    code, text, argv = run_changed(change, "--batch_size", 8, "--steps", 1, *flags.split(), world=world, **config)
     assert code == 0, text
     (line,) = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
     measured_gib = json.loads(line)["mem_gib"]
@@ -320,7 +327,7 @@ def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, 
     args = train.parse_args(argv)
     config = lm.parse_config(config)
     tokens_of_a_row = 96
-    moments, _ = train.plan(args, config, 1, tokens_of_a_row, train.blocks_as_asked(args, config))
+    moments, _ = train.plan(args, config, world, tokens_of_a_row, train.blocks_as_asked(args, config))
     _, planned_bytes = train.peak_of(moments)
     assert planned_bytes / 2**30 == pytest.approx(measured_gib, rel=0.05)
 
