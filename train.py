@@ -304,8 +304,8 @@ def add_memory_flags(parser):
         "backward, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
         "applies)",
         nargs="*", choices=("activations", "params"))
-    add(memory, "--resident_blocks", blocks_or_auto, "auto", "of --offload params with adapters, on one "
-        "rank: keep the frozen weights of N blocks (or all) on the GPU; auto: of as many as fit beside what "
+    add(memory, "--resident_blocks", blocks_or_auto, "auto", "of --offload params with adapters: keep the "
+        "frozen weights of N blocks (or all) on the GPUs; auto: of as many as fit beside what "
         "--activation_checkpointing keeps, none on a CPU without --gpu_gib")
     add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "recompute the first N blocks (or all) "
         "in the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping "
@@ -528,7 +528,7 @@ def refuse_conflicts(args):
     if not args.fsdp2 and (sharding or "params" in args.offload):
         refuse("--replicas, --offload params, --no-reshard_after_forward and --no-shard_embeddings change "
                "how FSDP2 works: add --fsdp2")
-    if args.resident_blocks != "auto" and not (args.lora and "params" in args.offload):
+    if args.resident_blocks != "auto" and not offloads_frozen(args):
         refuse("--resident_blocks needs --offload params and --lora or --qlora: it is about frozen weights "
                "that are in host memory otherwise")
     if "activations" in args.offload and args.activation_checkpointing not in ("all", "auto"):
@@ -587,7 +587,7 @@ def main(argv, progress):
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
     if args.fsdp2:
-        shard_(model, args, device)
+        shard_(model, args, device, blocks.n_resident)
     # until here the model is on the meta device, so a rank allocates no more than its own shard
     streamed = allocate_(model, args, blocks, device)
     with ranks.agree():
@@ -1348,14 +1348,15 @@ def shard_bytes_on_old_torch_():
     _fsdp_param.FSDPParam.init_dtype_attrs = init_dtypes
 
 
-def shard_(model, args, device):
+def shard_(model, args, device, n_resident=0):
     """FSDP2 (arXiv:2304.11277) shards each parameter on dim 0. A block is gathered before it runs and freed
     after it, in the forward and in the backward.
 
     One unit per block, one for the embedding and one for the head. The last norm belongs to the root unit,
     which stays gathered from forward to backward. With --replicas N, weights are gathered inside a replica
-    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. What StreamedWeights
-    brings to the GPU is no business of FSDP2."""
+    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. n_resident: of the
+    blocks; their frozen shards stay on the GPU where --offload params has those of others in host memory.
+    What StreamedWeights brings to the GPU is no business of FSDP2."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shard_bytes_on_old_torch_()
@@ -1369,26 +1370,31 @@ def shard_(model, args, device):
         reduce_dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32,
         cast_forward_inputs=False,  # a cast would round RoPE's float32 angles to bf16
     )
-    offload = OffloadPolicy()
-    if "params" in args.offload:
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    stay = OffloadPolicy()
+    pin_memory = device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory) if "params" in args.offload else stay
     ignored = set()
     if streams_weights(args, dist.get_world_size()):
         ignored.update(frozen_of(model.model.layers))
+        n_resident = 0  # FSDP2 has the adapters alone
     shard = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
-    *blocks, last = model.model.layers
     in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
-    # A unit is gathered in one dtype, so the float32 vectors of a DecayGate are units of their own.
-    for module in model.model.layers.modules():
-        if isinstance(module, lm.DecayGate):
-            shard(module, mp_policy=in_float32, reshard_after_forward=False)
-    for block in blocks:
-        shard(block, reshard_after_forward=args.reshard_after_forward)
-    # the last block stays gathered: the backward needs it first, and freeing it would gather it twice
-    shard(last, reshard_after_forward=False)
+    layers = model.model.layers
+    streamed = streamed_blocks(len(layers), n_resident)
+    for i, block in enumerate(layers):
+        of_block = offload if i in streamed else stay
+        # A unit is gathered in one dtype, so the float32 vectors of a DecayGate are units of their own.
+        for module in block.modules():
+            if isinstance(module, lm.DecayGate):
+                shard(module, mp_policy=in_float32, offload_policy=of_block, reshard_after_forward=False)
+        # the last block stays gathered: the backward needs it first, and freeing it would gather it twice
+        reshard = args.reshard_after_forward and i < len(layers) - 1
+        shard(block, offload_policy=of_block, reshard_after_forward=reshard)
+        if i not in streamed:
+            offload_trained_(block, pin_memory)
     # Said here, because FSDP2's own order counts a DecayGate as a unit between two blocks.
-    for before, block in itertools.pairwise(model.model.layers):
+    for before, block in itertools.pairwise(layers):
         block.set_modules_to_backward_prefetch([before])
     # FSDP2 keeps a shared parameter shared only inside one unit, so a tied pair stays in the root
     if args.shard_embeddings and not model.config.tie_word_embeddings:
@@ -1400,12 +1406,30 @@ def shard_(model, args, device):
     shard(model, reshard_after_forward=False)
 
 
+def offload_trained_(block, pin_memory):
+    """Lets FSDP2 keep in host memory what is trained of a block that stays on the GPU: the optimizer then
+    finds all that it updates on the CPU.
+
+    fully_shard() has one policy for all parameters of a unit, and units of their own for adapters would make
+    twice as many all-gathers. These names of FSDP2 are private, and the same in torch 2.11 to 2.13:
+    _get_fsdp_state, _fsdp_param_group, fsdp_params, sharded_param, offload_to_cpu, pin_memory."""
+    for fsdp_param in block._get_fsdp_state()._fsdp_param_group.fsdp_params:
+        if fsdp_param.sharded_param.requires_grad:
+            fsdp_param.offload_to_cpu = True
+            fsdp_param.pin_memory = pin_memory
+
+
+def offloads_frozen(args):
+    """Whether frozen weights of the blocks are in host memory, all but those of --resident_blocks."""
+    return args.lora and "params" in args.offload
+
+
 def streams_weights(args, world):
     """Whether StreamedWeights, and not FSDP2, brings the frozen weights of the blocks from host memory: where
     a rank has all of their rows. FSDP2 (torch 2.11 to 2.13) makes no collective on one rank, but it copies a
     unit on the compute stream, where nothing hides it, and then a second time, from GPU memory to GPU
     memory. Several ranks share the rows, so there FSDP2 reads them and gathers them ahead."""
-    return args.lora and "params" in args.offload and world == args.replicas
+    return offloads_frozen(args) and world == args.replicas
 
 
 def frozen_of(module):
@@ -1413,28 +1437,31 @@ def frozen_of(module):
 
 
 def streamed_blocks(n_layers, n_resident):
-    """Numbers of the blocks whose frozen weights are streamed. They are spread evenly, and are neither the
-    first nor the last: a copy then hides behind the blocks between two streamed ones as well, so that a step
-    takes the longer of all compute and all copies. Were they in a row, each copy had the time of its own
-    block alone, and the compute of the resident ones would hide two copies in all."""
+    """Numbers of the blocks whose frozen weights come from host memory. They are spread evenly, and are
+    neither the first nor the last: a copy then hides behind the blocks between two streamed ones as well, so
+    that a step takes the longer of all compute and all copies. Were they in a row, each copy had the time of
+    its own block alone, and the compute of the resident ones would hide two copies in all."""
     n_streamed = n_layers - n_resident
     return [i for i in range(n_layers) if (i + 1) * n_streamed // n_layers > i * n_streamed // n_layers]
 
 
 def allocate_(model, args, blocks, device):
-    """Allocates all parameters of a model on the meta device -> the blocks whose frozen weights are to be
-    streamed as soon as they are loaded."""
+    """Allocates all parameters of a model on the meta device -> the blocks whose frozen weights are for
+    StreamedWeights as soon as they are loaded."""
     model.to_empty(device="cpu" if "params" in args.offload else device).tie_()
-    if not (args.fsdp2 and streams_weights(args, dist.get_world_size())):
+    if not offloads_frozen(args):
         return []
     layers = model.model.layers
     streamed = [layers[i] for i in streamed_blocks(len(layers), blocks.n_resident)]
+    streams_here = streams_weights(args, dist.get_world_size())
     for block in layers:
         for p in frozen_of(block):
-            # vectors are too small to be worth a copy in each pass
-            if block not in streamed or p.dim() < 2:
-                p.data = torch.empty_like(p.data, device=device)
-    return streamed
+            # StreamedWeights has no vectors: they are too small to be worth a copy in each pass
+            if block not in streamed or (streams_here and p.dim() < 2):
+                on_device = nn.Parameter(torch.empty_like(p, device=device), requires_grad=False)
+                # as to_empty() does: p.data of a shard would leave its rows where they are
+                torch.utils.swap_tensors(p, on_device)
+    return streamed if streams_here else []
 
 
 PAGE = 1 << 22  # bytes: a power of two, because torch's pinned allocator rounds up to one; 0.16 ms on PCIe 4
@@ -2310,9 +2337,9 @@ def print_start(args, model, source, blocks, ranks):
          f"parameters, gradients and optimizer state in {ranks.world // args.replicas} shards"),
         ("replicas", args.replicas > 1, "gradients are averaged over the replicas once per step"),
         ("sequence_parallel", args.sequence_parallel > 1,
-         f"the {c.num_attention_heads} heads are split over that many ranks in attention"),
+         f"attention splits its {c.num_attention_heads} heads over that many ranks"),
         ("offload", args.offload, "kept in host memory until they are needed"),
-        ("resident_blocks", streams_weights(args, ranks.world),
+        ("resident_blocks", offloads_frozen(args),
          blocks.describe_resident(c.num_hidden_layers)),
         ("activation_checkpointing", args.activation_checkpointing, blocks.describe(c.num_hidden_layers)),
         ("chunked_ce", args.chunked_ce, f"head and loss see {args.ce_chunk} tokens at a time"),
@@ -3135,8 +3162,8 @@ class Unit:
     is what FSDP2 gathers and reduces at once. Without FSDP2 nothing is gathered or reduced."""
 
     always: Counter  # {kind: bytes} of weights and optimizer state
-    vectors: Counter  # those of frozen vectors, and of frozen matrices, that FSDP2 does not see:
-    matrices: Counter  # see streams_weights()
+    vectors: Counter  # those of frozen vectors
+    matrices: Counter  # those of frozen matrices
     pinned: int = 0  # host memory of these matrices
     brought: int = 0  # beside that, while FSDP2 copies the largest weight from host memory on one rank
     unsharded: int = 0  # gathered, in the dtype of products; without FSDP2 16-bit copies of float32 weights
@@ -3166,7 +3193,7 @@ class Units(NamedTuple):
 
 def unit_of(module, args, shards, dtype, is_streamed=False):
     """Adds up a module on the meta device, its rows dealt out to `shards` ranks, its products in `dtype`.
-    is_streamed: FSDP2 does not see its frozen weights."""
+    is_streamed: FSDP2 does not see its frozen weights, see streams_weights()."""
     unit = Unit(Counter(), Counter(), Counter())
     for name, p in module.named_parameters():
         n_rows = nf4.ceil_div(len(p), shards)
@@ -3181,13 +3208,13 @@ def unit_of(module, args, shards, dtype, is_streamed=False):
         elif "lora_" in name:
             kind = "adapters"
         unit.always[kind] += n_bytes
-        if is_streamed and not p.requires_grad:
-            if p.dim() < 2:
-                unit.vectors[kind] += n_bytes
+        if not p.requires_grad:
+            frozen = unit.vectors if p.dim() < 2 else unit.matrices
+            frozen[kind] += n_bytes
+            if is_streamed:
+                if p.dim() > 1:
+                    unit.pinned += pinned_bytes(n_bytes)
                 continue
-            unit.matrices[kind] += n_bytes
-            unit.pinned += pinned_bytes(n_bytes)
-            continue
         # Products read a copy: gathered by FSDP2, or made by Linear.forward() where a master is wider.
         if args.fsdp2 or p.itemsize > product_itemsize:
             unit.unsharded += shards * n * product_itemsize
@@ -3275,9 +3302,9 @@ def events_and_host(args, config, world, length, blocks):
     if "params" in args.offload:
         host = {**always, "gradients": sum(unit.gradient for unit in units.all())}
         always = Counter()
-    if is_streamed:
-        always = frozen_on_device(units, blocks.n_resident)
-        host = host_beside(host, units, blocks.n_resident)
+    if offloads_frozen(args):
+        always = frozen_on_device(units, blocks.n_resident, is_streamed)
+        host = host_beside(host, units, blocks.n_resident, is_streamed)
     if "activations" in args.offload:  # the input of each block but the last
         host["activations"] = (config.num_hidden_layers - 1) * pinned_bytes(acts[0].input)
     # RoPE's tables, the batch's integers
@@ -3292,32 +3319,35 @@ def events_and_host(args, config, world, length, blocks):
     return events, host
 
 
-def frozen_on_device(units, n_resident):
-    """{kind: bytes} of the blocks' frozen weights on the GPU where StreamedWeights brings the others."""
+def frozen_on_device(units, n_resident, is_streamed):
+    """{kind: bytes} of the blocks' frozen weights that stay on the GPU. is_streamed: see streams_weights()"""
     n_layers = len(units.blocks)
     streamed = streamed_blocks(n_layers, n_resident)
     on_device = Counter()
     for i, unit in enumerate(units.blocks):
-        on_device += unit.vectors
+        if i not in streamed or is_streamed:
+            on_device += unit.vectors
         if i not in streamed:
             on_device += unit.matrices
-    # the two slots, each as large as the largest block that is streamed
-    for _ in streamed[:2]:
-        on_device += max((units.blocks[i].matrices for i in streamed), key=Counter.total)
+    if is_streamed:
+        # the two slots, each as large as the largest block that is streamed
+        for _ in streamed[:2]:
+            on_device += max((units.blocks[i].matrices for i in streamed), key=Counter.total)
     return on_device
 
 
-def host_beside(host, units, n_resident):
-    """{kind: bytes} of host memory, from which the frozen weights of resident blocks are gone, and in which
-    those of the others lie in pinned pages."""
+def host_beside(host, units, n_resident, is_streamed):
+    """{kind: bytes} of host memory without what stays on the GPU. What StreamedWeights brings is not in the
+    model, but in pinned pages."""
     host = Counter(host)
     streamed = streamed_blocks(len(units.blocks), n_resident)
     for i, unit in enumerate(units.blocks):
-        host -= unit.vectors
-        host -= unit.matrices
+        if i not in streamed or is_streamed:
+            host -= unit.vectors
+            host -= unit.matrices
         if i in streamed:
             host["pinned weights"] += unit.pinned
-    return dict(host)
+    return dict(+host)
 
 
 def pinned_bytes(n_bytes):
@@ -4034,7 +4064,7 @@ class Blocks(NamedTuple):
     n_recomputed: int  # the first ones: what the last ones keep is freed first
     n_weights_kept: int = 0  # last ones that keep NF4 weights in 16 bits
     n_attention_kept: int = 0  # last ones of the recomputed that keep attention's output
-    n_resident: int = 0  # whose frozen weights stay on the GPU where StreamedWeights brings those of others
+    n_resident: int = 0  # whose frozen weights stay on the GPU where --offload params moves those of others
 
     def describe(self, n_layers):
         text = f"the backward recomputes {self.n_recomputed} of {n_layers} blocks"
@@ -4045,8 +4075,7 @@ class Blocks(NamedTuple):
         return text
 
     def describe_resident(self, n_layers):
-        return (f"the frozen weights of {self.n_resident} of {n_layers} blocks stay on the GPU, others come "
-                "ahead of their use")
+        return f"frozen weights of {self.n_resident} of {n_layers} blocks stay on the GPU"
 
 
 def blocks_as_asked(args, config):
@@ -4072,7 +4101,7 @@ def choose_blocks(args, config, world, length, room):
         can_keep_weights = args.qlora and not args.tiled_mlp  # a tile dequantizes its weights again
         choices = [choice._replace(n_resident=asked.n_resident)
                    for choice in block_choices(config.num_hidden_layers, can_keep_weights)]
-    if args.resident_blocks == "auto" and streams_weights(args, world):
+    if args.resident_blocks == "auto" and offloads_frozen(args):
         choices = resident_choices(config.num_hidden_layers, choices)
     # We bisect: about ten plans, each of which plays a whole step.
     first = 0
@@ -4229,9 +4258,9 @@ def dry_run(args):
         blocks = choose_blocks(args, config, world, args.seq_len, room)
         if args.activation_checkpointing == "auto":
             print(f"--activation_checkpointing auto: {blocks.describe(config.num_hidden_layers)}")
-        if streams_weights(args, world):
-            print(textwrap.fill(f"--resident_blocks {args.resident_blocks}: "
-                                f"{blocks.describe_resident(config.num_hidden_layers)}", 80))
+        if offloads_frozen(args):
+            resident = blocks.describe_resident(config.num_hidden_layers)
+            print(f"--resident_blocks {args.resident_blocks}: {resident}")
         print_plan(args, config, world, args.seq_len, blocks, room)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
@@ -4286,9 +4315,6 @@ def check_sizes(args, config, world):
     if args.sequence_parallel > 1 and "linear_attention" in config.layer_types:
         raise ValueError("--sequence_parallel: Gated DeltaNet is not implemented over several ranks; "
                          "--offload and --tiled_mlp leave room for longer rows")
-    if args.resident_blocks != "auto" and not streams_weights(args, world):
-        raise ValueError(f"--resident_blocks {args.resident_blocks}: expected one rank, or --replicas "
-                         f"{world} on {world} ranks: where ranks share the weights, FSDP2 brings them all")
     if config.num_experts:
         expert_targets = set(args.lora_targets or []) & {"gate_proj", "up_proj", "down_proj"}
         if len(expert_targets & {"gate_proj", "up_proj"}) == 1:

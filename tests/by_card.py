@@ -35,6 +35,7 @@ CARDS = [
     Card("24 GB", 23.6),
     Card("2 x 24 GB", 23.6, 2),
     Card("48 GB", 47.4),
+    Card("2 x 48 GB", 47.4, 2),
     Card("80 GB", 79.2),
 ]
 # from the largest on
@@ -81,7 +82,7 @@ def planned(model, flags, card, seq_len):
     if host_gib > HOST_GIB:
         return None
     gpu_gib = (train.peak_of(moments)[1] + train.OVERHEAD) / train.GIB
-    n_resident = blocks.n_resident if train.streams_weights(args, card.world) else None
+    n_resident = blocks.n_resident if train.offloads_frozen(args) else None
     return Fit(model, flags.strip(), gpu_gib, host_gib, n_resident, config.num_hidden_layers)
 
 
@@ -128,14 +129,13 @@ def by_card(seq_len, cards):
 
 def choice(seq_len, cards):
     """What --offload params keeps on each card."""
-    print("| model | method | " + " | ".join(card.name for card in cards if card.world == 1) + " |")
-    print("|---" * (2 + sum(card.world == 1 for card in cards)) + "|")
+    print("Blocks with resident weights, GiB of each GPU + of the host.\n")
+    print("| model | method | " + " | ".join(card.name for card in cards) + " |")
+    print("|---" * (2 + len(cards)) + "|")
     for model in ("llama-3.1-8b", "qwen3.5-27b", "qwen3-32b", "llama-3.1-70b"):
         for method in ("--qlora", "--lora"):
             cells = []
             for card in cards:
-                if card.world > 1:
-                    continue
                 flags = f"{method} --fsdp2 --offload"
                 fit = planned(model, flags, card, seq_len)
                 cell = "-"

@@ -125,12 +125,13 @@ WORDS_OF_THE_START = [
     "--qlora: ",
     "--fsdp2: parameters, gradients and optimizer state in 2 shards",
     "--offload activations params: ",
+    "--resident_blocks auto: frozen weights of 0 of 6 blocks stay on the GPU\n",
     "--activation_checkpointing auto: the backward recomputes 6 of 6 blocks\n",
     "--chunked_ce: head and loss see 1024 tokens at a time",
     "--fused_adamw: ",
     "--packing: documents ",
     "settings: --lora_rank 16 --lora_alpha 32 ",
-    "off: dpo, replicas, sequence_parallel, resident_blocks, ",
+    "off: dpo, replicas, sequence_parallel, ",
 ]
 
 
@@ -253,7 +254,7 @@ EVERY_FEATURE = """
 
 def test_the_start_fits_a_screen_with_every_feature_on(capsys):
     said = start_of(EVERY_FEATURE, capsys)
-    assert "  off: dpo, resident_blocks, fused_adamw\n" in said  # AdamW of 8 bits has no fused kernel
+    assert "  off: dpo, fused_adamw\n" in said  # AdamW of 8 bits has no fused kernel
     lines = said.splitlines()
     assert len(lines) <= 25, said
     assert max(map(len, lines)) <= 80, said
