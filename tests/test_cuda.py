@@ -126,7 +126,7 @@ RUNS = [
     (1, "--qlora --offload --tiled_mlp 200"),
     (1, "--fsdp2 --offload params --optim adamw8bit --precision bf16 --stochastic_rounding"),
     (1, "--fsdp2 --qlora --offload params --resident_blocks 1"),
-    (2, "--fsdp2 --qlora --offload --sequence_parallel 2"),
+    (2, "--fsdp2 --qlora --offload --sequence_parallel 2 --resident_blocks 1"),
     (2, "--fsdp2 --replicas 2 --grad_accum 2 --lora"),
     (2, "--optim_in_backward --no-chunked_ce --precision fp32 --no-fused_adamw"),
     (1, "--precision fp16 --fsdp2 --qlora --offload"),
@@ -306,10 +306,13 @@ def change_nothing():
     (1, "--qlora --fsdp2 --offload --resident_blocks 0"),
     (2, "--lora --fsdp2 --activation_checkpointing all"),
     (2, "--lora --fsdp2 --activation_checkpointing all --no-reshard_after_forward"),
-    (2, "--lora --fsdp2 --offload"),
-    (2, "--qlora --fsdp2 --offload"),
+    (2, "--lora --fsdp2 --offload --resident_blocks 0"),
+    (2, "--lora --fsdp2 --offload --resident_blocks 2"),
+    (2, "--qlora --fsdp2 --offload --resident_blocks all"),
 ])
 def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, world, flags):
+    if not LOADED and world > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
     change = change_nothing
     if LOADED:  # the CPU's kernels keep other tensors than CUDA's
         change = standins.install_with_zeros
@@ -401,22 +404,75 @@ def test_a_card_without_bf16_trains_in_fp16_and_waits_for_nothing(model_folder, 
 
 
 def make_streams_strict():
-    """The forward, and each call of StreamedWeights. At the end of the backward FSDP2 waits for the gradients of
-    adapters, which the CPU updates."""
+    """The forward, and each call of StreamedWeights or of FSDP2 that brings weights. At the end of the backward FSDP2
+    waits for the gradients of adapters, which the CPU updates."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
     nf4.levels_of_bytes(torch.device("cuda", 0))
     lm.Transformer.forward = strictly(lm.Transformer.forward)
     for name in ("bring", "wait_for", "before_forward", "after_forward", "before_backward"):
         setattr(train.StreamedWeights, name, strictly(getattr(train.StreamedWeights, name)))
+    for name in ("unshard", "wait_for_unshard"):
+        setattr(FSDPParamGroup, name, strictly(getattr(FSDPParamGroup, name)))
 
 
 STREAMS = "--fsdp2 --offload params --resident_blocks 1"
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("method", ["--lora", "--qlora"])
-def test_the_host_waits_for_no_copy_of_weights(run_changed, method):
-    code, text, _ = run_changed(make_streams_strict, method, *STREAMS.split())
+def test_the_host_waits_for_no_copy_of_weights(run_changed, method, world):
+    if not LOADED and world > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    code, text, _ = run_changed(make_streams_strict, method, *STREAMS.split(), world=world)
     assert code == 0, text
+
+
+def check_where_blocks_are():
+    """Two resident blocks have their frozen shards on the GPU. All else is in host memory, pinned when a first step is
+    done, and so are the gradients, which the CPU reads."""
+    load_weights_ = data.load_weights_
+    clip_gradients_ = train.clip_gradients_
+
+    def load_and_check_(model, *rest, **flags):
+        load_weights_(model, *rest, **flags)
+        layers = model.model.layers
+        streamed = train.streamed_blocks(len(layers), 2)
+        for i, block in enumerate(layers):
+            for p in block.parameters():
+                stays = not p.requires_grad and i not in streamed
+                assert p.to_local().is_cuda == stays
+
+    def clip_and_check_(params, clip):
+        for p in params:
+            assert p.to_local().is_pinned()
+            assert not p.grad.to_local().is_cuda
+        return clip_gradients_(params, clip)
+
+    data.load_weights_ = load_and_check_
+    train.clip_gradients_ = clip_and_check_
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["--lora", "--qlora"])
+def test_frozen_shards_of_resident_blocks_are_on_the_gpus_and_adapters_on_the_host(run_changed, method):
+    if not LOADED and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    flags = [method, "--fsdp2", "--offload", "params", "--resident_blocks", 2]
+    code, text, _ = run_changed(check_where_blocks_are, *flags, world=2)
+    assert code == 0, text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not LOADED, reason="FlashAttention's backward adds up dq in any order")
+@pytest.mark.parametrize("method", ["--lora", "--qlora --grad_accum 2"])
+def test_gpus_that_share_weights_train_to_the_same_bits_however_many_blocks_are_resident(job, tmp_path, method):
+    argv = [*job, *method.split(), "--fsdp2", "--offload", "params"]
+    expected = curve(2, [*argv, "--resident_blocks", 0], tmp_path / "resident-0", gpu=True)
+    for n_resident in (1, "all"):
+        got = curve(2, [*argv, "--resident_blocks", n_resident], tmp_path / f"resident-{n_resident}", gpu=True)
+        assert got == expected
 
 
 @pytest.mark.gpu

@@ -351,13 +351,15 @@ def test_the_plan_is_what_a_step_holds(tmp_path, model, n_tokens, world, flags):
     "--replicas 2 --grad_accum 2",
     "--no-shard_embeddings --no-reshard_after_forward",
     "--qlora --grad_accum 2",
+    "--lora --resident_blocks 5",
+    "--qlora --replicas 2 --resident_blocks all",
 ])
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-30b-a3b"])  # tied, and not
 def test_offload_params_takes_off_the_device_what_it_adds_to_the_host(model, flags):
     config = config_of(model)
     argv = ["--model", model, "--seq_len", "1024", "--fsdp2", "--offload", "params", *flags.split()]
     args = planned(argv, config, 4).args
-    blocks = train.Blocks(config.num_hidden_layers)
+    blocks = train.blocks_as_asked(args, config)
     kept, _ = train.events_and_host(without_offloaded_params(args), config, 4, 1024, blocks)
     offloaded, host = train.events_and_host(args, config, 4, 1024, blocks)
     gradients = host.pop("gradients")
@@ -412,6 +414,20 @@ def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_mem
     if SOME in (n_recomputed, n_kept):  # one block more would not have fitted
         more = train.Blocks(max(0, blocks.n_recomputed - 1), blocks.n_weights_kept + 1, blocks.n_attention_kept)
         assert train.planned_bytes(plan.args, config, 1, 8192, more) > room
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("model, flag", [("qwen3-32b", "--lora"), ("llama-3.1-70b", "--qlora")])
+def test_auto_keeps_as_many_blocks_on_the_gpu_as_fit(model, flag, world):
+    config = config_of(model)
+    argv = ["--model", model, flag, "--fsdp2", "--offload", "--seq_len", 4096, "--gpu_gib", 24]
+    args = planned(argv, config, world).args
+    blocks = blocks_of(args, config, world)
+    assert 0 < blocks.n_resident < config.num_hidden_layers
+    room = 0.9 * 24 * train.GIB
+    one_more = blocks._replace(n_resident=blocks.n_resident + 1)
+    assert train.planned_bytes(args, config, world, 4096, blocks) <= room
+    assert train.planned_bytes(args, config, world, 4096, one_more) > room
 
 
 def test_an_optimizer_that_the_plan_does_not_know_is_refused():

@@ -1,5 +1,6 @@
-"""--offload params with adapters on one rank: frozen weights of some blocks stay on the GPU, those of the others come
-from host memory ahead of their use. No bit depends on which.
+"""--offload params with adapters: frozen weights of some blocks stay on the GPU, those of the others come from host
+memory ahead of their use. No bit depends on which. On one rank StreamedWeights brings them, and where ranks share the
+weights FSDP2.
 
 The tests run on the CPU, where copies are plain; those marked gpu add the side stream. test_cuda.py runs whole jobs,
 and jobs that lack a guard."""
@@ -60,17 +61,39 @@ def test_losses_and_weights_are_bit_equal_however_many_blocks_are_resident(
             assert torch.equal(tensor, expected_weights[name]), name
 
 
-def test_a_run_resumes_bit_for_bit_with_another_number_of_resident_blocks(job, tmp_path):
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_resumes_bit_for_bit_with_another_number_of_resident_blocks(job, tmp_path, world):
     argv = [*job(), "--qlora", *STREAMS, "--log_every", 1]
     saves = ["--resident_blocks", 2, "--save_every", 1, "--keep", 9]
-    whole, text, codes = run_ranks(1, [*argv, *saves], tmp_path / "whole")
-    assert codes == [0], text
+    whole, text, codes = run_ranks(world, [*argv, *saves], tmp_path / "whole")
+    assert codes == [0] * world, text
     for n_resident in (0, "all"):
         resume = ["--resume", tmp_path / "whole/checkpoint-1", "--resident_blocks", n_resident]
-        rows, text, codes = run_ranks(1, [*argv, *resume], tmp_path / f"again-{n_resident}")
-        assert codes == [0], text
+        rows, text, codes = run_ranks(world, [*argv, *resume], tmp_path / f"again-{n_resident}")
+        assert codes == [0] * world, text
         assert [row["loss"] for row in rows] == [row["loss"] for row in whole[1:]]
         assert [row["grad_norm"] for row in rows] == [row["grad_norm"] for row in whole[1:]]
+
+
+@pytest.mark.parametrize("world, flags, changes", [
+    pytest.param(2, "--lora --eval_every 1", {}, id="2-lora-eval"),
+    pytest.param(3, "--qlora --no-activation_checkpointing --grad_accum 2", {}, id="3-qlora-keeps"),
+    pytest.param(2, "--qlora --no-reshard_after_forward --offload params activations",
+                 QWEN35 | {"layer_types": QWEN35["layer_types"] + ["linear_attention"] * 2}, id="2-qwen3.5"),
+    # two replicas of two shards
+    pytest.param(4, "--lora --replicas 2 --optim adamw8bit", {}, id="4-replicas"),
+])
+def test_ranks_that_share_weights_train_to_the_same_bits_however_many_blocks_are_resident(
+        job, chats, tmp_path, world, flags, changes):
+    argv = [*job(**changes), *STREAMS, *flags.split(), "--batch_size", 2, "--eval_data", chats]
+    expected = curve(world, [*argv, "--resident_blocks", 0], tmp_path / "resident-0")
+    expected_weights = load_file(tmp_path / "resident-0/final/adapter_model.safetensors")
+    for n_resident in (2, "all"):
+        out = tmp_path / f"resident-{n_resident}"
+        assert curve(world, [*argv, "--resident_blocks", n_resident], out) == expected
+        weights = load_file(out / "final/adapter_model.safetensors")
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, expected_weights[name]), name
 
 
 def test_replicas_stream_each_by_itself(job, tmp_path):
