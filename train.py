@@ -3671,10 +3671,16 @@ def has_flash_attention(args):
     return args.precision in ("mixed", "bf16")
 
 
+def documents_of(args):
+    """Number of documents of a micro-batch: one in each row, or with --dpo a pair."""
+    return 2 * args.batch_size if args.dpo else args.batch_size
+
+
 def bytes_of_attention(args, c, itemsize):
     """-> (bytes a token that attention saves, those that its backward adds), without the inputs of the
     projections. FlashAttention and the memory-efficient kernel save q, k, v, the output and the log of the
-    sum of each softmax, a float32 a head. The backward of both adds up dq in float32."""
+    sum of each softmax, a float32 a head. The backward of both adds up dq in float32, the latter's for one
+    document at a time."""
     has_flash = has_flash_attention(args)
     q_bytes = itemsize * c.q_size  # also of attention's output
     key_bytes = itemsize * key_size_of(args, c)  # also of v
@@ -3686,7 +3692,9 @@ def bytes_of_attention(args, c, itemsize):
     if args.sequence_parallel > 1:
         saved += q_bytes  # the output behind the second all-to-all
         gradients -= q_bytes  # which is gone when o_proj's backward has read it
-    gradients += FLOAT32 * c.q_size  # dq
+    n_calls = 1 if has_flash else documents_of(args)
+    gradients += FLOAT32 * c.q_size / n_calls  # dq
+    gradients -= q_bytes * (n_calls - 1) / n_calls  # outputs of the calls whose backward is done
     if shares_keys:
         gradients += 2 * q_bytes  # dk and dv of each query head
     if shares_keys and not has_flash:
@@ -3696,6 +3704,7 @@ def bytes_of_attention(args, c, itemsize):
             saved -= 2 * key_bytes  # else they lie in one tensor with q, which the all-to-all has brought
     if c.family.gate and not has_flash:
         saved += q_bytes  # the outputs of all documents in one tensor, which the gate multiplies
+        gradients -= q_bytes  # and which is gone before attention's backward
     if c.family.gate:
         saved += q_bytes  # the sigmoid of the gate, whose place the gate's gradient takes
     if c.family.gate_in_q:

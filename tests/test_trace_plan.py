@@ -52,6 +52,7 @@ ON_OLD_CARDS = [
     "--precision fp16 --lora --activation_checkpointing 0",
     "--precision fp16 --qlora --activation_checkpointing 1",
     "--precision fp16 --tiled_mlp 1024",
+    "--precision fp16 --dpo --lora",  # two documents, each with a call of its own
 ]
 KINDS = "llama-2-7b", "llama-3.1-8b", "qwen3-4b", "qwen3-30b-a3b", "qwen3.5-9b", "muse-glimmer-30b"
 N_TOKENS = 2048  # two tiles, two chunks of the loss, two segments of Gated DeltaNet
