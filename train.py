@@ -3671,6 +3671,12 @@ def has_flash_attention(args):
     return args.precision in ("mixed", "bf16")
 
 
+def copies_attention(args):
+    """Whether o_proj, or a gate, reads another tensor than the kernel's output: the second all-to-all brings
+    it, or without FlashAttention the outputs of documents are copied into it."""
+    return args.sequence_parallel > 1 or not has_flash_attention(args)
+
+
 def documents_of(args):
     """Number of documents of a micro-batch: one in each row, or with --dpo a pair."""
     return 2 * args.batch_size if args.dpo else args.batch_size
@@ -3689,9 +3695,6 @@ def bytes_of_attention(args, c, itemsize):
     gradients = q_bytes + 2 * key_bytes
     if c.family.qk_norm or c.family.bare_qk_norm:
         saved += q_bytes + itemsize * c.kv_size  # inputs of the norms of q and k
-    if args.sequence_parallel > 1:
-        saved += q_bytes  # the output behind the second all-to-all
-        gradients -= q_bytes  # which is gone when o_proj's backward has read it
     n_calls = 1 if has_flash else documents_of(args)
     gradients += FLOAT32 * c.q_size / n_calls  # dq
     gradients -= q_bytes * (n_calls - 1) / n_calls  # outputs of the calls whose backward is done
@@ -3702,8 +3705,8 @@ def bytes_of_attention(args, c, itemsize):
         saved += 2 * q_bytes  # k and v of each query head: the memory-efficient kernel shares no key heads
         if args.sequence_parallel == 1:
             saved -= 2 * key_bytes  # else they lie in one tensor with q, which the all-to-all has brought
-    if c.family.gate and not has_flash:
-        saved += q_bytes  # the outputs of all documents in one tensor, which the gate multiplies
+    if c.family.gate and copies_attention(args):
+        saved += q_bytes  # the copy, which the gate multiplies
         gradients -= q_bytes  # and which is gone before attention's backward
     if c.family.gate:
         saved += q_bytes  # the sigmoid of the gate, whose place the gate's gradient takes
@@ -3905,7 +3908,7 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     if gradients.middle or trains_any(args, "gate_proj", "up_proj"):
         saved_in_mlp = saved_by_mlp(args, c, itemsize)
     is_copied = copies_output(args, c, layer_type, gradients)
-    if is_copied:
+    if is_copied and not args.tiled_mlp:  # tiles are views
         saved_in_mlp += saved_input(args, mixer.output, o_target)
     in_mlp = saved_in_mixer + tile * saved_in_mlp + added_in_mlp(args, c, itemsize, tile, is_recomputed)
     # gradients of the block's output and of what the MLP reads, and between them of a norm
@@ -3986,8 +3989,7 @@ def copies_output(args, c, layer_type, gradients):
     """Whether o_proj reads another tensor than the output that attention has saved."""
     if c.family.gate or not gradients.attention:
         return True
-    # without FlashAttention the outputs of documents are copied into one tensor
-    return layer_type != "linear_attention" and not has_flash_attention(args)
+    return layer_type != "linear_attention" and copies_attention(args)
 
 
 def bytes_of_run_once(args, c, itemsize, layer_type, keeps):

@@ -55,6 +55,11 @@ ON_OLD_CARDS = [
     "--precision fp16 --dpo --lora",  # two documents, each with a call of its own
 ]
 KINDS = "llama-2-7b", "llama-3.1-8b", "qwen3-4b", "qwen3-30b-a3b", "qwen3.5-9b", "muse-glimmer-30b"
+# what o_proj reads is no tensor that attention has saved
+WITH_COPIES = [
+    ("llama-3.1-8b", "--lora --lora_targets q_proj v_proj --sequence_parallel 2 --activation_checkpointing 0"),
+    ("llama-2-7b", "--precision fp16 --lora --sequence_parallel 2 --activation_checkpointing 0"),
+]
 N_TOKENS = 2048  # two tiles, two chunks of the loss, two segments of Gated DeltaNet
 
 
@@ -71,6 +76,7 @@ def cases():
             yield preset, setting
     yield from WITH_EMBEDDINGS
     yield from WITH_SKIPS
+    yield from WITH_COPIES
 
 
 def few_blocks(config):
