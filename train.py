@@ -3822,9 +3822,10 @@ def row_bytes_of(c, itemsize, n_tokens):
     return n_tokens * itemsize * c.num_experts_per_tok * c.hidden_size
 
 
-def added_in_mlp(args, c, itemsize, n_tokens, is_recomputed):
+def added_in_mlp(args, c, itemsize, n_tokens, is_recomputed, unsaved_output):
     """The most that the backward of n_tokens has in the MLP beside what it has saved and the gradient of the
-    block's output: the largest of some moments, here from the last to the first."""
+    block's output: the largest of some moments, here from the last to the first. unsaved_output: bytes of
+    the mixer's output if nothing saves it."""
     mlp_bytes = n_tokens * itemsize * c.mlp_size
     row_bytes = row_bytes_of(c, itemsize, n_tokens)
     n_row_numbers = n_tokens * c.num_experts_per_tok * c.hidden_size
@@ -3853,7 +3854,12 @@ def added_in_mlp(args, c, itemsize, n_tokens, is_recomputed):
             at_end += mlp_bytes  # down_proj's input
         # And before that it has the rows of experts, which nothing saves if only attention has adapters.
         at_rows = 0 if trains_any(args, "gate_proj", "up_proj") else 2 * row_bytes
-        moments += [at_end, at_rows]
+        # A recomputation holds what it goes on with, whether it is saved or not: the mixer's output to its
+        # end, and the input of the router.
+        held = unsaved_output
+        if args.lora and c.num_experts and not c.shared_expert_intermediate_size:
+            held += n_tokens * itemsize * c.hidden_size
+        moments += [at_end + held, at_rows + held]
     return max(moments)
 
 
@@ -3910,7 +3916,10 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     is_copied = copies_output(args, c, layer_type, gradients)
     if is_copied and not args.tiled_mlp:  # tiles are views
         saved_in_mlp += saved_input(args, mixer.output, o_target)
-    in_mlp = saved_in_mixer + tile * saved_in_mlp + added_in_mlp(args, c, itemsize, tile, is_recomputed)
+    is_unsaved = is_copied and not args.tiled_mlp and not trains_any(args, o_target)
+    unsaved_output = n_tokens * mixer.output if is_unsaved else 0
+    in_mlp = saved_in_mixer + tile * saved_in_mlp
+    in_mlp += added_in_mlp(args, c, itemsize, tile, is_recomputed, unsaved_output)
     # gradients of the block's output and of what the MLP reads, and between them of a norm
     n_gradients = 3 if c.family.branch_norms else 2
     in_mlp += n_gradients * tile * itemsize * c.hidden_size

@@ -60,6 +60,11 @@ WITH_COPIES = [
     ("llama-3.1-8b", "--lora --lora_targets q_proj v_proj --sequence_parallel 2 --activation_checkpointing 0"),
     ("llama-2-7b", "--precision fp16 --lora --sequence_parallel 2 --activation_checkpointing 0"),
 ]
+# of experts with adapters in attention alone: what nothing saves is the most of a recomputation
+OF_EXPERTS = [
+    ("qwen3-30b-a3b", "--precision fp16 --lora --lora_targets q_proj v_proj"),
+    ("qwen3.5-35b-a3b", "--lora --lora_targets q_proj v_proj --batch_size 4"),
+]
 N_TOKENS = 2048  # two tiles, two chunks of the loss, two segments of Gated DeltaNet
 
 
@@ -77,6 +82,7 @@ def cases():
     yield from WITH_EMBEDDINGS
     yield from WITH_SKIPS
     yield from WITH_COPIES
+    yield from OF_EXPERTS
 
 
 def few_blocks(config):
