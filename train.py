@@ -3831,8 +3831,8 @@ def added_in_mlp(args, c, itemsize, n_tokens, is_recomputed, unsaved_output):
     n_row_numbers = n_tokens * c.num_experts_per_tok * c.hidden_size
     down_input = saved_input(args, mlp_bytes, "down_proj")
 
-    # gate and up: gradients of silu(gate), up and gate; or the first two and down_proj's input; or rows
-    at_gate = max(3 * mlp_bytes, 2 * mlp_bytes + down_input, 2 * row_bytes)
+    # gate and up: gradients of silu(gate), up and gate; or the first two and down_proj's input
+    at_gate = max(3 * mlp_bytes, 2 * mlp_bytes + down_input)
     at_gate += mask_bytes(args, n_row_numbers, "gate_proj", "up_proj")
     at_adapter = 2 * mlp_bytes + down_input + mask_bytes(args, n_tokens * c.mlp_size, "down_proj")
     # down_proj: its input, and the input's gradient. It is dequantized from NF4 first, beside the input
@@ -3847,11 +3847,9 @@ def added_in_mlp(args, c, itemsize, n_tokens, is_recomputed, unsaved_output):
     moments = [at_gate, at_adapter, at_down]
     if is_recomputed:
         # Before that the recomputation ends with the output of down_proj's adapter.
-        at_end = row_bytes + weight_bytes + scratch
+        at_end = row_bytes + weight_bytes + scratch + mlp_bytes  # mlp_bytes: down_proj's input
         if args.lora and "down_proj" in args.lora_targets:
             at_end += n_row_numbers * itemsize
-        if args.qlora or down_input:
-            at_end += mlp_bytes  # down_proj's input
         # And before that it has the rows of experts, which nothing saves if only attention has adapters.
         at_rows = 0 if trains_any(args, "gate_proj", "up_proj") else 2 * row_bytes
         # A recomputation holds what it goes on with, whether it is saved or not: the mixer's output to its
