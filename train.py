@@ -3539,7 +3539,7 @@ def updating(args, unit):
 def play_backward_of_block(args, units, i, of_block, alive):
     """Yields the events of block i. `alive` has what the block has saved, which is a part of the sums of
     BlockBytes, too."""
-    if not of_block.in_mlp:  # it lies below the first adapter
+    if not of_block.in_down:  # it lies below the first adapter
         return
     down = units.down[i]
     after_attention = units.after_attention[i]
@@ -3547,24 +3547,33 @@ def play_backward_of_block(args, units, i, of_block, alive):
     # Without FSDP2 the backward of a product frees the 16-bit copy of its weight.
     freed_by_down = 0 if args.fsdp2 else down.unsharded
     freed = 0 if args.fsdp2 else after_attention.unsharded
-    in_mlp = Counter({"block workspace": of_block.in_mlp, "gradients": down.new_gradient})
-    if args.tiled_mlp:
-        # every tile adds to all of these gradients, and has one more at a time
-        in_mlp["gradients"] += after_attention.new_gradient
-    else:
-        in_mlp["unsharded units"] -= freed_by_down
-    yield Event(f"block {i}", "backward", here + in_mlp)
+    # every tile adds to all of these gradients, and has one more at a time
+    of_tiles = after_attention.new_gradient if args.tiled_mlp else 0
     # Without FSDP2, --optim_in_backward takes each gradient as it comes, and a later micro-batch adds it to
-    # the one before: down_proj's stands for the largest.
-    is_taken = (args.optim_in_backward or args.grad_accum > 1) and not (args.fsdp2 or args.tiled_mlp)
-    made = down if is_taken else after_attention
-    of_mlp = Counter({"gradients": made.new_gradient, "unsharded units": -freed})
-    behind_mlp = Counter({"block workspace": of_block.behind_mlp})
-    yield Event(f"block {i}", "backward", here + of_mlp + behind_mlp)
+    # the one before. Those of tiles are added up first.
+    is_taken = (args.optim_in_backward or args.grad_accum > 1) and not args.fsdp2
+
+    def event(part, workspace, gradients, freed):
+        kinds = Counter({"block workspace": workspace, "gradients": gradients, "unsharded units": -freed})
+        return Event(f"block {i}", part, here + kinds)
+
+    of_down = down.new_gradient
+    if args.lora or casts_gradients(args):  # adapters get theirs later, and in_down has one that is cast
+        of_down = 0
+    yield event("backward", of_block.in_down, of_tiles + of_down, 0)
+    yield event("backward", of_block.behind_down, of_tiles + down.new_gradient, freed_by_down)
+    if is_taken or args.tiled_mlp:
+        yield event("backward", of_block.in_mlp, of_tiles, freed_by_down)
+        made = down.new_gradient  # the largest
+        if args.tiled_mlp:
+            made = after_attention.new_gradient
+    else:
+        yield event("backward", of_block.in_mlp, down.new_gradient, freed_by_down)
+        made = after_attention.new_gradient
+    yield event("backward", of_block.behind_mlp, made, freed)
     if is_taken:
-        del of_mlp["gradients"]  # and those of q, k and v come when attention has freed more than they need
-    workspace = of_block.in_attention + updating(args, units.blocks[i])
-    yield Event(f"block {i}", "attention", here + of_mlp + Counter({"block workspace": workspace}))
+        made = 0  # and those of q, k and v come when attention has freed more than they need
+    yield event("attention", of_block.in_attention + updating(args, units.blocks[i]), made, freed)
 
 
 def play_backward_of_embedding(args, units, sharding, input_bytes, alive):
@@ -3573,8 +3582,10 @@ def play_backward_of_embedding(args, units, sharding, input_bytes, alive):
     if sharding.ends_in_root and len(units.ends) > 1:
         reduction += units.head.reduction()
     here = alive + Counter({"gradients": embedding.new_gradient})
+    # of the first block's input: 16 bits, or the float32 of a master, which is as much as two
+    n_gradients = 2 if embedding.unsharded and not args.fsdp2 else 1
     yield Event("embedding", "embedding", here + Counter(
-        {"saved activations": 2 * input_bytes, "gradients": reduction}))
+        {"saved activations": n_gradients * input_bytes, "gradients": reduction}))
     # its update: what is reduced by then is all there is of gradients; without FSDP2 nothing is reduced
     here["gradients"] = reduction or here["gradients"]
     yield Event("embedding", "embedding", here + Counter({"block workspace": updating(args, embedding)}))
@@ -3628,7 +3639,9 @@ class BlockBytes(NamedTuple):
     saved: int  # what its forward leaves for its backward, with its input
     in_forward: int
     in_attention: int  # while the backward of attention runs; 0 if it has none
-    in_mlp: int  # while the backward of what follows attention runs; 0 if the block has no backward
+    in_down: int  # until the product that makes the gradient of down_proj; 0 if the block has no backward
+    behind_down: int  # then, when that gradient is there in the dtype of its weight
+    in_mlp: int  # while the rest of the MLP's backward runs
     behind_mlp: int  # then, when all gradients of the MLP's weights are there
 
 
@@ -3798,11 +3811,14 @@ def weights_of_down_proj(c):
     return c.hidden_size * width * max(c.num_experts, 1)
 
 
+def casts_gradients(args):
+    """Whether a product makes a weight's gradient in 16 bits, and autograd a copy in the master's float32."""
+    return args.precision in ("mixed", "fp16") and not (args.lora or args.fsdp2)
+
+
 def bytes_being_cast(args, c, itemsize):
-    """A gradient of down_proj in 16 bits, which is there beside its copy in the float32 of the master."""
-    if args.precision in ("mixed", "fp16") and not (args.lora or args.fsdp2):
-        return itemsize * weights_of_down_proj(c)
-    return 0
+    """A gradient of down_proj in 16 bits, which is there beside its copy in float32."""
+    return itemsize * weights_of_down_proj(c) if casts_gradients(args) else 0
 
 
 def bytes_to_dequantize(args, itemsize, n_weights):
@@ -3822,19 +3838,28 @@ def row_bytes_of(c, itemsize, n_tokens):
     return n_tokens * itemsize * c.num_experts_per_tok * c.hidden_size
 
 
+class AddedInMLP(NamedTuple):
+    """in_down, behind_down and in_mlp of BlockBytes, each beside what is saved and the output's gradient."""
+
+    in_down: float
+    behind_down: float
+    in_mlp: float
+
+
 def added_in_mlp(args, c, itemsize, n_tokens, is_recomputed, unsaved_output):
-    """The most that the backward of n_tokens has in the MLP beside what it has saved and the gradient of the
-    block's output: the largest of some moments, here from the last to the first. unsaved_output: bytes of
-    the mixer's output if nothing saves it."""
+    """-> AddedInMLP of the backward of n_tokens, the largest of some moments, here from the last to the
+    first. unsaved_output: bytes of the mixer's output if nothing saves it."""
     mlp_bytes = n_tokens * itemsize * c.mlp_size
     row_bytes = row_bytes_of(c, itemsize, n_tokens)
     n_row_numbers = n_tokens * c.num_experts_per_tok * c.hidden_size
     down_input = saved_input(args, mlp_bytes, "down_proj")
 
-    # gate and up: gradients of silu(gate), up and gate; or the first two and down_proj's input
-    at_gate = max(3 * mlp_bytes, 2 * mlp_bytes + down_input)
+    # gate and up: gradients of silu(gate), up and gate; or those of down_proj's input and the first two
+    at_gate = 3 * mlp_bytes
     at_gate += mask_bytes(args, n_row_numbers, "gate_proj", "up_proj")
-    at_adapter = 2 * mlp_bytes + down_input + mask_bytes(args, n_tokens * c.mlp_size, "down_proj")
+    at_adapter = 0  # down_proj's makes a second gradient of the input
+    if args.lora:
+        at_adapter = 2 * mlp_bytes + down_input + mask_bytes(args, n_tokens * c.mlp_size, "down_proj")
     # down_proj: its input, and the input's gradient. It is dequantized from NF4 first, beside the input
     scratch = 0
     weight_bytes = 0
@@ -3843,8 +3868,8 @@ def added_in_mlp(args, c, itemsize, n_tokens, is_recomputed, unsaved_output):
         weight_bytes = itemsize * n_weights
         scratch = bytes_to_dequantize(args, itemsize, n_weights)
     at_down = row_bytes + weight_bytes + mlp_bytes + max(down_input, scratch)
-    at_down += bytes_being_cast(args, c, itemsize)
-    moments = [at_gate, at_adapter, at_down]
+    being_cast = bytes_being_cast(args, c, itemsize)
+    moments = [at_adapter, at_down + being_cast]
     if is_recomputed:
         # Before that the recomputation ends with the output of down_proj's adapter.
         at_end = row_bytes + weight_bytes + scratch + mlp_bytes  # mlp_bytes: down_proj's input
@@ -3858,7 +3883,7 @@ def added_in_mlp(args, c, itemsize, n_tokens, is_recomputed, unsaved_output):
         if args.lora and c.num_experts and not c.shared_expert_intermediate_size:
             held += n_tokens * itemsize * c.hidden_size
         moments += [at_end + held, at_rows + held]
-    return max(moments)
+    return AddedInMLP(max(moments), mlp_bytes + being_cast, at_gate)
 
 
 def bytes_of_forward(args, c, itemsize, n_tokens, layer_type):
@@ -3896,7 +3921,7 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     x_bytes = n_tokens * itemsize * c.hidden_size
     in_forward = bytes_of_forward(args, c, itemsize, n_tokens, layer_type)
     if not gradients.mlp:
-        return BlockBytes(x_bytes, 0, int(in_forward), 0, 0, 0)
+        return BlockBytes(x_bytes, 0, int(in_forward), 0, 0, 0, 0, 0)
     mixer = bytes_of_mixer(args, c, itemsize, n_tokens, layer_type)
     *_, o_target = lm.mixer_targets(c, layer_type)
     tile = min(args.tiled_mlp or n_tokens, n_tokens)
@@ -3916,8 +3941,8 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
         saved_in_mlp += saved_input(args, mixer.output, o_target)
     is_unsaved = is_copied and not args.tiled_mlp and not trains_any(args, o_target)
     unsaved_output = n_tokens * mixer.output if is_unsaved else 0
+    added = added_in_mlp(args, c, itemsize, tile, is_recomputed, unsaved_output)
     in_mlp = saved_in_mixer + tile * saved_in_mlp
-    in_mlp += added_in_mlp(args, c, itemsize, tile, is_recomputed, unsaved_output)
     # gradients of the block's output and of what the MLP reads, and between them of a norm
     n_gradients = 3 if c.family.branch_norms else 2
     in_mlp += n_gradients * tile * itemsize * c.hidden_size
@@ -3958,7 +3983,8 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
         in_mlp += other_weight_bytes
         if gradients.attention:  # o_proj's is not needed any more
             in_attention += mixer_weight_bytes - itemsize * n_o_weights
-    sums = x_bytes, saved, in_forward, in_attention, in_mlp, behind_mlp
+    in_parts = (in_mlp + n_bytes for n_bytes in added)
+    sums = x_bytes, saved, in_forward, in_attention, *in_parts, behind_mlp
     return BlockBytes(*(int(n_bytes) for n_bytes in sums))
 
 

@@ -64,6 +64,15 @@ WITH_COPIES = [
 OF_EXPERTS = [
     ("qwen3-30b-a3b", "--precision fp16 --lora --lora_targets q_proj v_proj"),
     ("qwen3.5-35b-a3b", "--lora --lora_targets q_proj v_proj --batch_size 4"),
+    ("qwen3-30b-a3b", "--lora --lora_targets gate_proj up_proj --batch_size 4"),
+]
+# of weights whose gradients are taken one by one, in the dtype of products first or not
+TAKEN = [
+    ("llama-3.1-8b", "--optim_in_backward"),
+    ("llama-2-7b", "--optim_in_backward --precision fp32"),
+    ("qwen3.5-9b", "--optim_in_backward --tiled_mlp 1024"),
+    ("qwen3-30b-a3b", "--optim_in_backward --batch_size 8"),
+    ("qwen3-30b-a3b", "--grad_accum 2 --tiled_mlp 1024"),
 ]
 N_TOKENS = 2048  # two tiles, two chunks of the loss, two segments of Gated DeltaNet
 
@@ -83,6 +92,7 @@ def cases():
     yield from WITH_SKIPS
     yield from WITH_COPIES
     yield from OF_EXPERTS
+    yield from TAKEN
 
 
 def few_blocks(config):
