@@ -3172,9 +3172,14 @@ class Unit:
     gradient: int = 0  # this rank's rows, which the reduce-scatter leaves for the step
     workspace: int = 0  # temporaries of the optimizer for the largest weight
 
-    def reduction(self):
+    def reduced(self):
         """Input and output of the reduce-scatter."""
         return self.reduce_input + self.gradient if self.reduce_input else 0
+
+    def reduction(self):
+        """The most of a gradient on its way from the backward to the step: FSDP2 frees what the backward has
+        made when the input of the reduce-scatter is filled, and allocates the output then."""
+        return max(self.new_gradient + self.reduce_input, self.reduced())
 
 
 class Units(NamedTuple):
@@ -3470,7 +3475,8 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
     yield Event("head and loss", "loss", alive + in_loss)
     in_backward = Counter({"saved activations": 4 * input_bytes, "gradients": head.new_gradient})
     if not sharding.head_waits:
-        in_backward += Counter({"gradients": head.reduction(), "block workspace": updating(args, head)})
+        in_backward["gradients"] = head.reduction()
+        in_backward["block workspace"] = updating(args, head)
     yield Event("head and loss", "loss", alive + in_backward)
     if sharding.head_waits:
         alive["gradients"] += head.new_gradient
@@ -3578,16 +3584,22 @@ def play_backward_of_block(args, units, i, of_block, alive):
 
 def play_backward_of_embedding(args, units, sharding, input_bytes, alive):
     embedding = units.embedding
-    reduction = embedding.reduction()
-    if sharding.ends_in_root and len(units.ends) > 1:
-        reduction += units.head.reduction()
     here = alive + Counter({"gradients": embedding.new_gradient})
     # of the first block's input: 16 bits, or the float32 of a master, which is as much as two
     n_gradients = 2 if embedding.unsharded and not args.fsdp2 else 1
-    yield Event("embedding", "embedding", here + Counter(
-        {"saved activations": n_gradients * input_bytes, "gradients": reduction}))
-    # its update: what is reduced by then is all there is of gradients; without FSDP2 nothing is reduced
-    here["gradients"] = reduction or here["gradients"]
+    yield Event("embedding", "embedding", here + Counter({"saved activations": n_gradients * input_bytes}))
+    if args.fsdp2:
+        here = alive.copy()
+        in_unit = [embedding]
+        if sharding.ends_in_root:
+            in_unit = units.ends
+            # the root's weights are freed first, and of a tied pair there is one gradient by now
+            here["unsharded units"] -= sum(end.unsharded for end in in_unit)
+            here["gradients"] -= units.head.new_gradient
+        reduction = sum(end.reduction() for end in in_unit)
+        yield Event("embedding", "embedding", here + Counter({"gradients": reduction}))
+        # its update: what is reduced by then is all there is of gradients
+        here["gradients"] = sum(end.reduced() for end in in_unit)
     yield Event("embedding", "embedding", here + Counter({"block workspace": updating(args, embedding)}))
 
 

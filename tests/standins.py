@@ -87,6 +87,12 @@ def product_into(a, b, *, out):
     return product(a, b, out)
 
 
+def chunk_cat_into(tensors, dim, num_chunks, *, out):
+    """aten::_chunk_cat.out, by which FSDP2 fills the input of a reduce-scatter: a CPU makes a copy of each tensor
+    first, a GPU does not."""
+    return out.zero_()
+
+
 def rms_norm(x, shape, weight, eps):
     return RMSNorm.apply(x, weight)
 
@@ -107,6 +113,7 @@ def install():
     with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
         KERNELS.impl("mm", product, "CPU")
         KERNELS.impl("mm.out", product_into, "CPU")
+        KERNELS.impl("_chunk_cat.out", chunk_cat_into, "CPU")
     torch.Tensor.__iadd__ = add_in_place
     for module, name, stand_in in CALLS:
         setattr(module, name, stand_in)
