@@ -3707,7 +3707,24 @@ def documents_of(args):
     return 2 * args.batch_size if args.dpo else args.batch_size
 
 
-def bytes_of_attention(args, c, itemsize):
+def windows_of(args, c, n_tokens, layer_type):
+    """Windows in a document, with a fraction, where sdpa() cuts it into windows; else 1. FlashAttention knows
+    windows."""
+    if layer_type != "sliding_attention" or has_flash_attention(args):
+        return 1
+    length = n_tokens * args.sequence_parallel / documents_of(args)
+    return max(1, length / c.sliding_window)
+
+
+def bytes_of_windows(c, itemsize, n_windows):
+    """Bytes a token that these save beside attention in one piece: k and v of the window before each but the
+    first, for each query head, and a mask of two windows by one."""
+    n_before = (math.ceil(n_windows) - 1) / n_windows
+    mask = 2 * itemsize * c.sliding_window / n_windows if n_windows > 1 else 0
+    return 2 * itemsize * c.q_size * n_before + mask
+
+
+def bytes_of_attention(args, c, itemsize, n_windows):
     """-> (bytes a token that attention saves, those that its backward adds), without the inputs of the
     projections. FlashAttention and the memory-efficient kernel save q, k, v, the output and the log of the
     sum of each softmax, a float32 a head. The backward of both adds up dq in float32, the latter's for one
@@ -3730,9 +3747,15 @@ def bytes_of_attention(args, c, itemsize):
         saved += 2 * q_bytes  # k and v of each query head: the memory-efficient kernel shares no key heads
         if args.sequence_parallel == 1:
             saved -= 2 * key_bytes  # else they lie in one tensor with q, which the all-to-all has brought
+    if n_windows > 1:
+        # Each window's backward frees as much as it makes, all but its dq in float32. Then k's gradients, or
+        # v's, are joined.
+        saved += bytes_of_windows(c, itemsize, n_windows)
+        gradients = q_bytes * max(7 / n_windows, 1) / n_calls
     if c.family.gate and copies_attention(args):
         saved += q_bytes  # the copy, which the gate multiplies
-        gradients -= q_bytes  # and which is gone before attention's backward
+        # which is gone before attention's backward, and before that there are its gradient and the gate's
+        gradients = max(gradients - q_bytes, 2 * q_bytes)
     if c.family.gate:
         saved += q_bytes  # the sigmoid of the gate, whose place the gate's gradient takes
     if c.family.gate_in_q:
@@ -3805,7 +3828,8 @@ def bytes_of_mixer(args, c, itemsize, n_tokens, layer_type):
         saved, added = bytes_of_deltanet(c, itemsize, n_tokens)
     else:
         output = itemsize * c.q_size
-        saved, added = bytes_of_attention(args, c, itemsize)
+        n_windows = windows_of(args, c, n_tokens, layer_type)
+        saved, added = bytes_of_attention(args, c, itemsize, n_windows)
     *inner_targets, o_target = lm.mixer_targets(c, layer_type)
     if not args.compile:  # else made of x again, which is saved in any case
         saved += saved_input(args, itemsize * c.hidden_size, *inner_targets)
@@ -3978,13 +4002,13 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     n_down_weights = weights_of_down_proj(c)
     n_o_weights = c.hidden_size * mixer.output // itemsize
     mixer_weight_bytes = itemsize * n_mixer_weights(args, c, layer_type, gradients, n_o_weights)
-    other_weight_bytes = mixer_weight_bytes
-    if gradients.middle:
-        other_weight_bytes += itemsize * 2 * n_down_weights  # of gate_proj and up_proj
+    n_mlp_weights = 2 * n_down_weights if gradients.middle else 0  # of gate_proj and up_proj
+    other_weight_bytes = mixer_weight_bytes + itemsize * n_mlp_weights
     if keeps.weights:
         saved += other_weight_bytes + itemsize * n_down_weights
     if not keeps.activations:
-        saved = x_bytes + n_tokens * kept_of_recomputed(args, c, itemsize, layer_type, keeps, gradients)
+        saved = x_bytes + n_tokens * kept_of_recomputed(
+            args, c, itemsize, n_tokens, layer_type, keeps, gradients)
     elif not args.tiled_mlp:
         # down_proj's output and the adapter's, and their sum; or down_proj dequantized
         output_bytes = max(x_bytes, row_bytes)
@@ -4000,11 +4024,12 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     return BlockBytes(*(int(n_bytes) for n_bytes in sums))
 
 
-def kept_of_recomputed(args, c, itemsize, layer_type, keeps, gradients):
+def kept_of_recomputed(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     """Bytes a token that a recomputed block leaves for its backward beside its input."""
     kept = 0
     if keeps.attention and gradients.attention and layer_type != "linear_attention":
-        kept += bytes_of_attention_kept(args, c, itemsize)
+        n_windows = windows_of(args, c, n_tokens, layer_type)
+        kept += bytes_of_attention_kept(args, c, itemsize, n_windows)
     if c.num_experts:
         kept += INT64 * c.num_experts_per_tok  # the order of rows, which no checkpoint drops
     return kept
@@ -4048,7 +4073,7 @@ def bytes_of_run_once(args, c, itemsize, layer_type, keeps):
     return itemsize * n_numbers
 
 
-def bytes_of_attention_kept(args, c, itemsize):
+def bytes_of_attention_kept(args, c, itemsize, n_windows):
     """Bytes a token that RunOnce keeps: attention's output and the log of the sum of each softmax. Of the
     memory-efficient kernel also the output of each document, and where it shares no key heads, k and v of
     each query head."""
@@ -4056,8 +4081,9 @@ def bytes_of_attention_kept(args, c, itemsize):
     kept = q_bytes + FLOAT32 * c.num_attention_heads
     if not has_flash_attention(args):
         kept += q_bytes
-        if key_size_of(args, c) < c.q_size:
+        if n_windows > 1 or key_size_of(args, c) < c.q_size:
             kept += 2 * q_bytes
+        kept += bytes_of_windows(c, itemsize, n_windows)
     return kept
 
 

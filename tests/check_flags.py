@@ -217,7 +217,8 @@ TRAINED = [
 
 def check_plan(rng, folder):
     """Yields the Answer of a random step of rank 0 of up to 8."""
-    name = rng.choice(list(test_plan.MODELS))
+    # of many words a rank alone holds more while random weights are made than in a step of adapters
+    name = rng.choice([name for name in test_plan.MODELS if name != "words"])
     world = rng.choice([1, 1, 2, 4, 8])
     method = rng.choice(ADAPTERS)
     lengths = f"--seq_len {rng.choice([256, 512, 1024, 2048])} --ce_chunk {rng.choice([64, 128, 1024])}"

@@ -36,16 +36,16 @@ class Attention(torch.autograd.Function):
     from sm_70 on). With fewer key heads than query heads FlashAttention makes dk and dv of every query head first."""
 
     @staticmethod
-    def forward(ctx, q_BHTK, k_BGTK, v_BGTK):
+    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, mask=None):
         B, H, T, K = q_BHTK.shape
         out_BHTK = q_BHTK.new_zeros(B, T, H, K).transpose(1, 2)
         logsumexp = q_BHTK.new_zeros(B, H, T, dtype=torch.float32)
-        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out_BHTK, logsumexp)
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out_BHTK, logsumexp, mask)
         return out_BHTK
 
     @staticmethod
     def backward(ctx, grad_BHTK):
-        q, k, v, _, logsumexp = ctx.saved_tensors
+        q, k, v, _out, logsumexp, _mask = ctx.saved_tensors  # each is alive until this returns
         grads = [torch.zeros_like(t) for t in (q, k, v)]
         # alive until this returns
         scratch = [torch.zeros_like(logsumexp)]  # sums of out * grad
@@ -53,13 +53,22 @@ class Attention(torch.autograd.Function):
         if q.shape[1] != k.shape[1]:
             scratch.append(torch.zeros_like(q))  # dk of every query head
             scratch.append(torch.zeros_like(q))  # and dv
-        return tuple(grads)
+        return (*grads, None)
 
 
-def attention(q_BTHK, k_BTGK, v_BTGK, **_):
-    """model.sdpa()."""
-    out_BHTK = Attention.apply(q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2))
-    return out_BHTK.transpose(1, 2)
+def kernel(q_BHTK, k_BGTK, v_BGTK, attn_mask=None, **_):
+    """F.scaled_dot_product_attention()."""
+    return Attention.apply(q_BHTK, k_BGTK, v_BGTK, attn_mask)
+
+
+SDPA = model.sdpa
+
+
+def attention(q_BTHK, k_BTGK, v_BTGK, window=model.NO_WINDOW):
+    """model.sdpa(), which cuts rows into windows for the memory-efficient kernel. FlashAttention knows windows."""
+    if q_BTHK.dtype is torch.bfloat16:
+        window = model.NO_WINDOW
+    return SDPA(q_BTHK, k_BTGK, v_BTGK, window=window)
 
 
 def attention_of_documents(q_NHK, k_NGK, v_NGK, *_, **__):
@@ -100,6 +109,7 @@ def rms_norm(x, shape, weight, eps):
 # (module, name, stand-in) of what model.py calls by these names
 CALLS = [
     (F, "rms_norm", rms_norm),
+    (F, "scaled_dot_product_attention", kernel),
     (model, "sdpa", attention),
     (model, "flash_attention", lambda: attention_of_documents),
     (model, "length_multiple", lambda q: 1),  # a GPU fills up no rows

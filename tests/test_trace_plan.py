@@ -74,6 +74,13 @@ TAKEN = [
     ("qwen3-30b-a3b", "--optim_in_backward --batch_size 8"),
     ("qwen3-30b-a3b", "--grad_accum 2 --tiled_mlp 1024"),
 ]
+# of windows shorter than rows: four in a row, and in each of two rows four and a short one
+IN_WINDOWS = [
+    ("--precision fp16 --lora", 512),
+    ("--precision fp16 --lora --activation_checkpointing 0", 512),
+    ("--precision fp16 --lora --tiled_mlp 256", 512),
+    ("--precision fp16 --qlora --batch_size 2", 500),
+]
 N_TOKENS = 2048  # two tiles, two chunks of the loss, two segments of Gated DeltaNet
 
 
@@ -103,14 +110,24 @@ def few_blocks(config):
         config, num_hidden_layers=3, layer_types=layer_types, rope_layers=config.rope_layers[:3])
 
 
-@pytest.mark.parametrize("preset, setting", list(cases()))
-def test_formulas_count_what_the_models_code_saves_and_allocates(preset, setting):
-    flags = f"--model {preset} --seq_len {N_TOKENS} --world 2 {setting}"
+def assert_formulas_count(flags, **changes):
+    """Fails where the plan is off. changes: of the config."""
     args, config = trace_plan.opened(flags.split())
-    config = few_blocks(config)
+    config = dataclasses.replace(few_blocks(config), **changes)
     room = (args.gpu_gib or math.inf) * train.GIB
     blocks = train.choose_blocks(args, config, 1, N_TOKENS, room)
     parts = trace_plan.compared(args, config, N_TOKENS, blocks)
     wrong = [part for part, sizes in parts.items() if trace_plan.is_off(*sizes)]
     report = trace_plan.report_of(parts)
     assert not wrong, f"python tests/trace_plan.py {flags}\n{report}"
+
+
+@pytest.mark.parametrize("preset, setting", list(cases()))
+def test_formulas_count_what_the_models_code_saves_and_allocates(preset, setting):
+    assert_formulas_count(f"--model {preset} --seq_len {N_TOKENS} --world 2 {setting}")
+
+
+@pytest.mark.parametrize("setting, window", IN_WINDOWS)
+def test_formulas_count_windows_on_a_card_without_flash_attention(setting, window):
+    flags = f"--model muse-glimmer-30b --seq_len {N_TOKENS} --world 2 {setting}"
+    assert_formulas_count(flags, sliding_window=window)
