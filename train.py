@@ -4010,10 +4010,8 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
         saved = x_bytes + n_tokens * kept_of_recomputed(
             args, c, itemsize, n_tokens, layer_type, keeps, gradients)
     elif not args.tiled_mlp:
-        # down_proj's output and the adapter's, and their sum; or down_proj dequantized
-        output_bytes = max(x_bytes, row_bytes)
-        weight_bytes = itemsize * n_down_weights if args.qlora and not keeps.weights else 0
-        in_forward = max(in_forward, saved - x_bytes + max(3 * output_bytes, 2 * output_bytes + weight_bytes))
+        dequantized = itemsize * n_down_weights if args.qlora and not keeps.weights else 0
+        in_forward = max(in_forward, saved - x_bytes + at_end_of_mlp(max(x_bytes, row_bytes), dequantized))
     if keeps.weights or (args.qlora and not keeps.activations):
         # all weights but down_proj, which added_in_mlp() has counted
         in_mlp += other_weight_bytes
@@ -4022,6 +4020,12 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     in_parts = (in_mlp + n_bytes for n_bytes in added)
     sums = x_bytes, saved, in_forward, in_attention, *in_parts, behind_mlp
     return BlockBytes(*(int(n_bytes) for n_bytes in sums))
+
+
+def at_end_of_mlp(output_bytes, dequantized):
+    """What the forward has beside all that is saved: down_proj's output and the adapter's, and their sum; or
+    down_proj dequantized."""
+    return max(3 * output_bytes, 2 * output_bytes + dequantized)
 
 
 def kept_of_recomputed(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
