@@ -2901,7 +2901,8 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
         if name.endswith("weight_codes"):
             scales, _ = nf4.local(params[name.removesuffix("codes") + "scales"])
             for rows, out_rows in stacked_rows(reader, matrices, start, stop):
-                out[out_rows], scales[out_rows] = nf4.quantize(rows.to(device), name)
+                bits = out.shape[1] * 8 // rows.shape[1]
+                out[out_rows], scales[out_rows] = nf4.quantize(rows.to(device), bits, name)
         elif reader:
             for rows, out_rows in stacked_rows(reader, matrices, start, stop):
                 out[out_rows] = rows

@@ -1290,7 +1290,6 @@ ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATE_TARGET = "self_attn.gate_proj"  # of Muse Glimmer: `gate_proj` alone is the MLP's
 DELTANET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # its other two projections are H rows each
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
-KEYS_AND_VALUES = ("k_proj", "v_proj")  # for --nf4_skip
 LORA_TARGETS = (*ATTENTION_TARGETS, *DELTANET_TARGETS, *MLP_TARGETS, GATE_TARGET)
 
 
@@ -1492,7 +1491,8 @@ def on_meta(config, args):
         model = Transformer(config)
     # NF4 comes first: an adapter fits either linear layer, and its own two must not be quantized
     if args.qlora:
-        nf4.quantize_linears_(model.model.layers, args.nf4_skip or ())
+        in_nf5 = args.nf5 or ()
+        nf4.quantize_linears_(model.model.layers, lambda name: 5 if target_of(name) in in_nf5 else 4)
     if args.lora:
         scale = lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
         add_lora_(model, args.lora_rank, scale, args.lora_dropout, args.lora_targets)

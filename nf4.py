@@ -1,4 +1,4 @@
-"""Numbers in few bits: weights in 4 (NF4), and the moments of AdamW in 8.
+"""Numbers in few bits: weights in 4 (NF4) or 5 (NF5), and the moments of AdamW in 8.
 
 NF4 is the 4-bit NormalFloat of QLoRA (arXiv:2305.14314), here in plain uint8 parameters. A weight is cut into
 blocks of 64 along its row. A block stores a scale and, for each element, the index of the nearest of 16
@@ -10,6 +10,8 @@ each, on a logarithmic scale between the smallest and the largest of the row, wh
 Why not the largest magnitude of a block as its scale, as in the paper: it makes one weight exact at the cost
 of the 63 others, an error of 0.092. Ours is the scale with the least squared error, mostly a smaller one, and
 a code is the nearest level under the scale as it was rounded to 8 bits. Layout and dequantizing are the same.
+NF5 is the same with 32 levels, those with the least squared error on normal weights: 5.14 bits, an error of
+0.041, and on a trained model a quarter of what NF4 costs. A row is that of NF4 with the fifth bits behind it.
 Why logarithmic: scales spread over decades when a weight has outlier columns. A linear code would spend its
 levels on the outliers; equal steps of ln(scale) keep the relative error of every scale below half a step.
 Why row by row: FSDP2 shards dim 0. A row needs nothing outside itself, so a rank reads and quantizes its own
@@ -26,14 +28,15 @@ average. Its random bits are a hash of (step, parameter, row, column). So there 
 the bytes do not depend on the world size.
 
 Shapes are in the names: N rows of a matrix (out features of a weight, tokens of an activation), D columns
-(in features), M blocks of 64, E experts of a stack; codes_ND2 is [N, D/2], and in scales_NQ a row has Q =
-D/64 + 8 bytes. In the optimizer, n rows of a region have b blocks of 256 each.
+(in features), M blocks of 64, E experts of a stack; in codes_NP a row has P = D/2 bytes, or D/2 + D/8 in
+5 bits, and in scales_NQ Q = D/64 + 8. In the optimizer, n rows of a region have b blocks of 256 each.
 
 A block is some neighbours in a row that share a scale; a band some rows that are worked on at a time; a
 region some rows and columns that one call of adamw_() updates.
 """
 
 import functools
+import itertools
 import math
 import zlib
 from typing import NamedTuple
@@ -56,12 +59,19 @@ CODEBOOK = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0,
 )
-# Between two neighbours the nearest level changes where they are equally far.
-MIDPOINTS = [(low + high) / 2 for low, high in zip(CODEBOOK, CODEBOOK[1:])]
+# Lloyd's algorithm (1957) makes these of normal weights: round the weights to the levels under the scales of
+# best_scales(), move each level to the mean of its weights, and begin again, until no level moves.
+CODEBOOK_OF_32 = (
+    -0.9933, -0.8547, -0.7471, -0.657, -0.5792, -0.5099, -0.447, -0.3883, -0.333, -0.2804, -0.2304, -0.1822,
+    -0.1353, -0.0896, -0.0447, 0.0, 0.042, 0.0842, 0.1269, 0.1704, 0.2151, 0.2612, 0.3093, 0.3597, 0.4131,
+    0.4698, 0.531, 0.5981, 0.6735, 0.7607, 0.8654, 1.0,
+)
+CODEBOOKS = {4: CODEBOOK, 5: CODEBOOK_OF_32}  # by bits
 # What the bytes of a weight depend on. Adapters that were trained beside the weights of one format do not fit
 # those of another: a resumed run compares it. Change the first words with the rule in quantize().
-FORMAT = (f"codes by the least squared error, blocks of {BLOCK}, {SCALE_STEPS} steps of scales, codebook "
-          f"{zlib.crc32(repr(CODEBOOK).encode()):08x}")
+FORMATS = {bits: f"codes by the least squared error, blocks of {BLOCK}, {SCALE_STEPS} steps of scales, "
+                 f"codebook {zlib.crc32(repr(codebook).encode()):08x}"
+           for bits, codebook in CODEBOOKS.items()}
 
 
 def bands(*matrices, n_weights=None):
@@ -71,25 +81,24 @@ def bands(*matrices, n_weights=None):
     return zip(*(matrix.split(n_rows) for matrix in matrices))
 
 
-def quantize(w_ND, name="weight"):
-    """[N, D] floating weight -> (codes_ND2, scales_NQ), both uint8. ValueError for inf and nan."""
+def quantize(w_ND, bits, name="weight"):
+    """[N, D] floating weight -> (codes_NP, scales_NQ), both uint8. ValueError for inf and nan."""
     N, D = w_ND.shape
-    codes_ND2 = w_ND.new_empty(N, D // 2, dtype=torch.uint8)
+    codes_NP = w_ND.new_empty(N, D * bits // 8, dtype=torch.uint8)
     scales_NQ = w_ND.new_empty(N, D // BLOCK + RANGE_BYTES, dtype=torch.uint8)
     # 1 MiB on a CPU, where larger temporaries would be new pages each time
     n_weights = min(1 << 18, BAND_WEIGHTS) if w_ND.device.type == "cpu" else BAND_WEIGHTS
-    for w, codes, scales in bands(w_ND, codes_ND2, scales_NQ, n_weights=n_weights):
+    for w, codes, scales in bands(w_ND, codes_NP, scales_NQ, n_weights=n_weights):
         blocks = w.float().view(len(w), -1, BLOCK)
         absmax = blocks.abs().amax(-1)
         if not absmax.isfinite().all():
             raise ValueError(f"{name} contains inf or nan: the checkpoint is damaged")
-        scales.copy_(quantize_scales(best_scales(blocks, absmax)))
+        scales.copy_(quantize_scales(best_scales(blocks, absmax, bits)))
         # Float64, because an exp of float32 is not the same on every device: it could change a code.
         rounded = dequantize_scales(scales, torch.float64).float()
-        indices = nearest_levels(in_units_of(rounded, blocks))
-        first, second = indices.view(-1, D // 2, 2).unbind(-1)
-        codes.copy_(first << 4 | second)  # the first in the high nibble, as bitsandbytes packs
-    return codes_ND2, scales_NQ
+        indices = nearest_levels(in_units_of(rounded, blocks), bits)
+        codes.copy_(pack(indices.view(-1, D), bits))
+    return codes_NP, scales_NQ
 
 
 def in_units_of(scales, blocks):
@@ -108,14 +117,14 @@ FACTORS = (0.75, 0.79, 0.83, 0.88, 0.92, 0.96, 1.0, 1.05)
 
 
 @functools.cache
-def levels_of_bins(device):
+def levels_of_bins(device, bits):
     """The level that is nearest to each bin, of every one of FACTORS: a list of float32 [1023]."""
-    levels = torch.tensor(CODEBOOK, device="cpu").mul(LEVEL_UNITS).round()
+    levels = torch.tensor(CODEBOOKS[bits], device="cpu").mul(LEVEL_UNITS).round()
     bins = torch.arange(-BINS, BINS + 1, device="cpu") / BINS
-    return [levels[nearest_levels(bins / factor).int()].to(device) for factor in FACTORS]
+    return [levels[nearest_levels(bins / factor, bits).int()].to(device) for factor in FACTORS]
 
 
-def best_scales(blocks, absmax):
+def best_scales(blocks, absmax, bits):
     """float32 blocks of 64 and their absmaxes -> the scales with about the least squared error.
 
     A scale rounds the weights w of a block to levels l. The best scale for these levels is <w, l> / <l, l>,
@@ -126,7 +135,7 @@ def best_scales(blocks, absmax):
     bins = (weights + BINS).int().flatten()
     scales = absmax
     most = torch.zeros_like(absmax)  # of <w, l>**2 / <l, l>
-    for table in levels_of_bins(blocks.device):
+    for table in levels_of_bins(blocks.device, bits):
         levels = table.index_select(0, bins).view_as(blocks)
         product = (weights * levels).sum(-1)
         square = levels.square().sum(-1)
@@ -137,21 +146,57 @@ def best_scales(blocks, absmax):
     return scales
 
 
+def midpoints(bits):
+    """Between two neighbours the nearest level changes where they are equally far."""
+    codebook = CODEBOOKS[bits]
+    return [(low + high) / 2 for low, high in itertools.pairwise(codebook)]
+
+
 @functools.cache
-def midpoints_of_sixteenths(device):
-    """Of each sixteenth from -1 to 1: how many MIDPOINTS lie below it, uint8, and the next one, float32."""
-    midpoints = torch.tensor([*MIDPOINTS, math.inf], device="cpu")
-    n_below = torch.bucketize(torch.arange(-16, 17, device="cpu") / 16, midpoints)
-    return n_below.to(torch.uint8).to(device), midpoints[n_below].to(device)
+def midpoints_of_cells(device, bits):
+    """Cuts -1 ... 1 into cells of 1/16, or of 1/32 for 5 bits. Of the beginning of each: how many midpoints
+    lie below it, uint8, and the next one, float32."""
+    ends = torch.tensor([*midpoints(bits), math.inf], device="cpu")
+    n_cells = 2**bits
+    n_below = torch.bucketize(torch.arange(-n_cells, n_cells + 1, device="cpu") / n_cells, ends)
+    return n_below.to(torch.uint8).to(device), ends[n_below].to(device)
 
 
-def nearest_levels(relative):
-    """The index of the level that is nearest to each number, uint8. MIDPOINTS are more than 1/16 apart, so at
-    most one of them decides. torch.bucketize() gives the same and takes six times as long on a CPU."""
-    n_below, next_midpoint = midpoints_of_sixteenths(relative.device)
-    sixteenths = (relative.clamp(-1, 1) * 16 + 16).int().flatten()
-    is_above = relative.flatten() > next_midpoint.index_select(0, sixteenths)
-    return n_below.index_select(0, sixteenths) + is_above
+def nearest_levels(relative, bits):
+    """The index of the level that is nearest to each number, uint8. Midpoints are farther apart than a cell is
+    wide, so at most one of them decides. torch.bucketize() gives the same and takes six times as long on a
+    CPU."""
+    n_below, next_midpoint = midpoints_of_cells(relative.device, bits)
+    n_cells = 2**bits
+    cells = (relative.clamp(-1, 1) * n_cells + n_cells).int().flatten()
+    is_above = relative.flatten() > next_midpoint.index_select(0, cells)
+    return n_below.index_select(0, cells) + is_above
+
+
+def pack(indices_ND, bits):
+    """Indices of levels, uint8 -> codes_NP. Each byte has the lower four bits of two indices, the first of them
+    in its high half, as bitsandbytes packs. Behind these bytes, each one has the fifth bits of four pairs, one
+    in every quarter of the row: so they are unpacked without a step between neighbours."""
+    D = indices_ND.shape[1]
+    first_N, second_N = indices_ND.unflatten(1, (-1, 2)).unbind(-1)
+    nibbles = (first_N & 15) << 4 | second_N & 15
+    if bits == 4:
+        return nibbles
+    fifths = first_N >> 4 << 1 | second_N >> 4
+    quarters = fifths.split(D // 8, 1)
+    packed = quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6
+    return torch.cat([nibbles, packed], 1)
+
+
+def pairs_of(codes_NP, D):
+    """[N, D/2] int32: for each two weights a row of level_pairs(), which is their byte of codes, and in 5 bits
+    also their fifth bits, above it."""
+    if codes_NP.shape[1] == D // 2:
+        return codes_NP.int()
+    nibbles, fifths = codes_NP.split([D // 2, D // 8], 1)
+    fifths = fifths.to(torch.int16)
+    quarters = [fifths << shift for shift in (8, 6, 4, 2)]
+    return (torch.cat(quarters, 1).bitwise_and_(0x300) | nibbles).int()
 
 
 def quantize_scales(scales):
@@ -183,21 +228,28 @@ def dequantize_scales(scales_NQ, dtype=torch.float32):
 
 
 @functools.cache
-def levels_of_bytes(device):
-    """[256] int64: the two float32 levels of each byte of codes, the first one in the low half. It is made
-    once, because a copy from the host waits for the GPU."""
-    levels = torch.tensor(CODEBOOK, device="cpu")
-    return torch.cartesian_prod(levels, levels).view(torch.int64).flatten().to(device)
+def level_pairs(device, bits):
+    """[256] int64, in 5 bits [1024]: the two float32 levels of each number that pairs_of() makes, the first one
+    in the low half. It is made once, because a copy from the host waits for the GPU."""
+    halves = torch.tensor(CODEBOOKS[bits], device="cpu").split(16)  # in 4 bits there is one
+    pairs = [torch.cartesian_prod(first, second) for first, second in itertools.product(halves, halves)]
+    return torch.cat(pairs).view(torch.int64).flatten().to(device)
 
 
-def dequantize(codes_ND2, scales_NQ, dtype):
-    """(codes_ND2, scales_NQ) -> [N, D] in `dtype`; products in float32. One gather fetches both levels of a
+def width_and_bits(codes_NP, scales_NQ):
+    """-> (D, bits) of a packed weight."""
+    D = (scales_NQ.shape[1] - RANGE_BYTES) * BLOCK
+    return D, codes_NP.shape[1] * 8 // D
+
+
+def dequantize(codes_NP, scales_NQ, dtype):
+    """(codes_NP, scales_NQ) -> [N, D] in `dtype`; products in float32. One gather fetches both levels of a
     byte."""
-    N, n_bytes = codes_ND2.shape
-    w_ND = codes_ND2.new_empty(N, 2 * n_bytes, dtype=dtype)
-    table = levels_of_bytes(codes_ND2.device)
-    for w, codes, absmax in bands(w_ND, codes_ND2, dequantize_scales(scales_NQ)):
-        pairs = table.index_select(0, codes.flatten().int())
+    D, bits = width_and_bits(codes_NP, scales_NQ)
+    w_ND = codes_NP.new_empty(len(codes_NP), D, dtype=dtype)
+    table = level_pairs(codes_NP.device, bits)
+    for w, codes, absmax in bands(w_ND, codes_NP, dequantize_scales(scales_NQ)):
+        pairs = table.index_select(0, pairs_of(codes, D).flatten())
         levels = pairs.view(torch.float32).view(*absmax.shape, BLOCK)
         levels.mul_(absmax.unsqueeze(-1))
         w.copy_(levels.view(w.shape))
@@ -224,12 +276,13 @@ def select(index):
     return levels[0]
 
 
-def dequantize_pairs(codes_M32, scales_M1, table=None, dtype=torch.bfloat16):
-    """dequantize() for torch.compile, of M blocks. Each int32 of the result [M, 32] packs the two weights of
-    one byte, bf16 or fp16, so that loads and stores are contiguous. Levels come from `table`,
-    levels_of_bytes(), which a GPU reads up to 5 times as fast, or from selects, which take a CPU 0 to 20 %
-    less time."""
-    index = codes_M32.int()
+def dequantize_pairs(codes_NP, scales_NM, table=None, dtype=torch.bfloat16):
+    """dequantize() for torch.compile. Each int32 of the result [N * M, 32] packs two weights, bf16 or fp16, so
+    that loads and stores are contiguous. Levels come from `table`, level_pairs(), which a GPU reads up to 5
+    times as fast, or in 4 bits from selects, which take a CPU 0 to 20 % less time."""
+    D = scales_NM.shape[1] * BLOCK
+    index = pairs_of(codes_NP, D).view(-1, BLOCK // 2)
+    scales = scales_NM.view(-1, 1)
     if table is None:
         first = select(index >> 4)
         second = select(index)
@@ -238,8 +291,8 @@ def dequantize_pairs(codes_M32, scales_M1, table=None, dtype=torch.bfloat16):
         first = pairs.int().view(torch.float32)
         second = (pairs >> 32).int().view(torch.float32)
     # the first weight has the lower address, which is the low half
-    low_half = bits_of_nearest(first * scales_M1, dtype) & 0xFFFF
-    high_half = bits_of_nearest(second * scales_M1, dtype) << 16
+    low_half = bits_of_nearest(first * scales, dtype) & 0xFFFF
+    high_half = bits_of_nearest(second * scales, dtype) << 16
     return low_half | high_half
 
 
@@ -248,26 +301,32 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=True)  # one graph for all shapes
 
 
-def dequantize_compiled(codes_ND2, scales_NQ, dtype):
+def dequantize_compiled(codes_NP, scales_NQ, dtype):
     """dequantize() in bf16 or fp16. detach(): torch.compile would make a graph for each shape of a
     Parameter."""
-    scales = compiled(dequantize_scales)(scales_NQ.detach()).view(-1, 1)
-    table = levels_of_bytes(codes_ND2.device) if codes_ND2.is_cuda else None
-    pairs = compiled(dequantize_pairs)(codes_ND2.detach().view(-1, BLOCK // 2), scales, table, dtype)
-    return pairs.view(dtype).view(len(codes_ND2), -1)
+    _, bits = width_and_bits(codes_NP, scales_NQ)
+    scales_NM = compiled(dequantize_scales)(scales_NQ.detach())
+    table = None
+    if codes_NP.is_cuda or bits == 5:  # of 31 selects a CPU makes no vector code
+        table = level_pairs(codes_NP.device, bits)
+    pairs = compiled(dequantize_pairs)(codes_NP.detach(), scales_NM, table, dtype)
+    return pairs.view(dtype).view(len(codes_NP), -1)
 
 
 @torch.library.custom_op("oomph::nf4_weight", mutates_args=())
-def fast_weight(codes_ND2: torch.Tensor, scales_NQ: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def fast_weight(codes_NP: torch.Tensor, scales_NQ: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The weight in the dtype of `like`, which is x in the forward and the gradient in the backward. Without
     that argument the backward's dequantization would not depend on the gradient, and torch.compile would
     hoist it into the forward and keep every 16-bit weight alive."""
     if like.dtype is torch.float32:
-        return dequantize(codes_ND2, scales_NQ, like.dtype)
-    return dequantize_compiled(codes_ND2, scales_NQ, like.dtype)
+        return dequantize(codes_NP, scales_NQ, like.dtype)
+    return dequantize_compiled(codes_NP, scales_NQ, like.dtype)
 
 
-fast_weight.register_fake(lambda codes, scales, like: like.new_empty(codes.shape[0], codes.shape[1] * 2))
+@fast_weight.register_fake
+def shape_of_weight(codes_NP, scales_NQ, like):
+    D, _ = width_and_bits(codes_NP, scales_NQ)
+    return like.new_empty(len(codes_NP), D)
 
 
 def weight(codes, scales, fast, like):
@@ -327,10 +386,11 @@ class NF4Matmul(torch.autograd.Function):
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer in NF4. Set from outside: `fast` by model.compile_ (dequantize by torch.compile),
-    and `keeps_weight` by model.keep_weights_ (the forward's 16-bit weight stays for the backward)."""
+    """A frozen linear layer in NF4, or with bits=5 in NF5. Set from outside: `fast` by model.compile_
+    (dequantize by torch.compile), and `keeps_weight` by model.keep_weights_ (the forward's 16-bit weight stays
+    for the backward)."""
 
-    def __init__(self, in_features, out_features, bias, device=None):
+    def __init__(self, in_features, out_features, bias, device=None, bits=4):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
@@ -338,7 +398,7 @@ class NF4Linear(nn.Module):
         self.keeps_weight = False
         frozen = functools.partial(nn.Parameter, requires_grad=False)
         packed = functools.partial(torch.empty, dtype=torch.uint8, device=device)
-        self.weight_codes = frozen(packed(out_features, in_features // 2))
+        self.weight_codes = frozen(packed(out_features, in_features * bits // 8))
         self.weight_scales = frozen(packed(out_features, in_features // BLOCK + RANGE_BYTES))
         self.bias = frozen(torch.empty(out_features, device=device)) if bias else None
 
@@ -361,19 +421,21 @@ class NF4Linear(nn.Module):
 SMALL = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
 
 
-def quantize_linears_(module, skip=()):
-    """Replaces each linear layer below `module` by an NF4Linear, whose parameters are to be filled, but for
-    small ones and those with a name in `skip`. ValueError where rows do not divide into blocks, which no
-    Llama or Qwen has."""
-    for name, parent in list(module.named_modules()):
+def quantize_linears_(module, bits_of):
+    """Replaces each linear layer below `module`, but for small ones, by an NF4Linear of bits_of(its name) bits,
+    whose parameters are to be filled. ValueError where rows do not divide into blocks, which no Llama or Qwen
+    has."""
+    for parent_name, parent in list(module.named_modules()):
         for child_name, child in parent.named_children():
-            if not isinstance(child, nn.Linear) or child_name in (*SMALL, *skip):
+            if not isinstance(child, nn.Linear) or child_name in SMALL:
                 continue
+            name = f"{parent_name}.{child_name}"
             D = child.in_features
             if D % BLOCK:
                 raise ValueError(f"--qlora: NF4 needs rows that divide into blocks of {BLOCK} weights, but "
-                                 f"{name}.{child_name} has rows of {D}: use --lora for this model")
-            layer = NF4Linear(D, child.out_features, child.bias is not None, child.weight.device)
+                                 f"{name} has rows of {D}: use --lora for this model")
+            has_bias = child.bias is not None
+            layer = NF4Linear(D, child.out_features, has_bias, child.weight.device, bits_of(name))
             setattr(parent, child_name, layer)
 
 

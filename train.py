@@ -174,7 +174,7 @@ NEEDED = {
     "rslora": "lora",
     "lora_dropout": "lora",
     "lora_targets": "lora",
-    "nf4_skip": "qlora",
+    "nf5": "qlora",
     "merge": "lora",
     "dpo": "lora",
     "beta": "dpo",
@@ -227,9 +227,9 @@ def make_parser():
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True)
     switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True)
-    add(method, "--nf4_skip", str, None, "layers that --qlora leaves in 16 bits, k_proj and v_proj: few "
-        "weights where heads share them (default: none)",
-        nargs="+", choices=lm.KEYS_AND_VALUES, fixed=True)
+    add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight, where the model loses a "
+        "quarter of what 4 bits cost it (default: none; without a value: all)",
+        nargs="*", metavar="LAYER", fixed=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True)
     add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True)
     switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True)
@@ -447,12 +447,9 @@ def complete(args):
     if args.qlora or args.adapter:
         args.lora = True
     if args.lora_targets:
-        given = ",".join(args.lora_targets).split(",")  # commas are as good as spaces
-        unknown = {*given} - {*lm.LORA_TARGETS, "all-linear"}
-        if unknown:
-            refuse(f"--lora_targets {', '.join(sorted(unknown))}: expected all-linear or some of "
-                   + ", ".join(lm.LORA_TARGETS))
-        args.lora_targets = [name for name in lm.LORA_TARGETS if name in given or "all-linear" in given]
+        args.lora_targets = layer_names("lora_targets", args.lora_targets)
+    if args.nf5 is not None:
+        args.nf5 = layer_names("nf5", args.nf5 or ["all-linear"])
     if args.offload == []:  # --offload without a value
         args.offload = ["activations", "params"] if args.fsdp2 else ["activations"]
     args.offload = args.offload or []
@@ -475,6 +472,16 @@ def complete(args):
         args.beta = args.beta or 0.1
     if args.sample is None and not args.random_init:
         args.sample = SAMPLES.get(args.data[0], "")
+
+
+def layer_names(flag, words):
+    """The value of --lora_targets or --nf5: those of lm.LORA_TARGETS that it names, in their order."""
+    given = ",".join(words).split(",")  # commas are as good as spaces
+    unknown = {*given} - {*lm.LORA_TARGETS, "all-linear"}
+    if unknown:
+        refuse(f"--{flag} {', '.join(sorted(unknown))}: expected all-linear or some of "
+               + ", ".join(lm.LORA_TARGETS))
+    return [name for name in lm.LORA_TARGETS if name in given or "all-linear" in given]
 
 
 def refuse_conflicts(args):
@@ -823,13 +830,16 @@ def complete_for_model(args, config, adapter_settings, device):
         # a switch that was not given is False; and `is`, because a dropout of 0 that was given equals it
         if getattr(args, name) is None or getattr(args, name) is False:
             setattr(args, name, value)
-    if args.lora:
+    for flag in ("lora_targets", "nf5"):
+        names = getattr(args, flag)
+        if not names:
+            continue
         found = lm.targets_in(config)
-        if args.lora_targets == list(lm.LORA_TARGETS):  # all-linear
-            args.lora_targets = found
-        absent = set(args.lora_targets) - set(found)
-        if absent:
-            raise ValueError(f"--lora_targets {', '.join(absent)}: the model has no such layer, only "
+        absent = set(names) - set(found)
+        if names == list(lm.LORA_TARGETS):  # all-linear
+            setattr(args, flag, found)
+        elif absent:
+            raise ValueError(f"--{flag} {', '.join(sorted(absent))}: the model has no such layer, only "
                              + ", ".join(found))
     if args.precision is None:
         args.precision = default_precision(args, device)
@@ -2332,6 +2342,7 @@ def print_start(args, model, source, blocks, ranks):
         ("precision", True, f"trained {trained}, all else {other_dtype}"),
         ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, what they adapt is frozen"),
         ("qlora", args.qlora, "the weights of the blocks are in NF4, 4.14 bits each"),
+        ("nf5", args.nf5, "these are in NF5, 5.14 bits each"),
         ("dpo", args.dpo, "chosen answers are preferred to rejected ones, more than without adapters"),
         ("fsdp2", args.fsdp2,
          f"parameters, gradients and optimizer state in {ranks.world // args.replicas} shards"),
@@ -2925,6 +2936,10 @@ def read_state(folder, settings, ranks):
     saved = {f"--{name}": default for name, default in fixed_flags().items()} | state["settings"]
     changed = [f"{name} was {saved.get(name)}, is {value}"
                for name, value in settings.items() if saved.get(name) != value]
+    # a version with a flag that this one does not have may have computed something else
+    for name, value in state["settings"].items():
+        if name.startswith("--") and name not in settings and value:
+            changed.append(f"{name} was {value}, which this version does not have")
     if changed:
         raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, "
                          "or start a new run with another --out")
@@ -3140,7 +3155,9 @@ def fixed_settings(args, config, rows_a_step, loader, source):
     if args.lora:
         settings["the checksum of --model's frozen weights"] = source.crc()
     if args.qlora:
-        settings["the format of NF4"] = nf4.FORMAT  # adapters make up for the errors of their weights
+        settings["the format of NF4"] = nf4.FORMATS[4]  # adapters make up for the errors of their weights
+    if args.nf5:
+        settings["the format of NF5"] = nf4.FORMATS[5]
     # As a checkpoint returns them: JSON makes lists of tuples, and text of what it cannot write.
     return json.loads(json.dumps(settings, default=str))
 
@@ -3152,7 +3169,7 @@ def fixed_settings(args, config, rows_a_step, loader, source):
 
 GIB = 2**30
 OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
-KINDS = ("weights", "NF4 weights", "adapters", "optimizer", "gradients", "saved activations",
+KINDS = ("weights", "quantized weights", "adapters", "optimizer", "gradients", "saved activations",
          "block workspace", "logits chunk", "unsharded units")
 
 
@@ -3209,7 +3226,7 @@ def unit_of(module, args, shards, dtype, is_streamed=False):
         kind = "weights"
         if p.dtype is torch.uint8:  # gathered as it is, and dequantized by its layer
             product_itemsize = 1
-            kind = "NF4 weights"
+            kind = "quantized weights"
         elif "lora_" in name:
             kind = "adapters"
         unit.always[kind] += n_bytes
@@ -4001,7 +4018,7 @@ def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
     # NF4 weights in 16 bits, which the gradients of products' inputs need
     n_down_weights = weights_of_down_proj(c)
     n_o_weights = c.hidden_size * mixer.output // itemsize
-    mixer_weight_bytes = itemsize * n_mixer_weights(args, c, layer_type, gradients, n_o_weights)
+    mixer_weight_bytes = itemsize * n_mixer_weights(c, layer_type, gradients, n_o_weights)
     n_mlp_weights = 2 * n_down_weights if gradients.middle else 0  # of gate_proj and up_proj
     other_weight_bytes = mixer_weight_bytes + itemsize * n_mlp_weights
     if keeps.weights:
@@ -4039,12 +4056,10 @@ def kept_of_recomputed(args, c, itemsize, n_tokens, layer_type, keeps, gradients
     return kept
 
 
-def n_mixer_weights(args, c, layer_type, gradients, n_o_weights):
-    """Weights of a mixer's projections that the backward multiplies by, those whose input has a gradient;
-    without those that --nf4_skip leaves in 16 bits."""
+def n_mixer_weights(c, layer_type, gradients, n_o_weights):
+    """Weights of a mixer's projections that the backward multiplies by, those whose input has a gradient."""
     if gradients.input:
-        n_skipped = 0 if layer_type == "linear_attention" else len(set(args.nf4_skip or []))
-        return lm.mixer_weights(c, layer_type) - n_skipped * c.hidden_size * c.kv_size
+        return lm.mixer_weights(c, layer_type)
     return n_o_weights if gradients.attention else 0
 
 

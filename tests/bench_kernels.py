@@ -92,12 +92,15 @@ class Bounds:
 
 
 def bench_nf4(bounds, tokens):
-    """4.14 bits in, 16 out. bitsandbytes beside it where it is installed."""
+    """4.14 bits in, 16 out, and 5.14 bits. bitsandbytes beside it where it is installed."""
     w = random(F if CUDA else 4096, 4096)
-    codes, scales = nf4.quantize(w)
+    codes, scales = nf4.quantize(w, 4)
+    in_nf5 = nf4.quantize(w, 5)
     variants = {
         "eager": lambda: nf4.dequantize(codes, scales, torch.bfloat16),
         "--compile": lambda: nf4.dequantize_compiled(codes, scales, torch.bfloat16),
+        "NF5, eager": lambda: nf4.dequantize(*in_nf5, torch.bfloat16),
+        "NF5, --compile": lambda: nf4.dequantize_compiled(*in_nf5, torch.bfloat16),
     }
     try:
         from bitsandbytes import functional as bnb

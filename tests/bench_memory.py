@@ -249,7 +249,7 @@ STEPS = [  # name, flags, GiB that one H100 took on 2026-11-22 (tests/LOG.md), w
     ("--qlora --offload --tiled_mlp 4096", "--qlora --offload --tiled_mlp 4096", None),
 ]
 DRAWN = {  # kind of memory: (colour that reads on white and on black, its names in the plan)
-    "weights": ("#2f81f7", ("weights", "NF4 weights", "adapters")), "optimizer": ("#e5534b", ("optimizer",)),
+    "weights": ("#2f81f7", ("weights", "quantized weights", "adapters")), "optimizer": ("#e5534b", ("optimizer",)),
     "gradients": ("#bf8700", ("gradients",)), "activations": ("#2da44e", ("saved activations", "block workspace")),
     "logits": ("#a371f7", ("logits chunk",)), "bf16 copies": ("#0f9aa8", ("unsharded units",)),
     "1 for CUDA": ("#848d97", ("overhead",))}

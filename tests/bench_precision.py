@@ -56,7 +56,7 @@ def measure_nf4():
             weights = [w for kind in layers if kind not in nf4.SMALL for w in layers[kind]]
         whole = [w.clone() for w in weights]
         for w in weights:
-            w.copy_(nf4.dequantize(*nf4.quantize(w), w.dtype))
+            w.copy_(nf4.dequantize(*nf4.quantize(w, 4), w.dtype))
         error = sum((a - b).square().sum() for a, b in zip(weights, whole)) / sum(w.square().sum() for w in whole)
         moved = (model(tokens) - exact).norm() / exact.norm()
         cells.append((kind, len(weights), f"{error**0.5:.3f}", f"{moved:.3f}"))

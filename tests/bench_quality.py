@@ -67,7 +67,7 @@ METHODS = {
     "full": Method("", "", 2e-4),
     "lora": Method("", "--lora", 2e-3),
     "qlora": Method("--qlora", "", 2e-3),
-    "qlora exact kv": Method("--qlora --nf4_skip k_proj v_proj", "", 2e-3),
+    "qlora nf5": Method("--qlora --nf5", "", 2e-3),
     "qlora, bf16": Method("--qlora --precision bf16", "", 2e-3),
     "adamw8bit": Method("", "--optim adamw8bit", 2e-4),
     "bf16, rounded": Method("--precision bf16", "--stochastic_rounding", 2e-4),

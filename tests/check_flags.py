@@ -45,7 +45,7 @@ ADAPTERS = [
     "--lora --lora_targets q_proj v_proj",
     "--qlora",
     "--qlora --lora_targets o_proj down_proj",
-    "--qlora --nf4_skip k_proj v_proj",
+    "--qlora --nf5 v_proj down_proj",
     "--qlora --lora_targets gate_proj up_proj down_proj",
 ]
 NEW_TOKENS = ["--add_tokens <a> <b>", "--lora --train_embeddings --add_tokens <a> <b>"]

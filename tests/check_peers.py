@@ -436,7 +436,7 @@ def check_nf4_bytes(N, D):
     """What bitsandbytes makes of our codes and scales, which it never chose: the layout and the levels are its own."""
     for dtype in (torch.float32, torch.bfloat16):
         w_ND = (torch.randn(N, D) * 0.02).to(dtype)
-        codes_ND2, scales_NQ = nf4.quantize(w_ND)
+        codes_ND2, scales_NQ = nf4.quantize(w_ND, 4)
         own_ND = nf4.dequantize(codes_ND2, scales_NQ, dtype)
         _, state = bnb.quantize_4bit(w_ND, blocksize=nf4.BLOCK, quant_type="nf4")
         state.absmax = nf4.dequantize_scales(scales_NQ).flatten()
@@ -449,7 +449,7 @@ def check_nf4_rows(N, D):
     """No row is worse than by the rule of bitsandbytes, which has a float32 scale for each block here."""
     for dtype in (torch.float32, torch.bfloat16):
         w_ND = (torch.randn(N, D) * 0.02).to(dtype)
-        back_ND = nf4.dequantize(*nf4.quantize(w_ND), torch.float32)
+        back_ND = nf4.dequantize(*nf4.quantize(w_ND, 4), torch.float32)
         theirs_ND = by_bitsandbytes(w_ND.float(), double=False)
         own_N = (back_ND - w_ND).square().sum(-1)
         theirs_N = (theirs_ND - w_ND).square().sum(-1)
@@ -487,7 +487,7 @@ def check_nf4_errors(N, D):
     }
     rows = []
     for name, w_ND in cases.items():
-        codes_ND2, scales_NQ = nf4.quantize(w_ND)
+        codes_ND2, scales_NQ = nf4.quantize(w_ND, 4)
         bits = (codes_ND2.numel() + scales_NQ.numel()) * 8 / w_ND.numel()
         own, own_small = relative_errors(w_ND, nf4.dequantize(codes_ND2, scales_NQ, torch.float32))
         double, double_small = relative_errors(w_ND, by_bitsandbytes(w_ND, double=True))
@@ -607,7 +607,7 @@ def with_nf4_errors_(model):
     """Gives the matrices of the blocks of transformers' model the values that oomph computes with under --qlora."""
     for layer in model.model.layers.modules():
         if isinstance(layer, torch.nn.Linear):
-            codes_ND2, scales_NQ = nf4.quantize(layer.weight.bfloat16())
+            codes_ND2, scales_NQ = nf4.quantize(layer.weight.bfloat16(), 4)
             layer.weight.data = nf4.dequantize(codes_ND2, scales_NQ, layer.weight.dtype)
     return model
 

@@ -351,7 +351,7 @@ def strictly(function):
 def make_steps_strict():
     """All that a step does between two reads of the loss."""
     gpu = torch.device("cuda", 0)
-    nf4.levels_of_bytes(gpu)  # tables that the first step would copy to the device, where the host may wait
+    nf4.level_pairs(gpu, 4)  # tables that the first step would copy to the device, where the host may wait
     nf4.code_levels(gpu)
     train.data.Batch.to = strictly(train.data.Batch.to)
     lm.Transformer.forward = strictly(lm.Transformer.forward)
@@ -408,7 +408,7 @@ def make_streams_strict():
     waits for the gradients of adapters, which the CPU updates."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    nf4.levels_of_bytes(torch.device("cuda", 0))
+    nf4.level_pairs(torch.device("cuda", 0), 4)
     lm.Transformer.forward = strictly(lm.Transformer.forward)
     for name in ("bring", "wait_for", "before_forward", "after_forward", "before_backward"):
         setattr(train.StreamedWeights, name, strictly(getattr(train.StreamedWeights, name)))

@@ -1,11 +1,11 @@
-"""The NF4 format: its error, its bytes, its gradients, and how often a weight is dequantized."""
+"""The formats NF4 and NF5: their error, their bytes, their gradients, and how often a weight is dequantized."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HERE, MOE, build
+from conftest import HERE, MOE, MUSE, build
 from packed_goldens import relative_error
 from safetensors.torch import load_file
 from test_model import CPU, TOKENS, build_random
@@ -40,10 +40,11 @@ def as_float32(codes, scales):
     return nf4.dequantize(codes, scales, torch.float32)
 
 
-def nf4_layer(rows, width, bias=False, keeps_weight=False):
+def nf4_layer(rows, width, bias=False, keeps_weight=False, bits=4):
     """A layer with normal weights."""
-    layer = nf4.NF4Linear(width, rows, bias)
-    codes, scales = nf4.quantize(normal_weights(rows, width))
+    layer = nf4.NF4Linear(width, rows, bias, bits=bits)
+    codes, scales = nf4.quantize(normal_weights(rows, width), bits)
+    assert codes.shape == layer.weight_codes.shape
     layer.weight_codes.data = codes
     layer.weight_scales.data = scales
     layer.keeps_weight = keeps_weight
@@ -65,37 +66,64 @@ def absmax_of(w_ND):
     return in_blocks(w_ND).abs().amax(-1)
 
 
-def with_scales(w_ND, scales):
+def nearest_of(codebook, relative):
+    """The index of the nearest level, by a binary search: where two neighbours are equally far it changes."""
+    levels = torch.tensor(codebook)
+    return torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2)
+
+
+def with_scales(w_ND, scales, bits):
     """The weights as the nearest levels under given scales of their blocks, which are not rounded to 8 bits."""
-    blocks = in_blocks(w_ND)
-    levels_16 = torch.tensor(nf4.CODEBOOK)
-    relative = blocks / scales.unsqueeze(-1)
-    # where two neighbours are equally far the nearest level changes
-    nearest = torch.bucketize(relative, (levels_16[1:] + levels_16[:-1]) / 2)
-    return (levels_16[nearest] * scales.unsqueeze(-1)).view(w_ND.shape)
+    relative = in_blocks(w_ND) / scales.unsqueeze(-1)
+    codebook = nf4.CODEBOOKS[bits]
+    levels = torch.tensor(codebook)[nearest_of(codebook, relative)]
+    return (levels * scales.unsqueeze(-1)).view(w_ND.shape)
 
 
 MAKERS = [normal_weights, with_outlier_columns, with_scattered_scales]
+BITS = pytest.mark.parametrize("bits", [4, 5])
+# of normal weights; bitsandbytes, whose scales are the largest magnitudes, gives 0.0920
+ERRORS = {4: 0.0853, 5: 0.0408}
 
 
+@BITS
 @pytest.mark.parametrize("make", MAKERS)
-def test_the_error_is_nf4s_own_at_four_and_an_eighth_bits(make):
+def test_the_error_is_that_of_the_levels_at_an_eighth_of_a_bit_more(make, bits):
     w_ND = make()
-    codes, scales = nf4.quantize(w_ND)
+    codes, scales = nf4.quantize(w_ND, bits)
     error = relative_error(as_float32(codes, scales), w_ND)
-    exact_scales = nf4.best_scales(in_blocks(w_ND), absmax_of(w_ND))
-    exact_error = relative_error(with_scales(w_ND, exact_scales), w_ND)
-    # half a step of 254 over a row's decades: below 0.3 % of NF4's own error
+    exact_scales = nf4.best_scales(in_blocks(w_ND), absmax_of(w_ND), bits)
+    exact_error = relative_error(with_scales(w_ND, exact_scales, bits), w_ND)
+    # half a step of 254 over a row's decades: below 0.3 % of the levels' own error
     assert error < 1.003 * exact_error
-    if make is normal_weights:  # bitsandbytes, whose scales are the largest magnitudes, gives 0.0920
-        assert error == pytest.approx(0.0853, abs=0.0002)
+    if make is normal_weights:
+        assert error == pytest.approx(ERRORS[bits], abs=0.0002)
 
     n_bits = 8 * (codes.numel() + scales.numel())
-    assert n_bits / w_ND.numel() == 4.140625  # 4, and 64 + 8 bytes of scales for 4,096 weights
+    assert n_bits / w_ND.numel() == bits + 0.140625  # 64 + 8 bytes of scales for 4,096 weights
 
 
+def test_the_32_levels_are_where_lloyds_algorithm_ends():
+    """Each is the mean of the weights that are rounded to it, weighted by the squares of their scales, which is where
+    their squared error is least."""
+    w_ND = normal(4096, 1024)
+    scales = nf4.best_scales(in_blocks(w_ND), absmax_of(w_ND), 5)
+    relative = in_blocks(w_ND) / scales.unsqueeze(-1)
+    nearest = nearest_of(nf4.CODEBOOK_OF_32, relative).flatten()
+    counts = scales.square().unsqueeze(-1).expand_as(relative)
+    total = torch.zeros(32).index_add_(0, nearest, (relative * counts).flatten())
+    weight = torch.zeros(32).index_add_(0, nearest, counts.flatten())
+    means = total / weight
+    levels = torch.tensor(nf4.CODEBOOK_OF_32)
+    # of 4 million weights the outermost levels have some thousands; the least distance of two levels is 0.042
+    torch.testing.assert_close(means, levels, atol=2e-3, rtol=0)
+    assert levels[15] == 0  # so that a zero stays one
+    assert levels.abs().max() == 1
+
+
+@BITS
 @pytest.mark.parametrize("make", MAKERS)
-def test_each_scale_has_about_the_least_squared_error(make):
+def test_each_scale_has_about_the_least_squared_error(make, bits):
     w_ND = make()[:32]
     absmax = absmax_of(w_ND)
 
@@ -104,79 +132,86 @@ def test_each_scale_has_about_the_least_squared_error(make):
 
     least = torch.full_like(absmax, math.inf)
     for factor in torch.arange(0.6, 1.2, 0.005):  # beyond that none is the best one of these blocks
-        errors = errors_of_blocks(with_scales(w_ND, factor * absmax))
+        errors = errors_of_blocks(with_scales(w_ND, factor * absmax, bits))
         least = torch.minimum(least, errors)
-    errors = errors_of_blocks(as_float32(*nf4.quantize(w_ND)))
-    by_absmax = errors_of_blocks(with_scales(w_ND, absmax))
-    # Eight factors miss some of the best by a little, and the 8 bits of a scale cost 0.5 % where scales scatter.
-    assert errors.sum() < 1.015 * least.sum()
-    assert (errors / least).max() < 1.2
-    # the largest magnitude is one of the factors, so no block gets worse by more than rounding
-    assert (errors / by_absmax).max() < 1.03
-    assert (errors / by_absmax).mean() < 0.9
+    errors = errors_of_blocks(as_float32(*nf4.quantize(w_ND, bits)))
+    by_absmax = errors_of_blocks(with_scales(w_ND, absmax, bits))
+    # Eight factors miss some of the best by a little, and the 8 bits of a scale cost 0.5 % where scales scatter. The
+    # error of 32 levels has more and narrower minima over the scale.
+    in_all, at_most = {4: (1.015, 1.2), 5: (1.035, 1.4)}[bits]
+    assert errors.sum() < in_all * least.sum()
+    assert (errors / least).max() < at_most
+    # the largest magnitude is one of the factors, so no block gets worse by more than rounding of its scale
+    worst, mean = {4: (1.03, 0.9), 5: (1.08, 0.93)}[bits]
+    assert (errors / by_absmax).max() < worst
+    assert (errors / by_absmax).mean() < mean
 
 
+@BITS
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_code_is_the_level_nearest_under_the_scale_that_dequantizing_uses(make, dtype):
+def test_a_code_is_the_level_nearest_under_the_scale_that_dequantizing_uses(make, dtype, bits):
     w_ND = make()[:32].to(dtype)
-    codes, scales = nf4.quantize(w_ND)
+    codes, scales = nf4.quantize(w_ND, bits)
     blocks = in_blocks(w_ND)
     block_scales = nf4.dequantize_scales(scales).unsqueeze(-1)
     distance = (in_blocks(as_float32(codes, scales)) - blocks).abs()
-    for level in nf4.CODEBOOK:
+    for level in nf4.CODEBOOKS[bits]:
         # quantize() has the exponential in float64, dequantizing in float32
         assert (distance <= (level * block_scales - blocks).abs() + 1e-5 * block_scales).all()
 
 
-def test_the_nearest_level_is_that_of_a_binary_search():
-    midpoints = torch.tensor(nf4.MIDPOINTS)
+@BITS
+def test_the_nearest_level_is_that_of_a_binary_search(bits):
+    midpoints = torch.tensor(nf4.midpoints(bits))
     numbers = torch.cat([
         normal(1 << 16),
         midpoints,
         midpoints.nextafter(midpoints + 1),
         midpoints.nextafter(midpoints - 1),
-        torch.arange(-24, 25) / 16,  # where nearest_levels() changes to its next midpoint
+        torch.arange(-48, 49) / 32,  # where nearest_levels() changes to its next midpoint
         torch.tensor([-1e-9, 1e-9, -1e-40, 5.0, -5.0]),
     ])
     expected = torch.bucketize(numbers, midpoints)
-    assert torch.equal(nf4.nearest_levels(numbers).long(), expected)
+    assert torch.equal(nf4.nearest_levels(numbers, bits).long(), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_codes_equal_bitsandbytes_under_its_scales(monkeypatch, dtype):
     monkeypatch.setattr(nf4, "BAND_WEIGHTS", 3000)  # weights at a time, which are a few rows
-    monkeypatch.setattr(nf4, "best_scales", lambda blocks, absmax: absmax)
+    monkeypatch.setattr(nf4, "best_scales", lambda blocks, absmax, bits: absmax)
     golden = load_file(HERE / "goldens-nf4.safetensors")
     blocks = in_blocks(golden[f"weight.{dtype}"])
     # Every block has the largest magnitude 1 then, which 8 bits do not change, or 0.
     divisor = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-30)
     relative = blocks / divisor
-    codes, _ = nf4.quantize(relative.flatten(1))
+    codes, _ = nf4.quantize(relative.flatten(1), 4)
     expected = golden[f"codes.{dtype}"]
     assert torch.equal(codes.flatten(), expected.flatten())
 
 
-def test_bands_and_single_rows_change_no_byte(monkeypatch):
+@BITS
+def test_bands_and_single_rows_change_no_byte(monkeypatch, bits):
     """A rank has some rows of a weight, at times one, and reads them in pieces."""
     w_ND = torch.cat([with_outlier_columns()[:9, :576], with_scattered_scales()[:9, :576]])
-    codes, scales = nf4.quantize(w_ND)
+    codes, scales = nf4.quantize(w_ND, bits)
     monkeypatch.setattr(nf4, "BAND_WEIGHTS", 3000)
     for n_rows in (1, 4, 18):
-        parts = [nf4.quantize(rows) for rows in w_ND.split(n_rows)]
+        parts = [nf4.quantize(rows, bits) for rows in w_ND.split(n_rows)]
         assert torch.equal(torch.cat([part[0] for part in parts]), codes)
         assert torch.equal(torch.cat([part[1] for part in parts]), scales)
         of_first = as_float32(*parts[0])
         assert torch.equal(of_first, as_float32(codes, scales)[:n_rows])
 
 
-def test_zero_blocks_and_zero_rows_stay_zero():
+@BITS
+def test_zero_blocks_and_zero_rows_stay_zero(bits):
     """The logarithm of their scales is minus infinity, which must not spoil the range of a row."""
     w_ND = normal_weights()
     w_ND[3] = 0
     w_ND[4, :64] = 0
     w_ND[5, 64:] = 0
-    back_ND = as_float32(*nf4.quantize(w_ND))
+    back_ND = as_float32(*nf4.quantize(w_ND, bits))
     assert back_ND.isfinite().all()
     assert not back_ND[3].any()
     assert not back_ND[4, :64].any()
@@ -205,10 +240,11 @@ def saved_by(function):
     return result, saved
 
 
+@BITS
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("keeps_weight", [True, False])
-def test_layer_equals_a_linear_of_the_dequantized_weight(bias, keeps_weight):
-    layer = nf4_layer(48, 128, bias, keeps_weight)
+def test_layer_equals_a_linear_of_the_dequantized_weight(bias, keeps_weight, bits):
+    layer = nf4_layer(48, 128, bias, keeps_weight, bits)
     if bias:
         torch.nn.init.normal_(layer.bias)
     x = torch.randn(2, 5, 128, requires_grad=True)
@@ -225,25 +261,31 @@ def test_layer_equals_a_linear_of_the_dequantized_weight(bias, keeps_weight):
     torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_layers_of_nf4_skip_stay_in_16_bits():
-    model, _ = build("--qlora", "--nf4_skip", "k_proj", "v_proj", "--precision", "mixed")
-    dtypes = {"weight": {}, "weight_codes": {}}
-    for name, param in model.model.layers.named_parameters():
-        *_, layer, kind = name.split(".")
-        if kind in dtypes and layer.endswith("_proj"):
-            dtypes[kind][layer] = param.dtype
-    assert dtypes["weight"] == {"k_proj": torch.bfloat16, "v_proj": torch.bfloat16}
-    others = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert dtypes["weight_codes"] == dict.fromkeys(others, torch.uint8)
+def bits_of_layers(*flags, **changes):
+    """{layer: bits of its codes} of the first block of a model with --qlora."""
+    model, _ = build("--qlora", *flags, **changes)
+    return {name: layer.weight_codes.shape[1] * 8 // layer.in_features
+            for name, layer in model.model.layers[0].named_modules() if isinstance(layer, nf4.NF4Linear)}
+
+
+def test_layers_of_nf5_have_5_bits_and_the_others_4():
+    found = bits_of_layers("--nf5", "v_proj,down_proj")
+    assert {name.split(".")[-1] for name, bits in found.items() if bits == 5} == {"v_proj", "down_proj"}
+    assert len(found) == 7
+    assert set(bits_of_layers().values()) == {4}
+    assert set(bits_of_layers("--nf5").values()) == {5}
+    # attention's gate and the MLP's have the same last name, and the MLP's is meant by it
+    of_muse = bits_of_layers("--nf5", "gate_proj", **MUSE)
+    assert {name for name, bits in of_muse.items() if bits == 5} == {"mlp.gate_proj"}
 
 
 # ---------------------------------------------------------------- experts
 # A stack of experts is one matrix of their rows. ends[e] is where the tokens of expert e end in x.
 
 
-@pytest.mark.parametrize("keeps_weight", [True, False])
-def test_experts_are_products_of_their_own_rows(keeps_weight):
-    layer = nf4_layer(4 * 48, 64, keeps_weight=keeps_weight)
+@pytest.mark.parametrize("keeps_weight, bits", [(True, 4), (False, 4), (False, 5)])
+def test_experts_are_products_of_their_own_rows(keeps_weight, bits):
+    layer = nf4_layer(4 * 48, 64, keeps_weight=keeps_weight, bits=bits)
     # three tokens for expert 1, five for expert 3, none for the others
     ends = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
     x = torch.randn(8, 64, requires_grad=True)
@@ -352,7 +394,7 @@ def test_a_recomputed_block_dequantizes_each_weight_once_for_its_backward(dequan
 # ---------------------------------------------------------------- --compile
 
 
-def no_table(device):
+def no_table(device, bits):
     """What dequantize_pairs() gets on a CPU, which selects between constants."""
 
 
@@ -364,17 +406,26 @@ SCALES = [
 ]
 
 
-@pytest.mark.parametrize("make_table", [no_table, nf4.levels_of_bytes])
+@pytest.mark.parametrize("bits, make_table", [(4, no_table), (4, nf4.level_pairs), (5, nf4.level_pairs)])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_pair_of_levels_is_rounded_to_the_nearest_even_number(make_table, scale, dtype):
-    codes = torch.arange(256, dtype=torch.uint8).view(8, 32)  # eight blocks
-    scales = torch.full((8, 1), scale)
-    packed = nf4.dequantize_pairs(codes, scales, make_table(CPU), dtype)
-    pairs = packed.view(dtype).view(8, 32, 2)
+def test_every_pair_of_levels_is_rounded_to_the_nearest_even_number(bits, make_table, scale, dtype):
+    n = 2**bits
+    pairs_of_indices = torch.cartesian_prod(torch.arange(n), torch.arange(n)).to(torch.uint8)
+    codes = nf4.pack(pairs_of_indices.view(-1, 64), bits)  # rows of one block
+    scales = torch.full((len(codes), 1), scale)
+    packed = nf4.dequantize_pairs(codes, scales, make_table(CPU, bits), dtype)
 
-    levels = torch.tensor(nf4.CODEBOOK)
-    first = levels[codes.long() >> 4] * scale
-    second = levels[codes.long() & 15] * scale
-    assert torch.equal(pairs[..., 0], first.to(dtype))
-    assert torch.equal(pairs[..., 1], second.to(dtype))
+    levels = torch.tensor(nf4.CODEBOOKS[bits])
+    expected = levels[pairs_of_indices.long()] * scale
+    assert torch.equal(packed.view(dtype).view(-1, 2), expected.to(dtype))
+
+
+@BITS
+def test_what_is_packed_is_unpacked_in_order(bits):
+    """Weights that are levels under a scale of 1 come back as they are, each in its place of a row of three blocks."""
+    generator = torch.Generator().manual_seed(0)
+    indices_ND = torch.randint(2**bits, (5, 192), generator=generator, dtype=torch.uint8)
+    levels_ND = torch.tensor(nf4.CODEBOOKS[bits])[indices_ND.long()]
+    scales = nf4.quantize_scales(torch.ones(5, 3))
+    assert torch.equal(as_float32(nf4.pack(indices_ND, bits), scales), levels_ND)

@@ -130,9 +130,10 @@ CASES = [
     Case("deep", 1024, 1, "--qlora --activation_checkpointing 4 --ce_chunk 64"),
     Case("gqa", 1024, 2, "--fsdp2 --lora --activation_checkpointing 2 --ce_chunk 64"),
     Case("gqa", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
-    # two layers that are not dequantized, each as large as q_proj here
-    Case("mha", 1024, 1, "--qlora --nf4_skip k_proj v_proj --gpu_gib 99 --ce_chunk 64"),
-    Case("mha", 1024, 1, "--qlora --nf4_skip v_proj --activation_checkpointing 2 --ce_chunk 64"),
+    # 5 bits, which are unpacked beside the largest weight, or elsewhere
+    Case("mha", 1024, 1, "--qlora --nf5 --ce_chunk 64"),
+    Case("wide", 256, 1, "--qlora --nf5 down_proj --lora_targets q_proj --ce_chunk 64"),
+    Case("mha", 1024, 2, "--fsdp2 --qlora --nf5 q_proj up_proj --activation_checkpointing 2 --ce_chunk 64"),
     Case("deep", 256, 2, "--fsdp2 --qlora --gpu_gib 1.17"),
     Case("deep", 1024, 1, "--qlora --gpu_gib 1.17 --ce_chunk 64"),
     Case("deep", 1024, 1, "--lora --precision fp32 --gpu_gib 1.22 --ce_chunk 64"),

@@ -382,6 +382,22 @@ def test_a_checkpoint_of_a_version_without_a_flag_is_one_of_the_flags_default(lo
         train.read_state(folder, settings | {"--rslora": True}, ranks)
 
 
+@pytest.mark.parametrize("was, is_refused", [(["k_proj"], True), (None, False), (False, False)], ids=str)
+def test_a_flag_that_this_version_does_not_have_is_refused_if_it_was_given(lora_run, tmp_path, was, is_refused):
+    out, _ = lora_run
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(out / folder.name, folder)
+    state = data.read_json(folder / train.STATE)
+    settings = state["settings"]
+    state = data.with_checksum(state | {"settings": settings | {"--nf4_skip": was}})
+    (folder / train.STATE).write_text(json.dumps(state))
+    if is_refused:
+        with pytest.raises(ValueError, match=r"--nf4_skip was \['k_proj'\], which this version does not have"):
+            train.read_state(folder, settings, ALONE)
+    else:
+        assert train.read_state(folder, settings, ALONE)["step"] == 2
+
+
 def test_what_does_not_change_the_mathematics_is_accepted(lora_run, tmp_path):
     out, argv = lora_run
     same_weights = f"--model {out.parent}/same"
@@ -392,38 +408,53 @@ def test_what_does_not_change_the_mathematics_is_accepted(lora_run, tmp_path):
     assert rows[0]["step"] == 3
 
 
-def nf4_settings(method):
+def nf4_settings(*method):
     """What a checkpoint of a run with --lora or --qlora notes, and a resumed run compares."""
     config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
     loader = SimpleNamespace(documents=SimpleNamespace(checksum=1))
     source = SimpleNamespace(crc=lambda: 2)
-    return train.fixed_settings(train.parse_args([method]), config, 4, loader, source)
+    return train.fixed_settings(train.parse_args(list(method)), config, 4, loader, source)
 
 
 def test_adapters_on_nf4_of_another_format_are_refused_by_name(tmp_path, monkeypatch):
     of_lora = nf4_settings("--lora")
-    assert f"blocks of {nf4.BLOCK}" in nf4.FORMAT
-    assert f"{nf4.SCALE_STEPS} steps of scales" in nf4.FORMAT
+    assert f"blocks of {nf4.BLOCK}" in nf4.FORMATS[4]
+    assert f"{nf4.SCALE_STEPS} steps of scales" in nf4.FORMATS[4]
     state = state_of(1) | {"settings": nf4_settings("--qlora")}
     train.Saver(tmp_path, 1, ALONE).save({"w": torch.ones(2)}, state)
 
-    monkeypatch.setattr(nf4, "FORMAT", "another one")
+    monkeypatch.setitem(nf4.FORMATS, 4, "another one")
     with pytest.raises(ValueError, match=r"the format of NF4 was codes by .*codebook [0-9a-f]{8}, is another one: "):
         train.read_state(tmp_path / "checkpoint-1", nf4_settings("--qlora"), ALONE)
     assert nf4_settings("--lora") == of_lora  # without NF4 its format does not matter
 
 
+def test_adapters_on_nf5_of_another_format_are_refused_by_name(tmp_path, monkeypatch):
+    in_nf5 = ["--qlora", "--nf5", "down_proj"]
+    state = state_of(1) | {"settings": nf4_settings(*in_nf5)}
+    train.Saver(tmp_path, 1, ALONE).save({"w": torch.ones(2)}, state)
+    with pytest.raises(ValueError, match=r"--nf5 was \['down_proj'\], is None"):
+        train.read_state(tmp_path / "checkpoint-1", nf4_settings("--qlora"), ALONE)
+    monkeypatch.setitem(nf4.FORMATS, 5, "another one")
+    with pytest.raises(ValueError, match=r"the format of NF5 was codes by .*codebook [0-9a-f]{8}, is another one: "):
+        train.read_state(tmp_path / "checkpoint-1", nf4_settings(*in_nf5), ALONE)
+
+
 def test_a_change_of_nf4s_bytes_is_a_change_of_its_format():
-    """If this fails because quantize() now chooses other codes or scales: give nf4.FORMAT other words, too, so that
+    """If this fails because quantize() now chooses other codes or scales: give nf4.FORMATS other words, too, so that
     adapters are not resumed on weights that they were not trained on, and then write both down here."""
     # exact in float32 on any machine; the last row is zero
     numbers_ND = (torch.arange(1024) * 37 % 101 - 50).view(4, 256)
     sizes_N1 = torch.tensor([[1.0], [0.125], [7.0], [0.0]])
-    crc = 0
-    for part in nf4.quantize(numbers_ND * sizes_N1):
-        crc = zlib.crc32(part.numpy().tobytes(), crc)
-    assert nf4.FORMAT == "codes by the least squared error, blocks of 64, 254 steps of scales, codebook 42a89f9f"
-    assert f"{crc:08x}" == "494dac8c"
+    crcs = {}
+    for bits in (4, 5):
+        codes, scales = nf4.quantize(numbers_ND * sizes_N1, bits)
+        crc_of_codes = zlib.crc32(codes.numpy().tobytes())
+        crcs[bits] = f"{zlib.crc32(scales.numpy().tobytes(), crc_of_codes):08x}"
+    words = "codes by the least squared error, blocks of 64, 254 steps of scales, codebook "
+    assert nf4.FORMATS[4] == words + "42a89f9f"
+    assert nf4.FORMATS[5] == words + "1a8d0026"
+    assert crcs == {4: "494dac8c", 5: "6fad3575"}
 
 
 # ---------------------------------------------------------------- which run, which checkpoint

@@ -415,12 +415,16 @@ def rows_held(model):
     return n_held
 
 
+IN_NF5 = "o_proj", "down_proj"  # the other layers of the blocks are in NF4
+
+
 def check_nf4(ranks, folder, n_replicas, changes):
     """Bytes, and weights dequantized after the all-gather, against those of the whole weights."""
     vanilla, _ = build(**changes)
     whole = dict(vanilla.named_parameters())
     rank = 8 if changes else 5  # the products of experts need a multiple of 8
     flags = ["--fsdp2", "--precision", "mixed", "--qlora", "--lora_rank", rank, "--replicas", n_replicas]
+    flags += ["--nf5", *IN_NF5]
     n_read = count_rows_read()
     model, _ = build(*flags, ranks=ranks, **changes)
     assert n_read == rows_held(model), "a rank reads its own rows and no others"
@@ -436,7 +440,7 @@ def check_nf4(ranks, folder, n_replicas, changes):
 
     for name, layer in model.named_modules():
         if isinstance(layer, nf4.NF4Linear):
-            codes, scales = nf4.quantize(whole[f"{name}.weight"].detach())
+            codes, scales = nf4.quantize(whole[f"{name}.weight"].detach(), 5 if name.endswith(IN_NF5) else 4)
             assert torch.equal(layer.weight_codes.full_tensor(), codes), name
             assert torch.equal(layer.weight_scales.full_tensor(), scales), name
             dequantized[layer] = nf4.dequantize(codes, scales, torch.bfloat16)

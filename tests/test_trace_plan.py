@@ -34,10 +34,10 @@ SETTINGS = [
     "--fsdp2 --batch_size 2",
     "--qlora --sequence_parallel 2",
 ]
-# of some layers in 16 bits, with attention alone and beside Gated DeltaNet
-WITH_SKIPS = [
-    ("llama-3.1-8b", "--qlora --nf4_skip k_proj v_proj --activation_checkpointing 1"),
-    ("qwen3.5-27b", "--qlora --nf4_skip k_proj v_proj"),
+# with attention alone and beside Gated DeltaNet
+WITH_NF5 = [
+    ("llama-3.1-8b", "--qlora --nf5 --activation_checkpointing 1"),
+    ("qwen3.5-27b", "--qlora --nf5 out_proj down_proj"),
 ]
 # of a tied pair, a dense model, experts, Gated DeltaNet, and a norm of the embedding
 WITH_EMBEDDINGS = [
@@ -96,7 +96,7 @@ def cases():
                 setting = next(turns)
             yield preset, setting
     yield from WITH_EMBEDDINGS
-    yield from WITH_SKIPS
+    yield from WITH_NF5
     yield from WITH_COPIES
     yield from OF_EXPERTS
     yield from TAKEN

@@ -39,7 +39,7 @@ PARTS = {
     "embedding": "play_backward_of_embedding",
     "peak": "whichever is wrong above",
 }
-UNTRACED = ("weights", "NF4 weights", "adapters", "optimizer")  # kinds of bytes of the plan
+UNTRACED = ("weights", "quantized weights", "adapters", "optimizer")  # kinds of bytes of the plan
 
 
 class LiveBytes(TorchDispatchMode):
