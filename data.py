@@ -736,6 +736,15 @@ PAIR = "chosen + rejected"
 # An example's keys, as TRL ("messages", prompts, pairs), ShareGPT ("conversations") and Alpaca
 # ("instruction", "output") have them. The first that fits counts: pairs may have messages, too.
 FORMATS = PAIR, "messages", "conversations", "prompt + completion", "instruction + output", "text"
+# the other keys that each of them reads
+BESIDE = {
+    PAIR: ("prompt", "system", "tools"),
+    "messages": ("system", "tools"),
+    "conversations": ("system", "tools"),
+    "prompt + completion": ("system", "tools"),
+    "instruction + output": ("input", "history", "system", "tools"),
+    "text": (),
+}
 # all keys that the formats read
 KEYS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "instruction", "input",
         "output", "history", "system", "tools", "text")
@@ -752,6 +761,7 @@ class Example(NamedTuple):
     n_without_mask: int = 0  # answers of the line that are not trained on
     is_further: bool = False  # of answers that the line's first document rewrites
     renamed: tuple = ()  # the columns of --columns that the line has
+    unread: tuple = ()  # keys of the line that its format does not read
     hash: int = 0  # hash_of_example() of the line
 
 
@@ -783,7 +793,8 @@ def parse_example(line, tokenizer, columns=()):
         if form != PAIR and tokenizer.train_on == "pairs":
             raise ValueError("--dpo needs rows with 'chosen' and 'rejected'")
         read = read_pair if form == PAIR else read_example
-        examples = [one._replace(renamed=renamed, hash=line_hash)
+        unread = tuple(key for key in example if key not in BESIDE[form] and key not in form.split(" + "))
+        examples = [one._replace(renamed=renamed, unread=unread, hash=line_hash)
                     for one in read(example, form, tokenizer)]
         for one in examples:
             # raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
@@ -903,6 +914,9 @@ def read_example(example, form, tokenizer):
     if form == "text":
         return [Example(form, "" + example["text"])]  # an error if it is no string
     if form == "prompt + completion" and isinstance(example["prompt"], str):
+        if example.get("system"):
+            raise ValueError("'system' belongs to a conversation, and this prompt is plain text: write it as a "
+                             "list of messages")
         text = example["prompt"] + example["completion"]
         return [Example(form, text, [(len(example["prompt"]), len(text))])]
     messages = check_messages(messages_of(example, form))
@@ -918,13 +932,14 @@ def read_example(example, form, tokenizer):
 
 def messages_of(example, form):
     """The messages of an example, not yet checked."""
-    if form == "messages":
-        return from_json(example["messages"])
-    if form == "prompt + completion":
-        # answers in the prompt are not trained on
-        return [{**message, "weight": 0} for message in example["prompt"]] + example["completion"]
     messages = []
-    if form == "instruction + output":
+    if form == "messages":
+        messages = from_json(example["messages"])
+    elif form == "prompt + completion":
+        # answers in the prompt are not trained on
+        prompt = [{**message, "weight": 0} for message in example["prompt"]]
+        messages = prompt + example["completion"]
+    elif form == "instruction + output":
         question = example["instruction"]
         if example.get("input"):
             question += "\n" + example["input"]
@@ -935,8 +950,11 @@ def messages_of(example, form):
             role = turn.get("from")
             role = {"human": "user", "gpt": "assistant"}.get(role, role)
             messages.append({"role": role, "content": turn.get("value"), **turn})
-    if example.get("system") and not (messages and messages[0].get("role") == "system"):
-        messages.insert(0, {"role": "system", "content": example["system"]})
+    system = example.get("system")
+    if system and messages and messages[0].get("role") == "system" and messages[0].get("content") != system:
+        raise ValueError("'system' is another text than the first message, which is a system message")
+    if system and not (messages and messages[0].get("role") == "system"):
+        messages = [{"role": "system", "content": system}, *messages]
     return messages
 
 
@@ -1313,6 +1331,9 @@ def checksums_of(folder):
     return found
 
 
+MAX_UNREAD = 100  # names of keys in a report: each line of a file may have other ones
+
+
 @dataclass
 class FileReport:
     """What tokenizing a file has found. report.json in the cache has these fields."""
@@ -1330,6 +1351,7 @@ class FileReport:
     n_without_end: int = 0  # answers that end without a special token
     n_empty_thoughts: int = 0  # answers that are trained to begin with an empty thought
     renamed: list = field(default_factory=list)  # columns of --columns that an example has
+    unread: list = field(default_factory=list)  # keys that an example has and its format does not read
     n_documents: int = 0
     n_tokens: int = 0
     largest_id: int = 0  # of all tokens
@@ -1370,6 +1392,7 @@ def encode_lines(tokenizer, lines, report, columns):
         first = found[0]
         report.formats[first.form] += 1
         report.renamed = sorted({*report.renamed, *first.renamed})
+        report.unread = sorted({*report.unread, *first.unread})[:MAX_UNREAD]
         if any(one.text is None for one in found):  # of a pair both answers go
             report.n_spells_special += 1
             continue
@@ -2170,6 +2193,8 @@ def print_file(file):
     for count, note in notes:
         if count:
             print(f"  {count:,} {note}")
+    if report.unread:
+        print(f"  keys that are not read: {listing(report.unread)}")
 
 
 # ================================ model folders ================================

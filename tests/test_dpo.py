@@ -200,9 +200,11 @@ TEXTS = [f"def f⟦(x): pass{END}⟧", f"def f⟦[]{END}⟧"]
     ({"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}, CHATS),
     # without a prompt it is what both begin with: messages, or characters
     ({"chosen": QUESTION + GOOD, "rejected": QUESTION + BAD}, CHATS),
+    ({"prompt": QUESTION, "chosen": GOOD, "rejected": BAD, "system": "s"},
+     [turn("system", "s") + chat for chat in CHATS]),
     ({"prompt": "def f", "chosen": "(x): pass", "rejected": "[]"}, TEXTS),
     ({"chosen": "def f(x): pass", "rejected": "def f[]"}, TEXTS),
-], ids=["prompt", "common messages", "text", "common text"])
+], ids=["prompt", "common messages", "system", "text", "common text"])
 def test_answers_alone_are_trained_on(pairs, tmp_path, row, shown):
     path = jsonl(tmp_path / "rows.jsonl", row)
     documents, _ = read_data(path, pairs)

@@ -192,6 +192,16 @@ EXAMPLES = {  # name: (row, the text that it becomes)
         chat(message("user", [{"type": "text", "text": "2 + "}, {"type": "text", "text": "é?"}]), ANSWER),
         ASKED + ANSWERED),
     # OpenAI's: an answer of weight 0 is read and not trained on
+    # a system message may stand apart, and may be the first one as well
+    "messages-system": (
+        chat(QUESTION, ANSWER, system="s"),
+        turn("system", "s") + ASKED + ANSWERED),
+    "messages-system-twice": (
+        chat(message("system", "s"), QUESTION, ANSWER, system="s"),
+        turn("system", "s") + ASKED + ANSWERED),
+    "prompt-messages-system": (
+        {"prompt": [QUESTION], "completion": [ANSWER], "system": "s"},
+        turn("system", "s") + ASKED + ANSWERED),
     "weight": (
         chat(QUESTION, message("assistant", "5", weight=0), QUESTION, message("assistant", "4", weight=1)),
         ASKED + turn("assistant", "5") + ASKED + trained_turn("4")),
@@ -723,6 +733,8 @@ BAD_LINES = {  # name: (the line, or its row, and a pattern of what is said of i
     "weight": (chat(message("assistant", "a", weight=2)), "'weight' must be 0 or 1, got 2"),
     "image": (chat(message("user", [{"type": "image_url"}, {"text": "q"}])), "must be text, got .*image_url"),
     "tool-number": (chat(QUESTION, ANSWER, tools=[{"function": 7}]), "'int' object"),
+    "prompt-system": ({"prompt": "q", "completion": "a", "system": "s"}, "this prompt is plain text: write it as"),
+    "two-systems": (chat(message("system", "t"), QUESTION, ANSWER, system="s"), "another text than the first"),
     "preferences": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "these need --dpo"),
     "question-answer": (
         {"question": "q", "answer": "a"},
@@ -1038,6 +1050,18 @@ def test_a_run_on_conversations_says_where_the_template_is_from(tmp_path, capsys
     (line,) = [line for line in text.splitlines() if "rendered" in line]
     assert re.fullmatch(f"conversations are rendered by {pattern}", line)
     assert len(line) <= 80  # long names of folders are cut
+
+
+def test_keys_that_are_not_read_are_listed(tmp_path, agent, capsys):
+    rows = [chat(QUESTION, ANSWER, tools=[SCHEMA], system="s", id=7), {"text": "a b", "id": 8, "input": "c"}]
+    _, file = read_rows(tmp_path, agent, *rows)
+    data.print_file(file)
+    assert "\n  keys that are not read: id, input\n" in capsys.readouterr().out
+
+    read = [chat(QUESTION, ANSWER, tools=[SCHEMA], system="s"), {"instruction": "q", "input": "i", "output": "a"}]
+    _, file = read_rows(tmp_path, agent, *read)
+    data.print_file(file)
+    assert "not read" not in capsys.readouterr().out
 
 
 def test_a_run_on_texts_says_nothing_of_a_template(tmp_path, tiny, capsys):
