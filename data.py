@@ -915,8 +915,8 @@ def read_example(example, form, tokenizer):
         return [Example(form, "" + example["text"])]  # an error if it is no string
     if form == "prompt + completion" and isinstance(example["prompt"], str):
         if example.get("system"):
-            raise ValueError("'system' belongs to a conversation, and this prompt is plain text: write it as a "
-                             "list of messages")
+            raise ValueError("'system' belongs to a conversation, and this prompt is plain text: write it as "
+                             "a list of messages")
         text = example["prompt"] + example["completion"]
         return [Example(form, text, [(len(example["prompt"]), len(text))])]
     messages = check_messages(messages_of(example, form))

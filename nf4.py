@@ -158,25 +158,28 @@ def midpoints_of_cells(device, bits):
     lie below it, uint8, and the next one, float32."""
     ends = torch.tensor([*midpoints(bits), math.inf], device="cpu")
     n_cells = 2**bits
-    n_below = torch.bucketize(torch.arange(-n_cells, n_cells + 1, device="cpu") / n_cells, ends)
+    starts = torch.arange(-n_cells, n_cells + 1, device="cpu") / n_cells
+    n_below = torch.bucketize(starts, ends)
     return n_below.to(torch.uint8).to(device), ends[n_below].to(device)
 
 
 def nearest_levels(relative, bits):
-    """The index of the level that is nearest to each number, uint8. Midpoints are farther apart than a cell is
-    wide, so at most one of them decides. torch.bucketize() gives the same and takes six times as long on a
-    CPU."""
+    """The index of the level that is nearest to each number, uint8. Midpoints are farther apart than a cell
+    is wide, so at most one of them decides. torch.bucketize() gives the same and takes six times as long on
+    a CPU."""
     n_below, next_midpoint = midpoints_of_cells(relative.device, bits)
-    n_cells = 2**bits
-    cells = (relative.clamp(-1, 1) * n_cells + n_cells).int().flatten()
+    n_cells = 2**bits  # on either side of 0
+    clamped = relative.clamp(-1, 1)
+    cells = (clamped * n_cells + n_cells).int().flatten()
     is_above = relative.flatten() > next_midpoint.index_select(0, cells)
     return n_below.index_select(0, cells) + is_above
 
 
 def pack(indices_ND, bits):
-    """Indices of levels, uint8 -> codes_NP. Each byte has the lower four bits of two indices, the first of them
-    in its high half, as bitsandbytes packs. Behind these bytes, each one has the fifth bits of four pairs, one
-    in every quarter of the row: so they are unpacked without a step between neighbours."""
+    """Indices of levels, uint8 -> codes_NP. A byte has the lower four bits of two neighbours, the first in
+    its high half, as bitsandbytes packs. In 5 bits more bytes follow, which have the fifth bits of four such
+    pairs each, one pair in every quarter of the row: a CPU then unpacks a quarter by one shift of all its
+    bytes."""
     D = indices_ND.shape[1]
     first_N, second_N = indices_ND.unflatten(1, (-1, 2)).unbind(-1)
     nibbles = (first_N & 15) << 4 | second_N & 15
@@ -184,13 +187,15 @@ def pack(indices_ND, bits):
         return nibbles
     fifths = first_N >> 4 << 1 | second_N >> 4
     quarters = fifths.split(D // 8, 1)
-    packed = quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6
+    packed = quarters[0]
+    for number in (1, 2, 3):
+        packed = packed | quarters[number] << 2 * number
     return torch.cat([nibbles, packed], 1)
 
 
 def pairs_of(codes_NP, D):
-    """[N, D/2] int32: for each two weights a row of level_pairs(), which is their byte of codes, and in 5 bits
-    also their fifth bits, above it."""
+    """[N, D/2] int32: for each two neighbours the number of their pair in level_pairs(). It is their byte of
+    codes, and in 5 bits above it both fifth bits."""
     if codes_NP.shape[1] == D // 2:
         return codes_NP.int()
     nibbles, fifths = codes_NP.split([D // 2, D // 8], 1)
@@ -206,7 +211,8 @@ def quantize_scales(scales):
     # tensor, cannot change a code.
     ln = scales.double().log()
     smallest = ln.masked_fill(is_zero, math.inf).amin(-1)
-    row_range = torch.stack([smallest, ln.amax(-1)], -1).float()
+    largest = ln.amax(-1)
+    row_range = torch.stack([smallest, largest], -1).float()
     row_range.masked_fill_(row_range.isinf(), 0.0)  # a row of zeros has none
     # the steps are those of the float32 range that is stored, which dequantize_scales() reads
     low, high = row_range.double().split(1, -1)
@@ -224,15 +230,17 @@ def dequantize_scales(scales_NQ, dtype=torch.float32):
     row_range = range_bytes.view(torch.float32)
     low, high = row_range.to(dtype).split(1, -1)
     step = (high - low) / SCALE_STEPS
-    return torch.exp(low + (codes.to(dtype) - 1) * step).masked_fill_(codes == 0, 0.0)
+    ln = low + (codes.to(dtype) - 1) * step
+    return ln.exp().masked_fill_(codes == 0, 0.0)
 
 
 @functools.cache
 def level_pairs(device, bits):
-    """[256] int64, in 5 bits [1024]: the two float32 levels of each number that pairs_of() makes, the first one
-    in the low half. It is made once, because a copy from the host waits for the GPU."""
-    halves = torch.tensor(CODEBOOKS[bits], device="cpu").split(16)  # in 4 bits there is one
-    pairs = [torch.cartesian_prod(first, second) for first, second in itertools.product(halves, halves)]
+    """[256] int64, in 5 bits [1024]: the two float32 levels of each number that pairs_of() makes, the first
+    one in the low half. It is made once, because a copy from the host waits for the GPU."""
+    levels = torch.tensor(CODEBOOKS[bits], device="cpu")
+    sixteens = levels.split(16)  # levels with one fifth bit; in 4 bits there is one such part
+    pairs = [torch.cartesian_prod(*two) for two in itertools.product(sixteens, repeat=2)]
     return torch.cat(pairs).view(torch.int64).flatten().to(device)
 
 
@@ -277,9 +285,9 @@ def select(index):
 
 
 def dequantize_pairs(codes_NP, scales_NM, table=None, dtype=torch.bfloat16):
-    """dequantize() for torch.compile. Each int32 of the result [N * M, 32] packs two weights, bf16 or fp16, so
-    that loads and stores are contiguous. Levels come from `table`, level_pairs(), which a GPU reads up to 5
-    times as fast, or in 4 bits from selects, which take a CPU 0 to 20 % less time."""
+    """dequantize() for torch.compile. Each int32 of the result [N * M, 32] packs two weights, bf16 or fp16,
+    so that loads and stores are contiguous. Levels come from `table`, level_pairs(), which a GPU reads up to
+    5 times as fast, or in 4 bits from selects, which take a CPU 0 to 20 % less time."""
     D = scales_NM.shape[1] * BLOCK
     index = pairs_of(codes_NP, D).view(-1, BLOCK // 2)
     scales = scales_NM.view(-1, 1)
@@ -356,7 +364,8 @@ def experts_with_rows(codes, scales, ends):
     used = n_rows_E.nonzero().flatten()
 
     def of_used(packed):
-        return packed.unflatten(0, (len(ends), -1))[used].flatten(0, 1)
+        by_expert = packed.unflatten(0, (len(ends), -1))
+        return by_expert[used].flatten(0, 1)
 
     return of_used(codes), of_used(scales), ends[used]
 
@@ -386,9 +395,10 @@ class NF4Matmul(torch.autograd.Function):
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer in NF4, or with bits=5 in NF5. Set from outside: `fast` by model.compile_
-    (dequantize by torch.compile), and `keeps_weight` by model.keep_weights_ (the forward's 16-bit weight stays
-    for the backward)."""
+    """A frozen linear layer in NF4, or with bits=5 in NF5.
+
+    Set from outside: `fast` by model.compile_ (dequantize by torch.compile), and `keeps_weight` by
+    model.keep_weights_ (the forward's 16-bit weight stays for the backward)."""
 
     def __init__(self, in_features, out_features, bias, device=None, bits=4):
         super().__init__()
@@ -405,7 +415,8 @@ class NF4Linear(nn.Module):
     def forward(self, x, ends=None):
         codes = self.weight_codes
         scales = self.weight_scales
-        if ends is not None and not torch.is_grad_enabled() and 0 < len(x) < MANY_ROWS * len(ends):
+        is_generating = ends is not None and not torch.is_grad_enabled()
+        if is_generating and 0 < len(x) < MANY_ROWS * len(ends):
             codes, scales, ends = experts_with_rows(codes, scales, ends)
         if self.keeps_weight:
             # Autograd saves the weight. Checkpointing drops it until the block's recomputation has made it
@@ -422,9 +433,9 @@ SMALL = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
 
 
 def quantize_linears_(module, bits_of):
-    """Replaces each linear layer below `module`, but for small ones, by an NF4Linear of bits_of(its name) bits,
-    whose parameters are to be filled. ValueError where rows do not divide into blocks, which no Llama or Qwen
-    has."""
+    """Replaces each linear layer below `module`, but for small ones, by an NF4Linear of bits_of(its name)
+    bits, whose parameters are to be filled. ValueError where rows do not divide into blocks, which no Llama
+    or Qwen has."""
     for parent_name, parent in list(module.named_modules()):
         for child_name, child in parent.named_children():
             if not isinstance(child, nn.Linear) or child_name in SMALL:
@@ -526,7 +537,8 @@ class Dither(NamedTuple):
 
     def of_region(self, region):
         """The factors of a region in blocks: [3, n, 1, 1] and [b, 256]."""
-        return Dither(self.rows_3N[:, region.rows, None, None], in_blocks(self.cols_D[region.cols]))
+        rows_3N = self.rows_3N[:, region.rows, None, None]
+        return Dither(rows_3N, in_blocks(self.cols_D[region.cols]))
 
 
 FOR_M, FOR_V, FOR_W = range(3)  # what random bits are used for: to round m, v or the weight
@@ -538,7 +550,8 @@ def dither_words(step, number, start, stop, D, device):
     key = mix(mix(step) + number)  # plain ints: nothing is copied to the device
     row_numbers_N = torch.arange(start, stop, device=device)
     column_numbers_D = torch.arange(D, device=device)
-    rows_3N = torch.stack([mix(mix(key + 1 + use) + row_numbers_N) for use in (FOR_M, FOR_V, FOR_W)])
+    keys = [mix(key + 1 + use) for use in (FOR_M, FOR_V, FOR_W)]
+    rows_3N = torch.stack([mix(key_of_use + row_numbers_N) for key_of_use in keys])
     cols_D = mix(key + column_numbers_D)
     return Dither((rows_3N | 1).to(torch.int32), (cols_D | 1).to(torch.int32))
 
@@ -620,7 +633,8 @@ def read_moment(moment):
     stored = moment.stored
     if moment.scales is None:
         return stored.float()
-    return moment.levels.index_select(0, stored.flatten().int()).view(stored.shape).mul_(moment.scales)
+    levels = moment.levels.index_select(0, stored.flatten().int())
+    return levels.view(stored.shape).mul_(moment.scales)
 
 
 def write_moment_(moment, x, random_bits, skip):

@@ -227,7 +227,7 @@ def make_parser():
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True)
     switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True)
-    add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight, where the model loses a "
+    add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight, which cost a model a "
         "quarter of what 4 bits cost it (default: none; without a value: all)",
         nargs="*", metavar="LAYER", fixed=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True)
