@@ -1,14 +1,14 @@
-"""What NF4 costs a trained model, before any training: the loss with weights in 16 bits and in NF4. Run by hand:
+"""What NF4 and NF5 cost a trained model, before any training: the loss with weights in 16, 4 and 5 bits. Run by hand:
 
     python tests/bench_nf4.py --model FOLDER            # all rows of the table: 20 times the seconds of one
-    python tests/bench_nf4.py --model FOLDER --rows 4   # the first rows alone: 16 bits and the rules
+    python tests/bench_nf4.py --model FOLDER --rows 8   # without the kinds of layers in 16 bits
 
 Three sets of tokens: `docs`, the answers to held-out questions of stdlib:docs; `code`, held-out modules of
 stdlib:code as running text; `own`, the model's own greedy answers to some of these questions, by which a change shows
 that a user would see. All is computed in float32, and the weights alone change.
 
-The rules: by the least squared error is nf4.quantize(). By the largest magnitude of a block is the paper's scale, in
-the same 4.14 bits. The row of bitsandbytes needs that package and is left out where it is missing.
+The rules: by the least squared error is nf4.quantize(), in 4 and in 5 bits. By the largest magnitude of a block is the
+paper's scale, in the same 4.14 bits. The row of bitsandbytes needs that package and is left out where it is missing.
 
 Two rules look at what a layer reads, in texts that are trained on: by the error of the output, where a weight's squared
 error counts as much as the mean square of its input (as in AWQ, arXiv:2306.00978), and by passing errors on, where
@@ -153,16 +153,21 @@ def losses_of(model, batches):
 # ---------------------------------------------------------------- rules
 
 
-# A rule is a function of a weight [N, D] and the second moments of what its layer reads [D, D] -> the weight in NF4.
+# A rule is a function of a weight [N, D] and the second moments of what its layer reads [D, D] -> the weight as it is
+# after quantizing, [N, D]. Every one has 4 bits, but for in_nf5().
 
 
 def least_error(w_ND, moments_DD):
-    return nf4.dequantize(*nf4.quantize(w_ND), torch.float32)
+    return nf4.dequantize(*nf4.quantize(w_ND, 4), torch.float32)
+
+
+def in_nf5(w_ND, moments_DD):
+    return nf4.dequantize(*nf4.quantize(w_ND, 5), torch.float32)
 
 
 def largest_magnitude(w_ND, moments_DD):
     best_scales = nf4.best_scales
-    nf4.best_scales = lambda blocks, absmax: absmax
+    nf4.best_scales = lambda blocks, absmax, bits: absmax
     try:
         return least_error(w_ND, moments_DD)
     finally:
@@ -171,8 +176,9 @@ def largest_magnitude(w_ND, moments_DD):
 
 def rounded(w, scales):
     """Weights [..., 64] rounded to the levels under their scales [...]."""
-    levels = torch.tensor(nf4.CODEBOOK)[nf4.nearest_levels(nf4.in_units_of(scales, w)).int()].view_as(w)
-    return levels * scales.unsqueeze(-1)
+    nearest = nf4.nearest_levels(nf4.in_units_of(scales, w), 4)
+    levels = torch.tensor(nf4.CODEBOOK)[nearest.int()]
+    return levels.view_as(w) * scales.unsqueeze(-1)
 
 
 def output_error(w_ND, moments_DD):
@@ -201,7 +207,7 @@ def passed_on(w_ND, moments_DD):
     for start in range(0, D, nf4.BLOCK):
         block = slice(start, start + nf4.BLOCK)
         w = left_ND[:, block]
-        scales = nf4.best_scales(w[:, None], w.abs().amax(-1, keepdim=True)).squeeze(1)
+        scales = nf4.best_scales(w[:, None], w.abs().amax(-1, keepdim=True), 4).squeeze(1)
         errors = torch.empty_like(w)
         for i in range(nf4.BLOCK):
             column = rounded(w[:, i, None], scales).squeeze(1)
@@ -212,8 +218,13 @@ def passed_on(w_ND, moments_DD):
     return in_nf4
 
 
-RULES = {"by the largest magnitude": largest_magnitude, "by the error of the output": output_error,
-         "by passing errors on": passed_on, "by the least squared error": least_error}
+RULES = {
+    "NF4 by the largest magnitude": largest_magnitude,
+    "NF4 by the error of the output": output_error,
+    "NF4 by passing errors on": passed_on,
+    "NF4 by the least squared error": least_error,
+    "NF5 by the least squared error": in_nf5,
+}
 with contextlib.suppress(ImportError):
     from bitsandbytes import functional as bnb
 
@@ -221,7 +232,7 @@ with contextlib.suppress(ImportError):
         packed, state = bnb.quantize_4bit(w_ND, blocksize=nf4.BLOCK, compress_statistics=True, quant_type="nf4")
         return bnb.dequantize_4bit(packed, state)
 
-    RULES = {"of bitsandbytes, double quantization": bitsandbytes_double, **RULES}
+    RULES = {"NF4 of bitsandbytes, double quantization": bitsandbytes_double, **RULES}
 
 
 def moments_of_inputs(model, batches):
@@ -285,38 +296,52 @@ def rotate_(model):
 # ---------------------------------------------------------------- the table
 
 
+class Weight(NamedTuple):
+    """What a layer computes with."""
+
+    w_ND: torch.Tensor
+    n_bits: float  # of all its numbers
+
+
 class Measuring:
-    """A model whose layers are in 16 bits or in NF4, and the rows that it is measured on."""
+    """A model whose layers are in 16, 4 or 5 bits, and the rows that it is measured on."""
 
     def __init__(self, model, sets, seen):
         """sets: {name: batches}. seen: batches that a rule may look at."""
         self.model = model
         self.sets = sets
         self.layers = linears_of(model)
-        self.exact = {name: layer.weight.detach().clone() for name, layer in self.layers.items()}
+        self.exact = {}
+        for name, layer in self.layers.items():
+            self.exact[name] = Weight(layer.weight.detach().clone(), 16 * layer.weight.numel())
         self.moments = moments_of_inputs(model, seen)
         self.cells = []
         self.exact_losses = None
 
     def quantize(self, rule):
-        """{name: the weight in NF4 by a rule}."""
-        return {name: rule(w_ND, self.moments[name]) for name, w_ND in self.exact.items()}
+        """{name: Weight} by a rule."""
+        bits = 5 if rule is in_nf5 else 4
+        weights = {}
+        for name, exact in self.exact.items():
+            N, D = exact.w_ND.shape
+            n_bits = N * (bits * D + 8 * D / nf4.BLOCK + 8 * nf4.RANGE_BYTES)
+            weights[name] = Weight(rule(exact.w_ND, self.moments[name]), n_bits)
+        return weights
 
-    def measure(self, what, in_nf4, stays_exact=lambda name: False):
-        """Adds a line to the table, of a model whose weights are those of in_nf4, but for some."""
+    def measure(self, what, weights):
+        """Adds a line to the table, of a model with these weights. The first one has to be the exact model's."""
         n_weights = 0
         n_bits = 0
         square = 0.0
         error_square = 0.0
         for name, layer in self.layers.items():
-            exact = self.exact[name]
-            is_exact = in_nf4 is None or stays_exact(name)
-            weight = exact if is_exact else in_nf4[name]
-            layer.weight.copy_(weight)
-            n_weights += exact.numel()
-            n_bits += exact.numel() * (16 if is_exact else 4 + 8 / nf4.BLOCK) + (0 if is_exact else 64 * len(exact))
-            square += exact.square().sum().item()
-            error_square += (weight - exact).square().sum().item()
+            exact_ND = self.exact[name].w_ND
+            w_ND = weights[name].w_ND
+            layer.weight.copy_(w_ND)
+            n_weights += w_ND.numel()
+            n_bits += weights[name].n_bits
+            square += exact_ND.square().sum().item()
+            error_square += (w_ND - exact_ND).square().sum().item()
         losses = [losses_of(self.model, batches) for batches in self.sets.values()]
         self.exact_losses = self.exact_losses or losses
         figures = []
@@ -331,8 +356,13 @@ class Measuring:
         table(title, ("blocks", "bits a weight", "error of the weights", *self.sets), self.cells)
 
 
+def mixed(weights, others, is_other):
+    """{name: Weight}, those of `others` where is_other(name)."""
+    return {name: others[name] if is_other(name) else weight for name, weight in weights.items()}
+
+
 def cases_of(model):
-    """[(what stays in 16 bits, the same as a function of a layer's name)]."""
+    """[(what has more bits, the same as a function of a layer's name)]."""
     n = model.config.num_hidden_layers
     cases = [("k_proj and v_proj", lambda name: name.endswith(("k_proj", "v_proj")))]
     cases += [(kind, lambda name, kind=kind: name.endswith(kind)) for kind in KINDS]
@@ -357,21 +387,27 @@ def main():
     }
     seen = batches_of(code_rows(tokenizer, 32, held_out=False))
     plain = Measuring(model, sets, seen)
-    plain.measure("16 bits", None)
-    in_nf4 = {}
+    plain.measure("16 bits", plain.exact)
+    by_rule = {}
     for name, rule in RULES.items():
-        in_nf4 = plain.quantize(rule)
-        plain.measure(f"NF4 {name}", in_nf4)
-    for what, stays_exact in cases_of(model)[: max(0, args.rows - len(plain.cells))]:
-        plain.measure(f"the same, in 16 bits {what}", in_nf4, stays_exact)
-    plain.measure("16 bits", None)  # as it was, for the rotation
-    plain.cells.pop()
+        by_rule[name] = plain.quantize(rule)
+        plain.measure(name, by_rule[name])
+    in_4_bits = by_rule["NF4 by the least squared error"]
+    in_5_bits = by_rule["NF5 by the least squared error"]
+    for layers in ("gate_proj", "up_proj"), ("gate_proj",):
+        # about 4.6 and 4.9 bits a weight, because these layers are a quarter of the weights each
+        weights = mixed(in_5_bits, in_4_bits, lambda name, layers=layers: name.endswith(layers))
+        plain.measure(f"the same, in NF4 {' and '.join(layers)}", weights)
+    for what, has_more in cases_of(model)[: max(0, args.rows - len(plain.cells))]:
+        plain.measure(f"NF4, in 16 bits {what}", mixed(in_4_bits, plain.exact, has_more))
+    for name, layer in plain.layers.items():  # as it was, for the rotation
+        layer.weight.copy_(plain.exact[name].w_ND)
     if rotate_(model):
         rotated = Measuring(model, sets, seen)
         rotated.exact_losses = plain.exact_losses
-        rotated.measure("rotated, 16 bits", None)
+        rotated.measure("rotated, 16 bits", rotated.exact)
         for name, rule in RULES.items():
-            rotated.measure(f"rotated, NF4 {name}", rotated.quantize(rule))
+            rotated.measure(f"rotated, {name}", rotated.quantize(rule))
         plain.cells += rotated.cells
     plain.print_table(f"python tests/bench_nf4.py --model {args.model.name}")
 
