@@ -509,6 +509,7 @@ class Tokenizer:
         check_is_file(path)
         self.source = f"chat template ({path if has_file else 'tokenizer_config.json'})"
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
+            self.has_template = bool(has_file or template)  # its own
             if has_file:  # transformers, too, prefers the file to tokenizer_config.json
                 template = path.read_text("utf-8-sig")
             elif template is None:
@@ -1344,6 +1345,7 @@ class FileReport:
     errors: str = ""  # of the first five bad examples, a line each
     formats: dict = field(default_factory=Counter)  # {one of FORMATS: number of examples}
     n_chats: int = 0
+    n_plain_prompts: int = 0  # examples with a prompt, or pairs, that are no messages
     n_spells_special: int = 0  # examples that spell a special token
     n_further: int = 0  # documents of answers that the whole conversation rewrites
     n_further_tok: int = 0  # their tokens
@@ -1397,6 +1399,7 @@ def encode_lines(tokenizer, lines, report, columns):
             report.n_spells_special += 1
             continue
         report.n_chats += first.is_chat
+        report.n_plain_prompts += first.form in (PAIR, "prompt + completion") and not first.is_chat
         report.n_without_mask += first.n_without_mask
         examples += found
         line_numbers += [report.n_lines] * len(found)
@@ -2156,6 +2159,10 @@ def print_data(args, loader, eval_loader, tokenizer):
         if len(line) > 80:  # a long path: its end says more
             line = f"{line[:46]}...{line[-31:]}"
         print(line)
+    n_plain = sum(file.report.n_plain_prompts for file in files)
+    if n_plain and tokenizer.has_template:
+        print(f"{n_plain:,} prompts are plain text, trained on as they stand: only lists of messages go "
+              "through the chat template")
     if n_empty := sum(file.report.n_empty_thoughts for file in loader.documents.files):
         line = (f"{n_empty:,} answers begin with an empty thought: the model unlearns to think when it is "
                 "asked in its default mode")

@@ -2,6 +2,7 @@
 make_chat_goldens.py), what is left out and what is refused, BOS and EOS."""
 
 import codecs
+import copy
 import csv
 import gzip
 import io
@@ -1062,6 +1063,20 @@ def test_keys_that_are_not_read_are_listed(tmp_path, agent, capsys):
     _, file = read_rows(tmp_path, agent, *read)
     data.print_file(file)
     assert "not read" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row, n_plain", [
+    ({"prompt": "2 + 2 =", "completion": " 4"}, 1),
+    ({"prompt": [QUESTION], "completion": [ANSWER]}, 0),
+    ({"text": "a b"}, 0),
+], ids=["text", "messages", "no prompt"])
+def test_prompts_that_get_no_template_are_counted_if_the_model_has_one(tmp_path, tiny, capsys, row, n_plain):
+    said = start_up_text(tmp_path, tiny, row, capsys)
+    assert ("1 prompts are plain text, trained on as they stand: only" in said) == bool(n_plain)
+    # of a base model nobody expects one
+    tiny_without = copy.copy(tiny)
+    tiny_without.has_template = False
+    assert "plain text" not in start_up_text(tmp_path, tiny_without, row, capsys)
 
 
 def test_a_run_on_texts_says_nothing_of_a_template(tmp_path, tiny, capsys):
