@@ -214,9 +214,9 @@ def ours(folder, adapter_folder=None, precision="fp32"):
     return fill(model, source, adapter).eval()
 
 
-def theirs(folder, dtype=torch.float32):
+def theirs(folder, dtype=torch.float32, attention="eager"):
     kind = class_of(transformers.AutoConfig.from_pretrained(folder))
-    return kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    return kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
 
 
 def round_to_file(model, folder):
@@ -670,9 +670,21 @@ class Limits(NamedTuple):
     of_the_mean: float  # over all steps, whose differences cancel where they are rounding
 
 
-# In float32, sums in another order differ in the last digit, and training enlarges that. In bf16 the logits of each
-# side are 0.15 to 0.19 (RMS) from those in float32, and a row has only ten to fifty targets to average over.
+# In float32, sums in another order differ in the last digit, and training enlarges that: by how much, transformers'
+# own two ways to compute attention tell. In bf16 the logits of each side are 0.15 to 0.19 (RMS) from those in float32,
+# and a row has only ten to fifty targets to average over.
 CURVE_LIMITS = {"fp32": Limits(1e-3, 1e-3), "bf16": Limits(0.2, 0.03), "mixed": Limits(0.2, 0.03)}
+TIMES_THE_CONTROL = 3  # of the largest difference: both are one sample of the same rounding
+
+
+def losses_of_transformers(trained, method, precision, dtype, attention):
+    """The loss of each step by transformers, with PEFT's adapters, and for --qlora on the weights of oomph's NF4."""
+    model = theirs(trained.folder, dtype, attention)
+    if method.name == "qlora":
+        with_nf4_errors_(model)
+    if method.flags:
+        model = with_peft(model, trained, method)
+    return peers_losses(model, trained, method, precision)
 
 
 def compare_curves(trained, method, precision, folder):
@@ -680,21 +692,23 @@ def compare_curves(trained, method, precision, folder):
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     name = f"{method.name}, --precision {precision}"
     own = own_losses(trained, method, precision, folder / f"{method.name}-{precision}")
-    base = theirs(trained.folder, dtype)
-    if method.name == "qlora":
-        with_nf4_errors_(base)
-    peer = with_peft(base, trained, method) if method.flags else base
-    losses = peers_losses(peer, trained, method, precision)
+    losses = losses_of_transformers(trained, method, precision, dtype, "eager")
     largest = (own - losses).abs().max().item()
     of_the_mean = abs((own - losses).mean().item())
     limits = CURVE_LIMITS[precision]
+    figure = f"differ by at most {largest:.1e}, their means by {of_the_mean:.1e}"
+    rows = [row_of(name, "oomph", own, own), row_of(name, "transformers", losses, own)]
+    if precision == "fp32":
+        control = losses_of_transformers(trained, method, precision, dtype, "sdpa")
+        of_control = (control - losses).abs().max().item()
+        limits = limits._replace(of_a_step=max(limits.of_a_step, TIMES_THE_CONTROL * of_control))
+        figure += f"; transformers' with sdpa from those with eager attention by {of_control:.1e}"
+        rows.append(row_of(name, "transformers, sdpa", control, own))
     agrees = largest <= limits.of_a_step and of_the_mean <= limits.of_the_mean
-    check(f"{name}: losses of {trained.n_steps} steps", agrees,
-          f"differ by at most {largest:.1e}, their means by {of_the_mean:.1e}")
+    check(f"{name}: losses of {trained.n_steps} steps", agrees, figure)
     n = trained.n_steps // 4
     check(f"{name}: it learns", own[-n:].mean() < own[:n].mean(),
           f"mean of a quarter of the steps {own[:n].mean():.3f} -> {own[-n:].mean():.3f}")
-    rows = [row_of(name, "oomph", own, own), row_of(name, "transformers", losses, own)]
     if method.name == "qlora" and precision == "fp32":
         other = with_peft(with_bitsandbytes(trained.folder, dtype), trained, method)
         rows.append(row_of(name, "bitsandbytes", peers_losses(other, trained, method, precision), own))
