@@ -517,7 +517,7 @@ def refuse_conflicts(args):
         refuse("--stochastic_rounding needs --precision bf16")
     if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
         refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
-    # one terminal, and one process that reads from it
+    # a chat has one terminal, and one process that reads from it
     if args.chat and (args.fsdp2 or "RANK" in os.environ):
         refuse("--chat needs one device: no torchrun, no --fsdp2")
     if args.optim_in_backward and args.precision == "fp16":
@@ -1790,6 +1790,7 @@ def clip_gradients_(params, clip):
         dist.all_reduce(norm_squared, group=mesh.get_group(mesh.ndim - 1))
         norm = norm_squared.sqrt()
     if clip:
+        # As torch.nn.utils.clip_grad_norm_ has it. No `if norm > clip`, for which the host would wait.
         torch._foreach_mul_(rows, (clip / (norm + 1e-6)).clamp(max=1))
     return norm
 
@@ -3310,6 +3311,8 @@ def events_and_host(args, config, world, length, blocks):
     # replicas hold the same shards, so what counts is the size of a replica
     shards = world // args.replicas if args.fsdp2 else 1
     n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # of a micro-batch on this rank
+    # Blocks of one layer type have the same parameters, so one of each type is built. The search for what
+    # fits makes dozens of plans, and each of them would build 126 blocks for 405B.
     layer_types = list(dict.fromkeys(config.layer_types))  # each once
     few_blocks = dataclasses.replace(config, num_hidden_layers=len(layer_types), layer_types=layer_types)
     model = lm.on_meta(few_blocks, args)
@@ -3463,7 +3466,9 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
     if "activations" in args.offload:  # two inputs are on the GPU: in use, and on its way to the host or back
         saved[2:] = [0] * len(saved[2:])
     left, fetched = weights_of_block
-    alive = always.copy()  # what is on the GPU between two events
+    # What is on the GPU between two events. An event is a moment between them, in which a kernel has its
+    # inputs, outputs and temporaries as well: `alive` and these together are one candidate for the peak.
+    alive = always.copy()
     if sharding.ends_in_root:
         alive["unsharded units"] = sum(unit.unsharded for unit in units.ends)
     if args.grad_accum > 1 and args.fsdp2 and not trains_ends(args):
@@ -3475,9 +3480,12 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
     if sharding.ends_in_root:
         yield Event("head and loss", "loss", alive + Counter({"unsharded units": head.brought}))
 
+    # ---- forward of the blocks: `alive` grows by what each of them saves
     yield from play_forward_(units, sharding, acts, left, saved, alive)
 
     # ---- the loss, then the backward of the head
+    # Here all blocks have saved what they save and none has freed it: the peak of long rows without
+    # checkpointing.
     yield Event("head and loss", "saved", alive + Counter({"saved activations": input_bytes}))
     weights = 0
     if not sharding.ends_in_root:
@@ -3490,6 +3498,7 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
     in_loss = Counter({"saved activations": n_inputs_of_loss * input_bytes, "logits chunk": logits_bytes,
                        "unsharded units": weights})
     yield Event("head and loss", "loss", alive + in_loss)
+    # the gradient of the head's weight is V*D numbers, of a small model with a large vocabulary most of all
     in_backward = Counter({"saved activations": 4 * input_bytes, "gradients": head.new_gradient})
     if not sharding.head_waits:
         in_backward["gradients"] = head.reduction()
@@ -3500,11 +3509,13 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
     else:
         alive["gradients"] += left_for_step(args, sharding, head)
 
-    # ---- backward of the blocks, each while the unit before it is reduced
+    # ---- backward of the blocks, each while the unit before it is reduced: FSDP2 runs the reduce-scatter of
+    # a unit on a stream of its own, so its input is still there while the next block computes
     being_reduced = 0 if sharding.head_waits else head.reduce_input
     for i in reversed(range(len(acts))):
         here = alive + Counter({"unsharded units": fetched[i], "gradients": being_reduced})
         yield from play_backward_of_block(args, units, i, acts[i], here)
+        # the block is done: its activations go, its gradients stay for the step, or go to the host
         being_reduced = units.blocks[i].reduce_input
         alive["gradients"] += left_for_step(args, sharding, units.blocks[i])
         alive["saved activations"] -= saved[i]
@@ -3513,6 +3524,7 @@ def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inp
     # ---- backward of the embedding, which adapters do not need; optimizer.step()
     if trains_ends(args):
         yield from play_backward_of_embedding(args, units, sharding, input_bytes, alive)
+    # No activation is left by now. This is the peak of a large model that is trained in full on short rows.
     if not args.optim_in_backward:
         gradients = 0 if "params" in args.offload else all_gradients
         workspace = max(unit.workspace for unit in units.all())
@@ -3583,6 +3595,8 @@ def play_backward_of_block(args, units, i, of_block, alive):
     of_down = down.new_gradient
     if args.lora or casts_gradients(args):  # adapters get theirs later, and in_down has one that is cast
         of_down = 0
+    # The MLP first, from its end: down_proj, then gate_proj and up_proj, then the norm before them. Each
+    # product of a trained weight leaves a gradient as large as the weight, while activations get fewer.
     yield event("backward", of_block.in_down, of_tiles + of_down, 0)
     yield event("backward", of_block.behind_down, of_tiles + down.new_gradient, freed_by_down)
     if is_taken or args.tiled_mlp:
@@ -3594,12 +3608,15 @@ def play_backward_of_block(args, units, i, of_block, alive):
         yield event("backward", of_block.in_mlp, down.new_gradient, freed_by_down)
         made = after_attention.new_gradient
     yield event("backward", of_block.behind_mlp, made, freed)
+    # then attention, beside the gradients of the MLP and of o_proj
     if is_taken:
         made = 0  # and those of q, k and v come when attention has freed more than they need
     yield event("attention", of_block.in_attention + updating(args, units.blocks[i]), made, freed)
 
 
 def play_backward_of_embedding(args, units, sharding, input_bytes, alive):
+    """Yields the events behind the first block's backward, where the embedding, or a tied pair, gets its
+    gradient: [V, D] numbers, although a step has seen few of the V tokens."""
     embedding = units.embedding
     here = alive + Counter({"gradients": embedding.new_gradient})
     # of the first block's input: 16 bits, or the float32 of a master, which is as much as two
@@ -4195,6 +4212,7 @@ def choose_blocks(args, config, world, length, room):
     bytes, or else the one that needs the least. Without a known room auto is what needs the least."""
     asked = blocks_as_asked(args, config)
     choices = [asked]
+    # on a CPU, and where a dry run names no card
     if room == math.inf:
         return asked
     # with the inputs of blocks offloaded, auto recomputes all blocks
@@ -4204,7 +4222,8 @@ def choose_blocks(args, config, world, length, room):
                    for choice in block_choices(config.num_hidden_layers, can_keep_weights)]
     if args.resident_blocks == "auto" and offloads_frozen(args):
         choices = resident_choices(config.num_hidden_layers, choices)
-    # We bisect: about ten plans, each of which plays a whole step.
+    # Every choice needs at most the memory of the one before it, so we bisect: about ten plans, each of which
+    # plays a whole step.
     first = 0
     last = len(choices) - 1
     while first < last:
@@ -4293,6 +4312,8 @@ def ladder(args, config, world, length, room):
     need = functools.partial(bytes_with, args, config, world, length)
     added = []
     peak = need(added)
+    # Greedy, and not the best of all sets of rungs: the first flags that are named are those that cost the
+    # least time, in the order in which a user would try them.
     for rung in 2 * rungs_of(args):  # what does not help at first may help beside later ones
         if peak <= room:
             break
