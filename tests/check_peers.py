@@ -690,6 +690,8 @@ CURVE_LIMITS = {"fp32": Limits(1e-3, 1e-3), "bf16": Limits(0.2, 0.03), "mixed": 
 def losses_of_transformers(trained, method, precision, dtype, attention):
     """The loss of each step by transformers, with PEFT's adapters, and for --qlora on the weights of oomph's NF4."""
     model = theirs(trained.folder, dtype, attention)
+    # transformers gives the input embedding of pad_token_id no gradient, which here is the end of a turn
+    model.get_input_embeddings().padding_idx = None
     if method.name == "qlora":
         with_nf4_errors_(model)
     if method.flags:
