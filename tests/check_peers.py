@@ -664,7 +664,8 @@ def peers_losses(model, trained, method, precision):
             # transformers masks where positions restart
             logits = model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).logits
             loss_sum = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum", ignore_index=data.IGNORE)
+                logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)), batch.targets.flatten(),
+                reduction="sum", ignore_index=data.IGNORE)
             loss = loss_sum / counts.targets
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, args.clip)
@@ -681,8 +682,8 @@ class Limits(NamedTuple):
     of_the_mean: float  # over all steps, whose differences cancel where they are rounding
 
 
-# Sums in another order differ in the last digit, and training enlarges that: by how much, transformers' own two ways to
-# compute attention tell. In bf16 the logits of each side are 0.15 to 0.19 (RMS) from those in float32, and a row has
+# Rounding differs in the last digit, and training enlarges that: by how much, transformers tells in float64 beside its
+# own float32, and in bf16 by its other way to compute attention. In bf16 the logits of each side are 0.15 to 0.19 (RMS) from those in float32, and a row has
 # only ten to fifty targets to average over.
 CURVE_LIMITS = {"fp32": Limits(1e-3, 1e-3), "bf16": Limits(0.2, 0.03), "mixed": Limits(0.2, 0.03)}
 
@@ -696,6 +697,8 @@ def losses_of_transformers(trained, method, precision, dtype, attention):
         with_nf4_errors_(model)
     if method.flags:
         model = with_peft(model, trained, method)
+    if dtype is torch.float64:  # adapters as well
+        model = model.double()
     return peers_losses(model, trained, method, precision)
 
 
@@ -710,11 +713,13 @@ def compare_curves(trained, method, precision, folder):
     limits = CURVE_LIMITS[precision]
     figure = f"differ by at most {largest:.1e}, their means by {of_the_mean:.1e}"
     rows = [row_of(name, "oomph", own, own), row_of(name, "transformers", losses, own)]
-    control = losses_of_transformers(trained, method, precision, dtype, "sdpa")
+    what = "transformers, float64" if precision == "fp32" else "transformers, sdpa"
+    control_dtype = torch.float64 if precision == "fp32" else dtype
+    control = losses_of_transformers(trained, method, precision, control_dtype, "sdpa")
     of_control = (control - losses).abs().max().item()
     limits = limits._replace(of_a_step=max(limits.of_a_step, TIMES_THE_CONTROL * of_control))
-    figure += f"; transformers' with sdpa from those with eager attention by {of_control:.1e}"
-    rows.append(row_of(name, "transformers, sdpa", control, own))
+    figure += f"; {what}: from transformers by {of_control:.1e}, from oomph by {(control - own).abs().max():.1e}"
+    rows.append(row_of(name, what, control, own))
     agrees = largest <= limits.of_a_step and of_the_mean <= limits.of_the_mean
     check(f"{name}: losses of {trained.n_steps} steps", agrees, figure)
     n = trained.n_steps // 4
