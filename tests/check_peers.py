@@ -683,8 +683,8 @@ class Limits(NamedTuple):
 
 
 # Rounding differs in the last digit, and training enlarges that: by how much, transformers tells in float64 beside its
-# own float32, and in bf16 by its other way to compute attention. In bf16 the logits of each side are 0.15 to 0.19 (RMS) from those in float32, and a row has
-# only ten to fifty targets to average over.
+# own float32, and in bf16 by its other way to compute attention. In bf16 the logits of each side are 0.15 to 0.19 (RMS)
+# from those in float32, and a row has only ten to fifty targets to average over.
 CURVE_LIMITS = {"fp32": Limits(1e-3, 1e-3), "bf16": Limits(0.2, 0.03), "mixed": Limits(0.2, 0.03)}
 
 
