@@ -312,6 +312,16 @@ def chats(tmp_path_factory):
     return random_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", random.Random(0))
 
 
+@pytest.fixture(scope="session")
+def few_chats(chats):
+    """The first ten of these, which fill seven rows of 96 tokens. To evaluate all 80 takes longer than to train for
+    some steps."""
+    path = chats.parent / "few.jsonl"
+    lines = chats.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:10]))
+    return path
+
+
 def documents_of(tokens, supervised, starts):
     """data.Documents of one file: tokens [n], supervised [n] bool; a document from each start to the next."""
     import numpy as np
