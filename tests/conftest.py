@@ -253,6 +253,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def shallow(tmp_path_factory):
+    """The same with one block, in half the time: for what does not depend on how many there are."""
+    return random_model(tmp_path_factory.mktemp("shallow"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
 def tiny():
     """The tokenizer of the built-in model."""
     import data

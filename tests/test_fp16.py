@@ -45,8 +45,8 @@ def test_ranks_have_the_losses_of_one_in_fp16(job, tmp_path, flags):
     assert together == pytest.approx(alone, abs=2e-3)  # fp16 gradients, summed in another order
 
 
-def test_what_was_trained_in_fp16_is_exported_in_the_dtype_of_its_files(job, chats, tmp_path):
-    others = ["--sample", "hello", "--eval_data", chats]
+def test_what_was_trained_in_fp16_is_exported_in_the_dtype_of_its_files(job, few_chats, tmp_path):
+    others = ["--sample", "hello", "--max_new_tokens", 4, "--eval_data", few_chats]
     rows, text, codes = run_ranks(1, [*job, "--precision", "fp16", "--steps", 1, *others], tmp_path / "run")
     assert codes == [0], text
     assert math.isfinite(rows[-1]["eval_loss"])

@@ -184,8 +184,8 @@ def train_with_stub(argv, path, moment):
 
 
 @pytest.fixture
-def job(folder, chats):
-    return ["--model", folder, "--random_init", "--data", chats, "--seq_len", 64, "--precision", "fp32", "--lora",
+def job(shallow, chats):
+    return ["--model", shallow, "--random_init", "--data", chats, "--seq_len", 64, "--precision", "fp32", "--lora",
             "--lr", 1e-3, "--log_every", 1]
 
 
@@ -200,9 +200,9 @@ def start(world, argv, out, moment="none"):
     return json_lines(events), said, codes
 
 
-def test_wandb_gets_the_metrics_of_a_run_and_of_the_one_that_continues_it(job, chats, tmp_path):
+def test_wandb_gets_the_metrics_of_a_run_and_of_the_one_that_continues_it(job, few_chats, tmp_path):
     out = tmp_path / "run"
-    argv = [*job, "--steps", 6, "--eval_data", chats, "--eval_every", 2, "--save_every", 0]
+    argv = [*job, "--steps", 6, "--eval_data", few_chats, "--eval_every", 2, "--save_every", 0]
     before, said, codes = start(2, argv, out, "signal")
     # The signal comes while step 3 is logged, when the ranks have agreed that none has come, so they end after step 4.
     assert codes == [128 + signal.SIGTERM] * 2, said
@@ -295,10 +295,11 @@ def files_of(folder):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_sample_is_shown_at_each_evaluation_and_changes_no_bit_of_training(folder, chats, tmp_path, case):
+def test_a_sample_is_shown_at_each_evaluation_and_changes_no_bit_of_training(
+        folder, chats, few_chats, tmp_path, case):
     world, flags = CASES[case]
-    argv = ["--model", folder, "--random_init", "--data", chats, "--eval_data", chats, "--seq_len", 64, "--steps", 6,
-            "--eval_every", 2, "--save_every", 3, "--log_every", 1, "--lr", 1e-3, *flags]
+    argv = ["--model", folder, "--random_init", "--data", chats, "--eval_data", few_chats, "--seq_len", 64,
+            "--steps", 6, "--eval_every", 2, "--save_every", 3, "--log_every", 1, "--lr", 1e-3, *flags]
     plain = run_ranks(world, [*argv, "--sample", ""], tmp_path / "plain")
     # a temperature, because then an answer draws random numbers
     flags_of_sample = ["--sample", QUESTION, "--temperature", 1.5, "--max_new_tokens", 6]

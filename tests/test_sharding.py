@@ -232,10 +232,10 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture
-def one_step_without_change(base, settings, chats):
+def one_step_without_change(base, settings, few_chats):
     """one_step_without_change(world) -> flags of a run that ends with the weights it began with."""
     def argv(world):
-        flags = ["--model", base, *settings, "--lr", 0, "--steps", 1, "--eval_data", chats, *SPLITS[world]]
+        flags = ["--model", base, *settings, "--lr", 0, "--steps", 1, "--eval_data", few_chats, *SPLITS[world]]
         if world > 1:  # an evaluation before the export leaves FSDP2's last block gathered in bf16
             flags += ["--fsdp2", "--eval_every", 1]
         return flags

@@ -75,13 +75,13 @@ class MainJob(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def main_job(chats, tmp_path_factory):
+def main_job(few_chats, tmp_path_factory):
     """The README's main command, cut to a few steps. All tests of it share this one run."""
     out = tmp_path_factory.mktemp("main") / "run"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
     method = ["--fsdp2", "--qlora", "--offload", "--merge"]
     # answers of a few tokens: each token gathers the shards of all blocks
-    size = ["--seq_len", 256, "--steps", 12, "--eval_data", chats, "--max_new_tokens", 8]
+    size = ["--seq_len", 256, "--steps", 12, "--eval_data", few_chats, "--max_new_tokens", 8]
     done = shell(*torchrun, TRAIN, *method, *size, "--out", out)
     assert done.returncode == 0, done.stderr
     return MainJob(out, done.stdout, metrics_of(out))
@@ -339,11 +339,12 @@ def test_epochs_and_overflow_say_how_many_steps_a_run_has(folder, chats, tmp_pat
     assert rows[-1]["step"] == math.ceil(0.25 * n_rows / 4)
 
 
-def test_evaluation_is_the_training_loss(folder, chats, tmp_path):
-    argv = ["--model", folder, "--random_init", "--data", chats, "--eval_data", chats, "--seq_len", 96,
+def test_evaluation_is_the_training_loss(folder, few_chats, tmp_path):
+    argv = ["--model", folder, "--random_init", "--data", few_chats, "--eval_data", few_chats, "--seq_len", 96,
             "--precision", "fp32", "--lr", 0, "--steps", 1]  # the evaluation comes after the step, so weights must stay
-    # All rows are one step of training, and are then evaluated. Three ranks have unequal numbers of them.
-    all_rows = len(loader_of(chats).rows)
+    # All rows are one step of training, and are then evaluated.
+    all_rows = len(loader_of(few_chats).rows)
+    assert all_rows % 3  # three ranks have unequal numbers of them
     (step, on_one), _, _ = run_ranks(1, [*argv, "--batch_size", all_rows], tmp_path / "one")
     (_, on_three), _, _ = run_ranks(3, [*argv, "--fsdp2"], tmp_path / "three")
     for evaluation in (on_one, on_three):
@@ -746,8 +747,8 @@ def test_one_rank_says_what_is_wrong_for_torchrun_to_end_with(
 # ---------------------------------------------------------------- metrics.jsonl and loss.svg
 
 
-def test_the_curve_has_every_step_however_often_a_run_logs_and_stops(folder, chats, tmp_path):
-    model = ["--model", folder, "--random_init", "--precision", "fp32", "--lora"]
+def test_the_curve_has_every_step_however_often_a_run_logs_and_stops(shallow, chats, tmp_path):
+    model = ["--model", shallow, "--random_init", "--precision", "fp32", "--lora"]
     argv = [*model, "--data", chats, "--seq_len", 64, "--schedule", "constant", "--warmup", 2]
     # three ranks: a float32 sum of more than two numbers depends on their order
     expected = losses(3, [*argv, "--steps", 16], tmp_path / "each")
@@ -864,16 +865,24 @@ def test_model_and_nf4_train_on_tensors_as_a_copy_elsewhere(folder, tmp_path):
     assert losses[-1] < losses[0] - 1  # the same rows again are soon learnt
 
 
-def test_a_fork_without_tests_has_all_but_the_built_in_model(folder, chats, tmp_path):
+LAUNCH_ALL = """
+import json, sys, train
+for argv in json.loads(sys.argv[1]):
+    print("exit code", train.launch(argv))
+"""
+
+
+def test_a_fork_without_tests_has_all_but_the_built_in_model(shallow, few_chats, tmp_path):
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
-    done = shell("train.py", "--help", cwd=tmp_path)
-    words = " ".join(done.stdout.split())  # without argparse's line breaks
+    trains = ["--model", str(shallow), "--random_init", "--data", str(few_chats), "--steps", "1"]
+    # in one process: to import torch takes longer than each of the three
+    done = shell("-c", LAUNCH_ALL, json.dumps([["--help"], trains, []]), cwd=tmp_path)
+    of_help, of_training, of_built_in, _ = done.stdout.split("exit code ")
+    words = " ".join(of_help.split())  # without argparse's line breaks
     assert "--random_init one of llama-2-7b" in words
-
-    done = shell("train.py", "--model", folder, "--random_init", "--data", chats, "--steps", 1, cwd=tmp_path)
-    assert "done: " in done.stdout, done.stderr
-
-    done = shell("train.py", cwd=tmp_path)
+    assert of_training.startswith("0\n")
+    assert "done: " in of_training, done.stderr
+    assert of_built_in.startswith("0\n")
     assert "--model tiny: no such folder" in done.stderr
     assert "Traceback" not in done.stderr
