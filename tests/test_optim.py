@@ -2,6 +2,8 @@
 in the mean, and that none of it depends on ranks or flags. Where a mean is tested, the tolerance is five standard
 errors."""
 
+import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import data
 import nf4
 import train
 
@@ -516,9 +519,13 @@ def test_nothing_is_updated_after_a_gradient_that_is_not_finite(flags):
 
 
 def test_adamw8bit_learns_what_adamw_learns(folder, tmp_path):
+    path = tmp_path / "docs.jsonl"
+    # all of stdlib:docs would take longer to read than to train on
+    examples = itertools.islice(data.stdlib_examples("stdlib:docs", held_out=False), 400)
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
     argv = [
         "--model", folder, "--random_init", "--precision", "fp32",
-        "--data", "stdlib:docs", "--train_on", "all", "--seq_len", 64,
+        "--data", path, "--train_on", "all", "--seq_len", 64,
         "--steps", 80, "--lr", "4e-3",
         "--no-activation_checkpointing",  # faster, and the model is small
         "--sample", "",  # no answers before and after it
