@@ -86,13 +86,51 @@ class LiveBytes(TorchDispatchMode):
         if func is torch.ops.aten._grouped_mm.default:
             out = standins.grouped_product(*args[:3])
         else:
-            out = func(*args, **kwargs or {})
+            out = result_of(func, args, kwargs or {})
         results = out if isinstance(out, tuple | list) else [out]
         for t in results:
             if isinstance(t, torch.Tensor) and t.is_meta:
                 self.count(t.untyped_storage())
         self.note_peak()
         return out
+
+
+FORMS = {}  # {operator and its arguments, tensors by their form: (shape, strides, dtype) of the result}
+
+
+def form_of(value):
+    """What an argument of an operator says about the shape of its result."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(form_of, value))
+    return type(value), value
+
+
+@functools.cache
+def makes_a_tensor(func):
+    """Whether an operator makes one new tensor, and no more."""
+    if func is torch.ops.aten._unsafe_view.default:  # a view, which its schema does not say
+        return False
+    schema = func._schema
+    types = [str(value.type) for value in schema.returns]
+    has_aliases = any(value.alias_info for value in (*schema.arguments, *schema.returns))
+    return types == ["Tensor"] and not has_aliases
+
+
+def result_of(func, args, kwargs):
+    """func(*args, **kwargs). For meta tensors many operators are Python functions. The form of what they make is noted
+    and looked up, which halves the time of a trace."""
+    if not makes_a_tensor(func):
+        return func(*args, **kwargs)
+    key = func, form_of(args), form_of(tuple(kwargs.items()))
+    if key in FORMS:
+        shape, strides, dtype = FORMS[key]
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    out = func(*args, **kwargs)
+    if out.is_meta:
+        FORMS[key] = out.shape, out.stride(), out.dtype
+    return out
 
 
 def is_sum_of_gradients(func, args):
