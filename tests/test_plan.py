@@ -36,7 +36,7 @@ GQA = {
     "num_hidden_layers": 4,
 }
 EXPERTS = {
-    "num_experts": 16,
+    "num_experts": 8,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 192,
 }
@@ -250,7 +250,7 @@ def count(argv, world, result):
 
 SENTENCE = "the file is read from disk and returned as a list of str self None def "
 TOKENS_OF_SENTENCE = 17
-N_ROWS = 64  # more than any step here has
+N_ROWS = 16  # more than any step here has
 
 
 def flags_of_data(folder, args):
