@@ -19,10 +19,21 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def job(folder, chats):
-    """Flags of a short run: each step is logged."""
+def flags_of_job(chats):
+    """Flags of a short run, but for its model: each step is logged."""
     size = f"--data {chats} --seq_len 96 --batch_size 2 --steps 4"
-    return ["--model", folder, "--random_init", *f"{size} --lr 1e-2 --log_every 1 --save_every 0".split()]
+    return ["--random_init", *f"{size} --lr 1e-2 --log_every 1 --save_every 0".split()]
+
+
+@pytest.fixture(scope="module")
+def job(folder, flags_of_job):
+    return ["--model", folder, *flags_of_job]
+
+
+@pytest.fixture(scope="module")
+def shallow_job(shallow, flags_of_job):
+    """For what happens to the gradients of a step as a whole."""
+    return ["--model", shallow, *flags_of_job]
 
 
 # ---------------------------------------------------------------- what it learns
@@ -159,10 +170,10 @@ def begin_with(scale):
     (1, "--no-fused_adamw"),
     (2, "--fsdp2 --qlora --optim adamw8bit"),
 ])
-def test_steps_that_overflow_are_skipped_and_counted(job, tmp_path, world, flags):
+def test_steps_that_overflow_are_skipped_and_counted(shallow_job, tmp_path, world, flags):
     # twice the largest scale with which a loss of mean 1 could have a gradient of 1
     change = functools.partial(begin_with, 2.0**20)
-    codes, rows, said = changed(world, change, [*job, "--steps", 8, *flags.split()], tmp_path / "run")
+    codes, rows, said = changed(world, change, [*shallow_job, "--steps", 8, *flags.split()], tmp_path / "run")
     assert codes == [0] * world, said
     n_skipped = sum(row["skipped_steps"] for row in rows)
     assert 1 <= n_skipped < 8
@@ -178,9 +189,9 @@ def test_steps_that_overflow_are_skipped_and_counted(job, tmp_path, world, flags
     assert first["grad_norm"] < 100
 
 
-def test_a_skipped_step_changes_no_weight(job, tmp_path):
+def test_a_skipped_step_changes_no_weight(shallow_job, tmp_path):
     change = functools.partial(begin_with, 2.0**100)
-    codes, rows, said = changed(1, change, [*job, "--lora"], tmp_path / "run")
+    codes, rows, said = changed(1, change, [*shallow_job, "--lora"], tmp_path / "run")
     assert codes == [0], said
     assert [row["skipped_steps"] for row in rows] == [1, 1, 1, 1]
     tensors = load_file(tmp_path / "run/final/adapter_model.safetensors")
@@ -216,9 +227,9 @@ def overflow_on_rank_1_in_step_2():
 
 
 @pytest.mark.parametrize("flags", ["--fsdp2 --lora", "--lora"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(job, tmp_path, flags):
+def test_an_overflow_on_one_rank_skips_the_step_on_all(shallow_job, tmp_path, flags):
     change = functools.partial(begin_with_and, 2.0**10, overflow_on_rank_1_in_step_2)
-    codes, rows, said = changed(2, change, [*job, *flags.split()], tmp_path / "run")
+    codes, rows, said = changed(2, change, [*shallow_job, *flags.split()], tmp_path / "run")
     assert codes == [0, 0], said
     assert [row["skipped_steps"] for row in rows] == [0, 1, 0, 0]
     for of_rank in said:
@@ -230,8 +241,8 @@ def begin_with_and(scale, change):
     change()
 
 
-def test_a_resumed_run_goes_on_with_the_scale_that_it_had_bit_for_bit(job, tmp_path):
-    argv = [*job, "--steps", 8, "--save_every", 1, "--keep", 9, "--optim", "adamw8bit"]
+def test_a_resumed_run_goes_on_with_the_scale_that_it_had_bit_for_bit(shallow_job, tmp_path):
+    argv = [*shallow_job, "--steps", 8, "--save_every", 1, "--keep", 9, "--optim", "adamw8bit"]
     codes, rows, said = changed(1, functools.partial(begin_with, 2.0**21), argv, tmp_path / "whole")
     assert codes == [0], said
     step = next(row["step"] for row in rows if not row["skipped_steps"])
@@ -254,11 +265,11 @@ def test_a_resumed_run_goes_on_with_the_scale_that_it_had_bit_for_bit(job, tmp_p
 # ---------------------------------------------------------------- what fits at no scale
 
 
-def test_activations_that_overflow_end_the_run_and_name_block_and_flag(job, tmp_path):
+def test_activations_that_overflow_end_the_run_and_name_block_and_flag(shallow_job, tmp_path):
     # Of inputs of size 1, weights of size 8 make an MLP's output 8**3 * 64 * 14 times as large: beyond 65,504, and
     # far from what float32 has.
     wild = random_model(tmp_path / "wild", initializer_range=8.0)
-    argv = [*job, "--model", wild]
+    argv = [*shallow_job, "--model", wild]
     codes, _, (said,) = changed(1, change_nothing, argv, tmp_path / "run")
     assert codes == [train.NOT_FINITE], said
     message = said.splitlines()
@@ -282,8 +293,8 @@ def make_every_gradient_infinite():
     lm.Transformer.forward = spoilt_forward
 
 
-def test_a_scale_below_1_ends_the_run_and_names_the_gradient(job, tmp_path):
-    codes, rows, (said,) = changed(1, make_every_gradient_infinite, [*job, "--lora"], tmp_path / "run")
+def test_a_scale_below_1_ends_the_run_and_names_the_gradient(shallow_job, tmp_path):
+    codes, rows, (said,) = changed(1, make_every_gradient_infinite, [*shallow_job, "--lora"], tmp_path / "run")
     assert codes == [train.NOT_FINITE], said
     assert [row["loss_scale"] for row in rows] == [2, 1]
     assert re.search(r"step 3: not finite: (\d+) of \1 gradients, first that of \S+lora_B", said), said
