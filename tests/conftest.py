@@ -8,6 +8,7 @@ file says how the tests are laid out, and which test holds which promise.
 import atexit
 import contextlib
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -77,6 +78,7 @@ def pytest_collection_modifyitems(config, items):
         # ranks are forks, and a process may not fork once it has threads
         items.sort(key=lambda item: item.path.name != "test_cuda.py")
         torch.set_num_threads(1)
+        gc.freeze()  # or the first collection in each rank would copy all that this process has imported
 
 
 def leave_gpu_to_the_emulated_device(config, items):
@@ -249,7 +251,8 @@ def random_model(path, **changes):
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    return random_model(tmp_path_factory.mktemp("model"))
+    """A model of two blocks: FSDP2, checkpoints and offload treat the first or the last one in another way."""
+    return random_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
 @pytest.fixture(scope="session")

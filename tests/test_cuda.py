@@ -15,7 +15,7 @@ import sys
 import pytest
 import standins
 import torch
-from conftest import MOE, MUSE, QWEN35, SHAPE, build, curve, random_model, run_ranks, start_ranks
+from conftest import MOE, MUSE, QWEN35, SHAPE, curve, model_with_weights, random_model, run_ranks, start_ranks
 from emulated_cuda import LOADED
 from packed_goldens import pairs_of
 from safetensors.torch import load_file, save_file
@@ -42,12 +42,9 @@ def test_what_is_marked_gpu_passes_on_an_emulated_device(emulated):
 
 
 @pytest.fixture(scope="module")
-def model_folder(folder, tmp_path_factory):
+def model_folder(tmp_path_factory):
     """A model with weights in a file: --random_init draws other ones on a GPU than on a CPU."""
-    path = shutil.copytree(folder, tmp_path_factory.mktemp("gpu") / "model")
-    model, _ = build()
-    save_file(dict(model.named_parameters()), path / "model.safetensors")
-    return path
+    return model_with_weights(tmp_path_factory.mktemp("gpu") / "model")
 
 
 @pytest.fixture(scope="module")

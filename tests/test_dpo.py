@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import HERE, read_data, run_ranks, start_ranks
+from conftest import HERE, random_model, read_data, run_ranks, start_ranks
 from test_compile import trace_only
 from test_formats import END, START, jsonl, message, turn
 
@@ -75,16 +75,19 @@ def test_the_curve_is_that_of_trl(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def small(folder):
+def small(tmp_path_factory):
     """Flags of a smaller model than TRL's curve has. Its random weights need a larger rate to learn in a few steps."""
-    return [*FLAGS, "--model", folder, "--random_init", "--lr", 1e-2]
+    return [*FLAGS, "--model", random_model(tmp_path_factory.mktemp("model")), "--random_init", "--lr", 1e-2]
 
 
 @pytest.fixture(scope="module")
-def job(small):
+def job(small, tmp_path_factory):
     """Flags of a run of four steps. Its figures are those of `undisturbed` however the 4 rows of a step are split."""
+    few_pairs = tmp_path_factory.mktemp("few") / "pairs.jsonl"
+    # six rows, of which each of four ranks has one or two
+    few_pairs.write_text("".join(PAIRS.read_text().splitlines(keepends=True)[:12]))
     # without clipping, the rounding of one gradient changes no other one
-    return [*small, "--eval_data", PAIRS, "--seq_len", 200, "--clip", 0, "--steps", 4]
+    return [*small, "--eval_data", few_pairs, "--seq_len", 200, "--clip", 0, "--steps", 4]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,10 @@ import data
 import model as lm
 import train
 
-TIED_OR_NOT = {"untied": {}, "tied": {"tie_word_embeddings": True}}
+TIED_OR_NOT = {
+    "untied": {"num_hidden_layers": 2},
+    "tied": {"num_hidden_layers": 2, "tie_word_embeddings": True},
+}
 EMBEDDING = data.PEFT_PREFIX + data.EMBEDDING
 HEAD = data.PEFT_PREFIX + data.HEAD
 FLAGS = "--lora --train_embeddings --lora_rank 5 --lr 1e-2 --precision fp32 --seq_len 96 --steps 3".split()

@@ -26,8 +26,8 @@ def flags_of_job(chats):
 
 
 @pytest.fixture(scope="module")
-def job(folder, flags_of_job):
-    return ["--model", folder, *flags_of_job]
+def job(flags_of_job, tmp_path_factory):
+    return ["--model", random_model(tmp_path_factory.mktemp("model")), *flags_of_job]
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,9 @@ import nf4
 import train
 
 MODELS = {
-    "untied": {},
-    "tied": {"tie_word_embeddings": True},
+    # a first and a last block; all others have one between them
+    "untied": {"num_hidden_layers": 2},
+    "tied": {"num_hidden_layers": 2, "tie_word_embeddings": True},
     "moe": MOE,
     "qwen3.5": QWEN35,
     "muse": MUSE,
@@ -228,7 +229,7 @@ def test_dropout_draws_the_same_however_a_step_is_split(dropped, tmp_path, world
 def base(tmp_path_factory):
     """A checkpoint with the weights that --random_init gives, in bf16: a dtype that the run does not compute in has to
     be passed through."""
-    return model_with_weights(tmp_path_factory.mktemp("base") / "model", torch.bfloat16)
+    return model_with_weights(tmp_path_factory.mktemp("base") / "model", torch.bfloat16, **MODELS["untied"])
 
 
 @pytest.fixture
@@ -324,7 +325,7 @@ def results_of(loader, ranks, group, heads, dtype):
     """[loss, gradients, evaluation, logits] of a loader's first two rows. With a group each of its ranks has a part of
     the rows, and losses and gradients are summed over it."""
     n_heads, n_key_heads = heads
-    model, _ = build(num_attention_heads=n_heads, num_key_value_heads=n_key_heads)
+    model, _ = build(num_hidden_layers=2, num_attention_heads=n_heads, num_key_value_heads=n_key_heads)
     model.compute_dtype = dtype
     model.sequence_group = group
     b = loader.batch([0, 1])
