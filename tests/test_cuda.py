@@ -493,7 +493,8 @@ def test_frozen_shards_of_resident_blocks_are_on_the_gpus_and_adapters_on_the_ho
 @pytest.mark.skipif(not LOADED, reason="FlashAttention's backward adds up dq in any order")
 @pytest.mark.parametrize("method", ["--lora", "--qlora --grad_accum 2"])
 def test_gpus_that_share_weights_train_to_the_same_bits_however_many_blocks_are_resident(job, tmp_path, method):
-    argv = [*job, "--batch_size", 2, *method.split(), "--fsdp2", "--offload", "params"]
+    argv = [*job, *method.split(), "--fsdp2", "--offload", "params"]
+    argv += ["--batch_size", 2, "--lora_targets", "v_proj", "down_proj"]  # an adapter in each half of a block
     expected = curve(2, [*argv, "--resident_blocks", 0], tmp_path / "resident-0", gpu=True)
     for n_resident in (1, "all"):
         got = curve(2, [*argv, "--resident_blocks", n_resident], tmp_path / f"resident-{n_resident}", gpu=True)
