@@ -2330,16 +2330,14 @@ class WandB:
         self.run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
-def print_start(args, model, source, blocks, ranks):
-    """Prints what is trained, what each feature does in this run, and what is off. Flags with fixed=True that
-    have no words here are printed where they are not at their default."""
-    c = model.config
+def features_of(args, model, blocks, ranks):
+    """[(flag, whether it is on, what it does in this run)]."""
     trained = "bfloat16" if args.precision == "bf16" else "float32"
     other_dtype = str(model.compute_dtype).removeprefix("torch.")
     # the other optimizers have no fused kernel, see make_optimizer()
     fused = args.fused_adamw and args.optim == "adamw" and not args.stochastic_rounding
-    # (flag, whether it is on, what it does)
-    features = [
+    n_blocks = model.config.num_hidden_layers
+    return [
         ("precision", True, f"trained {trained}, all else {other_dtype}"),
         ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, what they adapt is frozen"),
         ("qlora", args.qlora, "the weights of the blocks are in NF4, 4.14 bits each"),
@@ -2349,11 +2347,10 @@ def print_start(args, model, source, blocks, ranks):
          f"parameters, gradients and optimizer state in {ranks.world // args.replicas} shards"),
         ("replicas", args.replicas > 1, "gradients are averaged over the replicas once per step"),
         ("sequence_parallel", args.sequence_parallel > 1,
-         f"attention splits its {c.num_attention_heads} heads over that many ranks"),
+         f"attention splits its {model.config.num_attention_heads} heads over that many ranks"),
         ("offload", args.offload, "kept in host memory until they are needed"),
-        ("resident_blocks", offloads_frozen(args),
-         blocks.describe_resident(c.num_hidden_layers)),
-        ("activation_checkpointing", args.activation_checkpointing, blocks.describe(c.num_hidden_layers)),
+        ("resident_blocks", offloads_frozen(args), blocks.describe_resident(n_blocks)),
+        ("activation_checkpointing", args.activation_checkpointing, blocks.describe(n_blocks)),
         ("chunked_ce", args.chunked_ce, f"head and loss see {args.ce_chunk} tokens at a time"),
         ("tiled_mlp", args.tiled_mlp, "the MLPs see that many tokens at a time"),
         ("train_embeddings", args.train_embeddings, "embedding and head learn, too, at --embedding_lr"),
@@ -2366,6 +2363,13 @@ def print_start(args, model, source, blocks, ranks):
          f"documents share rows of {args.seq_len} tokens, and see only themselves"),
         ("save_every", args.save_every, f"the newest {args.keep} checkpoints are kept"),
     ]
+
+
+def print_start(args, model, source, blocks, ranks):
+    """Prints what is trained, what each feature does in this run, and what is off. Flags with fixed=True that
+    have no words here are printed where they are not at their default."""
+    c = model.config
+    features = features_of(args, model, blocks, ranks)
     # of all ranks together, because the model is not sharded yet
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # Out of the files, because a byte of NF4 has two weights. Vision towers and the like do not count: a
@@ -2374,14 +2378,15 @@ def print_start(args, model, source, blocks, ranks):
                   if not name.startswith(data.COPIED_PREFIXES))
     lines = [f"{args.model} ({c.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
              f"{ranks.world} x {ranks.device_name}"]
-    lines += [f"  {flag_of(flag, getattr(args, flag))}: {words}" for flag, is_on, words in features if is_on]
+    lines += [f"  {flag_of(flag, getattr(args, flag), c)}: {words}"
+              for flag, is_on, words in features if is_on]
     lines.append("  off: " + ", ".join(flag for flag, is_on, _ in features if not is_on))
     with_words = {flag for flag, _, _ in features}
     others = []
     for name, default in fixed_flags().items():
         value = getattr(args, name)
         if value != default and name not in with_words:
-            others.append(flag_of(name, value))
+            others.append(flag_of(name, value, c))
     lines.append(f"  settings: {' '.join(others)}")
     if args.add_tokens:
         first = source.new_ids.start
@@ -2397,10 +2402,12 @@ def print_start(args, model, source, blocks, ranks):
         ranks.say(textwrap.fill(line, 80, subsequent_indent=" " * 6))
 
 
-def flag_of(name, value):
+def flag_of(name, value, config):
     """A flag and its value as on a command line."""
     if value is True:
         return f"--{name}"
+    if value == lm.targets_in(config):
+        return f"--{name} all-linear"
     if isinstance(value, list):
         # --columns has pairs
         words = [word if isinstance(word, str) else "=".join(word) for word in value]
@@ -2934,12 +2941,13 @@ def read_state(folder, settings, ranks):
         if not path.is_file() or [path.stat().st_size, crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
     # a version that did not have a flag computed what the flag's default does
-    saved = {f"--{name}": default for name, default in fixed_flags().items()} | state["settings"]
+    defaults = {f"--{name}": default for name, default in fixed_flags().items()}
+    saved = defaults | state["settings"]
     changed = [f"{name} was {saved.get(name)}, is {value}"
                for name, value in settings.items() if saved.get(name) != value]
     # a version with a flag that this one does not have may have computed something else
     for name, value in state["settings"].items():
-        if name.startswith("--") and name not in settings and value:
+        if name.startswith("--") and name not in defaults and value:
             changed.append(f"{name} was {value}, which this version does not have")
     if changed:
         raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, "

@@ -131,7 +131,7 @@ WORDS_OF_THE_START = [
     "--fused_adamw: ",
     "--packing: documents ",
     "settings: --lora_rank 16 --lora_alpha 32 ",
-    "off: dpo, replicas, sequence_parallel, ",
+    "off: nf5, dpo, replicas, sequence_parallel, ",
 ]
 
 
@@ -240,13 +240,14 @@ def start_of(flags, capsys):
     source = SimpleNamespace(tensors={})
     ranks = SimpleNamespace(world=8, device_name="CPU", say=print)
     args = train.parse_args(flags.split())
+    train.complete_for_model(args, model.config, {}, CPU)
     blocks = train.blocks_as_asked(args, model.config)
     train.print_start(args, model, source, blocks, ranks)
     return capsys.readouterr().out
 
 
 EVERY_FEATURE = """
-    --precision bf16 --qlora --seq_len 99999 --fsdp2 --replicas 2 --sequence_parallel 2 --offload --tiled_mlp 4096
+    --precision bf16 --qlora --nf5 --seq_len 99999 --fsdp2 --replicas 2 --sequence_parallel 2 --offload --tiled_mlp 4096
     --optim adamw8bit --stochastic_rounding --optim_in_backward --compile --clip 0 --lora_dropout 0.1 --min_lr 0.1
     --train_embeddings --warmup 0 --schedule linear --weight_decay 0 --seed 1
 """
