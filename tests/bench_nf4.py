@@ -2,6 +2,7 @@
 
     python tests/bench_nf4.py --model FOLDER            # all rows of the table: 20 times the seconds of one
     python tests/bench_nf4.py --model FOLDER --rows 8   # without the kinds of layers in 16 bits
+    python tests/bench_nf4.py --model FOLDER --steps 20 # the time of a step in 4 and in 5 bits, nothing else
 
 Three sets of tokens: `docs`, the answers to held-out questions of stdlib:docs; `code`, held-out modules of
 stdlib:code as running text; `own`, the model's own greedy answers to some of these questions, by which a change shows
@@ -23,7 +24,9 @@ quantizer has left in the weights is gone. Outliers of single columns are gone, 
 import argparse
 import contextlib
 import math
+import statistics
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -371,14 +374,69 @@ def cases_of(model):
     return cases
 
 
-@torch.no_grad()
+# ---------------------------------------------------------------- the time of a step
+
+
+def open_in_training(folder, flags):
+    """A model as main() of train.py makes it on a CPU. flags: those of QLoRA."""
+    args = train.parse_args(["--qlora", *flags, "--model", str(folder), "--seq_len", "512"])
+    ranks = train.Ranks(False, args.timeout)
+    opened = train.open_model(args, ranks)
+    model = opened.model
+    lm.checkpoint_activations_(model)
+    model.to_empty(device=CPU).tie_()
+    data.load_weights_(model, opened.source, None, 0, CPU)
+    return model.train()
+
+
+def time_steps(folder, n):
+    """Forward and backward of two rows of 512 tokens, in turns, so that what else runs delays all alike. The adapters'
+    AdamW takes the same time in each."""
+    models = {
+        "NF4": open_in_training(folder, []),
+        "NF5": open_in_training(folder, ["--nf5"]),
+        "NF5, in NF4 gate_proj": open_in_training(
+            folder, ["--nf5", *(kind for kind in KINDS if kind != "gate_proj")]),
+    }
+    generator = torch.Generator().manual_seed(0)
+    seconds = {name: [] for name in models}
+    for step in range(n + 1):
+        tokens = torch.randint(4096, (2, 512), generator=generator)
+        for name, model in models.items():
+            started = time.process_time(), time.perf_counter()
+            model(tokens, tokens.roll(-1)).backward()
+            model.zero_grad()
+            if step:  # the first one allocates
+                seconds[name].append((time.process_time() - started[0], time.perf_counter() - started[1]))
+    rows = []
+    for name, taken in seconds.items():
+        # of the same step, then the median
+        ratios = [[ours[i] / nf4s[i] for ours, nf4s in zip(taken, seconds["NF4"])] for i in (0, 1)]
+        rows.append([name, f"{statistics.median(wall for _, wall in taken):.3f}",
+                     *(f"{statistics.median(of_steps):.4f}" for of_steps in ratios)])
+    table(f"python tests/bench_nf4.py --model {folder.name} --steps {n}",
+          ["weights", "s a step", "CPU s / NF4's", "s / NF4's"], rows)
+
+
+# ---------------------------------------------------------------- all
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=99, help="of the table (all)")
     parser.add_argument("--n", type=int, default=40,
                         help="questions; of code a quarter, of own answers an eighth (%(default)s)")
+    parser.add_argument("--steps", type=int, help="times that many steps, and measures no loss")
     args = parser.parse_args()
+    if args.steps:
+        time_steps(args.model, args.steps)
+    else:
+        compare_losses(args)
+
+
+@torch.no_grad()
+def compare_losses(args):
     model, tokenizer = open_exact(args.model)
     sets = {
         "docs": batches_of(docs_rows(tokenizer, args.n)),

@@ -123,9 +123,9 @@ def runs_in_pairs():
 RUNS = [
     *runs_in_pairs(),
     (1, "--lora --offload"),
-    (1, "--qlora --offload --tiled_mlp 200"),
+    (1, "--qlora --nf5 --offload --tiled_mlp 200"),
     (1, "--fsdp2 --offload params --optim adamw8bit --precision bf16 --stochastic_rounding"),
-    (1, "--fsdp2 --qlora --offload params --resident_blocks 1"),
+    (1, "--fsdp2 --qlora --nf5 v_proj down_proj --offload params --resident_blocks 1"),
     (2, "--fsdp2 --qlora --offload --sequence_parallel 2 --resident_blocks 1"),
     (2, "--fsdp2 --replicas 2 --grad_accum 2 --lora"),
     (2, "--optim_in_backward --no-chunked_ce --precision fp32 --no-fused_adamw"),
@@ -136,7 +136,8 @@ if not LOADED:  # Triton compiles for real GPUs only
 
 
 # of the flags above
-MATHEMATICS = r"--(?:lora|qlora|no-packing|optim_in_backward|stochastic_rounding|optim \w+|precision \w+)(?= |$)"
+MATHEMATICS = (r"--(?:lora|qlora|nf5(?: [a-z]\w+)*|no-packing|optim_in_backward|stochastic_rounding|"
+               r"(?:optim|precision) \w+)(?= |$)")
 
 
 def mathematics_of(flags, world=1):
