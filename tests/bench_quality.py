@@ -72,7 +72,8 @@ METHODS = {
     "adamw8bit": Method("", "--optim adamw8bit", 2e-4),
     "bf16, rounded": Method("--precision bf16", "--stochastic_rounding", 2e-4),
 }
-CURVES = {"full": "#2f81f7", "lora": "#2da44e", "qlora": "#e5534b"}  # read on white and on black
+# colours that are read on white and on black
+CURVES = {"full": "#2f81f7", "lora": "#2da44e", "qlora": "#e5534b", "qlora nf5": "#a371f7"}
 
 # ---------------------------------------------------------------- tasks
 
