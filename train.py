@@ -86,6 +86,7 @@ FP16_ENDS = "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU
 # the last phase of a run, in which nothing is left to save
 AFTER_RESULT = "sample or merge"
 TORCHRUN_GONE = getattr(signal, "SIGRTMIN", 0)  # the signal that says so; macOS has none
+UNTESTED_TORCH = 2, 15  # and what is newer
 
 # ---------------- flags
 
@@ -1063,6 +1064,9 @@ class Ranks:
             self.device = torch.device("cuda", self.local)
             # before anything is allocated: what asks for "cuda" alone would be on GPU 0, from every rank
             torch.cuda.set_device(self.device)
+            # On Hopper torch 2.14 prefers cuDNN's attention, which plans each new length for 170 ms. What does
+            # not go to FlashAttention by itself, see attend_here(), has another length in each batch.
+            torch.backends.cuda.enable_cudnn_sdp(False)
             self.device_name = torch.cuda.get_device_name(self.device)
 
     def join(self, want_group):
@@ -2398,6 +2402,8 @@ def print_start(args, model, source, blocks, ranks):
     seen = c.n_positions
     if args.seq_len > seen:
         lines.append(f"  note: --seq_len is beyond the {seen} positions that the model is made for")
+    if torch.__version__ >= UNTESTED_TORCH:
+        lines.append(f"  note: torch {torch.__version__} is newer than those that were tested")
     for line in lines:
         ranks.say(textwrap.fill(line, 80, subsequent_indent=" " * 6))
 

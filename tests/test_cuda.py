@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
 ROWS_OF_A_RANK = 6  # in a micro-batch
 
 
+@pytest.mark.rounding
 @pytest.mark.bf16
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this process has a GPU")
 def test_what_is_marked_gpu_passes_on_an_emulated_device(emulated):
@@ -159,6 +160,7 @@ def on_cpu(job, tmp_path_factory):
     return run
 
 
+@pytest.mark.rounding
 @pytest.mark.gpu
 @pytest.mark.parametrize("world, flags", RUNS)
 def test_a_gpu_trains_to_the_losses_of_the_cpu(job, on_cpu, tmp_path, world, flags):
@@ -172,6 +174,7 @@ def test_a_gpu_trains_to_the_losses_of_the_cpu(job, on_cpu, tmp_path, world, fla
     assert got == pytest.approx(expected, abs=tolerance)
 
 
+@pytest.mark.rounding
 @pytest.mark.gpu
 @pytest.mark.bf16
 @pytest.mark.parametrize("changes, flags", [
@@ -201,6 +204,7 @@ def test_other_families_train_on_a_gpu_to_the_losses_of_the_cpu(model_folder, se
 def check_windows():
     """Attention in bf16 on a GPU, which runs FlashAttention, against the CPU's in float32 of the same numbers."""
     gpu = torch.device("cuda", 0)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as train.Ranks does
     T = 96
     window = 24
     torch.manual_seed(0)
@@ -215,6 +219,7 @@ def check_windows():
         torch.testing.assert_close(got.cpu().float(), expected, atol=2**-6, rtol=0)
 
 
+@pytest.mark.rounding
 @pytest.mark.gpu
 @pytest.mark.bf16
 def test_a_token_on_a_gpu_sees_the_window_that_it_sees_on_a_cpu(tmp_path):
@@ -404,6 +409,7 @@ def make_old_card():
     train.LossScale.FIRST = 2.0**10  # so that no step is skipped, and losses are those of the CPU
 
 
+@pytest.mark.rounding
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [
     "",

@@ -164,6 +164,7 @@ def test_main_job_says_what_it_has_done(main_job):
         assert words in main_job.said
 
 
+@pytest.mark.rounding
 @pytest.mark.bf16
 def test_merged_model_is_base_plus_adapter(main_job):
     base = load_file(HERE / "tiny/model.safetensors")
@@ -183,6 +184,7 @@ def test_merged_model_is_base_plus_adapter(main_job):
         torch.testing.assert_close(merged[name].float(), expected, rtol=0.0041, atol=1e-7)
 
 
+@pytest.mark.rounding
 def test_rslora_is_merged_written_and_brought_by_an_adapter(tmp_path, chats):
     settings = ["--data", chats, "--seq_len", 128, "--precision", "fp32", "--steps", 1, "--warmup", 0, "--merge",
                 "--sample", ""]
@@ -259,6 +261,13 @@ def test_the_start_fits_a_screen_with_every_feature_on(capsys):
     lines = said.splitlines()
     assert len(lines) <= 25, said
     assert max(map(len, lines)) <= 80, said
+
+
+def test_a_torch_newer_than_those_that_were_tested_is_named(monkeypatch, capsys):
+    words = "is newer than those that were tested"
+    assert words not in start_of("--seed 1", capsys)
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.15.0"))
+    assert f"  note: torch 2.15.0 {words}\n" in start_of("--seed 1", capsys)
 
 
 def test_a_new_flag_that_changes_the_mathematics_needs_no_list(monkeypatch, capsys):
@@ -340,6 +349,7 @@ def test_epochs_and_overflow_say_how_many_steps_a_run_has(folder, chats, tmp_pat
     assert rows[-1]["step"] == math.ceil(0.25 * n_rows / 4)
 
 
+@pytest.mark.rounding
 def test_evaluation_is_the_training_loss(folder, few_chats, tmp_path):
     argv = ["--model", folder, "--random_init", "--data", few_chats, "--eval_data", few_chats, "--seq_len", 96,
             "--precision", "fp32", "--lr", 0, "--steps", 1]  # the evaluation comes after the step, so weights must stay
@@ -353,6 +363,7 @@ def test_evaluation_is_the_training_loss(folder, few_chats, tmp_path):
         assert evaluation["eval_tokens"] == step["tokens"]
 
 
+@pytest.mark.rounding
 def test_unpacked_rows_have_the_loss_and_the_gradients_of_packed_ones(chats):
     def numbers(packing):
         model, _ = build()
