@@ -33,7 +33,7 @@ RUNS = {  # name: (flags, colour that reads on white and on black)
     "mixed: float32 masters": ("--precision mixed", "#2f81f7"), "bf16": ("--precision bf16", "#e5534b"),
     "bf16 --stochastic_rounding": (SR, "#2da44e"),
     "bf16 --stochastic_rounding --optim adamw8bit": (f"{SR} --optim adamw8bit", "#bf8700")}
-SMOOTH = 30  # steps in the running mean
+SMOOTH = 30  # steps in the running mean, or all of a shorter run
 
 
 @torch.no_grad()
@@ -75,7 +75,9 @@ def main():
         return measure_nf4()
     command = ("train.py --model tiny --data stdlib:docs --seq_len 256 --batch_size 2 --lr 3e-5 --schedule constant "
                f"--no-activation_checkpointing --steps {args.steps}")
-    curves, cells = {}, []
+    n_mean = min(SMOOTH, args.steps)
+    curves = {}
+    cells = []
     for name, (flags, colour) in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             words = [*command.split(), *flags.split(), "--log_every", "1", "--sample", "", "--out", f"{folder}/run"]
@@ -84,11 +86,11 @@ def main():
                 raise SystemExit(done.stderr)
             rows = [row for row in metrics(Path(folder, "run")) if "loss" in row]
         losses = [row["loss"] for row in rows]
-        curve = [(i, sum(losses[i - SMOOTH : i]) / SMOOTH) for i in range(SMOOTH, len(losses) + 1)]
+        curve = [(i, sum(losses[i - n_mean : i]) / n_mean) for i in range(n_mean, len(losses) + 1)]
         curves[f"{name}, {curve[-1][1]:.2f}", colour] = curve[::2]
         ms = sorted(row["step_s"] for row in rows)[len(rows) // 2] * 1000
         cells.append((name, f"{losses[0]:.4f}", f"{curve[0][1]:.4f}", f"{curve[-1][1]:.4f}", f"{ms:.0f}"))
-    table(command, ("run", "first loss", f"mean of first {SMOOTH}", f"mean of last {SMOOTH}", "ms a step"), cells)
+    table(command, ("run", "first loss", f"mean of first {n_mean}", f"mean of last {n_mean}", "ms a step"), cells)
     train.draw(args.svg, curves)
 
 
