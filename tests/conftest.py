@@ -1,8 +1,9 @@
 """What the tests share: small models, small data, and ranks that start in a fraction of a second. README.md beside this
 file says how the tests are laid out, and which test holds which promise.
 
-    OOMPH_BF16=0 python -m pytest -q -m bf16    # what depends on bf16 instructions, as on a CPU without; 1: with
     OOMPH_CI=1 OOMPH_EMULATED_CUDA=required     # as .ci/run: see collect_ignore, and no test of a GPU is skipped
+
+another_machine.py lets them run as on another machine.
 """
 
 import atexit
@@ -25,28 +26,26 @@ from pathlib import Path
 # These have to be there before torch is imported.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin starve the others
 os.environ["GOMP_SPINCOUNT"] = "0"
-if os.environ.get("OOMPH_BF16") == "0":
-    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # the most that oneDNN uses; a CPU with less is as it was
 
 import pytest
 
+import another_machine  # before torch
 import emulated_cuda  # before torch
 import torch
 from side_by_side import EMULATED, WAITS, pytest_runtestloop  # noqa: F401
 
-FORCED_BF16 = os.environ.get("OOMPH_BF16")  # 1 or 0: as on a CPU with bf16 instructions, or as on one without
-if FORCED_BF16:  # ranks import this and are forced, too; commands start forced_bf16.py
-    torch.cpu._is_avx512_bf16_supported = lambda: FORCED_BF16 == "1"
-
 HERE = Path(__file__).parent
-TRAIN = HERE / "forced_bf16.py" if FORCED_BF16 else HERE.parent / "train.py"  # as a command
+# As a command. What another_machine changes of torch and data.py is changed only where this file is imported.
+TRAIN = HERE / "as_another_machine.py" if another_machine.IS_IMPORTED else HERE.parent / "train.py"
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+another_machine.change()  # ranks import this file, and are changed, too
 
-# .ci/run sets OOMPH_CI. Without it two files are left out that hold for this project and not for a fork of it: the
-# limits of the four files, and the patches in forks/. A fork's first edit may break both, and pytest stays green.
+# .ci/run sets OOMPH_CI. Without it three files are left out that hold for this project and not for a fork of it: the
+# limits of the four files, the patches in forks/, and the scripts. A fork's first edit may break the first two, and
+# pytest stays green.
 collect_ignore = []
 if "OOMPH_CI" not in os.environ:
-    collect_ignore = ["test_size.py", "test_forks.py"]
+    collect_ignore = ["test_size.py", "test_forks.py", "test_scripts.py"]
 
 # The cache of tokenized files is one of this run of tests. Ranks import this file, too, and inherit the cache.
 if "oomph-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):
@@ -68,11 +67,22 @@ def emulated(request):
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or an emulated one (test_cuda.py)")
     config.addinivalue_line("markers", "bf16: depends on whether the CPU has bf16 instructions (OOMPH_BF16)")
+    config.addinivalue_line("markers", "rounding: compares numbers that are rounded in another way (OOMPH_MACHINE)")
+    config.addinivalue_line("markers", "unperturbed: counts memory, or has weights without OOMPH_PERTURB beside it")
+
+
+def pytest_terminal_summary(terminalreporter):
+    if another_machine.WORDS:
+        terminalreporter.write_line(f"as another machine: {another_machine.WORDS}")
 
 
 def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         leave_gpu_to_the_emulated_device(config, items)
+    if another_machine.PERTURB:
+        for item in items:
+            if "unperturbed" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="weights are perturbed"))
     items.sort(key=lambda item: item.name == WAITS)  # the last one: nothing is left to do beside it
     if emulated_cuda.LOADED:
         # ranks are forks, and a process may not fork once it has threads
@@ -214,6 +224,75 @@ def curve(world, argv, out, gpu=False):
     assert codes == [0] * world, text
     steps = [row for row in rows if "loss" in row]  # the others are evaluations
     return [row["loss"] for row in steps], [row["grad_norm"] for row in steps]
+
+
+# ---------------------------------------------------------------- two runs that round in another way
+
+# Sums in another order change the last bits of float32 numbers. How far results are then apart depends on what they
+# are:
+#
+#     losses                 1e-6 at a loss of 8
+#     a tensor's gradient    1e-6 of its norm with adapters; 1e-5 in full, as all gradients are clipped by one norm, for
+#                            which torch adds up 262,144 squares one behind the other
+#     a single weight        any part of the learning rate: Adam divides a gradient by its own size, so where it is near
+#                            zero, rounding decides whether the weight moves up or down
+#     all weights together   0.006 of the norm of the update, when 3 weights of an adapter had such gradients
+#
+# So no test compares single weights after Adam. A rank, a tile or a document that is left out changes the gradient of
+# some tensor by a tenth and more.
+GRADIENTS_APART = 1e-3  # of the norm of a tensor's gradient
+WEIGHTS_APART = 0.05  # of the norm of the update
+
+
+def tensors_at(checkpoint):
+    """{name: tensor} of a checkpoint, put together of the rows of all ranks: trained weights, optimizer state."""
+    import torch
+    from safetensors.torch import load_file
+
+    rows_of = {}  # {name: {number of the first row: rows}}
+    for path in checkpoint.glob("*.safetensors"):
+        for key, rows in load_file(path).items():
+            name, _, first = key.rpartition(":")
+            rows_of.setdefault(name, {})[int(first)] = rows
+    assert rows_of, f"{checkpoint} has no tensors"
+    return {name: torch.cat([rows[first] for first in sorted(rows)]) for name, rows in rows_of.items()}
+
+
+def norm_of_difference(tensors, others):
+    """The L2 norm of the difference of two {name: tensor}, over all tensors."""
+    assert tensors.keys() == others.keys()
+    squares = [(tensors[name].double() - others[name].double()).square().sum() for name in tensors]
+    return sum(squares).sqrt().item()
+
+
+def check_same_gradients(got, expected):
+    """Two checkpoints of runs with AdamW, saved after the same step, come from the same gradients in each tensor. First
+    moments are compared: they are means of gradients, and as well conditioned."""
+    moments = tensors_at(got)
+    expected_moments = tensors_at(expected)
+    assert moments.keys() == expected_moments.keys()
+    names = [name for name in moments if name.endswith(".exp_avg")]
+    assert names
+    for name in names:
+        apart = (moments[name] - expected_moments[name]).norm()
+        size = expected_moments[name].norm()
+        assert apart <= GRADIENTS_APART * size, f"{name}: {apart / size:.2g}"
+
+
+def norm_of_update(run, step):
+    """How far a step has moved all weights of a run, which has saved before and after it."""
+    def weights_at(step):
+        tensors = tensors_at(run / f"checkpoint-{step}")
+        return {name: tensor for name, tensor in tensors.items() if name.endswith("weight")}
+
+    return norm_of_difference(weights_at(step - 1), weights_at(step))
+
+
+def check_same_weights(got, expected, update):
+    """{name: tensor} of what two runs have written are the same weights. update: norm_of_update() of one of them."""
+    assert update > 0
+    apart = norm_of_difference(got, expected)
+    assert apart <= WEIGHTS_APART * update, f"{apart / update:.2g} of the update"
 
 
 # ---------------------------------------------------------------- models

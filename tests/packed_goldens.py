@@ -60,7 +60,7 @@ def check_packed_documents(folder):
     """Logits, losses and all gradients of packed documents are those that transformers has of each alone."""
     model = build(folder)
     golden = read_golden(folder)
-    bound = 1e-5  # float32 rounding: 5e-7 seen of logits and losses, 5e-6 of gradients
+    bound = 1e-5  # float32 rounding: 5e-7 seen of logits and losses
     logits_TV = packed_logits(model, golden)
     assert relative_error(logits_TV[golden["rows"]], golden["logits"]) < bound
     losses = losses_in_documents(logits_TV, golden)
@@ -72,7 +72,8 @@ def check_packed_documents(folder):
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         assert gradient.shape == expected[name].shape, name
-        assert relative_error(gradient, expected[name]) < bound, name
+        # 1e-5 seen, where most of a gradient cancels; a document that sees another one changes them by 0.01
+        assert relative_error(gradient, expected[name]) < 10 * bound, name
 
 
 def check_greedy_tokens(folder):

@@ -38,7 +38,7 @@ def start_emulated(config):
         return error
     log = Path(tempfile.mkdtemp(dir=os.environ["XDG_CACHE_HOME"]), "log")
     files = [path for path in Path(__file__).parent.glob("test_*.py") if "mark.gpu" in path.read_text()]
-    marks = "gpu and bf16" if config.option.markexpr == "bf16" else "gpu"
+    marks = f"gpu and ({config.option.markexpr})" if config.option.markexpr else "gpu"
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", marks, "-p", "no:cacheprovider", *files]
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"OOMPH_EMULATED_CUDA": "1"})

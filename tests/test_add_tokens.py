@@ -310,6 +310,7 @@ def check_rows_on_ranks(ranks, folder, base):
         assert torch.equal(tensor, of_this_rank_alone), name
 
 
+@pytest.mark.unperturbed
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_hold_the_same_rows(base, tmp_path, world):
     on_ranks(world, check_rows_on_ranks, tmp_path, base)
@@ -318,6 +319,7 @@ def test_ranks_hold_the_same_rows(base, tmp_path, world):
 # ---------------------------------------------------------------- runs
 
 
+@pytest.mark.rounding
 def test_the_merged_model_and_the_adapter_load_again_with_the_same_tokens(adapted):
     merged = ["--model", adapted / "merged"]
     adapter = ["--model", adapted / "final"]  # an adapter: its base is the model that --model named
@@ -353,6 +355,7 @@ def test_an_adapter_with_new_tokens_trains_further_and_merges(base, adapted, cal
     assert opened("--model", out).config.vocab_size == PADDED
 
 
+@pytest.mark.rounding
 def test_full_fine_tuning_over_ranks_writes_a_model_with_the_tokens(base, calls, tmp_path):
     flags = ["--model", base, "--data", calls, *SHORT, "--add_tokens", *TOKENS]
     # half the rows on each of two ranks: the same step

@@ -264,6 +264,7 @@ def test_compiled_shards_compute_the_same(tmp_path):
 # ---------------------------------------------------------------- Inductor
 
 
+@pytest.mark.rounding
 @pytest.mark.bf16
 def test_a_compiled_run_learns_what_an_eager_one_does(chats, tmp_path):
     # Each kernel costs g++ two seconds. With matrices of one size fewer kernels differ, and where the embedding is

@@ -1020,6 +1020,7 @@ def test_no_gradient_crosses_into_another_document(models, way, lengths):
         assert torch.equal(with_gradient, own_tokens)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
 def test_packed_loss_is_the_sum_of_the_losses_alone(models, way):

@@ -57,6 +57,7 @@ TOLERANCES = {
 }
 
 
+@pytest.mark.rounding
 def test_the_curve_is_that_of_trl(tmp_path):
     batches = ["--no-packing", "--batch_size", 4, "--steps", 50]
     faster = ["--no-activation_checkpointing"]  # a quarter less time
@@ -121,6 +122,7 @@ def check_rows(rows, expected, tolerance):
 ANOTHER_ORDER = 1e-4  # of float32 sums: how far figures may be apart
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("world, flags", [
     # each with 4 rows a step: --batch_size 1 is the default
     (4, "--fsdp2 --replicas 2"),
@@ -137,6 +139,7 @@ def test_ranks_and_memory_flags_change_nothing(job, undisturbed, tmp_path, world
     check_rows(rows, undisturbed, ANOTHER_ORDER)
 
 
+@pytest.mark.rounding
 def test_beta_is_the_scale_of_rewards(job, undisturbed, tmp_path):
     rows, said, codes = run_ranks(1, [*job, "--batch_size", 4, "--steps", 2, "--beta", 0.2], tmp_path / "out")
     assert codes == [0], said
@@ -152,11 +155,13 @@ def traced(argv):
     return train.launch(argv)
 
 
+@pytest.mark.rounding
 def test_compiled_pairs_compute_the_same(job, undisturbed, tmp_path):
     rows = run_alone(traced, [*job, "--batch_size", 4, "--compile"], tmp_path / "out")
     check_rows(rows, undisturbed, ANOTHER_ORDER)
 
 
+@pytest.mark.rounding
 def test_pairs_in_one_row_are_as_pairs_in_rows_of_their_own(small, tmp_path):
     job = [*small, "--steps", 3]
     packed, said, codes = run_ranks(1, [*job, "--seq_len", 4000], tmp_path / "packed")

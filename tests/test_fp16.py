@@ -39,15 +39,17 @@ def shallow_job(shallow, flags_of_job):
 # ---------------------------------------------------------------- what it learns
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("flags", ["--lora", "--qlora", "", "--lora --no-chunked_ce --tiled_mlp 64"])
 def test_fp16_follows_float32(job, tmp_path, flags):
     got = losses(1, [*job, "--precision", "fp16", *flags.split()], tmp_path / "fp16")
     exact = losses(1, [*job, "--precision", "fp32", *flags.split()], tmp_path / "fp32")
-    # 11 bits of mantissa: a sum over hundreds of tokens is right to 4 digits, and errors of weights add up a little
-    assert got == pytest.approx(exact, abs=2e-3)
+    # 11 bits of mantissa, so logits are off by 5e-4 of their size, and gradients, too: 3.5e-4 of the losses seen
+    assert got == pytest.approx(exact, rel=2e-3)
     assert exact[0] - exact[-1] > 0.05  # else there would be nothing to learn
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("flags", ["--fsdp2 --qlora", "--fsdp2 --offload params --optim adamw8bit", "--grad_accum 1"])
 def test_ranks_have_the_losses_of_one_in_fp16(job, tmp_path, flags):
     argv = [*job, "--precision", "fp16", "--steps", 2, *flags.split()]

@@ -83,6 +83,7 @@ def assert_close(got, expected, tolerance):
 # ---------------------------------------------------------------- transformers' numbers
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("config", ["config.json", "config-v4.json"])  # as transformers 5 and 4 write it
 @every_family
 def test_logits_equal_transformers(folder, config):
@@ -91,6 +92,7 @@ def test_logits_equal_transformers(folder, config):
     torch.testing.assert_close(logits, golden["logits"], atol=1e-5, rtol=0)  # float32 rounding: 1e-6 seen
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("chunk", [0, 7, 1024])  # tokens: not chunked, many chunks, one chunk
 @every_family
 def test_loss_and_gradients_equal_transformers(folder, chunk):
@@ -201,6 +203,7 @@ def test_yarn_scales_cos_and_sin(changes, expected):
     torch.testing.assert_close(cos.hypot(sin), torch.full_like(cos, expected))
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("folder", [HERE / "goldens/qwen2-yarn", HERE / "goldens/qwen3-yarn"], ids=lambda f: f.name)
 def test_yarn_is_transformers_at_one_and_four_times_the_length_of_pretraining(folder):
     """It is the same at every length: a row of 64 tokens has the logits that they have in one of 256."""
@@ -364,6 +367,7 @@ def test_presets_hold_the_published_parameter_counts():
 # ---------------------------------------------------------------- loss
 
 
+@pytest.mark.rounding
 @pytest.mark.bf16
 @pytest.mark.parametrize("dtype, loss_error, gradient_error", [
     (torch.float32, 1e-6, 1e-5),  # sums in another order
@@ -413,6 +417,7 @@ def with_z_loss(logits_CV, targets_C1):
     return losses_C1 + log_total_C1.square(), grad_CV + slope_CV
 
 
+@pytest.mark.rounding
 def test_a_forks_loss_sees_capped_logits_and_its_gradient_passes_the_cap():
     config = lm.parse_config(data.read_json(HERE / "goldens-windows/muse-glimmer/config.json"))
     torch.manual_seed(0)
@@ -469,6 +474,7 @@ def block_diagonal_mask(pairs, n):
     return mask
 
 
+@pytest.mark.rounding
 @pytest.mark.bf16
 @pytest.mark.parametrize("dtype, tolerance", [
     (torch.float32, 1e-6),
@@ -537,6 +543,7 @@ def test_an_adapter_is_read_back_with_the_layers_that_its_tensors_name(tmp_path,
     data.check_weights(build_random("lora"), source, tmp_path)
 
 
+@pytest.mark.rounding
 @torch.no_grad()
 @pytest.mark.parametrize("flags, scale", [
     ([], 6 / 16),
@@ -573,6 +580,7 @@ def test_merging_refuses_tensors_that_it_would_lose(tmp_path):
 # ---------------------------------------------------------------- tiles
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 @pytest.mark.parametrize("tile", [96, 32, 7])  # all 96 tokens, three equal tiles, thirteen and a rest of 5
@@ -604,6 +612,7 @@ def test_a_tile_runs_once_in_the_forward_and_once_in_the_backward(monkeypatch, c
     assert Counter(n_tokens) == {40: 2 * 2 * N_BLOCKS, 16: 2 * N_BLOCKS}
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("method, shape", [
     ("qlora", {}),
     ("lora", QWEN35),
@@ -624,6 +633,7 @@ def test_tiles_and_recomputing_drop_the_same_inputs(method, shape, tile, checkpo
 # ---------------------------------------------------------------- experts
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_experts_in_16_bits_get_rows_by_32_on_a_cpu_which_change_nothing(monkeypatch, method):
     plain_linear = nf4.linear
@@ -744,6 +754,7 @@ def test_products_of_every_token_with_every_column_spread_evenly():
     assert chi_square < 110
 
 
+@pytest.mark.rounding
 def test_dropout_of_an_adapter_is_torchs_with_these_masks_and_keeps_the_mean():
     rate = 0.25
     model = build_random("lora", dropout=rate)

@@ -240,6 +240,7 @@ def saved_by(function):
     return result, saved
 
 
+@pytest.mark.rounding
 @BITS
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("keeps_weight", [True, False])
@@ -283,6 +284,7 @@ def test_layers_of_nf5_have_5_bits_and_the_others_4():
 # A stack of experts is one matrix of their rows. ends[e] is where the tokens of expert e end in x.
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("keeps_weight, bits", [(True, 4), (False, 4), (False, 5)])
 def test_experts_are_products_of_their_own_rows(keeps_weight, bits):
     layer = nf4_layer(4 * 48, 64, keeps_weight=keeps_weight, bits=bits)

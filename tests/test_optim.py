@@ -204,6 +204,7 @@ class Twins:
         self.our_optimizer.step()
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("shape, flags, n_steps", [
     ((20, 300), RANDOM, 50),  # which rounds nothing in float32
     # one step: moments are rounded after their use
@@ -357,6 +358,7 @@ def check_clipped_adamw(ranks, folder, flags, replicas):
         torch.testing.assert_close(q.full_tensor(), p, rtol=0, atol=1e-6)  # three updates are 3e-2
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("world, replicas, flags", [
     (3, 1, []),
     (3, 1, ["--no-fused_adamw"]),
@@ -397,6 +399,7 @@ def after_backward(job, tmp_path_factory):
     return curves
 
 
+@pytest.mark.rounding
 @pytest.mark.bf16
 @pytest.mark.parametrize("name", RUNS)
 def test_stepping_in_the_backward_changes_no_bit_on_one_rank(job, after_backward, tmp_path, name):
@@ -409,6 +412,7 @@ def test_stepping_in_the_backward_changes_no_bit_on_one_rank(job, after_backward
     assert norms == pytest.approx(expected_norms, rel=tolerance)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("name, flags", [
     ("full", ["--fsdp2"]),
     ("lora", []),
@@ -518,6 +522,7 @@ def test_nothing_is_updated_after_a_gradient_that_is_not_finite(flags):
         assert torch.equal(x, y)
 
 
+@pytest.mark.rounding
 def test_adamw8bit_learns_what_adamw_learns(folder, tmp_path):
     path = tmp_path / "docs.jsonl"
     # all of stdlib:docs would take longer to read than to train on

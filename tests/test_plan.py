@@ -338,6 +338,7 @@ def planned_and_counted(model, world, flags, folder):
     return max(totals.values()), counted.peak - counted.offloaded
 
 
+@pytest.mark.unperturbed
 @pytest.mark.bf16  # oneDNN's kernels of some CPUs allocate copies
 @pytest.mark.parametrize("model, n_tokens, world, flags", CASES)
 def test_the_plan_is_what_a_step_holds(tmp_path, model, n_tokens, world, flags):

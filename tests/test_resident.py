@@ -101,6 +101,7 @@ def test_ranks_that_share_weights_train_to_the_same_bits_however_many_blocks_are
             assert torch.equal(tensor, expected_weights[name]), name
 
 
+@pytest.mark.rounding
 def test_replicas_stream_each_by_itself(job, tmp_path):
     # float32: only the order of sums over ranks differs
     argv = [*job(), "--lora"]

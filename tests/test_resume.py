@@ -132,6 +132,7 @@ def test_a_newer_result_is_not_hidden_by_an_older_merged_model(job, tmp_path):
     assert not (out / "merged").exists()
 
 
+@pytest.mark.rounding
 def test_another_world_continues_with_the_same_losses(job, tmp_path):
     argv = [*job, "--fsdp2", "--qlora", "--optim", "adamw8bit"]
     # six rows a step: 2 ranks with 3 of them each, then 3 ranks with 2
@@ -566,6 +567,7 @@ os._exit(train.launch())
 """
 
 
+@pytest.mark.unperturbed
 def test_torchrun_restarts_a_killed_rank_and_the_run_continues(job, tmp_path):
     argv = [*job, *"--fsdp2 --lora --steps 6 --save_every 2 --keep 2".split()]
     run(2, argv, tmp_path / "whole")

@@ -62,6 +62,7 @@ def signalled(process, number):
     return said
 
 
+@pytest.mark.unperturbed
 @pytest.mark.parametrize("options, number, cause", [
     (["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1"], signal.SIGUSR1, "by SIGUSR1"),
     ([], signal.SIGKILL, "because torchrun is gone"),

@@ -25,11 +25,13 @@ MUSE_PRESET = data.PRESETS["muse-glimmer-30b"]
 # ---------------------------------------------------------------- transformers' numbers
 
 
+@pytest.mark.rounding
 @GOLDENS
 def test_packed_documents_equal_transformers(folder):
     check_packed_documents(folder)
 
 
+@pytest.mark.rounding
 @GOLDENS
 def test_greedy_tokens_equal_transformers(folder):
     check_greedy_tokens(folder)
@@ -76,6 +78,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("window", [2, 7, 32, 64, 500])  # the last one is longer than any document
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_a_token_sees_the_window_inside_its_document(lengths, window):
@@ -134,6 +137,7 @@ def test_the_cache_keeps_what_the_next_token_sees():
 # ---------------------------------------------------------------- Muse Glimmer's head and its two gates
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("chunk", [7, 1024])  # several chunks and one
 def test_capped_logits_have_the_gradient_of_autograd(chunk):
     torch.manual_seed(0)
