@@ -1064,8 +1064,8 @@ class Ranks:
             self.device = torch.device("cuda", self.local)
             # before anything is allocated: what asks for "cuda" alone would be on GPU 0, from every rank
             torch.cuda.set_device(self.device)
-            # On Hopper torch 2.14 prefers cuDNN's attention, which plans each new length for 170 ms. What does
-            # not go to FlashAttention by itself, see attend_here(), has another length in each batch.
+            # On Hopper torch 2.14 prefers cuDNN's attention, which plans each new length for 170 ms. What
+            # goes to sdpa(), see attend_here() in model.py, has another length in each batch.
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.device_name = torch.cuda.get_device_name(self.device)
 
