@@ -84,6 +84,15 @@ def printable(text):
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
+def say(text="", end="\n", to_stderr=False):
+    """Prints text. The project prints nothing elsewhere, so that all text from files and flags is safe for a
+    terminal, and no run ends because its output cannot be written: the disk with its log may be full, its
+    terminal may be closed, and the reader of a pipe may have left, as `head` does."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    with contextlib.suppress(OSError):
+        print(printable(text), end=end, file=stream, flush=True)
+
+
 def first_names(names, most):
     """As many of these names as `most`, safe to print, and how many more there are."""
     text = ", ".join(name[:200] for name in names[:most])  # a damaged file may have endless names
@@ -1193,7 +1202,7 @@ def tokenized(spec, held_out, tokenizer, columns=()):
             check_cached(folder)
             return folder
         except (OSError, TypeError, ValueError) as error:
-            print(printable(f"{spec} is tokenized again: its cache does not fit its checksums: {error}"))
+            say(f"{spec} is tokenized again: its cache does not fit its checksums: {error}")
             remove(folder)
     unfinished = unfinished_path(folder)
     try:
@@ -1490,7 +1499,7 @@ def hub_files(name):
         if not paths:
             raise ValueError(f"{name}: no such file, and not fetched from the Hub; the next start continues: "
                              f"{line}") from error
-        print(printable(f"{name}: not fetched from the Hub, the files of an earlier start are used: {line}"))
+        say(f"{name}: not fetched from the Hub, the files of an earlier start are used: {line}")
         return paths
     with contextlib.suppress(OSError):  # without the note, only a start without the Hub fails
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -1676,7 +1685,7 @@ def in_thread(function, *args, **options):
             wait([result], timeout=1)
         return result.result()
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # the progress bars end without a newline
+        say(to_stderr=True)  # the progress bars end without a newline
         raise
 
 
@@ -2132,7 +2141,7 @@ def show(tokenizer, documents, number):
     ids, supervised = documents.part(number)
     text = ""
     for is_trained, run in itertools.groupby(range(len(ids)), lambda i: bool(supervised[i]) and i > 0):
-        run_text = printable(tokenizer.core.decode(ids[list(run)].tolist(), skip_special_tokens=False))
+        run_text = tokenizer.core.decode(ids[list(run)].tolist(), skip_special_tokens=False)
         text += f"⟦{run_text}⟧" if is_trained else run_text
     return text
 
@@ -2147,46 +2156,46 @@ def print_data(args, loader, eval_loader, tokenizer):
         if share_of(args.eval_data):  # of the files above
             n_held_out = eval_loader.documents.n_examples()
             n_all = n_held_out + loader.documents.n_examples()
-            print(f"--eval_data {args.eval_data[0]}: {n_held_out:,} of {n_all:,} examples are held out, "
-                  "chosen by a hash of each")
+            say(f"--eval_data {args.eval_data[0]}: {n_held_out:,} of {n_all:,} examples are held out, "
+                "chosen by a hash of each")
         else:
             for file in eval_loader.documents.files:
                 print_file(file)
             files = files + eval_loader.documents.files
         print_rows(eval_loader)
     if any(file.report.n_chats for file in files):
-        line = printable(f"conversations are rendered by {tokenizer.source}")
+        line = f"conversations are rendered by {tokenizer.source}"
         if len(line) > 80:  # a long path: its end says more
             line = f"{line[:46]}...{line[-31:]}"
-        print(line)
+        say(line)
     n_plain = sum(file.report.n_plain_prompts for file in files)
     if n_plain and tokenizer.has_template:
-        print(f"{n_plain:,} prompts are plain text, trained on as they stand: only lists of messages go "
-              "through the chat template")
+        say(f"{n_plain:,} prompts are plain text, trained on as they stand: only lists of messages go "
+            "through the chat template")
     if n_empty := sum(file.report.n_empty_thoughts for file in loader.documents.files):
         line = (f"{n_empty:,} answers begin with an empty thought: the model unlearns to think when it is "
                 "asked in its default mode")
         if "enable_thinking" in tokenizer.template_reads:
             line += "; --template_args enable_thinking=false puts the empty thought into the prompt"
-        print(line)
+        say(line)
     documents = loader.documents
     for i in range(min(args.inspect or 0, len(documents.start))):
-        print(f"--- example {i + 1}, {printable(documents.place(i))}, trained on: ⟦this⟧")
-        print(f"{show(tokenizer, documents, i)}\n---")
+        say(f"--- example {i + 1}, {documents.place(i)}, trained on: ⟦this⟧")
+        say(f"{show(tokenizer, documents, i)}\n---")
 
 
 def print_rows(loader):
     full = loader.per_row.tokens.sum() / (len(loader.rows) * loader.seq_len)
-    print(f"  {len(loader.rows):,} rows of at most {loader.seq_len} tokens, {full:.1%} full")
+    say(f"  {len(loader.rows):,} rows of at most {loader.seq_len} tokens, {full:.1%} full")
 
 
 def print_file(file):
     """Prints what a file has, and each way in which examples were lost, if any were."""
     report = file.report
     formats = ", ".join(form for form in FORMATS if form in report.formats)
-    print(f"{printable(file.name)}: {report.n_examples:,} examples ({formats})")
+    say(f"{file.name}: {report.n_examples:,} examples ({formats})")
     # a small file may be held out as a whole
-    print(f"  {file.n_tokens:,} tokens, {file.n_trained / max(file.n_tokens, 1):.1%} trained on")
+    say(f"  {file.n_tokens:,} tokens, {file.n_trained / max(file.n_tokens, 1):.1%} trained on")
     notes = [
         (file.n_long, f"longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}"),
         (file.n_untrained, "without a token to train on: dropped"),
@@ -2199,9 +2208,9 @@ def print_file(file):
         (report.n_bad, f"cannot be trained on: dropped{report.errors}")]
     for count, note in notes:
         if count:
-            print(f"  {count:,} {note}")
+            say(f"  {count:,} {note}")
     if report.unread:
-        print(f"  keys that are not read: {listing(report.unread)}")
+        say(f"  keys that are not read: {listing(report.unread)}")
 
 
 # ================================ model folders ================================

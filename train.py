@@ -25,12 +25,19 @@ A reading tour, in the order of a run:
 
 import os
 import signal
+import sys
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     TORCHRUN = os.getppid()  # read before the imports: it may end while they run
 if __name__ == "__main__":
     # Ctrl-C during the imports, which take seconds, ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A stream that the caller has closed (`>&-`) is None. Its number would go to the next file that is opened, a
+    # checkpoint perhaps, and messages of libraries in C would be written into that file.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # gets the lowest free number, which is that of the stream
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 import argparse
 import contextlib
@@ -48,7 +55,6 @@ import platform
 import re
 import resource
 import shutil
-import sys
 import textwrap
 import threading
 import time
@@ -1096,8 +1102,7 @@ class Ranks:
     def say(self, text):
         """Prints on rank 0."""
         if self.rank == 0:
-            with contextlib.suppress(BrokenPipeError):  # a reader that has left, such as `head`, stops no run
-                print(text, flush=True)
+            data.say(text)
 
     def gather(self, value):
         """[value of each rank] on every rank, for anything that can be pickled. Never times out."""
@@ -2462,7 +2467,7 @@ class Sample:
                 break
         self.model.train()
         lm.reshard_(self.model)
-        return textwrap.shorten(data.printable(self.tokenizer.core.decode(tokens)), 400)
+        return textwrap.shorten(self.tokenizer.core.decode(tokens), 400)
 
     def say_answer(self, log):
         """Prints the answer of this step, and above the first one the question. After the last step
@@ -2507,12 +2512,12 @@ def tracer(args, out, ranks):
 def write_trace(out, device, profile, snapshot, profiler):
     try:
         if profile:
-            print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
+            data.say(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
             profiler.export_chrome_trace(str(out / "trace.json.gz"))
         if snapshot:
             torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
     except OSError as error:  # a full disk does not end a training
-        print(f"{out}: profile not written: {error}")
+        data.say(f"{out}: profile not written: {error}")
 
 
 def chat(args):
@@ -2549,8 +2554,8 @@ def chat(args):
                 said = print_answer(tokenizer.core, tokens)
                 messages = [*asked, {"role": "assistant", "content": said}]
         except ValueError as error:  # the conversation goes on without this question
-            print(data.printable(f"train.py: error: {error}"), file=sys.stderr)
-        print()
+            data.say(f"train.py: error: {error}", to_stderr=True)
+        data.say()
 
 
 def check_length(n_tokens, n_trained):
@@ -2560,8 +2565,8 @@ def check_length(n_tokens, n_trained):
         raise ValueError(f"the conversation has {n_tokens:,} tokens, more than 4 times the {n_trained:,} "
                          "positions that the model was trained on: ask less, or type /reset")
     if n_tokens > n_trained:
-        print(f"the conversation has {n_tokens:,} tokens, and the model was trained on {n_trained:,} "
-              "positions: answers may make no sense; /reset starts a new one", file=sys.stderr)
+        data.say(f"the conversation has {n_tokens:,} tokens, and the model was trained on {n_trained:,} "
+                 "positions: answers may make no sense; /reset starts a new one", to_stderr=True)
 
 
 def print_answer(core, tokens):
@@ -2576,9 +2581,9 @@ def print_answer(core, tokens):
             ids.append(token)
             text = core.decode(ids)
             complete = text.rstrip("\N{REPLACEMENT CHARACTER}")  # that may be the beginning of a character
-            print(data.printable(complete[n_shown:]), end="", flush=True)
+            data.say(complete[n_shown:], end="")
             n_shown = max(n_shown, len(complete))
-    print(data.printable(text[n_shown:]), end="", flush=True)
+    data.say(text[n_shown:], end="")
     return text
 
 
@@ -3060,7 +3065,7 @@ def load_checkpoint(folder, files, tensors):
                     ranges[name].append((first, n_rows))
                     copy_rows_(tensors[name], saved, first)
         except (ValueError, safetensors.SafetensorError) as error:
-            raise ValueError(f"{folder / file}: {data.printable(str(error))}; {REMOVE}") from error
+            raise ValueError(f"{folder / file}: {error}; {REMOVE}") from error
     wrong = [name for name, tensor in tensors.items()
              if not are_all_rows(ranges[name], math.prod(tensor.shape[:1]))]
     if wrong:
@@ -4478,8 +4483,9 @@ def report_out_of_memory(error, progress):
     out = report.pop("out")
     text = json.dumps(report, indent=2)
     if out:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "oom.json").write_text(text + "\n")
+        with contextlib.suppress(OSError):  # a full disk: the message below has all of it
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "oom.json").write_text(text + "\n")
     advice = ("--dry_run --gpu_gib G with the same flags prints which others would make it fit; "
               "--activation_checkpointing all keeps the least")
     return f"out of memory: {text}\n{advice}"
@@ -4529,8 +4535,6 @@ def launch(argv=None):
     except FloatingPointError as error:
         code = NOT_FINITE
         message = str(error)
-    except BrokenPipeError:  # the reader of a pipe has enough, as `| head` has
-        return 1
     except KeyboardInterrupt:  # Ctrl-C, or another signal that StopSignal knows
         code = 130
         message = "interrupted, nothing saved"
@@ -4550,7 +4554,7 @@ def launch(argv=None):
                 message = report_out_of_memory(error, progress)
             else:
                 with ENDING:
-                    traceback.print_exc()
+                    data.say(traceback.format_exc(), to_stderr=True)
     with ENDING:
         report_error(message, speaks)
     return code
@@ -4559,18 +4563,17 @@ def launch(argv=None):
 def report_error(message, speaks):
     """Prints the last message of a process, and writes the file from which torchrun prints it."""
     if speaks:
-        print(data.printable(f"train.py: error: {message}"), file=sys.stderr, flush=True)
+        data.say(f"train.py: error: {message}", to_stderr=True)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        report = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": report}))
+        report = {"message": data.printable(message), "extraInfo": {"timestamp": int(time.time())}}
+        with contextlib.suppress(OSError):  # a full disk does not change the exit code
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": report}))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(errors="backslashreplace")  # texts of the data, on whatever terminal
     code = launch()
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
     # gloo's threads outlive destroy_process_group() under FSDP2. One that frees a tensor while the
     # interpreter shuts down aborts a finished run, once in 130 (pytorch #179291), so nothing shuts down.
     os._exit(code)

@@ -883,10 +883,11 @@ def test_evaluation_covers_every_row_once_and_in_order_over_three_ranks(document
     assert rows == tokens_by_row(one.batch(range(n_rows)))
 
 
-def test_inspected_example_shows_what_is_trained_on(tiny, tmp_path):
+def test_inspected_example_shows_what_is_trained_on(tiny, tmp_path, capsys):
     clear_screen = message("user", "\x1b[2J")  # for a terminal, if it were printed as it is
     documents, _ = read_data(jsonl(tmp_path / "a.jsonl", chat(clear_screen, ANSWER)), tiny)
-    text = data.show(tiny, documents, 0)
+    data.say(data.show(tiny, documents, 0))
+    text = capsys.readouterr().out
     assert f"⟦{ANSWER['content']}{END}⟧" in text
     assert "\033" not in text
     assert r"\x1b[2J" in text

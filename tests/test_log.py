@@ -1,17 +1,20 @@
-"""What a run shows and sends while it trains: the sinks of the log, --wandb, and the answers to --sample."""
+"""What a run shows and sends while it trains: its output, also where that cannot be written, the sinks of the log,
+--wandb, and the answers to --sample."""
 
 import importlib.machinery
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run_ranks, start_ranks
+from conftest import TRAIN, run_ranks, start_ranks
 
+import data
 import model as lm
 import train
 
@@ -55,6 +58,64 @@ class Sink:
         self.n_closed += 1
         if self.error:
             raise self.error
+
+
+@pytest.fixture
+def job(shallow, chats):
+    return ["--model", shallow, "--random_init", "--data", chats, "--seq_len", 64, "--precision", "fp32", "--lora",
+            "--lr", 1e-3, "--log_every", 1]
+
+
+# ---------------------------------------------------------------- output that cannot be written
+
+
+def full_disk():
+    return open("/dev/full", "w")
+
+
+def closed_terminal():
+    """Where a job writes that its shell has disowned. Each write is an error, and no signal comes."""
+    window, terminal = os.openpty()
+    os.close(window)
+    return open(terminal, "w")
+
+
+def pipe_without_reader():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return open(writing, "w")
+
+
+def train_with_output(argv, open_stream):
+    with open_stream() as sys.stdout, open_stream() as sys.stderr:
+        code = train.launch(argv)
+        os._exit(code)  # as train.py ends: Python would try to write the rest once more
+
+
+@pytest.mark.parametrize("open_stream", [full_disk, closed_terminal, pipe_without_reader])
+def test_output_that_cannot_be_written_ends_no_run(job, tmp_path, open_stream):
+    out = tmp_path / "run"
+    argv = [*map(str, job), "--steps", "3", "--save_every", "2", "--out", str(out)]
+    assert start_ranks(1, train_with_output, (argv, open_stream), [tmp_path / "log"]) == [0]
+    assert train.checkpoints(out).keys() == {2, 3}
+    assert (out / "final").exists()
+
+
+def test_streams_that_the_caller_has_closed_end_no_run_and_print_into_no_file(job, tmp_path):
+    out = tmp_path / "run"
+    argv = [sys.executable, TRAIN, *job, "--steps", 2, "--save_every", 1, "--out", out]
+    command = ["bash", "-c", '"$@" <&- >&- 2>&-', "-", *map(str, argv)]
+    assert subprocess.run(command).returncode == 0
+    # read to the last byte: nothing has been written between the numbers
+    assert train.read_state(out / "checkpoint-2", {}, ALONE)["step"] == 2
+
+
+def test_text_from_files_and_flags_is_printed_without_control_characters(capsys):
+    ALONE.say("a\x1b[2Jb\tc\nd")
+    data.say("\u202e", to_stderr=True)
+    said = capsys.readouterr()
+    assert said.out == "a\\x1b[2Jb\tc\nd\n"
+    assert said.err == "\\u202e\n"
 
 
 # ---------------------------------------------------------------- sinks
@@ -181,12 +242,6 @@ def stub_of_wandb(path, moment="none"):
 def train_with_stub(argv, path, moment):
     sys.modules["wandb"] = stub_of_wandb(path, moment)
     return train.launch(argv)
-
-
-@pytest.fixture
-def job(shallow, chats):
-    return ["--model", shallow, "--random_init", "--data", chats, "--seq_len", 64, "--precision", "fp32", "--lora",
-            "--lr", 1e-3, "--log_every", 1]
 
 
 def start(world, argv, out, moment="none"):
