@@ -32,8 +32,8 @@ if "TORCHELASTIC_RUN_ID" in os.environ:
 if __name__ == "__main__":
     # Ctrl-C during the imports, which take seconds, ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # A stream that the caller has closed (`>&-`) is None. Its number would go to the next file that is opened, a
-    # checkpoint perhaps, and messages of libraries in C would be written into that file.
+    # A stream that the caller has closed (`>&-`) is None. The next file that is opened would get its number,
+    # a checkpoint perhaps, and libraries in C would write their messages into that file.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             # gets the lowest free number, which is that of the stream
@@ -4348,7 +4348,7 @@ def ladder(args, config, world, length, room):
 
 
 def print_row(name, values):
-    print(f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
+    data.say(f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
 
 
 def print_plan(args, config, world, length, blocks, room):
@@ -4359,35 +4359,36 @@ def print_plan(args, config, world, length, blocks, room):
     need = peak + OVERHEAD
     host_text = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in host.items()) or "none"
     if not args.dry_run and need < 0.6 * room:
-        print(f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}")
+        data.say(f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}")
         return
-    print(f"memory plan, GiB of rank 0 of {world}, micro-batches of {args.batch_size} x {length} tokens")
+    data.say(f"memory plan, GiB of rank 0 of {world}, micro-batches of {args.batch_size} x {length} tokens")
     titles = [f"{moment}*" if moment == name else moment for moment in moments]
-    print(" " * 20 + "".join(f"{title:>15}" for title in titles))
+    data.say(" " * 20 + "".join(f"{title:>15}" for title in titles))
     for kind in KINDS:
         values = [kinds[kind] for kinds in moments.values()]
         if any(values):
             print_row(kind, values)
     print_row("all", [kinds.total() for kinds in moments.values()])
     if args.compile:
-        print("  --compile: as Inductor saves and fuses on a CPU, within 10 %")
+        data.say("  --compile: as Inductor saves and fuses on a CPU, within 10 %")
     if args.dpo:
-        print("  --dpo: the reference's forward comes first, keeps nothing and is no peak")
-    print(f"  host memory: {host_text}")
+        data.say("  --dpo: the reference's forward comes first, keeps nothing and is no peak")
+    data.say(f"  host memory: {host_text}")
     if math.isinf(room):
         return
     verdict = "fits" if need <= room else "does not fit"
-    print(f"  needs {need / GIB:.2f} GiB of {room / GIB:.2f} (including 1 GiB for CUDA and NCCL): {verdict}")
+    data.say(f"  needs {need / GIB:.2f} GiB of {room / GIB:.2f} (including 1 GiB for CUDA and NCCL): "
+             f"{verdict}")
     if need <= room:
         return
     added = ladder(args, config, world, length, room)
     changed = with_rungs(args, added)
     moments, host = plan(changed, config, world, length, blocks_as_asked(changed, config))
     need = peak_of(moments)[1] + OVERHEAD
-    print(f"  it needs {need / GIB:.2f} GiB, and {sum(host.values()) / GIB:.2f} GiB of host memory, with")
-    print(f"    {' '.join(added) or 'every flag'}")
+    data.say(f"  it needs {need / GIB:.2f} GiB, and {sum(host.values()) / GIB:.2f} GiB of host memory, with")
+    data.say(f"    {' '.join(added) or 'every flag'}")
     if need > room:
-        print("  use more ranks, a shorter --seq_len or a smaller model")
+        data.say("  use more ranks, a shorter --seq_len or a smaller model")
 
 
 def dry_run(args):
@@ -4398,10 +4399,10 @@ def dry_run(args):
         config = open_config(args, world, device=None, random_init=True).config
         blocks = choose_blocks(args, config, world, args.seq_len, room)
         if args.activation_checkpointing == "auto":
-            print(f"--activation_checkpointing auto: {blocks.describe(config.num_hidden_layers)}")
+            data.say(f"--activation_checkpointing auto: {blocks.describe(config.num_hidden_layers)}")
         if offloads_frozen(args):
             resident = blocks.describe_resident(config.num_hidden_layers)
-            print(f"--resident_blocks {args.resident_blocks}: {resident}")
+            data.say(f"--resident_blocks {args.resident_blocks}: {resident}")
         print_plan(args, config, world, args.seq_len, blocks, room)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error

@@ -72,6 +72,20 @@ def test_the_training_loop_is_one_screen():
     assert max(n_lines("train.py", loop) for loop in loops) <= LOOP_LINES
 
 
+def is_print(node):
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+
+
+def test_nothing_but_say_prints():
+    """Another print() would end a run whose log is on a full disk, and send a terminal the control characters of a
+    file."""
+    printing = []
+    for name in FILES:
+        for function in functions(name):
+            printing += [(name, function.name) for node in ast.walk(function) if is_print(node)]
+    assert printing == [("data.py", "say")]
+
+
 def test_the_readme_is_short_and_its_text_is_narrow():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= README_LINES
