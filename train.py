@@ -560,7 +560,7 @@ def is_installed(package):
 
 
 def main(argv, progress):
-    """A training run from top to bottom. `progress` is kept up to date for report_out_of_memory()."""
+    """A training run from top to bottom. `progress` is kept up to date for launch()."""
     args = parse_args(argv)
     # these two train nothing, and --dry_run needs neither weights nor a device
     if args.dry_run:
@@ -574,6 +574,9 @@ def main(argv, progress):
     ranks = Ranks(args.fsdp2, args.timeout)
     device = ranks.device
     on_gpu = device.type == "cuda"
+    # First of all, so that two starts never share a folder, however long they load. If this one ends before its
+    # first step, RunFolder.leave() removes what it has made: a mistake in the data leaves no folder behind.
+    out, resumed = take_folder(args, ranks, progress)
     opened = open_model(args, ranks)
     config = opened.config
     model = opened.model
@@ -584,10 +587,9 @@ def main(argv, progress):
         data.print_data(args, loader, eval_loader, tokenizer)
     if args.inspect:  # print_data() has printed the documents
         return ranks.leave()
-    # Nothing has been written so far: a mistake in the flags, the model or the data leaves no folder behind.
-    out, resumed, state = open_run(args, config, loader, eval_loader, opened.source, ranks)
+    state = open_run(args, config, loader, eval_loader, opened.source, resumed, ranks)
     steps = state["steps"]
-    progress.update(phase="weights", out=out)
+    progress["phase"] = "weights"
     # after the data, because the longest row decides how much the blocks must recompute
     blocks = choose_blocks(args, config, ranks.world, loader.longest, smallest_memory(args, ranks))
     print_start(args, model, opened.source, blocks, ranks)
@@ -628,10 +630,9 @@ def main(argv, progress):
         if resumed:
             # in place: the optimizer has allocated all of its state already
             load_checkpoint(resumed, state["files"], training_tensors(model, optimizer, loss_scale))
-        lock = take_folder(out, args, blocks, state, ranks)
-    state = ranks.gather(state)[0]
-    # From here on rank 0's folder exists and is locked, and all ranks have the same state.
-    saver = Saver(out, args.keep, ranks, lock)
+        write_files(out, args, blocks, state, ranks)
+    state = ranks.gather(state)[0]  # from here on all ranks have the same
+    saver = Saver(out, args.keep, ranks)
     ranks.say(describe_run(args, state, resumed, out))
     sample = Sample(args, opened, loader.documents, resumed, ranks, stop)
     log = Log(out, state, loader, ranks, open_sinks(args, out, state["step"], ranks))
@@ -909,12 +910,27 @@ def has_bf16(device):
     return torch.cpu._is_avx512_bf16_supported()
 
 
-def open_run(args, config, loader, eval_loader, source, ranks):
-    """-> (folder of the run, checkpoint to resume from or None, state). `state` is all that a run carries
-    from step to step beside its tensors; trainer_state.json holds it. evaluated: the step of the newest
-    evaluation. best_eval: the best one's row of metrics.jsonl. eval_data: the checksum of what they read."""
-    # Only rank 0 looks for the folder: other nodes may see what it writes a moment later.
-    folders = None
+def take_folder(args, ranks, progress):
+    """-> (the folder of the run, which is this job's own from here on, and the checkpoint to resume from or
+    None). Nothing is written with --inspect, so it has no folder. Collective."""
+    found = None
+    with ranks.agree():
+        # Only rank 0 looks for them: other nodes may see what it writes a moment later.
+        if ranks.rank == 0:
+            checkpoint = checkpoint_to_resume(args.out, args.resume)
+            folder = None
+            if not args.inspect:
+                progress["folder"] = RunFolder(args.out, checkpoint)
+                folder = progress["folder"].path
+            found = folder, checkpoint
+    progress["out"], resumed = ranks.gather(found)[0]
+    return progress["out"], resumed
+
+
+def open_run(args, config, loader, eval_loader, source, resumed, ranks):
+    """-> the state of the run at its start: all that it carries from step to step beside its tensors;
+    trainer_state.json holds it. evaluated: the step of the newest evaluation. best_eval: the best one's row
+    of metrics.jsonl. eval_data: the checksum of what they read."""
     # the ranks of a --sequence_parallel group share their rows
     rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
     with ranks.agree():
@@ -922,10 +938,6 @@ def open_run(args, config, loader, eval_loader, source, ranks):
             raise ValueError(
                 f"a step needs {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
                 f"{len(loader.rows)}: lower one of them or --seq_len, or give more data")
-        if ranks.rank == 0:
-            checkpoint = checkpoint_to_resume(args.out, args.resume)
-            folders = (folder_of_run(args.out, args.resume, checkpoint), checkpoint)
-    out, resumed = ranks.gather(folders)[0]
     # rounded up: the last step may take some rows of one more epoch
     steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
     with ranks.agree():
@@ -950,7 +962,7 @@ def open_run(args, config, loader, eval_loader, source, ranks):
             ranks.say(f"note: {resumed} was evaluated on other --eval_data: its best evaluation is forgotten")
         # the best loss so far says nothing about losses on other data
         state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None}
-    return out, resumed, state
+    return state
 
 
 def say_notes(args, config, steps, ranks):
@@ -2764,6 +2776,7 @@ def end_not_finite(model, loader, step, args, ranks, in_backward, tokenizer):
 # of a step comes after its save: Saver.note_evaluation() enters it, by another rename.
 
 STATE = "trainer_state.json"  # a folder without it is not a checkpoint
+OURS = {"written_by": "oomph"}  # in args.json: a folder without it is not a run's
 REMOVE = "remove this checkpoint to continue from an older one"
 
 
@@ -2789,7 +2802,7 @@ def checkpoint_to_resume(out, resume):
     if resume is None:
         return None
     if resume == "auto":
-        # folder_of_run() names runs by date and time: the last name is the newest run
+        # new_folder() names runs by date and time: the last name is the newest run
         runs = [Path(out)] if out else sorted(Path("out").glob("20*-*"))
         return newest_checkpoint(runs[-1]) if runs else None
     given = Path(resume).resolve()  # "." inside a checkpoint has a name, too
@@ -2799,24 +2812,77 @@ def checkpoint_to_resume(out, resume):
     return found
 
 
-def folder_of_run(out, resume, checkpoint):
-    """Returns the folder to write to: --out, or else the one that contains `checkpoint`, or else a new one.
-    ValueError if this run would overwrite another one there instead of continuing it."""
-    if out:
-        folder = Path(out)
-    elif checkpoint:
-        folder = checkpoint.parent
-    else:
-        folder = Path("out", datetime.now().strftime("%Y%m%d-%H%M%S"))
+class RunFolder:
+    """The folder that a run writes to: --out, or else the one that contains the checkpoint to resume from, or
+    else a new one. It belongs to this process for as long as `lock` is open.
+
+    A ValueError says that it is not ours to write to: it has to be new, empty or a run's, and what a run has
+    made there is only ever continued, from its newest checkpoint."""
+
+    def __init__(self, out, checkpoint):
+        if out or checkpoint:
+            self.path = Path(out) if out else checkpoint.parent
+            check_folder(self.path, checkpoint)  # before anything is written to somebody's files
+            self.is_new = not self.path.exists()
+        else:
+            self.path = new_folder()
+            self.is_new = True
+        self.lock = lock_folder(self.path)
+        check_folder(self.path, checkpoint)  # once more: another run may have come and gone
+        self.is_first = not is_run(self.path)  # nobody has trained here before
+        if self.is_first:
+            write_json(self.path / "args.json", OURS)  # until all flags have their final value
+        for part in self.path.glob("*.part"):  # left by a process that was killed during a save
+            data.remove(part)
+
+    def leave(self):
+        """Gives the folder back. If the run has ended before its first step, it goes."""
+        with contextlib.suppress(OSError):
+            if self.is_first and {*os.listdir(self.path)} == {"lock", "args.json"}:
+                for name in ("args.json", "lock"):
+                    (self.path / name).unlink()
+                if self.is_new:
+                    self.path.rmdir()
+        self.lock.close()
+
+
+def new_folder():
+    """Makes out/<date-time>, whose name is the next free second's if another run has started in this one."""
+    parent = Path("out")
+    with data.writing(parent, "folder"):
+        parent.mkdir(exist_ok=True)
+        while True:
+            folder = parent / datetime.now().strftime("%Y%m%d-%H%M%S")
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+            time.sleep(0.1)
+
+
+def is_run(folder):
+    """Whether a run of this program has made the folder. Other programs, too, write an args.json."""
+    with contextlib.suppress(OSError, ValueError):
+        return data.read_json(folder / "args.json").items() >= OURS.items()
+    return False
+
+
+def check_folder(folder, checkpoint):
+    """Raises a ValueError if a run that continues from `checkpoint`, or that starts if it is None, must not
+    write to this folder."""
+    names = {*os.listdir(folder)} if folder.is_dir() else set()
+    if names <= {"lock", "args.json.part"}:  # nothing, or what a start that was killed at once has left
+        return
+    if not is_run(folder):
+        raise ValueError(f"--out {folder}: contains files, and no args.json of a run to which they might belong: "
+                         "give a new or an empty folder")
     newest = newest_checkpoint(folder)
-    # --resume without a value may also repeat a run that ended before its first checkpoint, as a restart by
-    # torchrun does. A run from an older checkpoint than the newest must not write over what follows it.
-    if resume == "auto" or (newest and newest.resolve() == checkpoint):
-        return folder
-    if newest or (folder / "args.json").exists() or (folder / "final").exists():
+    results = [name for name in ("final", "merged") if name in names]
+    if newest and not (checkpoint and newest.samefile(checkpoint)):
         raise ValueError(f"--out {folder}: already contains a run, which is never overwritten: --resume "
-                         "continues its newest checkpoint, or give another folder")
-    return folder
+                         f"continues its newest checkpoint, {newest.name}, or give another folder")
+    if results and not newest:
+        raise ValueError(f"--out {folder}: already contains a run, which is never overwritten: there is "
+                         f"{results[0]}/, and no checkpoint that could be continued: give another folder")
 
 
 def lock_folder(out):
@@ -2830,39 +2896,33 @@ def lock_folder(out):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
-    for part in out.glob("*.part"):  # left by a process that was killed during a save
-        data.remove(part)
-    return lock
-
-
-def take_folder(out, args, blocks, state, ranks):
-    """On rank 0: makes the run's folder this process's own and prepares the files in it -> the lock, which
-    must stay open. On other ranks None."""
-    if ranks.rank:
-        return None
-    lock = lock_folder(out)
-    write_args(out, args, ranks.world, blocks)
-    prune_metrics(out, state["step"], state["evaluated"])
     return lock
 
 
 def replace_file(path, text):
     """Writes a file beside its place first: a process that is killed never leaves half of it."""
-    # Without a sync, which checkpoints have: after a power cut a run continues without these files, too.
     part = path.with_name(f"{path.name}.part")
     with data.writing(path, "file"):
         part.write_text(text)
+        data.sync(part)
         part.replace(path)
 
 
-def write_args(out, args, world, blocks):
-    """Writes args.json: the value of every flag, what choose_blocks() made of --activation_checkpointing and
-    --resident_blocks, and versions of what the run uses."""
+def write_json(path, content):
+    replace_file(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_files(out, args, blocks, state, ranks):
+    """On rank 0, writes what is in the folder of a run before its first step. args.json: the value of every
+    flag, what choose_blocks() made of --activation_checkpointing and --resident_blocks, and versions of what
+    the run uses. metrics.jsonl: the rows of steps that a resumed run does not repeat."""
+    if ranks.rank:
+        return
     # what a reader needs to repeat the run, or to see why another version gave another loss
     versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
-    others = {"world": world, "python": platform.python_version(), **versions}
-    settings = vars(args) | blocks._asdict() | others
-    replace_file(out / "args.json", json.dumps(settings, indent=2) + "\n")
+    others = {"world": ranks.world, "python": platform.python_version(), **versions}
+    write_json(out / "args.json", vars(args) | blocks._asdict() | others | OURS)
+    prune_metrics(out, state["step"], state["evaluated"])
 
 
 def losses_of(row):
@@ -2889,10 +2949,13 @@ def read_metrics(out, last_step):
 def prune_metrics(out, last_step, evaluated):
     """Removes the rows after `last_step` from metrics.jsonl: the resumed run repeats these steps. It also
     repeats the evaluation of `last_step` if that is not the one that the checkpoint knows, the newest."""
+    path = out / "metrics.jsonl"
+    if not path.exists():
+        return
     # read_metrics() also drops a last line that a killed process has not finished
     rows = [row for row in read_metrics(out, last_step)
             if "eval_loss" not in row or row["step"] < last_step or evaluated == last_step]
-    replace_file(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def crc_of(path):
@@ -3074,12 +3137,10 @@ def load_checkpoint(folder, files, tensors):
 
 class Saver:
     """Writes the checkpoints of a run and removes the old ones. If the disk is full, this save is lost and
-    nothing else: training continues, and older checkpoints stay. lock: what take_folder() returns on rank 0,
-    held here because the folder is locked for as long as that file is open."""
+    nothing else: training continues, and older checkpoints stay."""
 
-    def __init__(self, out, keep, ranks, lock=None):
+    def __init__(self, out, keep, ranks):
         self.out = out
-        self.lock = lock
         self.keep = keep
         self.ranks = ranks
         self.last_step = max(checkpoints(out), default=None)
@@ -4479,9 +4540,10 @@ def is_out_of_memory(error):
 def report_out_of_memory(error, progress):
     """Writes oom.json into the folder of the run -> a message. `progress` is what main has noted: phase,
     step, tokens_of_micro_batch, and out, which is None until the folder is known."""
-    report = {**progress, "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
+    places = {name: progress[name] for name in ("phase", "step", "tokens_of_micro_batch")}
+    report = {**places, "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
               "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
-    out = report.pop("out")
+    out = progress["out"]
     text = json.dumps(report, indent=2)
     if out:
         with contextlib.suppress(OSError):  # a full disk: the message below has all of it
@@ -4519,7 +4581,7 @@ def lost_another_rank(error):
 def launch(argv=None):
     """Runs main() -> the exit code. Every error that is expected becomes one message, printed last: by rank 0
     here, and by torchrun from its error file. An unexpected one keeps its traceback, on each rank."""
-    progress = {"phase": "start", "out": None, "step": 0, "tokens_of_micro_batch": 0}
+    progress = {"phase": "start", "out": None, "step": 0, "tokens_of_micro_batch": 0, "folder": None}
     code = 1
     speaks = os.environ.get("RANK", "0") == "0"
     try:
@@ -4539,8 +4601,11 @@ def launch(argv=None):
     except KeyboardInterrupt:  # Ctrl-C, or another signal that StopSignal knows
         code = 130
         message = "interrupted, nothing saved"
+        saved = progress["out"] and newest_checkpoint(progress["out"])
         if progress["phase"] == AFTER_RESULT:
             message = f"interrupted, {progress['out']}/final is complete"
+        elif saved:
+            message = f"interrupted, {saved} is complete: the same command with --resume continues it"
     except Exception as error:
         if lost_another_rank(error):
             # the rank that has ended first, or torchrun, says why
@@ -4556,6 +4621,9 @@ def launch(argv=None):
             else:
                 with ENDING:
                     data.say(traceback.format_exc(), to_stderr=True)
+    finally:
+        if progress["folder"]:
+            progress["folder"].leave()
     with ENDING:
         report_error(message, speaks)
     return code

@@ -691,9 +691,16 @@ RUNS = {
         flags="--model tiny --out file",
         says=["--out file", "folder"]),
     "out of a run": Case(
-        spoil=[write("taken/args.json", "{}")],
+        spoil=[write("taken/args.json", json.dumps(train.OURS)), write("taken/final", "")],
         flags="--model tiny --out taken",
-        says=["taken", "contains a run", "--resume"]),
+        says=["taken", "contains a run", "give another folder"]),
+    "out of something else": Case(
+        spoil=[write("taken/checkpoint-2", "")],
+        flags="--model tiny --out taken --resume",
+        says=["taken: contains files, and no args.json of a run", "give a new or an empty folder"]),
+    "out of all": Case(
+        flags="--model tiny --out /",
+        says=["--out /: contains files, and no args.json of a run"]),
     "nothing to resume": Case(
         flags="--model tiny --resume model",
         says=["--resume model", "no complete checkpoint"]),

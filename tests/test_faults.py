@@ -133,6 +133,7 @@ def saved(undisturbed, tmp_path):
     """checkpoint-4 of two ranks, which is good and is to be spoilt; beside it lies checkpoint-2."""
     for step in (2, 4):
         shutil.copytree(undisturbed / f"checkpoint-{step}", tmp_path / f"run/checkpoint-{step}")
+    shutil.copy(undisturbed / "args.json", tmp_path / "run")
     return tmp_path / "run/checkpoint-4"
 
 
@@ -324,10 +325,10 @@ def on_full_disk(argv, *names):
     """train.py on a disk that is full for files whose path contains one of these names."""
     original = open
 
-    def open_on_disk(path, *args, **kwargs):
-        if any(name in str(path) for name in names):
+    def open_on_disk(path, mode="r", *args, **kwargs):
+        if "r" not in mode and any(name in str(path) for name in names):
             path = "/dev/full"
-        return original(path, *args, **kwargs)
+        return original(path, mode, *args, **kwargs)
 
     builtins.open = open_on_disk
     io.open = open_on_disk  # which pathlib calls
@@ -337,6 +338,7 @@ def on_full_disk(argv, *names):
 def test_a_save_that_fails_costs_that_save_only_and_names_what_was_not_written(job, undisturbed, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
+    (out / "args.json").write_text(json.dumps(train.OURS))
     (out / "checkpoint-5").write_text("in the way")  # where the rename of step 5 wants to go: it is replaced
     # in step 2 another rank than the one that speaks fails, in step 4 rank 0 when all rows are written
     rows = "checkpoint-2.part/rank-00001"
@@ -376,6 +378,7 @@ def test_a_disk_that_is_full_at_the_start_is_named(job, tmp_path):
     assert ended.codes == [1] * WORLD
     message = the_error(ended.said)
     assert message.endswith(f"{tmp_path}/run/args.json: file not written: No space left on device")
+    assert "examples" not in ended.said  # before anything takes time
 
 
 def test_a_merge_that_fails_prints_its_message_alone(job, tmp_path):
@@ -838,6 +841,32 @@ def test_a_signal_to_one_rank_before_the_first_step_ends_all_with_one_message(jo
     assert codes == [1, 1, 130], said
     assert the_error(said).startswith("another rank has ended, while this one was at step 0")
     assert not (tmp_path / "run").exists()
+
+
+def in_the_sample_before_training(send):
+    at_each_token(send, 1)
+
+
+def test_after_an_interrupt_before_the_first_step_the_same_command_starts(job, tmp_path):
+    log = tmp_path / "log"
+    argv = [*job, "--sample", "def f(x):", "--out", str(tmp_path / "run")]
+    # weights are loaded by then, and args.json is written
+    ended = (argv, signal.SIGINT, in_the_sample_before_training, 0)
+    assert start_ranks(1, signalled, ended, [log]) == [130]
+    assert log.read_text().endswith("train.py: error: interrupted, nothing saved\n")
+    assert not (tmp_path / "run").exists()
+    assert start_ranks(1, train_main, ([*argv, "--steps", "1"],), [log]) == [0], log.read_text()
+
+
+def test_an_interrupt_of_a_resumed_run_that_loads_names_the_checkpoint(job, saved):
+    out = saved.parent
+    before = sorted(out.rglob("*"))
+    log = out.with_name("log")
+    argv = [*job, "--batch_size", "2", "--resume", "--out", str(out)]  # the rows of two ranks
+    assert start_ranks(1, signalled_early, (argv, "load_weights_", signal.SIGTERM), [log]) == [130]
+    message = f"train.py: error: interrupted, {saved} is complete: the same command with --resume continues it\n"
+    assert log.read_text().endswith(message)
+    assert sorted(path for path in out.rglob("*") if path.name != "lock") == before
 
 
 def test_an_interrupt_during_the_imports_leaves_no_traceback(tmp_path):

@@ -1,11 +1,13 @@
 """Resume is exact: k steps, a new process, the rest: bit for bit the uninterrupted run; on another world within
 rounding."""
 
+import itertools
 import json
 import shutil
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -485,7 +487,7 @@ def runs(tmp_path, monkeypatch):
     (tmp_path / "run/checkpoint-200").mkdir()  # without a state
     (tmp_path / "early").mkdir()
     for name in ("run", "branched", "early", NEWER, OLDER):
-        (tmp_path / name / "args.json").write_text("{}")
+        (tmp_path / name / "args.json").write_text(json.dumps(train.OURS))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -493,7 +495,9 @@ def runs(tmp_path, monkeypatch):
 def find(out, resume):
     """--out and --resume -> (folder of the run, its checkpoint to resume from or None), as main looks for them."""
     checkpoint = train.checkpoint_to_resume(out, resume)
-    return train.folder_of_run(out, resume, checkpoint), checkpoint
+    folder = train.RunFolder(out, checkpoint)
+    folder.lock.close()
+    return folder.path, checkpoint
 
 
 @pytest.mark.parametrize("out, resume, run, checkpoint", [
@@ -504,6 +508,7 @@ def find(out, resume):
     # an older checkpoint continues in a folder of its own
     ("branch", "run/checkpoint-2", "branch", "run/checkpoint-2"),
     ("branch", "run", "branch", "run/checkpoint-10"),
+    ("early", "run", "early", "run/checkpoint-10"),  # where no checkpoint is lost
     ("branched", "auto", "branched", "branched/checkpoint-3"),
 ])
 def test_resume_finds_the_run_and_its_newest_checkpoint(runs, out, resume, run, checkpoint):
@@ -525,6 +530,7 @@ def test_resume_finds_the_run_from_inside_its_checkpoint(runs, monkeypatch, resu
     ("nothing", "auto", "nothing"),
     # it ended before its first save and starts again, as a restart by torchrun does
     ("early", "auto", "early"),
+    ("early", None, "early"),
 ])
 def test_a_run_without_a_checkpoint_starts_at_step_0(runs, out, resume, run):
     folder, found = find(out, resume)
@@ -532,18 +538,110 @@ def test_a_run_without_a_checkpoint_starts_at_step_0(runs, out, resume, run):
     assert found is None
 
 
+FOREIGN = "contains files, and no args.json of a run"
+
+
 @pytest.mark.parametrize("out, resume, words", [
-    ("run", None, "contains a run"),
-    ("early", None, "contains a run"),
-    ("early", "run", "contains a run"),
+    ("run", None, "contains a run, .*: --resume continues its newest checkpoint, checkpoint-10"),
+    ("run", "branched", "contains a run"),
     ("branched", "run/checkpoint-2", "contains a run"),
     (None, "run/checkpoint-2", "contains a run, which is never overwritten"),  # it would overwrite 9 and 10
     (None, "nowhere", "no complete checkpoint"),
     (None, "early", "no complete checkpoint"),
+    # checkpoints without an args.json may be anybody's
+    (None, "out/named", FOREIGN),
+    ("out/named", "auto", FOREIGN),
 ])
 def test_a_run_is_never_overwritten(runs, out, resume, words):
+    before = files_below(runs)
     with pytest.raises(ValueError, match=words):
         find(out, resume)
+    assert files_below(runs) == before
+
+
+def files_below(folder):
+    return sorted(str(path) for path in folder.rglob("*") if path.name != "lock")
+
+
+@pytest.mark.parametrize("name", ["final/mine", "merged/mine"])
+@pytest.mark.parametrize("resume", [None, "auto", "run"])
+def test_a_result_is_replaced_only_by_a_run_that_continues_a_checkpoint_beside_it(runs, name, resume):
+    """It may be all that is left of a run whose checkpoints were removed."""
+    (runs / "early" / name).parent.mkdir()
+    (runs / "early" / name).write_text("work")
+    folder, _, _ = name.partition("/")
+    with pytest.raises(ValueError, match=f"contains a run, .*: there is {folder}/, and no checkpoint"):
+        find("early", resume)
+    (runs / "run" / folder).mkdir()
+    assert find("run", "auto")[1].name == "checkpoint-10"
+
+
+@pytest.mark.parametrize("name, content", [
+    ("merged/model.safetensors", "work"),
+    ("metrics.jsonl", "{}"),
+    ("notes.part", "work"),
+    ("checkpoint-2/trainer_state.json", "{}"),
+    ("args.json", "{}"),  # another trainer's
+    ("args.json", "{"),
+    ("args.json", '{"written_by": "another"}'),
+])
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_folder_that_is_not_a_runs_is_left_as_it_is(runs, name, content, resume):
+    (runs / "mine" / name).parent.mkdir(parents=True)
+    (runs / "mine" / name).write_text(content)
+    before = sorted(runs.rglob("*"))
+    with pytest.raises(ValueError, match=f"--out mine: {FOREIGN}"):
+        find("mine", resume)
+    assert sorted(runs.rglob("*")) == before
+    assert (runs / "mine" / name).read_text() == content
+
+
+@pytest.mark.parametrize("left", [[], ["lock"], ["lock", "args.json.part"]], ids=str)
+def test_an_empty_folder_becomes_a_runs_and_is_given_back_as_it_was(tmp_path, left):
+    """Also one in which a start was killed at once."""
+    for name in left:
+        (tmp_path / name).touch()
+    folder = train.RunFolder(str(tmp_path), None)
+    assert train.is_run(tmp_path)
+    folder.leave()
+    assert list(tmp_path.iterdir()) == []
+
+    folder = train.RunFolder(str(tmp_path / "a/b"), None)
+    (tmp_path / "a/b/metrics.jsonl").touch()  # the first step has been logged
+    folder.leave()
+    assert train.is_run(tmp_path / "a/b")
+
+
+def test_starts_in_one_second_get_a_folder_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seconds = itertools.count()
+    a_day = datetime(2026, 1, 1)
+    # each second is read three times
+    clock = SimpleNamespace(now=lambda: a_day + timedelta(seconds=next(seconds) // 3))
+    monkeypatch.setattr(train, "datetime", clock)
+    monkeypatch.setattr(train.time, "sleep", lambda _: None)
+    folders = [train.RunFolder(None, None) for _ in range(3)]
+    names = [folder.path.name for folder in folders]
+    assert names == ["20260101-000000", "20260101-000001", "20260101-000002"]
+
+
+def test_a_start_that_loads_keeps_others_out_of_its_folder(job, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    argv = [str(word) for word in (*job, "--steps", 1, "--out", out)]
+    load = data.load_weights_
+    codes = []
+
+    def load_later(*args, **kwargs):
+        if not codes:
+            codes.append(None)
+            codes[0] = train.launch([*argv, "--seed", "1"])  # begins, and would end, while the other one loads
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(data, "load_weights_", load_later)
+    codes.append(train.launch(argv))
+    assert codes == [1, 0]
+    assert f"train.py: error: --out {out}: another process writes to it" in capsys.readouterr().err
+    assert json.loads((out / "args.json").read_text())["seed"] == 0
 
 
 # ---------------------------------------------------------------- torchrun

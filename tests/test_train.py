@@ -708,8 +708,9 @@ def test_what_is_left_of_a_save_is_removed_and_not_waited_for_or_followed(tmp_pa
     (tmp_path / "loss.svg.part").symlink_to("mine")
     (tmp_path / "checkpoint-9.part/rank").mkdir(parents=True)
     os.mkfifo(tmp_path / "final.part")  # whoever opens a pipe waits for its writer
-    train.lock_folder(tmp_path)
-    assert names_in(tmp_path) == {"lock", "mine"}
+    (tmp_path / "args.json").write_text(json.dumps(train.OURS))
+    train.RunFolder(str(tmp_path), None)
+    assert names_in(tmp_path) == {"args.json", "lock", "mine"}
     assert (tmp_path / "mine").read_text() == "work"
 
 
