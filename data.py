@@ -1041,9 +1041,9 @@ class Source(NamedTuple):
     paths: list  # of its files in the order in which they are read; built-in data have none
 
 
-def source_of(name):
+def source_of(name, revisions):
     """A value of --data -> Source. A data set of the Hub is fetched, unless a file has its name. Raises a
-    ValueError if there is neither, or none that can be read."""
+    ValueError if there is neither, or none that can be read. revisions: see tokenized()."""
     if name in BUILT_IN:
         return Source(name, name, [])
     path = Path(name)
@@ -1055,7 +1055,8 @@ def source_of(name):
     # data/train.jsonl looks like a data set's name, too, but who writes it means a file
     if file_type in FILE_TYPES or path.exists() or not HUB_NAME.fullmatch(name):
         raise ValueError(f"{name}: no such file; {EXPECTED}")
-    paths = hub_files(name)
+    key = f"datasets/{name}"  # as the Hub tells data sets from models
+    paths, revisions[key] = hub_files(name, revisions.get(key))
     return Source(name, file_type_of(paths[0].name), paths)
 
 
@@ -1191,10 +1192,11 @@ def stdlib_questions(name, text):
                 yield {"instruction": question, "output": doc.split("\n\n")[0]}
 
 
-def tokenized(spec, held_out, tokenizer, columns=()):
+def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
     """The folder in the cache with the documents of a value of --data. It is made if it is missing or
-    damaged. columns: see parse_example()."""
-    source = source_of(spec)
+    damaged. columns: see parse_example(). revisions: {name on the Hub: commit}, with which the run began that
+    is resumed. A name that is not in it is fetched as it is now, and its commit entered."""
+    source = source_of(spec, {} if revisions is None else revisions)
     content = hash_of(source)
     folder = cache_folder(content, source.file_type, held_out, columns, tokenizer)
     if os.path.lexists(folder):
@@ -1482,40 +1484,53 @@ class NoSuchSplit(ValueError):
     """The Hub has answered, and the data set has no such split."""
 
 
-def hub_files(name):
-    """A value of --data like HUB_NAME -> the paths of its files, fetched into the Hub's cache. Where the Hub
-    does not answer, the files of an earlier start are used: a note in our cache says that they were all
-    there."""
+def hub_files(name, revision=None):
+    """A value of --data like HUB_NAME -> (the paths of its files in the Hub's cache, their commit). Where the
+    Hub does not answer, the files of an earlier start are used: a note in our cache says that they were all
+    there. revision: the commit to use, or None for the newest one."""
     parts = HUB_NAME.fullmatch(name)
-    note = cache_root() / f"hub-{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+    note = note_of(name, revision)
+    found = revision and noted_files(note)
+    if found:  # no commit ever changes, so there is nothing to ask the Hub
+        return found
+    split = parts["split"] or "train"
     try:
-        paths = in_thread(fetch_split, parts["id"], parts["subset"], parts["split"] or "train")
+        paths, commit = from_hub(fetch_split, parts["id"], parts["subset"], split, revision)
     except NoSuchSplit:
         raise
     except Exception as error:  # those of its HTTP library, too, which another version does not have
         raise_if_refused(name, parts["id"], error)
         line = f"{type(error).__name__}: {listing([' '.join(str(error).split())])}"
-        paths = noted_files(note)
-        if not paths:
+        found = noted_files(note)
+        if not found:
             raise ValueError(f"{name}: no such file, and not fetched from the Hub; the next start continues: "
                              f"{line}") from error
         say(f"{name}: not fetched from the Hub, the files of an earlier start are used: {line}")
-        return paths
-    with contextlib.suppress(OSError):  # without the note, only a start without the Hub fails
-        note.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = unfinished_path(note)
-        unfinished.write_text(json.dumps({"files": [str(path) for path in paths]}))
-        unfinished.rename(note)
-    return paths
+        return found
+    text = json.dumps({"files": [str(path) for path in paths], "commit": commit})
+    with contextlib.suppress(OSError):  # without the notes, only a start without the Hub fails
+        for note in (note_of(name, None), note_of(name, commit)):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = unfinished_path(note)
+            unfinished.write_text(text)
+            unfinished.rename(note)
+    return paths, commit
+
+
+def note_of(name, revision):
+    """The path of a note of hub_files()."""
+    digest = hashlib.sha256(f"{name}@{revision}".encode())
+    return cache_root() / f"hub-{digest.hexdigest()[:32]}.json"
 
 
 def noted_files(note):
-    """The paths in a note of hub_files(), or none if there is no such note or a file has gone."""
+    """(paths, commit) in a note of hub_files(), or None if there is no such note or a file has gone."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no note, or an edited one
-        paths = [Path(path) for path in read_json(note)["files"]]
+        content = read_json(note)
+        paths = [Path(path) for path in content["files"]]
         if all(path.is_file() for path in paths):
-            return paths
-    return []
+            return paths, content["commit"]
+    return None
 
 
 def raise_if_refused(name, hub_id, error):
@@ -1530,30 +1545,36 @@ def raise_if_refused(name, hub_id, error):
                          f"log in: hf auth login; {EXPECTED}") from error
 
 
-def fetch_split(hub_id, subset, split):
-    """Fetches the files of a split -> their paths: the set's own files where its card or their names say
-    which these are, or else those of the Hub's export. NoSuchSplit lists the splits that there are."""
+def fetch_split(hub_id, subset, split, revision):
+    """Fetches the files of a split -> (their paths, their commit): the set's own files where its card or
+    their names say which these are, or else those of the Hub's export. With `revision`, those of this commit,
+    which may be one of either. NoSuchSplit lists the splits that there are."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import RevisionNotFoundError
 
     own_names = []
     splits = {}
-    for revision in (None, EXPORT):
+    for branch in (revision,) if revision else (None, EXPORT):
         try:
-            info = HfApi().dataset_info(hub_id, revision=revision, timeout=60)
+            info = HfApi().dataset_info(hub_id, revision=branch, timeout=60)
         except RevisionNotFoundError:  # there is no export of most private sets
+            if revision:
+                raise NoSuchSplit(f"{hub_id}: the Hub does not have the commit {revision} any more, with "
+                                  "which this run began") from None
             continue
         names = sorted(file.rfilename for file in info.siblings or [])
-        if revision == EXPORT:
+        if branch == EXPORT:
             found = splits_of_export(names)
         else:
             own_names = names
             found = splits_of_set(names, info.card_data)
+        if revision:
+            found = splits_of_export(names) | found
         files = found.get((subset, split))
         if files:
-            folder = snapshot_download(hub_id, repo_type="dataset", revision=revision,
+            folder = snapshot_download(hub_id, repo_type="dataset", revision=info.sha,
                                        allow_patterns=[glob.escape(file) for file in files])
-            return [Path(folder, file) for file in files]
+            return [Path(folder, file) for file in files], info.sha
         splits = found or splits
     asked = f"{hub_id}{f'/{subset}' if subset else ''}:{split}"
     if not splits:
@@ -1675,14 +1696,38 @@ def subset_of(folders):
     return "/".join(folders) or DEFAULT
 
 
-def in_thread(function, *args, **options):
-    """Calls a function of the Hub's library in a thread, or a signal would wait for the files on their way:
-    the library waits for its threads."""
+HUB_PAUSES_S = 1, 4  # between the tries of from_hub()
+
+
+def from_hub(function, *args, **options):
+    """in_thread() for what asks the Hub, up to three times: a cut connection or an error of a server is often
+    gone a moment later. That there is no such thing, or that it is not for this user, is an answer."""
+    from huggingface_hub import constants
+
+    for pause_s in () if constants.HF_HUB_OFFLINE else HUB_PAUSES_S:
+        try:
+            return in_thread(function, *args, **options)
+        except NoSuchSplit:
+            raise
+        except Exception as error:  # those of its HTTP library, too, which another version does not have
+            response = getattr(error, "response", None)
+            if response is not None and response.status_code < 500:
+                raise
+            time.sleep(pause_s)
+    return in_thread(function, *args, **options)
+
+
+def in_thread(function, *args, limit_s=math.inf, **options):
+    """Calls a function of a library that waits for a network, for at most limit_s seconds. In a thread, or a
+    signal would wait as well, until the last file is there: the Hub's library waits for its threads."""
     result = ThreadPoolExecutor(1).submit(function, *args, **options)
+    end = time.monotonic() + limit_s
     try:
         while not result.done():
             # A second at a time: to train.Watch, a rank whose main thread sleeps for an hour is stuck.
             wait([result], timeout=1)
+            if time.monotonic() > end:
+                raise TimeoutError(f"not done within {limit_s} s")
         return result.result()
     except KeyboardInterrupt:
         say(to_stderr=True)  # the progress bars end without a newline
@@ -2074,13 +2119,14 @@ def held_out_hashes(share, folders):
     return range(int(hashes[share]))
 
 
-def tokenized_everywhere(args, specs, held_out, tokenizer, ranks):
+def tokenized_everywhere(args, specs, held_out, tokenizer, ranks, revisions):
     """Files of --data or --eval_data -> their folders in this machine's cache. Collective: one rank of each
-    machine tokenizes them."""
+    machine tokenizes them. revisions: see tokenized()."""
     folders = []
     with ranks.agree():
         if ranks.local == 0:
-            folders = [tokenized(spec, held_out, tokenizer, args.columns or ()) for spec in specs]
+            columns = args.columns or ()
+            folders = [tokenized(spec, held_out, tokenizer, columns, revisions) for spec in specs]
     every = ranks.gather(folders)  # of each rank, empty but for the first one of a machine
     folders = every[ranks.rank - ranks.local]
     with ranks.agree():
@@ -2112,10 +2158,10 @@ def check_columns(columns, files):
         raise ValueError(f"--columns {listing(unknown)}: no row of the data has such a key")
 
 
-def open_data(args, tokenizer, vocab_size, ranks):
-    """-> (loader of --data, loader of --eval_data or None)."""
+def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
+    """-> (loader of --data, loader of --eval_data or None). revisions: see tokenized()."""
     share = share_of(args.eval_data)
-    folders = tokenized_everywhere(args, args.data, False, tokenizer, ranks)
+    folders = tokenized_everywhere(args, args.data, False, tokenizer, ranks, revisions)
     with ranks.agree():
         held_out = held_out_hashes(share, folders)
         trained_on = range(held_out.stop, HASHES)
@@ -2126,7 +2172,7 @@ def open_data(args, tokenizer, vocab_size, ranks):
         eval_specs = args.data
         if share is None:
             eval_specs = args.eval_data
-            folders = tokenized_everywhere(args, eval_specs, True, tokenizer, ranks)
+            folders = tokenized_everywhere(args, eval_specs, True, tokenizer, ranks, revisions)
             held_out = range(HASHES)
         with ranks.agree():
             eval_loader = make_loader(args, eval_specs, folders, held_out, vocab_size, ranks)
@@ -2406,8 +2452,8 @@ def template_of(adapter):
     return path if adapter and path.exists() else None
 
 
-def find_model(name, random_init):
-    """--model -> ModelFiles. A Hub id is downloaded."""
+def find_model(name, random_init, revisions=None):
+    """--model -> ModelFiles. A Hub id is downloaded. revisions: see tokenized()."""
     if name in PRESETS:
         return ModelFiles(PRESETS[name], TINY, None, name)
     folder = TINY if name == "tiny" else Path(name)
@@ -2417,23 +2463,26 @@ def find_model(name, random_init):
         raise ValueError(f"--model {name}: no such folder; expected tiny, a folder, a Hub id (Qwen/Qwen3-4B) "
                          f"or, with --random_init, {' '.join(PRESETS)}")
     else:
-        folder = download(name, random_init)
+        revisions = {} if revisions is None else revisions
+        folder = download(name, random_init, revisions.get(name))
+        revisions[name] = folder.name
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: no config.json: expected a model folder as transformers saves it")
     weights = None if random_init else folder
     return ModelFiles(read_json(folder / "config.json"), folder, weights, name)
 
 
-def download(name, random_init):
-    """Fetches a model from the Hub -> its folder in the Hub's cache."""
+def download(name, random_init, revision):
+    """Fetches a model from the Hub -> its folder in the Hub's cache, which has the name of its commit.
+    revision: the commit to use, or None for the newest one."""
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
     if not random_init:
         wanted.append("model*.safetensors")  # consolidated.safetensors would be the same weights once more
     try:
-        return Path(in_thread(snapshot_download, name, allow_patterns=wanted,
-                              ignore_patterns=["onnx/*", "original/*"]))
+        return Path(from_hub(snapshot_download, name, revision=revision, allow_patterns=wanted,
+                             ignore_patterns=["onnx/*", "original/*"]))
     except Exception as error:  # those of its HTTP library, too, which another version does not have
         line = " ".join(str(error).split())
         raise ValueError(f"--model {name}: no such folder, and not fetched from the Hub; the next start "

@@ -574,15 +574,15 @@ def main(argv, progress):
     ranks = Ranks(args.fsdp2, args.timeout)
     device = ranks.device
     on_gpu = device.type == "cuda"
-    # First of all, so that two starts never share a folder, however long they load. If this one ends before its
-    # first step, RunFolder.leave() removes what it has made: a mistake in the data leaves no folder behind.
-    out, resumed = take_folder(args, ranks, progress)
-    opened = open_model(args, ranks)
+    # First of all, so that two starts never share a folder, however long they load. If this one ends before
+    # its first step, RunFolder.leave() removes it again: a mistake in the data leaves no folder behind.
+    out, resumed, revisions = take_folder(args, ranks, progress)
+    opened = open_model(args, ranks, revisions)
     config = opened.config
     model = opened.model
     tokenizer = opened.tokenizer
     progress["phase"] = "data"
-    loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
+    loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks, revisions)
     if ranks.rank == 0:
         data.print_data(args, loader, eval_loader, tokenizer)
     if args.inspect:  # print_data() has printed the documents
@@ -630,7 +630,7 @@ def main(argv, progress):
         if resumed:
             # in place: the optimizer has allocated all of its state already
             load_checkpoint(resumed, state["files"], training_tensors(model, optimizer, loss_scale))
-        write_files(out, args, blocks, state, ranks)
+        write_files(out, args, blocks, revisions, state, ranks)
     state = ranks.gather(state)[0]  # from here on all ranks have the same
     saver = Saver(out, args.keep, ranks)
     ranks.say(describe_run(args, state, resumed, out))
@@ -788,9 +788,10 @@ class OpenedConfig(NamedTuple):
     stored_config: lm.Config  # of the weights in files, which may have a smaller vocabulary
 
 
-def open_config(args, world, device, random_init):
-    """-> OpenedConfig. `args` is complete after it. device: None if the run is only planned."""
-    files = data.find_model(args.model, random_init)
+def open_config(args, world, device, random_init, revisions=None):
+    """-> OpenedConfig. `args` is complete after it. device: None if the run is only planned. revisions: see
+    take_folder()."""
+    files = data.find_model(args.model, random_init, revisions)
     config = lm.parse_config(files.config, f"{args.model}: config.json")
     adapter = None
     adapter_settings = {}
@@ -864,12 +865,13 @@ def complete_for_model(args, config, adapter_settings, device):
         args.embedding_lr = args.lr / 10  # as the default rate of full fine-tuning to that of adapters
 
 
-def open_model(args, ranks):
-    """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated."""
+def open_model(args, ranks, revisions=None):
+    """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated.
+    revisions: see take_folder()."""
     # each rank reads the files by itself: a node may lack one
     with ranks.agree():
         files, config, adapter, stored_config = open_config(
-            args, ranks.world, ranks.device, args.random_init)
+            args, ranks.world, ranks.device, args.random_init, revisions)
         # Names and shapes in files are those of the vanilla model, without NF4's codes and without adapters.
         with torch.device("meta"):
             vanilla = lm.Transformer(stored_config)
@@ -911,8 +913,12 @@ def has_bf16(device):
 
 
 def take_folder(args, ranks, progress):
-    """-> (the folder of the run, which is this job's own from here on, and the checkpoint to resume from or
-    None). Nothing is written with --inspect, so it has no folder. Collective."""
+    """-> (the folder of the run, which is this job's own from here on; the checkpoint to resume from or None;
+    revisions). Nothing is written with --inspect, so it has no folder. Collective.
+
+    revisions: {name on the Hub: commit}, what each name stood for when the resumed run began. A resume uses
+    it again: a data set that has got a row since would be other data. The commits of other names are entered
+    as they are fetched, and args.json gets all of them."""
     found = None
     with ranks.agree():
         # Only rank 0 looks for them: other nodes may see what it writes a moment later.
@@ -922,9 +928,23 @@ def take_folder(args, ranks, progress):
             if not args.inspect:
                 progress["folder"] = RunFolder(args.out, checkpoint)
                 folder = progress["folder"].path
-            found = folder, checkpoint
-    progress["out"], resumed = ranks.gather(found)[0]
-    return progress["out"], resumed
+            found = folder, checkpoint, revisions_of(checkpoint)
+    out, resumed, revisions = ranks.gather(found)[0]
+    progress["out"] = out
+    return out, resumed, revisions
+
+
+def revisions_of(checkpoint):
+    """The revisions in the args.json of a checkpoint's run. Where somebody has moved the checkpoint alone
+    there are none, and names stand for what they stand for now: a resume compares what comes of them."""
+    path = checkpoint and checkpoint.parent / "args.json"
+    if not path or not path.exists():
+        return {}
+    revisions = data.read_json(path).get("revisions", {})
+    commits = revisions.values() if isinstance(revisions, dict) else [revisions]
+    if not all(re.fullmatch("[0-9a-f]{40}", str(commit)) for commit in commits):
+        raise ValueError(f"{path}: revisions: expected {{name on the Hub: commit of 40 digits}}")
+    return revisions
 
 
 def open_run(args, config, loader, eval_loader, source, resumed, ranks):
@@ -2873,7 +2893,7 @@ def check_folder(folder, checkpoint):
     if names <= {"lock", "args.json.part"}:  # nothing, or what a start that was killed at once has left
         return
     if not is_run(folder):
-        raise ValueError(f"--out {folder}: contains files, and no args.json of a run to which they might belong: "
+        raise ValueError(f"--out {folder}: contains files, and no args.json of a run that has made them: "
                          "give a new or an empty folder")
     newest = newest_checkpoint(folder)
     results = [name for name in ("final", "merged") if name in names]
@@ -2912,16 +2932,18 @@ def write_json(path, content):
     replace_file(path, json.dumps(content, indent=2) + "\n")
 
 
-def write_files(out, args, blocks, state, ranks):
+def write_files(out, args, blocks, revisions, state, ranks):
     """On rank 0, writes what is in the folder of a run before its first step. args.json: the value of every
-    flag, what choose_blocks() made of --activation_checkpointing and --resident_blocks, and versions of what
-    the run uses. metrics.jsonl: the rows of steps that a resumed run does not repeat."""
+    flag, what choose_blocks() made of --activation_checkpointing and --resident_blocks, versions of what the
+    run uses, and the commits of names on the Hub. metrics.jsonl: the rows of steps that a resumed run does
+    not repeat."""
     if ranks.rank:
         return
     # what a reader needs to repeat the run, or to see why another version gave another loss
     versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
     others = {"world": ranks.world, "python": platform.python_version(), **versions}
-    write_json(out / "args.json", vars(args) | blocks._asdict() | others | OURS)
+    others |= {"revisions": revisions, **OURS}
+    write_json(out / "args.json", vars(args) | blocks._asdict() | others)
     prune_metrics(out, state["step"], state["evaluated"])
 
 

@@ -768,6 +768,7 @@ def test_broken_download_is_one_line_with_the_model_and_what_to_do(monkeypatch, 
     def fail(*_, **__):
         raise error("peer closed\n\nconnection " + "x" * LONG)
 
+    monkeypatch.setattr(data, "HUB_PAUSES_S", ())
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     assert train.launch(["--model", "a/b"]) == 1
     message = capsys.readouterr().err
@@ -775,3 +776,34 @@ def test_broken_download_is_one_line_with_the_model_and_what_to_do(monkeypatch, 
     assert_says(message, ["--model a/b:", "Hub", "next start continues", expected])
     assert message.count("\n") == 1
     assert len(message) < 500
+
+
+class HttpError(Exception):
+    def __init__(self, status_code):
+        self.response = SimpleNamespace(status_code=status_code)
+
+
+@pytest.mark.parametrize("error, n_tries", [
+    (ConnectionError("cut"), 3),
+    (HttpError(500), 3),
+    (HttpError(404), 1),  # an answer
+    (data.NoSuchSplit("train"), 1),
+])
+def test_the_hub_is_asked_three_times_unless_it_says_no(monkeypatch, error, n_tries):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(data, "HUB_PAUSES_S", (0, 0))
+    n_asked = 0
+
+    def ask():
+        nonlocal n_asked
+        n_asked += 1
+        if n_asked < 3:
+            raise error
+        return "files"
+
+    if n_tries == 3:
+        assert data.from_hub(ask) == "files"
+    else:
+        with pytest.raises(type(error)):
+            data.from_hub(ask)
+    assert n_asked == n_tries

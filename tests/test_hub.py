@@ -260,11 +260,19 @@ SETS = {  # Hub id: {branch: {file: content}}
         "main": {"a.zip": b"x"},
         EXPORT: {"default/partial-train/0000.parquet": parquet(ROWS)}},
     "a/pictures": {"main": {"cat.png": b"x", "\x1b[31mdog.png": b"x"}},
+    # other rows from some day on
+    "a/growing": {
+        "main": {"train.jsonl": lines(ROWS[:90])},
+        "newer": {"train.jsonl": lines(ROWS[:91])}},
+    "a/growing_export": {
+        "main": {"a.zip": b"x"},
+        EXPORT: {"default/train/0000.parquet": parquet(ROWS[:90])},
+        "newer export": {"default/train/0000.parquet": parquet(ROWS[:91])}},
     "a/columns": {"main": {"train.csv": b"question,answer,id\nq 0,a 0,0\nq 1,a 1,1\n"}},
     "a/private": {"main": {"train.jsonl": lines(ROWS)}},
     "a/gated": {"main": {"train.jsonl": lines(ROWS)}},
 }
-COMMITS = {"main": "0" * 40, EXPORT: "1" * 40}
+COMMITS = {"main": "0" * 40, EXPORT: "1" * 40, "newer": "2" * 40, "newer export": "3" * 40}
 BRANCHES = {commit: branch for branch, commit in COMMITS.items()}
 
 
@@ -285,7 +293,8 @@ class Hub(QuietHandler):
             return self.refuse(403, "GatedRepo")
 
         revision = unquote(revision or "main")
-        branch = BRANCHES.get(revision, revision)  # the library asks for a branch, and then for its commit
+        branch = self.server.newer.get(revision, revision)
+        branch = BRANCHES.get(branch, branch)  # the library asks for a branch, and then for its commit
         if branch not in SETS[hub_id]:
             return self.refuse(404, "RevisionNotFound")
         files = SETS[hub_id][branch]
@@ -328,6 +337,7 @@ def hub():
     server.daemon_threads = True
     server.fetched = []  # the names of files, once for each time
     server.broken = None  # a file that cannot be had
+    server.newer = {}  # {branch: the one that has become of it}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -359,6 +369,7 @@ def in_process(environment, result, log, function, args):
     os.environ.update(environment)
     put_fake_pyarrow(sys.modules)
     assert "huggingface_hub" not in sys.modules  # it reads the environment once
+    data.HUB_PAUSES_S = 0, 0  # who does not answer here does not do so later either
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         result.write_text(json.dumps(function(*args)))
 
@@ -461,7 +472,7 @@ def test_without_the_hub_files_of_an_earlier_start_are_used_and_said(ask, hub, e
 
 def test_a_file_with_the_name_of_a_data_set_is_that_file(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data, "hub_files", lambda name: pytest.fail(f"{name} was looked for on the Hub"))
+    monkeypatch.setattr(data, "hub_files", lambda name, _: pytest.fail(f"{name} was looked for on the Hub"))
     (tmp_path / "a").mkdir()
     path = tmp_path / "a" / "b.csv"
     path.write_text("text\na b\n")
@@ -474,7 +485,7 @@ def test_a_file_with_the_name_of_a_data_set_is_that_file(tiny, tmp_path, monkeyp
 
 def test_another_file_or_another_order_of_files_is_another_set(tiny, tmp_path, monkeypatch):
     paths = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
-    monkeypatch.setattr(data, "hub_files", lambda name: paths)
+    monkeypatch.setattr(data, "hub_files", lambda name, _: (paths, "a commit"))
     folders = []
     for first, second in (("a", "b"), ("a", "c"), ("d", "c"), ("c", "d")):
         jsonl(paths[0], {"text": f"{first} of the first file"})
@@ -503,6 +514,39 @@ def test_a_run_trains_and_evaluates_on_data_sets_by_name(ask, tmp_path):
     assert code == 1
     assert "--columns was [['question', 'instruction'], ['answer', 'output']], is [[" in log
     assert "the checksum of --data's tokens and masks was" in log
+
+
+@pytest.mark.parametrize("name, commit, newer", [
+    ("a/growing", COMMITS["main"], {"main": "newer"}),
+    ("a/growing_export", COMMITS[EXPORT], {EXPORT: "newer export"}),
+])
+def test_a_run_resumes_on_the_data_that_its_names_stood_for(ask, hub, tmp_path, name, commit, newer):
+    out = tmp_path / "out"
+    # the number of steps follows from the data: other rows would give another one
+    argv = ["--data", name, "--eval_data", f"{name}:train", "--seq_len", "64", "--batch_size", "9", "--save_every", "1",
+            "--sample", "", "--resume", "--out", str(out)]
+    code, log = ask(train_main, argv)
+    assert not code, log
+    assert f"{name}: 90 examples" in log
+    revisions = {f"datasets/{name}": commit, f"datasets/{name}:train": commit}
+    assert json.loads((out / "args.json").read_text())["revisions"] == revisions
+
+    hub.newer |= newer
+    hub.fetched.clear()
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    elsewhere = {"XDG_CACHE_HOME": str(tmp_path / "oomph-tests-2"), "HF_HOME": str(tmp_path / "hub-2")}
+    # from what was kept, with the Hub and without it; and on a machine that has never seen the set
+    for environment in ({}, nowhere, elsewhere):
+        code, log = ask(train_main, argv, **environment)
+        assert not code, log
+        assert "continuing after step" in log
+        assert f"{name}: 90 examples" in log
+        assert json.loads((out / "args.json").read_text())["revisions"] == revisions
+    assert len(hub.fetched) == 1  # by the last one
+
+    code, log = ask(train_main, [*argv[:-1], str(tmp_path / "another")])  # a new run takes the rows of today
+    assert not code, log
+    assert f"{name}: 91 examples" in log
 
 
 def test_a_column_that_no_data_has_is_named(ask):

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import HANG_S, HERE, QWEN35, on_ranks, random_model, run_ranks, state_of
@@ -642,6 +643,41 @@ def test_a_start_that_loads_keeps_others_out_of_its_folder(job, tmp_path, monkey
     assert codes == [1, 0]
     assert f"train.py: error: --out {out}: another process writes to it" in capsys.readouterr().err
     assert json.loads((out / "args.json").read_text())["seed"] == 0
+
+
+# ---------------------------------------------------------------- names on the Hub
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_run_resumes_on_the_commit_of_the_model_that_it_began_with(six_rows, tmp_path, monkeypatch):
+    newest = COMMIT
+    asked = []
+
+    def snapshot_download(name, revision, **_):
+        asked.append(revision)
+        folder = tmp_path / "snapshots" / (revision or newest)
+        if not folder.exists():
+            shutil.copytree(HERE / "tiny", folder)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    argv = ["--model", "a/b", "--data", str(six_rows), "--seq_len", "64", "--save_every", "1", "--schedule", "constant",
+            "--resume", "--out", str(tmp_path / "run")]
+    assert train.launch([*argv, "--steps", "1"]) == 0
+    newest = "f" * 40
+    assert train.launch([*argv, "--steps", "2"]) == 0
+    assert asked == [None, COMMIT]
+    assert data.read_json(tmp_path / "run/args.json")["revisions"] == {"a/b": COMMIT}
+
+
+def test_a_resume_refuses_revisions_that_are_none(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()
+    for revisions in (["a/b"], {"a/b": "main"}, {"a/b": None}, "a/b"):
+        (tmp_path / "args.json").write_text(json.dumps({"revisions": revisions}))
+        with pytest.raises(ValueError, match=r"args.json: revisions: expected \{name on the Hub: commit"):
+            train.revisions_of(tmp_path / "checkpoint-1")
 
 
 # ---------------------------------------------------------------- torchrun
