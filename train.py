@@ -581,6 +581,8 @@ def main(argv, progress):
     config = opened.config
     model = opened.model
     tokenizer = opened.tokenizer
+    # before data and weights, which may take an hour: an error of a network or a login comes at once
+    sinks = open_sinks(args, out, resumed, ranks, progress)
     progress["phase"] = "data"
     loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks, revisions)
     if ranks.rank == 0:
@@ -635,8 +637,7 @@ def main(argv, progress):
     saver = Saver(out, args.keep, ranks)
     ranks.say(describe_run(args, state, resumed, out))
     sample = Sample(args, opened, loader.documents, resumed, ranks, stop)
-    log = Log(out, state, loader, ranks, open_sinks(args, out, state["step"], ranks))
-    progress["log"] = log  # launch() closes its sinks, however this function ends
+    log = Log(out, state, loader, ranks, sinks)
     stop.begin()  # from here on a signal waits for the end of a step, which is saved
 
     def save():
@@ -2136,9 +2137,7 @@ class Log:
     those of its step, times and speeds are means over the steps since the row before it. The step and its
     tokens stand in `state`, where main's loop counts them; evaluations are entered here.
 
-    sinks: what else gets the numbers of each row, on rank 0; see open_sinks(). A sink is an object with
-    write(row), a row being {name: number} with the step as one of the names, and close(). To add one, write a
-    flag, a class with these two methods like TensorBoard below, and two lines in open_sinks()."""
+    sinks: what else gets the numbers of each row, on rank 0; see open_sinks()."""
 
     def __init__(self, out, state, loader, ranks, sinks):
         self.out = out
@@ -2269,19 +2268,8 @@ class Log:
         # sinks draw one number a name and step
         numbers = {name: value for name, value in row.items() if name != "losses" and value is not None}
         for sink in list(self.sinks):  # a copy, because dropping() changes the list
-            with self.dropping(sink):
+            with dropping(sink, self.sinks):
                 sink.write(numbers)
-
-    @contextlib.contextmanager
-    def dropping(self, sink):
-        """If the sink fails inside the block, it is dropped with one message: neither a network nor a full
-        disk ends a training."""
-        try:
-            yield
-        except Exception as error:  # each library raises classes of its own
-            self.sinks.remove(sink)
-            self.ranks.say(f"{type(sink).__name__} has failed and gets no more rows, metrics.jsonl has them: "
-                           f"{type(error).__name__}: {error}")
 
     def draw(self):
         """Draws loss.svg on rank 0, with the loss of every step and of every evaluation."""
@@ -2303,27 +2291,68 @@ class Log:
         skipped = f", {self.n_skipped} of them skipped" if self.n_skipped else ""
         self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s{skipped}")
 
-    def close_sinks(self):
-        # A network may be slow. Another Ctrl-C gives up on it, and does not change how the run has ended.
-        with contextlib.suppress(KeyboardInterrupt):
-            for sink in list(self.sinks):
-                with self.dropping(sink):
-                    sink.close()
+
+FINISH_S = 30  # for a sink to send its last rows, at the end of a run
 
 
-def open_sinks(args, out, step, ranks):
-    """-> the sinks of Log, for a run that begins after `step`: none on other ranks than 0."""
+def open_sinks(args, out, resumed, ranks, progress):
+    """-> [what else gets the metrics of this run], none on other ranks than 0. Collective. They are in
+    `progress` from the first one on: launch() closes them, however the run ends.
+
+    A sink is an object with write(row), a row being {name: number} with the step as one of the names, and
+    close(has_failed). To add one, write a flag, a class like TensorBoard below and a line here. An error ends
+    a run that begins: its user is there, and can mend it. A run that is resumed goes on without the sink:
+    torchrun may have started it, at night."""
+    kinds = {"tensorboard": TensorBoard, "wandb": WandB}
     sinks = []
+    progress["sinks"] = sinks
+    step = step_of(resumed) if resumed else 0
     with ranks.agree():
-        if args.tensorboard and ranks.rank == 0:
-            sinks.append(TensorBoard(out, step))
-        if args.wandb and ranks.rank == 0:
-            sinks.append(WandB(out))
+        for flag, kind in kinds.items():
+            if ranks.rank or not out or not getattr(args, flag):
+                continue
+            try:
+                sinks.append(kind(out, step, settings_of(args, ranks.world)))
+            except Exception as error:  # each library raises classes of its own, also when it is imported
+                message = f"--{flag}: {type(error).__name__}: {error}"
+                if not resumed:
+                    raise ValueError(
+                        f"{message}\nLeave --{flag} out: metrics.jsonl has all rows. With --wandb, "
+                        "WANDB_MODE=offline keeps them for `wandb sync`") from error
+                data.say(f"{message}. The run goes on without it, metrics.jsonl has all rows")
     return sinks
 
 
+@contextlib.contextmanager
+def dropping(sink, sinks):
+    """If the sink fails inside the block, it is dropped with one message: neither a network nor a full disk
+    ends a training."""
+    try:
+        yield
+    except Exception as error:
+        sinks.remove(sink)
+        data.say(f"{type(sink).__name__} has failed and gets no more rows, metrics.jsonl has them: "
+                 f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def closing_sinks(progress):
+    """Closes the sinks, however main() ends. The process ends by os._exit(), so nothing else would: wandb
+    keeps rows in memory and closes its file in a function of atexit."""
+    has_failed = True
+    try:
+        yield
+        has_failed = False
+    finally:
+        sinks = progress.pop("sinks", [])
+        for sink in list(sinks):
+            # Another Ctrl-C gives up on a network that is slow, and does not change how the run has ended.
+            with dropping(sink, sinks), contextlib.suppress(KeyboardInterrupt):
+                data.in_thread(sink.close, has_failed, limit_s=FINISH_S)
+
+
 class TensorBoard:
-    def __init__(self, out, step):
+    def __init__(self, out, step, _):
         from torch.utils.tensorboard import SummaryWriter  # here, because tensorboard is an optional package
 
         # purge_step: TensorBoard hides what the run wrote after the checkpoint that it resumes from
@@ -2334,30 +2363,27 @@ class TensorBoard:
             self.writer.add_scalar(name, row[name], row["step"])
         self.writer.flush()  # or TensorBoard would show the row up to two minutes later
 
-    def close(self):
+    def close(self, _):
         self.writer.close()
 
 
 class WandB:
-    """A run of Weights & Biases, with args.json as its config. wandb reads its own variables of the
+    """A run of Weights & Biases, whose config are the flags of this run. wandb reads its own variables of the
     environment: WANDB_PROJECT, WANDB_NAME, WANDB_MODE and so on.
 
     wandb-id.txt in the folder of the run has the id under which a resumed run continues. It is not in a
     checkpoint: a run that continues a checkpoint in another folder is a second run, and so is its curve."""
 
-    def __init__(self, out):
+    def __init__(self, out, _, settings):
         import wandb
 
         path = out / "wandb-id.txt"
         run_id = path.read_text().strip() if path.is_file() else None
-        try:
-            # resume="allow": a new run if the server does not know the id
-            self.run = wandb.init(id=run_id, resume="allow", dir=os.getenv("WANDB_DIR", str(out)),
-                                  config=data.read_json(out / "args.json"))
-        except wandb.Error as error:
-            raise ValueError(
-                f"--wandb: {error}\nWANDB_MODE=offline writes to {out}/wandb alone, and `wandb sync` sends "
-                "it later. Repeat the command with --resume: the folder exists") from error
+        # resume="allow": a new run if the server does not know the id
+        folder = os.getenv("WANDB_DIR", str(out))
+        self.run = wandb.init(id=run_id, resume="allow", dir=folder, config=settings)
+        if self.run is None:
+            raise RuntimeError("wandb.init() has started no run")
         replace_file(path, f"{self.run.id}\n")
         # Curves are drawn over the step in the row. wandb's own step has to grow from row to row: with it the
         # server would drop the steps that a resumed run repeats, and an evaluation that it makes up for.
@@ -2366,9 +2392,8 @@ class WandB:
     def write(self, row):
         self.run.log(row)
 
-    def close(self):
-        # inside closing_sinks() an error that ends the run is the one that is handled now
-        self.run.finish(exit_code=int(sys.exc_info()[0] is not None))
+    def close(self, has_failed):
+        self.run.finish(exit_code=int(has_failed))
 
 
 def features_of(args, model, blocks, ranks):
@@ -2800,14 +2825,16 @@ OURS = {"written_by": "oomph"}  # in args.json: a folder without it is not a run
 REMOVE = "remove this checkpoint to continue from an older one"
 
 
+def step_of(checkpoint):
+    """Returns the step in the name of a checkpoint's folder. None: another name, or it is being written."""
+    step = re.fullmatch("checkpoint-([0-9]{1,12})", checkpoint.name)
+    return int(step[1]) if step else None
+
+
 def checkpoints(run):
     """Returns {step: folder} of the complete checkpoints in a run's folder."""
-    found = {}
-    for folder in Path(run).glob("checkpoint-*"):
-        step = re.fullmatch("checkpoint-([0-9]{1,12})", folder.name)  # a folder being written ends in .part
-        if step and (folder / STATE).is_file():
-            found[int(step[1])] = folder
-    return found
+    folders = [folder for folder in Path(run).glob("checkpoint-*") if (folder / STATE).is_file()]
+    return {step_of(folder): folder for folder in folders if step_of(folder) is not None}
 
 
 def newest_checkpoint(run):
@@ -2939,12 +2966,16 @@ def write_files(out, args, blocks, revisions, state, ranks):
     not repeat."""
     if ranks.rank:
         return
-    # what a reader needs to repeat the run, or to see why another version gave another loss
-    versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
-    others = {"world": ranks.world, "python": platform.python_version(), **versions}
-    others |= {"revisions": revisions, **OURS}
-    write_json(out / "args.json", vars(args) | blocks._asdict() | others)
+    settings = settings_of(args, ranks.world) | blocks._asdict()
+    write_json(out / "args.json", settings | {"revisions": revisions} | OURS)
     prune_metrics(out, state["step"], state["evaluated"])
+
+
+def settings_of(args, world):
+    """Flags and versions: what a reader needs to repeat the run, or to see why another version gave another
+    loss."""
+    versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
+    return vars(args) | {"world": world, "python": platform.python_version(), **versions}
 
 
 def losses_of(row):
@@ -4581,17 +4612,6 @@ def report_out_of_memory(error, progress):
 # Held by what ends the process. If it is Watch, the others end too, and what the main thread makes of that is
 # not reported.
 ENDING = threading.Lock()
-
-
-@contextlib.contextmanager
-def closing_sinks(progress):
-    """Closes what --wandb and --tensorboard write to, however main() ends. The process ends by os._exit(), so
-    nothing else would: wandb keeps rows in memory and closes its file in a function of atexit."""
-    try:
-        yield
-    finally:
-        if "log" in progress:
-            progress.pop("log").close_sinks()
 
 
 def lost_another_rank(error):

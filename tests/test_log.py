@@ -1,6 +1,7 @@
 """What a run shows and sends while it trains: its output, also where that cannot be written, the sinks of the log,
 --wandb, and the answers to --sample."""
 
+import importlib.abc
 import importlib.machinery
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -54,8 +56,9 @@ class Sink:
             raise self.error
         self.rows.append(row)
 
-    def close(self):
+    def close(self, has_failed):
         self.n_closed += 1
+        self.has_failed = has_failed
         if self.error:
             raise self.error
 
@@ -125,9 +128,9 @@ def test_a_sink_that_fails_is_dropped_with_one_message_and_the_others_get_all_ro
     failing = Sink(ConnectionError("no route to host"))
     working = Sink()
     log.sinks = [failing, working]
-    for loss in (3.0, 2.0):
-        log.write_eval(train.Evaluation(loss, [], 10))
-    log.close_sinks()
+    with train.closing_sinks({"sinks": log.sinks}):
+        for loss in (3.0, 2.0):
+            log.write_eval(train.Evaluation(loss, [], 10))
     said = capsys.readouterr().out
     assert said.count("Sink has failed") == 1
     assert "ConnectionError: no route to host" in said
@@ -164,13 +167,12 @@ def test_a_row_for_sinks_has_numbers_alone(log):
 ], ids=repr)
 @pytest.mark.parametrize("sink_error", [None, OSError("disk"), KeyboardInterrupt()], ids=repr)
 def test_sinks_are_closed_however_a_run_ends_and_do_not_change_its_exit_code(
-        log, tmp_path, monkeypatch, capsys, error, code, sink_error):
+        tmp_path, monkeypatch, capsys, error, code, sink_error):
     sink = Sink(sink_error)
-    log.sinks = [sink]
 
-    # what the real one does: it notes its Log, and ends in one of these ways
+    # what the real one does: it notes its sinks, and ends in one of these ways
     def main(argv, progress):
-        progress.update(out=tmp_path, log=log)
+        progress.update(out=tmp_path, sinks=[sink])
         if error:
             raise error
 
@@ -178,14 +180,25 @@ def test_sinks_are_closed_however_a_run_ends_and_do_not_change_its_exit_code(
     assert train.launch([]) == code
     # Once: closing a second time could wait for the network again.
     assert sink.n_closed == 1
-    # the report of a run that is out of memory is JSON, which a Log is not
+    assert sink.has_failed == (error is not None)
+    # the report of a run that is out of memory is JSON, which a sink is not
     assert (tmp_path / "oom.json").exists() == (code == train.OUT_OF_MEMORY)
 
 
 def test_only_rank_0_opens_sinks(tmp_path):
     args = SimpleNamespace(tensorboard=True, wandb=True)
     ranks = SimpleNamespace(rank=1, agree=ALONE.agree)
-    assert train.open_sinks(args, tmp_path, 0, ranks) == []
+    assert train.open_sinks(args, tmp_path, None, ranks, {}) == []
+
+
+def test_a_sink_that_never_finishes_costs_a_run_half_a_minute(monkeypatch, capsys):
+    monkeypatch.setattr(train, "FINISH_S", 0.1)
+    answer = threading.Event()
+    sink = SimpleNamespace(close=lambda has_failed: answer.wait())
+    with train.closing_sinks({"sinks": [sink]}):
+        pass
+    answer.set()
+    assert "SimpleNamespace has failed and gets no more rows" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- --wandb
@@ -218,7 +231,7 @@ class StubError(Exception):
     """wandb.Error"""
 
 
-def stub_of_wandb(path, moment="none"):
+def stub_of_wandb(path, moment="never"):
     """A module in place of wandb. moment: where it goes wrong, at the start or in a row."""
 
     def act(row):
@@ -230,21 +243,43 @@ def stub_of_wandb(path, moment="none"):
     def init(id, resume, dir, config):
         if moment == "login":
             raise StubError("No API key configured. Use `wandb login` to log in.")
+        if moment == "type":
+            raise TypeError("an argument of another version")
+        if moment == "none":
+            return None
         run = StubRun(path, id or "new-id", act)
         run.note(id=id, resume=resume, dir=dir, lr=config["lr"], world=config["world"])
         return run
 
     # train.py asks for an origin: a folder called wandb would have none
     spec = importlib.machinery.ModuleSpec("wandb", None, origin="a stub")
-    return SimpleNamespace(init=init, Error=StubError, __spec__=spec)
+    return SimpleNamespace(init=init, __spec__=spec)
+
+
+class BrokenImport(importlib.abc.MetaPathFinder):
+    """Finds a wandb that does not fit to another package of the environment."""
+
+    def find_spec(self, name, path, target=None):
+        if name == "wandb":
+            return importlib.machinery.ModuleSpec(name, self, origin="a stub")
+
+    def create_module(self, spec):
+        raise ImportError("cannot import name 'x' from 'y'")
+
+    def exec_module(self, module):
+        pass
 
 
 def train_with_stub(argv, path, moment):
-    sys.modules["wandb"] = stub_of_wandb(path, moment)
+    sys.modules.pop("wandb", None)
+    if moment == "import":
+        sys.meta_path.insert(0, BrokenImport())
+    else:
+        sys.modules["wandb"] = stub_of_wandb(path, moment)
     return train.launch(argv)
 
 
-def start(world, argv, out, moment="none"):
+def start(world, argv, out, moment="never"):
     """train_with_stub() on ranks -> (what the stub got, what was said, exit codes)."""
     events = out.parent / "events.jsonl"
     events.write_text("")
@@ -289,13 +324,13 @@ def test_wandb_gets_the_metrics_of_a_run_and_of_the_one_that_continues_it(job, f
 
 
 def test_wandb_writes_into_the_run_or_where_its_own_variable_says(tmp_path, monkeypatch):
-    (tmp_path / "args.json").write_text('{"lr": 1.0, "world": 1}')
+    settings = {"lr": 1.0, "world": 1}
     events = tmp_path / "events.jsonl"
     monkeypatch.setitem(sys.modules, "wandb", stub_of_wandb(events))
     monkeypatch.delenv("WANDB_DIR", raising=False)
-    train.WandB(tmp_path)
+    train.WandB(tmp_path, 0, settings)
     monkeypatch.setenv("WANDB_DIR", "elsewhere")
-    train.WandB(tmp_path)
+    train.WandB(tmp_path, 0, settings)
     folders = [event["dir"] for event in with_key("dir", json_lines(events))]
     assert folders == [str(tmp_path), "elsewhere"]
 
@@ -311,15 +346,35 @@ def test_a_network_that_fails_in_the_middle_of_training_costs_one_message(job, t
     assert not with_key("exit_code", events)
 
 
-def test_a_wandb_that_does_not_open_ends_the_run_before_its_first_step(job, tmp_path):
+WORDS_OF_ERRORS = {
+    "login": "StubError: No API key configured. Use `wandb login` to log in.",
+    "type": "TypeError: an argument of another version",
+    "none": "RuntimeError: wandb.init() has started no run",
+    "import": "ImportError: cannot import name 'x' from 'y'",
+}
+
+
+@pytest.mark.parametrize("moment, world", [("login", 2), ("type", 1), ("none", 1), ("import", 1)])
+def test_a_wandb_that_does_not_open_ends_a_start_before_its_data(job, tmp_path, moment, world):
     out = tmp_path / "run"
-    events, said, codes = start(2, [*job, "--steps", 4], out, "login")
-    assert codes == [1, 1], said
-    assert said.count("train.py: error: --wandb: No API key configured. Use `wandb login` to log in.") == 1
+    events, said, codes = start(world, [*job, "--steps", 4], out, moment)
+    assert codes == [1] * world, said
+    assert said.count(f"train.py: error: --wandb: {WORDS_OF_ERRORS[moment]}\n") == 1
     assert "WANDB_MODE=offline" in said
     assert "Traceback" not in said
+    assert "examples" not in said  # print_data() would name them
     assert not events
     assert not out.exists()
+
+
+def test_a_resumed_run_goes_on_without_a_wandb_that_does_not_open(job, tmp_path):
+    out = tmp_path / "run"
+    assert start(1, [*job, "--steps", 2, "--schedule", "constant", "--warmup", 0], out)[2] == [0]
+    longer = [*job, "--steps", 4, "--schedule", "constant", "--warmup", 0, "--resume"]
+    _, said, codes = start(1, longer, out, "login")
+    assert codes == [0], said
+    assert f"--wandb: {WORDS_OF_ERRORS['login']}. The run goes on without it, metrics.jsonl has all rows" in said
+    assert steps_with("loss", json_lines(out / "metrics.jsonl")) == [1, 2, 3, 4]
 
 
 # ---------------------------------------------------------------- --sample

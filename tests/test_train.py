@@ -472,7 +472,8 @@ def log(tmp_path, monkeypatch):
     state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1}
     loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0)  # all that a Log asks of its loader
     args = SimpleNamespace(tensorboard=True, wandb=False)
-    return train.Log(tmp_path, state, loader, ALONE, train.open_sinks(args, tmp_path, state["step"], ALONE))
+    sinks = train.open_sinks(args, tmp_path, tmp_path / "checkpoint-4", ALONE, {})
+    return train.Log(tmp_path, state, loader, ALONE, sinks)
 
 
 def test_an_evaluation_between_log_lines_does_not_count_as_training(log, tmp_path, monkeypatch):
