@@ -667,14 +667,14 @@ class Rates(NamedTuple):
 
 def rates_of(step, lr, weight_decay):
     """-> Rates. m and v begin at 0, which makes them too small in the first steps: 1 - BETA**step is how much
-    of its true size each has by then."""
+    of its true size each has by then. lr: a number, or a tensor on the device."""
     rates = Rates(
         w_factor=1 - lr * weight_decay,
         m_factor=lr / (1 - BETA1**step),
         v_bias_root=(1 - BETA2**step) ** 0.5,
     )
     # tensors, because torch.compile would take floats for constants and compile again in each step
-    return Rates(*torch.tensor(rates, dtype=torch.float64).unbind())
+    return Rates(*(torch.as_tensor(rate, dtype=torch.float64) for rate in rates))
 
 
 def adamw_(w, grad, m, v, dither, rates, skip, stochastic_rounding):

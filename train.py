@@ -347,7 +347,8 @@ def add_run_flags(parser):
         fixed=True)
     add(schedule, "--embedding_lr", AMOUNT, None,
         "peak learning rate of what --train_embeddings trains (default: a tenth of --lr)", fixed=True)
-    add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear", fixed=True)
+    add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; that of "
+        "--embedding_lr falls to the same fraction of its peak", fixed=True)
     add(schedule, "--warmup", AMOUNT_OR_0, 0.03,
         "steps of linear warmup, from lr / (warmup + 1); below 1: fraction of all steps", fixed=True)
     add(schedule, "--schedule", str, "cosine", "course of the learning rate after the warmup",
@@ -670,10 +671,7 @@ def main(argv, progress):
         # supervised tokens of this step, or its pairs, over all micro-batches and ranks
         n_terms = counts.documents // 2 if args.dpo else counts.targets
         ranks.alive()  # one of several ranks has --timeout seconds from here to the next call
-        lr = lr_at(step, steps, args)
-        # embedding and head that train beside adapters have a rate of their own, see groups_of()
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1)
+        lr = set_rates_(optimizer, step, steps, args, loss_scale)
 
         # forward and backward of each micro-batch
         loss_sum = 0
@@ -733,7 +731,8 @@ def main(argv, progress):
         if log_due or overdue or save_due or stopped:
             losses, dpo_means = log.means()
             # the only host sync of the step
-            losses, dpo_means, (norm,), skips = to_host(device, losses, dpo_means, norm, loss_scale.report())
+            losses, dpo_means, (norm,), (lr,), skips = to_host(
+                device, losses, dpo_means, norm, lr, loss_scale.report())
             bad_step = loss_scale.step_that_ends_the_run(n, losses, *skips)
             if bad_step is not None:
                 end_not_finite(model, loader, bad_step, args, ranks, in_backward, tokenizer)
@@ -992,6 +991,17 @@ def say_notes(args, config, steps, ranks):
         ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
     if ranks.device.type == "cuda" and steps > 200 and not args.compile:
         ranks.say("note: --compile takes half a minute, and then a step is about 1.2 times as fast")
+    if args.min_lr > args.lr and args.schedule != "constant":
+        ranks.say(f"note: --min_lr {args.min_lr:g} is above --lr {args.lr:g}: the learning rate rises")
+    if 1 <= args.warmup >= steps:
+        ranks.say(f"note: --warmup {args.warmup:g} is not shorter than the run, {steps} steps: the learning "
+                  "rate does not reach --lr")
+    # of built-in data, evaluations are about other rows
+    trained_on = {os.path.realpath(name) for name in args.data if name not in data.BUILT_IN}
+    both = [name for name in args.eval_data or () if os.path.realpath(name) in trained_on]
+    if both:
+        ranks.say(f"note: {data.listing(both)} is in --data and --eval_data: evaluations are about rows that "
+                  "are trained on")
     # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
     if steps < 20 and not args.steps:
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
@@ -1730,9 +1740,7 @@ def groups_of(named, args):
     groups = [{"params": matrices, "weight_decay": args.weight_decay},
               {"params": vectors, "weight_decay": 0.0}]
     if ends:
-        # a factor, because main gives all groups the rate of one schedule in each step
-        scale = args.embedding_lr / args.lr if args.lr else 1
-        groups.append({"params": ends, "weight_decay": args.weight_decay, "lr_scale": scale})
+        groups.append({"params": ends, "weight_decay": args.weight_decay, "peak": args.embedding_lr})
     return groups
 
 
@@ -1774,6 +1782,10 @@ class ShardAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
+            lr = group["lr"]
+            if isinstance(lr, torch.Tensor):  # see set_rates_()
+                # CUDA's kernel reads a float32 on the device, torch's loop a number
+                lr = lr.float() if group["fused"] else lr.item()
             params = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in params]
             adamw(
@@ -1788,26 +1800,49 @@ class ShardAdamW(torch.optim.AdamW):
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
-                lr=group["lr"],
+                lr=lr,
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 maximize=False,
             )
 
 
-def lr_at(step, steps, args):
-    """Learning rate of step 0, 1, ...: linear warmup, then constant, or linear or cosine down to --min_lr."""
+def set_rates_(optimizer, step, steps, args, loss_scale):
+    """Gives each group of an optimizer its learning rate in this step -> that of --lr. Embedding and head
+    that train beside adapters have a peak of their own, see groups_of().
+
+    In fp16, as in transformers, a skipped step does not move the rates on. Only the device knows how many
+    were skipped, so it looks the rates up, in a table of all steps: they are tensors then."""
+    for group in optimizer.param_groups:
+        peak = group.get("peak", args.lr)
+        if loss_scale.value is None:
+            group["lr"] = lr_at(step, steps, args, peak)
+            continue
+        if "rates" not in group:
+            rates = [lr_at(n, steps, args, peak) for n in range(steps)]
+            group["rates"] = torch.tensor(rates, dtype=torch.float64, device=loss_scale.value.device)
+        group["lr"] = group["rates"].take((step - loss_scale.n_skipped).long())
+    return optimizer.param_groups[0]["lr"]
+
+
+def lr_at(step, steps, args, peak):
+    """Learning rate of step 0, 1, ...: linear warmup to `peak`, --lr or --embedding_lr, then constant, or
+    linear or cosine down to the lowest. That is --min_lr for --lr, and for the other one the same fraction of
+    its peak."""
+    lowest = args.min_lr
+    if peak != args.lr:
+        lowest *= peak / args.lr if args.lr else 0.0
     warmup = args.warmup * steps if args.warmup < 1 else args.warmup
     # Below 1 it is a fraction of the run. Neither 0 nor the peak is one of the warmup's own rates: the first
     # step learns something, and the peak belongs to the first step behind the warmup.
     if step < warmup:
-        return args.lr * (step + 1) / (warmup + 1)
+        return peak * (step + 1) / (warmup + 1)
     if args.schedule == "constant":
-        return args.lr
+        return peak
     # from 0 after the warmup to 1 at the end of the run
     progress = (step - warmup) / max(1, steps - warmup)
     height = 1 - progress if args.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return args.min_lr + (args.lr - args.min_lr) * height
+    return lowest + (peak - lowest) * height
 
 
 def average_gradients_(params, world):
@@ -1858,7 +1893,7 @@ class LossScale:
     the loss is multiplied by a scale before the backward, and all gradients with it:
 
         a step                      loss * scale -> backward -> gradients / scale -> norm, clip, optimizer
-        a gradient has overflowed   no weight changes, and the scale is halved
+        a gradient has overflowed   no weight changes, the rate does not go on, and the scale is halved
         2,000 steps without that    the scale is doubled
 
     The steps of AdamW in 8 bits are counted on the host, which does not know of skipped ones: its first
@@ -1877,6 +1912,7 @@ class LossScale:
             self.value = torch.full_like(self.bad, self.FIRST)
             # steps since the scale has changed; int32 is what torch's kernel expects
             self.n_good = torch.zeros_like(self.bad, dtype=torch.int32)
+            self.n_skipped = torch.zeros_like(self.n_good)  # in the whole run
 
     def of(self, loss):
         return loss if self.value is None else loss * self.value
@@ -1891,6 +1927,7 @@ class LossScale:
         """Call it after each step."""
         self.n_bad += self.bad
         if self.value is not None:
+            self.n_skipped += self.bad.int()
             # GradScaler's own kernel. It counts the good steps, then doubles or halves, without the host.
             torch._amp_update_scale_(self.value, self.n_good, self.bad, 2.0, 0.5, self.GROWTH_INTERVAL)
             self.bad.zero_()
@@ -1919,10 +1956,11 @@ class LossScale:
 
     def tensors(self):
         """What a checkpoint needs, {name: tensor}: a run that resumed at the first scale would skip its steps
-        until the scale fits again."""
+        until the scale fits again, and one that forgot the skipped steps would have other rates."""
         if self.value is None:
             return {}
-        return {"loss_scale": self.value, "loss_scale.n_good": self.n_good}
+        return {"loss_scale": self.value, "loss_scale.n_good": self.n_good,
+                "loss_scale.n_skipped": self.n_skipped}
 
 
 class StepInBackward:
@@ -2060,8 +2098,10 @@ def evaluate(model, loader, ranks, beta=None, stop=None):
 
 
 def to_host(device, *tensors):
-    """[numbers of each tensor], for which the host waits once."""
-    numbers = torch.cat([tensor.to(device).flatten() for tensor in tensors]).cpu()
+    """[numbers of each tensor], for which the host waits once. Plain numbers count as tensors."""
+    # float64, because a learning rate is a Python float
+    tensors = [torch.as_tensor(tensor, dtype=torch.float64).to(device) for tensor in tensors]
+    numbers = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
     return [of_tensor.tolist() for of_tensor in numbers.split([tensor.numel() for tensor in tensors])]
 
 

@@ -88,8 +88,7 @@ def test_ranks_and_flags_change_no_losses_norms_and_weights(argv, plain, tmp_pat
 def test_a_resumed_run_ends_with_the_same_bytes_and_in_another_world_with_the_same_weights(argv, plain, tmp_path):
     for world, flags in ((1, SIX_ROWS), (2, ["--fsdp2", "--batch_size", 3])):
         out = tmp_path / f"{world}"
-        shutil.copytree(plain[2] / "checkpoint-2", out / "checkpoint-2")
-        _, text, codes = run_ranks(world, [*argv, *flags, "--resume", out / "checkpoint-2"], out)
+        _, text, codes = run_ranks(world, [*argv, *flags, "--resume", plain[2] / "checkpoint-2"], out)
         assert codes == [0] * world, text
         found = adapter_of(out)
         expected = adapter_of(plain[2])
@@ -175,17 +174,26 @@ def test_a_rate_of_embeddings_without_any_is_refused(tmp_path, capsys):
     assert "--embedding_lr needs --train_embeddings" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags, expected", [([], 0.1), (["--embedding_lr", 3e-4], 0.3)])
-def test_embedding_and_head_have_a_rate_of_their_own(flags, expected):
-    """What is right for adapters is too high for weights that are trained in full."""
-    model, args = build("--lora", "--train_embeddings", "--lr", 1e-3, *flags)
+@pytest.mark.parametrize("flags, lr, embedding_lr", [
+    (["--lr", 1e-3], 1e-3, 1e-4),  # what is right for adapters is too high for weights that are trained in full
+    (["--lr", 1e-3, "--embedding_lr", 3e-4], 1e-3, 3e-4),
+    (["--lr", 0, "--embedding_lr", 3e-4], 0.0, 3e-4),
+    (["--lr", 1e-3, "--embedding_lr", 3e-4, "--min_lr", 1e-4], 1e-3, 3e-4),
+])
+def test_embedding_and_head_have_a_rate_of_their_own(flags, lr, embedding_lr):
+    model, args = build("--lora", "--train_embeddings", "--warmup", 0, *flags)
     train.complete_for_model(args, model.config, {}, torch.device("cpu"))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = train.make_optimizer(named, args, torch.zeros(()))
-    scale_of = {id(p): group.get("lr_scale", 1) for group in optimizer.param_groups for p in group["params"]}
-    assert len(scale_of) == len(named)
-    for name, p in named.items():
-        assert scale_of[id(p)] == pytest.approx(1 if ".lora_" in name else expected), name
+    no_scale = train.LossScale(False, torch.device("cpu"))
+    optimizer = train.make_optimizer(named, args, no_scale.bad)
+    fraction = args.min_lr / (args.lr or 1)  # of both rates at the end
+    for step, expected in ((0, 1), (100, fraction)):
+        assert train.set_rates_(optimizer, step, 100, args, no_scale) == pytest.approx(expected * lr)
+        rate_of = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        assert len(rate_of) == len(named)
+        for name, p in named.items():
+            of_peak = lr if ".lora_" in name else embedding_lr
+            assert rate_of[id(p)] == pytest.approx(expected * of_peak), name
 
 
 def test_the_heads_own_gradient_is_counted():

@@ -416,12 +416,34 @@ def test_dropout_depends_on_seed_and_step_and_is_off_in_evaluation():
 ])
 def test_learning_rate_schedules(schedule, in_the_middle, at_the_end):
     args = train.parse_args(["--lr", "1", "--min_lr", "0.1", "--warmup", "10", "--schedule", schedule])
-    lrs = [train.lr_at(step, 110, args) for step in range(111)]
+    lrs = [train.lr_at(step, 110, args, peak=1.0) for step in range(111)]
     assert lrs[0] == pytest.approx(1 / 11)
     assert lrs[9] == pytest.approx(10 / 11)
     assert lrs[10] == 1.0
     assert lrs[60] == pytest.approx(in_the_middle)
     assert lrs[110] == pytest.approx(at_the_end)
+    # that of --embedding_lr has the same course
+    assert [train.lr_at(step, 110, args, peak=0.25) for step in range(111)] == pytest.approx([0.25 * lr for lr in lrs])
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--lr 1e-3 --min_lr 2e-3", "note: --min_lr 0.002 is above --lr 0.001: the learning rate rises"),
+    ("--warmup 50", "note: --warmup 50 is not shorter than the run, 50 steps: the learning rate does not reach --lr"),
+    ("--data a.jsonl b.jsonl --eval_data ./b.jsonl", "note: ./b.jsonl is in --data and --eval_data: evaluations are"),
+])
+def test_what_is_probably_not_meant_gets_a_note(flags, words, capsys):
+    config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
+
+    def notes_of(*argv):
+        args = train.parse_args([*argv, "--compile"])
+        train.complete_for_model(args, config, {}, torch.device("cpu"))
+        train.say_notes(args, config, 50, ALONE)
+        return capsys.readouterr().out
+
+    assert words in notes_of(*flags.split())
+    assert not notes_of("--warmup", "49")
+    assert not notes_of("--data", "stdlib:docs", "--eval_data", "stdlib:docs")  # other rows of it
+    assert not notes_of("--lr", "1e-3", "--min_lr", "2e-3", "--schedule", "constant")
 
 
 def test_decay_spares_norms_and_biases():
