@@ -3129,12 +3129,13 @@ def modules_in(adapter, config, targets):
 
 def export(args, model, source, files, tokenizer, out, ranks):
     """Writes final/, the PEFT adapter or the whole model. Collective. Returns {name: tensor} of the adapter
-    on rank 0, or None."""
+    on rank 0, or None. If it cannot be written, all ranks raise the same OSError and may call this again."""
     unfinished = out / "final.part"
     is_first = ranks.rank == 0
     adapter = None
-    with ranks.agree():  # before the first collective
+    with ranks.agree(ends=False):  # before the first collective
         if is_first:
+            remove(unfinished)  # of a try before
             unfinished.mkdir()
             tokenizer.save(unfinished)
     tensors = full_tensors(model, args.lora, source.tensors)
@@ -3142,7 +3143,7 @@ def export(args, model, source, files, tokenizer, out, ranks):
         # embedding and head in the dtype of the base, as in a whole model
         adapter = {name: tensor if ".lora_" in name else tensor.to(source.tensors[name].dtype)
                    for name, tensor in tensors if is_first}
-    with ranks.agree():
+    with ranks.agree(ends=False):
         if not args.lora:
             # only the rank that writes them reads them
             copied = [name for name in source.tensors if is_first and name.startswith(COPIED_PREFIXES)]

@@ -635,7 +635,7 @@ def main(argv, progress):
             load_checkpoint(resumed, state["files"], training_tensors(model, optimizer, loss_scale))
         write_files(out, args, blocks, revisions, state, ranks)
     state = ranks.gather(state)[0]  # from here on all ranks have the same
-    saver = Saver(out, args.keep, ranks)
+    saver = Saver(out, args.keep, ranks, state["step"])
     ranks.say(describe_run(args, state, resumed, out))
     sample = Sample(args, opened, loader.documents, resumed, ranks, stop)
     log = Log(out, state, loader, ranks, sinks)
@@ -646,12 +646,14 @@ def main(argv, progress):
             saver.save(training_tensors(model, optimizer, loss_scale), state)
             log.draw()  # loss.svg is as new as the newest checkpoint, also where a run is killed
 
+    end_if_signalled = functools.partial(end_if_stopped, save, saver, state, stop, ranks)
+
     def evaluate_now():
         progress["phase"] = "evaluation"
         with log.paused():
             evaluation = evaluate(model, eval_loader, ranks, args.beta, stop)
         if evaluation is None:  # a signal came: the run that continues this one evaluates this step
-            end_if_stopped(save, saver, state, stop, ranks)
+            end_if_signalled()
         log.write_eval(evaluation)
         saver.note_evaluation(state)
         sample.say_answer(log)
@@ -745,17 +747,18 @@ def main(argv, progress):
         if save_due:
             save()
         if stopped:
-            end_if_stopped(save, saver, state, stop, ranks)
+            end_if_signalled()
 
     # ---- the result: written before an evaluation or a sample could fail
     progress["phase"] = "result"
     faulthandler.cancel_dump_traceback_later()  # set by alive(): an export may take longer than a step
     # the last update may have made a weight inf, and no forward has seen it since
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
-    adapter_tensors = data.export(args, model, opened.source, opened.files, tokenizer, out, ranks)
+    export = functools.partial(data.export, args, model, opened.source, opened.files, tokenizer, out, ranks)
+    adapter_tensors = write_result(export, end_if_signalled, saver, steps, ranks, args.timeout)
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()
-    end_if_stopped(save, saver, state, stop, ranks)  # for a signal that came during the export
+    end_if_signalled()  # for a signal that came during the export
     stop.end()  # all is written: from here on a signal ends the process at once
     progress["phase"] = AFTER_RESULT
     sample.say_before_and_after()
@@ -1049,6 +1052,32 @@ def end_if_stopped(save, saver, state, stop, ranks):
     raise SystemExit(0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + number)
 
 
+RETRY_S = 60  # between two tries to write a result that is nowhere else
+
+
+def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
+    """-> what export() returns, which raises the same OSError on all ranks if final/ cannot be written. If
+    the last step is in no checkpoint either, because the disk was full then, too, this process has the only
+    copy of the weights. So that somebody can make room, it tries again each minute, for `timeout` seconds or
+    until a signal."""
+    n_tries = math.ceil(timeout / RETRY_S)
+    while True:
+        try:
+            return export()
+        except OSError as error:
+            data.remove(saver.out / "final.part")  # what could be written of it would keep the disk full
+            if saver.safe_step == steps or n_tries == 0:
+                ranks.leave()
+                raise SystemExit(str(error)) from error
+            ranks.say(f"final/ was NOT written: {error}. Only this process has the weights of step {steps}: "
+                      f"make room on the disk. It tries again {n_tries} times, each {RETRY_S} s, or until a "
+                      "signal")
+        n_tries -= 1
+        for _ in range(RETRY_S):
+            time.sleep(1)
+            end_if_signalled()
+
+
 def say_done(args, model, out, ranks):
     """The last line of a run: what was written, and the command that talks with it. That command opens the
     adapter by the same functions, so a fork whose adapter it would refuse hears why here."""
@@ -1174,9 +1203,10 @@ class Ranks:
         return highest.tolist()
 
     @contextlib.contextmanager
-    def agree(self):
-        """If any rank raises ValueError or OSError inside the block, all ranks end, with one message.
-        Otherwise the ranks that saw no error would wait forever in their next collective."""
+    def agree(self, ends=True):
+        """If any rank raises ValueError or OSError inside the block, all ranks end, with one message; without
+        `ends` they all raise an OSError with it. Otherwise the ranks that saw no error would wait forever in
+        their next collective."""
         error = None
         try:
             yield
@@ -1184,6 +1214,8 @@ class Ranks:
         except (ValueError, OSError) as caught:
             error = str(caught)
         errors = [text for text in self.gather(error) if text]
+        if errors and not ends:
+            raise OSError(errors[0])
         if errors:
             self.leave()
             raise SystemExit(errors[0])  # a wrong flag is an error on all ranks: one of them is enough
@@ -3230,13 +3262,14 @@ def load_checkpoint(folder, files, tensors):
 
 class Saver:
     """Writes the checkpoints of a run and removes the old ones. If the disk is full, this save is lost and
-    nothing else: training continues, and older checkpoints stay."""
+    nothing else: training continues, and older checkpoints stay. step: after which this process begins."""
 
-    def __init__(self, out, keep, ranks):
+    def __init__(self, out, keep, ranks, step=0):
         self.out = out
         self.keep = keep
         self.ranks = ranks
         self.last_step = max(checkpoints(out), default=None)
+        self.safe_step = step  # of the newest checkpoint, which may be in the folder of another run
 
     def save(self, tensors, state):
         """Saves what training_tensors() returns, and `state`. All ranks must call it."""
@@ -3277,8 +3310,10 @@ class Saver:
         error = self.ranks.gather(error)[0]
         if error:
             data.remove(part)
-            return f"{name} was NOT written: {error}. Older checkpoints are intact and training continues"
+            return (f"{name} was NOT written: {error}. Older checkpoints are intact; steps that hang on the "
+                    f"next one: {state['step'] - self.safe_step:,}")
         self.last_step = state["step"]
+        self.safe_step = state["step"]
         gib = sum(size for size, _ in files.values()) / GIB
         return f"{name}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s"
 
