@@ -93,6 +93,11 @@ def say(text="", end="\n", to_stderr=False):
         print(printable(text), end=end, file=stream, flush=True)
 
 
+@functools.cache
+def say_once(text):
+    say(text)
+
+
 def first_names(names, most):
     """As many of these names as `most`, safe to print, and how many more there are."""
     text = ", ".join(name[:200] for name in names[:most])  # a damaged file may have endless names
@@ -137,11 +142,28 @@ def writing(path, what):
         raise OSError(f"{path}: {what} not written: {error.strerror or error}") from error
 
 
+# What a file system says that cannot do something: lock a file (Lustre, some NFS), sync a folder (FUSE, SMB).
+CANNOT = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL
+
+
+@contextlib.contextmanager
+def if_it_can(consequence):
+    """For what only makes a run safer: where a file system cannot do what is in the block, it is left out, with
+    one note of the consequence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in CANNOT:
+            raise
+        say_once(f"note: {consequence} ({error.strerror})")
+
+
 def sync(path):
     """Waits until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with if_it_can("this disk does not sync folders: after a power cut, the last checkpoint may be missing"):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -237,10 +259,14 @@ def read_template_args(words):
         if name in variables:
             raise ValueError(f"{where}: {name} is given twice")
         variables[name] = text
-        with contextlib.suppress(ValueError, RecursionError):
+        try:
             value = json.loads(text)
             ast.literal_eval(repr(value))  # an error for NaN, which with_variables() could not write
             variables[name] = value
+        except ValueError:  # a text, then
+            pass
+        except (MemoryError, RecursionError, SyntaxError) as error:  # what Python's parser says of 200 brackets
+            raise ValueError(f"{where}: its brackets are nested too deeply") from error
     return variables
 
 

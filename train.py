@@ -134,6 +134,7 @@ WHOLE = number(int)
 WHOLE_OR_0 = number(int, zero_too=True)
 AMOUNT = number(float)
 AMOUNT_OR_0 = number(float, zero_too=True)
+SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
 # -h shows these flags, --help_all shows every flag
 EVERYDAY = {
@@ -367,7 +368,7 @@ def add_run_flags(parser):
     add(run, "--resume", str, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
         "checkpoint of --out or of the newest run in out/, or start a new one if there is none (default: "
         "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN")
-    add(run, "--timeout", AMOUNT, 1800.0,
+    add(run, "--timeout", SECONDS, 1800.0,
         "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first. "
         "Loading, saving and exporting may take any time: abort if a rank makes no progress for 2 N seconds")
     add(run, "--log_every", WHOLE, 10,
@@ -2542,6 +2543,11 @@ def print_start(args, model, source, blocks, ranks):
         ranks.say(textwrap.fill(line, 80, subsequent_indent=" " * 6))
 
 
+def brief(text):
+    """The beginning of a long text: a list of tokens may have thousands of words."""
+    return text if len(text) <= 300 else f"{text[:300]}... ({len(text):,} characters)"
+
+
 def flag_of(name, value, config):
     """A flag and its value as on a command line."""
     if value is True:
@@ -2551,7 +2557,7 @@ def flag_of(name, value, config):
     if isinstance(value, list):
         # --columns has pairs
         words = [word if isinstance(word, str) else "=".join(word) for word in value]
-        return f"--{name} {' '.join(words)}"
+        return brief(f"--{name} {' '.join(words)}")
     return f"--{name} {value}"
 
 
@@ -3012,7 +3018,8 @@ def lock_folder(out):
         lock = open(out / "lock", "a+")  # noqa: SIM115
     try:
         # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with data.if_it_can(f"--out {out}: its disk has no file locks: only you can keep a second job out"):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
     return lock
@@ -3142,12 +3149,12 @@ def read_state(folder, settings, ranks):
     # a version that did not have a flag computed what the flag's default does
     defaults = {f"--{name}": default for name, default in fixed_flags().items()}
     saved = defaults | state["settings"]
-    changed = [f"{name} was {saved.get(name)}, is {value}"
+    changed = [f"{name} was {brief(str(saved.get(name)))}, is {brief(str(value))}"
                for name, value in settings.items() if saved.get(name) != value]
     # a version with a flag that this one does not have may have computed something else
     for name, value in state["settings"].items():
         if name.startswith("--") and name not in defaults and value:
-            changed.append(f"{name} was {value}, which this version does not have")
+            changed.append(f"{name} was {brief(str(value))}, which this version does not have")
     if changed:
         raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, "
                          "or start a new run with another --out")

@@ -63,6 +63,7 @@ FLAGS = {  # flags: words of the message
     "--steps 0": ["--steps", "0", "above 0"],
     "--steps 1.5": ["--steps", "1.5", "int"],
     "--steps=--": ["--steps=--: expected a value"],
+    "--timeout 1e10": ["--timeout", "1e10: expected above 0, below 1e+08"],
 
     # a share of the data, which is held out
     "--eval_data 0": ["--eval_data 0: expected files, a share", "0.02", "2 or more"],
@@ -85,6 +86,7 @@ FLAGS = {  # flags: words of the message
     "--template_args bos_token=x": ["a template gets bos_token from", "tokenizer"],
     "--template_args enable_thinking=False": ["enable_thinking=False", "JSON: true, false or null"],
     "--template_args a=1 a=2": ['"a=2"', "a is given twice"],
+    f"--template_args x={'[' * 300}{']' * 300}": ['"x=[[[', "nested too deeply"],
     "--chat_template_kwargs x": ["mean --template_args?"],
     "--val_set_size 0.1": ["mean --eval_data?"],
 

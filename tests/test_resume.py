@@ -403,6 +403,17 @@ def test_a_flag_that_this_version_does_not_have_is_refused_if_it_was_given(lora_
         assert train.read_state(folder, settings, ALONE)["step"] == 2
 
 
+def test_thousands_of_tokens_are_shown_by_their_beginning(tmp_path):
+    tokens = [f"<token {i}>" for i in range(10_000)]
+    train.Saver(tmp_path, 1, ALONE).save({"w": torch.ones(2)}, state_of(1) | {"settings": {"--add_tokens": tokens}})
+    with pytest.raises(ValueError, match="--add_tokens was .*<token 0>.* characters\\), is None") as error:
+        train.read_state(tmp_path / "checkpoint-1", {"--add_tokens": None}, ALONE)
+    assert len(str(error.value)) < 1000
+    config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
+    assert train.flag_of("add_tokens", tokens, config).startswith("--add_tokens <token 0> <token 1>")
+    assert len(train.flag_of("add_tokens", tokens, config)) < 1000
+
+
 def test_what_does_not_change_the_mathematics_is_accepted(lora_run, tmp_path):
     out, argv = lora_run
     same_weights = f"--model {out.parent}/same"

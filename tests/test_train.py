@@ -1,5 +1,6 @@
 """train.py as people start it: whole runs, what they print and what they write."""
 
+import errno
 import fcntl
 import io
 import json
@@ -8,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -744,6 +746,41 @@ def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
         assert train.launch(argv) == 1
     assert "another process writes to it" in capsys.readouterr().err
     assert names_in(tmp_path) == {"lock"}
+
+
+def refusing(function, applies, number):
+    """A function of the system that fails with this error where applies(its first argument)."""
+    def call(first, *others):
+        if applies(first):
+            raise OSError(number, os.strerror(number))
+        return function(first, *others)
+
+    return call
+
+
+def is_folder(handle):
+    return stat.S_ISDIR(os.fstat(handle).st_mode)
+
+
+@pytest.mark.parametrize("number_of_lock", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP], ids=errno.errorcode.get)
+def test_a_disk_without_locks_and_synced_folders_costs_a_note_each(
+        shallow, few_chats, tmp_path, monkeypatch, capsys, number_of_lock):
+    monkeypatch.setattr(train.fcntl, "flock", refusing(fcntl.flock, lambda file: True, number_of_lock))
+    monkeypatch.setattr(data.os, "fsync", refusing(os.fsync, is_folder, errno.EINVAL))
+    data.say_once.cache_clear()
+    argv = ["--model", shallow, "--random_init", "--data", few_chats, "--seq_len", 64, "--steps", 2, "--save_every", 1]
+    assert train.launch([*map(str, argv), "--out", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert said.count(f"note: --out {tmp_path}/run: its disk has no file locks") == 1
+    assert said.count("note: this disk does not sync folders") == 1
+    assert train.checkpoints(tmp_path / "run").keys() == {1, 2}
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+def test_a_disk_that_fails_to_sync_is_no_disk_that_cannot(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(data.os, "fsync", refusing(os.fsync, is_folder, number))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        data.sync(tmp_path)
 
 
 @pytest.mark.parametrize("step, cause", [(0, "files of --model are damaged"), (3, "lower --lr")])
