@@ -148,8 +148,8 @@ CANNOT = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINV
 
 @contextlib.contextmanager
 def if_it_can(consequence):
-    """For what only makes a run safer: where a file system cannot do what is in the block, it is left out, with
-    one note of the consequence."""
+    """For what only makes a run safer: where a file system cannot do what is in the block, it is left out,
+    with one note of the consequence."""
     try:
         yield
     except OSError as error:
@@ -162,7 +162,7 @@ def sync(path):
     """Waits until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        with if_it_can("this disk does not sync folders: after a power cut, the last checkpoint may be missing"):
+        with if_it_can("this disk does not sync folders: after a power cut, what is new may be missing"):
             os.fsync(handle)
     finally:
         os.close(handle)
@@ -265,7 +265,7 @@ def read_template_args(words):
             variables[name] = value
         except ValueError:  # a text, then
             pass
-        except (MemoryError, RecursionError, SyntaxError) as error:  # what Python's parser says of 200 brackets
+        except (MemoryError, RecursionError, SyntaxError) as error:  # of Python's parser, for 200 brackets
             raise ValueError(f"{where}: its brackets are nested too deeply") from error
     return variables
 

@@ -370,7 +370,8 @@ def add_run_flags(parser):
         "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN")
     add(run, "--timeout", SECONDS, 1800.0,
         "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first. "
-        "Loading, saving and exporting may take any time: abort if a rank makes no progress for 2 N seconds")
+        "Loading, saving and exporting may take any time: abort if a rank makes no progress for 2 N seconds. "
+        "Weights that fit on no disk at the end wait N seconds for room")
     add(run, "--log_every", WHOLE, 10,
         "log every N steps, and also the first ten steps and at least every ten seconds")
     add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)")
@@ -1071,7 +1072,7 @@ def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
                 ranks.leave()
                 raise SystemExit(str(error)) from error
             ranks.say(f"final/ was NOT written: {error}. Only this process has the weights of step {steps}: "
-                      f"make room on the disk. It tries again {n_tries} times, each {RETRY_S} s, or until a "
+                      f"make room on the disk. It tries again every {RETRY_S} s, {n_tries} times, or until a "
                       "signal")
         n_tries -= 1
         for _ in range(RETRY_S):
@@ -1788,8 +1789,8 @@ def make_optimizer(named, args, bad):
     - Either keep `bad` as its attribute `found_inf` and change nothing where it is 1 (a gradient was inf or
       nan), read on the device. Or have no found_inf: then step_if_finite() waits for the device in each step
       and does not call step().
-    - Read the learning rate from param_groups, and skip a parameter whose grad is None: --optim_in_backward
-      calls step() once for each parameter, while no other gradient is alive.
+    - Read the learning rate from param_groups, in fp16 a tensor, and skip a parameter whose grad is None:
+      --optim_in_backward calls step() once for each parameter, while no other gradient is alive.
     """
     params = list(named.values())
     groups = groups_of(named, args)
