@@ -608,7 +608,7 @@ STUCK = {
         [Disturbance(1, "data", "stacked_rows", load_slowly), Disturbance(0, "train", "write_rows", stop_process)],
         0, "main > save > save > write (train.py:"),
     "a stuck disk in the export": Stuck(
-        [Disturbance(0, "data", "save_model", read_from_a_dead_disk)], 0, "main > export (data.py:"),
+        [Disturbance(0, "data", "save_model", read_from_a_dead_disk)], 0, "main > write_result > export (data.py:"),
 }
 
 
