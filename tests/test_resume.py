@@ -406,7 +406,7 @@ def test_a_flag_that_this_version_does_not_have_is_refused_if_it_was_given(lora_
 def test_thousands_of_tokens_are_shown_by_their_beginning(tmp_path):
     tokens = [f"<token {i}>" for i in range(10_000)]
     train.Saver(tmp_path, 1, ALONE).save({"w": torch.ones(2)}, state_of(1) | {"settings": {"--add_tokens": tokens}})
-    with pytest.raises(ValueError, match="--add_tokens was .*<token 0>.* characters\\), is None") as error:
+    with pytest.raises(ValueError, match=r"--add_tokens was .*<token 0>.* characters\), is None") as error:
         train.read_state(tmp_path / "checkpoint-1", {"--add_tokens": None}, ALONE)
     assert len(str(error.value)) < 1000
     config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
