@@ -142,18 +142,18 @@ def writing(path, what):
         raise OSError(f"{path}: {what} not written: {error.strerror or error}") from error
 
 
-# What a file system says that cannot do something: lock a file (Lustre, some NFS), sync a folder (FUSE, SMB).
-CANNOT = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL
+# How a file system says that it has no locks (Lustre, some NFS), or no sync of folders (FUSE, SMB).
+UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL
 
 
 @contextlib.contextmanager
-def if_it_can(consequence):
+def where_supported(consequence):
     """For what only makes a run safer: where a file system cannot do what is in the block, it is left out,
     with one note of the consequence."""
     try:
         yield
     except OSError as error:
-        if error.errno not in CANNOT:
+        if error.errno not in UNSUPPORTED:
             raise
         say_once(f"note: {consequence} ({error.strerror})")
 
@@ -162,7 +162,7 @@ def sync(path):
     """Waits until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        with if_it_can("this disk does not sync folders: after a power cut, what is new may be missing"):
+        with where_supported("this disk does not sync folders: a power cut may cost what is new"):
             os.fsync(handle)
     finally:
         os.close(handle)

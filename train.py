@@ -3019,7 +3019,7 @@ def lock_folder(out):
         lock = open(out / "lock", "a+")  # noqa: SIM115
     try:
         # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
-        with data.if_it_can(f"--out {out}: its disk has no file locks: only you can keep a second job out"):
+        with data.where_supported(f"--out {out}: its disk has no file locks: let no second job write there"):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
