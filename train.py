@@ -3002,13 +3002,13 @@ def check_folder(folder, checkpoint):
         raise ValueError(f"--out {folder}: contains files, and no args.json of a run that has made them: "
                          "give a new or an empty folder")
     newest = newest_checkpoint(folder)
-    results = [name for name in ("final", "merged") if name in names]
-    if newest and not (checkpoint and newest.samefile(checkpoint)):
-        raise ValueError(f"--out {folder}: already contains a run, which is never overwritten: --resume "
-                         f"continues its newest checkpoint, {newest.name}, or give another folder")
-    if results and not newest:
-        raise ValueError(f"--out {folder}: already contains a run, which is never overwritten: there is "
-                         f"{results[0]}/, and no checkpoint that could be continued: give another folder")
+    if newest and checkpoint and newest.samefile(checkpoint):
+        return
+    way_out = "no checkpoint of it is there to be continued: give another folder"
+    if newest:
+        way_out = f"--resume continues its newest checkpoint, {newest.name}, or give another folder"
+    if newest or names & {"final", "merged"}:
+        raise ValueError(f"--out {folder}: already contains a run, which is never overwritten: {way_out}")
 
 
 def lock_folder(out):
