@@ -582,7 +582,7 @@ def test_a_result_is_replaced_only_by_a_run_that_continues_a_checkpoint_beside_i
     (runs / "early" / name).parent.mkdir()
     (runs / "early" / name).write_text("work")
     folder, _, _ = name.partition("/")
-    with pytest.raises(ValueError, match="contains a run, .*: no checkpoint of it is there to be continued"):
+    with pytest.raises(ValueError, match=r"contains a run, .*: no checkpoint of it is there to be continued"):
         find("early", resume)
     (runs / "run" / folder).mkdir()
     assert find("run", "auto")[1].name == "checkpoint-10"
