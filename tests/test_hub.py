@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import socket
 import sys
 import threading
 from http.server import ThreadingHTTPServer
@@ -280,6 +281,10 @@ class Hub(QuietHandler):
     """What huggingface_hub asks for: the commit of a branch, its list of files, and the files."""
 
     def answer(self, with_content):
+        if self.server.failures:
+            if self.server.failures.pop() == "an error of the server":
+                return self.refuse(500, "Down")
+            return self.connection.shutdown(socket.SHUT_RDWR)
         path, _, _ = self.path.partition("?")
         match = re.fullmatch(r"(/api)?/datasets/(\w+/\w+)(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?", path)
         if match is None or match[2] not in SETS:
@@ -337,6 +342,7 @@ def hub():
     server.daemon_threads = True
     server.fetched = []  # the names of files, once for each time
     server.broken = None  # a file that cannot be had
+    server.failures = []  # what becomes of the next requests
     server.newer = {}  # {branch: the one that has become of it}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -468,6 +474,13 @@ def test_without_the_hub_files_of_an_earlier_start_are_used_and_said(ask, hub, e
         assert found[0] == expected(250)
         assert "a/nested/en: not fetched from the Hub, the files of an earlier start are used" in log
         assert found[1].startswith("a/nested/de: no such file, and not fetched")
+
+
+@pytest.mark.parametrize("failure", ["an error of the server", "a cut connection"])
+def test_a_hub_that_fails_for_a_moment_ends_no_start(ask, hub, expected, failure):
+    hub.failures += [failure, failure]
+    assert ask(read, ["a/lines"])[0] == [expected(250)]
+    assert not hub.failures
 
 
 def test_a_file_with_the_name_of_a_data_set_is_that_file(tiny, tmp_path, monkeypatch):
