@@ -2866,6 +2866,13 @@ def check_weights(model, checkpoint, folder):
     found = {name: stored.shape for name, stored in checkpoint.tensors.items()
              if not name.endswith("rotary_emb.inv_freq")  # old Llama-2 files have it
              and not name.startswith(COPIED_PREFIXES)}
+    if is_adapter and expected.keys() != found.keys():
+        # on some layers only, with the names of another class of the model, with those of a vision tower
+        targets = read_json(f"{folder}/adapter_config.json").get("target_modules")
+        where = f"{folder}/adapter_config.json: target_modules = {lm.quoted(targets)}"
+        raise ValueError(f"{where}: expected adapters on all such layers of the decoder; the file of tensors "
+                         f"lacks {listing(expected.keys() - found) or 'none'}, and has besides "
+                         f"{listing(found.keys() - expected) or 'none'}: {MERGE}")
     differences = {
         "missing": expected.keys() - found,
         "unexpected": found.keys() - expected,
@@ -2944,7 +2951,7 @@ ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["non
 ADAPTER_FREE = (
     "r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path", "auto_mapping",
     "revision", "inference_mode", "peft_version", "megatron_core", "qalora_group_size", "use_rslora",
-    "modules_to_save",  # see saves_embeddings()
+    "modules_to_save",  # see has_embeddings()
 )
 # what to do with an adapter that is not read: on transformers 5 PEFT trains stacked experts, for example
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that folder as --model"
@@ -2959,6 +2966,11 @@ def open_adapter(folder):
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {lm.quoted(value)} is not implemented: {MERGE}")
     checkpoint = Checkpoint(folder, "adapter_model.safetensors")
+    # of a resized vocabulary PEFT writes trained modules three times: under their own names they are trained
+    for name in list(checkpoint.tensors):
+        plain = re.sub("[.](modules_to_save|original_module)[.]weight$", ".weight", name)
+        if plain != name and plain in checkpoint.tensors:
+            del checkpoint.tensors[name]
     found = {lm.target_of(name.split(".lora_")[0]) for name in checkpoint.tensors if ".lora_" in name}
     if not found or not found <= set(lm.LORA_TARGETS):
         raise ValueError(f"{folder}: adapter_model.safetensors has {listing(found)}, expected some of "
@@ -2972,25 +2984,24 @@ def open_adapter(folder):
     }
     flags = {flag: lm.read_field(config, key, bounds, where) for key, (flag, bounds) in numbers.items()}
     flags["lora_targets"] = [target for target in lm.LORA_TARGETS if target in found]
-    flags["train_embeddings"] = saves_embeddings(config, where)
+    flags["train_embeddings"] = has_embeddings(checkpoint, config, where)
     return checkpoint, flags
 
 
-def saves_embeddings(config, where):
-    """Whether an adapter has a whole embedding and head. PEFT may save one of the two alone, or other
-    modules: that is refused. Its names may be short, or those of the modules in full. Of a tied pair PEFT
-    lists the embedding alone, if ensure_weight_tying is set, and writes both."""
-    modules = config.get("modules_to_save")
-    if not modules:
+def has_embeddings(checkpoint, config, where):
+    """Whether an adapter has a whole embedding and head. PEFT writes them where modules_to_save names them,
+    or where the vocabulary was resized; of a tied pair both. It may save one of the two alone, or other
+    modules: that is refused."""
+    modules = config.get("modules_to_save") or []
+    ends = {name.split(".")[-2] for name in checkpoint.tensors if ".lora_" not in name}
+    if not ends and not modules:
         return False
-    if isinstance(modules, list) and all(isinstance(name, str) for name in modules):
-        names = {name.rpartition(".")[2] for name in modules}
-        if names == {"embed_tokens", "lm_head"}:
-            return True
-        if names == {"embed_tokens"} and config.get("ensure_weight_tying"):
-            return True
-    raise ValueError(f"{where}: modules_to_save = {lm.quoted(modules)}: expected embed_tokens and lm_head: "
-                     f"{MERGE}")
+    # names may be short, or those of the modules in full
+    if (isinstance(modules, list) and ends == {"embed_tokens", "lm_head"}
+            and {str(name).rpartition(".")[2] for name in modules} <= ends):
+        return True
+    raise ValueError(f"{where}: modules_to_save = {lm.quoted(modules)}, and beside adapters there is "
+                     f"{listing(ends) or 'nothing'}: expected embed_tokens and lm_head, or neither: {MERGE}")
 
 
 @torch.no_grad()

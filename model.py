@@ -143,6 +143,7 @@ class Config:
     linear_conv_kernel_dim: int = within(2, 16, 4)  # taps of the convolution
     rope_theta: float
     rope_scaling: dict  # {"rope_type": one of ROPE_NUMBERS, and of that type's numbers those in the file}
+    rope_ignored: list  # of ROPE_IGNORED, those in the file
     rope_size: int  # how many numbers of a head RoPE turns: K, or a quarter of it in Qwen3.5
     rope_layers: list  # of each block, whether RoPE turns its q and k
     qk_scale_factor: float = within(1e-30, 1e30, 1.0)  # q is multiplied by it
@@ -1704,7 +1705,7 @@ IMPLIED = {
 # model does not compute. Training it anyway would be silently wrong. Families with the key in IMPLIED do.
 REFUSED = {
     "hidden_act": "silu", "hidden_activation": "silu", "mlp_bias": False, "attention_dropout": 0,
-    "pretraining_tp": 1, "logit_scale": 1.0, "use_sliding_window": False, "output_router_logits": False,
+    "logit_scale": 1.0, "use_sliding_window": False, "output_router_logits": False,
     "is_causal": True, "final_logit_softcapping": None, "original_max_position_embeddings": None,
     "mlp_only_layers": [], "decoder_sparse_step": 1,  # every block has experts, or none has
     "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
@@ -1726,8 +1727,9 @@ POSITIVE = Bounds(float, 1e-30, 1e30)
 
 
 def quoted(value):
-    """A value from a file as JSON for a message: all of a short one, the beginning of a long one."""
-    return json.dumps(value, ensure_ascii=False)[:200]
+    """A value from a file as JSON for a message: all of a short one, the beginning of a long one. What JSON
+    does not have, such as a date of a table, is as Python writes it."""
+    return json.dumps(value, ensure_ascii=False, default=repr)[:200]
 
 
 def read_field(raw, key, bounds, where):
@@ -1767,7 +1769,8 @@ def parse_config(raw, where="config.json"):
         if raw.get(key) not in (None, value) and key not in IMPLIED.get(name, {}):
             raise error(key, f"not implemented, only {quoted(value)} works")
     if raw.get("quantization_config") is not None:
-        raise error("quantization_config", "not implemented, use the unquantized model and --qlora")
+        raise error("quantization_config", "not implemented: use the unquantized model and --qlora; if the "
+                    "weights in this folder are in 16 bits already, remove the key")
     if raw.get("attention_bias") and not family.bias:
         raise error("attention_bias", f"not implemented for {name}")
 
@@ -1786,10 +1789,11 @@ def parse_config(raw, where="config.json"):
     rope_size = int(values["head_dim"] * factor)  # elements turn in pairs
     if rope_size == 0 or rope_size % 2:
         raise error("head_dim", f"RoPE needs an even number, not {rope_size}")
+    ropes = [given.get(key) or {} for key in ROPE_KEYS]
     return Config(
         **values, model_type=name, family=family, prefix=prefix, dtype=getattr(torch, dtype),
         layer_types=layer_types, rope_layers=rope_layers, rope_theta=theta, rope_scaling=scaling,
-        rope_size=rope_size)
+        rope_ignored=[key for key in ROPE_IGNORED if any(key in rope for rope in ropes)], rope_size=rope_size)
 
 
 def with_text_config(raw, error):
@@ -1899,13 +1903,16 @@ ROPE_OPTIONAL = (
 ROPE_OTHERS = (
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved",
 )
+ROPE_IGNORED = "attn_factor", "finetuned"  # of the first YaRN files: transformers does not read them either
+ROPE_KEYS = "rope_scaling", "rope_parameters"  # of transformers 4 and 5
+IMPLIED_THETAS = {"smollm3": 2e6}  # where transformers has a safe default
 
 
 def read_rope_numbers(rope, rope_type, where):
     """The numbers of a rope_type in a file's object, without those that it leaves out -> {key: number}."""
     bounds = ROPE_NUMBERS[rope_type]
     for name, value in rope.items():
-        if value is not None and name not in bounds and name not in ROPE_OTHERS:
+        if value is not None and name not in (*bounds, *ROPE_OTHERS, *ROPE_IGNORED):
             raise ValueError(f"{where}: {name} = {quoted(value)}: not implemented for rope_type {rope_type}")
     numbers = {name: read_field(rope, name, bounds[name], where) for name in bounds
                if name not in ROPE_OPTIONAL or rope.get(name) is not None}
@@ -1923,7 +1930,7 @@ def parse_rope(given, model_type, values, where, error):
     one is there twice both must agree, or which one counts would depend on who reads it."""
     stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     scalings = []  # one of each key that the file has: they must agree
-    for key in ("rope_scaling", "rope_parameters"):
+    for key in ROPE_KEYS:
         rope = given.get(key)
         if not rope:
             continue
@@ -1948,9 +1955,10 @@ def parse_rope(given, model_type, values, where, error):
     # (vllm #42624).
     is_old_llama = not (model_type.startswith("qwen") or scaling["rope_type"] == "llama3"
                         or values["vocab_size"] >= 100_000)
-    if stated["rope_theta"] is None and not is_old_llama:
+    implied = IMPLIED_THETAS.get(model_type, 1e4 if is_old_llama else None)
+    if stated["rope_theta"] is None and implied is None:
         raise error("rope_theta", "missing, with no safe default: copy it from the model's page")
-    theta = read_field(stated, "rope_theta", POSITIVE._replace(default=1e4), where)
+    theta = read_field(stated, "rope_theta", POSITIVE._replace(default=implied), where)
     if scaling["rope_type"] == "yarn" and theta <= 1:  # its logarithm is a divisor
         raise error("rope_theta", "YaRN needs one above 1")
     bounds = Bounds(float, 1, 1, 1)  # RoPE turns the whole of a head

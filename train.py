@@ -267,10 +267,10 @@ def make_parser():
 
 def add_data_flags(parser):
     dataset = parser.add_argument_group("data")
-    add(dataset, "--data", str, None, "files to train on, .jsonl, .json, .csv, .parquet, .txt or .gz of "
-        "these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split train if "
-        "none is named), or the built-in stdlib:docs and stdlib:code; a file given twice is read twice per "
-        "epoch (default: stdlib:docs)", nargs="+")
+    add(dataset, "--data", str, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
+        ".gz of these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split "
+        "train if none is named), or the built-in stdlib:docs and stdlib:code; a file given twice is read "
+        "twice per epoch (default: stdlib:docs)", nargs="+")
     add(dataset, "--eval_data", str, None,
         "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
         "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
@@ -826,6 +826,10 @@ def with_vocabulary(files, n_stored, new_tokens, adapter):
             folder = stored.path.parent
             if (folder / "tokenizer.json").exists():
                 files = files._replace(tokenizer=folder)
+            elif stored.shape[0] > n_stored:
+                raise ValueError(
+                    f"{folder}: an embedding of {n_rows:,} rows for a model of {n_stored:,}, and no "
+                    "tokenizer.json: save the tokenizer of its training there")
     if n_rows > n_stored:
         files = files._replace(config=data.with_vocab_size(files.config, n_rows))
     return files
@@ -2535,6 +2539,8 @@ def print_start(args, model, source, blocks, ranks):
     if args.precision == "fp16":
         why = "" if has_bf16(ranks.device) else "this device has no bf16; "
         lines.append(f"  fp16: {why}the loss is scaled, and a step whose gradients overflow is skipped")
+    if c.rope_ignored:
+        lines.append(f"  note: config.json: {', '.join(c.rope_ignored)} of RoPE: ignored, as by transformers")
     seen = c.n_positions
     if args.seq_len > seen:
         lines.append(f"  note: --seq_len is beyond the {seen} positions that the model is made for")

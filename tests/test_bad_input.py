@@ -175,7 +175,7 @@ def refusal_of_config(family, key, value):
     ("qwen2", "hidden_act", "gelu", ["gelu", "silu"]),
     ("qwen2", "use_sliding_window", True, ["true"]),
     ("qwen2", "layer_types", [FULL, SLIDING], [SLIDING, FULL]),
-    ("qwen2", "quantization_config", {"quant_method": "gptq"}, ["gptq", "--qlora"]),
+    ("qwen2", "quantization_config", {"quant_method": "gptq"}, ["gptq", "--qlora", "16 bits", "remove the key"]),
     ("qwen2", "num_experts", 8, ["8"]),
     ("qwen2", "num_key_value_heads", 3, ["divide"]),
     ("qwen2", "rms_norm_eps", NAN, ["NaN"]),
@@ -222,7 +222,7 @@ ROPE = [  # family, key, value, words of the message
     ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": "yarn"}, ["low_freq_factor = 1.0", "yarn"]),
     ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": None, "type": "yarn"}, ["low_freq_factor = 1.0", "yarn"]),
     ("qwen2", "rope_parameters", YARN | {"rope_type": None}, ["factor = 4.0", "default"]),
-    ("qwen2", "rope_parameters", YARN | {"attn_factor": 1.0}, ["attn_factor = 1.0", "yarn"]),
+    ("qwen2", "rope_parameters", YARN | {"extrapolation_factor": 1.0}, ["extrapolation_factor = 1.0", "yarn"]),
     ("llama3.1", "rope_parameters", LLAMA3 | {"rope_theta": None}, ["rope_theta", "missing", "copy"]),
     ("llama3.1", "rope_parameters", LLAMA3 | {"factor": float("inf")}, ["factor"]),
     ("llama3.1", "rope_parameters", LLAMA3 | {"low_freq_factor": None}, ["low_freq_factor"]),
@@ -551,7 +551,7 @@ ADAPTERS = {
     "adapter of one block": Case(
         spoil=[write_adapter(blocks=1)],
         flags=WITH_ADAPTER,
-        says=["missing", "model.layers.1.self_attn.q_proj.lora_A.weight"]),
+        says=["target_modules", "lacks", "model.layers.1.self_attn.q_proj.lora_A.weight", "merge it"]),
     "adapter of one named block": Case(
         spoil=[write_adapter(target_modules=["model.layers.0.self_attn.q_proj"])],
         flags=WITH_ADAPTER,

@@ -138,12 +138,18 @@ def changed_adapter(final, folder, tensors=None, **keys):
 
 def test_names_in_full_are_read_and_other_modules_are_refused(plain, tmp_path):
     final = plain[2] / "final"
-    in_full = changed_adapter(final, tmp_path / "full", modules_to_save=["model.embed_tokens", "lm_head"])
-    assert data.open_adapter(in_full)[1]["train_embeddings"]
-    for i, modules in enumerate((["embed_tokens"], ["lm_head"], ["score", "embed_tokens", "lm_head"], "all", [1])):
+    # of a resized vocabulary PEFT writes both, whatever modules_to_save names
+    for i, modules in enumerate((["model.embed_tokens", "lm_head"], ["embed_tokens"], None)):
+        adapter = changed_adapter(final, tmp_path / f"good-{i}", modules_to_save=modules)
+        assert data.open_adapter(adapter)[1]["train_embeddings"]
+    for i, modules in enumerate((["score", "embed_tokens", "lm_head"], "all", [1])):
         bad = changed_adapter(final, tmp_path / f"{i}", modules_to_save=modules, ensure_weight_tying=False)
-        with pytest.raises(ValueError, match=r"modules_to_save = .*: expected embed_tokens and lm_head: merge it"):
+        with pytest.raises(ValueError, match=r"modules_to_save = .*: expected embed_tokens and lm_head, or neither: m"):
             data.open_adapter(bad)
+    of_one = {name: tensor for name, tensor in adapter_of(plain[2]).items() if not name.endswith("lm_head.weight")}
+    bad = changed_adapter(final, tmp_path / "one", of_one, modules_to_save=["embed_tokens"])
+    with pytest.raises(ValueError, match="beside adapters there is embed_tokens: expected embed_tokens and lm_head"):
+        data.open_adapter(bad)
 
 
 def test_another_head_than_the_embedding_is_refused_where_they_are_tied(base, chats, plain, tmp_path):
