@@ -199,15 +199,19 @@ CHATML = """\
 # a private character that marks the start of a {% generation %} block in the rendered text
 OPEN = "\U00104000"
 CLOSE = "\U00104001"  # and one for its end
+MARK = "\U00104002"  # and one around the number of a field, see Tokenizer.left_out()
 # A template is a stranger's program: a loop of ten lines could fill the memory, or never end.
 MAX_RENDERED = 50_000_000  # characters that one conversation may become
 MAX_RENDER_S = 2  # seconds of CPU time that this may take
 # what every reader of a template gives it, so that it cannot be a variable of --template_args
 GIVEN_TO_TEMPLATES = "messages", "tools", "documents", "add_generation_prompt"
-NAMED_TOKEN = re.compile("(bos|eos|unk|sep|pad|cls|mask)_token")
+NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thought
 # An answer without a thought begins like this under templates whose answers all have one. The prompt may
 # already have <think>.
 EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\n*")
+# what a prompt ends with that opens a thought, and closes it at once where the model is asked not to think
+OPENED_THOUGHT = re.compile(r"(<think>\n?)\s*(</think>\s*)?\Z")
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
 
 
@@ -252,7 +256,7 @@ def read_template_args(words):
         where = f"--template_args {lm.quoted(word)}"
         if not equals or not name.isidentifier():
             raise ValueError(f"{where}: expected a name, = and a value, such as enable_thinking=false")
-        if name in GIVEN_TO_TEMPLATES or NAMED_TOKEN.fullmatch(name):
+        if name in GIVEN_TO_TEMPLATES or name in NAMED_TOKENS:
             raise ValueError(f"{where}: a template gets {name} from each conversation, or from the tokenizer")
         if text in ("True", "False", "None"):  # as texts these would all be true
             raise ValueError(f"{where}: values are JSON: true, false or null")
@@ -332,25 +336,155 @@ class Rendered(NamedTuple):
 
     text: str | None  # None: the messages spell a special token, and the text is not used
     spans: list | None  # [(start, stop)] of the characters to train on; None: all of them
+    turns: list  # the numbers of the messages that are trained on in this text
+    left_out: tuple = ()  # what the template leaves out of answers of the conversation; only its first text
+
+
+class Item(NamedTuple):
+    """Something in a conversation that its text should depend on."""
+
+    what: str  # for messages
+    answer: int | None  # of what the assistant says: the number of its message
+
+
+def with_marks(messages, tools, thoughtful, only=None):
+    """-> (messages, tools, [Item]): the same with the number of each item in it, between two MARKs, or with
+    that of one item alone. A thought is an item in `thoughtful` messages: templates drop those of others."""
+    items = []
+
+    def mark(what, answer=None):
+        items.append(Item(what, answer))
+        number = len(items) - 1
+        return f"{MARK}{number}{MARK}" if only in (None, number) else ""
+
+    def in_tool(function):
+        name = function.get("name")
+        return function | {"name": f"{name}{mark(f'the tool {lm.quoted(name)}')}"}
+
+    def in_call(number, function):
+        name = function["name"] + mark(f"a call of the tool {lm.quoted(function['name'])}")
+        arguments = function["arguments"]
+        behind = mark("arguments", number) if arguments else ""
+        if behind:
+            arguments = arguments + behind if isinstance(arguments, str) else arguments | {behind: 0}
+        return function | {"name": name, "arguments": arguments}
+
+    tools = [in_function(tool, in_tool) for tool in tools or []] or None
+    marked = []
+    for i, message in enumerate(messages):
+        message = message.copy()
+        marked.append(message)
+        if "tool_calls" in message:
+            in_message = functools.partial(in_call, i)
+            message["tool_calls"] = [in_function(call, in_message) for call in message["tool_calls"]]
+        content = message.get("content") or ""
+        if message["role"] != "assistant":
+            if content.strip():
+                what = f"the {message['role']} message {lm.quoted(content[:200])} where an answer follows"
+                message["content"] += mark(what)
+            continue
+        thought, end, said = content.rpartition("</think>")
+        if i in thoughtful and thought.replace("<think>", "").strip():
+            thought += mark("thought in content", i)
+        if said.strip():
+            said += mark("content", i)
+        if content:
+            message["content"] = thought + end + said
+        name = name_of_thought(message)
+        if i in thoughtful and name:
+            message[name] += mark(name, i)
+    return marked, tools, items
+
+
+def in_function(call, change):
+    """A tool, or a call of one, with change() of the object that has its name."""
+    if "function" in call:
+        return call | {"function": change(call["function"])}
+    return change(call)
+
+
+def with_json_arguments(message):
+    """A message whose calls of tools have their arguments as JSON text."""
+
+    def as_text(function):
+        return function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+
+    if "tool_calls" not in message:
+        return message
+    return message | {"tool_calls": [in_function(call, as_text) for call in message["tool_calls"]]}
+
+
+def name_of_thought(message):
+    """The first of THOUGHTS that a message has, or None."""
+    return next((name for name in THOUGHTS if name in message), None)
 
 
 TOKENIZER_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for rows with tools, where transformers has it
 
 
-def named_tokens(config, path):
-    """{"bos_token": its text, ...} of the dict of tokenizer_config.json at this path: templates see these."""
+class TokenizerFiles(NamedTuple):
+    """What the files of a model folder say of its tokens."""
+
+    core: tokenizers.Tokenizer
+    config: dict  # tokenizer_config.json
+    named: dict  # {"bos_token": its text, ...}: templates see these
+    special: list  # texts of the special tokens that tokenizer_config.json, or an older file, names
+
+
+def read_tokenizer(folder):
+    """Reads tokenizer.json and adds the tokens that stand in other files alone, in the order of transformers,
+    so that they get the same ids -> TokenizerFiles. Raises a ValueError that names the file."""
+    path = folder / "tokenizer.json"
+    config_path = folder / "tokenizer_config.json"
+    check_has_tokenizer(path)
+    config, old, added = (read_json(file) if file.exists() else {} for file in (
+        config_path, folder / "special_tokens_map.json", folder / "added_tokens.json"))
+    old = {key: value for key, value in old.items() if value is not None}
+    with errors_of(config_path):
+        # With a list of added tokens in tokenizer_config.json, transformers does not read the other two.
+        # What only they name is read here all the same: texts would have no end without EOS.
+        given = old | config
+        entries = config.get("added_tokens_decoder")
+        if entries is None:
+            given = config | old
+            entries = {number: {"content": token} for token, number in added.items()}
+        named, special = special_tokens_in(given)
+        entries = [tokenizers.AddedToken(**entries[number]) for number in sorted(entries, key=int)]
+    with errors_of(path):
+        core = tokenizers.Tokenizer.from_file(str(path))
+        core.add_tokens(entries)
+        known = {token.content for token in core.get_added_tokens_decoder().values()}
+        core.add_special_tokens([token for token in special if token not in known])
+    return TokenizerFiles(core, config, named, special)
+
+
+def special_tokens_in(given):
+    """The dict of tokenizer_config.json -> ({"bos_token": its text, ...}, [text of each special token that it
+    names or lists]), both in the order of transformers."""
+    extra = given.get("extra_special_tokens") or []
+    if isinstance(extra, dict):  # of a model with pictures: {"image_token": ...}
+        given = given | extra
+        extra = []
     named = {}
-    for key, value in config.items():
-        if value and NAMED_TOKEN.fullmatch(key):
-            # transformers writes a dict where the token has options
-            text = value.get("content") if isinstance(value, dict) else value
-            if not isinstance(text, str):
-                raise ValueError(f"{path}: {key}: expected text, got {lm.quoted(value)}")
-            named[key] = text
-    return named
+    for key in dict.fromkeys([*NAMED_TOKENS, *given]):
+        value = given.get(key)
+        # add_bos_token and its like are no tokens
+        if value and (key in NAMED_TOKENS or (key.endswith("_token") and isinstance(value, str))):
+            named[key] = text_of_token(key, value)
+    extra = [*extra, *(given.get("additional_special_tokens") or [])]
+    listed = [text_of_token("extra_special_tokens", token) for token in extra]
+    return named, list(dict.fromkeys([*named.values(), *listed]))
+
+
+def text_of_token(key, token):
+    text = token.get("content") if isinstance(token, dict) else token  # a dict if it has options
+    if not isinstance(text, str):
+        raise ValueError(f"{key}: expected text, got {lm.quoted(token)}")
+    return text
 
 
 def check_has_tokenizer(path):
@@ -396,24 +530,19 @@ def read_new_tokens(words):
 def ids_of_new_tokens(path, tokens):
     """The ids that the library gives to tokens it does not know, consecutive ones, as a range. path: of
     tokenizer.json. Raises a ValueError that names tokens it knows."""
-    check_has_tokenizer(path)
-    if not tokens:
-        return range(0)
-    with errors_of(path):
-        core = tokenizers.Tokenizer.from_file(str(path))
-        known = [token for token in tokens if core.token_to_id(token) is not None]
-        core.add_special_tokens(tokens)
+    return add_new_tokens_(read_tokenizer(path.parent).core, tokens)
+
+
+def add_new_tokens_(core, tokens):
+    """Appends special tokens to the library's tokenizer -> their ids, see ids_of_new_tokens()."""
+    known = [token for token in tokens if core.token_to_id(token) is not None]
     if known:
         raise ValueError(f"--add_tokens: {listing(known)}: already in the model's tokenizer: leave it out")
+    core.add_special_tokens(list(tokens))
+    if not tokens:
+        return range(0)
     first = core.token_to_id(tokens[0])
     return range(first, first + len(tokens))
-
-
-def with_new_tokens(raw, tokens, first):
-    """The dict of tokenizer.json with special tokens appended, the first of which gets this id."""
-    added = [{"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False, "special": True} for number, token in enumerate(tokens, first)]
-    return raw | {"added_tokens": [*(raw.get("added_tokens") or []), *added]}
 
 
 def config_with_new_tokens(config, tokens, first):
@@ -425,8 +554,9 @@ def config_with_new_tokens(config, tokens, first):
     config = config | {key: [*(config.get(key) or []), *tokens]}
     config[IN_MESSAGES] = [*config.get(IN_MESSAGES, []), *tokens]
     if config.get("added_tokens_decoder"):  # where it is missing, tokenizer.json counts
-        entries = with_new_tokens({}, tokens, first)["added_tokens"]
-        by_id = {str(entry.pop("id")): entry for entry in entries}
+        entries = [{"content": token, "single_word": False, "lstrip": False, "rstrip": False,
+                    "normalized": False, "special": True} for token in tokens]
+        by_id = {str(number): entry for number, entry in enumerate(entries, first)}
         config["added_tokens_decoder"] = config["added_tokens_decoder"] | by_id
     return config
 
@@ -439,68 +569,70 @@ class Tokenizer:
     an answer. variables are what templates see beside the messages, reserved finds what no example may spell.
     new_tokens are appended to those of the folder and get new_ids, a range. save() writes `changed`, {name of
     a file: its dict}, in place of the folder's own.
-    template_text begins with the values of template_args, {name: value}, so that the template that save()
-    writes has them, too. template_reads are the names that the template looks up.
-    made_of is all that the tokens and masks of a text depend on."""
+    templates are compiled, by name: "default", and maybe "tool_use" for rows with tools. template_texts are
+    their texts by the names of their files, and begin with the values of template_args, {name: value}, so
+    that what save() writes has them, too. template_reads are the names that the templates look up,
+    template_words all names in them: a key of a message that is not among these is not read.
+    opens_thought says whether a prompt asks for a thought. made_of is all that the tokens and masks of a text
+    depend on."""
 
     def __init__(self, folder, template_file=None, train_on="targets", template_args=None,
                  new_tokens=()):
         self.folder = Path(folder)
         self.train_on = train_on
         self.path = self.folder / "tokenizer.json"
-        config_path = self.folder / "tokenizer_config.json"
-        config = read_json(config_path) if config_path.exists() else {}
-        self.variables = named_tokens(config, config_path)
-        self.new_ids = ids_of_new_tokens(self.path, new_tokens)
+        core, config, self.variables, named = read_tokenizer(self.folder)
         self.changed = {}
+        with errors_of(self.path):
+            self.new_ids = add_new_tokens_(core, new_tokens or ())
         if new_tokens:
             config = config_with_new_tokens(config, new_tokens, self.new_ids.start)
-            raw = with_new_tokens(read_json(self.path), new_tokens, self.new_ids.start)
-            self.changed = {self.path.name: raw, config_path.name: config}
+            self.changed = {self.path.name: json.loads(core.to_str()), "tokenizer_config.json": config}
         in_messages = config.get(IN_MESSAGES, [])
         if not isinstance(in_messages, list):
-            raise ValueError(f"{config_path}: {IN_MESSAGES} = {lm.quoted(in_messages)}: expected a list")
+            raise ValueError(f"{folder}/tokenizer_config.json: {IN_MESSAGES} = {lm.quoted(in_messages)}: "
+                             "expected a list")
         with errors_of(self.path):
-            special = self.load_core(in_messages)
+            special = self.load_core(core, named, in_messages)
         self.eos = self.core.token_to_id(self.variables.get("eos_token", ""))
         self.complete_ends(config)
-
-        # The library would make the token of its text: a message could end its turn and begin another.
-        self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, *special.values()])))
-        end_of_turn = self.end_of_turn()
+        self.load_templates(config.get("chat_template"), template_file, template_args or {})
+        end_of_turn, self.opens_thought = self.try_template()
         turn_ends = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
-        # Masks depend on special_ids, but the cache's key does not depend on generation_config.json: the ids
+        # Masks depend on is_special, but the cache's key does not depend on generation_config.json: the ids
         # that this file adds may stop an answer, and change no mask.
-        self.special_ids = sorted({*special, *turn_ends})
-        self.stop_ids = turn_ends | self.configured_stops()
-
-        self.load_template(config.get("chat_template"), template_file, end_of_turn, template_args or {})
+        special_ids = sorted({*special, *turn_ends})
+        self.is_special = np.zeros(1 + max(self.core.get_vocab().values()), bool)
+        self.is_special[special_ids] = True
+        self.stop_ids = self.complete_stops(turn_ends)
+        # The library would make the token of its text: a message could end its turn and begin another.
+        spelled = [*special.values(), *{end_of_turn} - {"", *in_messages}]
+        self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, MARK, *spelled])))
         # cache_folder() hashes this: what is missing here would leave old tokens in use after a change
-        self.made_of = (self.text, self.bos_ids, self.variables, self.template_text,
-                        train_on)
+        self.made_of = (self.core.to_str(), self.bos_ids, self.eos_ids, special_ids, self.variables,
+                        self.template_texts, train_on)
 
-    def load_core(self, in_messages):
-        """Reads tokenizer.json. Returns {id: text} of its special tokens. Those that messages may spell count
-        as ordinary ones here: such a token is not reserved, ends no turn, and is shown in an answer."""
-        self.text = self.path.read_text("utf-8")
+    def load_core(self, core, named, in_messages):
+        """Completes the library's tokenizer. Returns {id: text} of its special tokens, which a file flags or
+        names as such. Those that messages may spell count as ordinary ones here: such a token is not
+        reserved, ends no turn, and is shown in an answer."""
         if in_messages:
-            raw = self.changed.get(self.path.name) or json.loads(self.text)
-            added = []
+            raw = json.loads(core.to_str())
             for token in raw["added_tokens"]:
-                is_ordinary = token["content"] in in_messages
-                added.append(token | {"special": False} if is_ordinary else token)
-            self.text = json.dumps(raw | {"added_tokens": added}, ensure_ascii=False)
-        self.core = tokenizers.Tokenizer.from_str(self.text)
+                token["special"] = token["special"] and token["content"] not in in_messages
+            core = tokenizers.Tokenizer.from_str(json.dumps(raw))
         # the file also has the truncation and padding that its author used last
-        self.core.no_truncation()
-        self.core.no_padding()
-        added = self.core.get_added_tokens_decoder()
+        core.no_truncation()
+        core.no_padding()
+        added = core.get_added_tokens_decoder()
         self.added = tuple(token.content for token in added.values())
-        special = {number: token for number, token in added.items() if token.special}
+        special = {number: token for number, token in added.items()
+                   if token.special or token.content in {*named} - {*in_messages}}
         # Llama 2 normalizes its special tokens and so finds them only behind a blank (transformers #23833)
         as_written = [tokenizers.AddedToken(**(token.__getstate__() | {"normalized": False}))
                       for token in special.values()]
-        self.core.add_special_tokens(as_written)
+        core.add_special_tokens(as_written)
+        self.core = core
         self.bos_ids, self.eos_ids = self.ids_around_a_text()
         self.core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
         return {number: token.content for number, token in special.items()}
@@ -521,62 +653,114 @@ class Tokenizer:
         if self.eos is not None and self.eos_ids[-1:] != [self.eos]:
             self.eos_ids.append(self.eos)
 
-    def end_of_turn(self):
-        """The token that ends a turn, as text: ChatML's if there is one, or else EOS. Qwen's base models have
-        both: there EOS, <|endoftext|>, ends a text."""
-        return "<|im_end|>" if "<|im_end|>" in self.added else self.variables.get("eos_token", "")
+    def complete_stops(self, turn_ends):
+        """-> stop_ids: those that end a turn, and those at which transformers and vLLM stop. Muse Glimmer's
+        end of a turn is not its EOS, and stands only in generation_config.json. save() writes this file if it
+        does not name all of them: nobody but --chat would stop there."""
+        generation = {}
+        for name in ("config.json", "generation_config.json"):  # what is in the second one counts
+            path = self.folder / name
+            found = read_json(path) if path.exists() else {}
+            if name == "config.json":
+                found = (found.get("text_config") or {}) | found
+                found = {key: found.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            generation |= {key: value for key, value in found.items() if value is not None}
+        ids = generation.get("eos_token_id")
+        ids = {one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
+        if turn_ends - ids:
+            self.changed["generation_config.json"] = generation | {"eos_token_id": sorted(turn_ends | ids)}
+        return turn_ends | ids
 
-    def configured_stops(self):
-        """The ids that generation_config.json stops at, a set. Muse Glimmer's end of a turn is not its EOS,
-        and stands only there."""
-        path = self.folder / "generation_config.json"
-        if not path.exists():
-            return set()
-        ids = read_json(path).get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [ids]
-        return {one for one in ids if isinstance(one, int)}
-
-    def load_template(self, template, template_file, end_of_turn, template_args):
-        """Compiles --chat_template, or else what the folder has, or else ChatML. template: the value in
+    def load_templates(self, configured, template_file, template_args):
+        """Compiles --chat_template, or else what the folder has, or else ChatML. configured: the value in
         tokenizer_config.json, or None."""
         path = Path(template_file or self.folder / "chat_template.jinja")
         has_file = template_file or path.exists()
         check_is_file(path)
         self.source = f"chat template ({path if has_file else 'tokenizer_config.json'})"
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
-            self.has_template = bool(has_file or template)  # its own
-            if has_file:  # transformers, too, prefers the file to tokenizer_config.json
-                template = path.read_text("utf-8-sig")
-            elif template is None:
+            self.has_template = bool(has_file or configured)  # its own
+            named = {"default": configured}
+            if has_file:  # transformers, too, prefers files to tokenizer_config.json
+                named = {"default": path.read_text("utf-8-sig")}
+                if path.name == "chat_template.jinja" and (path.parent / TOOL_TEMPLATE).exists():
+                    named["tool_use"] = (path.parent / TOOL_TEMPLATE).read_text("utf-8-sig")
+            elif configured is None:
                 self.source = "ChatML (the model has no template)"
-                template = self.chatml(end_of_turn)
-            elif isinstance(template, list):  # several with names, such as "tool_use" and "rag"
-                template = {one["name"]: one["template"] for one in template}["default"]
-            if not isinstance(template, str) or not template.strip():
-                raise ValueError("expected text; --chat_template FILE replaces it")
-            env = template_environment()
-            self.template_reads = jinja2.meta.find_undeclared_variables(env.parse(template))
-            if unread := template_args.keys() - self.template_reads:  # a misspelled one would change nothing
-                others = [name for name in self.template_reads
-                          if name not in GIVEN_TO_TEMPLATES and not NAMED_TOKEN.fullmatch(name)]
-                raise ValueError(f"does not read {listing(unread)} of --template_args; what it reads beside "
-                                 f"the conversation: {listing(others) or 'nothing'}")
-            self.template_text = with_variables(template, template_args)
-            self.template = env.from_string(self.template_text)
+                named = {"default": self.chatml()}
+            elif isinstance(configured, list):  # several with names, such as "tool_use" and "rag"
+                named = {"default": None}
+                for one in configured:
+                    if isinstance(one, dict) and one.get("name") in ("default", "tool_use"):
+                        named[one["name"]] = one.get("template")
+            self.compile_templates(named, template_args)
 
-    def chatml(self, end_of_turn):
+    def compile_templates(self, named, template_args):
+        """named: {name of a template: its text}."""
+        env = template_environment()
+        self.template_reads = set()
+        self.template_words = set()
+        for text in named.values():
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError("expected text; --chat_template FILE replaces it")
+            tree = env.parse(text)
+            self.template_reads |= jinja2.meta.find_undeclared_variables(tree)
+            self.template_words |= {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
+            self.template_words |= {node.value for node in tree.find_all(jinja2.nodes.Const)
+                                    if isinstance(node.value, str)}
+        if unread := template_args.keys() - self.template_reads:  # a misspelled one would change nothing
+            others = [name for name in self.template_reads
+                      if name not in GIVEN_TO_TEMPLATES and name not in NAMED_TOKENS]
+            raise ValueError(f"does not read {listing(unread)} of --template_args; what it reads beside "
+                             f"the conversation: {listing(others) or 'nothing'}")
+        self.template_texts = {}
+        self.templates = {}
+        for name, text in named.items():
+            text = with_variables(text, template_args)
+            self.templates[name] = env.from_string(text)
+            self.template_texts["chat_template.jinja" if name == "default" else TOOL_TEMPLATE] = text
+
+    def default_end(self):
+        """The end of a turn where no template tells it, as text: ChatML's if there is one, or else EOS.
+        Qwen's base models have both: there EOS, <|endoftext|>, ends a text."""
+        return "<|im_end|>" if "<|im_end|>" in self.added else self.variables.get("eos_token", "")
+
+    def chatml(self):
         """CHATML with the tokens of this model. They stand in it as text, so that the file that save() writes
         means the same to every reader. A JSON string is one of jinja, too."""
         bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
-        template = CHATML.replace("end_of_turn", json.dumps(end_of_turn, ensure_ascii=False))
+        template = CHATML.replace("end_of_turn", json.dumps(self.default_end(), ensure_ascii=False))
         return template.replace("bos", json.dumps(bos, ensure_ascii=False), 1)
+
+    def try_template(self):
+        """-> (the token that the template writes behind an answer, as text; whether its prompt for an answer
+        opens a thought)."""
+        end = self.default_end()
+        prompt = ""
+        question = {"role": "user", "content": "a"}
+        with contextlib.suppress(ValueError):  # a template may want other messages
+            text, _ = self.render([question, {"role": "assistant", "content": MARK}])
+            _, is_there, behind = text.rpartition(MARK)
+            if is_there:
+                end = max(filter(behind.lstrip().startswith, self.added), key=len, default=end)
+            prompt, _ = self.render([question], generation_prompt=True)
+        opened = OPENED_THOUGHT.search(prompt)
+        return end, bool(opened) and not opened[2]
 
     def render(self, messages, tools=None, generation_prompt=False):
         """Messages -> (text, [(start, stop) of each generation block]). ValueError if the template raises."""
         rendered = ""
+        template = self.templates["default"]
+        if tools:
+            template = self.templates.get("tool_use", template)
+        named = []
+        for message in messages:
+            if name := name_of_thought(message):  # templates read it by the first or by the second name
+                message = {"thinking": message[name], **message, "reasoning_content": message[name]}
+            named.append(message)
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
-            outputs = self.template.generate(messages=messages, tools=tools, documents=None,
-                                             add_generation_prompt=generation_prompt, **self.variables)
+            outputs = template.generate(messages=named, tools=tools, documents=None,
+                                        add_generation_prompt=generation_prompt, **self.variables)
             for output in outputs:
                 rendered += output
                 if len(rendered) > MAX_RENDERED:
@@ -593,39 +777,41 @@ class Tokenizer:
         return text, spans
 
     def render_calls(self, messages, tools):
-        """Renders messages that may call tools. Changes them until the template accepts them."""
-        with contextlib.suppress(TextError):
-            return self.render(messages, tools)
-        for message in messages:  # some templates read the content, if only to see that it is none
-            message.setdefault("content", None)
-        with contextlib.suppress(TextError):
-            return self.render(messages, tools)
-        for function in functions_of(messages):  # and some want arguments as JSON, not as objects
-            if isinstance(function.get("arguments"), dict):
-                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        return self.render(messages, tools)
+        """Messages that may call tools -> (the messages as the template accepts them, text, spans)."""
+        forms = [messages]
+        if any(message.get("tool_calls") for message in messages):
+            # some templates read the content, if only to see that it is none
+            with_content = [message | {"content": message.get("content")} for message in messages]
+            # and some want arguments as JSON, not as objects
+            forms += [with_content, [with_json_arguments(message) for message in with_content]]
+        for form in forms[:-1]:
+            with contextlib.suppress(TextError):
+                return form, *self.render(form, tools)
+        return forms[-1], *self.render(forms[-1], tools)
 
     def conversation(self, messages, tools=None):
         """Messages -> ([Rendered], number of answers without a span). The first text is the whole
         conversation up to its last answer, others repeat answers that it rewrites. Answers are trained on
-        unless their weight is 0 (OpenAI's key). Raises a ValueError if no answer can be delimited, or if the
-        template leaves out a tool or a message."""
-        if self.reserved.search(json.dumps([messages, tools], ensure_ascii=False)):
-            return [Rendered(None, [])], 0
+        unless a key such as weight marks them as context. Raises a ValueError if no answer can be delimited,
+        or if the template leaves out a tool, a message, or all that an answer says."""
+        if self.reserved.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+            return [Rendered(None, [], [])], 0
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        trained = [i for i in turns if messages[i].get("weight") != 0]
+        trained = [i for i in turns if is_trained(messages[i])]
         if turns and self.train_on != "all":
             # what follows the last answer trains nothing, and a question makes templates rewrite that answer
             messages = messages[: turns[-1] + 1]
-        text, spans = self.render_calls(messages, tools)
-        self.check_complete(messages, tools, text)
+        messages, text, spans = self.render_calls(messages, tools)
         if self.train_on == "all":
-            return [Rendered(text, None)], 0
-        if spans:
+            documents = [Rendered(text, None, turns)]
+        elif spans:
             spans = self.without_prompted_thoughts(messages, tools, turns, text, spans)
-            documents = [Rendered(text, without_untrained(spans, turns, trained))]
+            documents = [Rendered(text, without_untrained(spans, turns, trained), trained)]
         else:  # a template without generation blocks, as most models have
             documents = self.delimit_by_prefix(messages, tools, text, trained)
+        documents[0] = documents[0]._replace(left_out=self.check_complete(messages, tools, documents))
+        if self.train_on == "all":
+            return documents, 0
         n_spans = sum(len(document.spans) for document in documents)
         if trained and not n_spans:
             raise ValueError(f"{self.source}: cannot delimit any assistant turn; put {{% generation %}} "
@@ -643,28 +829,61 @@ class Tokenizer:
         return [(thought.end(), stop) if thought and prompt.endswith(thought[0]) else (start, stop)
                 for thought, (start, stop) in zip(thoughts, spans)]
 
-    def check_complete(self, messages, tools, text):
-        """Raises a ValueError if a rendering leaves out a tool, or a message that is not the assistant's."""
-        for function in functions_of(messages, tools):
-            if str(function.get("name")) not in text:
-                raise ValueError(f"{self.source}: leaves out the tool {lm.quoted(function.get('name'))}")
-        for i, message in enumerate(messages):
-            content = message.get("content") or ""
-            if message["role"] != "assistant" and content.strip() not in text:
-                # Templates may quote a message, or obey a switch in it such as /no_think. It is left out if
-                # another one leads to the same text; this one twice begins and ends as templates expect.
-                changed = messages.copy()
-                changed[i] = message | {"content": 2 * content}
-                if self.render(changed, tools)[0] == text:
-                    raise ValueError(f"{self.source}: leaves out the {message['role']} message "
-                                     f"{lm.quoted(content)} where an answer follows")
+    def check_complete(self, messages, tools, documents):
+        """-> the names of what the texts leave out of answers, a name for each answer. Raises a ValueError if
+        a text leaves out a tool, a call, a message of somebody else, or all of an answer."""
+        left_out = set()
+        for number, document in enumerate(documents):
+            shown = messages
+            if number:  # the text up to an answer that the first document rewrites
+                shown = messages[: document.turns[0] + 1]
+            items, lost = self.left_out(shown, tools, document)
+            for item in lost:
+                if item.answer is None:
+                    raise ValueError(f"{self.source}: leaves out {item.what}")
+                if not number or item.answer in document.turns:  # for which a further document is there
+                    left_out.add(item)
+            n_items = Counter(item.answer for item in items)
+            n_items.subtract(item.answer for item in lost)
+            for i in document.turns:
+                if n_items[i] == 0 and "tool_calls" not in messages[i]:
+                    gone = [item.what for item in lost if item.answer == i] + self.unread_keys(messages[i])
+                    if gone:  # or it is an answer that says nothing
+                        raise ValueError(f"{self.source}: leaves an answer nothing but its end: without "
+                                         f"{listing(gone)}")
+        return tuple(sorted(item.what for item in left_out))
+
+    def left_out(self, messages, tools, document):
+        """-> ([Item] of a conversation, those on which its text does not depend). One rendering with marks in
+        all items finds nearly all that are in the text; only those whose marks are missing are marked one by
+        one, which for all of them would take time with the square of their number."""
+        thoughtful = set(document.turns)
+        *marked, items = with_marks(messages, tools, thoughtful)
+        found = set()
+        with contextlib.suppress(TextError):
+            found = set(re.findall(f"{MARK}(\\d+){MARK}", self.render(*marked)[0]))
+        lost = []
+        for number, item in enumerate(items):
+            if str(number) not in found:
+                *marked, _ = with_marks(messages, tools, thoughtful, only=number)
+                with contextlib.suppress(TextError):  # the template has looked at what it objects to
+                    if self.render(*marked)[0] == document.text:
+                        lost.append(item)
+        return items, lost
+
+    def unread_keys(self, message):
+        """The keys of a message that nobody reads, neither this file nor the template: also those that ask to
+        train on what somebody else than the assistant says."""
+        return [key for key in message if key not in self.template_words and (
+            key not in MESSAGE_KEYS
+            or (key in TRAINED_KEYS and message[key] and message["role"] != "assistant"))]
 
     def delimit_by_prefix(self, messages, tools, text, turns):
         """Finds the spans of turns -> [Rendered]. text is the whole conversation, the first document. A turn
         belongs to the first document that begins with the conversation up to and with this turn. If none
         does, the template rewrites the turn later, and that text becomes one more document, unless train_on
         is "whole"."""
-        documents = [Rendered(text, [])]
+        documents = [Rendered(text, [], [])]
         for i in reversed(turns):  # a document that a turn adds may begin with turns before it
             turn = None
             with contextlib.suppress(TextError):  # a template may insist on a question before an answer
@@ -674,6 +893,7 @@ class Tokenizer:
             fitting = [document for document in documents if document.text.startswith(turn.text)]
             if fitting:
                 fitting[0].spans.extend(turn.spans)
+                fitting[0].turns.append(i)
             elif self.train_on == "targets":
                 documents.append(turn)
         return documents
@@ -683,16 +903,19 @@ class Tokenizer:
         it. None if the template changes that text once it is answered."""
         prompt, _ = self.render(messages[:i], tools, generation_prompt=True)
         text, _ = self.render(messages[: i + 1], tools)
-        if not text.startswith(prompt):
-            # The prompt of small Qwen3.5 models ends in an empty thought, but this turn may have a thought of
-            # its own: then the prompt ends where the thought begins.
-            prompt = prompt.removesuffix("\n</think>\n\n")
-        if not text.startswith(prompt):
-            return None
-        stop = len(text)
-        if text.rstrip().endswith(self.added):
-            stop = len(text.rstrip())  # generation stops at the end of the turn, before its newline
-        return Rendered(text, [(len(prompt), stop)])
+        prompts = [prompt]
+        if opened := OPENED_THOUGHT.search(prompt):
+            # The turn may have a thought of its own, or none: then the prompt ends where the thought begins,
+            # or before it. Small Qwen3.5 models have an empty thought in it, and DeepSeek's distilled ones
+            # write no thought into the history.
+            prompts += [prompt[: opened.end(1)], prompt[: opened.start()]]
+        for prompt in prompts:
+            if text.startswith(prompt):
+                stop = len(text)
+                if text.rstrip().endswith(self.added):
+                    stop = len(text.rstrip())  # generation stops at the end of the turn, before its newline
+                return Rendered(text, [(len(prompt), stop)], [i])
+        return None
 
     def encode(self, examples):
         """[Example] -> an iterator of (ids [n] int32, supervised [n] bool). A text that is no chat gets the
@@ -711,7 +934,7 @@ class Tokenizer:
                     eos = self.eos_ids
             mask = np.ones(len(ids), bool)
             if example.spans is not None and self.train_on != "all":
-                mask = tokens_in(encoding, example.spans, self.special_ids)
+                mask = tokens_in(encoding, example.spans, self.is_special)
             # nothing predicts BOS, and EOS is how a model learns to stop
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
@@ -724,8 +947,10 @@ class Tokenizer:
                     write_config(out / name, self.changed[name])
                 elif (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, out / name)
-            # readers prefer this file to a template in tokenizer_config.json
-            (out / "chat_template.jinja").write_text(self.template_text, "utf-8")
+            # readers prefer these files to templates in tokenizer_config.json
+            for name, text in self.template_texts.items():
+                (out / name).parent.mkdir(exist_ok=True)
+                (out / name).write_text(text, "utf-8")
 
     def prompt(self, ask):
         """Token ids that ask for a continuation of a text (str), or for the answer to messages (list)."""
@@ -741,8 +966,9 @@ class Tokenizer:
         return ids
 
 
-def tokens_in(encoding, spans, special_ids):
-    """[n] bool: the tokens that overlap a span, except a special one that absorbed the blanks before it."""
+def tokens_in(encoding, spans, is_special):
+    """[n] bool: the tokens that overlap a span, except a special one that absorbed the blanks before it.
+    is_special: [V] bool."""
     ids = encoding.ids
     offsets = encoding.offsets
     mask = np.zeros(len(ids), bool)
@@ -751,7 +977,7 @@ def tokens_in(encoding, spans, special_ids):
         first = bisect.bisect_right(offsets, start, key=lambda token: token[1])
         last = bisect.bisect_left(offsets, stop, key=lambda token: token[0])
         # This token began before the span. Special ones absorb blanks (lstrip), and an empty answer has none.
-        if first < last and offsets[first][0] < start and (ids[first] in special_ids or start == stop):
+        if first < last and offsets[first][0] < start and (is_special[ids[first]] or start == stop):
             first += 1
         mask[first:last] = True
     return mask
@@ -782,42 +1008,52 @@ BESIDE = {
     "text": (),
 }
 # all keys that the formats read
-KEYS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "instruction", "input",
-        "output", "history", "system", "tools", "text")
+KEYS = {key for form, beside in BESIDE.items() for key in (*form.split(" + "), *beside)}
 ROLES = "system", "developer", "user", "assistant", "tool"
+# what ShareGPT, LLaMA-Factory and OpenAI's first calls of functions call them
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+OTHER_ROLES = {"observation": "tool", "function": "tool", "function_call": "assistant"}
+# keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl and verl
+TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
+# Keys that are read of a message, of a call with its function, and of a part of a content. A template may
+# read more of them.
+MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *THOUGHTS, *TRAINED_KEYS}
+CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
+CONTENT_KEYS = {"type", "text"}
+EXPECTED_MESSAGE = "an object with 'role' and 'content', or 'from' and 'value'"
 
 
 class Example(NamedTuple):
-    """A document that a line of a data file asks to train on."""
+    """A document that a row of a data file asks to train on."""
 
     form: str  # one of FORMATS
     text: str | None  # None if the example spells a special token
     spans: list | None = None  # [(start, stop)] of the characters to train on; None: all
     is_chat: bool = False  # the template has written BOS, EOS and the ends of turns
-    n_without_mask: int = 0  # answers of the line that are not trained on
-    is_further: bool = False  # of answers that the line's first document rewrites
-    renamed: tuple = ()  # the columns of --columns that the line has
-    unread: tuple = ()  # keys of the line that its format does not read
-    hash: int = 0  # hash_of_example() of the line
+    n_without_mask: int = 0  # answers of the row that are not trained on
+    is_further: bool = False  # of answers that the row's first document rewrites
+    left_out: tuple = ()  # what the template leaves out of answers, see Tokenizer.check_complete()
+    renamed: tuple = ()  # the columns of --columns that the row has
+    unread: tuple = ()  # keys of the row that its format does not read
+    hash: int = 0  # hash_of_text() of the row's first document
 
 
-def parse_example(line, tokenizer, columns=()):
-    """A line of JSON -> [Example]. columns: [(column, the key that it stands for)]. Every error but TooSlow
-    becomes a ValueError: a line may be anything, for example other types or endless brackets."""
-    form = "JSON in UTF-8"  # for the message, until the format is known
+def parse_example(row, tokenizer, columns=()):
+    """A row of a data file -> [Example]. It is a dict, a line of JSON, or the error with which it was read.
+    columns: [(column, the key that it stands for)]. Every error but TooSlow becomes a ValueError: a row may
+    be anything, for example other types or endless brackets."""
+    if isinstance(row, ValueError):
+        raise row
+    form = "JSON"  # for the message, until the format is known
     try:
-        example = json.loads(line)
+        example = json.loads(row) if isinstance(row, str) else row
         renamed = ()
-        line_hash = 0
         nulls = []
         if isinstance(example, dict):
             # A table has a cell for each column in every row: a key without a value is one that the row does
             # not have.
-            nulls = [key for key in KEYS if key in example and example[key] is None]
+            nulls = [key for key in example if key in KEYS and example[key] is None]
             example = {key: value for key, value in example.items() if value is not None}
-            # Before --columns rename keys, and before tool calls are parsed in place: held out is what the
-            # line says, however it is read.
-            line_hash = hash_of_example(example)
             example, renamed = with_columns(example, columns)
         form = format_of(example, columns)
         if form == "example":
@@ -828,14 +1064,13 @@ def parse_example(line, tokenizer, columns=()):
             raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora")
         if form != PAIR and tokenizer.train_on == "pairs":
             raise ValueError("--dpo needs rows with 'chosen' and 'rejected'")
+        example = as_conversation(example, form)
         read = read_pair if form == PAIR else read_example
         unread = tuple(key for key in example if key not in BESIDE[form] and key not in form.split(" + "))
-        examples = [one._replace(renamed=renamed, unread=unread, hash=line_hash)
-                    for one in read(example, form, tokenizer)]
-        for one in examples:
-            # raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
-            (one.text or "").encode()
-        return examples
+        found = read(example, form, tokenizer)
+        # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
+        hashes = [hash_of_text(one.text or "") for one in found]
+        return [one._replace(renamed=renamed, unread=one.unread + unread, hash=hashes[0]) for one in found]
     except TooSlow:
         raise
     except Exception as error:
@@ -857,7 +1092,7 @@ def format_of(example, columns=()):
     wanted = {key for _, key in columns}
     # Who renames columns wants these: many rows also have messages, which would otherwise count first.
     for form in sorted(FORMATS, key=lambda form: wanted.isdisjoint(form.split(" + "))):
-        if all(key in example for key in form.split(" + ")):
+        if isinstance(example, dict) and all(key in example for key in form.split(" + ")):
             return form
     return "example"
 
@@ -873,9 +1108,6 @@ OTHER_KEYS = {
     "text": ["content", "document", "article", "passage"],
 }
 QUESTION_KEYS = ["question", "query", "instruction", "input"]  # what they call the prompt of a pair
-# A key that a format may have beside its own, and what data sets call it. An error names it with the others:
-# without it pairs would be trained on without their questions.
-OPTIONAL_KEYS = {PAIR: ("prompt", QUESTION_KEYS), "instruction + output": ("input", ["context"])}
 
 
 def keys_found(example):
@@ -891,9 +1123,18 @@ def keys_found(example):
         if columns:
             return f"{text}: --columns {' '.join(columns)} would rename them"
     for key, value in example.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
+        if not (isinstance(value, list) and value):
+            continue
+        if format_of(value[0]) != "example":
             return f"{text}: if {key[:40]} lists the examples, the file has to be that list alone"
+        if key.lower() in OTHER_KEYS["messages"]:
+            return f"{text}: a message of {key!r} must be {EXPECTED_MESSAGE}, got {keys_of(value[0])}"
     return text
+
+
+def keys_of(value):
+    """What an object has, or another value is, for a message."""
+    return f"the keys {listing(value)}" if isinstance(value, dict) and value else lm.quoted(value)
 
 
 def columns_for(form, example):
@@ -909,10 +1150,10 @@ def columns_for(form, example):
         if len(found) != 1:
             return []
         columns.append(f"{found[0]}={key}")
-    key, names = OPTIONAL_KEYS.get(form, (None, ()))
-    beside = [name for name in example if name.lower() in names and could_be(key, example[name])]
-    if columns and key not in example and len(beside) == 1:
-        columns.append(f"{beside[0]}={key}")
+    # Dolly's name for Alpaca's input: without it questions would be trained on without what they are about
+    contexts = [name for name in example if name.lower() == "context" and isinstance(example[name], str)]
+    if columns and form == "instruction + output" and "input" not in example and len(contexts) == 1:
+        columns.append(f"{contexts[0]}=input")
     return columns
 
 
@@ -924,69 +1165,155 @@ def could_be(key, value):
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and inside in value[0]
 
 
+def as_conversation(example, form):
+    """A pair, or a prompt and its completion, in texts that are a conversation, because tools or a system
+    message stand beside them or the prompt is called a question (Orca, Alpaca) -> the same row in messages.
+    Others stay as they are."""
+    answers = {PAIR: ["chosen", "rejected"], "prompt + completion": ["completion"]}.get(form)
+    if not answers or not all(isinstance(example[key], str) for key in answers):
+        return example
+    name = "prompt"
+    beside = ["system"]  # what becomes messages with the question
+    if name not in example:
+        asked = [key for key in example if key.lower() in QUESTION_KEYS]
+        names = [key for key in asked if key.lower() != "input"] or asked  # Alpaca has it beside a question
+        if len(names) > 1:
+            raise ValueError(f"{' and '.join(names)}: --columns NAME=prompt has to say which is the question")
+        if not names:
+            return example
+        name = names[0]
+        beside = ["system", "input", "history"]
+    elif not isinstance(example[name], str) or not (example.get("system") or example.get("tools")):
+        return example
+    alpaca = {key: example.get(key) or "" for key in beside}
+    *prompt, _ = messages_of(alpaca | {"instruction": example[name], "output": ""}, "instruction + output")
+    others = {key: value for key, value in example.items() if key not in (name, *beside)}
+    in_messages = {key: [{"role": "assistant", "content": example[key]}] for key in answers}
+    return others | {"prompt": prompt} | in_messages
+
+
 def read_pair(example, form, tokenizer):
     """The [Example] of the chosen and of the rejected answer. A prompt that is not given is what both begin
     with. It may raise any error."""
     prompt = example.get("prompt")
-    answers = example["chosen"], example["rejected"]
-    if prompt is None:  # both answers are whole conversations, or whole texts
-        n = len(list(itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))))
-        prompt = answers[0][:n]
-        for name in example:
-            if not prompt and name.lower() in QUESTION_KEYS and isinstance(example[name], str):
-                raise ValueError(f"no 'prompt', and {name!r} is not read: --columns {name}=prompt")
-        answers = [answer[n:] for answer in answers]
+    answers = {key: example[key] for key in ("chosen", "rejected")}
+    in_messages = any(isinstance(value, list) for value in (prompt, *answers.values()))
+    for key, answer in answers.items():
+        if not isinstance(answer, list if in_messages else str):
+            expected = "a list of messages" if in_messages else "text or a list of messages"
+            raise ValueError(f"{key!r} must be {expected}, got {lm.quoted(answer)}")
+        answers[key] = turns_of(answer, key) if in_messages else answer
+    if prompt is None or (in_messages and isinstance(prompt, str)):
+        # both answers are whole conversations, or whole texts
+        equal = itertools.takewhile(lambda both: said(both[0]) == said(both[1]), zip(*answers.values()))
+        n = len(list(equal))
+        common = answers["chosen"][:n]
+        # beside messages a prompt in text is a label: UltraFeedback's is the user's first message
+        if in_messages and not any((prompt or "").strip() in str(one.get("content")) for one in common):
+            raise ValueError(f"both answers begin with {n} equal messages, and 'prompt' = {lm.quoted(prompt)} "
+                             "is in none of them")
+        prompt = common
+        answers = {key: answer[n:] for key, answer in answers.items()}
     found = []
-    for answer in answers:
-        if not answer:
-            raise ValueError("'chosen' or 'rejected' is empty, or begins the other one")
+    for answer in answers.values():
         one = example | {"prompt": prompt, "completion": answer}
         found += read_example(one, "prompt + completion", tokenizer)
     return [one._replace(form=form) for one in found]
 
 
+def said(message):
+    """What has to be equal in equal messages: not an id. Of a text it is each character."""
+    if isinstance(message, str):
+        return message
+    return [message.get(key) for key in ("role", "content", "tool_calls", *THOUGHTS)]
+
+
 def read_example(example, form, tokenizer):
     """The [Example] of a dict in one of FORMATS. It may raise any error."""
     if form == "text":
-        return [Example(form, "" + example["text"])]  # an error if it is no string
+        return [Example(form, text_in(example, "text"))]
     if form == "prompt + completion" and isinstance(example["prompt"], str):
-        if example.get("system"):
-            raise ValueError("'system' belongs to a conversation, and this prompt is plain text: write it as "
-                             "a list of messages")
-        text = example["prompt"] + example["completion"]
-        return [Example(form, text, [(len(example["prompt"]), len(text))])]
-    messages = check_messages(messages_of(example, form))
-    # parquet has one type a column, so data sets of the Hub store JSON text
-    tools = from_json(example.get("tools") or None) or None
-    if not isinstance(tools, list | None):
-        raise ValueError("'tools' must be a list of JSON schemas")
+        prompt = example["prompt"]
+        text = prompt + text_in(example, "completion")
+        return [Example(form, text, [(len(prompt), len(text))])]
+    tools = read_tools(example)
+    raw = messages_of(example, form)
+    messages = check_messages(raw, tools)
     (whole, *others), n_without_mask = tokenizer.conversation(messages, tools)
-    first = Example(form, whole.text, whole.spans, is_chat=True, n_without_mask=n_without_mask)
+    first = Example(form, whole.text, whole.spans, is_chat=True, n_without_mask=n_without_mask,
+                    left_out=whole.left_out, unread=unread_in(raw, messages, tokenizer))
     others = [Example(form, other.text, other.spans, is_chat=True, is_further=True) for other in others]
     return [first, *others]
+
+
+def text_in(example, key):
+    """example[key], "" if it is not there. Raises a ValueError if it is no text."""
+    value = example.get(key, "")
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} must be text, got {lm.quoted(value)}")
+    return value
+
+
+def json_in(value, kind, must):
+    """A value that is a dict or a list, or what it says as JSON if it is text: a cell of a csv file is
+    nothing else, and data sets store as text what has another shape in each row. must: words of an error."""
+    found = from_json(value)
+    if not isinstance(found, kind):
+        raise ValueError(f"{must}, got {lm.quoted(value)}")
+    return found
+
+
+def from_json(value):
+    """A value, or what it says as JSON if it is text that says any."""
+    with contextlib.suppress(ValueError):
+        while isinstance(value, str):
+            value = json.loads(value)
+    return value
+
+
+def without_nulls(value, but=None):
+    """A value without keys whose value is null, at every depth, but for those inside of one key."""
+    if isinstance(value, list):
+        return [without_nulls(item, but) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: item if key == but else without_nulls(item, but)
+            for key, item in value.items() if item is not None}
+
+
+def read_tools(example):
+    """The list of an example's tools, or None."""
+
+    def read_function(function):
+        function = json_in(function, dict, "a tool of 'tools' must be an object")
+        text_in(function, "name")
+        return function | {key: from_json(function[key]) for key in ("parameters",) if key in function}
+
+    tools = json_in(example.get("tools") or [], list, "'tools' must be a list of JSON schemas")
+    tools = [json_in(tool, dict, "a tool of 'tools' must be an object") for tool in tools]
+    return without_nulls([in_function(tool, read_function) for tool in tools]) or None
 
 
 def messages_of(example, form):
     """The messages of an example, not yet checked."""
     messages = []
-    if form == "messages":
-        messages = from_json(example["messages"])
-    elif form == "prompt + completion":
+    if form == "prompt + completion":
         # answers in the prompt are not trained on
-        prompt = [{**message, "weight": 0} for message in example["prompt"]]
-        messages = prompt + example["completion"]
+        prompt = [{**message, "weight": 0} for message in turns_of(example["prompt"], "prompt")]
+        messages = prompt + turns_of(example["completion"], "completion")
     elif form == "instruction + output":
-        question = example["instruction"]
+        question = text_in(example, "instruction")
         if example.get("input"):
-            question += "\n" + example["input"]
-        for asked, answer in [*from_json(example.get("history") or []), (question, example["output"])]:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+            question += "\n" + text_in(example, "input")
+        turns = json_in(example.get("history") or [], list, "'history' must be a list of pairs of texts")
+        for turn in [*turns, [question, text_in(example, "output")]]:
+            if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
+                raise ValueError(f"'history' must list pairs of texts, got {lm.quoted(turn)}")
+            messages.append({"role": "user", "content": turn[0]})
+            messages.append({"role": "assistant", "content": turn[1]})
     else:
-        for turn in from_json(example["conversations"]):
-            role = turn.get("from")
-            role = {"human": "user", "gpt": "assistant"}.get(role, role)
-            messages.append({"role": role, "content": turn.get("value"), **turn})
-    system = example.get("system")
+        messages = turns_of(example[form], form)
+    system = text_in(example, "system")
     if system and messages and messages[0].get("role") == "system" and messages[0].get("content") != system:
         raise ValueError("'system' is another text than the first message, which is a system message")
     if system and not (messages and messages[0].get("role") == "system"):
@@ -994,61 +1321,132 @@ def messages_of(example, form):
     return messages
 
 
-def from_json(value):
-    """A value, or what it says as JSON if it is text: a cell of a csv file is nothing else."""
-    return json.loads(value) if isinstance(value, str) else value
+def turns_of(turns, key):
+    """A list of messages, which may be ShareGPT's -> the same with role and content. key: where it stands."""
+    messages = []
+    for turn in json_in(turns, list, f"{key!r} must be a list of messages"):
+        if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
+            raise ValueError(f"a message of {key!r} must be {EXPECTED_MESSAGE}, got {keys_of(turn)}")
+        if "role" not in turn:
+            others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+            role = SHAREGPT_ROLES.get(str(turn["from"]), turn["from"])
+            turn = {"role": role, "content": turn.get("value")} | others
+        messages.append(turn)
+    return messages
 
 
-def check_messages(messages):
-    """Messages as transformers gives them to templates: no None, texts joined, arguments as objects."""
+def check_messages(messages, tools=None):
+    """Messages as transformers gives them to templates: no None, texts joined, arguments as objects. Raises a
+    ValueError that names the key that is wrong."""
     if not messages:
         raise ValueError("no messages")
+    functions = [function_of(tool) for tool in tools or []]
+    schemas = {function.get("name"): function.get("parameters") for function in functions}  # of arguments
     checked = []
     for message in messages:
-        message = {key: value for key, value in message.items() if value is not None}
+        # Nulls in arguments may mean something. Else what is empty says nothing, but for an empty answer.
+        message = {key: value for key, value in without_nulls(message, but="arguments").items()
+                   if key == "content" or value not in ("", [], {})}
+        message = with_calls(message, schemas)
         role = message.get("role")
         content = message.get("content")
         if role not in ROLES:
             raise ValueError(f"unknown role {lm.quoted(role)}; expected {', '.join(ROLES)}")
-        if message.get("weight", 1) not in (0, 1):
-            raise ValueError(f"'weight' must be 0 or 1, got {lm.quoted(message['weight'])}")
+        for key in TRAINED_KEYS:
+            if message.get(key, 1) not in (0, 1):
+                raise ValueError(f"{key!r} must be 0 or 1, got {lm.quoted(message[key])}")
         if isinstance(content, list):  # OpenAI's items: {"type": "text", "text": ...}
             with contextlib.suppress(KeyError, TypeError):  # an image has no text: the check below names it
                 content = "".join(item["text"] for item in content)
                 message["content"] = content
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             raise ValueError(f"'content' of a message of {role!r} must be text, got {lm.quoted(content)}")
-        # Data call a thought by one of these names, and templates read the first or the second.
-        for name in ("reasoning_content", "thinking", "reasoning"):
-            if name in message:
-                message = {"thinking": message[name], **message, "reasoning_content": message[name]}
-                break
+        for key in THOUGHTS:
+            text_in(message, key)
         checked.append(message)
-    for function in functions_of(checked):
-        if isinstance(function.get("arguments"), str):  # OpenAI's are JSON text, templates want an object
-            with contextlib.suppress(ValueError):
-                function["arguments"] = json.loads(function["arguments"])
     return checked
 
 
-def functions_of(messages, tools=None):
-    """The functions that tool calls in the messages name, and those of `tools`, each a dict."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    return [call.get("function", call) for call in [*calls, *(tools or [])]]
+def is_trained(message):
+    """Whether an answer is trained on, and not only context."""
+    return all(message.get(key, 1) for key in TRAINED_KEYS)
+
+
+def with_calls(message, schemas):
+    """A message whose calls of tools are objects in `tool_calls`, in place of what other formats have."""
+    calls = json_in(message.get("tool_calls", []), list, "'tool_calls' must be a list of objects")
+    functions = []
+    if message.get("role") == "function_call":  # LLaMA-Factory's: one or several as JSON in place of a text
+        content = from_json(message.pop("content", None))
+        functions = content if isinstance(content, list) else [content]
+    if "function_call" in message:  # OpenAI's, before an answer could have several
+        functions = [*functions, message.pop("function_call")]
+    calls = calls + [{"type": "function", "function": function} for function in functions]
+    if message.get("role") in list(OTHER_ROLES):  # a list, because a role may be anything
+        message["role"] = OTHER_ROLES[message["role"]]
+    if not calls:
+        return message
+
+    def checked_function(function):
+        function = json_in(function, dict, "a call of a tool must be an object")
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"'name' of a call of a tool must be text, got {lm.quoted(name)}")
+        arguments = json_in(from_json(function.get("arguments")) or {}, dict,
+                            f"'arguments' of a call of {lm.quoted(name)} must be an object")
+        return function | {"arguments": without_unnamed_nulls(arguments, schemas.get(name))}
+
+    calls = [json_in(call, dict, "a call of a tool must be an object") for call in calls]
+    return message | {"tool_calls": [in_function(call, checked_function) for call in calls]}
+
+
+def without_unnamed_nulls(value, schema):
+    """Arguments of a tool without the nulls of parameters that its own schema does not have: a table, which
+    has one type a column, has put them there."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if isinstance(value, list) and isinstance(schema, dict):
+        return [without_unnamed_nulls(item, schema.get("items")) for item in value]
+    if not isinstance(value, dict) or not isinstance(properties, dict):
+        return value
+    return {key: without_unnamed_nulls(item, properties.get(key)) for key, item in value.items()
+            if item is not None or key in properties}
+
+
+def function_of(call):
+    """The object with the name of a tool, or of a call of one."""
+    return call.get("function", call)
+
+
+def unread_in(raw, messages, tokenizer):
+    """The names of keys that nobody reads: of messages, of calls with their functions, and of the parts of
+    contents, which only the messages before check_messages() have."""
+    found = set()
+    for message in raw:
+        for part in message["content"] if isinstance(message.get("content"), list) else []:
+            found |= {f"content.{key}" for key in part if part[key] is not None and key not in CONTENT_KEYS}
+    for message in messages:
+        found |= {f"messages.{key}" for key in tokenizer.unread_keys(message)}
+        for call in message.get("tool_calls", []):
+            found |= {f"tool_calls.{key}" for key in (call.keys() | function_of(call).keys()) - CALL_KEYS}
+    return tuple(sorted(name for name in found if name.partition(".")[2] not in tokenizer.template_words))
 
 
 # ---------------- data files, tokenized once
 
 # The files of a folder in the cache. tokens and supervised are those of all documents, one after the other;
-# lengths, and the lines that the documents are from with their hash_of_example(), have a number per document.
+# lengths, and the lines that the documents are from with their hash_of_text(), have a number per document.
 ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64, "hashes": np.int64}
 HASHES = 2**56  # of examples, 0 to HASHES - 1: int64 has them all
 BUILT_IN = "stdlib:code", "stdlib:docs"
-ROW_TYPES = "jsonl", "json", "csv", "parquet"  # each row is an example
+ROW_TYPES = "jsonl", "ndjson", "json", "csv", "parquet"  # each row is an example
 FILE_TYPES = *ROW_TYPES, "txt"
 EXPECTED = ("expected a .jsonl, .json, .csv, .parquet or .txt file (or .gz of it), a data set of the Hub "
             "(org/name, org/name:split, org/name/subset:split), stdlib:docs or stdlib:code")
-READ_BYTES = 2**20  # of whole lines, which are read and tokenized at once: text in memory stays small
+READ_BYTES = 2**20  # of rows, which are tokenized at once: text in memory stays small
+# The most that a row may have: it is tokenized at once, which takes a hundred times as much memory. A damaged
+# or compressed file may have gigabytes in a line.
+MAX_ROW_BYTES = 2**24
+MAX_ARRAY_BYTES = 2**31  # of a JSON file that is one array, which is read at once
 CRC_BLOCK = 2**23  # bytes
 MACHINE = os.uname().nodename
 BOM = b"\xef\xbb\xbf"  # of UTF-8: editors on Windows write it, and JSON does not allow it
@@ -1091,51 +1489,84 @@ def file_type_of(name):
     return name.lower().removesuffix(".gz").rpartition(".")[2]
 
 
-def line_lists(source, held_out):
-    """Yields lists of lines, an example per line: a megabyte of a .jsonl file, or 100 of other examples."""
-    if source.file_type in BUILT_IN:
-        yield from as_lines(stdlib_examples(source.file_type, held_out))
-    for path in source.paths:
-        yield from lines_of_file(path, source.file_type)
+def row_lists(source, held_out):
+    """Yields lists of rows, about a megabyte each. A row is a dict, a line of JSON, or the ValueError of one
+    that cannot be read. Each line of a file has one, which is a blank text where no row begins; but a text
+    file is a document a megabyte of whole lines."""
+    rows = stdlib_examples(source.file_type, held_out) if source.file_type in BUILT_IN else ()
+    some = []
+    n_bytes = 0
+    for row in itertools.chain(rows, *(rows_of_file(path, source.file_type) for path in source.paths)):
+        size = len((row if isinstance(row, str) else repr(row)).encode())
+        some.append(row if size <= MAX_ROW_BYTES else too_large())
+        n_bytes += size
+        if n_bytes >= READ_BYTES:
+            yield one_document(some) if source.file_type == "txt" else some
+            some = []
+            n_bytes = 0
+    if some:
+        yield one_document(some) if source.file_type == "txt" else some
 
 
-def lines_of_file(path, file_type):
-    """line_lists() of one file."""
+def one_document(lines):
+    """Lines of a text file -> its rows: the text of those that can be read, and the errors of others."""
+    text = "".join(line for line in lines if isinstance(line, str)).replace("\r\n", "\n")
+    rows = [line for line in lines if isinstance(line, ValueError)]
+    return [*rows, {"text": text}] if text else rows
+
+
+def too_large():
+    return ValueError(f"larger than {MAX_ROW_BYTES >> 20} MiB: split it")
+
+
+def rows_of_file(path, file_type):
+    """Yields the rows of a file, see row_lists()."""
     opener = gzip.open if path.suffix.lower() == ".gz" else open
     with opener(path, "rb") as file:
         if file_type == "parquet":
-            yield from parquet_lines(file)
+            yield from parquet_rows(file)
             return
         head = file.read(4096)
         file.seek(len(BOM) if head.startswith(BOM) else 0)
         if file_type == "csv":
-            yield from hundreds(csv_lines(file))
-            return
-        if file_type != "txt" and head.removeprefix(BOM).lstrip().startswith(b"["):  # one array of examples
-            yield from as_lines(json.loads(file.read()))
-        while lines := file.readlines(READ_BYTES):
-            if file_type == "txt":  # a long text is a document a megabyte
-                text = b"".join(lines).decode().replace("\r\n", "\n")
-                lines = [json.dumps({"text": text}).encode()]
-            yield lines
+            yield from csv_rows(lines_of(file))
+        elif file_type != "txt" and head.removeprefix(BOM).lstrip().startswith(b"["):  # one array of examples
+            raw = file.read(MAX_ARRAY_BYTES + 1)
+            if len(raw) > MAX_ARRAY_BYTES:
+                raise ValueError(f"an array of over {MAX_ARRAY_BYTES >> 30} GiB: write an example a line")
+            yield from json.loads(decoded(raw))
+        else:
+            yield from lines_of(file)
 
 
-def hundreds(items):
-    """Yields lists of 100 items each; the last one may be shorter."""
-    items = iter(items)
-    while next_ones := list(itertools.islice(items, 100)):
-        yield next_ones
+def decoded(raw):
+    """Bytes of a file -> text. All that is read passes here, before a parser may guess another encoding, as
+    that of JSON does for each line. Raises a ValueError if they are no text in UTF-8."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid UTF-8: {error}: save it as UTF-8") from error
+    if "\0" in text:  # every second byte of English in UTF-16 is one
+        raise ValueError("not valid UTF-8: it has zero bytes: save it as UTF-8")
+    return text
 
 
-def as_lines(examples):
-    """Yields lists of 100 examples as lines of a .jsonl file."""
-    for next_ones in hundreds(examples):
-        # a table may have columns of dates or pictures, which no format reads
-        yield [json.dumps(example, default=str).encode() for example in next_ones]
+def lines_of(file):
+    """Yields the lines of a file as text, or the ValueError of one that is no text or too large."""
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        if len(line) > MAX_ROW_BYTES:
+            while line and not line.endswith(b"\n"):  # the rest of it
+                line = file.readline(MAX_ROW_BYTES)
+            yield too_large()
+            continue
+        try:
+            yield decoded(line)
+        except ValueError as error:
+            yield error
 
 
-def parquet_lines(file):
-    """Yields lists of the rows of a parquet file as lines of a .jsonl file, a hundred at a time."""
+def parquet_rows(file):
+    """Yields the rows of a parquet file."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -1144,43 +1575,90 @@ def parquet_lines(file):
         # By default pyarrow reads a row group whole, and many files have only one: a file of 145 MiB took 237
         # MiB of memory then, and with these settings 44.
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
-        for batch in table.iter_batches(batch_size=100, use_threads=False):
-            yield from as_lines(batch.to_pylist())
+        for number in range(table.num_row_groups):
+            group = table.metadata.row_group(number)
+            n_bytes = group.total_byte_size // max(group.num_rows, 1)  # of a row, without compression
+            if n_bytes > MAX_ROW_BYTES:
+                yield from (too_large() for _ in range(group.num_rows))
+                continue
+            n_rows = min(max(READ_BYTES // max(n_bytes, 1), 1), 100)
+            for batch in table.iter_batches(n_rows, row_groups=[number], use_threads=False):
+                n_rows = batch.num_rows if batch.nbytes <= MAX_ROW_BYTES else 1
+                for some in (batch.slice(i, n_rows) for i in range(0, batch.num_rows, n_rows)):
+                    if some.nbytes > MAX_ROW_BYTES:
+                        yield too_large()
+                    else:
+                        for row in some.to_pylist():
+                            yield {key: from_arrow(value) for key, value in row.items()}
     except Exception as error:  # some of pyarrow's are OSErrors, as if the cache could not be written
         raise ValueError(f"not valid parquet: {listing([str(error)])}") from error
 
 
-def csv_lines(file):
-    """Yields the rows of a csv file, whose first row names the columns, as lines of a .jsonl file. The
-    header, and each further line of a row that has several, is a blank one: messages then count lines as an
+def from_arrow(value):
+    """A value of a table, which has one type a column, as a line of JSON would say it: without the nulls of
+    keys that other rows have, and with bytes as the text that they are. Other bytes stay."""
+    if isinstance(value, bytes):
+        with contextlib.suppress(ValueError):
+            return decoded(value)
+    if isinstance(value, list):
+        return [from_arrow(item) for item in value]
+    if isinstance(value, dict):
+        return {key: from_arrow(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def csv_rows(lines):
+    """Yields the rows of a csv file, whose first row names the columns. An empty field has no value. The
+    header, and each further line of a row that has several, is a blank text: messages then count lines as an
     editor does."""
-    csv.field_size_limit(sys.maxsize)  # a text is one field, and the limit is 128 KiB by default
-    text = io.TextIOWrapper(file, "utf-8", newline="")  # the reader has its own rules for ends of lines
+    csv.field_size_limit(MAX_ROW_BYTES)  # a text is one field, and the limit is 128 KiB by default
+    raw = []  # the lines of the row
+
+    def read_lines():
+        for line in lines:
+            if isinstance(line, ValueError):
+                raise line
+            for part in io.StringIO(line, newline=""):  # old ones end lines with \r alone
+                raw.append(part)
+                yield part
+
     # strict: or a quote that is never closed would make one field of all that follows
-    reader = csv.reader(text, strict=True)
+    reader = csv.reader(read_lines(), strict=True)
     header = None
     n_lines = 0  # of the rows before
     try:
-        for row in reader:
-            line = b""
-            if not row:
+        for fields in reader:
+            check_quotes(fields, "".join(raw))
+            raw.clear()
+            row = ""
+            if not fields:
                 pass  # a blank line
             elif header is None:
-                header = row
+                header = fields
                 if len(set(header)) < len(header):
-                    raise ValueError(f"line 1: two columns have the same name: {listing(header)}")
+                    raise ValueError(f"two columns have the same name: {listing(header)}")
                 if len(header) == 1 and re.search("[;\t]", header[0]):
-                    raise ValueError(f"line 1: one column, {listing(header)}: a comma must separate fields")
+                    raise ValueError(f"one column, {listing(header)}: a comma must separate fields")
             else:
-                if len(row) != len(header):
-                    raise ValueError(f"line {n_lines + 1}: number of fields {len(row)}, in the header "
-                                     f"{len(header)}: a field with a comma or a line break needs quotes")
-                line = json.dumps(dict(zip(header, row))).encode()
-            yield line
-            yield from [b""] * (reader.line_num - n_lines - 1)
+                if len(fields) != len(header):
+                    raise ValueError(f"number of fields {len(fields)}, in the header {len(header)}: a field "
+                                     "with a comma or a line break needs quotes")
+                row = {name: field or None for name, field in zip(header, fields)}
+            yield row
+            yield from [""] * (reader.line_num - n_lines - 1)
             n_lines = reader.line_num
-    except csv.Error as error:
-        raise ValueError(f"line {n_lines + 1}: not valid csv: {error}") from error
+    except (csv.Error, ValueError) as error:
+        what = "not valid csv: " if isinstance(error, csv.Error) else ""
+        raise ValueError(f"line {n_lines + 1}: {what}{error}") from error
+
+
+def check_quotes(fields, raw):
+    """Raises a ValueError if a field of a csv row begins with a blank and a quote, and not because a quote
+    around it says so: csv takes such quotes for text, and the commas between them for ends of fields."""
+    for text in fields:
+        as_quoted = '"' + text.replace('"', '""') + '"'
+        if re.match(r'\s+"', text) and as_quoted not in raw:
+            raise ValueError(f"a blank before a quote: {listing([text])}: a field begins with its quote")
 
 
 def stdlib_examples(file_type, held_out):
@@ -1238,7 +1716,7 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
         with (writing(f"{spec}: {cache} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"),
               cache_lock(cache)):
             unfinished.mkdir()
-            report = tokenize(line_lists(source, held_out), tokenizer, unfinished, columns)
+            report = tokenize(row_lists(source, held_out), tokenizer, unfinished, columns)
             if hash_of(source) != content:
                 raise ValueError("changed while it was read: start again once nothing writes to it")
             report.checksums = checksums_of(unfinished)
@@ -1247,8 +1725,6 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
             for made in [*unfinished.iterdir(), unfinished]:
                 sync(made)
             put_in_cache(unfinished, folder)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{spec}: {error}: save it as UTF-8") from error
     except (EOFError, RecursionError, ValueError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{spec}: {error}") from error
     finally:
@@ -1384,13 +1860,18 @@ class FileReport:
     n_chats: int = 0
     n_plain_prompts: int = 0  # examples with a prompt, or pairs, that are no messages
     n_spells_special: int = 0  # examples that spell a special token
+    n_equal: int = 0  # pairs whose answers are the same tokens
+    n_empty: int = 0  # documents whose answers are nothing but their ends, or pairs with one of them
+    left_out: dict = field(default_factory=Counter)  # {what the template leaves out: number of answers}
     n_further: int = 0  # documents of answers that the whole conversation rewrites
     n_further_tok: int = 0  # their tokens
     n_without_mask: int = 0  # answers that are not trained on: rewritten, or not to be delimited
     n_without_end: int = 0  # answers that end without a special token
     n_empty_thoughts: int = 0  # answers that are trained to begin with an empty thought
+    n_thoughtless: int = 0  # answers without the thought that a prompt opens
     renamed: list = field(default_factory=list)  # columns of --columns that an example has
     unread: list = field(default_factory=list)  # keys that an example has and its format does not read
+    new_ids: list = field(default_factory=list)  # those of the tokens of --add_tokens that occur
     n_documents: int = 0
     n_tokens: int = 0
     largest_id: int = 0  # of all tokens
@@ -1398,31 +1879,30 @@ class FileReport:
     checksum: int = 0  # of the fields above
 
 
-def tokenize(line_lists, tokenizer, folder, columns):
+def tokenize(row_lists, tokenizer, folder, columns):
     """Writes the documents of a file into a folder, one file for each of ARRAYS. Returns the FileReport."""
     report = FileReport()
-    for lines in tqdm(line_lists, "tokenizing", leave=False, disable=None):
-        arrays = encode_lines(tokenizer, lines, report, columns)
-        for (key, dtype), values in zip(ARRAYS.items(), arrays):
+    for rows in tqdm(row_lists, "tokenizing", leave=False, disable=None):
+        for key, values in encode_rows(tokenizer, rows, report, columns).items():
             with open(folder / key, "ab") as file:
-                file.write(np.array(values, dtype))
+                file.write(values)
     if not report.n_tokens:
-        raise ValueError(f"nothing to train on{report.errors}")
+        notes = "".join(f"\n  {count:,} {note}" for count, note in dropped_rows(report) if count)
+        raise ValueError(f"nothing to train on{notes}{report.errors}")
     return report
 
 
-def encode_lines(tokenizer, lines, report, columns):
-    """Lines -> the values of ARRAYS, in its order. Adds what it finds to the report."""
-    examples = []
-    line_numbers = []
-    hashes = []
-    for line in lines:
+def encode_rows(tokenizer, rows, report, columns):
+    """Rows -> {one of ARRAYS: its values}. Adds what it finds to the report."""
+    examples = []  # of each row that is read, a list
+    lines = []  # their numbers
+    for row in rows:
         report.n_lines += 1
-        if not line.strip():
+        if isinstance(row, str) and not row.strip():
             continue
         report.n_examples += 1
         try:
-            found = parse_example(line, tokenizer, columns)
+            found = parse_example(row, tokenizer, columns)
         except TooSlow as error:
             raise ValueError(f"line {report.n_lines}: {error}") from error
         except ValueError as error:
@@ -1438,36 +1918,64 @@ def encode_lines(tokenizer, lines, report, columns):
         report.n_chats += first.is_chat
         report.n_plain_prompts += first.form in (PAIR, "prompt + completion") and not first.is_chat
         report.n_without_mask += first.n_without_mask
-        examples += found
-        line_numbers += [report.n_lines] * len(found)
-        hashes += [first.hash] * len(found)
+        for one in found:
+            report.left_out.update(one.left_out)
+        examples.append(found)
+        lines.append(report.n_lines)
+    parts = {key: [np.zeros(0, dtype)] for key, dtype in ARRAYS.items()}
+    encoded = tokenizer.encode([one for found in examples for one in found])
+    for line, found in zip(lines, examples):
+        add_documents(parts, report, tokenizer, line, [(example, *next(encoded)) for example in found])
+    arrays = {key: np.concatenate(values, dtype=ARRAYS[key]) for key, values in parts.items()}
+    report.n_documents += len(arrays["lengths"])
+    report.n_tokens += len(arrays["tokens"])
+    report.largest_id = max(report.largest_id, int(arrays["tokens"].max(initial=0)))
+    if tokenizer.new_ids:
+        new_ids = np.intersect1d(arrays["tokens"], tokenizer.new_ids)
+        report.new_ids = sorted({*report.new_ids, *new_ids.tolist()})
+    return arrays
 
-    tokens = []
-    supervised = []
-    lengths = []
-    for example, (ids, mask) in zip(examples, tokenizer.encode(examples)):
-        tokens += ids.tolist()
-        supervised += mask.tolist()
-        lengths.append(len(ids))
+
+def add_documents(parts, report, tokenizer, line, documents):
+    """Appends the documents of a row, [(Example, ids, mask)], to {one of ARRAYS: [its values]}."""
+    is_empty = [mask.any() and not says_anything(tokenizer, ids[mask]) for _, ids, mask in documents]
+    if documents[0][0].form == PAIR:
+        _, (ids, other_ids), (mask, other_mask) = zip(*documents)
+        if np.array_equal(ids, other_ids) and np.array_equal(mask, other_mask):
+            report.n_equal += 1
+            return
+        if any(is_empty) or not (mask.any() and other_mask.any()):
+            report.n_empty += 1
+            return
+    for (example, ids, mask), nothing_said in zip(documents, is_empty):
+        if nothing_said:
+            report.n_empty += 1
+            continue
+        of_document = {"tokens": ids, "supervised": mask, "lengths": [len(ids)], "lines": [line],
+                       "hashes": [example.hash]}
+        for key, values in of_document.items():
+            parts[key].append(values)
         if example.is_further:
             report.n_further += 1
             report.n_further_tok += len(ids)
         if example.is_chat:
-            report.n_without_end += turns_without_end(ids, mask, tokenizer.special_ids)
-        for span in example.spans or ():
-            report.n_empty_thoughts += bool(EMPTY_THOUGHT.match(example.text, *span))
-    report.n_documents += len(lengths)
-    report.n_tokens += len(tokens)
-    report.largest_id = max([report.largest_id, *tokens])
-    return tokens, supervised, lengths, line_numbers, hashes
+            report.n_without_end += turns_without_end(tokenizer.is_special[ids], mask)
+        for start, stop in example.spans or ():
+            report.n_empty_thoughts += bool(EMPTY_THOUGHT.match(example.text, start, stop))
+            is_thoughtless = "</think>" not in example.text[start:stop]
+            report.n_thoughtless += is_thoughtless and example.is_chat and tokenizer.opens_thought
 
 
-def hash_of_example(example):
-    """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It depends
-    on what the line's JSON says, and not on its blanks and the order of its keys."""
-    content = json.dumps(example, sort_keys=True)
-    digest = hashlib.blake2b(content.encode(), digest_size=7)
-    return int.from_bytes(digest.digest(), "big")
+def says_anything(tokenizer, ids):
+    """Whether tokens are more than ends of turns and blanks."""
+    ordinary = ids[~tokenizer.is_special[ids]]
+    return any(tokenizer.core.decode([number]).strip() for number in ordinary)
+
+
+def hash_of_text(text):
+    """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out: of the text
+    that is trained on, so that it depends on nothing else in the row."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def count_bad(report, error):
@@ -1483,11 +1991,10 @@ def count_bad(report, error):
         raise ValueError(f"none of the first 20 examples can be trained on:{report.errors}")
 
 
-def turns_without_end(ids, mask, special_ids):
+def turns_without_end(is_special, mask):
     """How many trained turns end without a special token. The last trained token of a turn should be one, or
-    the token before it, if a newline follows that."""
+    the token before it, if a newline follows that. [n] bool each."""
     ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # a trained token before one that is not
-    is_special = np.isin(ids, special_ids)
     return int((~(is_special[ends] | is_special[ends - 1])).sum())
 
 
@@ -2184,6 +2691,17 @@ def check_columns(columns, files):
         raise ValueError(f"--columns {listing(unknown)}: no row of the data has such a key")
 
 
+def unused_tokens(tokenizer, files):
+    """The tokens of --add_tokens that are in no file, whose rows are not learned. Raises a ValueError if that
+    is all of them: then they are not spelled as in the data."""
+    used = {number for file in files for number in file.report.new_ids}
+    unused = [tokenizer.core.id_to_token(number) for number in tokenizer.new_ids if number not in used]
+    if unused and not used:
+        raise ValueError(f"--add_tokens {' '.join(map(repr, unused[:5]))}: no row of the data has such a "
+                         "token; a blank separates two tokens")
+    return unused
+
+
 def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
     """-> (loader of --data, loader of --eval_data or None). revisions: see tokenized()."""
     share = share_of(args.eval_data)
@@ -2205,6 +2723,7 @@ def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
         files = files + eval_loader.documents.files
     with ranks.agree():
         check_columns(args.columns or (), files)
+        unused_tokens(tokenizer, loader.documents.files)
     return loader, eval_loader
 
 
@@ -2240,16 +2759,20 @@ def print_data(args, loader, eval_loader, tokenizer):
         if len(line) > 80:  # a long path: its end says more
             line = f"{line[:46]}...{line[-31:]}"
         say(line)
+    if unused := unused_tokens(tokenizer, loader.documents.files):
+        say(f"--add_tokens {listing(unused)}: in no row of the data, so that they are not learned")
     n_plain = sum(file.report.n_plain_prompts for file in files)
     if n_plain and tokenizer.has_template:
         say(f"{n_plain:,} prompts are plain text, trained on as they stand: only lists of messages go "
-            "through the chat template")
-    if n_empty := sum(file.report.n_empty_thoughts for file in loader.documents.files):
-        line = (f"{n_empty:,} answers begin with an empty thought: the model unlearns to think when it is "
-                "asked in its default mode")
+              "through the chat template")
+    n_empty = sum(file.report.n_empty_thoughts for file in loader.documents.files)
+    n_thoughtless = sum(file.report.n_thoughtless for file in loader.documents.files)
+    for n, how in [(n_empty, "with an empty thought"), (n_thoughtless, "without the thought of the prompt")]:
+        line = f"{n:,} answers begin {how}: the model unlearns to think when it is asked in its default mode"
         if "enable_thinking" in tokenizer.template_reads:
             line += "; --template_args enable_thinking=false puts the empty thought into the prompt"
-        say(line)
+        if n:
+            say(line)
     documents = loader.documents
     for i in range(min(args.inspect or 0, len(documents.start))):
         say(f"--- example {i + 1}, {documents.place(i)}, trained on: ⟦this⟧")
@@ -2259,6 +2782,14 @@ def print_data(args, loader, eval_loader, tokenizer):
 def print_rows(loader):
     full = loader.per_row.tokens.sum() / (len(loader.rows) * loader.seq_len)
     say(f"  {len(loader.rows):,} rows of at most {loader.seq_len} tokens, {full:.1%} full")
+
+
+def dropped_rows(report):
+    """[(number, what)] of rows that are not in the cache although they could be read."""
+    return [
+        (report.n_spells_special, "spell a special token: dropped"),
+        (report.n_equal, "pairs have equal answers: dropped"),
+        (report.n_empty, "have answers of nothing but their ends: dropped")]
 
 
 def print_file(file):
@@ -2271,7 +2802,9 @@ def print_file(file):
     notes = [
         (file.n_long, f"longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}"),
         (file.n_untrained, "without a token to train on: dropped"),
-        (report.n_spells_special, "spell a special token: dropped"),
+        *dropped_rows(report),
+        *((n, f"answers lose their {what}: the chat template leaves it out")
+          for what, n in report.left_out.items()),
         (report.n_further, f"further documents, {report.n_further_tok:,} tokens: assistant turns that the "
          "template rewrites later (--train_on whole leaves them out)"),
         (report.n_without_mask, "assistant turns not trained on: the template rewrites them later, or they "

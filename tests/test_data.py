@@ -269,7 +269,7 @@ def test_error_while_tokenizing_leaves_nothing_and_says_where_it_was(path, tiny,
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(data, "encode_lines", fail)  # when the part is already there
+    monkeypatch.setattr(data, "encode_rows", fail)  # when the part is already there
     with pytest.raises(type(error)) as raised:
         tokenized(path, tiny)
     if error is DISK_IS_FULL:  # names the file, the folder that is full, and what to do
@@ -419,15 +419,15 @@ def test_the_checksum_of_a_file_is_that_of_its_blocks(tmp_path, monkeypatch):
 
 
 def test_a_data_file_that_changes_while_it_is_read_is_refused(path, tiny, cache, monkeypatch):
-    encode_lines = data.encode_lines
+    encode_rows = data.encode_rows
 
     def replace_the_file_first(*args):
         # of the same length, and maybe within the same second: neither size nor time can tell
         content = Path(path).read_text()
         Path(path).write_text(content.replace("a b", "c d"))
-        return encode_lines(*args)
+        return encode_rows(*args)
 
-    monkeypatch.setattr(data, "encode_lines", replace_the_file_first)
+    monkeypatch.setattr(data, "encode_rows", replace_the_file_first)
     with pytest.raises(ValueError, match=r"a\.jsonl: changed while it was read"):
         tokenized(path, tiny)
     assert folders_in(cache) == set()
@@ -457,7 +457,7 @@ def tokenize_for_ever(path, cache_home, pipe):
         signal.pause()
 
     os.environ["XDG_CACHE_HOME"] = cache_home
-    data.encode_lines = wait
+    data.encode_rows = wait
     tokenized(path, data.Tokenizer(HERE / "tiny"))
 
 

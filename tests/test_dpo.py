@@ -212,7 +212,22 @@ TEXTS = [f"def f⟦(x): pass{END}⟧", f"def f⟦[]{END}⟧"]
      [turn("system", "s") + chat for chat in CHATS]),
     ({"prompt": "def f", "chosen": "(x): pass", "rejected": "[]"}, TEXTS),
     ({"chosen": "def f(x): pass", "rejected": "def f[]"}, TEXTS),
-], ids=["prompt", "common messages", "system", "text", "common text"])
+    # UltraFeedback's: beside whole conversations a text names what both of them begin with
+    ({"prompt": "the file", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD}, CHATS),
+    ({"question": "unread", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD}, CHATS),
+    # Orca's and Alpaca's: a question is what the user asks, and so is a text beside a system message
+    ({"question": "the file", "chosen": "is read from disk", "rejected": "import None"}, CHATS),
+    ({"instruction": "the", "input": "file", "chosen": "is read from disk", "rejected": "import None"},
+     [chat.replace("the file", "the\nfile") for chat in CHATS]),
+    ({"system": "s", "question": "the file", "chosen": "is read from disk", "rejected": "import None"},
+     [turn("system", "s") + chat for chat in CHATS]),
+    ({"system": "s", "prompt": "the file", "chosen": "is read from disk", "rejected": "import None"},
+     [turn("system", "s") + chat for chat in CHATS]),
+    # also where both answers begin with the same letters
+    ({"question": "the file", "chosen": "import a", "rejected": "import None"},
+     [CHATS[1].replace("None", "a"), CHATS[1]]),
+], ids=["prompt", "common messages", "system", "text", "common text", "UltraFeedback", "UltraFeedback question",
+        "question", "instruction and input", "Orca", "Orca renamed", "the same letters"])
 def test_answers_alone_are_trained_on(pairs, tmp_path, row, shown):
     path = jsonl(tmp_path / "rows.jsonl", row)
     documents, _ = read_data(path, pairs)
@@ -264,16 +279,48 @@ def test_the_answers_of_a_pair_share_a_row(six_pairs, packing):
 
 @pytest.mark.parametrize("row, message", [
     ({"messages": QUESTION + GOOD}, "--dpo needs rows with 'chosen' and 'rejected'"),
-    # as in Orca's pairs: without their questions answers would be trained on for themselves
-    ({"system": "s", "question": "q", "chosen": "a", "rejected": "b"},
-     "'question' is not read: --columns question=prompt"),
+    # without their questions answers would be trained on for themselves
+    ({"question": "q", "instruction": "r", "chosen": "a", "rejected": "b"},
+     "question and instruction: --columns NAME=prompt has to say which is the question"),
     ({"question": "q", "response_j": "a", "response_k": "b"},
-     "--columns response_j=chosen response_k=rejected question=prompt would rename them"),
-    ({"prompt": QUESTION, "chosen": GOOD, "rejected": []}, "empty, or begins the other one"),
-    ({"chosen": QUESTION, "rejected": QUESTION + BAD}, "empty, or begins the other one"),
-    ({"prompt": QUESTION, "chosen": "text", "rejected": "other"}, "not valid chosen"),
+     "--columns response_j=chosen response_k=rejected would rename them"),
+    ({"prompt": "another", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
+     "both answers begin with 1 equal messages, and 'prompt' = \"another\" is in none of them"),
+    ({"prompt": "the file", "chosen": GOOD, "rejected": BAD}, "both answers begin with 0 equal messages"),
+    ({"question": "the file", "chosen": GOOD, "rejected": BAD}, "both answers begin with 0 equal messages"),
+    ({"prompt": QUESTION, "chosen": "text", "rejected": "other"}, "'chosen' must be a list of messages, got \"text\""),
+    ({"prompt": "q", "chosen": "text", "rejected": GOOD}, "'chosen' must be a list of messages, got \"text\""),
+    # LLaMA-Factory's
+    ({"conversations": QUESTION, "chosen": GOOD[0], "rejected": BAD[0]},
+     "'chosen' must be text or a list of messages, got .*is read from disk"),
 ])
 def test_rows_that_are_no_pairs_are_refused_by_name(pairs, tmp_path, row, message):
     path = jsonl(tmp_path / "rows.jsonl", row)
     with pytest.raises(ValueError, match=message):
         read_data(path, pairs)
+
+
+@pytest.mark.parametrize("row, n_equal, n_empty", [
+    # equal, with a prompt or without one
+    ({"prompt": QUESTION, "chosen": GOOD, "rejected": GOOD}, 1, 0),
+    ({"chosen": QUESTION + GOOD, "rejected": QUESTION + GOOD}, 1, 0),
+    ({"prompt": "a", "chosen": " b", "rejected": " b"}, 1, 0),
+    ({"chosen": "a b", "rejected": "a b"}, 1, 0),
+    # in tokens: the template writes nothing of an id
+    ({"prompt": QUESTION, "chosen": [GOOD[0] | {"id": 1}], "rejected": [GOOD[0] | {"id": 2}]}, 1, 0),
+    # without an answer, in each way
+    ({"prompt": QUESTION, "chosen": GOOD, "rejected": []}, 0, 1),
+    ({"prompt": QUESTION, "chosen": GOOD, "rejected": [message("assistant", " ")]}, 0, 1),
+    ({"chosen": QUESTION, "rejected": QUESTION + BAD}, 0, 1),
+    ({"prompt": "a", "chosen": "", "rejected": " b"}, 0, 1),
+    ({"chosen": "a", "rejected": "a b"}, 0, 1),
+])
+def test_pairs_with_equal_answers_or_an_empty_one_are_dropped_and_counted(
+        pairs, tmp_path, capsys, row, n_equal, n_empty):
+    good = {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}
+    documents, file = read_data(jsonl(tmp_path / "rows.jsonl", good, row, good), pairs)
+    assert documents.line.tolist() == [1, 1, 3, 3]
+    assert (file.report.n_equal, file.report.n_empty, file.report.n_bad) == (n_equal, n_empty, 0)
+    data.print_file(file)
+    note = "1 pairs have equal answers: dropped" if n_equal else "1 have answers of nothing but their ends: dropped"
+    assert note in capsys.readouterr().out

@@ -116,13 +116,13 @@ def test_larger_shares_hold_out_all_that_smaller_ones_do(tiny, tmp_path):
     assert held_out[0] < held_out[1] < held_out[2]
 
 
-def test_copies_are_on_one_side_however_their_json_is_written(tiny, tmp_path):
+def test_copies_are_on_one_side_however_their_json_is_written_and_whatever_else_is_in_the_row(tiny, tmp_path):
     lines = []
     for i in range(200):
         row = {"prompt": f"naïve {i} ", "completion": "b", "id": i}
         backwards = dict(reversed(row.items()))
         with_tabs = json.dumps(row, ensure_ascii=False, indent=1).replace("\n", "\t")
-        without_blanks = json.dumps(row, separators=(",", ":"))
+        without_blanks = json.dumps(row | {"id": -i}, separators=(",", ":"))  # what is not read makes no difference
         lines += [json.dumps(row), json.dumps(backwards), with_tabs, without_blanks]
     random.Random(0).shuffle(lines)
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -132,25 +132,29 @@ def test_copies_are_on_one_side_however_their_json_is_written(tiny, tmp_path):
     assert len(trained) + len(held_out) == 200
 
 
-# (line of a data file, hash of its example). With other hashes, a share that is given again would hold out
-# examples that an earlier run was trained on.
+# (lines of a data file that train the same text, the hash of it). With other hashes, a share that is given again would
+# hold out examples that an earlier run was trained on.
+QUESTION_AND_ANSWER = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 HASHES = {
-    "text": ('{"text": "a b"}', 48278423251537123),
-    "blanks and null": ('{"text":"naïve","id":null,"n":1.5}', 27091607795477913),
-    # its columns are renamed
-    "columns": ('{"question": "q", "answer": "a"}', 11994817954123577),
-    # JSON text in it is parsed in place, after the hash; the template needs the tool's name somewhere in the text
-    "a tool call": (
-        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "f(x)", "tool_calls": '
-        '[{"function": {"name": "f", "arguments": "{\\"x\\": 1}"}}]}]}', 71557017586534447),
+    "text": ([{"text": "a b"}, {"id": 1, "text": "a b"}, {"text": "a b", "id": None}], 30594124571915485),
+    "a conversation": ([
+        {"messages": QUESTION_AND_ANSWER},
+        {"messages": [QUESTION_AND_ANSWER[0], QUESTION_AND_ANSWER[1] | {"weight": 1, "id": "x7"}], "tools": None},
+        {"messages": [*QUESTION_AND_ANSWER, {"role": "user", "content": "thanks"}]},  # which trains nothing
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"instruction": "q", "input": "", "output": "a"},
+        {"prompt": QUESTION_AND_ANSWER[:1], "completion": QUESTION_AND_ANSWER[1:]},
+        {"question": "q", "answer": "a", "source": "mine"},  # its columns are renamed
+    ], 40636668281621385),
 }
 
 
-@pytest.mark.parametrize(("line", "expected"), HASHES.values(), ids=HASHES)
-def test_the_hash_of_an_example_never_changes_and_is_that_of_its_line(tiny, line, expected):
+@pytest.mark.parametrize(("rows", "expected"), HASHES.values(), ids=HASHES)
+def test_the_hash_of_an_example_never_changes_and_is_that_of_the_text_it_trains(tiny, rows, expected):
     columns = [("question", "instruction"), ("answer", "output")]
-    (example,) = data.parse_example(line, tiny, columns)
-    assert example.hash == expected
+    for row in rows:
+        (example,) = data.parse_example(json.dumps(row), tiny, columns)
+        assert example.hash == expected, row
 
 
 def test_all_parts_of_a_long_text_are_on_one_side(tiny, tmp_path):
@@ -276,7 +280,7 @@ def test_the_checksum_that_a_resume_compares_depends_on_the_share_and_else_on_no
     assert len(checksums) == 5
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # or the tokens above would be found
-    monkeypatch.setattr(data, "hash_of_example", len)
+    monkeypatch.setattr(data, "hash_of_text", len)
     folder = data.tokenized(path, False, tiny)
     assert data.open_documents([folder], [path], 64).checksum == whole
 

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from http.server import ThreadingHTTPServer
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -44,8 +44,12 @@ class FakeParquetFile:
         if file.readline() != b"PAR1\n":
             raise OSError("Parquet magic bytes not found")  # pyarrow's class and words
         self.rows = [json.loads(line) for line in file]
+        self.num_row_groups = 1
+        group = SimpleNamespace(num_rows=len(self.rows), total_byte_size=FakeBatch(self.rows).nbytes)
+        self.metadata = SimpleNamespace(row_group=lambda number: group)
 
-    def iter_batches(self, batch_size, use_threads):
+    def iter_batches(self, batch_size, row_groups, use_threads):
+        assert row_groups == [0]
         assert not use_threads  # with threads the pages of a column are read ahead
         for start in range(0, len(self.rows), batch_size):
             yield FakeBatch(self.rows[start : start + batch_size])
@@ -54,6 +58,11 @@ class FakeParquetFile:
 class FakeBatch:
     def __init__(self, rows):
         self.rows = rows
+        self.num_rows = len(rows)
+        self.nbytes = len(lines(rows))
+
+    def slice(self, start, n_rows):
+        return FakeBatch(self.rows[start : start + n_rows])
 
     def to_pylist(self):
         return self.rows

@@ -1,0 +1,615 @@
+"""What people bring is read as they mean it, or refused by name: rows, files and folders in shapes of public data sets
+and bug reports. check_data.py and check_folders.py hold many more of them against transformers, TRL and PEFT."""
+
+import datetime
+import decimal
+import gzip
+import json
+import shutil
+
+import pytest
+from conftest import HERE, model_with_weights, read_data, run_ranks
+from safetensors.torch import load_file, save_file
+from test_formats import (
+    AGENT, ANSWER, ANSWERED, ASKED, CALL, CHATML, END, LLAMA2, QUESTION, QWEN35, SCHEMA, SCHEMA_TURN, START, calling,
+    chat, edit_json, golden_template, jsonl, message, model_folder, pieces, read_rows, trained_turn, turn)
+
+import data
+import model as lm
+import train
+
+QWEN = golden_template("qwen2.5")
+LLAMA31 = golden_template("llama3.1")
+
+
+def tokenizer_of(path, template, **options):
+    return data.Tokenizer(model_folder(path, template), **options)
+
+
+def refusal(row, tokenizer, columns=()):
+    """What a row is refused with."""
+    with pytest.raises(ValueError) as error:
+        data.parse_example(json.dumps(row), tokenizer, columns)
+    return str(error.value)
+
+
+def text_of(row, tokenizer):
+    (example,) = data.parse_example(json.dumps(row), tokenizer)
+    return example.text
+
+
+# ---------------------------------------------------------------- 1: what a template leaves out
+
+THOUGHTFUL = {**ANSWER, "reasoning_content": "hm"}
+IN_TEXT = message("assistant", "<think>\nhm\n</think>\n\nIt is 4.")
+CALL_AND_TEXT = message("assistant", "Let me add.", tool_calls=[{"type": "function", "function": CALL}])
+RESULT = message("tool", "4")
+SEARCH = {"type": "function", "function": {"name": "search", "parameters": {}}}
+# as DeepSeek's: no thought in the history, and a prompt that opens one
+NO_THOUGHTS = CHATML.replace("m.content", "m.content.split('</think>')[-1]").replace(
+    "assistant\n' }}", "assistant\n<think>\n' }}")
+DROPS_THE_SECOND_CALL = AGENT.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+DROPS_SYSTEM = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
+
+LOST = {  # name: (template, messages, tools, what is counted)
+    "a thought": (QWEN, [QUESTION, THOUGHTFUL], None, ["reasoning_content"]),
+    "a thought by another name": (QWEN, [QUESTION, {**ANSWER, "thinking": "hm"}], None, ["thinking"]),
+    "a thought inside of the text": (NO_THOUGHTS, [QUESTION, IN_TEXT], None, ["thought in content"]),
+    "text beside a call": (LLAMA31, [QUESTION, CALL_AND_TEXT, RESULT, ANSWER], None, ["content"]),
+    "arguments": (AGENT.replace("(call.function or call) | tojson", "call.function.name"),
+                  [QUESTION, CALL_AND_TEXT, RESULT, ANSWER], None, ["arguments"]),
+    # nothing is lost
+    "thoughts of the last answers": (QWEN35, [QUESTION, THOUGHTFUL, QUESTION, THOUGHTFUL], None, []),
+    "a call": (QWEN, [QUESTION, CALL_AND_TEXT, RESULT, ANSWER], [SCHEMA], []),
+    "an answer beside no calls": (LLAMA31, [QUESTION, {**ANSWER, "tool_calls": []}], None, []),
+    "an empty answer": (CHATML, [QUESTION, message("assistant", ""), QUESTION, ANSWER], None, []),
+}
+
+
+@pytest.mark.parametrize("template, messages, tools, what", LOST.values(), ids=LOST)
+def test_what_a_template_leaves_out_of_answers_is_counted_and_said(tmp_path, capsys, template, messages, tools, what):
+    tokenizer = tokenizer_of(tmp_path, template)
+    _, file = read_rows(tmp_path, tokenizer, chat(*messages, tools=tools), chat(*messages, tools=tools))
+    assert file.report.left_out == dict.fromkeys(what, 2)
+    data.print_file(file)
+    said = capsys.readouterr().out
+    for name in what:
+        assert f"2 answers lose their {name}: the chat template leaves it out" in said
+    assert ("lose their" in said) == bool(what)
+
+
+REFUSED = {  # name: (template, messages, tools, words of the refusal)
+    # what is left out may stand in the text all the same
+    "a tool whose name is in the prose": (CHATML, [message("user", "search"), ANSWER], [SEARCH], 'the tool "search"'),
+    "a call whose name is in the prose": (
+        CHATML, [message("user", "add"), CALL_AND_TEXT], None, 'a call of the tool "add"'),
+    "the second call": (
+        DROPS_THE_SECOND_CALL, calling({"function": CALL}, {"function": CALL}), None, 'a call of the tool "add"'),
+    "a system message whose text is in the answer": (
+        DROPS_SYSTEM, [message("system", "4"), QUESTION, ANSWER], None, 'the system message "4" where an answer'),
+    # nothing would be trained on but <|im_end|>
+    "a thought without an answer": (
+        QWEN, [QUESTION, message("assistant", "", thinking="hm")], None, "nothing but its end: without thinking"),
+    "a thought in the text without an answer": (
+        NO_THOUGHTS, [QUESTION, message("assistant", "<think>hm</think>")], None, "without thought in content"),
+    "a key that nobody reads": (
+        QWEN, [QUESTION, message("assistant", "", refusal="I can't.")], None, "nothing but its end: without refusal"),
+}
+
+
+@pytest.mark.parametrize("template, messages, tools, words", REFUSED.values(), ids=REFUSED)
+def test_a_tool_a_call_or_a_message_that_is_left_out_is_refused_by_name(tmp_path, template, messages, tools, words):
+    assert words in refusal(chat(*messages, tools=tools), tokenizer_of(tmp_path, template))
+
+
+# ---------------------------------------------------------------- 2: keys of messages
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "train", "trainable", "training"])
+@pytest.mark.parametrize("value", [0, False])
+def test_a_turn_that_is_marked_as_context_is_not_trained_on(tmp_path, tiny, key, value):
+    rows = [
+        chat(QUESTION, {**ANSWER, key: value}, QUESTION, {**ANSWER, key: not value}, QUESTION, {**ANSWER, key: None}),
+        {"conversations": [{"from": "human", "value": "2 + é?"}, {"from": "gpt", "value": "5", key: value},
+                           {"from": "gpt", "value": "It is 4."}]}]
+    texts, _ = read_rows(tmp_path, tiny, *rows)
+    context = turn("assistant", "It is 4.")
+    assert texts == [ASKED + context + 2 * (ASKED + ANSWERED), ASKED + turn("assistant", "5") + ANSWERED]
+    assert f"{key!r} must be 0 or 1, got \"no\"" in refusal(chat(QUESTION, {**ANSWER, key: "no"}), tiny)
+
+
+def test_keys_of_messages_calls_and_parts_that_nobody_reads_are_listed(tmp_path, agent, capsys):
+    parts = [{"type": "text", "text": "2 + é?", "cache_control": {}, "annotations": None}]
+    called = {"id": "1", "type": "function", "function": CALL, "result": 4}
+    row = chat(
+        message("user", parts, emotion="curious"), {"role": "assistant", "content": None, "tool_calls": [called]},
+        message("tool", "4", tool_call_id="1"), {**ANSWER, "train": True, "score": None},
+        message("user", "?", loss=True), {**ANSWER, "name": "x"})
+    _, file = read_rows(tmp_path, agent, row)
+    data.print_file(file)
+    expected = "content.cache_control, messages.emotion, messages.loss, messages.name, tool_calls.result"
+    assert f"\n  keys that are not read: {expected}\n" in capsys.readouterr().out
+
+
+def test_a_key_that_the_template_reads_is_not_listed(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, CHATML.replace("+ m.content", "+ m.get('mood', '') + m.content"))
+    texts, file = read_rows(tmp_path, tokenizer, chat(QUESTION, {**ANSWER, "mood": "gay "}))
+    assert texts == [ASKED + trained_turn("gay It is 4.")]
+    assert file.report.unread == []
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory):
+    return tokenizer_of(tmp_path_factory.mktemp("agent"), AGENT)
+
+
+# ---------------------------------------------------------------- 3: nulls and what is empty
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {
+    "type": "object", "required": ["city"], "properties": {
+        "city": {"type": "string"}, "at": {"type": "object", "properties": {"lat": {"type": "number"}}},
+        "spots": {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}}}}}}
+
+
+def weather(arguments):
+    """Messages with a call of the tool."""
+    call = {"function": {"name": "weather", "arguments": arguments}}
+    return [QUESTION, message("assistant", None, tool_calls=[call])]
+
+
+def with_null_keys(value):
+    """A value with one more key in each of its objects, whose value is null."""
+    if isinstance(value, list):
+        return [with_null_keys(item) for item in value]
+    if isinstance(value, dict):
+        return {key: with_null_keys(item) for key, item in value.items()} | {"enum": None}
+    return value
+
+
+ARGUMENTS = {  # arguments in a line of JSON: what they become
+    "of no parameter": ({"city": "Ulm", "amount": None}, {"city": "Ulm"}),
+    "of a parameter": ({"city": None}, {"city": None}),
+    "inside of an object": ({"at": {"lat": None, "amount": None}}, {"at": {"lat": None}}),
+    "inside of a list": ({"spots": [{"name": None, "amount": None}]}, {"spots": [{"name": None}]}),
+    "text": ('{"city": null, "amount": null}', {"city": None}),
+    "text in text": (json.dumps('{"city": "Ulm"}'), {"city": "Ulm"}),
+    "empty text": ("", {}),
+    "null": (None, {}),
+    "null in text": ("null", {}),
+}
+
+
+@pytest.mark.parametrize("arguments, expected", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_a_null_of_arguments_stays_where_the_tools_schema_has_the_parameter(agent, arguments, expected):
+    row = chat(*weather(arguments), tools=[WEATHER])
+    assert text_of(row, agent) == text_of(chat(*weather(expected), tools=[WEATHER]), agent)
+    if arguments == expected:
+        assert "null" in text_of(row, agent)
+
+
+@pytest.mark.parametrize("arguments", ["x = 1", "[1]", [1], 7])
+def test_arguments_that_are_no_object_are_named(agent, arguments):
+    words = "'arguments' of a call of \"weather\" must be an object, got"
+    assert words in refusal(chat(*weather(arguments), tools=[WEATHER]), agent)
+
+
+def test_nulls_of_a_table_are_absent_at_every_depth(agent):
+    row = chat(*weather({"city": "Ulm"}), message("tool", "rain"), ANSWER, tools=[WEATHER])
+    expected = text_of(row, agent)
+    # in lines of JSON all but those of arguments, whose schema is asked
+    assert text_of(with_null_keys(row), agent) == expected
+    # a table has the keys of all its rows in each
+    as_table = with_null_keys(row)
+    for one in as_table["messages"]:
+        one.setdefault("tool_calls", None)
+    as_table["messages"][1]["tool_calls"][0]["function"]["arguments"]["at"] = {"lat": None}
+    (example,) = data.parse_example({key: data.from_arrow(value) for key, value in as_table.items()}, agent)
+    assert example.text == expected.replace('{"city": "Ulm"}', '{"city": "Ulm", "at": {}}')
+
+
+def test_an_empty_cell_of_csv_has_no_value(tmp_path, tiny):
+    path = tmp_path / "a.csv"
+    path.write_text("instruction,input,output\nq,,a\n" + "q,i,a\n" * 200 + 'r,,\ns,,""\n')
+    documents, file = read_data(path, tiny)
+    assert len(documents.line) == 201
+    bad = "not valid example: no value for input, output; got the keys instruction"
+    assert file.report.errors == f"\n  line 203: {bad}\n  line 204: as line 203"
+
+
+@pytest.mark.parametrize("row", [
+    {"instruction": "q", "output": ""}, {"prompt": "q", "completion": ""}, chat(QUESTION, message("assistant", " \n")),
+    {"text": " "},
+], ids=["alpaca", "prompt", "blanks", "text"])
+def test_what_trains_nothing_but_an_end_is_dropped_and_counted(tmp_path, tiny, capsys, row):
+    texts, file = read_rows(tmp_path, tiny, chat(QUESTION, ANSWER), row)
+    assert texts == [ASKED + ANSWERED]
+    data.print_file(file)
+    assert "1 have answers of nothing but their ends: dropped" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="nothing to train on\n  1 have answers of nothing but their ends: dropped"):
+        read_rows(tmp_path, tiny, row)
+
+
+# ---------------------------------------------------------------- 4, 5: a folder's tokens and ends
+
+
+def tokenizer_files(path, named=(), **files):
+    """A folder with the built-in tokenizer. named: keys of tokenizer_config.json that stay; files: others by name."""
+    path.mkdir(exist_ok=True)
+    shutil.copy(HERE / "tiny" / "tokenizer.json", path)
+    config = json.loads((HERE / "tiny" / "tokenizer_config.json").read_text())
+    config = {key: value for key, value in config.items() if not key.endswith("_token") or key in named}
+    (path / "tokenizer_config.json").write_text(json.dumps(config | files.pop("tokenizer_config", {})))
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+CALL_TOKEN = {"content": "<call>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+IN_DECODER = {"4096": CALL_TOKEN | {"special": True}}
+ORDINARY_IN_DECODER = {"4096": CALL_TOKEN | {"special": False}}
+TOKEN_FILES = {  # what the files say: whether the token is a special one, which messages may not spell
+    "added_tokens_decoder": ({"tokenizer_config": {"added_tokens_decoder": IN_DECODER}}, True),
+    "an ordinary one": ({"tokenizer_config": {"added_tokens_decoder": ORDINARY_IN_DECODER}}, False),
+    "added_tokens.json": ({"added_tokens": {"<call>": 4096}}, False),
+    "added_tokens.json and special_tokens_map.json": (
+        {"added_tokens": {"<call>": 4096}, "special_tokens_map": {"additional_special_tokens": ["<call>"]}}, True),
+    "additional_special_tokens": ({"tokenizer_config": {"additional_special_tokens": ["<call>"]}}, True),
+    "extra_special_tokens": ({"tokenizer_config": {"extra_special_tokens": ["<call>"]}}, True),
+    "a named one": ({"tokenizer_config": {"image_token": "<call>"}}, True),
+    "pad_token": ({"special_tokens_map": {"pad_token": CALL_TOKEN}}, True),
+}
+
+
+@pytest.mark.parametrize("files, is_special", TOKEN_FILES.values(), ids=TOKEN_FILES)
+def test_a_token_that_stands_in_one_file_alone_is_one_token_and_reserved_if_it_is_named(tmp_path, files, is_special):
+    tokenizer = data.Tokenizer(tokenizer_files(tmp_path, ["eos_token"], **files))
+    assert tokenizer.core.encode("<call>").ids == [4096]
+    assert bool(tokenizer.reserved.search("a <call>")) == is_special
+    assert tokenizer.is_special.tolist() == [i in (0, 1) or (i == 4096 and is_special) for i in range(4097)]
+
+
+@pytest.mark.parametrize("files, eos", [
+    ({"special_tokens_map": {"eos_token": END}}, END),
+    ({"special_tokens_map": {"eos_token": {"content": END}}}, END),
+    # transformers reads the older file last, and not at all beside a list of added tokens
+    ({"special_tokens_map": {"eos_token": END}, "tokenizer_config": {"eos_token": START}}, END),
+    ({"special_tokens_map": {"eos_token": END}, "tokenizer_config": {
+        "eos_token": START, "added_tokens_decoder": {}}}, START),
+    # what only the older file says is better than texts without an end
+    ({"special_tokens_map": {"eos_token": END}, "tokenizer_config": {"added_tokens_decoder": {}}}, END),
+])
+def test_eos_is_found_in_every_file(tmp_path, files, eos):
+    tokenizer = data.Tokenizer(tokenizer_files(tmp_path, **files))
+    assert tokenizer.variables["eos_token"] == eos
+    ((ids, mask),) = tokenizer.encode([data.Example("text", "a b")])
+    assert ids[-1] == tokenizer.core.token_to_id(eos)
+    assert mask[-1]
+
+
+def test_new_tokens_come_behind_those_of_all_files(tmp_path):
+    base = tokenizer_files(tmp_path / "base", ["eos_token"], added_tokens={"<call>": 4096})
+    tokenizer = data.Tokenizer(base, new_tokens=["<a>"])
+    assert tokenizer.new_ids == range(4097, 4098)
+    with pytest.raises(ValueError, match="--add_tokens: <call>: already in the model's tokenizer"):
+        data.Tokenizer(base, new_tokens=["<call>"])
+    out = tmp_path / "out"
+    out.mkdir()
+    tokenizer.save(out)
+    assert data.Tokenizer(out).core.encode("<call><a>").ids == [4096, 4097]
+
+
+ENDS = {  # (template, EOS, files): the end of a turn
+    "ChatML, whatever the EOS": (CHATML, START, {}, END),
+    "another template's": (CHATML.replace(END, "<|eot|>"), END, {}, "<|eot|>"),
+    "none": (LLAMA2, END, {}, END),
+}
+
+
+@pytest.mark.parametrize("template, eos, files, end", ENDS.values(), ids=ENDS)
+def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(tmp_path, template, eos, files, end):
+    added = {"4096": {"content": "<|eot|>", "special": False}}  # no file calls it special
+    files = {"tokenizer_config": {"eos_token": eos, "chat_template": template, "added_tokens_decoder": added}}
+    tokenizer = data.Tokenizer(tokenizer_files(tmp_path, **files))
+    assert tokenizer.core.token_to_id(end) in tokenizer.stop_ids
+    assert tokenizer.reserved.search(end)
+    assert bool(tokenizer.reserved.search("<|eot|>")) == (end == "<|eot|>")
+
+
+@pytest.mark.parametrize("name, given, written", [
+    ("config", {"eos_token_id": 0, "bos_token_id": 5}, {"eos_token_id": [0, 1], "bos_token_id": 5}),
+    ("generation_config", {"eos_token_id": [0, 7], "top_p": 0.8}, {"eos_token_id": [0, 1, 7], "top_p": 0.8}),
+    ("generation_config", {"eos_token_id": [0, 1], "top_p": 0.8}, {"eos_token_id": [0, 1], "top_p": 0.8}),
+    ("config", {"eos_token_id": [1, 0]}, None),  # readers stop there without another file
+])
+def test_a_result_says_where_readers_look_at_what_a_chat_stops(tmp_path, name, given, written):
+    """A base model whose EOS ends a text, tuned on chats with ChatML."""
+    base = tokenizer_files(tmp_path / "base", tokenizer_config={"eos_token": START, "chat_template": CHATML})
+    (base / f"{name}.json").write_text(json.dumps(given))
+    out = tmp_path / "out"
+    out.mkdir()
+    tokenizer = data.Tokenizer(base)
+    tokenizer.save(out)
+    named = given["eos_token_id"]
+    assert tokenizer.stop_ids == {0, 1} | set(named if isinstance(named, list) else [named])
+    path = out / "generation_config.json"
+    assert (json.loads(path.read_text()) if path.exists() else None) == written
+
+
+def test_final_and_merged_of_a_base_model_name_all_ends(tmp_path, chats):
+    base = model_with_weights(tmp_path / "base", eos_token_id=0)
+    edit_json(base / "tokenizer_config.json", {"eos_token": START})
+    job = ["--model", base, "--data", chats, "--seq_len", 96, "--steps", 1, "--precision", "fp32"]
+    for name, flags in (("full", []), ("lora", ["--lora", "--merge"])):
+        _, said, codes = run_ranks(1, [*job, *flags], tmp_path / name)
+        assert codes == [0], said
+    for folder in ("full/final", "lora/final", "lora/merged"):
+        assert data.read_json(tmp_path / folder / "generation_config.json")["eos_token_id"] == [0, 1]
+
+
+# ---------------------------------------------------------------- 6, 7, 8: what a file may be
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "latin-1", "gb18030"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.csv", "a.txt", "a.jsonl.gz"])
+def test_a_file_in_another_encoding_is_refused_with_what_to_do(tmp_path, tiny, name, encoding):
+    answer = "它值四元" if encoding == "gb18030" else "It costs 4 £."
+    rows = [json.dumps({"instruction": f"Price {i}?", "output": answer}, ensure_ascii=False) for i in range(150)]
+    lines = {"csv": ["text", *[f'"{answer}"'] * 150], "json": [f"[{','.join(rows)}]"]}.get(name.split(".")[1], rows)
+    raw = "\n".join(lines).encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    with pytest.raises(ValueError, match=r"not valid UTF-8: .*: save it as UTF-8"):
+        read_data(tmp_path / name, tiny)
+
+
+def test_ndjson_is_read(tmp_path, tiny):
+    (tmp_path / "a.ndjson").write_text('{"text": "a b"}\n{"text": "c d"}\n')
+    documents, _ = read_data(tmp_path / "a.ndjson", tiny)
+    assert len(pieces(documents)) == 2
+
+
+VALUES = [datetime.date(2024, 7, 26), datetime.timedelta(1), decimal.Decimal("4.5"), 4, 4.5, True, b"\xff\xd8", ["a"]]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("place", ["text", "output", "system", "content", "unread"])
+def test_a_value_of_a_table_that_is_no_text_is_refused_where_it_is_read(tiny, value, place):
+    row = {"text": {"text": value}, "content": chat(QUESTION, message("assistant", value)),
+           "unread": {"text": "a b", "made": value}}.get(place, {"instruction": "q", "output": "a", place: value})
+    row = {key: data.from_arrow(item) for key, item in row.items()}
+    if place == "unread":
+        assert data.parse_example(row, tiny)[0].unread == ("made",)
+        return
+    with pytest.raises(ValueError, match=f"'{place}'.* must be text, got "):
+        data.parse_example(row, tiny)
+
+
+def test_bytes_that_are_text_are_that_text(tiny):
+    row = {"messages": [{"role": b"user", "content": "é".encode()}, {"role": "assistant", "content": b"a"}]}
+    (example,) = data.parse_example({key: data.from_arrow(value) for key, value in row.items()}, tiny)
+    assert example.text == turn("user", "é") + turn("assistant", "a")
+
+
+@pytest.mark.parametrize("fields, answer", [
+    ('q,"a, b"', "a, b"), ('q," ""a"" b"', ' "a" b'), ('q,say "a"', 'say "a"'), ("q, a", " a"),
+    ('q,"a\r\nb"', "a\r\nb"),
+    ('q, "a b"', None), ('q, "a, b"', None), ('q,\t"a"', None), (' "q",a', None), ('q,"a" ', None),
+])
+def test_quotes_of_csv_begin_and_end_their_fields(tmp_path, tiny, fields, answer):
+    (tmp_path / "a.csv").write_bytes(f"instruction,output\n{fields}\n".encode())
+    if answer is None:
+        with pytest.raises(ValueError, match=r"line 2: (a blank before a quote: .*: a field begins|not valid csv)"):
+            read_data(tmp_path / "a.csv", tiny)
+        return
+    documents, _ = read_data(tmp_path / "a.csv", tiny)
+    ((ids, _),) = pieces(documents)
+    assert tiny.core.decode(ids, skip_special_tokens=False) == turn("user", "q") + turn("assistant", answer)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.csv", "a.jsonl.gz", "a.txt.gz"])
+def test_a_row_that_is_too_large_is_bad_and_the_others_are_read(tmp_path, tiny, monkeypatch, name):
+    monkeypatch.setattr(data, "MAX_ROW_BYTES", 1000)  # 16 MiB in a run
+    monkeypatch.setattr(data, "READ_BYTES", 1)
+    texts = ["a b"] * 120 + ["c " * 600] + ["d e"]
+    rows = [json.dumps({"text": text}) for text in texts]
+    lines = {"csv": ["text", *texts], "json": [f"[{','.join(rows)}]"], "txt": texts}.get(name.split(".")[1], rows)
+    raw = "\n".join(lines).encode()
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    if name == "a.csv":  # a field that is cut has no end
+        with pytest.raises(ValueError, match=r"line 122: larger than 0 MiB: split it"):
+            read_data(tmp_path / name, tiny)
+        return
+    documents, file = read_data(tmp_path / name, tiny)
+    assert len(pieces(documents)) == 121
+    assert file.report.errors == "\n  line 121: larger than 0 MiB: split it"
+
+
+# ---------------------------------------------------------------- 11: names given for the data
+
+
+def test_new_tokens_that_no_row_has_are_named(tmp_path, capsys):
+    path = jsonl(tmp_path / "a.jsonl", {"text": "<a> b"}, {"text": "c"})
+
+    def start(*tokens):
+        argv = ["--data", path, "--seq_len", "64", "--add_tokens", *tokens]
+        args = train.parse_args(argv)
+        tokenizer = data.Tokenizer(HERE / "tiny", new_tokens=args.add_tokens)
+        loader, _ = data.open_data(args, tokenizer, 5000, train.Ranks(False, 1800))
+        data.print_data(args, loader, None, tokenizer)
+        return capsys.readouterr().out
+
+    assert "--add_tokens <b>: in no row of the data, so that they are not learned" in start("<a>", "<b>")
+    assert "--add_tokens" not in start("<a>")
+    with pytest.raises(SystemExit, match=r"--add_tokens '<a>,<b>': no row of the data has such a token; a blank separ"):
+        start("<a>,<b>")
+
+
+# ---------------------------------------------------------------- 12: types
+
+CALLED = ASKED + trained_turn('<call>{"name": "add", "arguments": {"a": 2, "b": "é"}}</call>')
+CALL_IN_TEXT = json.dumps(CALL, ensure_ascii=False)
+READ = {  # rows of public sets: the text that they become
+    "function_call": (chat(QUESTION, message("assistant", "", function_call=CALL)), CALLED),
+    "function_call of null content": (chat(QUESTION, message("assistant", None, function_call=CALL)), CALLED),
+    "function_call beside text": (
+        chat(QUESTION, message("assistant", "So: ", function_call=CALL)), CALLED.replace("⟦", "⟦So: ")),
+    "result of a function": (
+        chat(QUESTION, message("assistant", "", function_call=CALL), message("function", "4"), ANSWER),
+        CALLED + turn("tool", "4") + ANSWERED),
+    "APIGen-MT": (
+        {"tools": json.dumps([SCHEMA]), "conversations": [
+            {"from": "human", "value": "2 + é?"}, {"from": "function_call", "value": CALL_IN_TEXT},
+            {"from": "observation", "value": "4"}, {"from": "gpt", "value": "It is 4."}]},
+        SCHEMA_TURN + CALLED + turn("tool", "4") + ANSWERED),
+    "LLaMA-Factory's roles": (
+        chat(QUESTION, message("function_call", f"[{CALL_IN_TEXT}]"), message("observation", "4"), ANSWER),
+        CALLED + turn("tool", "4") + ANSWERED),
+    "calls as text": (
+        chat(QUESTION, message("assistant", "", tool_calls=json.dumps([{"function": CALL}]))), CALLED),
+    "each call as text": (
+        chat(QUESTION, message("assistant", "", tool_calls=[json.dumps({"function": CALL_IN_TEXT})])), CALLED),
+    "each tool as text": (chat(QUESTION, ANSWER, tools=[json.dumps(SCHEMA)]), SCHEMA_TURN + ASKED + ANSWERED),
+    "no tools as text": (chat(QUESTION, ANSWER, tools="[]"), ASKED + ANSWERED),
+    "from in messages": (
+        chat({"from": "human", "value": "2 + é?"}, {"from": "gpt", "value": "It is 4."}), ASKED + ANSWERED),
+    "tools beside a text": (
+        {"prompt": "2 + é?", "completion": "It is 4.", "tools": [SCHEMA]}, SCHEMA_TURN + ASKED + ANSWERED),
+}
+
+
+@pytest.mark.parametrize("row, expected", READ.values(), ids=READ)
+def test_calls_tools_and_roles_are_read_in_every_spelling(tmp_path, agent, row, expected):
+    texts, _ = read_rows(tmp_path, agent, row)
+    assert texts == [expected]
+
+
+WITH_KEYS = "must be an object with 'role' and 'content', or 'from' and 'value', got"
+NAMED = {  # rows: words of the refusal
+    "LIMA": ({"conversations": ["q", "a"]}, f'a message of \'conversations\' {WITH_KEYS} "q"'),
+    "Capybara": ({"conversation": [{"input": "q", "output": "a"}]},
+                 f"a message of 'conversation' {WITH_KEYS} the keys input, output"),
+    "messages in an object": ({"messages": {"role": "user"}}, "'messages' must be a list of messages, got {"),
+    "a number": ({"instruction": "q", "output": 4}, "'output' must be text, got 4"),
+    "a completion": ({"prompt": "q", "completion": ["a"]}, "'completion' must be text, got [\"a\"]"),
+    "a completion in text": (
+        {"prompt": [QUESTION], "completion": "a"}, "'completion' must be a list of messages, got \"a\""),
+    "a history": ({"instruction": "q", "output": "a", "history": [["b"]]}, "'history' must list pairs of texts"),
+    "a system message": (chat(QUESTION, ANSWER, system=["s"]), "'system' must be text, got"),
+    "tools": (chat(QUESTION, ANSWER, tools=[["f"]]), "a tool of 'tools' must be an object, got [\"f\"]"),
+    "calls": (chat(QUESTION, {**ANSWER, "tool_calls": {"name": "f"}}), "'tool_calls' must be a list of objects, got"),
+    "a call": (chat(QUESTION, {**ANSWER, "tool_calls": ["f"]}), "a call of a tool must be an object, got \"f\""),
+    "a name": (chat(QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": 7}}]}),
+               "'name' of a call of a tool must be text, got 7"),
+    "a function_call": (
+        chat(QUESTION, message("function_call", "f(x)")), "a call of a tool must be an object, got \"f(x)\""),
+    "a thought": (chat(QUESTION, {**ANSWER, "reasoning_content": 7}), "'reasoning_content' must be text, got 7"),
+}
+
+
+@pytest.mark.parametrize("row, words", NAMED.values(), ids=NAMED)
+def test_a_refusal_names_the_key_what_was_expected_and_what_was_found(agent, row, words):
+    assert words in refusal(row, agent)
+
+
+# ---------------------------------------------------------------- 13: prompts that open a thought
+
+
+def test_a_prompt_that_opens_a_thought_ends_before_it_and_plain_answers_are_counted(tmp_path, capsys):
+    tokenizer = tokenizer_of(tmp_path, NO_THOUGHTS)
+    rows = [chat(QUESTION, ANSWER, QUESTION, ANSWER), chat(QUESTION, message("assistant", "<b>4</b>"))]
+    texts, file = read_rows(tmp_path, tokenizer, *rows)
+    assert texts == [2 * (ASKED + ANSWERED), ASKED + trained_turn("<b>4</b>")]
+    assert file.report.n_thoughtless == 3
+    documents, _ = read_data(jsonl(tmp_path / "rows.jsonl", *rows), tokenizer)
+    loader = data.Loader(documents, 1000, True, 1, 0, 0, 1)
+    args = train.parse_args([])
+    data.print_data(args, loader, None, tokenizer)
+    assert ("3 answers begin without the thought of the prompt: the model unlearns to think when it is asked in its "
+            "default mode") in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- 14: configs and adapters
+
+
+def golden_config(family, *folders):
+    return data.read_json(HERE.joinpath(*folders, family, "config.json"))
+
+
+def test_smollm3_is_read_as_the_hub_has_it():
+    raw = golden_config("smollm3", "goldens-windows")
+    raw = {key: value for key, value in raw.items() if key not in ("rope_parameters", "tie_word_embeddings")}
+    config = lm.parse_config(raw | {"pretraining_tp": 2, "rope_theta": 5e6, "rope_scaling": None})
+    assert config.rope_theta == 5e6
+    assert config.tie_word_embeddings
+    assert lm.parse_config(raw).rope_theta == 2e6
+
+
+def test_keys_of_the_first_yarn_files_are_ignored_and_said(tmp_path, chats):
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    raw = golden_config("qwen2", "goldens") | {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": scaling}
+    plain = lm.parse_config(raw)
+    ignored = {"finetuned": True, "attn_factor": 1.0}
+    config = lm.parse_config(raw | {"rope_scaling": scaling | ignored})
+    assert config.rope_scaling == plain.rope_scaling
+    assert config.rope_ignored == ["attn_factor", "finetuned"]
+    assert plain.rope_ignored == []
+    folder = model_with_weights(tmp_path / "model", rope_scaling=scaling | ignored, rope_theta=1e6)
+    job = ["--model", folder, "--random_init", "--data", chats, "--seq_len", 96, "--steps", 1, "--precision", "fp32"]
+    _, said, codes = run_ranks(1, job, tmp_path / "out")
+    assert codes == [0], said
+    assert "note: config.json: attn_factor, finetuned of RoPE: ignored, as by transformers" in " ".join(said.split())
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory):
+    """(a model, an adapter of it with a larger embedding of its own)."""
+    folder = tmp_path_factory.mktemp("grown")
+    base = model_with_weights(folder / "base")
+    rows = jsonl(folder / "rows.jsonl", *[chat(QUESTION, message("assistant", "<call>"))] * 3)
+    job = ["--model", base, "--data", rows, "--seq_len", 96, "--steps", 1, "--precision", "fp32", "--lora",
+           "--train_embeddings", "--add_tokens", "<call>"]
+    _, said, codes = run_ranks(1, job, folder / "run")
+    assert codes == [0], said
+    return base, folder / "run" / "final"
+
+
+def opened(base, adapter):
+    args = train.parse_args(["--model", str(base), "--adapter", str(adapter), "--precision", "fp32"])
+    return train.open_model(args, train.Ranks(False, 1800))
+
+
+def test_an_adapter_of_a_resized_model_loads_by_its_plain_names(tmp_path, grown):
+    """PEFT writes each trained module three times."""
+    base, final = grown
+    adapter = tmp_path / "adapter"
+    shutil.copytree(final, adapter)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name in [name for name in tensors if ".lora_" not in name]:
+        for part, value in (("modules_to_save", 1), ("original_module", 2)):
+            tensors[name.replace(".weight", f".{part}.weight")] = tensors[name] + value
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    found = opened(base, adapter)
+    assert found.adapter.tensors.keys() == load_file(final / "adapter_model.safetensors").keys()
+    assert found.config.vocab_size == opened(base, final).config.vocab_size
+
+
+def test_an_adapter_with_more_rows_needs_its_tokenizer(tmp_path, grown):
+    base, final = grown
+    adapter = tmp_path / "adapter"
+    shutil.copytree(final, adapter)
+    (adapter / "tokenizer.json").unlink()
+    with pytest.raises(SystemExit, match=r"an embedding of 4,224 rows for a model of 4,096, and no tokenizer\.json: s"):
+        opened(base, adapter)
+
+
+@pytest.mark.parametrize("old, new", [
+    ("model.layers", "model.language_model.layers"),  # of another class of the model
+    ("model.layers.0", "model.vision_tower.layers.0"),  # of a tower
+])
+def test_an_adapter_with_other_names_is_refused_with_the_way_out(tmp_path, grown, old, new):
+    base, final = grown
+    adapter = tmp_path / "adapter"
+    shutil.copytree(final, adapter)
+    path = adapter / "adapter_model.safetensors"
+    save_file({name.replace(old, new): tensor for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(SystemExit, match=rf"target_modules = .*lacks .*has besides .*{new}.*: merge it into its base"):
+        opened(base, adapter)
