@@ -1210,8 +1210,8 @@ def read_pair(example, form, tokenizer):
         common = answers["chosen"][:n]
         # beside messages a prompt in text is a label: UltraFeedback's is the user's first message
         if in_messages and not any((prompt or "").strip() in str(one.get("content")) for one in common):
-            raise ValueError(f"both answers begin with {n} equal messages, and 'prompt' = {lm.quoted(prompt)} "
-                             "is in none of them")
+            raise ValueError(f"both answers begin with {n} equal messages, and "
+                             f"'prompt' = {lm.quoted(prompt)} is in none of them")
         prompt = common
         answers = {key: answer[n:] for key, answer in answers.items()}
     found = []

@@ -266,8 +266,9 @@ def flags_of_data(folder, args):
         return ["--data", str(path), "--overflow", "truncate"]
     # a pair fills a row: both prompts together have less than 20 tokens
     n_sentences = (args.seq_len - 20) // 2 // TOKENS_OF_SENTENCE
-    answer = {"role": "assistant", "content": SENTENCE * n_sentences}
-    pair = {"prompt": [{"role": "user", "content": "the file"}], "chosen": [answer], "rejected": [answer]}
+    answers = {"chosen": SENTENCE * n_sentences, "rejected": SENTENCE.replace("disk", "list") * n_sentences}
+    answers = {key: [{"role": "assistant", "content": answer}] for key, answer in answers.items()}
+    pair = {"prompt": [{"role": "user", "content": "the file"}]} | answers
     path.write_text(f"{json.dumps(pair)}\n" * N_ROWS)
     return ["--data", str(path)]
 
