@@ -77,6 +77,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_modifyitems(config, items):
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as train.Ranks does, for tests of a block without a run
     if not torch.cuda.is_available():
         leave_gpu_to_the_emulated_device(config, items)
     if another_machine.PERTURB:
@@ -110,6 +111,7 @@ def start_rank(rank, world, port, function, args, log, gpu=False):
     faulthandler.register(signal.SIGUSR2, trace)  # where each thread stands, asked for when the rank hangs
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script that runs the tests may ignore it,
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup ignores this
+    torch.backends.cuda.enable_cudnn_sdp(True)  # as torch has it: the run has to turn it off
     if not gpu:  # gloo, on any machine
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # what torchrun would set
