@@ -34,6 +34,8 @@ import inspect
 import itertools
 import json
 import math
+import sys
+import weakref
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -42,6 +44,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nf4
@@ -143,7 +146,7 @@ class Config:
     linear_conv_kernel_dim: int = within(2, 16, 4)  # taps of the convolution
     rope_theta: float
     rope_scaling: dict  # {"rope_type": one of ROPE_NUMBERS, and of that type's numbers those in the file}
-    rope_ignored: list  # of ROPE_IGNORED, those in the file
+    rope_ignored: tuple  # of ROPE_IGNORED, those in the file
     rope_size: int  # how many numbers of a head RoPE turns: K, or a quarter of it in Qwen3.5
     rope_layers: list  # of each block, whether RoPE turns its q and k
     qk_scale_factor: float = within(1e-30, 1e30, 1.0)  # q is multiplied by it
@@ -1684,6 +1687,285 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
     return step + forward if has_reference else step
 
 
+# ---------------- a step on paper
+# train.py plans the memory of a step before anything is allocated. Inside of on_paper(), models on the meta
+# device run a step: their tensors have shapes and no memory, and LiveBytes counts what a GPU would hold. Most
+# operators make the same tensors there as on a GPU. For the others there are stand-ins, which allocate, and
+# save for the backward, what the kernel of a GPU does, and compute nothing. Left out are partial sums of the
+# gradient of a norm's weight. A layer that brings a kernel of its own needs a stand-in in ON_PAPER.
+
+ATEN = torch.ops.aten
+PRODUCTS = ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.baddbmm.default
+FORMS = {}  # {operator and its arguments, tensors by their form: (shape, strides, dtype) of the new tensor}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors on the meta device, each from the operator that makes it until nothing
+    refers to its memory any more. As a mode it sees every operator.
+
+        live.begin("loss")      a part of the step begins
+        live.most["loss"]       {(operator, last dimension of its result): the most bytes that were alive
+                                behind one of its calls}
+
+    The largest number of a part is its peak. There are many numbers because each of them is linear in the
+    tokens, and their maximum is not: on longer rows it may be another one.
+
+    torch's MemTracker counts alike, but raises an error on frozen parameters under autograd.
+
+    Set from outside: in_backward, while autograd runs, and is_compiled (compile_on_paper)."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = 0
+        self.sizes = {}  # {id of a storage: its bytes}
+        self.most = {}
+        self.in_backward = False
+        self.is_compiled = False
+        self.begin("before")
+
+    def begin(self, part):
+        self.part = self.most[part] = {"start": self.alive}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        if self.in_backward and is_sum_of_gradients(func, args):
+            return args[0]
+        out = self.result_of(func, args, kwargs)
+        if self.is_compiled and func in PRODUCTS:
+            self.see(func, args)  # what a product reads is in memory
+        self.see(func, out, self.is_compiled and is_fused(func, args, out))
+        return out
+
+    def result_of(self, func, args, kwargs):
+        """func(*args, **kwargs). Most operators on the meta device are Python functions that take 0.1 ms. So
+        the form of a new tensor is noted and the next one is made at once: plans are three times as fast."""
+        if func is ATEN._grouped_mm.default:
+            return grouped_on_paper(*args)
+        if func._schema.is_mutable and len(func._schema.returns) == 1:
+            written = kwargs.get("out", args[0])  # and returned
+            if written.is_meta:
+                return written
+        key = func, form_of(args), form_of(tuple(kwargs.items()))
+        if key in FORMS:
+            shape, strides, dtype = FORMS[key]
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        out = func(*args, **kwargs)
+        # new memory: some operators return a view, and nothing says so
+        if isinstance(out, torch.Tensor) and out.is_meta and id(out.untyped_storage()) not in self.sizes:
+            FORMS[key] = out.shape, out.stride(), out.dtype
+        return out
+
+    def see(self, operator, out, fused=False):
+        """Counts what an operator has returned. If that is fused, it has only the memory that was there."""
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, torch.Tensor) and t.is_meta:
+                storage = t.untyped_storage()
+                n_bytes = storage.nbytes()
+                if fused:
+                    n_bytes = self.sizes.get(id(storage), 0)
+                self.count(storage, n_bytes)
+                what = operator, *t.shape[-1:]
+                self.part[what] = max(self.part.get(what, 0), self.alive)
+
+    def count(self, storage, n_bytes):
+        """From here on a storage, which may be new, has so many bytes."""
+        name = id(storage)
+        if name not in self.sizes:
+            self.sizes[name] = 0
+            weakref.finalize(storage, self.forget, name)
+        self.alive += n_bytes - self.sizes[name]
+        self.sizes[name] = n_bytes
+
+    def forget(self, name):
+        """A storage is gone."""
+        self.alive -= self.sizes.pop(name)
+
+
+def form_of(value):
+    """What the form of an operator's result depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(form_of, value))
+    return type(value), value  # 1 and 1.0 are equal, and make integers and floats
+
+
+def is_sum_of_gradients(func, args):
+    """Whether autograd adds up two gradients of one tensor. On a GPU it adds the second one to the first,
+    unless something else holds that; while a mode sees its operators it always makes a third tensor."""
+    if func is not ATEN.add.Tensor or torch.is_grad_enabled():  # it is enabled while a block is recomputed
+        return False
+    a, b = args
+    are_alike = isinstance(b, torch.Tensor) and a.shape == b.shape
+    return are_alike and n_holders(a.untyped_storage()) == 2  # the tensor, and Python's object of the storage
+
+
+def n_holders(storage):
+    """A private name of torch, here in 2.11 to 2.14. If a later one lacks it, return 2: then all sums of
+    gradients are in place, and plans with --tiled_mlp are 1.5 to 3 % too low."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def is_fused(func, args, out):
+    """Whether a result in compiled code is in no memory: Inductor fuses what makes it with what reads it, and
+    the backward computes it again. That is so for what is made of one tensor as large, like SiLU of gate. A
+    sum of two would be kept as two, and the sums of a norm's rows are few. tests/test_compile.py compares
+    this rule with torch's partitioner."""
+    if func.namespace != "aten" or func in PRODUCTS or not isinstance(out, torch.Tensor):
+        return False
+    return sum(isinstance(t, torch.Tensor) and t.shape == out.shape for t in args) == 1
+
+
+def compile_on_paper(live, function, **_):
+    """torch.compile(). What the function returns is in memory, fused or not."""
+
+    def run(*args):
+        live.is_compiled = True
+        try:
+            out = function(*args)
+        finally:  # a recomputation leaves by an exception
+            live.is_compiled = False
+        live.see("compiled", out)
+        return out
+
+    return run
+
+
+def grouped_on_paper(a, b, offs, *_):
+    """aten::_grouped_mm, which the meta device has for bf16 alone. Either b is a stack, or the result is."""
+    if b.dim() == 3:
+        return a.new_empty(len(a), b.shape[-1])
+    return a.new_empty(len(offs), len(a), b.shape[-1])
+
+
+class NormOnPaper(torch.autograd.Function):
+    """aten::_fused_rms_norm (aten/src/ATen/native/cuda/layer_norm_kernel.cu): keeps its input and a float32 a
+    row."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_zeros(x.shape[:-1], dtype=torch.float32))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
+        return torch.zeros_like(x), grad_weight
+
+
+def norm_on_paper(x, shape, weight=None, eps=None):
+    """F.rms_norm()."""
+    return NormOnPaper.apply(x, weight)
+
+
+class AttentionOnPaper(torch.autograd.Function):
+    """FlashAttention in bf16 and the memory-efficient kernel in fp16 and float32 (flash_attn/flash_api.cpp
+    and mem_eff_attention/kernel_backward.h in aten/src/ATen/native/transformers/cuda). Both keep q, k, v, the
+    output and the float32 logsumexp, and their backwards add up dq in float32: the latter's in a workspace,
+    from sm_70 on. With fewer key heads than query heads FlashAttention makes dk and dv of every query head
+    first."""
+
+    @staticmethod
+    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, mask=None):
+        B, H, T, K = q_BHTK.shape
+        out_BHTK = q_BHTK.new_zeros(B, T, H, K).transpose(1, 2)
+        logsumexp = q_BHTK.new_zeros(B, H, T, dtype=torch.float32)
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out_BHTK, logsumexp, mask)
+        return out_BHTK
+
+    @staticmethod
+    def backward(ctx, grad_BHTK):
+        q, k, v, _out, logsumexp, _mask = ctx.saved_tensors  # each is alive until this returns
+        grads = [torch.zeros_like(t) for t in (q, k, v)]
+        # alive until this returns
+        scratch = [torch.zeros_like(logsumexp)]  # sums of out * grad
+        scratch.append(torch.zeros_like(q, dtype=torch.float32))  # dq
+        if q.shape[1] != k.shape[1]:
+            scratch.append(torch.zeros_like(q))  # dk of every query head
+            scratch.append(torch.zeros_like(q))  # and dv
+        return (*grads, None)
+
+
+def sdpa_on_paper(q_BHTK, k_BGTK, v_BGTK, attn_mask=None, **_):
+    """F.scaled_dot_product_attention()."""
+    return AttentionOnPaper.apply(q_BHTK, k_BGTK, v_BGTK, attn_mask)
+
+
+def varlen_on_paper(q_NHK, k_NGK, v_NGK, *_, **__):
+    """What flash_attention() returns. Documents one after another are one row here."""
+    out_1HNK = AttentionOnPaper.apply(*(t[None].transpose(1, 2) for t in (q_NHK, k_NGK, v_NGK)))
+    return out_1HNK.transpose(1, 2)[0]
+
+
+def has_bf16_kernels(q):
+    """runs_flash_attention() and shares_key_heads(). fp16 is planned as for the cards whose default it is,
+    sm_70 and sm_75; on a newer one it needs less."""
+    return q.dtype is torch.bfloat16
+
+
+class ExchangeOnPaper(torch.autograd.Function):
+    """exchange(), an all-to-all: as many bytes come as go, and nothing is kept."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.empty_like(grad), None
+
+
+def first_of(cut):
+    """nf4.bands() or nf4.regions(), but the first one alone: they follow one another, and none is larger."""
+    return lambda *args, **kwargs: itertools.islice(cut(*args, **kwargs), 1)
+
+
+HERE = sys.modules[__name__]
+# (module, name of a function in it, stand-in)
+ON_PAPER = [
+    (F, "rms_norm", norm_on_paper),
+    (F, "scaled_dot_product_attention", sdpa_on_paper),
+    (HERE, "flash_attention", lambda: varlen_on_paper),
+    (HERE, "runs_flash_attention", has_bf16_kernels),
+    (HERE, "shares_key_heads", has_bf16_kernels),
+    (HERE, "exchange", ExchangeOnPaper.apply),
+    (nf4, "bands", first_of(nf4.bands)),
+    (nf4, "regions", first_of(nf4.regions)),
+]
+
+
+@contextlib.contextmanager
+def on_paper():
+    """A context in which stand-ins are in the place of kernels -> the LiveBytes that counts meanwhile."""
+    live = LiveBytes()
+    resize_ = torch.UntypedStorage.resize_
+
+    def resize_on_paper_(storage, n_bytes):
+        """What RunOnce calls, and no operator says so."""
+        resize_(storage, n_bytes)
+        live.count(storage, n_bytes)
+
+    calls = [
+        *ON_PAPER,
+        (torch, "compile", functools.partial(compile_on_paper, live)),
+        (torch.UntypedStorage, "resize_", resize_on_paper_),
+    ]
+    replaced = [getattr(place, name) for place, name, _ in calls]
+    try:
+        for place, name, stand_in in calls:
+            setattr(place, name, stand_in)
+        with live:
+            yield live
+    finally:
+        for (place, name, _), function in zip(calls, replaced):
+            setattr(place, name, function)
+
+
 # ---------------- reading a config.json
 
 
@@ -1790,10 +2072,11 @@ def parse_config(raw, where="config.json"):
     if rope_size == 0 or rope_size % 2:
         raise error("head_dim", f"RoPE needs an even number, not {rope_size}")
     ropes = [given.get(key) or {} for key in ROPE_KEYS]
+    rope_ignored = tuple(key for key in ROPE_IGNORED if any(key in rope for rope in ropes))
     return Config(
         **values, model_type=name, family=family, prefix=prefix, dtype=getattr(torch, dtype),
         layer_types=layer_types, rope_layers=rope_layers, rope_theta=theta, rope_scaling=scaling,
-        rope_ignored=[key for key in ROPE_IGNORED if any(key in rope for rope in ropes)], rope_size=rope_size)
+        rope_ignored=rope_ignored, rope_size=rope_size)
 
 
 def with_text_config(raw, error):

@@ -1018,7 +1018,7 @@ def say_notes(args, config, steps, ranks):
 
 def wrap_blocks_(model, args, blocks):
     """Makes the blocks recompute and keep what `blocks` says, with tiles of the MLP inside of the
-    checkpoints. tests/trace_plan.py traces a model with these wraps against the memory plan."""
+    checkpoints. The memory plan traces a model with these wraps."""
     if args.tiled_mlp:
         lm.tile_mlp_(model, args.tiled_mlp)
     if blocks.n_recomputed:
@@ -3387,8 +3387,11 @@ def fixed_settings(args, config, rows_a_step, loader, source):
 
 # ---------------- the memory plan
 
-# play_step() plays a training step on paper: it goes through the events of main and adds up what each of them
-# allocates and frees. The event with the most bytes says what a GPU needs.
+# A step is played on paper before anything is allocated. trace() runs the model's own code on the meta
+# device, with one block of each variant, and counts the bytes that are alive in each part of the step: the
+# embedding, the block, and the head with the loss. play_step() strings these parts together to the step of
+# the whole model, and adds what the code of one rank does not show: what FSDP2 gathers and reduces, and what
+# --offload moves. The event with the most bytes says what a GPU needs.
 
 GIB = 2**30
 OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
@@ -3396,233 +3399,253 @@ KINDS = ("weights", "quantized weights", "adapters", "optimizer", "gradients", "
          "block workspace", "logits chunk", "unsharded units")
 
 
-@dataclasses.dataclass
-class Unit:
-    """Bytes of a module's parameters on rank 0, which has the most: FSDP2 cuts rows like torch.chunk. A unit
-    is what FSDP2 gathers and reduces at once. Without FSDP2 nothing is gathered or reduced."""
-
-    always: Counter  # {kind: bytes} of weights and optimizer state
-    vectors: Counter  # those of frozen vectors
-    matrices: Counter  # those of frozen matrices
-    pinned: int = 0  # host memory of these matrices
-    brought: int = 0  # beside that, while FSDP2 copies the largest weight from host memory on one rank
-    unsharded: int = 0  # gathered, in the dtype of products; without FSDP2 16-bit copies of float32 weights
-    new_gradient: int = 0  # as the backward makes it: with FSDP2 all rows, in the dtype of products
-    reduce_input: int = 0  # all rows in the dtype of the reduce-scatter; 0 without FSDP2
-    gradient: int = 0  # this rank's rows, which the reduce-scatter leaves for the step
-    workspace: int = 0  # temporaries of the optimizer for the largest weight
-
-    def reduced(self):
-        """Input and output of the reduce-scatter."""
-        return self.reduce_input + self.gradient if self.reduce_input else 0
-
-    def reduction(self):
-        """The most of a gradient on its way from the backward to the step: FSDP2 frees what the backward has
-        made when the input of the reduce-scatter is filled, and allocates the output then."""
-        return max(self.new_gradient + self.reduce_input, self.reduced())
-
-
-class Units(NamedTuple):
-    """The units of a model. Those of two blocks of one layer type are one object, counted once."""
-
-    blocks: list
-    after_attention: list  # of each block o_proj and MLP, whose gradients are made before attention's
-    down: list  # of each block down_proj, of all experts, whose gradient is made first
-    embedding: Unit
-    head: Unit
-    ends: list  # embedding and head; one unit if they are tied
-
-    def all(self):
-        return [*self.blocks, *self.ends]
-
-
-def unit_of(module, args, shards, dtype, is_streamed=False):
-    """Adds up a module on the meta device, its rows dealt out to `shards` ranks, its products in `dtype`.
-    is_streamed: FSDP2 does not see its frozen weights, see streams_weights()."""
-    unit = Unit(Counter(), Counter(), Counter())
-    for name, p in module.named_parameters():
-        n_rows = nf4.ceil_div(len(p), shards)
-        width = p.numel() // len(p)
-        n = n_rows * width
-        n_bytes = n * p.itemsize
-        product_itemsize = dtype.itemsize
-        kind = "weights"
-        if p.dtype is torch.uint8:  # gathered as it is, and dequantized by its layer
-            product_itemsize = 1
-            kind = "quantized weights"
-        elif "lora_" in name:
-            kind = "adapters"
-        unit.always[kind] += n_bytes
-        if not p.requires_grad:
-            frozen = unit.vectors if p.dim() < 2 else unit.matrices
-            frozen[kind] += n_bytes
-            if is_streamed:
-                if p.dim() > 1:
-                    unit.pinned += pinned_bytes(n_bytes)
-                continue
-        # Products read a copy: gathered by FSDP2, or made by Linear.forward() where a master is wider.
-        if args.fsdp2 or p.itemsize > product_itemsize:
-            unit.unsharded += shards * n * product_itemsize
-        if "params" in args.offload and shards == 1:
-            unit.brought = max(unit.brought, n_bytes)
-        if not p.requires_grad:
-            continue
-        unit.always["optimizer"] += optimizer_bytes(args, n_rows, width, p.dim() > 1, n_bytes)
-        unit.workspace = max(unit.workspace, step_workspace(args, n_bytes))
-        unit.gradient += n_bytes  # --precision bf16 reduces in bf16, the others in float32
-        if args.fsdp2:
-            unit.new_gradient += shards * n * product_itemsize
-            unit.reduce_input += shards * n_bytes
-        else:
-            unit.new_gradient += n_bytes
-    return unit
-
-
-def units_of(model, args, layer_types, shards, is_streamed):
-    """-> Units. The model has one block of each layer type, which stands for all blocks of that type.
-    is_streamed: StreamedWeights brings their frozen weights."""
-
-    def unit(module):
-        in_blocks = module not in (model.model.embed_tokens, model.lm_head)
-        return unit_of(module, args, shards, model.compute_dtype, is_streamed and in_blocks)
-
-    block = {}
-    after_attention = {}
-    down = {}
-    for layer_type, layer in zip(model.config.layer_types, model.model.layers):
-        mlp = layer.mlp.experts if model.config.num_experts else layer.mlp
-        block[layer_type] = unit(layer)
-        after_attention[layer_type] = unit(nn.ModuleList([layer.mixer.o_proj, layer.mlp]))
-        down[layer_type] = unit(mlp.down_proj)
-    embedding = unit(model.model.embed_tokens)
-    head = unit(model.lm_head)
-    ends = [embedding] if model.config.tie_word_embeddings else [embedding, head]
-    return Units(
-        blocks=[block[layer_type] for layer_type in layer_types],
-        after_attention=[after_attention[layer_type] for layer_type in layer_types],
-        down=[down[layer_type] for layer_type in layer_types],
-        embedding=embedding, head=head, ends=ends)
-
-
-def optimizer_bytes(args, n_rows, width, is_matrix, n_bytes):
-    """Bytes of the optimizer's state for a weight of n_bytes. Raises a ValueError for an optimizer that is
-    not counted here: taken for another one, it would be planned wrong without a word."""
-    if args.optim == "adamw":
-        return 2 * n_bytes
-    if args.optim == "adamw8bit":
-        if not is_matrix:
-            return 2 * n_bytes
-        # two moments of one byte per weight, and one float32 per block of them
-        return 2 * (n_rows * width + 4 * n_rows * nf4.ceil_div(width, nf4.MOMENT_BLOCK))
-    raise ValueError(f"--optim {args.optim}: not in the memory plan: add its state to optimizer_bytes(), and "
-                     "what its step allocates to step_workspace()")
-
-
 def plan(args, config, world, length, blocks):
     """Where the memory of a training step goes on rank 0 of `world` GPUs -> ({moment: {kind: bytes}}, {kind:
-    bytes of host memory}). A moment is an event of the step that may be its peak. Parameters are counted in a
-    model with one block of each layer type on the meta device. Activations come from formulas, which assume
-    rows of `length` tokens, one document per row, every token supervised. OVERHEAD comes on top.
-    tests/test_plan.py compares the sums with real steps."""
+    bytes of host memory}). A moment is an event of the step that may be its peak. We assume rows of `length`
+    tokens, one document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py compares
+    the sums with real steps."""
     events, host = events_and_host(args, config, world, length, blocks)
     return largest_moments(events), host
 
 
 def events_and_host(args, config, world, length, blocks):
-    """-> (the events of play_step(), {kind: bytes of host memory})."""
+    """-> (the Events of play_step(), {kind: bytes of host memory})."""
     # replicas hold the same shards, so what counts is the size of a replica
     shards = world // args.replicas if args.fsdp2 else 1
-    n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # of a micro-batch on this rank
-    # Blocks of one layer type have the same parameters, so one of each type is built. The search for what
-    # fits makes dozens of plans, and each of them would build 126 blocks for 405B.
-    layer_types = list(dict.fromkeys(config.layer_types))  # each once
-    few_blocks = dataclasses.replace(config, num_hidden_layers=len(layer_types), layer_types=layer_types)
-    model = lm.on_meta(few_blocks, args)
-    is_streamed = streams_weights(args, world)
-    units = units_of(model, args, config.layer_types, shards, is_streamed)
-    itemsize = model.compute_dtype.itemsize
-    acts = bytes_of_blocks(args, config, itemsize, n_tokens, blocks)
-
-    always = sum((unit.always for unit in units.all()), Counter())
-    # With --offload params nothing of this stays on the GPU: FSDP2 brings a unit there when it is used.
-    host = {}
-    if "params" in args.offload:
-        host = {**always, "gradients": sum(unit.gradient for unit in units.all())}
-        always = Counter()
-    if offloads_frozen(args):
-        always = frozen_on_device(units, blocks.n_resident, is_streamed)
-        host = host_beside(host, units, blocks.n_resident, is_streamed)
-    if "activations" in args.offload:  # the input of each block but the last
-        host["activations"] = (config.num_hidden_layers - 1) * pinned_bytes(acts[0].input)
-    # RoPE's tables, the batch's integers
-    always["saved activations"] = n_tokens * (FLOAT32 * config.rope_size + 4 * INT64)
-    if config.family.embed_norm and trains_ends(args):
-        always["saved activations"] += acts[0].input  # the input of a norm
     sharding = sharding_of(args, config, shards)
-    weights = weights_of_blocks(args, blocks.n_recomputed, sharding, units)
-    logits_bytes = loss_bytes(args, config, itemsize, n_tokens)
-    n_inputs_of_loss = inputs_of_loss(args, config)
-    events = play_step(args, units, sharding, acts, weights, logits_bytes, n_inputs_of_loss, always)
-    return events, host
+    is_streamed = streams_weights(args, world)
+    variants = variants_of_blocks(config, args, blocks)
+    parts = [parts_of_step(args, variant, length) for variant in variants]
+    units = units_of(variants, args, sharding, is_streamed)
+    on_device, host = where_weights_lie(args, units, blocks.n_resident, is_streamed)
+    n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # of a micro-batch on this rank
+    itemsize = 4 if args.precision == "fp32" else 2
+    input_bytes = n_tokens * config.hidden_size * itemsize  # of a block
+    if "activations" in args.offload:  # the input of each block but the last
+        host["activations"] = (config.num_hidden_layers - 1) * bytes_in_pages(input_bytes)
+    return play_step(args, units, sharding, parts, on_device, input_bytes), host
 
 
-def frozen_on_device(units, n_resident, is_streamed):
-    """{kind: bytes} of the blocks' frozen weights that stay on the GPU. is_streamed: see streams_weights()"""
-    n_layers = len(units.blocks)
-    streamed = streamed_blocks(n_layers, n_resident)
-    on_device = Counter()
-    for i, unit in enumerate(units.blocks):
-        if i not in streamed or is_streamed:
-            on_device += unit.vectors
-        if i not in streamed:
-            on_device += unit.matrices
-    if is_streamed:
-        # the two slots, each as large as the largest block that is streamed
-        for _ in streamed[:2]:
-            on_device += max((units.blocks[i].matrices for i in streamed), key=Counter.total)
-    return on_device
+# ---- the parts of a step, traced
 
 
-def host_beside(host, units, n_resident, is_streamed):
-    """{kind: bytes} of host memory without what stays on the GPU. What StreamedWeights brings is not in the
-    model, but in pinned pages."""
-    host = Counter(host)
-    streamed = streamed_blocks(len(units.blocks), n_resident)
-    for i, unit in enumerate(units.blocks):
-        if i not in streamed or is_streamed:
-            host -= unit.vectors
-            host -= unit.matrices
-        if i in streamed:
-            host["pinned weights"] += unit.pinned
-    return dict(+host)
+class Variant(NamedTuple):
+    """What the memory of a block depends on beside the flags. Blocks of one variant are traced once."""
+
+    config: lm.Config  # of a model with this block alone
+    keeps: "Blocks"  # what this block keeps
+    has_input_gradient: bool  # something below the block is trained
 
 
-def pinned_bytes(n_bytes):
-    """Host memory of an offloaded tensor, see pages_of(): torch's pinned allocator rounds the rest behind the
-    last whole page up to a power of two."""
-    rest = n_bytes % PAGE
-    if rest:
-        rest = 1 << (rest - 1).bit_length()
-    return n_bytes // PAGE * PAGE + rest
+class Part(NamedTuple):
+    """Bytes of a part of a step beside what there is when its forward begins."""
+
+    forward: int  # the most in its forward
+    left: int  # what the forward leaves, the input of the next part included
+    backward: int  # the most in its backward, without gradients of the parts above; 0 if it has no backward
 
 
-def step_workspace(args, n_bytes):
-    """Bytes of the optimizer's temporaries on the GPU for a weight of n_bytes."""
-    if "params" in args.offload:  # the CPU updates the weights
-        return 0
-    if args.optim == "adamw8bit" or args.stochastic_rounding:
-        # CompactAdamW updates 2**22 weights at a time. Each has six float32 temporaries of 4 bytes, and a
-        # bf16 gradient needs a seventh. A weight has 2 bytes in bf16 and 4 in float32.
-        if args.precision == "bf16":
-            return 7 * 4 * min(1 << 22, n_bytes // 2)
-        return 6 * 4 * min(1 << 22, n_bytes // 4)
-    return 0 if args.fused_adamw else 2 * n_bytes
+class Parts(NamedTuple):
+    embedding: Part
+    block: Part
+    head: Part  # with the loss
+
+
+def variants_of_blocks(config, args, blocks):
+    """-> [Variant of each block]. Blocks may differ in what they keep, in whether their input has a gradient,
+    and in the lists of the config, each of which has an entry for each block."""
+    lists = [field.name for field in dataclasses.fields(config)
+             if isinstance(getattr(config, field.name), list)]
+    n_layers = config.num_hidden_layers
+    variants = []
+    has_input_gradient = trains_ends(args)
+    for i, layer_type in enumerate(config.layer_types):
+        entries = {name: [getattr(config, name)[i]] for name in lists}
+        # Untied: that the gradient of a tied pair's head waits for the embedding's is for play_step().
+        alone = dataclasses.replace(config, num_hidden_layers=1, tie_word_embeddings=False, **entries)
+        variants.append(Variant(alone, blocks.kept_by(i, n_layers), has_input_gradient))
+        has_input_gradient |= trains_block(args, config, layer_type)
+    return variants
+
+
+def trains_block(args, config, layer_type):
+    """Whether a block of this type has trained weights."""
+    if not args.lora:
+        return True
+    targets = (*lm.mixer_targets(config, layer_type), *lm.MLP_TARGETS)
+    return any(name in args.lora_targets for name in targets)
+
+
+def parts_of_step(args, variant, length):
+    """-> Parts of a model with one block of this variant."""
+    most = traced(args, variant, length)
+    starts = [most["forward", name]["start"] for name in Parts._fields]
+    starts.append(most["backward", "head"]["start"])  # it follows the forward of the head
+    parts = []
+    for name, (start, next_start) in zip(Parts._fields, itertools.pairwise(starts)):
+        forward = max(most["forward", name].values()) - start
+        backward = 0
+        if ("backward", name) in most:
+            backward = max(most["backward", name].values()) - start
+        parts.append(Part(forward, next_start - start, backward))
+    return Parts(*parts)
+
+
+TRACES = {}  # {what a trace depends on: its result}
+# Flags that choose_blocks() and ladder() turn and that make no difference to a trace of the model, or to one
+# of the optimizer. Any other flag, and any that a fork adds, makes another trace.
+UNSEEN = "activation_checkpointing", "resident_blocks", "offload", "clip"
+UNSEEN_BY_OPTIMIZER = (*UNSEEN, "fsdp2", "tiled_mlp", "chunked_ce", "ce_chunk", "batch_size", "grad_accum",
+                       "sequence_parallel", "optim_in_backward")
+
+
+def once(function, args, unseen, *rest):
+    """function(args, *rest), which runs once for the same `rest` and the same flags but for those in
+    `unseen`."""
+    flags = [flag for flag in vars(args).items() if flag[0] not in unseen]
+    key = repr((function.__name__, flags, rest))
+    if key not in TRACES:
+        TRACES[key] = function(args, *rest)
+    return TRACES[key]
+
+
+def traced(args, variant, length):
+    """As trace(), for rows of any length, and once for each variant and length."""
+    unseen = UNSEEN
+    if args.fsdp2 or not args.optim_in_backward:  # no update is in the trace
+        unseen += ("optim", "stochastic_rounding")
+    return once(trace_rows, args, unseen, variant, length)
+
+
+def trace_rows(args, variant, length):
+    """As trace(), but of long rows by two traces of short ones: from two pieces of each loop over tokens on,
+    every number of a trace is linear in the tokens."""
+    rows = args.batch_size / args.sequence_parallel
+    piece = max(args.tiled_mlp or 0, args.ce_chunk, lm.SEGMENT) / rows
+    if args.precision in ("fp16", "fp32") and variant.config.sliding_window < length:  # see lm.sdpa()
+        piece = max(piece, variant.config.sliding_window)
+    short, long = (math.ceil(n_pieces * piece) for n_pieces in (2, 3))
+    if length <= long:
+        return trace(args, variant, length)
+    times = (length - long) / (long - short)
+    return extended(traced(args, variant, short), traced(args, variant, long), times)
+
+
+def extended(short, long, times):
+    """The trace of rows that are longer than those of `long` by `times` what these are longer than those of
+    `short`."""
+    longest = {}
+    for part, most in long.items():
+        longest[part] = {}
+        for what in most.keys() & short[part].keys():
+            longest[part][what] = round(most[what] + times * (most[what] - short[part][what]))
+    return longest
+
+
+def trace(args, variant, length):
+    """Runs a step of a model with one block on the meta device -> LiveBytes.most of each (pass, part): the
+    passes are "forward" and "backward", the parts those of Parts. A part without a backward has no entry for
+    one."""
+    with lm.on_paper() as live:
+        model = model_on_paper(variant.config, args, variant.keeps)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if args.optim_in_backward and not args.fsdp2:
+            update_in_backward(trained, args)
+        freed = trained.values()
+        # Gradients of an earlier micro-batch. FSDP2 has reduced those of all weights, not those of adapters.
+        if args.grad_accum > 1 and not (args.fsdp2 and trains_ends(args)):
+            freed = ()
+            for p in trained.values():
+                p.grad = torch.empty_like(p)
+        if variant.has_input_gradient:  # as if a block were there whose output needs a gradient
+            model.model.embed_tokens.weight.requires_grad_()
+        begin_parts_at(model, live, freed)
+        live.begin(("forward", "embedding"))
+        loss, _ = loss_of(model, batch_on_paper(args, length), args.beta)
+        live.begin(("backward", "head"))
+        live.in_backward = True
+        if loss.requires_grad:
+            loss.backward()
+    return live.most
+
+
+def begin_parts_at(model, live, freed):
+    """Hooks that begin a part of the step where the model gets there. A backward begins when the gradient of
+    the part's output is there. freed: parameters whose gradients are freed then: those of the part above,
+    and what becomes of them is for play_step()."""
+
+    def begin_forward(name, below, _, inputs):
+        live.begin(("forward", name))
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(functools.partial(begin_backward, below))
+
+    def begin_backward(name, _):
+        for p in freed:
+            p.grad = None
+        live.begin(("backward", name))
+
+    (block,) = model.model.layers
+    block.register_forward_pre_hook(functools.partial(begin_forward, "block", "embedding"))
+    model.model.norm.register_forward_pre_hook(functools.partial(begin_forward, "head", "block"))
+
+
+def model_on_paper(config, args, keeps):
+    """The model as main wraps it. With --fsdp2 its weights are in the dtype in which they are gathered."""
+    model = lm.on_meta(config, args)
+    if args.fsdp2:
+        for name, p in model.named_parameters():
+            if p.is_floating_point() and ".decay." not in name:
+                p.data = p.data.to(model.compute_dtype)
+    if args.sequence_parallel > 1:
+        model.sequence_group = argparse.Namespace(size=lambda: args.sequence_parallel)
+    if args.compile:
+        lm.compile_(model, args.packing)
+    wrap_blocks_(model, args, keeps)
+    return model
+
+
+def update_in_backward(named, args):
+    """What StepInBackward does without FSDP2."""
+    optimizer = make_optimizer(named, args, torch.zeros((), device="meta"))
+
+    def update(p):
+        optimizer.step()
+        p.grad = None
+
+    for p in named.values():
+        p.register_post_accumulate_grad_hook(update)
+
+
+def batch_on_paper(args, length):
+    """-> data.Batch of this rank: a document in each row, with --dpo a pair, and each token supervised. For
+    kernels of cards without FlashAttention the last token of a document is a gap, as packed rows have one."""
+    n_tokens = args.batch_size * length
+    n_documents = 2 * args.batch_size if args.dpo else args.batch_size
+    stops = [n_tokens * (i + 1) // n_documents for i in range(n_documents)]
+    starts = [0, *stops[:-1]]
+    bounds = None
+    if args.precision in ("fp16", "fp32"):
+        stops = [stop - 1 for stop in stops]
+        bounds = torch.empty(2 * n_documents + 1, dtype=torch.int32, device="meta")
+    shape = args.batch_size, length
+    if args.sequence_parallel > 1:
+        shape = 1, nf4.ceil_div(n_tokens, args.sequence_parallel)
+    tokens, targets, positions, supervised = torch.empty(4, *shape, dtype=torch.int64, device="meta").unbind()
+    return data.Batch(
+        tokens, targets, positions, supervised.flatten(),
+        dropout_bits=torch.empty(shape, dtype=torch.int32, device="meta"),
+        spans=lm.Spans(list(zip(starts, stops)), bounds, length),
+        n_targets=[n_tokens // n_documents] * n_documents)
+
+
+# ---- weights, gradients and optimizer of this rank, and what FSDP2 does with them
 
 
 class Sharding(NamedTuple):
     """What FSDP2 does with gathered weights and reduced gradients, see shard_(). Without FSDP2: nothing."""
 
     shards: int  # ranks that share a unit's rows
+    tied: bool  # embedding and head are one weight
     ends_in_root: bool  # embedding and head are gathered from the forward to the backward, and reduced last
     head_waits: bool  # the head's gradient stays as it is until the embedding's is there
     gradients_stay: bool  # on the device, from a block's backward to the optimizer's step
@@ -3634,229 +3657,351 @@ def sharding_of(args, config, shards):
     # do embedding and head with --no-shard_embeddings. The root is gathered by the forward and freed by the
     # end of the backward, where its gradients are reduced together.
     ends_in_root = args.fsdp2 and (tied or not args.shard_embeddings)
-    # The optimizer takes a gradient as soon as it is there, or the host does. But not with replicas, which
-    # exchange gradients at the end of the backward.
+    # The optimizer takes a gradient as soon as it is there, or the host does. But FSDP2 holds what replicas
+    # exchange until the end of the backward.
     is_taken = args.optim_in_backward or "params" in args.offload
-    return Sharding(shards, ends_in_root, ends_in_root or tied, args.replicas > 1 or not is_taken)
+    gradients_stay = args.replicas > 1 or not is_taken
+    return Sharding(shards, tied, ends_in_root, ends_in_root or tied, gradients_stay)
 
 
-def weights_of_blocks(args, n_recomputed, sharding, units):
-    """-> (bytes of weights in the dtype of products that the forward of each block leaves for its backward,
-    bytes that its backward adds to them)."""
+@dataclasses.dataclass
+class Unit:
+    """Bytes of what FSDP2 gathers and reduces at once, on rank 0, which has the most: FSDP2 cuts rows like
+    torch.chunk. Without FSDP2 nothing is gathered or reduced."""
+
+    rows: dict  # {name: parameter on the meta device} of this rank
+    optimizer: int = 0  # its state
+    workspace: int = 0  # temporaries of the optimizer, where it updates this unit alone
+    unsharded: int = 0  # as gathered, in the dtype of products
+    arriving: int = 0  # beside `unsharded`, until that is filled
+    new_gradient: int = 0  # as the backward makes it; with FSDP2 of all rows, in the dtype of products
+    last_gradient: int = 0  # of that the last parameter's, which FSDP2's foreach_reduce() has until its end
+    reduce_input: int = 0  # all rows in the dtype of the reduce-scatter; 0 without FSDP2
+    gradient: int = 0  # this rank's rows, which the reduce-scatter leaves for the step
+
+    def reduced(self):
+        """What there is of a gradient when it has been reduced."""
+        return self.last_gradient + self.reduce_input + self.gradient
+
+    def reduction(self):
+        """The most of a gradient on its way from the backward to the step: FSDP2 frees what the backward has
+        made when the input of the reduce-scatter is filled, and allocates the output then."""
+        return max(self.new_gradient + self.reduce_input, self.reduced())
+
+
+class Units(NamedTuple):
+    """The units of a model. Those of two blocks that have the same parameters are one object."""
+
+    blocks: list
+    embedding: Unit
+    head: Unit
+    ends: list  # embedding and head; one unit if they are tied or in the root
+    step_workspace: int  # temporaries of the optimizer's step
+
+    def all(self):
+        return [*self.blocks, *self.ends]
+
+
+def units_of(variants, args, sharding, is_streamed):
+    """-> Units of a model with such blocks. is_streamed: see streams_weights()."""
+    made = {}
+    for variant in variants:
+        name = repr(variant.config)
+        if name not in made:
+            made[name] = units_of_one(variant.config, args, sharding, is_streamed)
+    by_block = [made[repr(variant.config)] for variant in variants]
+    return by_block[0]._replace(
+        blocks=[units.blocks[0] for units in by_block],
+        step_workspace=max(units.step_workspace for units in by_block))
+
+
+def units_of_one(config, args, sharding, is_streamed):
+    """-> Units of a model with one block."""
+    model = lm.on_meta(config, args)
+    rows = {}
+    for name, p in model.named_parameters():
+        if name != data.HEAD or not sharding.tied:
+            n_rows = nf4.ceil_div(len(p), sharding.shards)
+            rows[name] = nn.Parameter(p.new_empty(n_rows, *p.shape[1:]), p.requires_grad)
+    state, step_workspace = optimizer_bytes(rows, args)
+
+    def unit(*beginnings, is_streamed=False):
+        rows_of_unit = {name: p for name, p in rows.items() if name.startswith(beginnings)}
+        made = unit_of(rows_of_unit, args, sharding.shards, model.compute_dtype, is_streamed)
+        made.optimizer = sum(state[name] for name in rows_of_unit if name in state)
+        return made
+
+    embedding = unit(data.EMBEDDING)
+    head = embedding if sharding.tied else unit(data.HEAD)
+    ends = [embedding] if sharding.tied else [embedding, head]
+    if sharding.ends_in_root:
+        ends = [unit(data.EMBEDDING, "model.norm.", data.HEAD)]
+    block = unit("model.layers.", is_streamed=is_streamed)
+    return Units([block], embedding, head, ends, step_workspace)
+
+
+def unit_of(rows, args, shards, dtype, is_streamed):
+    """-> Unit of some parameters, whose products are in `dtype`, without the state of the optimizer."""
+    unit = Unit(rows)
+    trained = {name: p for name, p in rows.items() if p.requires_grad}
+    for p in trained.values():
+        unit.gradient += p.nbytes
+    if not args.fsdp2:
+        unit.new_gradient = unit.gradient
+        return unit
+    for p in rows.values():
+        if p.requires_grad or not is_streamed:  # FSDP2 does not see frozen ones that are streamed
+            # bytes of NF4 are gathered as they are, and dequantized by their layer
+            itemsize = 1 if p.dtype is torch.uint8 else dtype.itemsize
+            unit.unsharded += shards * p.numel() * itemsize
+            if "params" in args.offload:  # on one rank FSDP2 copies one weight after the other
+                unit.arriving = max(unit.arriving, p.nbytes)
+    for p in trained.values():
+        unit.last_gradient = shards * p.numel() * dtype.itemsize
+        unit.new_gradient += unit.last_gradient
+    if shards > 1:
+        unit.arriving = unit.unsharded  # the buffer of the all-gather
+    else:
+        unit.last_gradient = 0
+    unit.reduce_input = shards * unit.gradient  # --precision bf16 reduces in bf16, the others in float32
+    if args.optim_in_backward:
+        _, unit.workspace = optimizer_bytes(trained, args)
+    return unit
+
+
+def optimizer_bytes(rows, args):
+    """-> ({name: bytes of the optimizer's state}, the most that a step of it allocates on the GPU)."""
+    forms = [(name, tuple(p.shape), p.dtype) for name, p in rows.items() if p.requires_grad]
+    state, workspace = once(trace_optimizer, args, UNSEEN_BY_OPTIMIZER, forms)
+    if "params" in args.offload:  # the CPU updates the weights
+        workspace = 0
+    return state, workspace
+
+
+def trace_optimizer(args, forms):
+    """Runs a step of the optimizer on this rank's rows, [(name, shape, dtype)], on the meta device -> as
+    optimizer_bytes(). What a fork's optimizer gathers from other ranks is not in it."""
+    with lm.on_paper() as live:
+        trained = {name: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+                   for name, shape, dtype in forms}
+        optimizer = make_optimizer(trained, args, torch.zeros((), device="meta"))
+        for p in trained.values():
+            p.grad = torch.empty_like(p)
+        live.begin("step")
+        optimizer.step()
+    # the number of steps may be a tensor on the CPU
+    state = {name: sum(t.nbytes for t in optimizer.state[p].values() if t.is_meta)
+             for name, p in trained.items()}
+    return state, max(live.most["step"].values()) - live.most["step"]["start"]
+
+
+def where_weights_lie(args, units, n_resident, is_streamed):
+    """-> ({kind: bytes on the GPU} of weights and optimizer, {kind: bytes of host memory} of these and of
+    gradients)."""
+    on_device = Counter()
+    host = Counter()
+    streamed = streamed_blocks(len(units.blocks), n_resident)
+    for i, unit in enumerate(units.all()):  # blocks come first
+        for name, p in unit.rows.items():
+            kind = kind_of_bytes(name, p)
+            # frozen weights of blocks may be resident, see allocate_()
+            may_stay = args.lora and not p.requires_grad and i < len(units.blocks)
+            stays = may_stay and (i not in streamed or (is_streamed and p.dim() < 2))
+            if stays or "params" not in args.offload:
+                on_device[kind] += p.nbytes
+            elif may_stay and is_streamed:
+                host["pinned weights"] += bytes_in_pages(p.nbytes)
+            else:
+                host[kind] += pinned_bytes(p.nbytes)
+                if p.requires_grad:
+                    host["gradients"] += pinned_bytes(p.nbytes)
+        state = host if "params" in args.offload else on_device
+        state["optimizer"] += unit.optimizer
+    if is_streamed:
+        # the two slots, each as large as the largest block that is streamed
+        for _ in streamed[:2]:
+            on_device += max((frozen_matrices(units.blocks[i]) for i in streamed), key=Counter.total)
+    return on_device, dict(+host)
+
+
+def frozen_matrices(unit):
+    """{kind: bytes} of what a unit streams."""
+    kinds = Counter()
+    for name, p in unit.rows.items():
+        if not p.requires_grad and p.dim() > 1:
+            kinds[kind_of_bytes(name, p)] += p.nbytes
+    return kinds
+
+
+def kind_of_bytes(name, p):
+    if p.dtype is torch.uint8:
+        return "quantized weights"
+    return "adapters" if "lora_" in name else "weights"
+
+
+def pinned_bytes(n_bytes):
+    """Host memory of a tensor that FSDP2 offloads: torch's pinned allocator rounds up to a power of two. Its
+    option pinned_max_round_threshold_mb ends that, but may overflow buffers (torch 2.13, pytorch #192722)."""
+    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
+
+
+def bytes_in_pages(n_bytes):
+    """Host memory of a tensor in pages, see pages_of(): what is behind the last whole one is rounded."""
+    return n_bytes // PAGE * PAGE + pinned_bytes(n_bytes % PAGE)
+
+
+# ---- the step of the whole model, event by event
+
+
+def gathered_in_blocks(args, sharding, units):
+    """-> (bytes of gathered weights that the forward of each block leaves for its backward, bytes that its
+    backward adds to them)."""
     n_layers = len(units.blocks)
     weights = units.blocks[0].unsharded  # the first block stands for all: no other one is larger
-    if not args.fsdp2:
-        # Autograd keeps the 16-bit copies of float32 weights. Recomputed blocks and tiles make them again.
-        n_others = n_layers - n_recomputed
-        copies = weights - (units.after_attention[0].unsharded if args.tiled_mlp else 0)
-        left = [0] * n_recomputed + [copies] * n_others
-        return left, [weights] * n_recomputed + [weights - copies] * n_others
-    if args.reshard_after_forward:
-        # One block is gathered at a time, from the forward of the first block to its backward. In the
-        # backward FSDP2 gathers the next block while one runs; with one shard it has nothing to gather.
-        prefetched = weights if sharding.shards > 1 else 0
-        left = [weights] + [0] * (n_layers - 1)
-        return left, [0] + [prefetched] * (n_layers - 1)
-    return [weights] * n_layers, [0] * n_layers
-
-
-def inputs_of_loss(args, config):
-    """Number of tensors of a block input's size that are alive while the loss is computed."""
-    n_scaled = 1 if config.output_multiplier != 1 else 0  # the norm times a factor
-    if args.chunked_ce:
-        return 4 + n_scaled  # x, its norm, the rows with a target, their gradient
-    # x and its norm, which a frozen head does not keep
-    return 2 if trains_ends(args) else 1
+    if not args.reshard_after_forward:
+        return [weights] * n_layers, [0] * n_layers
+    # One block is gathered at a time, from the forward of the first block to its backward. In the backward
+    # FSDP2 gathers the next block while one runs; with one shard it has nothing to gather.
+    prefetched = weights if sharding.shards > 1 else 0
+    return [weights] + [0] * (n_layers - 1), [0] + [prefetched] * (n_layers - 1)
 
 
 class Event(NamedTuple):
     """What is on the GPU at an instant of the step that may be its peak."""
 
     moment: str  # "block 3"
-    part: str  # of the moment, as tests/trace_plan.py compares them; "gather": the end of an all-gather
     kinds: Counter  # {kind: bytes}
 
 
-def play_step(args, units, sharding, acts, weights_of_block, logits_bytes, n_inputs_of_loss, always):
+def event(moment, alive, more):
+    """-> Event with `more` beside what is alive."""
+    return Event(moment, alive + Counter(more))
+
+
+def play_step(args, units, sharding, parts, always, input_bytes):
     """Plays a training step on paper, in the order of main. Yields an Event for each instant that may be the
-    peak. acts: BlockBytes of each block. weights_of_block: weights_of_blocks(). logits_bytes: loss_bytes().
-    n_inputs_of_loss: inputs_of_loss(). always: what is on the GPU from the first event to the last."""
-    head = units.head
+    peak. parts: Parts of each block. always: what is on the GPU from the first event to the last.
+    input_bytes: of a block's input."""
+    embedding = parts[0].embedding
+    blocks = [of_step.block for of_step in parts]
+    head = parts[-1].head
     all_gradients = sum(unit.gradient for unit in units.all())
-    input_bytes = acts[0].input  # of any tensor as large as a block's input
-    saved = [of_block.saved for of_block in acts]
-    if "activations" in args.offload:  # two inputs are on the GPU: in use, and on its way to the host or back
-        saved[2:] = [0] * len(saved[2:])
-    left, fetched = weights_of_block
     # What is on the GPU between two events. An event is a moment between them, in which a kernel has its
     # inputs, outputs and temporaries as well: `alive` and these together are one candidate for the peak.
     alive = always.copy()
-    if sharding.ends_in_root:
-        alive["unsharded units"] = sum(unit.unsharded for unit in units.ends)
     if args.grad_accum > 1 and args.fsdp2 and not trains_ends(args):
         # adapters are reduced after the last micro-batch
         alive["gradients"] = sharding.shards * all_gradients
     elif args.grad_accum > 1 and sharding.gradients_stay:
         alive["gradients"] = all_gradients  # of earlier micro-batches, to which this one adds
-
     if sharding.ends_in_root:
-        yield Event("head and loss", "loss", alive + Counter({"unsharded units": head.brought}))
+        (root,) = units.ends
+        alive["unsharded units"] = root.unsharded
+        yield event("head and loss", alive, {"unsharded units": root.arriving})
 
-    # ---- forward of the blocks: `alive` grows by what each of them saves
-    yield from play_forward_(units, sharding, acts, left, saved, alive)
+    # ---- forward: `alive` grows by what each part leaves
+    gathered, fetched = gathered_in_blocks(args, sharding, units)
+    left = [block.left for block in blocks]
+    if "activations" in args.offload:  # two inputs are on the GPU: in use, and on its way to the host or back
+        left[1:-1] = [n_bytes - input_bytes for n_bytes in left[1:-1]]
+    alive["saved activations"] += embedding.left
+    yield from play_forward_(units, sharding, blocks, gathered, left, alive)
 
     # ---- the loss, then the backward of the head
-    # Here all blocks have saved what they save and none has freed it: the peak of long rows without
-    # checkpointing.
-    yield Event("head and loss", "saved", alive + Counter({"saved activations": input_bytes}))
-    weights = 0
-    if not sharding.ends_in_root:
-        weights = head.unsharded
-        yield Event("head and loss", "loss", alive + Counter(
-            {"saved activations": 2 * input_bytes, "unsharded units": weights + head.brought}))
-    if args.chunked_ce and sharding.shards > 1:
-        # FSDP2 keeps the buffer of its last all-gather until the forward ends
-        weights += units.blocks[0].unsharded if sharding.ends_in_root else head.unsharded
-    in_loss = Counter({"saved activations": n_inputs_of_loss * input_bytes, "logits chunk": logits_bytes,
-                       "unsharded units": weights})
-    yield Event("head and loss", "loss", alive + in_loss)
-    # the gradient of the head's weight is V*D numbers, of a small model with a large vocabulary most of all
-    in_backward = Counter({"saved activations": 4 * input_bytes, "gradients": head.new_gradient})
-    if not sharding.head_waits:
-        in_backward["gradients"] = head.reduction()
-        in_backward["block workspace"] = updating(args, head)
-    yield Event("head and loss", "loss", alive + in_backward)
-    if sharding.head_waits:
-        alive["gradients"] += head.new_gradient
-    else:
-        alive["gradients"] += left_for_step(args, sharding, head)
+    yield from play_head_(args, units, sharding, head, alive, input_bytes)
 
     # ---- backward of the blocks, each while the unit before it is reduced: FSDP2 runs the reduce-scatter of
     # a unit on a stream of its own, so its input is still there while the next block computes
-    being_reduced = 0 if sharding.head_waits else head.reduce_input
-    for i in reversed(range(len(acts))):
-        here = alive + Counter({"unsharded units": fetched[i], "gradients": being_reduced})
-        yield from play_backward_of_block(args, units, i, acts[i], here)
-        # the block is done: its activations go, its gradients stay for the step, or go to the host
-        being_reduced = units.blocks[i].reduce_input
-        alive["gradients"] += left_for_step(args, sharding, units.blocks[i])
-        alive["saved activations"] -= saved[i]
-        alive["unsharded units"] -= left[i]
+    being_reduced = 0 if sharding.head_waits else units.head.reduce_input
+    for i in reversed(range(len(blocks))):
+        alive["saved activations"] -= left[i]
+        if blocks[i].backward:  # the block does not lie below the first adapter
+            yield event(f"block {i}", alive, {
+                "saved activations": blocks[i].left,
+                "block workspace": blocks[i].backward - blocks[i].left,
+                "unsharded units": fetched[i],
+                "gradients": being_reduced})
+            yield from play_reduction_(args, sharding, f"block {i}", units.blocks[i], alive, input_bytes)
+            being_reduced = units.blocks[i].reduce_input
+        alive["unsharded units"] -= gathered[i]
 
     # ---- backward of the embedding, which adapters do not need; optimizer.step()
     if trains_ends(args):
-        yield from play_backward_of_embedding(args, units, sharding, input_bytes, alive)
+        yield from play_backward_of_embedding(args, units, sharding, embedding, alive)
     # No activation is left by now. This is the peak of a large model that is trained in full on short rows.
     if not args.optim_in_backward:
         gradients = 0 if "params" in args.offload else all_gradients
-        workspace = max(unit.workspace for unit in units.all())
-        in_step = Counter({"block workspace": workspace, "gradients": gradients})
-        yield Event("step", "step", always + in_step)
+        yield event("step", always, {"block workspace": units.step_workspace, "gradients": gradients})
 
 
-def play_forward_(units, sharding, acts, left, saved, alive):
-    """Yields the events from the first block to the gathered head, and adds to `alive` what each block
-    leaves. left: of weights_of_blocks(). saved: bytes that each block saves on the GPU."""
-    input_bytes = acts[0].input
+def play_forward_(units, sharding, blocks, gathered, left, alive):
+    """Yields the events of the blocks' forwards, and adds to `alive` what each block leaves: `gathered` bytes
+    of weights, and `left` bytes of activations."""
     # Several ranks: FSDP2 copies a unit out of the buffer of its all-gather, and frees the buffer of the unit
     # before it only then. So it has three times a unit for a moment, and twice while a block runs.
-    buffer = 0
+    buffer = units.ends[0].arriving if sharding.shards > 1 else 0
+    for i, block in enumerate(blocks):
+        unit = units.blocks[i]
+        alive["unsharded units"] += gathered[i]
+        yield event(f"block {i}", alive, {"unsharded units": buffer + unit.arriving})
+        buffer = unit.arriving if sharding.shards > 1 else 0
+        yield event(f"block {i}", alive, {"block workspace": block.forward, "unsharded units": buffer})
+        alive["saved activations"] += left[i]
+
+
+def play_head_(args, units, sharding, part, alive, input_bytes):
+    """Yields the events of the loss and of the head's backward, and adds to `alive` the head's gradient."""
+    unit = units.head
+    buffer = 0  # of the last all-gather: FSDP2 keeps it until the forward ends
     if sharding.shards > 1:
-        first = units.ends if sharding.ends_in_root else [units.embedding]
-        buffer = sum(unit.unsharded for unit in first)
-    for i, of_block in enumerate(acts):
-        alive["unsharded units"] += left[i]
+        buffer = units.blocks[-1].arriving
+    weights = 0
+    if not sharding.ends_in_root:
+        weights = unit.unsharded
+        yield event("head and loss", alive, {
+            "saved activations": input_bytes,  # the output of the norm
+            "unsharded units": weights + unit.arriving + buffer})
         if sharding.shards > 1:
-            yield gathering(f"block {i}", alive, input_bytes, buffer + units.blocks[i].unsharded)
-            buffer = units.blocks[i].unsharded
-        in_forward = Counter({"saved activations": input_bytes, "block workspace": of_block.in_forward,
-                              "unsharded units": buffer})
-        yield Event(f"block {i}", "forward", alive + in_forward)
-        alive["saved activations"] += saved[i]
-    if sharding.shards > 1 and not sharding.ends_in_root:
-        yield gathering("head and loss", alive, 2 * input_bytes, buffer + 2 * units.head.unsharded)
-
-
-def gathering(moment, alive, input_bytes, buffer_bytes):
-    """-> the Event at the end of an all-gather, in front of what reads an input of so many bytes."""
-    return Event(moment, "gather", alive + Counter(
-        {"saved activations": input_bytes, "unsharded units": buffer_bytes}))
-
-
-def left_for_step(args, sharding, unit):
-    """Bytes of a unit's gradient that a backward leaves beside those of earlier micro-batches."""
-    return unit.gradient if sharding.gradients_stay and args.grad_accum == 1 else 0
-
-
-def updating(args, unit):
-    """Bytes of temporaries where a unit is updated as soon as its gradient is there."""
-    return unit.workspace if args.optim_in_backward else 0
-
-
-def play_backward_of_block(args, units, i, of_block, alive):
-    """Yields the events of block i. `alive` has what the block has saved, which is a part of the sums of
-    BlockBytes, too."""
-    if not of_block.in_down:  # it lies below the first adapter
-        return
-    down = units.down[i]
-    after_attention = units.after_attention[i]
-    here = alive + Counter({"saved activations": of_block.input - of_block.saved})
-    # Without FSDP2 the backward of a product frees the 16-bit copy of its weight.
-    freed_by_down = 0 if args.fsdp2 else down.unsharded
-    freed = 0 if args.fsdp2 else after_attention.unsharded
-    # every tile adds to all of these gradients, and has one more at a time
-    of_tiles = after_attention.new_gradient if args.tiled_mlp else 0
-    # Without FSDP2, --optim_in_backward takes each gradient as it comes, and a later micro-batch adds it to
-    # the one before. Those of tiles are added up first.
-    is_taken = (args.optim_in_backward or args.grad_accum > 1) and not args.fsdp2
-
-    def event(part, workspace, gradients, freed):
-        kinds = Counter({"block workspace": workspace, "gradients": gradients, "unsharded units": -freed})
-        return Event(f"block {i}", part, here + kinds)
-
-    of_down = down.new_gradient
-    if args.lora or casts_gradients(args):  # adapters get theirs later, and in_down has one that is cast
-        of_down = 0
-    # The MLP first, from its end: down_proj, then gate_proj and up_proj, then the norm before them. Each
-    # product of a trained weight leaves a gradient as large as the weight, while activations get fewer.
-    yield event("backward", of_block.in_down, of_tiles + of_down, 0)
-    yield event("backward", of_block.behind_down, of_tiles + down.new_gradient, freed_by_down)
-    if is_taken or args.tiled_mlp:
-        yield event("backward", of_block.in_mlp, of_tiles, freed_by_down)
-        made = down.new_gradient  # the largest
-        if args.tiled_mlp:
-            made = after_attention.new_gradient
+            buffer = unit.arriving
+    in_loss = {"logits chunk": part.forward, "unsharded units": weights + buffer}
+    yield event("head and loss", alive, in_loss)
+    if args.chunked_ce:  # the backward needs no weights, see shard_()
+        weights = 0
+    yield event("head and loss", alive, {"logits chunk": part.backward, "unsharded units": weights})
+    if sharding.head_waits:
+        alive["gradients"] += unit.new_gradient
     else:
-        yield event("backward", of_block.in_mlp, down.new_gradient, freed_by_down)
-        made = after_attention.new_gradient
-    yield event("backward", of_block.behind_mlp, made, freed)
-    # then attention, beside the gradients of the MLP and of o_proj
-    if is_taken:
-        made = 0  # and those of q, k and v come when attention has freed more than they need
-    yield event("attention", of_block.in_attention + updating(args, units.blocks[i]), made, freed)
+        yield from play_reduction_(args, sharding, "head and loss", unit, alive, input_bytes)
 
 
-def play_backward_of_embedding(args, units, sharding, input_bytes, alive):
+def play_reduction_(args, sharding, moment, unit, alive, input_bytes):
+    """Yields the event behind a part's backward in which FSDP2 reduces its gradients and --optim_in_backward
+    updates its weights, and adds to `alive` what stays of the gradients for the step."""
+    if args.fsdp2:
+        yield event(moment, alive, {
+            "saved activations": input_bytes,  # the gradient of the part's input
+            "gradients": unit.reduction(),
+            "block workspace": unit.workspace})
+    if sharding.gradients_stay and args.grad_accum == 1:
+        alive["gradients"] += unit.gradient
+
+
+def play_backward_of_embedding(args, units, sharding, part, alive):
     """Yields the events behind the first block's backward, where the embedding, or a tied pair, gets its
     gradient: [V, D] numbers, although a step has seen few of the V tokens."""
-    embedding = units.embedding
-    here = alive + Counter({"gradients": embedding.new_gradient})
-    # of the first block's input: 16 bits, or the float32 of a master, which is as much as two
-    n_gradients = 2 if embedding.unsharded and not args.fsdp2 else 1
-    yield Event("embedding", "embedding", here + Counter({"saved activations": n_gradients * input_bytes}))
-    if args.fsdp2:
-        here = alive.copy()
-        in_unit = [embedding]
-        if sharding.ends_in_root:
-            in_unit = units.ends
-            # the root's weights are freed first, and of a tied pair there is one gradient by now
-            here["unsharded units"] -= sum(end.unsharded for end in in_unit)
-            here["gradients"] -= units.head.new_gradient
-        reduction = sum(end.reduction() for end in in_unit)
-        yield Event("embedding", "embedding", here + Counter({"gradients": reduction}))
-        # its update: what is reduced by then is all there is of gradients
-        here["gradients"] = sum(end.reduced() for end in in_unit)
-    yield Event("embedding", "embedding", here + Counter({"block workspace": updating(args, embedding)}))
+    yield event("embedding", alive, {"block workspace": part.backward - part.left})
+    if not args.fsdp2:
+        return
+    here = alive.copy()
+    here["saved activations"] -= part.left
+    unit = units.ends[0]  # the embedding's, or the root
+    if sharding.ends_in_root:
+        # its weights are freed first, and of a tied pair there is one gradient by now
+        here["unsharded units"] -= unit.unsharded
+        here["gradients"] -= units.head.new_gradient
+    yield event("embedding", here, {"gradients": unit.reduction()})
+    # what is reduced by then is all there is of gradients
+    yield event("embedding", here, {"gradients": unit.reduced(), "block workspace": unit.workspace})
 
 
 def largest_moments(events):
@@ -3870,520 +4015,6 @@ def largest_moments(events):
     # the forward of a block comes first, its backward after the loss: the backward's place is the usual one
     in_order = [largest[phase] for phase in ("head", "block", "embedding", "step") if phase in largest]
     return {event.moment: event.kinds for event in in_order}
-
-
-# ---- the bytes of a block's activations and of the loss. Every one of these functions counts bytes: a number
-# has `itemsize` of them in the dtype of products, and where kernels keep float32 or int64 it says so. With
-# --compile Inductor computes again in the backward what is pointwise, in place of saving it: what a norm
-# makes, SiLU, the float32 of logits and of NF4.
-
-FLOAT32 = 4  # bytes of a number
-INT64 = 8
-
-
-class Keeps(NamedTuple):
-    """What a block keeps from the forward to the backward, beside its input."""
-
-    activations: bool  # all of them: it is not recomputed
-    weights: bool  # NF4 weights in 16 bits
-    attention: bool  # of a recomputed block, attention's output
-
-
-class Gradients(NamedTuple):
-    """Which parts of a block a gradient flows through. Below the first adapter there is none: nothing is
-    saved, and nothing runs in the backward."""
-
-    input: bool  # something below the block is trained
-    attention: bool  # from the projections of q, k and v to attention's output
-    middle: bool  # of x between attention and the MLP
-    mlp: bool  # of the block's output
-
-
-class BlockBytes(NamedTuple):
-    """Bytes of a block's activations, as CUDA kernels save and allocate them. Those of the backward are the
-    most that is alive at once, with what the block has saved, without its input."""
-
-    input: int
-    saved: int  # what its forward leaves for its backward, with its input
-    in_forward: int
-    in_attention: int  # while the backward of attention runs; 0 if it has none
-    in_down: int  # until the product that makes the gradient of down_proj; 0 if the block has no backward
-    behind_down: int  # then, when that gradient is there in the dtype of its weight
-    in_mlp: int  # while the rest of the MLP's backward runs
-    behind_mlp: int  # then, when all gradients of the MLP's weights are there
-
-
-def gradients_of_block(args, c, layer_type, has_input_gradient):
-    *inner_targets, o_target = lm.mixer_targets(c, layer_type)
-    attention = has_input_gradient or trains_any(args, *inner_targets)
-    middle = attention or trains_any(args, o_target)
-    return Gradients(has_input_gradient, attention, middle, middle or trains_any(args, *lm.MLP_TARGETS))
-
-
-def trains_any(args, *names):
-    """Whether one of these weights, or its adapter, is trained."""
-    return not args.lora or any(name in args.lora_targets for name in names)
-
-
-def saved_input(args, n_bytes, *names):
-    """Bytes a token that the gradients of these weights need of the input that they share, n_bytes wide."""
-    return n_bytes if trains_any(args, *names) else 0
-
-
-def mask_bytes(args, n_numbers, *names):
-    """What dropout allocates for its mask of an input of these weights: an int32 and a bool for each number
-    of a band."""
-    if not args.lora_dropout or not trains_any(args, *names):
-        return 0
-    return 5 * min(nf4.BAND_WEIGHTS, n_numbers)
-
-
-def key_size_of(args, c):
-    """Numbers a token of the key heads in attention: --sequence_parallel repeats them until each rank has as
-    many."""
-    return c.head_dim * math.lcm(c.num_key_value_heads, args.sequence_parallel)
-
-
-def has_flash_attention(args):
-    """Whether attention runs FlashAttention, which is for 16 bits on an Ampere card or newer. Elsewhere it is
-    the memory-efficient kernel (see attend_here() in model.py), and the plan is for rows with a gap between
-    or behind documents, as packed rows have one. fp16 is planned as for the cards whose default it is, sm_70
-    and sm_75; on a newer one it needs less."""
-    return args.precision in ("mixed", "bf16")
-
-
-def copies_attention(args):
-    """Whether o_proj, or a gate, reads another tensor than the kernel's output: the second all-to-all brings
-    it, or without FlashAttention the outputs of documents are copied into it."""
-    return args.sequence_parallel > 1 or not has_flash_attention(args)
-
-
-def documents_of(args):
-    """Number of documents of a micro-batch: one in each row, or with --dpo a pair."""
-    return 2 * args.batch_size if args.dpo else args.batch_size
-
-
-def windows_of(args, c, n_tokens, layer_type):
-    """Windows in a document, with a fraction, where sdpa() cuts it into windows; else 1. FlashAttention knows
-    windows."""
-    if layer_type != "sliding_attention" or has_flash_attention(args):
-        return 1
-    length = n_tokens * args.sequence_parallel / documents_of(args)
-    return max(1, length / c.sliding_window)
-
-
-def bytes_of_windows(c, itemsize, n_windows):
-    """Bytes a token that these save beside attention in one piece: k and v of the window before each but the
-    first, for each query head, and a mask of two windows by one."""
-    n_before = (math.ceil(n_windows) - 1) / n_windows
-    mask = 2 * itemsize * c.sliding_window / n_windows if n_windows > 1 else 0
-    return 2 * itemsize * c.q_size * n_before + mask
-
-
-def bytes_of_attention(args, c, itemsize, n_windows):
-    """-> (bytes a token that attention saves, those that its backward adds), without the inputs of the
-    projections. FlashAttention and the memory-efficient kernel save q, k, v, the output and the log of the
-    sum of each softmax, a float32 a head. The backward of both adds up dq in float32, the latter's for one
-    document at a time."""
-    has_flash = has_flash_attention(args)
-    q_bytes = itemsize * c.q_size  # also of attention's output
-    key_bytes = itemsize * key_size_of(args, c)  # also of v
-    shares_keys = key_bytes < q_bytes
-    saved = 2 * q_bytes + 2 * key_bytes + FLOAT32 * c.num_attention_heads
-    gradients = q_bytes + 2 * key_bytes
-    if c.family.qk_norm or c.family.bare_qk_norm:
-        saved += q_bytes + itemsize * c.kv_size  # inputs of the norms of q and k
-    n_calls = 1 if has_flash else documents_of(args)
-    gradients += FLOAT32 * c.q_size / n_calls  # dq
-    gradients -= q_bytes * (n_calls - 1) / n_calls  # outputs of the calls whose backward is done
-    if shares_keys:
-        gradients += 2 * q_bytes  # dk and dv of each query head
-    if shares_keys and not has_flash:
-        gradients -= 2 * key_bytes  # their sums come when dq in float32 is gone
-        saved += 2 * q_bytes  # k and v of each query head: the memory-efficient kernel shares no key heads
-        if args.sequence_parallel == 1:
-            saved -= 2 * key_bytes  # else they lie in one tensor with q, which the all-to-all has brought
-    if n_windows > 1:
-        # Each window's backward frees as much as it makes, all but its dq in float32. Then k's gradients, or
-        # v's, are joined.
-        saved += bytes_of_windows(c, itemsize, n_windows)
-        gradients = q_bytes * max(7 / n_windows, 1) / n_calls
-    if c.family.gate and copies_attention(args):
-        saved += q_bytes  # the copy, which the gate multiplies
-        # which is gone before attention's backward, and before that there are its gradient and the gate's
-        gradients = max(gradients - q_bytes, 2 * q_bytes)
-    if c.family.gate:
-        saved += q_bytes  # the sigmoid of the gate, whose place the gate's gradient takes
-    if c.family.gate_in_q:
-        saved += q_bytes  # the gate, which is in one tensor with the input of q's norm
-    return saved, gradients
-
-
-def bytes_of_deltanet(c, itemsize, n_tokens):
-    """The same of Gated DeltaNet. Its backward recomputes one segment at a time. When that is done, a token
-    of the segment has these numbers in float32, of the convolution's channels (conv) and of values:
-
-        3 * conv - value           what SiLU is applied to; q, k, v by chunks; q and k of unit length
-        conv / 2 - value / 2       products of q and k with k
-        7/2 * value                decays, these with beta, a, its inverse, that times beta and carry, scores
-        4 * value                  w and u, queries, keys
-        6 * value                  d and the state of each chunk, in a list and in one tensor
-        6 * value                  o, by tokens, normalized; z, its SiLU, the gradient of their product
-        -value / 2                 the 16-bit gradient of the output, which block_bytes() counts, is gone
-
-    This holds for heads of 2 * RULE_CHUNK numbers, as every Qwen3.5 has: the state has K*K numbers where the
-    C tokens of a chunk have C*K, and their products with one another have C*C."""
-    conv_bytes = itemsize * c.conv_size
-    value_bytes = itemsize * c.value_size
-    segment = min(lm.SEGMENT, n_tokens)
-    saved = conv_bytes + value_bytes  # qkv and z
-    saved += FLOAT32 * c.value_size * c.linear_key_head_dim / segment  # the state before each segment
-    rule = FLOAT32 * (3.5 * c.conv_size + 17.5 * c.value_size)
-    # gradients of qkv of the segments before, and a padded input of this one
-    added = conv_bytes + rule * segment / n_tokens
-    if n_tokens > segment:
-        added += value_bytes  # the same of z, and the output's gradient is not gone before the last segment
-    return saved, added
-
-
-def saved_by_mlp(args, c, itemsize):
-    """Bytes a token, without down_proj's input, at which a recomputation ends."""
-    n_chosen = c.num_experts_per_tok  # 1 for a dense MLP
-    input_bytes = itemsize * c.hidden_size
-    shared_size = c.shared_expert_intermediate_size
-    if args.compile and not c.num_experts:  # experts are not compiled
-        return 2 * itemsize * c.mlp_size  # gate and up
-    saved = 3 * itemsize * (c.mlp_size + shared_size)  # gate, up and silu(gate)
-    saved += saved_input(args, n_chosen * input_bytes, "gate_proj", "up_proj")
-    if c.num_experts:
-        saved += itemsize * c.mlp_size  # what the odds are applied to
-        saved += FLOAT32 * c.num_experts  # odds of all experts
-        # of the chosen ones: odds before and after they are normalized and by rows, and three times an order
-        saved += n_chosen * (2 * FLOAT32 + 3 * INT64)
-        if not args.lora:
-            saved += input_bytes  # input of the router
-    if shared_size:
-        # its result, and its input, which full fine-tuning has counted as the router's
-        saved += 2 * input_bytes if args.lora else input_bytes
-        saved += saved_input(args, itemsize * shared_size, "down_proj")
-    return saved
-
-
-class MixerBytes(NamedTuple):
-    """Bytes a token of attention or Gated DeltaNet, from the input of its projections to its output."""
-
-    saved: float
-    added: float  # by its backward, with the gradient of its output
-    output: int
-
-
-def bytes_of_mixer(args, c, itemsize, n_tokens, layer_type):
-    """-> MixerBytes, with what A makes of the input of each adapter of the block."""
-    if layer_type == "linear_attention":
-        output = itemsize * c.value_size
-        saved, added = bytes_of_deltanet(c, itemsize, n_tokens)
-    else:
-        output = itemsize * c.q_size
-        n_windows = windows_of(args, c, n_tokens, layer_type)
-        saved, added = bytes_of_attention(args, c, itemsize, n_windows)
-    *inner_targets, o_target = lm.mixer_targets(c, layer_type)
-    if not args.compile:  # else made of x again, which is saved in any case
-        saved += saved_input(args, itemsize * c.hidden_size, *inner_targets)
-    if args.lora:
-        for name in (*inner_targets, o_target, *lm.MLP_TARGETS):
-            if name in args.lora_targets:
-                n_rows = c.num_experts_per_tok if name in lm.MLP_TARGETS else 1
-                saved += itemsize * args.lora_rank * n_rows
-    return MixerBytes(saved, added + output, output)
-
-
-def weights_of_down_proj(c):
-    """Number of weights of a block's down_proj, of all experts. gate_proj and up_proj have as many each."""
-    width = c.mlp_size // c.num_experts_per_tok
-    return c.hidden_size * width * max(c.num_experts, 1)
-
-
-def casts_gradients(args):
-    """Whether a product makes a weight's gradient in 16 bits, and autograd a copy in the master's float32."""
-    return args.precision in ("mixed", "fp16") and not (args.lora or args.fsdp2)
-
-
-def bytes_being_cast(args, c, itemsize):
-    """A gradient of down_proj in 16 bits, which is there beside its copy in float32."""
-    return itemsize * weights_of_down_proj(c) if casts_gradients(args) else 0
-
-
-def bytes_to_dequantize(args, itemsize, n_weights):
-    """What nf4.dequantize() has beside its result: the float32 scales of the whole matrix, and of each weight
-    of a band a float32 level and half of an int32, the index of a pair."""
-    scales = FLOAT32 * n_weights / nf4.BLOCK
-    if args.compile and itemsize == 2:
-        return scales
-    return scales + (FLOAT32 + 2) * min(nf4.BAND_WEIGHTS, n_weights)
-
-
-def row_bytes_of(c, itemsize, n_tokens):
-    """Bytes of the rows that go to experts, or come from them: each token's x for each of its experts. Of a
-    dense MLP none go anywhere."""
-    if not c.num_experts:
-        return 0
-    return n_tokens * itemsize * c.num_experts_per_tok * c.hidden_size
-
-
-class AddedInMLP(NamedTuple):
-    """in_down, behind_down and in_mlp of BlockBytes, each beside what is saved and the output's gradient."""
-
-    in_down: float
-    behind_down: float
-    in_mlp: float
-
-
-def added_in_mlp(args, c, itemsize, n_tokens, is_recomputed, unsaved_output):
-    """-> AddedInMLP of the backward of n_tokens, the largest of some moments, here from the last to the
-    first. unsaved_output: bytes of the mixer's output if nothing saves it."""
-    mlp_bytes = n_tokens * itemsize * c.mlp_size
-    row_bytes = row_bytes_of(c, itemsize, n_tokens)
-    n_row_numbers = n_tokens * c.num_experts_per_tok * c.hidden_size
-    down_input = saved_input(args, mlp_bytes, "down_proj")
-
-    # gate and up: gradients of silu(gate), up and gate; or those of down_proj's input and the first two
-    at_gate = 3 * mlp_bytes
-    at_gate += mask_bytes(args, n_row_numbers, "gate_proj", "up_proj")
-    at_adapter = 0  # down_proj's makes a second gradient of the input
-    if args.lora:
-        at_adapter = 2 * mlp_bytes + down_input + mask_bytes(args, n_tokens * c.mlp_size, "down_proj")
-    # down_proj: its input, and the input's gradient. It is dequantized from NF4 first, beside the input
-    scratch = 0
-    weight_bytes = 0
-    if args.qlora:
-        n_weights = weights_of_down_proj(c)
-        weight_bytes = itemsize * n_weights
-        scratch = bytes_to_dequantize(args, itemsize, n_weights)
-    at_down = row_bytes + weight_bytes + mlp_bytes + max(down_input, scratch)
-    being_cast = bytes_being_cast(args, c, itemsize)
-    moments = [at_adapter, at_down + being_cast]
-    if is_recomputed:
-        # Before that the recomputation ends with the output of down_proj's adapter.
-        at_end = row_bytes + weight_bytes + scratch + mlp_bytes  # mlp_bytes: down_proj's input
-        if args.lora and "down_proj" in args.lora_targets:
-            at_end += n_row_numbers * itemsize
-        # And before that it has the rows of experts, which nothing saves if only attention has adapters.
-        at_rows = 0 if trains_any(args, "gate_proj", "up_proj") else 2 * row_bytes
-        # A recomputation holds what it goes on with, whether it is saved or not: the mixer's output to its
-        # end, and the input of the router.
-        held = unsaved_output
-        if args.lora and c.num_experts and not c.shared_expert_intermediate_size:
-            held += n_tokens * itemsize * c.hidden_size
-        moments += [at_end + held, at_rows + held]
-    return AddedInMLP(max(moments), mlp_bytes + being_cast, at_gate)
-
-
-def bytes_of_forward(args, c, itemsize, n_tokens, layer_type):
-    """The most that a block's forward has beside its input where nothing is saved for a backward. Below the
-    first adapter that may be the peak of a step. Elsewhere the backward has more. In attention, q is there
-    four times in 16 bits and two and a half times in float32 while RoPE turns it. Gated DeltaNet has its
-    projections and outputs, and of a segment in float32, with value_size numbers each:
-
-        6     queries, keys, w and u; the output before it is normed, and behind
-        4     d and the state of each chunk (K*K numbers for RULE_CHUNK tokens)
-        2     z and its SiLU
-        1/2   scores"""
-    tile = min(args.tiled_mlp or n_tokens, n_tokens)
-    x_bytes = itemsize * c.hidden_size
-    mlp_bytes = itemsize * c.mlp_size
-    row_bytes = row_bytes_of(c, itemsize, 1)
-    # silu(gate), up and their product beside the rows; or the product beside the adapter's, down_proj's and
-    # both their rows
-    in_mlp = n_tokens * x_bytes + tile * (x_bytes + max(3 * mlp_bytes + row_bytes, mlp_bytes + 3 * row_bytes))
-    if args.qlora:
-        in_mlp += itemsize * weights_of_down_proj(c)
-    if layer_type == "linear_attention":
-        segment = min(lm.SEGMENT, n_tokens)
-        in_mixer = n_tokens * itemsize * (c.conv_size + 2 * c.value_size)
-        in_mixer += segment * (itemsize * c.conv_size + FLOAT32 * 12.5 * c.value_size)
-    else:
-        of_q = 4 * itemsize + 2.5 * FLOAT32
-        in_mixer = n_tokens * (x_bytes + 2 * itemsize * c.kv_size + of_q * c.q_size)
-    return max(in_mixer, in_mlp)
-
-
-def block_bytes(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
-    """-> BlockBytes of a block of n_tokens. tests/test_plan.py compares them with real steps, and
-    tests/trace_plan.py with the model's own code at real sizes."""
-    x_bytes = n_tokens * itemsize * c.hidden_size
-    in_forward = bytes_of_forward(args, c, itemsize, n_tokens, layer_type)
-    if not gradients.mlp:
-        return BlockBytes(x_bytes, 0, int(in_forward), 0, 0, 0, 0, 0)
-    mixer = bytes_of_mixer(args, c, itemsize, n_tokens, layer_type)
-    *_, o_target = lm.mixer_targets(c, layer_type)
-    tile = min(args.tiled_mlp or n_tokens, n_tokens)
-
-    is_recomputed = args.tiled_mlp or not keeps.activations
-    in_attention = 0
-    saved_in_mixer = 0
-    if gradients.attention:
-        saved_in_mixer = n_tokens * mixer.saved
-        in_attention = saved_in_mixer + n_tokens * mixer.added + x_bytes  # x_bytes: the output's gradient
-        in_attention += n_tokens * bytes_of_run_once(args, c, itemsize, layer_type, keeps)
-    saved_in_mlp = 0  # a token
-    if gradients.middle or trains_any(args, "gate_proj", "up_proj"):
-        saved_in_mlp = saved_by_mlp(args, c, itemsize)
-    is_copied = copies_output(args, c, layer_type, gradients)
-    if is_copied and not args.tiled_mlp:  # tiles are views
-        saved_in_mlp += saved_input(args, mixer.output, o_target)
-    is_unsaved = is_copied and not args.tiled_mlp and not trains_any(args, o_target)
-    unsaved_output = n_tokens * mixer.output if is_unsaved else 0
-    added = added_in_mlp(args, c, itemsize, tile, is_recomputed, unsaved_output)
-    in_mlp = saved_in_mixer + tile * saved_in_mlp
-    # gradients of the block's output and of what the MLP reads, and between them of a norm
-    n_gradients = 3 if c.family.branch_norms else 2
-    in_mlp += n_gradients * tile * itemsize * c.hidden_size
-    # rows, and their gradients, one of gate's and one of up's; or one while a weight's gradient is cast
-    row_bytes = row_bytes_of(c, itemsize, tile)
-    being_cast = bytes_being_cast(args, c, itemsize)
-    at_gate = 3 * row_bytes + tile * itemsize * c.mlp_size
-    behind_mlp = saved_in_mixer + n_gradients * x_bytes + max(row_bytes + being_cast, at_gate)
-
-    down_input = saved_input(args, n_tokens * itemsize * c.mlp_size, "down_proj")
-    saved = saved_in_mixer + n_tokens * saved_in_mlp + down_input + x_bytes * n_norm_inputs(c, gradients)
-    if args.tiled_mlp:
-        # of tiles; the output of attention without a gate is saved by itself
-        saved = saved_in_mixer + x_bytes
-        # gradients of the output, and of what other tiles read
-        in_mlp += (n_tokens - tile) * (itemsize * c.hidden_size + mixer.output)
-        if is_copied:
-            saved += n_tokens * mixer.output
-            in_mlp += n_tokens * mixer.output
-    # NF4 weights in 16 bits, which the gradients of products' inputs need
-    n_down_weights = weights_of_down_proj(c)
-    n_o_weights = c.hidden_size * mixer.output // itemsize
-    mixer_weight_bytes = itemsize * n_mixer_weights(c, layer_type, gradients, n_o_weights)
-    n_mlp_weights = 2 * n_down_weights if gradients.middle else 0  # of gate_proj and up_proj
-    other_weight_bytes = mixer_weight_bytes + itemsize * n_mlp_weights
-    if keeps.weights:
-        saved += other_weight_bytes + itemsize * n_down_weights
-    if not keeps.activations:
-        saved = x_bytes + n_tokens * kept_of_recomputed(
-            args, c, itemsize, n_tokens, layer_type, keeps, gradients)
-    elif not args.tiled_mlp:
-        dequantized = itemsize * n_down_weights if args.qlora and not keeps.weights else 0
-        in_forward = max(in_forward, saved - x_bytes + at_end_of_mlp(max(x_bytes, row_bytes), dequantized))
-    if keeps.weights or (args.qlora and not keeps.activations):
-        # all weights but down_proj, which added_in_mlp() has counted
-        in_mlp += other_weight_bytes
-        if gradients.attention:  # o_proj's is not needed any more
-            in_attention += mixer_weight_bytes - itemsize * n_o_weights
-    in_parts = (in_mlp + n_bytes for n_bytes in added)
-    sums = x_bytes, saved, in_forward, in_attention, *in_parts, behind_mlp
-    return BlockBytes(*(int(n_bytes) for n_bytes in sums))
-
-
-def at_end_of_mlp(output_bytes, dequantized):
-    """What the forward has beside all that is saved: down_proj's output and the adapter's, and their sum; or
-    down_proj dequantized."""
-    return max(3 * output_bytes, 2 * output_bytes + dequantized)
-
-
-def kept_of_recomputed(args, c, itemsize, n_tokens, layer_type, keeps, gradients):
-    """Bytes a token that a recomputed block leaves for its backward beside its input."""
-    kept = 0
-    if keeps.attention and gradients.attention and layer_type != "linear_attention":
-        n_windows = windows_of(args, c, n_tokens, layer_type)
-        kept += bytes_of_attention_kept(args, c, itemsize, n_windows)
-    if c.num_experts:
-        kept += INT64 * c.num_experts_per_tok  # the order of rows, which no checkpoint drops
-    return kept
-
-
-def n_mixer_weights(c, layer_type, gradients, n_o_weights):
-    """Weights of a mixer's projections that the backward multiplies by, those whose input has a gradient."""
-    if gradients.input:
-        return lm.mixer_weights(c, layer_type)
-    return n_o_weights if gradients.attention else 0
-
-
-def n_norm_inputs(c, gradients):
-    """Number of norms that save their input, each as large as x: those that a gradient goes through."""
-    n_per_branch = 2 if c.family.branch_norms else 1
-    n = 2 * n_per_branch
-    if not gradients.input:
-        n -= 1
-    if not gradients.middle:
-        n -= n_per_branch
-    return n
-
-
-def copies_output(args, c, layer_type, gradients):
-    """Whether o_proj reads another tensor than the output that attention has saved."""
-    if c.family.gate or not gradients.attention:
-        return True
-    return layer_type != "linear_attention" and copies_attention(args)
-
-
-def bytes_of_run_once(args, c, itemsize, layer_type, keeps):
-    """Bytes a token that RunOnce has in the backward of attention beside what the kernel has saved: its
-    output, and k and v where they are repeated for it. FlashAttention saves these themselves."""
-    runs_once = keeps.attention and not keeps.activations and layer_type != "linear_attention"
-    if not runs_once or has_flash_attention(args):
-        return 0
-    key_size = key_size_of(args, c)
-    n_numbers = c.q_size + (2 * key_size if key_size < c.q_size else 0)
-    return itemsize * n_numbers
-
-
-def bytes_of_attention_kept(args, c, itemsize, n_windows):
-    """Bytes a token that RunOnce keeps: attention's output and the log of the sum of each softmax. Of the
-    memory-efficient kernel also the output of each document, and where it shares no key heads, k and v of
-    each query head."""
-    q_bytes = itemsize * c.q_size
-    kept = q_bytes + FLOAT32 * c.num_attention_heads
-    if not has_flash_attention(args):
-        kept += q_bytes
-        if n_windows > 1 or key_size_of(args, c) < c.q_size:
-            kept += 2 * q_bytes
-        kept += bytes_of_windows(c, itemsize, n_windows)
-    return kept
-
-
-def bytes_of_blocks(args, c, itemsize, n_tokens, blocks):
-    """[BlockBytes of each block]"""
-    cached = functools.cache(functools.partial(block_bytes, args, c, itemsize, n_tokens))
-    acts = []
-    has_gradient = trains_ends(args)  # x at the block: below the first adapter nothing is trained
-    for i, layer_type in enumerate(c.layer_types):
-        keeps = Keeps(
-            activations=i >= blocks.n_recomputed,
-            weights=i >= c.num_hidden_layers - blocks.n_weights_kept,
-            attention=i >= blocks.n_recomputed - blocks.n_attention_kept)
-        gradients = gradients_of_block(args, c, layer_type, has_gradient)
-        acts.append(cached(layer_type, keeps, gradients))
-        has_gradient = gradients.mlp
-    return acts
-
-
-def loss_bytes(args, c, itemsize, n_tokens):
-    """The most that is alive at once while the loss is computed: logits, their gradient and the head's."""
-    is_capped = c.final_logit_softcapping > 0
-    if not args.chunked_ce:
-        # float32 logits, their log-softmax and their gradient, and the tanh of capped ones
-        n_copies = 4 if is_capped else 3
-        return n_copies * FLOAT32 * n_tokens * c.vocab_size
-    n_head_weights = c.vocab_size * c.hidden_size if trains_ends(args) else 0
-    chunk = min(args.ce_chunk, n_tokens)
-    n_bytes = chunk * c.vocab_size * itemsize
-    if chunk < n_tokens:
-        n_bytes += FLOAT32 * n_head_weights  # gradients of several chunks are added up in float32
-    of_logit = 0  # bytes, beside the chunk's own
-    if args.compile:
-        of_logit += itemsize  # the gradient
-    elif itemsize < FLOAT32:
-        of_logit += FLOAT32 + itemsize  # a float32 copy, and the gradient
-    if is_capped and not args.compile:
-        of_logit += FLOAT32  # the tanh
-        if itemsize == FLOAT32:
-            of_logit += FLOAT32  # what is capped, else a part of the float32 copy
-    float32_bytes = of_logit * min(chunk, lm.FLOAT32_TOKENS) * c.vocab_size
-    return n_bytes + max(float32_bytes, n_head_weights * itemsize)
 
 
 def peak_of(moments):
@@ -4405,6 +4036,12 @@ class Blocks(NamedTuple):
     n_weights_kept: int = 0  # last ones that keep NF4 weights in 16 bits
     n_attention_kept: int = 0  # last ones of the recomputed that keep attention's output
     n_resident: int = 0  # whose frozen weights stay on the GPU where --offload params moves those of others
+
+    def kept_by(self, i, n_layers):
+        """-> Blocks of block i alone."""
+        is_recomputed = i < self.n_recomputed
+        keeps_attention = is_recomputed and i >= self.n_recomputed - self.n_attention_kept
+        return Blocks(int(is_recomputed), int(i >= n_layers - self.n_weights_kept), int(keeps_attention))
 
     def describe(self, n_layers):
         text = f"the backward recomputes {self.n_recomputed} of {n_layers} blocks"
@@ -4561,29 +4198,44 @@ def print_plan(args, config, world, length, blocks, room):
     name, peak = peak_of(moments)
     need = peak + OVERHEAD
     host_text = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in host.items()) or "none"
-    if not args.dry_run and need < 0.6 * room:
+    is_short = not args.dry_run and need < 0.6 * room
+    if is_short:
         data.say(f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}")
+    else:
+        data.say(f"memory plan, GiB of rank 0 of {world}, "
+                 f"micro-batches of {args.batch_size} x {length} tokens")
+        print_moments(moments, name)
+        if args.compile:
+            data.say("  --compile: what torch's partitioner saves; an H100 took within 1 % of it")
+        if args.dpo:
+            data.say("  --dpo: the reference's forward comes first, keeps nothing and is no peak")
+        data.say(f"  host memory: {host_text}")
+    if math.isinf(room):
         return
-    data.say(f"memory plan, GiB of rank 0 of {world}, micro-batches of {args.batch_size} x {length} tokens")
-    titles = [f"{moment}*" if moment == name else moment for moment in moments]
+    if not is_short:
+        verdict = "fits" if need <= room else "does not fit"
+        needs = f"  needs {need / GIB:.2f} GiB of {room / GIB:.2f} (including 1 GiB for CUDA and NCCL)"
+        data.say(f"{needs}: {verdict}")  # at once: ladder() may take some seconds
+    if need > room:
+        print_ladder(args, config, world, length, room)
+    elif fits_unsharded(args, config, world, length, moments[name], room):
+        data.say("  note: it fits without --fsdp2, too, and should take less time: GPUs exchange\n"
+                 "  nothing but the gradients of adapters then")
+
+
+def print_moments(moments, largest):
+    """A column for each moment, a row for each kind of bytes."""
+    titles = [f"{moment}*" if moment == largest else moment for moment in moments]
     data.say(" " * 20 + "".join(f"{title:>15}" for title in titles))
     for kind in KINDS:
         values = [kinds[kind] for kinds in moments.values()]
         if any(values):
             print_row(kind, values)
     print_row("all", [kinds.total() for kinds in moments.values()])
-    if args.compile:
-        data.say("  --compile: as Inductor saves and fuses on a CPU, within 10 %")
-    if args.dpo:
-        data.say("  --dpo: the reference's forward comes first, keeps nothing and is no peak")
-    data.say(f"  host memory: {host_text}")
-    if math.isinf(room):
-        return
-    verdict = "fits" if need <= room else "does not fit"
-    data.say(f"  needs {need / GIB:.2f} GiB of {room / GIB:.2f} (including 1 GiB for CUDA and NCCL): "
-             f"{verdict}")
-    if need <= room:
-        return
+
+
+def print_ladder(args, config, world, length, room):
+    """Prints the flags that make a run fit into `room` bytes, and what it needs with them."""
     added = ladder(args, config, world, length, room)
     changed = with_rungs(args, added)
     moments, host = plan(changed, config, world, length, blocks_as_asked(changed, config))
@@ -4594,10 +4246,23 @@ def print_plan(args, config, world, length, blocks, room):
         data.say("  use more ranks, a shorter --seq_len or a smaller model")
 
 
+def fits_unsharded(args, config, world, length, kinds, room):
+    """Whether a run of adapters under --fsdp2 would fit without it, on GPUs of which the weights of the whole
+    model take less than 0.4. kinds: bytes of rank 0."""
+    shards = world // args.replicas
+    if not args.fsdp2 or not args.lora or "params" in args.offload or shards == 1:
+        return False
+    if shards * (kinds["weights"] + kinds["quantized weights"]) > 0.4 * room:
+        return False
+    unsharded = argparse.Namespace(**vars(args) | {"fsdp2": False, "replicas": 1})
+    return planned_bytes(unsharded, config, world, length, blocks_as_asked(unsharded, config)) <= 0.9 * room
+
+
 def dry_run(args):
     """Prints the plan of --world ranks without weights, data or a GPU."""
     world = args.world or 1
     room = (args.gpu_gib or math.inf) * GIB
+    data.say(f"planning {args.model}")
     try:
         config = open_config(args, world, device=None, random_init=True).config
         blocks = choose_blocks(args, config, world, args.seq_len, room)

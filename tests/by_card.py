@@ -166,7 +166,7 @@ NF4_BYTES = 4.14 / 8
 def copies():
     """A copy hides if it takes no longer than the products of the passes between two copies."""
     config = lm.parse_config(data.PRESETS["llama-3.1-8b"])
-    n_weights = lm.mixer_weights(config, "full_attention") + 3 * train.weights_of_down_proj(config)
+    n_weights = lm.mixer_weights(config, "full_attention") + 3 * config.hidden_size * config.intermediate_size
     print(f"A block of Llama-3.1-8B, {n_weights / 1e6:.0f} million weights, at {MFU:.0%} MFU, on paper. Rows of so "
           "many tokens: ms of the forward's products without attention, and how often the copy fits into them.\n")
     print("| card | weights | copy ms | 4,096 | 8,192 | 32,768 | hidden from tokens |\n|---|---|---|---|---|---|---|")

@@ -9,7 +9,7 @@ A case is a model, a method and data, trained for four steps on one rank without
 other ranks and flags, and half of these stop on the way and continue on yet others. Losses, gradient norms and exported
 weights must be the plain run's within the rounding of float32, weights as check_same_weights() has it (conftest.py).
 
-With --plan, a case is a step that test_plan.py counts: the plan must be within 5 % of its bytes.
+With --plan, a case is a step that test_plan.py counts: the plan must be within 2 % of its bytes.
 """
 
 import argparse
@@ -243,7 +243,7 @@ def check_plan(rng, folder):
     planned, counted = test_plan.planned_and_counted(model, world, words, folder)
     said.append(f"planned {planned / 2**20:.1f}, counted {counted / 2**20:.1f} MiB")
     ratio = planned / counted
-    yield Answer(f"{ratio:.3f}" if abs(ratio - 1) > 0.05 else "", said)
+    yield Answer(f"{ratio:.3f}" if abs(ratio - 1) > 0.02 else "", said)
 
 
 def answers_until(end, args):

@@ -142,6 +142,29 @@ def test_dry_run_prints_the_plan_of_every_preset_and_writes_nothing(capsys, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_says_at_once_what_it_does(capsys, monkeypatch):
+    def take_long(*_):
+        assert capsys.readouterr().out == "planning qwen3-4b\n"  # before the plan, which may take seconds
+        return train.Blocks(0)
+
+    monkeypatch.setattr(train, "choose_blocks", take_long)
+    assert "memory plan" in dry_run(capsys, "--model qwen3-4b")
+
+
+@pytest.mark.parametrize("line, fits", [
+    ("--model qwen3-4b --qlora --fsdp2 --world 2 --gpu_gib 24", True),
+    ("--model qwen3-4b --lora --fsdp2 --world 4 --replicas 2 --gpu_gib 24", True),
+    ("--model qwen3-4b --qlora --world 2 --gpu_gib 24", False),  # it is not sharded
+    ("--model qwen3-4b --qlora --fsdp2 --world 4 --replicas 4 --gpu_gib 24", False),  # nor is it here
+    ("--model qwen3-4b --fsdp2 --world 2 --gpu_gib 400", False),  # gradients of all weights are no small thing
+    ("--model qwen3-4b --lora --fsdp2 --world 2 --gpu_gib 16", False),  # weights: 7.5 GiB
+    ("--model qwen3-4b --qlora --fsdp2 --world 2 --gpu_gib 24 --seq_len 250000", False),  # activations
+])
+def test_a_plan_says_where_weights_need_no_shards(capsys, line, fits):
+    said = dry_run(capsys, f"{line} --seq_len 2048" if "--seq_len" not in line else line)
+    assert ("fits without --fsdp2" in said) == fits
+
+
 def test_dry_run_takes_a_model_folder_without_weights_and_reads_no_data(capsys, folder):
     assert not list(folder.glob("*.safetensors"))
     said = dry_run(capsys, f"--model {folder} --data /nowhere.jsonl --batch_size 2 --gpu_gib 4")

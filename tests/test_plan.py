@@ -1,9 +1,9 @@
-"""The memory plan against the bytes of a real training step: rank 0 of N, every flag, within 5 %; and the search for
-flags that make a run fit.
+"""The memory plan against the bytes of a real training step: rank 0 of N, every flag, within 2 %, and of forks that
+change the model; and the search for flags that make a run fit.
 
 train.main() runs a step on the CPU with stand-ins that save and allocate what the CUDA kernels do (standins.py), under
-a fake process group that makes one process rank 0 of any number. torch.profiler counts each allocation. test_trace_plan
-does the same for the formulas alone, at the sizes of the presets.
+a fake process group that makes one process rank 0 of any number. torch.profiler counts each allocation. At the sizes of
+the presets, test_trace_plan.py compares the plan with whole steps on the meta device.
 """
 
 import argparse
@@ -105,6 +105,9 @@ CASES = [
     Case("gqa", 1024, 2, "--fsdp2 --no-reshard_after_forward --no-shard_embeddings --ce_chunk 64"),
     Case("gqa", 1024, 2, "--fsdp2 --grad_accum 2 --no-activation_checkpointing"),
     Case("gqa", 512, 4, "--fsdp2 --replicas 2 --optim_in_backward --ce_chunk 64"),
+    # the update of the head, and of the embedding, whose gradient FSDP2 still holds
+    Case("gqa", 256, 2, "--fsdp2 --optim_in_backward --optim adamw8bit --ce_chunk 64"),
+    Case("gqa", 256, 4, "--fsdp2 --replicas 2 --optim_in_backward --optim adamw8bit --ce_chunk 64"),
     Case("gqa", 512, 4, "--fsdp2 --replicas 4 --lora --grad_accum 2"),
     Case("deep", 512, 8, "--fsdp2 --offload params --optim adamw8bit --ce_chunk 64"),
     Case("deep", 1024, 8, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
@@ -298,7 +301,10 @@ def blocks_of(args, config, world):
 def planned(argv, config, world):
     """Plans a command line."""
     args = train.parse_args([*map(str, argv), "--dry_run"])
+    # as complete_for_model() does
     args.precision = args.precision or "mixed"
+    args.lr = args.lr or 1e-4
+    args.embedding_lr = args.embedding_lr or 1e-5
     moments, host = train.plan(args, config, world, args.seq_len, blocks_of(args, config, world))
     return Planned(moments, host, args)
 
@@ -314,14 +320,14 @@ def without_offloaded_params(args):
     return argparse.Namespace(**vars(args) | {"offload": others})
 
 
-def planned_and_counted(model, world, flags, folder):
+def planned_and_counted(model, world, flags, folder, run=count):
     """Bytes at the peak of a step with the config in the folder `model`, planned and counted. The run uses `folder`."""
     argv = ["--model", str(model), "--random_init", "--steps", "1", "--sample", "", "--precision", "mixed"]
     argv += ["--save_every", "0", "--out", str(folder / "out"), *flags.split()]
     argv += flags_of_data(folder, train.parse_args([*argv, "--dry_run"]))
     log = folder / "log"
     result = folder / "result"
-    assert start_ranks(1, count, (argv, world, str(result)), [log]) == [0], log.read_text()
+    assert start_ranks(1, run, (argv, world, str(result)), [log]) == [0], log.read_text()
     counted = Counted(*json.loads(result.read_text()))
 
     config = lm.parse_config(data.read_json(model / "config.json"))
@@ -346,7 +352,85 @@ def test_the_plan_is_what_a_step_holds(tmp_path, model, n_tokens, world, flags):
     folder = folder_of(model, tmp_path / "model")
     plan, counted = planned_and_counted(folder, world, f"--seq_len {n_tokens} {flags}", tmp_path)
     # what is not modelled: scratch of a kernel, a [T] tensor here and there, the order in which autograd frees
-    assert plan == pytest.approx(counted, rel=0.05)
+    assert plan == pytest.approx(counted, rel=0.02)
+
+
+# ---- forks, each of which changes what a block saves and allocates: the plan runs their code
+
+
+class TwoMLPs(lm.MLP):
+    """A second gated MLP beside the first."""
+
+    def __init__(self, D, width, n_experts=1):
+        super().__init__(D, width, n_experts)
+        self.second = torch.nn.ModuleDict({
+            "gate_proj": lm.Linear(D, width, bias=False),
+            "up_proj": lm.Linear(D, width, bias=False),
+            "down_proj": lm.Linear(width, D, bias=False),
+        })
+
+    def start(self, h, ends=None):
+        gate = torch.nn.functional.silu(self.second["gate_proj"](h))
+        return super().start(h, ends), gate * self.second["up_proj"](h)
+
+    def finish(self, started, ends=None):
+        first, second = started
+        return super().finish(first, ends) + self.second["down_proj"](second)
+
+
+class SquaredGELU(lm.MLP):
+    """gelu(gate)**2, which saves one more tensor than SiLU."""
+
+    def start(self, h, ends=None):
+        return torch.nn.functional.gelu(self.gate_proj(h, ends)).square() * self.up_proj(h, ends)
+
+
+class NormedAttention(lm.Attention):
+    """A norm on the output of attention."""
+
+    def __init__(self, c, number):
+        super().__init__(c, number)
+        self.out_norm = lm.RMSNorm(c.q_size, c.rms_norm_eps)
+
+    def forward(self, *args):
+        return self.out_norm(super().forward(*args))
+
+
+class ScaledBlock(lm.Block):
+    """The MLP's branch is scaled in float32 before it is added."""
+
+    def o_proj_and_mlp(self, x, mixed):
+        x, started = self.start_mlp(x, mixed)
+        branch = self.mlp.finish(started).float() * 0.5
+        return x + branch.to(x.dtype)
+
+
+FORKS = {
+    "MLP": [TwoMLPs, SquaredGELU],
+    "Attention": [NormedAttention],
+    "Block": [ScaledBlock],
+}
+
+
+def count_fork(name, changed, *args):
+    setattr(lm, name, changed)
+    return count(*args)
+
+
+@pytest.mark.bf16  # oneDNN's kernels of some CPUs allocate copies
+@pytest.mark.parametrize("flags", [
+    "--ce_chunk 64",
+    "--lora --no-activation_checkpointing --ce_chunk 64",
+    "--qlora --tiled_mlp 256 --ce_chunk 64",
+])
+@pytest.mark.parametrize("name, changed", [(name, changed) for name in FORKS for changed in FORKS[name]])
+def test_a_forks_model_is_planned_without_an_edit(tmp_path, monkeypatch, name, changed, flags):
+    monkeypatch.setattr(train, "TRACES", {})  # what is in it was made with another model
+    monkeypatch.setattr(lm, name, changed)
+    folder = folder_of("gqa", tmp_path / "model")
+    run = functools.partial(count_fork, name, changed)
+    plan, counted = planned_and_counted(folder, 1, f"--seq_len 1024 {flags}", tmp_path, run)
+    assert plan == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.parametrize("flags", [
@@ -362,7 +446,8 @@ def test_the_plan_is_what_a_step_holds(tmp_path, model, n_tokens, world, flags):
     "--qlora --replicas 2 --resident_blocks all",
 ])
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-30b-a3b"])  # tied, and not
-def test_offload_params_takes_off_the_device_what_it_adds_to_the_host(model, flags):
+def test_offload_params_takes_off_the_device_what_it_adds_to_the_host(model, flags, monkeypatch):
+    monkeypatch.setattr(train, "pinned_bytes", lambda n_bytes: n_bytes)  # without the rounding of the next test
     config = config_of(model)
     argv = ["--model", model, "--seq_len", "1024", "--fsdp2", "--offload", "params", *flags.split()]
     args = planned(argv, config, 4).args
@@ -386,9 +471,19 @@ def test_offload_params_takes_off_the_device_what_it_adds_to_the_host(model, fla
         assert n_arrived[-1] == gradients
 
 
-# float32 shards of 8 billion parameters over 4 ranks are 7.5 GiB. The embedding's, 0.5 of these, come last, unless an
-# earlier micro-batch has brought them.
-@pytest.mark.parametrize("more, gib", [("", 7), ("--grad_accum 2", 7.5)])
+def test_fsdp2_pins_a_power_of_two_of_bytes_for_each_weight():
+    config = config_of("llama-3.1-70b")
+    argv = ["--model", "llama-3.1-70b", "--qlora", "--seq_len", "1024", "--fsdp2", "--offload", "params"]
+    plan = planned([*argv, "--resident_blocks", "0"], config, 4)
+    model = lm.on_meta(config, plan.args)
+    shards = [p.nbytes // 4 for p in model.parameters() if p.dtype is torch.uint8]  # all rows divide by 4 ranks
+    pinned = [2 ** math.ceil(math.log2(n_bytes)) for n_bytes in shards]  # 28 MiB of gate_proj: 32
+    assert sum(shards) < plan.host["quantized weights"] == sum(pinned)
+
+
+# Float32 shards of 8 billion parameters over 4 ranks are 7.5 GiB. The embedding's, 0.5 of these, come last, unless an
+# earlier micro-batch has brought them; and over 8 ranks, without replicas, this one is smaller by 0.25.
+@pytest.mark.parametrize("more, gib", [("", 7.25), ("--grad_accum 2", 7.75)])
 def test_what_goes_between_replicas_waits_on_the_device(more, gib):
     def gradients_gib(flags):
         """At the end of the backward, while the embedding's are reduced."""
@@ -397,7 +492,7 @@ def test_what_goes_between_replicas_waits_on_the_device(more, gib):
         return moments["embedding"]["gradients"] / train.GIB
 
     # without replicas all are on the host by then
-    assert gradients_gib(f"--replicas 2 {more}") - gradients_gib(more) == pytest.approx(gib, abs=0.2)
+    assert gradients_gib(f"--replicas 2 {more}") - gradients_gib(more) == pytest.approx(gib, abs=0.05)
 
 
 SOME = range(1, 32)  # blocks of 32
@@ -439,12 +534,32 @@ def test_auto_keeps_as_many_blocks_on_the_gpu_as_fit(model, flag, world):
     assert train.planned_bytes(args, config, world, 4096, one_more) > room
 
 
-def test_an_optimizer_that_the_plan_does_not_know_is_refused():
-    config = config_of("qwen3-0.6b")
-    args = planned(["--model", "qwen3-0.6b"], config, 1).args
-    args.optim = "muon"  # as a fork's choice of --optim
-    with pytest.raises(ValueError, match=r"--optim muon: not in the memory plan: add its state to optimizer_bytes"):
-        train.plan(args, config, 1, 1024, train.Blocks(0))
+class Lion(torch.optim.Optimizer):
+    """A fork's optimizer (arXiv:2302.06675): one moment, and a step that makes one tensor as large as a weight."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["exp_avg"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self):
+        for p, state in self.state.items():
+            update = state["exp_avg"].lerp(p.grad, 0.1).sign_()
+            p.sub_(update, alpha=self.param_groups[0]["lr"])
+            state["exp_avg"].lerp_(p.grad, 0.01)
+            del update
+
+
+def test_a_forks_optimizer_is_planned_without_an_edit(monkeypatch):
+    monkeypatch.setattr(train, "TRACES", {})  # what is in it was made with another optimizer
+    monkeypatch.setattr(train, "make_optimizer", lambda named, args, bad: Lion(train.groups_of(named, args), args.lr))
+    config = config_of("llama-3.2-1b")
+    (step,) = (kinds for moment, kinds in planned(["--model", "llama-3.2-1b"], config, 1).moments.items()
+               if moment == "step")
+    assert step["optimizer"] == step["weights"]
+    assert step["block workspace"] == 4 * config.vocab_size * config.hidden_size  # float32, of the largest weight
 
 
 @pytest.mark.parametrize("preset, flags", [
