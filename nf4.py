@@ -1,17 +1,18 @@
 """Numbers in few bits: weights in 4 (NF4) or 5 (NF5), and the moments of AdamW in 8.
 
 NF4 is the 4-bit NormalFloat of QLoRA (arXiv:2305.14314), here in plain uint8 parameters. A weight is cut into
-blocks of 64 along its row. A block stores a scale and, for each element, the index of the nearest of 16
-levels, which are quantiles of a standard normal. The scales are quantized too ("double quantization"): 8 bits
-each, on a logarithmic scale between the smallest and the largest of the row, which are stored as two float32.
+blocks of 64 along its row. A block stores its largest magnitude as a scale and, for each element, the index
+of the nearest of 16 levels, which are quantiles of a standard normal. The scales are quantized too ("double
+quantization"): 8 bits each, on a logarithmic scale between the smallest and the largest of the row, which are
+stored as two float32.
 
-    bits per weight = 4 + 8/64 + 64/D = 4.14 at D = 4096    error: 0.085 of the weight's RMS on normal weights
+    bits per weight = 4 + 8/64 + 64/D = 4.14 at D = 4096    error: 0.092 of the weight's RMS on normal weights
 
-Why not the largest magnitude of a block as its scale, as in the paper: it makes one weight exact at the cost
-of the 63 others, an error of 0.092. Ours is the scale with the least squared error, mostly a smaller one, and
-a code is the nearest level under the scale as it was rounded to 8 bits. Layout and dequantizing are the same.
+The codes are those of bitsandbytes, bit for bit. So an adapter learns beside the weights that others put
+under it when they load its base in 4 bits. Smaller scales have a smaller error, 0.085 with the best one of
+each block, but a trained model is no better for them (tests/LOG.md).
 NF5 is the same with 32 levels, those with the least squared error on normal weights: 5.14 bits, an error of
-0.041, and on a trained model a quarter of what NF4 costs. A row is that of NF4 with the fifth bits behind it.
+0.043. A row is that of NF4 with the fifth bits behind it.
 Why logarithmic: scales spread over decades when a weight has outlier columns. A linear code would spend its
 levels on the outliers; equal steps of ln(scale) keep the relative error of every scale below half a step.
 Why row by row: FSDP2 shards dim 0. A row needs nothing outside itself, so a rank reads and quantizes its own
@@ -52,24 +53,24 @@ SCALE_STEPS = 254  # between the codes 1 and 255 of a scale; code 0 means that t
 # 16 MiB each; of the largest weight of an 8B model they would be 224 MiB each.
 BAND_WEIGHTS = 1 << 22
 
-# Appendix E of the paper; the same 16 numbers as bitsandbytes.
+# Appendix E of the paper; the same 16 numbers as bitsandbytes, so the codes are equal too.
 CODEBOOK = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0,
 )
-# Lloyd's algorithm (1957) makes these of normal weights: round the weights to the levels under the scales of
-# best_scales(), move each level to the mean of its weights, and begin again, until no level moves.
+# Lloyd's algorithm (1957) makes these of normal weights: round the weights of blocks to the levels, move each
+# level but -1, 0 and 1 to the mean of its weights, and begin again, until no level moves.
 CODEBOOK_OF_32 = (
-    -0.9933, -0.8547, -0.7471, -0.657, -0.5792, -0.5099, -0.447, -0.3883, -0.333, -0.2804, -0.2304, -0.1822,
-    -0.1353, -0.0896, -0.0447, 0.0, 0.042, 0.0842, 0.1269, 0.1704, 0.2151, 0.2612, 0.3093, 0.3597, 0.4131,
-    0.4698, 0.531, 0.5981, 0.6735, 0.7607, 0.8654, 1.0,
+    -1.0, -0.8713, -0.7673, -0.6787, -0.6006, -0.5301, -0.4653, -0.4049, -0.348, -0.2939, -0.2419, -0.1916,
+    -0.1426, -0.0945, -0.0471, 0.0, 0.0442, 0.0885, 0.1333, 0.1789, 0.2255, 0.2736, 0.3234, 0.3753, 0.4299,
+    0.4878, 0.5501, 0.618, 0.6933, 0.7786, 0.8782, 1.0,
 )
 CODEBOOKS = {4: CODEBOOK, 5: CODEBOOK_OF_32}  # by bits
 # What the bytes of a weight depend on. Adapters that were trained beside the weights of one format do not fit
 # those of another: a resumed run compares it. Change the first words with the rule in quantize().
-FORMATS = {bits: f"codes by the least squared error, blocks of {BLOCK}, {SCALE_STEPS} steps of scales, "
+FORMATS = {bits: f"codes by the largest magnitude, blocks of {BLOCK}, {SCALE_STEPS} steps of scales, "
                  f"codebook {zlib.crc32(repr(codebook).encode()):08x}"
            for bits, codebook in CODEBOOKS.items()}
 
@@ -93,57 +94,11 @@ def quantize(w_ND, bits, name="weight"):
         absmax = blocks.abs().amax(-1)
         if not absmax.isfinite().all():
             raise ValueError(f"{name} contains inf or nan: the checkpoint is damaged")
-        scales.copy_(quantize_scales(best_scales(blocks, absmax, bits)))
-        # Float64, because an exp of float32 is not the same on every device: it could change a code.
-        rounded = dequantize_scales(scales, torch.float64).float()
-        indices = nearest_levels(in_units_of(rounded, blocks), bits)
-        codes.copy_(pack(indices.view(-1, D), bits))
+        # a block of zeros has the scale 0 and stays zero
+        relative = blocks / absmax.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        codes.copy_(pack(nearest_levels(relative, bits).view(-1, D), bits))
+        scales.copy_(quantize_scales(absmax))
     return codes_NP, scales_NQ
-
-
-def in_units_of(scales, blocks):
-    """Blocks divided by their scales; a block of zeros has the scale 0 and stays zero."""
-    return blocks / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
-
-
-# best_scales() rounds a weight to a bin, a multiple of 1/511 of its block's absmax, and a level to one of
-# 1/512. A sum of 64 products of two such integers has at most 24 bits: it is exact in float32, so its order,
-# which differs from device to device, cannot change a scale.
-BINS = 511
-LEVEL_UNITS = 512
-# Scales in units of absmax, from which the best one is found. With 36 the error of normal weights would be
-# 0.2 % lower, with 4 it would be 0.6 % higher.
-FACTORS = (0.75, 0.79, 0.83, 0.88, 0.92, 0.96, 1.0, 1.05)
-
-
-@functools.cache
-def levels_of_bins(device, bits):
-    """The level that is nearest to each bin, of every one of FACTORS: a list of float32 [1023]."""
-    levels = torch.tensor(CODEBOOKS[bits], device="cpu").mul(LEVEL_UNITS).round()
-    bins = torch.arange(-BINS, BINS + 1, device="cpu") / BINS
-    return [levels[nearest_levels(bins / factor, bits).int()].to(device) for factor in FACTORS]
-
-
-def best_scales(blocks, absmax, bits):
-    """float32 blocks of 64 and their absmaxes -> the scales with about the least squared error.
-
-    A scale rounds the weights w of a block to levels l. The best scale for these levels is <w, l> / <l, l>,
-    and it leaves the squared error <w, w> - <w, l>**2 / <l, l>. So we try FACTORS and take the one whose
-    levels leave the least. AWQ tries clipped ranges by their error (arXiv:2306.00978), llama.cpp several
-    scales, of which it refines the best by this quotient (make_qx_quants)."""
-    weights = in_units_of(absmax, blocks).mul_(BINS).round_()
-    bins = (weights + BINS).int().flatten()
-    scales = absmax
-    most = torch.zeros_like(absmax)  # of <w, l>**2 / <l, l>
-    for table in levels_of_bins(blocks.device, bits):
-        levels = table.index_select(0, bins).view_as(blocks)
-        product = (weights * levels).sum(-1)
-        square = levels.square().sum(-1)
-        gain = product.square() / square
-        is_better = gain > most  # false for a block of zeros, whose gain is nan
-        most = torch.where(is_better, gain, most)
-        scales = torch.where(is_better, absmax * (product / square * (LEVEL_UNITS / BINS)), scales)
-    return scales
 
 
 def midpoints(bits):
@@ -164,13 +119,12 @@ def midpoints_of_cells(device, bits):
 
 
 def nearest_levels(relative, bits):
-    """The index of the level that is nearest to each number, uint8. Midpoints are farther apart than a cell
-    is wide, so at most one of them decides. torch.bucketize() gives the same and takes six times as long on
-    a CPU."""
+    """Numbers from -1 to 1 -> the index of the level that is nearest to each, uint8. Midpoints are farther
+    apart than a cell is wide, so at most one of them decides. torch.bucketize() gives the same and takes two
+    to six times as long on a CPU."""
     n_below, next_midpoint = midpoints_of_cells(relative.device, bits)
     n_cells = 2**bits  # on either side of 0
-    clamped = relative.clamp(-1, 1)
-    cells = (clamped * n_cells + n_cells).int().flatten()
+    cells = (relative * n_cells + n_cells).int().flatten()
     is_above = relative.flatten() > next_midpoint.index_select(0, cells)
     return n_below.index_select(0, cells) + is_above
 
@@ -222,15 +176,14 @@ def quantize_scales(scales):
     return torch.cat([codes.to(torch.uint8), row_range.view(torch.uint8)], -1)
 
 
-def dequantize_scales(scales_NQ, dtype=torch.float32):
-    """[N, D/64 + 8] uint8 -> [N, D/64] scales, computed in `dtype`."""
+def dequantize_scales(scales_NQ):
+    """[N, D/64 + 8] uint8 -> [N, D/64] float32 scales."""
     codes = scales_NQ[:, :-RANGE_BYTES]
     # A copy even of a single row, which is contiguous as it is: floats begin at a multiple of four bytes.
     range_bytes = scales_NQ[:, -RANGE_BYTES:].clone(memory_format=torch.contiguous_format)
-    row_range = range_bytes.view(torch.float32)
-    low, high = row_range.to(dtype).split(1, -1)
+    low, high = range_bytes.view(torch.float32).split(1, -1)
     step = (high - low) / SCALE_STEPS
-    ln = low + (codes.to(dtype) - 1) * step
+    ln = low + (codes.float() - 1) * step
     return ln.exp().masked_fill_(codes == 0, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Shows that what oomph writes is what transformers and PEFT read, and that its NF4 is bitsandbytes', with less error.
+"""Shows that what oomph writes is what transformers and PEFT read, and that its NF4 is bitsandbytes'.
 
     python tests/check_peers.py                         # a few minutes on two cores, no GPU, no network
 
@@ -16,7 +16,7 @@ they are held against PEFT's own merge, rounded the same way.
 
 A trained model (--model) is trained by both sides, on the same rows in the same order, in full, with --lora and with
 --qlora, in float32 and in bf16: one table of losses. QLoRA is compared with PEFT on a base whose weights are what
-oomph's NF4 gives back, because bitsandbytes chooses other codes; its own curve stands below as information. Greedy
+oomph's NF4 gives back, because bitsandbytes rounds its scales in another way; its own curve stands below as information. Greedy
 answers, and the logits of what the runs in float32 have written, are compared, too. Shown with SmolLM2-135M-Instruct.
 """
 
@@ -444,29 +444,18 @@ def check_template_args(folder):
 
 
 def check_nf4_bytes(N, D):
-    """What bitsandbytes makes of our codes and scales, which it never chose: the layout and the levels are its own."""
+    """Our codes are those of bitsandbytes, and what it makes of them with our scales are our weights."""
     for dtype in (torch.float32, torch.bfloat16):
         w_ND = (torch.randn(N, D) * 0.02).to(dtype)
-        codes_ND2, scales_NQ = nf4.quantize(w_ND, 4)
-        own_ND = nf4.dequantize(codes_ND2, scales_NQ, dtype)
-        _, state = bnb.quantize_4bit(w_ND, blocksize=nf4.BLOCK, quant_type="nf4")
+        codes_NP, scales_NQ = nf4.quantize(w_ND, 4)
+        own_ND = nf4.dequantize(codes_NP, scales_NQ, dtype)
+        theirs, state = bnb.quantize_4bit(w_ND, blocksize=nf4.BLOCK, quant_type="nf4")
+        n_codes = (theirs.flatten() != codes_NP.flatten()).sum().item()
+        check(f"NF4 codes of {dtype} weights", not n_codes, f"{n_codes} of {codes_NP.numel():,} bytes differ")
         state.absmax = nf4.dequantize_scales(scales_NQ).flatten()
-        theirs_ND = bnb.dequantize_4bit(codes_ND2.view(-1, 1), state)
-        different = (own_ND != theirs_ND).sum().item()
-        check(f"NF4 bytes of {dtype} weights", not different, f"{different} of {w_ND.numel():,} weights differ")
-
-
-def check_nf4_rows(N, D):
-    """No row is worse than by the rule of bitsandbytes, which has a float32 scale for each block here."""
-    for dtype in (torch.float32, torch.bfloat16):
-        w_ND = (torch.randn(N, D) * 0.02).to(dtype)
-        back_ND = nf4.dequantize(*nf4.quantize(w_ND, 4), torch.float32)
-        theirs_ND = by_bitsandbytes(w_ND.float(), double=False)
-        own_N = (back_ND - w_ND).square().sum(-1)
-        theirs_N = (theirs_ND - w_ND).square().sum(-1)
-        ratio_N = own_N / theirs_N
-        figures = f"squared error of a row over bitsandbytes': {ratio_N.mean():.3f}, at most {ratio_N.max():.3f}"
-        check(f"NF4 error of every row of {dtype} weights", (ratio_N <= 1).all().item(), figures)
+        theirs_ND = bnb.dequantize_4bit(codes_NP.view(-1, 1), state)
+        n_weights = (own_ND != theirs_ND).sum().item()
+        check(f"NF4 weights of {dtype} codes", not n_weights, f"{n_weights} of {w_ND.numel():,} weights differ")
 
 
 def relative_errors(w_ND, back_ND):
@@ -522,7 +511,6 @@ def check_nf4_errors(N, D):
 def check_nf4():
     torch.manual_seed(0)
     check_nf4_bytes(1024, 4096)
-    check_nf4_rows(1024, 4096)
     check_nf4_errors(1024, 4096)
 
 

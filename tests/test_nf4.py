@@ -72,18 +72,18 @@ def nearest_of(codebook, relative):
     return torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2)
 
 
-def with_scales(w_ND, scales, bits):
-    """The weights as the nearest levels under given scales of their blocks, which are not rounded to 8 bits."""
-    relative = in_blocks(w_ND) / scales.unsqueeze(-1)
+def with_exact_scales(w_ND, bits):
+    """The weights as the nearest levels under scales of their blocks that are not rounded to 8 bits."""
+    scales = absmax_of(w_ND).unsqueeze(-1)
     codebook = nf4.CODEBOOKS[bits]
-    levels = torch.tensor(codebook)[nearest_of(codebook, relative)]
-    return (levels * scales.unsqueeze(-1)).view(w_ND.shape)
+    levels = torch.tensor(codebook)[nearest_of(codebook, in_blocks(w_ND) / scales)]
+    return (levels * scales).view(w_ND.shape)
 
 
 MAKERS = [normal_weights, with_outlier_columns, with_scattered_scales]
 BITS = pytest.mark.parametrize("bits", [4, 5])
-# of normal weights; bitsandbytes, whose scales are the largest magnitudes, gives 0.0920
-ERRORS = {4: 0.0853, 5: 0.0408}
+# of normal weights; bitsandbytes gives 0.0920, too
+ERRORS = {4: 0.0920, 5: 0.0430}
 
 
 @BITS
@@ -92,10 +92,10 @@ def test_the_error_is_that_of_the_levels_at_an_eighth_of_a_bit_more(make, bits):
     w_ND = make()
     codes, scales = nf4.quantize(w_ND, bits)
     error = relative_error(as_float32(codes, scales), w_ND)
-    exact_scales = nf4.best_scales(in_blocks(w_ND), absmax_of(w_ND), bits)
-    exact_error = relative_error(with_scales(w_ND, exact_scales, bits), w_ND)
-    # half a step of 254 over a row's decades: below 0.3 % of the levels' own error
-    assert error < 1.003 * exact_error
+    exact_error = relative_error(with_exact_scales(w_ND, bits), w_ND)
+    # A scale is off by up to half a step of 254 over a row's decades, where scales scatter by 1 %: 0.2 % of the error of
+    # 16 levels, and 0.5 % of the smaller one of 32.
+    assert error < {4: 1.003, 5: 1.006}[bits] * exact_error
     if make is normal_weights:
         assert error == pytest.approx(ERRORS[bits], abs=0.0002)
 
@@ -104,10 +104,10 @@ def test_the_error_is_that_of_the_levels_at_an_eighth_of_a_bit_more(make, bits):
 
 
 def test_the_32_levels_are_where_lloyds_algorithm_ends():
-    """Each is the mean of the weights that are rounded to it, weighted by the squares of their scales, which is where
-    their squared error is least."""
+    """Each but -1, 0 and 1 is the mean of the weights that are rounded to it, weighted by the squares of their scales,
+    which is where their squared error is least."""
     w_ND = normal(4096, 1024)
-    scales = nf4.best_scales(in_blocks(w_ND), absmax_of(w_ND), 5)
+    scales = absmax_of(w_ND)
     relative = in_blocks(w_ND) / scales.unsqueeze(-1)
     nearest = nearest_of(nf4.CODEBOOK_OF_32, relative).flatten()
     counts = scales.square().unsqueeze(-1).expand_as(relative)
@@ -115,77 +115,45 @@ def test_the_32_levels_are_where_lloyds_algorithm_ends():
     weight = torch.zeros(32).index_add_(0, nearest, counts.flatten())
     means = total / weight
     levels = torch.tensor(nf4.CODEBOOK_OF_32)
-    # of 4 million weights the outermost levels have some thousands; the least distance of two levels is 0.042
-    torch.testing.assert_close(means, levels, atol=2e-3, rtol=0)
-    assert levels[15] == 0  # so that a zero stays one
-    assert levels.abs().max() == 1
-
-
-@BITS
-@pytest.mark.parametrize("make", MAKERS)
-def test_each_scale_has_about_the_least_squared_error(make, bits):
-    w_ND = make()[:32]
-    absmax = absmax_of(w_ND)
-
-    def errors_of_blocks(back_ND):
-        return in_blocks(back_ND - w_ND).square().sum(-1)
-
-    least = torch.full_like(absmax, math.inf)
-    for factor in torch.arange(0.6, 1.2, 0.005):  # beyond that none is the best one of these blocks
-        errors = errors_of_blocks(with_scales(w_ND, factor * absmax, bits))
-        least = torch.minimum(least, errors)
-    errors = errors_of_blocks(as_float32(*nf4.quantize(w_ND, bits)))
-    by_absmax = errors_of_blocks(with_scales(w_ND, absmax, bits))
-    # Eight factors miss some of the best by a little, and the 8 bits of a scale cost 0.5 % where scales scatter. The
-    # error of 32 levels has more and narrower minima over the scale.
-    in_all, at_most = {4: (1.015, 1.2), 5: (1.035, 1.4)}[bits]
-    assert errors.sum() < in_all * least.sum()
-    assert (errors / least).max() < at_most
-    # the largest magnitude is one of the factors, so no block gets worse by more than rounding of its scale
-    worst, mean = {4: (1.03, 0.9), 5: (1.08, 0.93)}[bits]
-    assert (errors / by_absmax).max() < worst
-    assert (errors / by_absmax).mean() < mean
+    is_mean = torch.ones(32, dtype=torch.bool)
+    is_mean[[0, 15, 31]] = False
+    # of 4 million weights each level has 20,000 at least; the least distance of two levels is 0.044
+    torch.testing.assert_close(means[is_mean], levels[is_mean], atol=5e-4, rtol=0)
+    # so that a zero and the largest weight of a block, of either sign, stay as they are
+    assert levels[~is_mean].tolist() == [-1, 0, 1]
 
 
 @BITS
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_code_is_the_level_nearest_under_the_scale_that_dequantizing_uses(make, dtype, bits):
+def test_a_code_is_the_level_nearest_under_the_largest_magnitude(make, dtype, bits):
     w_ND = make()[:32].to(dtype)
-    codes, scales = nf4.quantize(w_ND, bits)
-    blocks = in_blocks(w_ND)
-    block_scales = nf4.dequantize_scales(scales).unsqueeze(-1)
-    distance = (in_blocks(as_float32(codes, scales)) - blocks).abs()
-    for level in nf4.CODEBOOKS[bits]:
-        # quantize() has the exponential in float64, dequantizing in float32
-        assert (distance <= (level * block_scales - blocks).abs() + 1e-5 * block_scales).all()
+    codes, _ = nf4.quantize(w_ND, bits)
+    relative = in_blocks(w_ND) / absmax_of(w_ND).unsqueeze(-1)
+    expected = nearest_of(nf4.CODEBOOKS[bits], relative).view(w_ND.shape)
+    assert torch.equal(codes, nf4.pack(expected.to(torch.uint8), bits))
 
 
 @BITS
 def test_the_nearest_level_is_that_of_a_binary_search(bits):
     midpoints = torch.tensor(nf4.midpoints(bits))
     numbers = torch.cat([
-        normal(1 << 16),
+        normal(1 << 16).clamp(-1, 1),
         midpoints,
         midpoints.nextafter(midpoints + 1),
         midpoints.nextafter(midpoints - 1),
-        torch.arange(-48, 49) / 32,  # where nearest_levels() changes to its next midpoint
-        torch.tensor([-1e-9, 1e-9, -1e-40, 5.0, -5.0]),
+        torch.arange(-32, 33) / 32,  # where nearest_levels() changes to its next midpoint
+        torch.tensor([-1e-9, 1e-9, -1e-40]),
     ])
     expected = torch.bucketize(numbers, midpoints)
     assert torch.equal(nf4.nearest_levels(numbers, bits).long(), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_codes_equal_bitsandbytes_under_its_scales(monkeypatch, dtype):
+def test_codes_equal_bitsandbytes(monkeypatch, dtype):
     monkeypatch.setattr(nf4, "BAND_WEIGHTS", 3000)  # weights at a time, which are a few rows
-    monkeypatch.setattr(nf4, "best_scales", lambda blocks, absmax, bits: absmax)
     golden = load_file(HERE / "goldens-nf4.safetensors")
-    blocks = in_blocks(golden[f"weight.{dtype}"])
-    # Every block has the largest magnitude 1 then, which 8 bits do not change, or 0.
-    divisor = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-30)
-    relative = blocks / divisor
-    codes, _ = nf4.quantize(relative.flatten(1), 4)
+    codes, _ = nf4.quantize(golden[f"weight.{dtype}"], 4)
     expected = golden[f"codes.{dtype}"]
     assert torch.equal(codes.flatten(), expected.flatten())
 
@@ -216,7 +184,7 @@ def test_zero_blocks_and_zero_rows_stay_zero(bits):
     assert not back_ND[3].any()
     assert not back_ND[4, :64].any()
     assert not back_ND[5, 64:].any()
-    # and the rest of their rows has NF4's error of normal weights, 0.085, as without them
+    # and the rest of their rows has NF4's error of normal weights, 0.092, as without them
     assert relative_error(back_ND[4, 64:], w_ND[4, 64:]) < 0.1
     assert relative_error(back_ND[5, :64], w_ND[5, :64]) < 0.12  # one block of 64 weights alone
 

@@ -467,10 +467,10 @@ def test_a_change_of_nf4s_bytes_is_a_change_of_its_format():
         codes, scales = nf4.quantize(numbers_ND * sizes_N1, bits)
         crc_of_codes = zlib.crc32(codes.numpy().tobytes())
         crcs[bits] = f"{zlib.crc32(scales.numpy().tobytes(), crc_of_codes):08x}"
-    words = "codes by the least squared error, blocks of 64, 254 steps of scales, codebook "
+    words = "codes by the largest magnitude, blocks of 64, 254 steps of scales, codebook "
     assert nf4.FORMATS[4] == words + "42a89f9f"
-    assert nf4.FORMATS[5] == words + "1a8d0026"
-    assert crcs == {4: "494dac8c", 5: "6fad3575"}
+    assert nf4.FORMATS[5] == words + "1f390828"
+    assert crcs == {4: "0a566979", 5: "50258c90"}
 
 
 # ---------------------------------------------------------------- which run, which checkpoint
