@@ -227,31 +227,16 @@ def bits_of_nearest(x, dtype):
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
 
-def select(index):
-    """The level of the 4-bit index in the lowest bits, by 15 selects between constants."""
-    levels = CODEBOOK
-    for bit in (1, 2, 4, 8):  # each bit halves the levels that are left
-        is_set = index & bit != 0
-        pairs = zip(levels[::2], levels[1::2])
-        levels = [torch.where(is_set, odd, even) for even, odd in pairs]
-    return levels[0]
-
-
-def dequantize_pairs(codes_NP, scales_NM, table=None, dtype=torch.bfloat16):
+def dequantize_pairs(codes_NP, scales_NM, table, dtype):
     """dequantize() for torch.compile. Each int32 of the result [N * M, 32] packs two weights, bf16 or fp16,
-    so that loads and stores are contiguous. Levels come from `table`, level_pairs(), which a GPU reads up to
-    5 times as fast, or in 4 bits from selects, which take a CPU 0 to 20 % less time."""
+    so that loads and stores are contiguous. table: level_pairs()."""
     D = scales_NM.shape[1] * BLOCK
     index = pairs_of(codes_NP, D).view(-1, BLOCK // 2)
-    scales = scales_NM.view(-1, 1)
-    if table is None:
-        first = select(index >> 4)
-        second = select(index)
-    else:
-        pairs = table[index]  # one load of 8 bytes, whose low half is the first level
-        first = pairs.int().view(torch.float32)
-        second = (pairs >> 32).int().view(torch.float32)
+    pairs = table[index]  # one load of 8 bytes, whose low half is the first level
+    first = pairs.int().view(torch.float32)
+    second = (pairs >> 32).int().view(torch.float32)
     # the first weight has the lower address, which is the low half
+    scales = scales_NM.view(-1, 1)
     low_half = bits_of_nearest(first * scales, dtype) & 0xFFFF
     high_half = bits_of_nearest(second * scales, dtype) << 16
     return low_half | high_half
@@ -267,9 +252,7 @@ def dequantize_compiled(codes_NP, scales_NQ, dtype):
     Parameter."""
     _, bits = width_and_bits(codes_NP, scales_NQ)
     scales_NM = compiled(dequantize_scales)(scales_NQ.detach())
-    table = None
-    if codes_NP.is_cuda or bits == 5:  # of 31 selects a CPU makes no vector code
-        table = level_pairs(codes_NP.device, bits)
+    table = level_pairs(codes_NP.device, bits)
     pairs = compiled(dequantize_pairs)(codes_NP.detach(), scales_NM, table, dtype)
     return pairs.view(dtype).view(len(codes_NP), -1)
 

@@ -364,10 +364,6 @@ def test_a_recomputed_block_dequantizes_each_weight_once_for_its_backward(dequan
 # ---------------------------------------------------------------- --compile
 
 
-def no_table(device, bits):
-    """What dequantize_pairs() gets on a CPU, which selects between constants."""
-
-
 SCALES = [
     1.0, 1.5, 0.3, 123.456,
     1 + 2**-8, 1 + 3 * 2**-8,  # the level 1 is then halfway between two bf16: rounded down, and rounded up
@@ -376,15 +372,15 @@ SCALES = [
 ]
 
 
-@pytest.mark.parametrize("bits, make_table", [(4, no_table), (4, nf4.level_pairs), (5, nf4.level_pairs)])
+@BITS
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_pair_of_levels_is_rounded_to_the_nearest_even_number(bits, make_table, scale, dtype):
+def test_every_pair_of_levels_is_rounded_to_the_nearest_even_number(bits, scale, dtype):
     n = 2**bits
     pairs_of_indices = torch.cartesian_prod(torch.arange(n), torch.arange(n)).to(torch.uint8)
     codes = nf4.pack(pairs_of_indices.view(-1, 64), bits)  # rows of one block
     scales = torch.full((len(codes), 1), scale)
-    packed = nf4.dequantize_pairs(codes, scales, make_table(CPU, bits), dtype)
+    packed = nf4.dequantize_pairs(codes, scales, nf4.level_pairs(CPU, bits), dtype)
 
     levels = torch.tensor(nf4.CODEBOOKS[bits])
     expected = levels[pairs_of_indices.long()] * scale
