@@ -2447,7 +2447,6 @@ class Batch(NamedTuple):
     targets: torch.Tensor  # [B, T] int64, IGNORE where a token is not trained on
     positions: torch.Tensor  # [B, T] int64
     supervised_S: torch.Tensor  # indices of the other targets in the flattened batch
-    dropout_bits: torch.Tensor  # [B, T] int32 of nf4.token_bits()
     spans: Spans
     n_targets: list  # of each document
 
@@ -2460,7 +2459,7 @@ class Batch(NamedTuple):
             return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
 
         spans = Spans(self.spans.pairs, copied(self.spans.bounds), self.spans.longest)
-        return Batch(*map(copied, self[:5]), spans, self.n_targets)
+        return Batch(*map(copied, self[:4]), spans, self.n_targets)
 
 
 class Loader:
@@ -2547,11 +2546,7 @@ class Loader:
         numbers, numbers_by_batch = self.rows_of(step, grad_accum)
         # every rank counts the rows of all ranks, so no rank has to ask for the others' numbers
         counts = lm.Counts(*(int(of_rows[numbers].sum()) for of_rows in self.per_row))
-        batches = []
-        for i, of_batch in enumerate(numbers_by_batch):
-            first_row = (i * self.world + self.rank) * self.batch_size
-            batches.append(self.batch(of_batch, first_row, step))
-        return batches, counts
+        return [self.batch(of_batch) for of_batch in numbers_by_batch], counts
 
     def places(self, step, grad_accum):
         """["FILE:LINE"] of what is in this rank's rows of a step."""
@@ -2579,9 +2574,9 @@ class Loader:
         for start in range(first, first + n_rows, B * self.world):
             yield self.batch(range(start, min(start + B, n_rows)))
 
-    def batch(self, row_numbers, first_row=0, step=0):
+    def batch(self, row_numbers):
         """Row numbers -> Batch on the CPU. Without any it is a row of one padding token, because all ranks
-        run equally many batches. first_row: how many rows of the step come before these."""
+        run equally many batches."""
         B = max(len(row_numbers), 1)
         T = self.seq_len  # always the same if packed, so that torch.compile sees one shape
         if not self.packing:
@@ -2591,8 +2586,6 @@ class Loader:
         tokens = np.zeros(n, np.int64)
         positions = np.zeros(n, np.int64)
         targets = np.full(n, IGNORE)
-        bits = np.zeros(n, np.int32)
-        bits[: B * T] = nf4.token_bits(self.seed, step, first_row, B, T).flatten()
         pairs = []  # (start, stop) of each document
         n_targets = []
         for b, number in enumerate(row_numbers):
@@ -2611,9 +2604,8 @@ class Loader:
             T = n // self.n_shards
         shard = slice(self.shard * B * T, (self.shard + 1) * B * T)
         supervised_S = np.flatnonzero(targets[shard] != IGNORE)
-        grids = tokens, targets, positions, bits
-        *grids, bits_BT = (torch.from_numpy(grid[shard]).view(B, T) for grid in grids)
-        return Batch(*grids, torch.from_numpy(supervised_S), bits_BT, pack_spans(pairs, n), n_targets)
+        grids = (torch.from_numpy(grid[shard]).view(B, T) for grid in (tokens, targets, positions))
+        return Batch(*grids, torch.from_numpy(supervised_S), pack_spans(pairs, n), n_targets)
 
 
 def share_of(eval_data):

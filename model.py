@@ -888,9 +888,7 @@ def tokens_of(order, k, N):
 class MoE(nn.Module):
     """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest odds. A stack of experts
     is one matrix of E * F rows, so NF4, FSDP2 and LoRA see a matrix like any other. Nothing balances the load
-    of the experts. In Qwen3.5 one more expert sees all tokens, through a gate of its own.
-
-    Set from outside: dropout (add_lora_)."""
+    of the experts. In Qwen3.5 one more expert sees all tokens, through a gate of its own."""
 
     def __init__(self, c):
         super().__init__()
@@ -899,7 +897,6 @@ class MoE(nn.Module):
         self.normalize = c.norm_topk_prob
         self.gate = Linear(c.hidden_size, c.num_experts, bias=False)
         self.experts = MLP(c.hidden_size, c.moe_intermediate_size, c.num_experts)
-        self.dropout = None
         self.has_shared = c.family.shared_expert
         if self.has_shared:
             self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
@@ -917,26 +914,25 @@ class MoE(nn.Module):
         odds_Nk, chosen_Nk = self.gate(h_ND).softmax(-1, dtype=torch.float32).topk(self.n_chosen)
         if self.normalize:
             odds_Nk = odds_Nk / odds_Nk.sum(-1, keepdim=True)
-        chosen, order, ends = self.sort(chosen_Nk.flatten(), h)
+        order, ends = self.sort(chosen_Nk.flatten(), h)
         route = (order, self.n_chosen, len(h_ND))
         # odds are applied before the last product: the sums are the same, and a recomputation can end here
         odds = F.pad(odds_Nk.flatten(), (0, len(order) - odds_Nk.numel()))[order, None]
-        with rows_of_experts(self.dropout if self.training else None, chosen, *route):
-            gated = self.experts.start(ToExperts.apply(h_ND, *route), ends)
-            by_expert = self.experts.finish(gated * odds.to(h.dtype), ends)
+        gated = self.experts.start(ToExperts.apply(h_ND, *route), ends)
+        by_expert = self.experts.finish(gated * odds.to(h.dtype), ends)
         out = FromExperts.apply(by_expert, *route).view_as(h)
         return out + shared if self.has_shared else out
 
     def sort(self, chosen, h):
-        """The expert of each (token, choice) -> (the expert of each row; order, in which row i of the experts
-        is number order[i] of `chosen`; ends, int32, where the rows of each expert end)."""
+        """The expert of each (token, choice) -> (order, in which row i of the experts is number order[i] of
+        `chosen`; ends, int32, where the rows of each expert end)."""
         experts = torch.arange(self.n_experts, device=h.device)
         if h.dtype is not torch.float32 and length_multiple(h) > 1:
             # rows of odds 0 fill each expert up to a multiple, for the reason in length_multiple()
             n_more = -chosen.bincount(minlength=self.n_experts) % length_multiple(h)
             chosen = torch.cat([chosen, experts.repeat_interleave(n_more)])
         chosen, order = chosen.sort(stable=True)  # stable, so that a run's bits do not change
-        return chosen, order, torch.searchsorted(chosen, experts, right=True, out_int32=True)
+        return order, torch.searchsorted(chosen, experts, right=True, out_int32=True)
 
 
 # ---------------- the block
@@ -1186,7 +1182,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = c
         self.compute_dtype = torch.float32
-        self.dropout = None
+        self.dropout = 0.0
         self.activation_hooks = None
         self.sequence_group = None
         self.embed_norm = None
@@ -1317,90 +1313,17 @@ def target_of(layer):
     return GATE_TARGET if layer.endswith(GATE_TARGET) else layer.rpartition(".")[2]
 
 
-class Dropout:
-    """Dropout (arXiv:1207.0580) of the inputs of all adapters, each with masks of its own. A mask is a hash
-    of (seed, step, row of the step, column; adapter, input), see nf4.drop_(). So it is the same however a
-    step is split over ranks and micro-batches and a row into tiles. There is no random state: neither a
-    resumed run nor a recomputed block has one to restore, and the backward makes masks again, so that none
-    is kept.
-
-    Set from outside: bits_N, of the tokens that the adapters see now (set_dropout_bits_, and `instead`)."""
-
-    def __init__(self, rate):
-        self.pass_rate = 1 - rate  # of the inputs, those that are not zeroed
-        self.threshold = round(rate * 2**32) - 2**31  # so many of 2**32 int32 are below
-        self.bits_N = None
-
-    @contextlib.contextmanager
-    def instead(self, bits_N):
-        """For tiles and experts, whose rows are other ones than the block's."""
-        before = self.bits_N
-        self.bits_N = bits_N
-        try:
-            yield
-        finally:  # a recomputation leaves by an exception
-            self.bits_N = before
-
-
-def set_dropout_bits_(model, bits_BT):
-    """Before each forward of a training with dropout. bits_BT: of nf4.token_bits()."""
-    if model.dropout.bits_N is None:  # the first time: these bits are the same in each step
-        layers = [layer for layer in model.modules() if isinstance(layer, LoRA)]
-        for number, layer in enumerate(layers):
-            layer.column_bits = nf4.column_bits(number, layer.in_features, bits_BT.device)
-    model.dropout.bits_N = bits_BT.flatten()
-
-
-def rows_of_experts(dropout, chosen, *route):
-    """A context in which adapters see the rows of experts, each of which drops other inputs of a token."""
-    if dropout is None:
-        return contextlib.nullcontext()
-    return dropout.instead(dropout.bits_N[tokens_of(*route)] * (nf4.mix(chosen) | 1).to(torch.int32))
-
-
-class DroppedLinear(torch.autograd.Function):
-    """nf4.linear() of x after dropout, without the factor 1 / (1 - rate). It saves x, as other layers do, and
-    neither the mask nor what dropout leaves of x, which would be 3 bytes an input and adapter in bf16."""
-
-    @staticmethod
-    def forward(ctx, x, w_RD, token_bits_N, column_bits_D, threshold, ends):
-        ctx.save_for_backward(x, w_RD, token_bits_N, column_bits_D)
-        ctx.threshold = threshold
-        ctx.ends = ends
-        # a clone: the other adapters and the frozen weight read the same x
-        dropped = nf4.drop_(x.clone(), token_bits_N, column_bits_D, threshold)
-        return nf4.linear(dropped, w_RD, ends)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w_RD, *bits = ctx.saved_tensors
-        dropped = nf4.drop_(x.clone(), *bits, ctx.threshold)
-        if ctx.ends is None:
-            grad_w = grad.flatten(0, -2).T @ dropped.flatten(0, -2)
-        else:
-            grad_w = F.grouped_mm(dropped.T, grad, offs=ctx.ends).transpose(1, 2).flatten(0, 1)
-        del dropped  # before grad_x, which is as large, is allocated
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            if ctx.ends is None:
-                grad_x = grad @ w_RD
-            else:
-                grad_x = F.grouped_mm(grad, w_RD.unflatten(0, (len(ctx.ends), -1)), offs=ctx.ends)
-            nf4.drop_(grad_x, *bits, ctx.threshold)
-        return grad_x, grad_w, None, None, None, None
-
-
 class LoRA:
     """y = w x + scale lora_B lora_A x (arXiv:2106.09685), with PEFT's names; w is frozen. It is a half of the
     two classes below.
 
-    Set from outside: adapter_on (switch_adapters_), column_bits (set_dropout_bits_)."""
+    Set from outside: adapter_on (switch_adapters_)."""
 
     adapter_on = True
-    column_bits = None
 
     def add_adapter_(self, rank, scale, dropout, n_experts):
-        """Adds lora_A [R, D] and lora_B [N, R] to a weight [N, D], in a stack of experts to each of them."""
+        """Adds lora_A [R, D] and lora_B [N, R] to a weight [N, D], in a stack of experts to each of them.
+        dropout: the fraction of the inputs that an adapter does not see in training (arXiv:1207.0580)."""
         # a stack of experts is one matrix, and so are its adapters: grouped products cut all three alike
         with torch.device(next(self.parameters()).device):
             self.lora_A = Linear(self.in_features, n_experts * rank, bias=False)
@@ -1411,13 +1334,11 @@ class LoRA:
     def forward(self, x, ends=None):
         if not self.adapter_on:  # the reference of --dpo
             return super().forward(x, ends)
-        if self.dropout is not None and self.training:
-            w_RD = self.lora_A.weight.to(x.dtype)
-            dropout = self.dropout
-            a = DroppedLinear.apply(x, w_RD, dropout.bits_N, self.column_bits, dropout.threshold, ends)
-            a = a * (self.lora_scale / dropout.pass_rate)  # the mean is that without dropout
-        else:
-            a = self.lora_A(x, ends) * self.lora_scale
+        seen = x
+        if self.dropout and self.training:
+            # F.dropout's kernel on a GPU. On a CPU F.dropout would keep its mask in the dtype of x.
+            seen, _ = torch.native_dropout(x, self.dropout, True)
+        a = self.lora_A(seen, ends) * self.lora_scale
         # the frozen weight last: it saves nothing, so the recomputation of a block ends before down_proj
         delta = self.lora_B(a, ends)
         return delta + super().forward(x, ends)
@@ -1445,15 +1366,12 @@ def add_lora_(model, rank, scale, dropout, targets):
     compiles one block for all."""
     with_lora = {Linear: LoRALinear, nf4.NF4Linear: LoRANF4Linear}
     model.requires_grad_(False)  # before the adapters are there, which stay trainable
-    if dropout:
-        model.dropout = Dropout(dropout)
+    model.dropout = dropout
     for name, layer in list(model.model.layers.named_modules()):
         if target_of(name) in targets:
             layer.__class__ = with_lora[type(layer)]
             n_experts = model.config.num_experts if ".experts." in name else 1
-            layer.add_adapter_(rank, scale, model.dropout, n_experts)
-        if isinstance(layer, MoE):
-            layer.dropout = model.dropout
+            layer.add_adapter_(rank, scale, dropout, n_experts)
 
 
 def train_embeddings_(model):
@@ -1555,12 +1473,9 @@ class Tiles:
     line recomputes the block up to there. If tiles saved their inputs themselves, the recomputation would
     have to reach the last of them, and each tile would run three times."""
 
-    def __init__(self, function, size, dropout, x, mixed):
+    def __init__(self, function, size, x, mixed):
         self.function = function
         self.size = size
-        self.dropout = dropout
-        if dropout is not None:  # a tile's tokens draw the masks that they would have in the whole row
-            self.bits = dropout.bits_N.split(size)
         # an attribute, because torch 2.11 frees what it saved together with it
         self.saved = SaveNow.apply(torch.empty(0, requires_grad=True), x, mixed)
         self.tiles = self.cut(x, mixed)
@@ -1573,16 +1488,14 @@ class Tiles:
             # The backward has begun. It needs values alone: gradients go through the graph of the forward.
             saved = self.saved.grad_fn.saved_tensors
             self.tiles = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
-        if self.dropout is None:
-            return self.function(*self.tiles[i])
-        with self.dropout.instead(self.bits[i]):
-            return self.function(*self.tiles[i])
+        return self.function(*self.tiles[i])
 
 
-def run_in_tiles(block, function, size, dropout, x, mixed):
-    """block.o_proj_and_mlp() by --tiled_mlp."""
-    tiles = Tiles(function, size, dropout if block.training else None, x, mixed)
-    run = functools.partial(checkpoint, tiles.run, use_reentrant=False, preserve_rng_state=False)
+def run_in_tiles(function, size, has_dropout, x, mixed):
+    """A block's o_proj_and_mlp() by --tiled_mlp."""
+    tiles = Tiles(function, size, x, mixed)
+    # a tile that runs again draws the masks that it has drawn
+    run = functools.partial(checkpoint, tiles.run, use_reentrant=False, preserve_rng_state=has_dropout)
     # These hooks do nothing. Those of a checkpointed block, which they cover, would count what tiles save.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         out = [run(i) for i in range(len(tiles.tiles))]
@@ -1593,9 +1506,9 @@ def run_in_tiles(block, function, size, dropout, x, mixed):
 def tile_mlp_(model, size):
     """Runs what follows attention `size` tokens at a time, and once more in the backward: 6*F values a token
     live for one tile (ALST, arXiv:2506.13996)."""
+    has_dropout = model.dropout > 0
     for block in model.model.layers:
-        block.o_proj_and_mlp = functools.partial(
-            run_in_tiles, block, block.o_proj_and_mlp, size, model.dropout)
+        block.o_proj_and_mlp = functools.partial(run_in_tiles, block.o_proj_and_mlp, size, has_dropout)
 
 
 def checkpoint_activations_(model, n_blocks=None, n_attention_kept=0):
@@ -1604,13 +1517,14 @@ def checkpoint_activations_(model, n_blocks=None, n_attention_kept=0):
     attention's output as well."""
     # The first ones, because the backward gets to them last: what the others keep is free again by then.
     blocks = model.model.layers[:n_blocks]
+    has_dropout = model.dropout > 0
     for i, block in enumerate(blocks):
         keeps_attention = i >= len(blocks) - n_attention_kept
-        block.forward = functools.partial(in_checkpoint, block, block.forward, keeps_attention)
+        block.forward = functools.partial(in_checkpoint, block, block.forward, keeps_attention, has_dropout)
         keep_weights_(block)
 
 
-def in_checkpoint(block, forward, keeps_attention, *args):
+def in_checkpoint(block, forward, keeps_attention, has_dropout, *args):
     """A call of a block under torch's checkpoint."""
     record = AttentionRecord() if keeps_attention else None
 
@@ -1618,8 +1532,8 @@ def in_checkpoint(block, forward, keeps_attention, *args):
         block.mixer.record = record
         return forward(*args)
 
-    # no random state to preserve: dropout's masks are hashes
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+    # the recomputation draws the masks that the forward has drawn
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=has_dropout)
 
 
 def keep_weights_(module):

@@ -423,7 +423,7 @@ def local(param):
 
 def mix(x):
     """The project's hash: index -> 32 well mixed bits (MurmurHash3's finalizer), for an int or an int64
-    tensor. Dropout and random rounding come from it, so a run has no random state to restore."""
+    tensor. Random rounding comes from it, so a run has no random state to restore."""
     x = mix_once(x, 16, 0x85EBCA6B)
     x = mix_once(x, 13, 0xC2B2AE35)
     return mix_once(x, 16, 1)
@@ -433,34 +433,6 @@ def mix_once(x, shift, factor):
     """A round of mix()."""
     x = x & 0xFFFFFFFF  # an int has no end, and of an int64 only 32 bits may take part
     return (x ^ x >> shift) * factor
-
-
-def token_bits(seed, step, first_row, n_rows, n_columns):
-    """[n_rows, n_columns] int32: odd random factors of the tokens of a step, by their row in the step and
-    their column. So they do not depend on how the rows are split over ranks and micro-batches."""
-    key = mix(mix(seed) + step)
-    keys_B1 = mix(key + torch.arange(first_row, first_row + n_rows)[:, None])
-    return (mix(keys_B1 + torch.arange(n_columns)) | 1).to(torch.int32)
-
-
-def column_bits(number, D, device):
-    """[D] int32: odd random factors of the inputs of the number-th adapter."""
-    key = mix((1 << 31) + number)  # no step is as large
-    return (mix(key + torch.arange(D, device=device)) | 1).to(torch.int32)
-
-
-def drop_(x, token_bits_N, column_bits_D, threshold):
-    """Zeroes x in place where the product of the token's and the column's factor, as an int32, is below
-    `threshold`. The bits of such a product are random as those of dither_words() are."""
-    x_ND = x.view(-1, x.shape[-1])
-    token_bits_N1 = token_bits_N[:, None]
-    if torch.compiler.is_compiling():
-        pairs = [(x_ND, token_bits_N1)]  # one kernel, and the products are never in memory
-    else:
-        pairs = bands(x_ND, token_bits_N1)
-    for band, bits_N1 in pairs:
-        band.masked_fill_(bits_N1 * column_bits_D < threshold, 0)
-    return x
 
 
 class Dither(NamedTuple):

@@ -242,7 +242,8 @@ def make_parser():
     add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True)
     switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True)
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
-        "fraction of an adapter's inputs that is zeroed in training (default: 0)", fixed=True)
+        "fraction of an adapter's inputs that is zeroed in training; which ones depends on the number of "
+        "ranks and micro-batches, as with any other trainer (default: 0)", fixed=True)
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
            "reference is the model without adapters", fixed=True)
     add(method, "--beta", AMOUNT, None, "of --dpo: with a smaller one the model goes further from its "
@@ -676,6 +677,8 @@ def main(argv, progress):
         n_terms = counts.documents // 2 if args.dpo else counts.targets
         ranks.alive()  # one of several ranks has --timeout seconds from here to the next call
         lr = set_rates_(optimizer, step, steps, args, loss_scale)
+        # for dropout: other masks in each step and on each rank, and the same ones when a step is repeated
+        torch.manual_seed(nf4.mix(nf4.mix(nf4.mix(args.seed) + step) + ranks.rank))
 
         # forward and backward of each micro-batch
         loss_sum = 0
@@ -2052,8 +2055,6 @@ DPO_FIGURES = "reward_margin", "reward_accuracy", "logp_chosen", "logp_rejected"
 def loss_of(model, b, beta):
     """-> (summed loss of a batch, sums of DPO_FIGURES [4]). Without beta there are no such figures, [0]. The
     reference of --dpo is the same model with its adapters switched off, so no second one is in memory."""
-    if model.dropout:
-        lm.set_dropout_bits_(model, b.dropout_bits)
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
     if beta is None:
         loss_sum = model(*inputs)
@@ -2828,8 +2829,8 @@ def note_dominant_gradient(model, norm, args, tokenizer, ranks):
 def gradients_of(model, loader, step, args, ranks, in_backward):
     """Computes a step (from 0) again, the one that ends the run -> (sum of its losses on this rank,
     {parameter: row_norms()}). Collective."""
-    # Data and dropout's masks are those of that step. So are the weights, but for what --optim_in_backward
-    # had applied by then. alive() gives this step the time of a whole one.
+    # Data are those of that step. So are the weights, but for what --optim_in_backward had applied by then.
+    # alive() gives this step the time of a whole one.
     ranks.alive()
     batches, counts = loader.step(step, args.grad_accum)
     n_terms = counts.documents // 2 if args.dpo else counts.targets
@@ -3633,7 +3634,6 @@ def batch_on_paper(args, length):
     tokens, targets, positions, supervised = torch.empty(4, *shape, dtype=torch.int64, device="meta").unbind()
     return data.Batch(
         tokens, targets, positions, supervised.flatten(),
-        dropout_bits=torch.empty(shape, dtype=torch.int32, device="meta"),
         spans=lm.Spans(list(zip(starts, stops)), bounds, length),
         n_targets=[n_tokens // n_documents] * n_documents)
 

@@ -16,8 +16,9 @@ they are held against PEFT's own merge, rounded the same way.
 
 A trained model (--model) is trained by both sides, on the same rows in the same order, in full, with --lora and with
 --qlora, in float32 and in bf16: one table of losses. QLoRA is compared with PEFT on a base whose weights are what
-oomph's NF4 gives back, because bitsandbytes rounds its scales in another way; its own curve stands below as information. Greedy
-answers, and the logits of what the runs in float32 have written, are compared, too. Shown with SmolLM2-135M-Instruct.
+oomph's NF4 gives back, because bitsandbytes rounds its scales in another way; its own curve stands below as
+information. Greedy answers, and the logits of what the runs in float32 have written, are compared, too. Shown with
+SmolLM2-135M-Instruct.
 """
 
 import argparse

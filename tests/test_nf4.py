@@ -1,6 +1,5 @@
 """The formats NF4 and NF5: their error, their bytes, their gradients, and how often a weight is dequantized."""
 
-import math
 
 import pytest
 import torch
@@ -93,8 +92,8 @@ def test_the_error_is_that_of_the_levels_at_an_eighth_of_a_bit_more(make, bits):
     codes, scales = nf4.quantize(w_ND, bits)
     error = relative_error(as_float32(codes, scales), w_ND)
     exact_error = relative_error(with_exact_scales(w_ND, bits), w_ND)
-    # A scale is off by up to half a step of 254 over a row's decades, where scales scatter by 1 %: 0.2 % of the error of
-    # 16 levels, and 0.5 % of the smaller one of 32.
+    # A scale is off by up to half a step of 254 over a row's decades, by 1 % where scales scatter: that adds 0.2 % to
+    # the error of 16 levels, and 0.5 % to the smaller one of 32.
     assert error < {4: 1.003, 5: 1.006}[bits] * exact_error
     if make is normal_weights:
         assert error == pytest.approx(ERRORS[bits], abs=0.0002)

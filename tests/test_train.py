@@ -24,7 +24,6 @@ from test_formats import byte_level_tokenizer
 
 import data
 import model as lm
-import nf4
 import train
 
 CPU = torch.device("cpu")
@@ -393,21 +392,13 @@ def test_adapters_start_as_in_peft():
             assert 0.9 * limit < p.abs().max() <= limit
 
 
-def test_dropout_depends_on_seed_and_step_and_is_off_in_evaluation():
+def test_dropout_is_off_in_evaluation():
     model, _ = build("--lora", "--lora_dropout", 0.5)
     for p in model.parameters():
         if p.requires_grad:
             torch.nn.init.normal_(p)  # with B at zero no adapter would show its dropout
     tokens = torch.arange(30)[None]
-
-    def loss_at(seed, step):
-        lm.set_dropout_bits_(model, nf4.token_bits(seed, step, 0, *tokens.shape))
-        return model(tokens, tokens).item()
-
-    first = loss_at(seed=1, step=0)
-    assert loss_at(seed=1, step=0) == first  # a resumed run repeats it
-    of_other_bits = {first, loss_at(seed=2, step=0), loss_at(seed=1, step=1)}
-    assert len(of_other_bits) == 3
+    assert model(tokens, tokens) != model(tokens, tokens)
     assert model.eval()(tokens, tokens) == model(tokens, tokens)
 
 
