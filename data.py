@@ -3049,7 +3049,6 @@ class Stored(NamedTuple):
     """Where a tensor is on the disk, and what it is."""
 
     path: Path | None  # None: random weights
-    first_byte: int
     shape: tuple
     dtype: torch.dtype
 
@@ -3116,6 +3115,7 @@ class Checkpoint:
             names = files_without_index(folder, single)
         self.files = [folder / name for name in sorted(names)]
         self.tensors = {}
+        self.readers = {}  # {path: its open file}
         for path in self.files:
             check_is_file(path)
         missing = [str(path) for path in self.files if not path.exists()]
@@ -3124,45 +3124,48 @@ class Checkpoint:
                              "are .bin files, which can run code (transformers' save_pretrained writes "
                              "safetensors)")
         for path in self.files:
-            self.read_header(path)
+            self.open_file(path)
         lost = [name for name, file in weight_map.items()
                 if name not in self.tensors or self.tensors[name].path.name != file]
         if lost:
             raise ValueError(f"{index}: {listing(lost)}: not in the files that it names: the download is "
                              "incomplete, or the index belongs to other weights")
 
-    def read_header(self, path):
-        """Adds the tensors of a file. Eight bytes give the length of a JSON header, and offsets in it count
-        from its end (github.com/huggingface/safetensors#format)."""
+    def open_file(self, path):
+        """Adds the tensors of a file."""
         try:
-            # The library checks that the header is right and the file complete, but does not tell offsets.
-            with safe_open(path, framework="pt"), open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
+            # Read, not mapped: the pages that are mapped by default would pile up in memory.
+            reader = safe_open(path, framework="pt", backend="pread")
         except SafetensorError as error:
             raise ValueError(f"{path}: damaged or cut short ({listing([str(error)])}): "
                              "download it again") from error
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            if entry["dtype"] not in DTYPES:
+        self.readers[path] = reader
+        for name in reader.keys():  # noqa: SIM118
+            stored = reader.get_slice(name)
+            dtype = stored.get_dtype()
+            if dtype not in DTYPES:
                 raise ValueError(f"{path}: {listing([name])}: expected float32, float16 or bfloat16, got "
-                                 f"{entry['dtype']}; for 4 bits use the unquantized model and --qlora")
+                                 f"{dtype}; for 4 bits use the unquantized model and --qlora")
             if name in self.tensors:
                 raise ValueError(f"{path}: {listing([name])} is in {self.tensors[name].path.name} as well")
-            first_byte = 8 + length + entry["data_offsets"][0]
-            self.tensors[name] = Stored(path, first_byte, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+            self.tensors[name] = Stored(path, tuple(stored.get_shape()), DTYPES[dtype])
 
     def rows(self, name, start, stop):
-        """Rows [start, stop) of a tensor, on the CPU. They are read, not mapped: the pages that the library
-        maps would pile up in memory."""
-        stored = self.tensors[name]
-        rows = torch.empty(stop - start, *stored.row_shape, dtype=stored.dtype)
-        row_bytes = math.prod(stored.row_shape) * stored.dtype.itemsize
-        with open(stored.path, "rb") as file:
-            file.seek(stored.first_byte + start * row_bytes)
-            if file.readinto(rows.view(torch.uint8).numpy()) != rows.nbytes:
-                raise OSError(f"{stored.path}: {name}: the file became shorter while it was read")
-        return rows
+        """Rows [start, stop) of a tensor, on the CPU."""
+        path, shape, dtype = self.tensors[name]
+        if start == stop:  # the library refuses an empty range at the end of a tensor
+            return torch.empty(0, *self.tensors[name].row_shape, dtype=dtype)
+        try:
+            stored = self.readers[path].get_slice(name)
+            if len(shape) < 3:
+                return stored[start:stop]
+            # of a stack, or a convolution: all rows of the leading entries that have some of these
+            n_rows = math.prod(shape[1:-1])
+            first = start // n_rows
+            experts = stored[first : nf4.ceil_div(stop, n_rows)]
+            return experts.flatten(0, -2)[start - first * n_rows : stop - first * n_rows]
+        except SafetensorError as error:
+            raise OSError(f"{path}: {name}: the file became shorter while it was read") from error
 
     def crc(self):
         """Checksum of 1 MB from the middle of each file: it tells a base model from its Instruct version."""
@@ -3183,7 +3186,7 @@ class RandomWeights:
         self.device = device
         self.config = model.config
         dtype = self.config.dtype
-        self.tensors = {name: Stored(None, 0, shape, dtype) for name, shape in shapes_in_files(model).items()}
+        self.tensors = {name: Stored(None, shape, dtype) for name, shape in shapes_in_files(model).items()}
 
     def rows(self, name, start, stop):
         """See Checkpoint.rows()."""
