@@ -56,7 +56,6 @@ import re
 import resource
 import shutil
 import textwrap
-import threading
 import time
 import traceback
 import zlib
@@ -89,8 +88,6 @@ NOT_FINITE = 3
 OUT_OF_MEMORY = 4
 # what to do where a number of --precision fp16 is inf or nan
 FP16_ENDS = "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU with bf16"
-# the last phase of a run, in which nothing is left to save
-AFTER_RESULT = "sample or merge"
 TORCHRUN_GONE = getattr(signal, "SIGRTMIN", 0)  # the signal that says so; macOS has none
 UNTESTED_TORCH = 2, 15  # and what is newer
 
@@ -371,7 +368,7 @@ def add_run_flags(parser):
         "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN")
     add(run, "--timeout", SECONDS, 1800.0,
         "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first. "
-        "Loading, saving and exporting may take any time: abort if a rank makes no progress for 2 N seconds. "
+        "Where one rank loads, saves or exports, the others wait for 4 N seconds. "
         "Weights that fit on no disk at the end wait N seconds for room")
     add(run, "--log_every", WHOLE, 10,
         "log every N steps, and also the first ten steps and at least every ten seconds")
@@ -587,7 +584,6 @@ def main(argv, progress):
     tokenizer = opened.tokenizer
     # before data and weights, which may take an hour: an error of a network or a login comes at once
     sinks = open_sinks(args, out, resumed, ranks, progress)
-    progress["phase"] = "data"
     loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks, revisions)
     if ranks.rank == 0:
         data.print_data(args, loader, eval_loader, tokenizer)
@@ -595,7 +591,6 @@ def main(argv, progress):
         return ranks.leave()
     state = open_run(args, config, loader, eval_loader, opened.source, resumed, ranks)
     steps = state["steps"]
-    progress["phase"] = "weights"
     # after the data, because the longest row decides how much the blocks must recompute
     blocks = choose_blocks(args, config, ranks.world, loader.longest, smallest_memory(args, ranks))
     print_start(args, model, opened.source, blocks, ranks)
@@ -652,7 +647,6 @@ def main(argv, progress):
     end_if_signalled = functools.partial(end_if_stopped, save, saver, state, stop, ranks)
 
     def evaluate_now():
-        progress["phase"] = "evaluation"
         with log.paused():
             evaluation = evaluate(model, eval_loader, ranks, args.beta, stop)
         if evaluation is None:  # a signal came: the run that continues this one evaluates this step
@@ -692,19 +686,17 @@ def main(argv, progress):
                 model.set_requires_gradient_sync(last or trains_ends(args))
                 model.set_requires_all_reduce(last)
             b = batch.to(device)
-            progress.update(phase="forward", step=n, tokens_of_micro_batch=b.tokens.numel())
+            progress.update(step=n, tokens_of_micro_batch=b.tokens.numel())
             loss, dpo = loss_of(model, b, args.beta)
             # The loss is a sum. We divide it by the targets of all micro-batches and ranks, so each token
             # counts the same however a step is split; `ranks.world` undoes the mean over ranks that is taken
             # of gradients.
-            progress["phase"] = "backward"
             (loss_scale.of(loss) * (ranks.world / n_terms)).backward()
             # detached: the log keeps the sum until it writes a row, and would keep the graph with it
             loss_sum = loss_sum + loss.detach()
             dpo_sums = dpo_sums + dpo
 
         # update the weights
-        progress["phase"] = "step"
         if in_backward:
             norm = in_backward.norm()  # they were updated during the backward
         else:
@@ -748,14 +740,12 @@ def main(argv, progress):
             profiler.step()
 
         # once in a while: save, stop. A save comes before the evaluation of its step, which may take minutes
-        progress["phase"] = "checkpoint"
         if save_due:
             save()
         if stopped:
             end_if_signalled()
 
     # ---- the result: written before an evaluation or a sample could fail
-    progress["phase"] = "result"
     faulthandler.cancel_dump_traceback_later()  # set by alive(): an export may take longer than a step
     # the last update may have made a weight inf, and no forward has seen it since
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
@@ -765,7 +755,7 @@ def main(argv, progress):
         evaluate_now()
     end_if_signalled()  # for a signal that came during the export
     stop.end()  # all is written: from here on a signal ends the process at once
-    progress["phase"] = AFTER_RESULT
+    progress["is_written"] = True
     sample.say_before_and_after()
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
@@ -1109,12 +1099,14 @@ def say_done(args, model, out, ranks):
 
 # ---------------- ranks
 
+PATIENCE = 4  # how many --timeout a rank may be late outside of the training loop
+
 
 class Ranks:
     """This process among the others: its number, its device, and the small values that they exchange.
 
-    gather() and agree() use a group without a timeout, because one rank may spend hours loading or saving.
-    If a rank hangs, alive() ends the job in the training loop, and Watch elsewhere."""
+    If a rank hangs in the training loop, alive() ends the job after --timeout. Elsewhere gather() and agree()
+    do after PATIENCE times as long, because a rank may spend hours loading or saving."""
 
     def __init__(self, want_group, timeout):
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
@@ -1122,13 +1114,14 @@ class Ranks:
             # that is reserved and cannot be used. CUDA's allocator reads this when it is first used.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         self.timeout = timeout
-        # of a collective: longer, so that alive() and Watch report first
+        # for a collective of a step: longer, so that alive() reports first
         self.wait = timedelta(seconds=2 * timeout + 60)
-        # One rank under plain python: without `control` and `watch`, what follows talks to no other process.
+        # for another rank that loads, saves or exports
+        self.patience = timedelta(seconds=PATIENCE * timeout)
+        # One rank under plain python: without `control`, what follows talks to no other process.
         self.rank = 0
         self.world = 1
         self.control = None
-        self.watch = None
         # among the ranks of this machine: the number of its GPU
         self.local = int(os.environ.get("LOCAL_RANK", 0))
         n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -1174,11 +1167,8 @@ class Ranks:
             dist.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.world, timeout=self.wait)
         if self.world > 1:
-            # for gather() and agree(): a month, because another rank may be reading terabytes
-            self.control = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-            watch = Watch(self, 2 * self.timeout)
-            watch.start()
-            self.watch = watch
+            # for gather() and agree(), twice as patient as rank 0, which says who is missing
+            self.control = dist.new_group(backend="gloo", timeout=2 * self.patience)
 
     def say(self, text):
         """Prints on rank 0."""
@@ -1186,22 +1176,14 @@ class Ranks:
             data.say(text)
 
     def gather(self, value):
-        """[value of each rank] on every rank, for anything that can be pickled. Never times out."""
+        """[value of each rank] on every rank, for anything that can be pickled."""
         values = [value] * self.world
         if self.control is not None:
-            with self.waiting():
-                # The one use of pickle: it reads what ranks of this job have sent, and no file.
-                dist.all_gather_object(values, value, self.control)
+            # It says which ranks do not come, and all_gather_object() would not.
+            dist.monitored_barrier(self.control, self.patience, wait_all_ranks=True)
+            # The one use of pickle: it reads what ranks of this job have sent, and no file.
+            dist.all_gather_object(values, value, self.control)
         return values
-
-    @contextlib.contextmanager
-    def waiting(self):
-        """Inside the block this rank waits for others: Watch does not expect it to make progress."""
-        if self.watch:
-            self.watch.main_waits = True
-        yield
-        if self.watch:
-            self.watch.main_waits = False
 
     def largest(self, *numbers):
         """[the largest of each number over all ranks]: an all-reduce on the CPU, which waits for no GPU."""
@@ -1243,133 +1225,9 @@ class Ranks:
         talk to it makes them abort. From then on gather() and agree() are about this rank alone."""
         faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized():
-            with self.waiting():
-                # Before the barrier: behind it a rank may be gone, and who still watched would find it stuck.
-                if self.watch:
-                    self.watch.stop()
-                dist.barrier(self.control)
+            dist.barrier(self.control)
             dist.destroy_process_group()
             self.control = None
-            self.watch = None
-
-
-class Watch(threading.Thread):
-    """Ends the job when a rank has made no progress for `patience` seconds, because the process or its disk
-    is stuck. The others wait for it without a timeout: to load terabytes may take any time.
-
-    Progress is CPU time of a rank's main thread. One that reads, quantizes, tokenizes or writes uses some in
-    every second, one that is stuck uses none; one that waits for other ranks is not expected to. Each rank
-    reports every few seconds through a store in rank 0's process. Rank 0 reads the reports of all, the others
-    rank 0's. Time is counted in these rounds and not by a clock: where a whole job is suspended and goes on
-    later, as a cluster or a laptop may do, nobody has been stuck."""
-
-    def __init__(self, ranks, patience):
-        super().__init__(daemon=True)  # it keeps no process alive whose main thread has ended
-        self.rank = ranks.rank
-        self.patience = patience
-        # seconds between reports: a rank is stuck after at least 8 that are the same, as one may be late
-        self.pause = min(10, patience / 8)
-        self.main_waits = False  # set by Ranks.waiting()
-        self.leaving = threading.Event()
-        # Not torchrun's store, which is gone when torchrun is: then the ranks must still save.
-        address = os.environ["MASTER_ADDR"]
-        port = None
-        if self.rank == 0:
-            # port 0: the system chooses a free one, which the others hear from gather()
-            self.store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            port = self.store.port
-        port = ranks.gather(port)[0]
-        if self.rank > 0:
-            self.store = dist.TCPStore(address, port, timeout=ranks.wait)
-        self.report()
-        ranks.gather(None)  # from here on the store has a report of each rank
-        # rank 0 watches itself as well: this thread runs on while its main thread is stuck
-        self.watched = [0] if self.rank else list(range(ranks.world))
-        self.reports = {rank: self.store.get(str(rank)) for rank in self.watched}
-        self.n_unchanged = dict.fromkeys(self.watched, 0)  # rounds in which a report has stayed the same
-
-    def run(self):
-        while not self.leaving.wait(self.pause):
-            # While rank 0's process is stopped, a call of its store does not return. The timer is longer than
-            # `patience`, so that rank 0, if it is well, names the rank that is not. Rank 1 prints: the store
-            # that counts who has printed is rank 0's.
-            silence = threading.Timer(1.25 * self.patience, self.end, [self.complaint([0]), self.rank == 1])
-            silence.daemon = True
-            silence.start()
-            try:
-                self.report()
-                self.compare()
-            except dist.DistError:  # rank 0 has ended, which the main thread sees as well
-                return
-            finally:
-                silence.cancel()
-
-    def report(self):
-        """Tells where the main thread stands, with a number that changes as long as it makes progress."""
-        main = threading.main_thread().ident
-        if self.main_waits:
-            progress = time.monotonic()  # counts as progress: the rank that it waits for is the one to judge
-        elif hasattr(time, "pthread_getcpuclockid"):
-            # the main thread's time alone: this thread uses some in every round
-            progress = time.clock_gettime(time.pthread_getcpuclockid(main))
-        else:
-            # macOS has no clock of another thread. This one has the time of report() in it and always moves,
-            # so only a process that is stopped is found.
-            progress = time.process_time()
-        self.store.set(str(self.rank), json.dumps([progress, os.uname().nodename, stack_of(main)]))
-
-    def compare(self):
-        """Ends this process if a rank that it watches is stuck, or if another rank has found one."""
-        if self.store.check(["end"]):
-            self.end(self.store.get("end").decode(), False)
-        for rank in self.watched:
-            report = self.store.get(str(rank))
-            self.n_unchanged[rank] += 1
-            if report != self.reports[rank]:
-                self.reports[rank] = report
-                self.n_unchanged[rank] = 0
-        stuck = [rank for rank in self.watched if self.n_unchanged[rank] * self.pause > self.patience]
-        if stuck:
-            message = self.complaint(stuck)
-            # The others find this message in their next round and end with it, too. Who is first to add 1
-            # prints it.
-            self.store.set("end", message)
-            self.end(message, self.store.add("reported", 1) == 1)
-
-    def complaint(self, ranks):
-        lines = []
-        for rank in ranks:
-            _, host, stack = json.loads(self.reports[rank])
-            lines.append(f"rank {rank} ({host}) has made no progress for {self.patience:,.0f} s; "
-                         f"last seen in {stack}")
-        return "; ".join(lines) + ". Is its process stopped, or its disk? --timeout N waits for 2 N seconds"
-
-    def end(self, message, speaks):
-        """Ends the process from this thread: the main thread may wait in a collective for ever."""
-        # The main thread may see at the same time that another rank has gone. It then waits in launch() for
-        # this lock, so that the message here is the last one.
-        ENDING.acquire()  # never given back
-        report_error(message, speaks)
-        if self.rank == 0:
-            time.sleep(2 * self.pause)  # the others read the message in its store
-        os._exit(1)  # sys.exit() would end this thread alone
-
-    def stop(self):
-        self.leaving.set()
-        self.join()  # then no round is under way that would need the store of a rank 0 that has left
-
-
-def stack_of(thread):
-    """Where a thread stands in this project's files, as its last four calls: main > save (train.py:9)."""
-    folder = os.path.dirname(__file__)
-    # The innermost call comes first. Those inside of torch are left out: they tell a user nothing.
-    calls = [(frame.f_code, line) for frame, line in traceback.walk_stack(sys._current_frames()[thread])
-             if os.path.dirname(frame.f_code.co_filename) == folder]
-    if not calls:
-        return "unknown code"
-    code, line = calls[0]
-    names = [code.co_name for code, _ in calls if code.co_name not in ("<module>", "launch")][:4]
-    return f"{' > '.join(reversed(names))} ({os.path.basename(code.co_filename)}:{line})"
 
 
 class StopSignal:
@@ -4345,10 +4203,10 @@ def is_out_of_memory(error):
 
 
 def report_out_of_memory(error, progress):
-    """Writes oom.json into the folder of the run -> a message. `progress` is what main has noted: phase,
-    step, tokens_of_micro_batch, and out, which is None until the folder is known."""
-    places = {name: progress[name] for name in ("phase", "step", "tokens_of_micro_batch")}
-    report = {**places, "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
+    """Writes oom.json into the folder of the run -> a message. `progress` is what main has noted: step,
+    tokens_of_micro_batch, and out, which is None until the folder is known."""
+    numbers = {name: progress[name] for name in ("step", "tokens_of_micro_batch")}
+    report = {"place": stack_of(error), **numbers, "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
               "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
     out = progress["out"]
     text = json.dumps(report, indent=2)
@@ -4363,21 +4221,29 @@ def report_out_of_memory(error, progress):
 
 # ---------------- the exit code
 
-# Held by what ends the process. If it is Watch, the others end too, and what the main thread makes of that is
-# not reported.
-ENDING = threading.Lock()
-
 
 def lost_another_rank(error):
-    """Whether gloo or NCCL report that a rank which they talk to is gone."""
-    texts = "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited"
+    """Whether gloo or NCCL report that a rank which they talk to is gone, or does not come."""
+    texts = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
+             "failed to pass monitoredBarrier", "Timed out waiting")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def stack_of(error):
+    """Where an error comes from, as its last four calls in this project's files: main > save (train.py:9)."""
+    folder = os.path.dirname(__file__)
+    # Calls inside of torch are left out: they tell a user nothing.
+    calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)
+             if os.path.dirname(frame.f_code.co_filename) == folder and frame.f_code.co_name != "launch"]
+    code, line = calls[-1]
+    names = [code.co_name for code, _ in calls if not code.co_name.startswith("<")][-4:]
+    return f"{' > '.join(names)} ({os.path.basename(code.co_filename)}:{line})"
 
 
 def launch(argv=None):
     """Runs main() -> the exit code. Every error that is expected becomes one message, printed last: by rank 0
     here, and by torchrun from its error file. An unexpected one keeps its traceback, on each rank."""
-    progress = {"phase": "start", "out": None, "step": 0, "tokens_of_micro_batch": 0, "folder": None}
+    progress = {"out": None, "step": 0, "tokens_of_micro_batch": 0, "folder": None, "is_written": False}
     code = 1
     speaks = os.environ.get("RANK", "0") == "0"
     try:
@@ -4398,16 +4264,18 @@ def launch(argv=None):
         code = 130
         message = "interrupted, nothing saved"
         saved = progress["out"] and newest_checkpoint(progress["out"])
-        if progress["phase"] == AFTER_RESULT:
+        if progress["is_written"]:
             message = f"interrupted, {progress['out']}/final is complete"
         elif saved:
             message = f"interrupted, {saved} is complete: the same command with --resume continues it"
     except Exception as error:
         if lost_another_rank(error):
             # the rank that has ended first, or torchrun, says why
-            where = str(error).split(". This is")[0]  # gloo's address of it
-            message = (f"another rank has ended, while this one was at step {progress['step']}, "
-                       f"{progress['phase']}; complete checkpoints are as they were ({where})")
+            # gloo's name of it, which ends with a time whether it has waited or not
+            which = re.sub(r" in \d+ ms$|\. This is.*", "", str(error).splitlines()[0])
+            message = (f"another rank has ended, or hangs, while this one was at step {progress['step']}, in "
+                       f"{stack_of(error)}; complete checkpoints are as they were. ({which}. Outside of a step, "
+                       f"--timeout N waits for {PATIENCE} N seconds.)")
         else:
             speaks = True
             message = f"{type(error).__name__}: {error}"
@@ -4415,13 +4283,11 @@ def launch(argv=None):
                 code = OUT_OF_MEMORY
                 message = report_out_of_memory(error, progress)
             else:
-                with ENDING:
-                    data.say(traceback.format_exc(), to_stderr=True)
+                data.say(traceback.format_exc(), to_stderr=True)
     finally:
         if progress["folder"]:
             progress["folder"].leave()
-    with ENDING:
-        report_error(message, speaks)
+    report_error(message, speaks)
     return code
 
 

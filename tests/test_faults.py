@@ -18,12 +18,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import HERE, SHAPE, build, on_ranks, run_ranks, start_ranks, state_of, train_main
 from safetensors.torch import load_file, save_file
 
@@ -546,118 +548,94 @@ def test_a_stopped_rank_ends_the_job_and_the_others_say_where_they_wait(job, tmp
     assert steps_of(tmp_path / "run") == [2]
 
 
-# Of the ranks with one that is stuck; --timeout's default makes it an hour. It is counted in rounds of train.Watch,
-# eight of them, which take longer where the machine is busy.
-PATIENCE_S = 3
-
-
-def watch_of_this_process():
-    (watch,) = (thread for thread in threading.enumerate() if isinstance(thread, train.Watch))
-    return watch
-
-
-def wait_for_rounds(n, rank):
-    """Waits for n more reports of a rank's watch, without which time does not pass for it. Uses some CPU meanwhile."""
-    store = watch_of_this_process().store
-    for _ in range(n):
-        report = store.get(str(rank))
-        while store.get(str(rank)) == report:
-            time.sleep(0.01)
-
-
-def stop_process(pid_file):
-    watch = watch_of_this_process()
-    # A report by the watch's own thread. One made here would name the report itself as the place of this process.
-    wait_for_rounds(1, rank=watch.rank)
-    # Once rank 0 is stopped, its store tells nothing, so the other rank must read that report before. In a round it
-    # makes a report of its own and then reads ours: when it has made two, it has read it.
-    wait_for_rounds(2, rank=1 - watch.rank)
-    stop_this_process(pid_file)
-
-
-def read_from_a_dead_disk(_):
+def read_from_a_dead_disk(pid_file):
+    pid_file.write_text(str(os.getpid()))
     reading, _writing = os.pipe()
-    os.read(reading, 1)  # nobody writes: the thread waits as for a disk, and other threads run on
+    os.read(reading, 1)  # nobody writes
 
 
-def load_slowly(_):
-    """Longer than the others' patience of eight rounds, but a bit is always done."""
-    wait_for_rounds(11, rank=0)
-
-
-class Disturbance(NamedTuple):
-    rank: int
-    module: str
-    function: str  # of the module
-    act: object  # what this rank does before its first call of the function
+def lose_patience(pid_file):
+    """From here on this rank waits for others for a second. The one that will be stuck is stuck by then."""
+    while not pid_file.exists():
+        time.sleep(0.01)
+    barrier = dist.monitored_barrier
+    dist.monitored_barrier = lambda group, _, wait_all_ranks: barrier(group, timedelta(seconds=1), wait_all_ranks)
 
 
 class Stuck(NamedTuple):
-    """A run in which a rank gets stuck."""
+    """A run of which rank 1 gets stuck in its first call of a function. The others call it, too."""
 
-    disturbances: list
-    rank: int  # that gets stuck
-    place: str  # where it was seen last
+    act: object  # how
+    module: str
+    function: str  # of the module
+    place: str  # where rank 0 waits
 
 
 STUCK = {
-    "stopped in loading": Stuck(
-        [Disturbance(1, "data", "stacked_rows", stop_process)], 1, "main > load_weights_ (data.py:"),
-    # the slow one is not blamed, neither while it loads nor when another is stuck later
-    "slow in loading, stopped in a save": Stuck(
-        [Disturbance(1, "data", "stacked_rows", load_slowly), Disturbance(0, "train", "write_rows", stop_process)],
-        0, "main > save > save > write (train.py:"),
-    "a stuck disk in the export": Stuck(
-        [Disturbance(0, "data", "save_model", read_from_a_dead_disk)], 0, "main > write_result > export (data.py:"),
+    "stopped in loading": Stuck(stop_this_process, "data", "stacked_rows", "main > agree > gather (train.py:"),
+    "a stuck disk in a save": Stuck(read_from_a_dead_disk, "train", "write_rows", "save > save > write > gather (train.py:"),
 }
 
 
-def disturb_first_call(disturbance, pid_file):
-    module = importlib.import_module(disturbance.module)
-    original = getattr(module, disturbance.function)
+def with_stuck_rank(argv, pid_file, stuck):
+    """train.py whose rank 1 gets stuck, and whose rank 0 loses patience then."""
+    module = importlib.import_module(stuck.module)
+    original = getattr(module, stuck.function)
 
     def disturbed(*args, **kwargs):
-        setattr(module, disturbance.function, original)
-        disturbance.act(pid_file)
+        setattr(module, stuck.function, original)
+        act = stuck.act if os.environ["RANK"] == "1" else lose_patience
+        act(pid_file)
         return original(*args, **kwargs)
 
-    setattr(module, disturbance.function, disturbed)  # its callers look it up in the module
-
-
-def with_stuck_rank(argv, pid_file, disturbances):
-    """train.py whose ranks have little patience, with disturbances."""
-    start_watch = train.Watch.__init__
-    train.Watch.__init__ = lambda watch, ranks, _: start_watch(watch, ranks, PATIENCE_S)
-    for disturbance in disturbances:  # each rank runs this
-        if int(os.environ["RANK"]) == disturbance.rank:
-            disturb_first_call(disturbance, pid_file)
+    setattr(module, stuck.function, disturbed)  # its callers look it up in the module
     return train_main(argv)
 
 
-def run_with_stuck_rank(job, folder, disturbances):
-    """-> Ended. A stopped rank is killed when another one has ended."""
+def run_with_stuck_rank(job, folder, stuck):
+    """-> Ended. The stuck rank is killed when the other one has ended."""
     folder.mkdir()
     pid_file = folder / "pid"
+    log = folder / "run-rank0.log"
 
-    def another_has_ended():
-        return any("no progress" in log.read_text() for log in folder.glob("run-rank*.log"))
+    def rank_0_has_ended():
+        return log.exists() and "hangs" in log.read_text()
 
-    with when(another_has_ended, lambda: kill_stopped(pid_file)):
+    with when(rank_0_has_ended, lambda: kill_stopped(pid_file)):
         argv = [*job, "--steps", 2, "--save_every", 2]
-        return start(with_stuck_rank, argv, folder / "run", pid_file, disturbances)
+        return start(with_stuck_rank, argv, folder / "run", pid_file, stuck)
 
 
-def test_a_rank_without_progress_is_named_with_its_place_and_ends_the_job(job, tmp_path):
+def test_a_rank_that_is_stuck_outside_of_a_step_is_named_and_ends_the_job(job, tmp_path):
     with ThreadPoolExecutor() as pool:  # all at once: they mostly wait
-        runs = {case: pool.submit(run_with_stuck_rank, job, tmp_path / case, stuck.disturbances)
-                for case, stuck in STUCK.items()}
+        runs = {case: pool.submit(run_with_stuck_rank, job, tmp_path / case, stuck) for case, stuck in STUCK.items()}
     for case, stuck in STUCK.items():
         ended = runs[case].result()
-        assert ended.codes[1 - stuck.rank] == 1, ended.said
-        assert ended.codes[stuck.rank] in (1, -signal.SIGKILL), ended.said  # with a stuck disk it ends itself
-        name = f"rank {stuck.rank} ({os.uname().nodename})"
-        expected = f"{name} has made no progress for {PATIENCE_S} s; last seen in {stuck.place}"
-        assert the_error(ended.said).startswith(expected), ended.said
+        assert ended.codes == [1, -signal.SIGKILL], ended.said
+        message = the_error(ended.said_by[0])
+        assert message.startswith("another rank has ended, or hangs, while this one was at step ")
+        assert stuck.place in message
+        assert "([Rank 0]: Ranks 1 failed to pass monitoredBarrier. " in message
+        assert "--timeout N waits for 4 N seconds" in message
+
+
+def wait_for_rank_0(file):
+    """Rank 0 does not come before rank 1 has lost patience."""
+    train.PATIENCE = 0.001
+    ranks = train.Ranks(False, 1000)
+    if ranks.rank == 0:
+        while not file.exists():
+            time.sleep(0.01)
+        return
+    with pytest.raises(RuntimeError) as caught:
+        ranks.gather(None)
+    file.write_text(str(caught.value))
+    assert train.lost_another_rank(caught.value)
+
+
+def test_other_ranks_do_not_wait_for_rank_0_for_ever(tmp_path):
+    logs = [tmp_path / "0.log", tmp_path / "1.log"]
+    assert start_ranks(2, wait_for_rank_0, (tmp_path / "lost",), logs) == [0, 0], logs[1].read_text()
 
 
 # ---------------------------------------------------------------- signals
@@ -863,8 +841,8 @@ def test_a_rank_that_dies_in_a_save_ends_the_run_and_costs_that_save_only(job, u
     assert steps_of(out) == [1, 2]
     assert_same_weights(out / "checkpoint-2", undisturbed / "checkpoint-2")
     message = the_error(ended.said)
-    assert "another rank has ended, while this one was at step 3, checkpoint" in message
-    assert "Connection" in message  # in gloo's words
+    assert re.search(r"another rank has ended, or hangs, while this one was at step 3, in .*save", message)
+    assert "Connection" in message or "Ranks 1 failed" in message  # in gloo's words
     assert_resumes(job, out, undisturbed)
 
 
@@ -908,7 +886,7 @@ def test_a_signal_to_one_rank_before_the_first_step_ends_all_with_one_message(jo
     codes = start_ranks(3, signalled_early, (argv, "load_weights_", signal.SIGTERM), logs)
     said = "".join(log.read_text() for log in logs)
     assert codes == [1, 1, 130], said
-    assert the_error(said).startswith("another rank has ended, while this one was at step 0")
+    assert the_error(said).startswith("another rank has ended, or hangs, while this one was at step 0, in main > ")
     assert not (tmp_path / "run").exists()
 
 

@@ -22,15 +22,15 @@ class Failure(NamedTuple):
     owner: Any
     name: str
     step: int  # 0: before the first step
-    phase: str  # of main at that time
+    place: str  # the calls that lead to it
 
 
 FAILURES = {failure.name: failure for failure in (
-    Failure(data, "tokenized", 0, "data"),
-    Failure(data, "load_weights_", 0, "weights"),
-    Failure(lm.Transformer, "forward", 2, "forward"),
-    Failure(torch.Tensor, "backward", 2, "backward"),
-    Failure(train.ShardAdamW, "step", 2, "step"),
+    Failure(data, "tokenized", 0, "main > open_data > tokenized_everywhere (data.py:"),
+    Failure(data, "load_weights_", 0, "main (train.py:"),
+    Failure(lm.Transformer, "forward", 2, "main > loss_of (train.py:"),
+    Failure(torch.Tensor, "backward", 2, "main (train.py:"),
+    Failure(train.ShardAdamW, "step", 2, "main > step_if_finite (train.py:"),
 )}
 
 
@@ -73,11 +73,11 @@ def test_the_report_says_where_and_the_exit_code_is_4(folder, chats, tmp_path, n
     assert "Traceback" not in said
     assert "out of memory: " in said
     assert "--dry_run --gpu_gib" in said
-    assert f'"phase": "{failure.phase}"' in said
+    assert f'"place": "{failure.place}' in said
     if name == "tokenized":  # before the folder of the run is known
         return
     report = json.loads((tmp_path / "out/oom.json").read_text())
-    assert report["phase"] == failure.phase
+    assert report["place"].startswith(failure.place)
     assert report["error"] == str(error)
     assert report["rank"] == world - 1
     assert report["step"] == failure.step
