@@ -734,7 +734,7 @@ def main(argv, progress):
                 device, losses, dpo_means, norm, lr, loss_scale.report())
             bad_step = loss_scale.step_that_ends_the_run(n, losses, *skips)
             if bad_step is not None:
-                end_not_finite(model, loader, bad_step, args, ranks, in_backward, tokenizer)
+                end_not_finite(model, loader, bad_step, args, ranks, tokenizer)
             log.write(losses, dpo_means, norm, lr, *skips)
         if profiler:
             profiler.step()
@@ -1874,7 +1874,6 @@ class StepInBackward:
         self.ranks = ranks
         self.args = args
         self.norm_squared = torch.zeros_like(bad)
-        self.row_norms = None  # {parameter: row_norms()} while gradients_of() computes a step again
         for p in params:
             p.register_post_accumulate_grad_hook(self.update)
 
@@ -1883,8 +1882,6 @@ class StepInBackward:
         # torch 2.11 calls this hook before an offloaded gradient has arrived on the CPU (`bad` is there, too)
         if self.ranks.device.type != self.bad.device.type:
             torch.cuda.current_stream().synchronize()
-        if self.row_norms is not None:
-            self.row_norms[p] = row_norms(p.grad)
         if self.ranks.world > 1 and not self.args.fsdp2:
             average_gradients_([p], self.ranks.world)
         # dtype=float32 would copy a bf16 gradient
@@ -2609,64 +2606,34 @@ def check_finite(tensors, step, ranks):
             f"{names[0]} contains inf or nan after {step} steps, nothing is saved: {cause}")
 
 
-def row_norms(grad):
-    """-> (L2 norm of each of this rank's rows of a gradient, number of the first one)."""
-    # of dim 0, which FSDP2 shards: a row is whole on its rank, so no rank has to ask for a part of it
-    rows, first = local_rows(grad)
-    if rows.dim() == 1:  # of a norm's weights, for example: each number is a row
-        return rows.abs(), first
-    return torch.linalg.vector_norm(rows.flatten(1), dim=1), first
+# In the place of inf and nan, so that sums of squares stay finite. Norms of float32 gradients are below 1e40.
+NOT_FINITE_NORM = 1e100
 
 
-# The square of a row's norm where that is inf or nan. Squares of float32 norms are below 1e78, and a sum of
-# these still tells how many there are.
-NOT_FINITE_SQUARED = 1e200
-
-
-class GradientSize(NamedTuple):
-    """The gradient of a tensor: its squared L2 norm, and the row that has the largest part of it."""
-
-    squared: float
-    row: int
-    row_squared: float
-
-
-def gradient_sizes(model, norms, ranks):
-    """{parameter: row_norms()} -> {name: GradientSize} over all ranks, in the order of the model. Copies of a
-    gradient count as often as they are there. Collective."""
-    mine = {}
+def row_norms(model):
+    """-> {name: L2 norm of each row of its gradient} over all ranks, in the order of the model. A number of a
+    vector is a row. Without FSDP2 the gradients are those of all ranks already. Collective."""
+    norms = {}
     for name, p in model.named_parameters():
-        if p in norms and len(norms[p][0]):  # of a small tensor some ranks have no row
-            of_rows, first = norms[p]
-            squared = of_rows.double().square()
-            # nan and inf would make every sum nan and every comparison false
-            squared[~squared.isfinite()] = NOT_FINITE_SQUARED
-            row = int(squared.argmax())
-            mine[name] = GradientSize(squared.sum().item(), first + row, squared[row].item())
-    sizes = {}
-    for of_rank in ranks.gather(mine):
-        for name, size in of_rank.items():
-            if name not in sizes:
-                sizes[name] = size
-                continue
-            other = sizes[name]
-            squared = other.squared + size.squared
-            if other.row == size.row:  # each rank has a copy
-                sizes[name] = GradientSize(squared, size.row, other.row_squared + size.row_squared)
-            else:
-                largest = max(other, size, key=lambda size: size.row_squared)
-                sizes[name] = largest._replace(squared=squared)
-    return sizes
+        if p.grad is not None:
+            grad = p.grad.float()
+            of_rows = grad.abs() if grad.dim() == 1 else torch.linalg.vector_norm(grad.flatten(1), dim=1)
+            if nf4.is_sharded(of_rows):
+                of_rows = of_rows.full_tensor()
+            norms[name] = of_rows.double().nan_to_num(NOT_FINITE_NORM, NOT_FINITE_NORM).cpu()
+    return norms
 
 
-def place_of(name, size, tokenizer):
-    """What to print of the largest part of a gradient: the tensor, and a row that has most of it."""
-    if size.row_squared < 0.5 * size.squared:
+def place_of(name, norms, tokenizer):
+    """What to print of a gradient: the tensor, and the row that has most of it. norms: of its rows."""
+    squares = norms.square()
+    row = int(squares.argmax())
+    if squares[row] < 0.5 * squares.sum():
         return name  # no single row is to blame
     token = ""
     if name in (data.EMBEDDING, data.HEAD):  # a row for each token
-        token = f" (token {tokenizer.core.id_to_token(size.row)!r})"
-    return f"{name}, row {size.row}{token}"
+        token = f" (token {tokenizer.core.id_to_token(row)!r})"
+    return f"{name}, row {row}{token}"
 
 
 def note_dominant_gradient(model, norm, args, tokenizer, ranks):
@@ -2676,71 +2643,50 @@ def note_dominant_gradient(model, norm, args, tokenizer, ranks):
     # one that is not finite ends the run, see end_not_finite()
     if args.clip == 0 or not 1000 * args.clip < norm < math.inf:
         return
-    norms = {p: row_norms(p.grad) for p in model.parameters() if p.grad is not None}
-    sizes = gradient_sizes(model, norms, ranks)
-    name = max(sizes, key=lambda name: sizes[name].squared)
-    share = math.sqrt(sizes[name].squared / sum(size.squared for size in sizes.values()))
+    by_name = row_norms(model)
+    squares = {name: norms.square().sum().item() for name, norms in by_name.items()}
+    name = max(squares, key=squares.get)
+    share = math.sqrt(squares[name] / sum(squares.values()))
     ranks.say(f"note: step 1: the gradient norm {norm:.3g} is clipped to {args.clip:g}; {100 * share:.0f} % "
-              f"of it is of {place_of(name, sizes[name], tokenizer)}")
+              f"of it is of {place_of(name, by_name[name], tokenizer)}")
 
 
-def gradients_of(model, loader, step, args, ranks, in_backward):
-    """Computes a step (from 0) again, the one that ends the run -> (sum of its losses on this rank,
-    {parameter: row_norms()}). Collective."""
-    # Data are those of that step. So are the weights, but for what --optim_in_backward had applied by then.
-    # alive() gives this step the time of a whole one.
-    ranks.alive()
+def compute_again(model, loader, step, args, ranks):
+    """Computes the gradients of a step (from 0) again -> the sum of its losses on all ranks. Collective."""
+    ranks.alive()  # it may take as long as a whole step
     batches, counts = loader.step(step, args.grad_accum)
     n_terms = counts.documents // 2 if args.dpo else counts.targets
-    norms = {}
-    if in_backward:
-        # it frees each gradient as soon as it is there, so it has to note the norms itself
-        in_backward.row_norms = norms
     loss_sum = 0.0
     for batch in batches:
         loss, _ = loss_of(model, batch.to(ranks.device), args.beta)
         (loss * (ranks.world / n_terms)).backward()
         loss_sum += loss.item()
-    if not in_backward:
-        norms = {p: row_norms(p.grad) for p in model.parameters() if p.grad is not None}
-    return loss_sum, norms
+    if ranks.world > 1 and not args.fsdp2 and not args.optim_in_backward:
+        average_gradients_([p for p in model.parameters() if p.grad is not None], ranks.world)
+    return sum(ranks.gather(loss_sum))
 
 
-def note_blocks_not_finite_(model):
-    """-> a list that gets the number of each block whose output has inf or nan from here on."""
-    numbers = []
-    for number, block in enumerate(model.model.layers):
-        def note(block, inputs, x, number=number):
-            if not x.isfinite().all():
-                numbers.append(number)
-
-        block.register_forward_hook(note)
-    return numbers
-
-
-def end_not_finite(model, loader, step, args, ranks, in_backward, tokenizer):
+def end_not_finite(model, loader, step, args, ranks, tokenizer):
     """Ends a run whose loss or a gradient was inf or nan in `step` (from 0), and names that step's documents
-    and the tensor."""
+    and the tensor. Collective."""
     # If a weight itself is not finite, that is the cause, and no document is to blame.
     check_finite(dict(model.named_parameters()), step, ranks)
-    blocks = note_blocks_not_finite_(model)
-    # The gradients are gone by now, but not what made them.
-    loss_sum, norms = gradients_of(model, loader, step, args, ranks, in_backward)
-    sizes = gradient_sizes(model, norms, ranks)
-    wrong = [name for name, size in sizes.items() if size.squared >= NOT_FINITE_SQUARED]
+    # The gradients are gone by now, but not what made them: the data of that step, and the weights, but for
+    # what --optim_in_backward had applied by then.
+    is_finite = math.isfinite(compute_again(model, loader, step, args, ranks))
+    norms = row_norms(model)  # none with --optim_in_backward, which frees each gradient at once
+    # The backward goes through the model from its end, so it began in the last one.
+    wrong = [name for name, of_rows in norms.items() if of_rows.max() == NOT_FINITE_NORM]
     what = "the loss or a gradient, but none when the step was computed again"
-    first_block = min(itertools.chain(*ranks.gather(blocks)), default=None)
-    if not math.isfinite(sum(ranks.gather(loss_sum))):
+    if not is_finite:
         what = "the loss"
-        if first_block is not None:
-            what += f", from the output of block {first_block} on"
     elif wrong:
-        # The backward goes through the model from its end, so it began in the last one.
-        what = (f"{len(wrong)} of {len(sizes)} gradients, first that of "
-                + place_of(wrong[-1], sizes[wrong[-1]], tokenizer))
+        first = place_of(wrong[-1], norms[wrong[-1]], tokenizer)
+        what = f"{len(wrong)} of {len(norms)} gradients, first that of {first}"
     places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
     changed = "no weight was changed by it"
     if args.optim_in_backward:
+        what = "the loss" if not is_finite else "a gradient"
         changed = "those of its gradients that came earlier were applied"
     advice = "Lower --lr, raise --warmup"
     if args.precision == "fp16":

@@ -292,16 +292,14 @@ def test_a_resumed_run_goes_on_with_the_scale_that_it_had_bit_for_bit(shallow_jo
 # ---------------------------------------------------------------- what fits at no scale
 
 
-def test_activations_that_overflow_end_the_run_and_name_block_and_flag(shallow_job, tmp_path):
+def test_activations_that_overflow_end_the_run_and_name_the_flag(shallow_job, tmp_path):
     # Of inputs of size 1, weights of size 8 make an MLP's output 8**3 * 64 * 14 times as large: beyond 65,504, and
     # far from what float32 has.
     wild = random_model(tmp_path / "wild", initializer_range=8.0)
     argv = [*shallow_job, "--model", wild]
     codes, _, (said,) = changed(1, change_nothing, argv, tmp_path / "run")
     assert codes == [train.NOT_FINITE], said
-    message = said.splitlines()
-    assert any("step 1: not finite: the loss, from the output of block 0 on; no weight was changed" in line
-               for line in message), said
+    assert "step 1: not finite: the loss; no weight was changed by it" in said
     assert "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU with bf16" in said
     assert not (tmp_path / "run/final").exists()
     assert math.isfinite(sum(losses(1, [*argv, "--precision", "fp32", "--steps", 1], tmp_path / "fp32")))
