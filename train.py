@@ -2911,28 +2911,6 @@ def crc_of(path):
     return crc
 
 
-def check_state(state):
-    """ValueError names what cannot be in a state. Its checksum says nothing about a state that somebody has
-    edited."""
-    def expect(is_right, name, expected):
-        if not is_right:
-            raise ValueError(f"{name} is {str(state.get(name))[:100]}, expected {expected}")
-
-    for name in ("step", "tokens", "steps", "rows_a_step", "evaluated"):
-        value = state.get(name)
-        # type(), because isinstance() takes True for an int
-        expect(type(value) is int and 0 <= value < 1e15, name, "a whole number")
-    best = state.get("best_eval")
-    if best is not None:
-        is_row = type(best) is dict and type(best.get("step")) is int and type(best.get("eval_loss")) is float
-        expect(is_row, "best_eval", "null, or a step and its eval_loss")
-    expect(type(state.get("settings")) is dict, "settings", "an object")
-    expect(type(state.get("files")) is dict, "files", "an object")
-    # a name with a folder in it would be a file outside of the checkpoint
-    are_files = all(re.fullmatch(r"rank-\d+-of-\d+\.safetensors", name) for name in state["files"])
-    expect(are_files, "files", "names like rank-00000-of-00002.safetensors")
-
-
 def write_state(path, state):
     """Writes and syncs a trainer_state.json."""
     data.write_config(path, data.with_checksum(state))
@@ -2945,12 +2923,9 @@ def read_state(folder, settings, ranks):
     state = data.read_json(folder / STATE)
     if state != data.with_checksum(state):
         raise ValueError(f"{folder / STATE}: damaged; {REMOVE}")
-    # older versions evaluated before they saved, and did not note it
-    state.setdefault("evaluated", state.get("step"))
-    try:
-        check_state(state)
-    except ValueError as error:
-        raise ValueError(f"{folder / STATE}: {error}; {REMOVE}") from error
+    for name in state["files"]:  # one with a folder in it would be a file outside of the checkpoint
+        if not re.fullmatch(r"rank-\d+-of-\d+\.safetensors", name):
+            raise ValueError(f"{folder / STATE}: {name} is no name of a checkpoint's file; {REMOVE}")
     if folder.name != f"checkpoint-{state['step']}":
         raise ValueError(f"{folder / STATE}: of step {state['step']}, in the folder of another one; {REMOVE}")
     # Every byte is read, so the ranks divide the files among them. The caller is inside Ranks.agree().
@@ -4152,7 +4127,8 @@ def report_out_of_memory(error, progress):
     """Writes oom.json into the folder of the run -> a message. `progress` is what main has noted: step,
     tokens_of_micro_batch, and out, which is None until the folder is known."""
     numbers = {name: progress[name] for name in ("step", "tokens_of_micro_batch")}
-    report = {"place": stack_of(error), **numbers, "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
+    report = {"place": stack_of(error), **numbers,
+              "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
               "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
     out = progress["out"]
     text = json.dumps(report, indent=2)
@@ -4189,7 +4165,7 @@ def stack_of(error):
 def launch(argv=None):
     """Runs main() -> the exit code. Every error that is expected becomes one message, printed last: by rank 0
     here, and by torchrun from its error file. An unexpected one keeps its traceback, on each rank."""
-    progress = {"out": None, "step": 0, "tokens_of_micro_batch": 0, "folder": None, "is_written": False}
+    progress = dict(out=None, folder=None, step=0, tokens_of_micro_batch=0, is_written=False)
     code = 1
     speaks = os.environ.get("RANK", "0") == "0"
     try:
@@ -4219,9 +4195,9 @@ def launch(argv=None):
             # the rank that has ended first, or torchrun, says why
             # gloo's name of it, which ends with a time whether it has waited or not
             which = re.sub(r" in \d+ ms$|\. This is.*", "", str(error).splitlines()[0])
-            message = (f"another rank has ended, or hangs, while this one was at step {progress['step']}, in "
-                       f"{stack_of(error)}; complete checkpoints are as they were. ({which}. Outside of a step, "
-                       f"--timeout N waits for {PATIENCE} N seconds.)")
+            message = (f"another rank has ended, or hangs, while this one was at step {progress['step']}, "
+                       f"in {stack_of(error)}; complete checkpoints are as they were. ({which}. Outside of a "
+                       f"step, --timeout N waits for {PATIENCE} N seconds.)")
         else:
             speaks = True
             message = f"{type(error).__name__}: {error}"

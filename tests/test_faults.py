@@ -227,39 +227,13 @@ def test_a_checkpoint_renamed_to_another_step_is_refused(saved):
         train.read_state(renamed, {}, ALONE)
 
 
-# Values that a key of the state cannot have. The checksum that they are given says nothing about them.
-NO_COUNTS = [None, "4", -1, 4.0, True, [4], 10**30]  # True is an int for isinstance()
-NO_EVALUATIONS = [7, [], {}, {"step": 2}, {"step": 2, "eval_loss": "1.5"}, {"step": "2", "eval_loss": 1.5}]
-NO_FILES = [
-    None,
-    7,
-    [],
-    "x",
-    {"../other/rank-00000-of-00002.safetensors": [1, 1]},  # outside of the checkpoint
-    {"a.safetensors": [1, 1]},
-]
-
-
-@pytest.mark.parametrize("name, may_be_absent, forged_values", [
-    ("step", False, NO_COUNTS),
-    ("tokens", False, NO_COUNTS),
-    ("steps", False, NO_COUNTS),
-    ("rows_a_step", False, NO_COUNTS),
-    ("evaluated", True, NO_COUNTS),  # older versions did not write it
-    ("best_eval", True, NO_EVALUATIONS),
-    ("settings", False, [None, 7, [], "x"]),
-    ("files", False, NO_FILES),
-])
-def test_a_state_that_was_edited_and_has_the_right_checksum_is_one_message(saved, name, may_be_absent, forged_values):
+@pytest.mark.parametrize("name", ["../other/rank-00000-of-00002.safetensors", "a.safetensors"])
+def test_a_state_that_names_a_file_outside_of_the_checkpoint_is_refused(saved, name):
     path = saved / train.STATE
-    good = json.loads(path.read_text())
-    forged_states = [good | {name: value} for value in forged_values]
-    if not may_be_absent:
-        forged_states.append({key: value for key, value in good.items() if key != name})
-    for state in forged_states:
-        path.write_text(json.dumps(data.with_checksum(state)))
-        with pytest.raises(ValueError, match=f"{path}: {name} is .*, expected .*remove this checkpoint"):
-            train.read_state(saved, {}, ALONE)
+    state = json.loads(path.read_text()) | {"files": {name: [1, 1]}}
+    path.write_text(json.dumps(data.with_checksum(state)))  # somebody has edited it, and its checksum
+    with pytest.raises(ValueError, match=f"{path}: {name} is no name of a checkpoint's file; remove this checkpoint"):
+        train.read_state(saved, {}, ALONE)
 
 
 def load_into(tensor, files, folder):
@@ -573,7 +547,7 @@ class Stuck(NamedTuple):
 
 STUCK = {
     "stopped in loading": Stuck(stop_this_process, "data", "stacked_rows", "main > agree > gather (train.py:"),
-    "a stuck disk in a save": Stuck(read_from_a_dead_disk, "train", "write_rows", "save > save > write > gather (train.py:"),
+    "a stuck disk in a save": Stuck(read_from_a_dead_disk, "train", "write_rows", "save > write > gather (train.py:"),
 }
 
 
