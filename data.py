@@ -2969,9 +2969,15 @@ PRESETS = {name: preset.config() for name, preset in SHAPES.items()}  # {name: d
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-# Weights that only pass through: vision towers, and Qwen3.5's block that predicts two tokens at once. The
-# model does not have them, so a whole result gets a copy of them.
-COPIED_PREFIXES = ("model.visual.", "mtp.", "model.vision_")
+# Weights that only pass through: vision towers with what leads from them to the decoder, and Qwen3.5's block
+# that predicts two tokens at once. The model does not have them, so a whole result gets a copy of them.
+COPIED_PREFIXES = ("model.visual.", "mtp.", "model.vision_", "model.multi_modal_projector.")
+# Files of Mistral 3 have the names that modules had in older versions of transformers, {old: new}. Adapters
+# have the new ones, and so has everything here but Stored.name.
+OLD_PREFIXES = {
+    "language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.",
+    "vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector.",
+}
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 
@@ -3051,6 +3057,7 @@ class Stored(NamedTuple):
     path: Path | None  # None: random weights
     shape: tuple
     dtype: torch.dtype
+    name: str  # in its file, see OLD_PREFIXES
 
     @property
     def row_shape(self):
@@ -3093,6 +3100,14 @@ def files_without_index(folder, single):
     return [f"{begin}-{i:05}-of-{n}.safetensors" for i in range(1, int(n) + 1)]
 
 
+def module_name(name):
+    """The name of a tensor in a file -> the one that transformers' modules have today."""
+    for old, new in OLD_PREFIXES.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
 class Checkpoint:
     """The weights of a folder, read by rows. tensors: {name: Stored}. Its safetensors files are those that
     its index names, or else the single one, or else all of a set with -of-N in the names, and no other.
@@ -3125,8 +3140,8 @@ class Checkpoint:
                              "safetensors)")
         for path in self.files:
             self.open_file(path)
-        lost = [name for name, file in weight_map.items()
-                if name not in self.tensors or self.tensors[name].path.name != file]
+        found = {stored.name: stored.path.name for stored in self.tensors.values()}
+        lost = [name for name, file in weight_map.items() if found.get(name) != file]
         if lost:
             raise ValueError(f"{index}: {listing(lost)}: not in the files that it names: the download is "
                              "incomplete, or the index belongs to other weights")
@@ -3146,26 +3161,27 @@ class Checkpoint:
             if dtype not in DTYPES:
                 raise ValueError(f"{path}: {listing([name])}: expected float32, float16 or bfloat16, got "
                                  f"{dtype}; for 4 bits use the unquantized model and --qlora")
-            if name in self.tensors:
-                raise ValueError(f"{path}: {listing([name])} is in {self.tensors[name].path.name} as well")
-            self.tensors[name] = Stored(path, tuple(stored.get_shape()), DTYPES[dtype])
+            module = module_name(name)
+            if module in self.tensors:
+                raise ValueError(f"{path}: {listing([name])} is in {self.tensors[module].path.name} as well")
+            self.tensors[module] = Stored(path, tuple(stored.get_shape()), DTYPES[dtype], name)
 
     def rows(self, name, start, stop):
         """Rows [start, stop) of a tensor, on the CPU."""
-        path, shape, dtype = self.tensors[name]
+        stored = self.tensors[name]
         if start == stop:  # the library refuses an empty range at the end of a tensor
-            return torch.empty(0, *self.tensors[name].row_shape, dtype=dtype)
+            return torch.empty(0, *stored.row_shape, dtype=stored.dtype)
         try:
-            stored = self.readers[path].get_slice(name)
-            if len(shape) < 3:
-                return stored[start:stop]
+            entries = self.readers[stored.path].get_slice(stored.name)
+            if len(stored.shape) < 3:
+                return entries[start:stop]
             # of a stack, or a convolution: all rows of the leading entries that have some of these
-            n_rows = math.prod(shape[1:-1])
+            n_rows = math.prod(stored.shape[1:-1])
             first = start // n_rows
-            experts = stored[first : nf4.ceil_div(stop, n_rows)]
-            return experts.flatten(0, -2)[start - first * n_rows : stop - first * n_rows]
+            rows = entries[first : nf4.ceil_div(stop, n_rows)].flatten(0, -2)
+            return rows[start - first * n_rows : stop - first * n_rows]
         except SafetensorError as error:
-            raise OSError(f"{path}: {name}: the file became shorter while it was read") from error
+            raise OSError(f"{stored.path}: {name}: the file became shorter while it was read") from error
 
     def crc(self):
         """Checksum of 1 MB from the middle of each file: it tells a base model from its Instruct version."""
@@ -3186,7 +3202,8 @@ class RandomWeights:
         self.device = device
         self.config = model.config
         dtype = self.config.dtype
-        self.tensors = {name: Stored(None, shape, dtype) for name, shape in shapes_in_files(model).items()}
+        self.tensors = {name: Stored(None, shape, dtype, name)
+                        for name, shape in shapes_in_files(model).items()}
 
     def rows(self, name, start, stop):
         """See Checkpoint.rows()."""
@@ -3643,15 +3660,24 @@ def save_model(tensors, layout, out, raw_config, write):
             pass
 
 
+def as_in_files(layout):
+    """{name: Stored} with the names that the source's files have."""
+    return {stored.name: stored for stored in layout.values()}
+
+
 def with_both_ropes(raw):
     """The dict of a config.json with RoPE as transformers 5 spells it (rope_parameters) and as 4 does, which
     would take a theta of 10,000 without a word if it found none."""
     config = lm.parse_config(raw)
     if config.family.norms_add_one:  # version 4 has neither Qwen3.5 nor Muse Glimmer
         return raw
-    scaling = config.rope_scaling
+    if "text_config" in raw:
+        return raw | {"text_config": with_both_ropes(raw["text_config"])}
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    # what images need of it, and text does not
+    scaling = config.rope_scaling | {key: given[key] for key in lm.ROPE_OF_IMAGES if key in given}
     theta = config.rope_theta
-    old = None if scaling["rope_type"] == "default" else scaling
+    old = None if scaling == {"rope_type": "default"} else scaling
     new = {**scaling, "rope_theta": theta}
     return raw | {"rope_theta": theta, "rope_scaling": old, "rope_parameters": new}
 
@@ -3684,9 +3710,12 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False
 
 
 def modules_in(adapter, config, targets):
-    """Ends of the names of all layers with an adapter, as PEFT looks for them. In Muse Glimmer they are
-    longer: its vision tower has a q_proj, too, and attention has a gate_proj as the MLP does."""
-    if lm.GATE_TARGET not in lm.targets_in(config):
+    """Ends of the names of all layers with an adapter, as PEFT looks for them. They are longer beside a
+    vision tower, because those of Muse Glimmer and Mistral 3 have a q_proj, too, and where attention has a
+    gate_proj as the MLP does. Experts have no longer ones: a number stands before the name."""
+    has_tower = config.prefix != "model."
+    has_gate = lm.GATE_TARGET in lm.targets_in(config)
+    if config.num_experts or not (has_tower or has_gate):
         return targets
     # with --train_embeddings there are two more tensors, which are no adapters
     return sorted({".".join(name.split(".")[-4:-2]) for name in adapter if ".lora_" in name})
@@ -3716,7 +3745,8 @@ def export(args, model, source, files, tokenizer, out, ranks):
                       for name in (*shapes_in_files(model, source.tensors), *copied)}
             trained = (tensor.to(layout[name].dtype) for name, tensor in tensors)
             copies = (source.rows(name, 0, layout[name].n_rows) for name in copied)
-            save_model(itertools.chain(trained, copies), layout, unfinished, files.config, write=is_first)
+            save_model(itertools.chain(trained, copies), as_in_files(layout), unfinished, files.config,
+                       write=is_first)
         elif is_first:
             save_adapter(adapter, unfinished, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
                          modules_in(adapter, model.config, args.lora_targets), args.rslora)
@@ -3751,7 +3781,7 @@ def merge(source, adapter, scale, files, tokenizer, out):
         tokenizer.save(unfinished)
         tensors = (adapter[name] if name in whole else merged_weight(source, name, products[name], scale)
                    for name in layout)
-        save_model(tensors, layout, unfinished, files.config, write=True)
+        save_model(tensors, as_in_files(layout), unfinished, files.config, write=True)
         put_in_place(unfinished)
 
 

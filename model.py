@@ -1,5 +1,5 @@
-"""The decoder of Llama 2 and 3, Muse Glimmer, Mistral, SmolLM3 and Qwen 2 to 3.8, dense and MoE, its loss,
-and what a trainer does to it.
+"""The decoder of Llama 2 and 3, Muse Glimmer, Mistral, Granite, SmolLM3, Qwen 2 to 3.8 and others like them,
+dense and MoE, its loss, and what a trainer does to it.
 
 The modules are vanilla and carry Hugging Face's parameter names, so weights need no mapping table. Every
 family is Llama 2 with a few traits, and FAMILIES says with which. A model's config.json says the rest:
@@ -64,9 +64,11 @@ class Family(NamedTuple):
 
     architecture: str  # what `architectures` in a config.json says
     # The mixers of its blocks, in config.json's words. In full_attention a token attends to all earlier ones,
-    # in sliding_attention to those in a window, and linear_attention is Gated DeltaNet. Of two types, every
-    # fourth block has the first.
+    # in sliding_attention to those in a window, and linear_attention is Gated DeltaNet.
     layer_types: tuple = ("full_attention",)
+    # Where a file does not list them, every fourth block has the first of two types. For 0 these are blocks
+    # 4, 8, ..., for 1 blocks 1, 5, ..., and for -1 the last block and every fourth before it. None: no block.
+    counts_from: int | None = 0
     bias: bool = False  # of q_proj, k_proj and v_proj
     qk_norm: bool = False  # RMSNorm on each head of q and k, which bounds the scores (arXiv:2302.05442)
     bare_qk_norm: bool = False  # the same without a weight
@@ -78,33 +80,48 @@ class Family(NamedTuple):
     embed_norm: bool = False  # the embedding is normed, without a weight
     some_rope: bool = False  # RoPE turns q and k in three blocks of four only
     part_rope: bool = False  # RoPE turns only a part of each head
+    growing_q: bool = False  # q grows with its position beyond the length of pretraining
     experts: bool = False  # in place of the MLP
     shared_expert: bool = False  # one more expert, which sees all tokens
-    # Files have a vision tower, and keep the decoder's keys in `text_config`. Its model_type ends in _text;
-    # files of the decoder alone have that model_type at the top.
-    vision: bool = False
+    # What transformers 5 writes as `architectures` of a family that it computes with another one's class.
+    other_architecture: str | None = None
+    # Files have a vision tower, and keep the decoder's keys in `text_config`, with one of these model_types.
+    # Files of the decoder alone have it at the top.
+    decoders: tuple = ()
 
 
 FAMILIES = {  # by model_type; to add a family, copy a row
     "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", layer_types=("sliding_attention",)),
+    "iquestcoder": Family("IQuestCoderForCausalLM", other_architecture="LlamaForCausalLM"),
+    "internlm3": Family("InternLM3ForCausalLM", other_architecture="LlamaForCausalLM"),
+    "seed_oss": Family("SeedOssForCausalLM", bias=True),
+    "cwm": Family("CwmForCausalLM", layer_types=("full_attention", "sliding_attention"), counts_from=1),
+    "granite": Family("GraniteForCausalLM"),
+    "mistral": Family(
+        "MistralForCausalLM", layer_types=("full_attention", "sliding_attention"), counts_from=None),
+    "ministral": Family(
+        "MinistralForCausalLM", layer_types=("full_attention", "sliding_attention"), counts_from=None),
+    "ministral3": Family("Ministral3ForCausalLM", layer_types=("sliding_attention",), growing_q=True),
+    "mistral3": Family("Mistral3ForConditionalGeneration", decoders=("mistral", "ministral3")),
     "qwen2": Family("Qwen2ForCausalLM", bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=True),
-    "qwen3_5": Family("Qwen3_5ForConditionalGeneration", vision=True),
+    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", decoders=("qwen3_vl_text",)),
+    "qwen3_vl_text": Family("Qwen3VLTextModel", qk_norm=True),
+    "qwen3_5": Family("Qwen3_5ForConditionalGeneration", decoders=("qwen3_5_text",)),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM", layer_types=("full_attention", "linear_attention"), qk_norm=True,
         norms_add_one=True, last_norm_adds_one=True, gate=True, gate_in_q=True, part_rope=True),
-    "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", vision=True),
+    "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", decoders=("qwen3_5_moe_text",)),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM", layer_types=("full_attention", "linear_attention"), qk_norm=True,
         norms_add_one=True, last_norm_adds_one=True, gate=True, gate_in_q=True, part_rope=True, experts=True,
         shared_expert=True),
     "smollm3": Family("SmolLM3ForCausalLM", some_rope=True),
-    "muse_glimmer": Family("MuseGlimmerForConditionalGeneration", vision=True),
+    "muse_glimmer": Family("MuseGlimmerForConditionalGeneration", decoders=("muse_glimmer_text",)),
     "muse_glimmer_text": Family(
-        "MuseGlimmerForCausalLM", layer_types=("full_attention", "sliding_attention"), bare_qk_norm=True,
-        norms_add_one=True, gate=True, branch_norms=True, embed_norm=True, some_rope=True),
+        "MuseGlimmerForCausalLM", layer_types=("full_attention", "sliding_attention"), counts_from=-1,
+        bare_qk_norm=True, norms_add_one=True, gate=True, branch_norms=True, embed_norm=True, some_rope=True),
 }
 
 
@@ -150,9 +167,16 @@ class Config:
     rope_size: int  # how many numbers of a head RoPE turns: K, or a quarter of it in Qwen3.5
     rope_layers: list  # of each block, whether RoPE turns its q and k
     qk_scale_factor: float = within(1e-30, 1e30, 1.0)  # q is multiplied by it
+    attention_multiplier: float = within(0, 1e30, 0.0)  # scores are q k times it; 0: over the root of K
+    embedding_multiplier: float = within(1e-30, 1e30, 1.0)  # the embedding is multiplied by it
+    residual_multiplier: float = within(1e-30, 1e30, 1.0)  # and each branch
+    logits_scaling: float = within(1e-30, 1e30, 1.0)  # logits are divided by it
     post_norm_eps: float = within(0, 1, 0.0)  # of branch_norms; 0: rms_norm_eps
     output_multiplier: float = within(1e-30, 1e30, 1.0)  # logits are multiplied by it
     final_logit_softcapping: float = within(0, 1e30, 0.0)  # then they become cap * tanh(logits / cap); 0: not
+    # What a file wants zeroed at random in training. This is not done, and the start says so.
+    attention_dropout: float = within(0, 1, 0.0)
+    residual_dropout: float = within(0, 1, 0.0)
 
     @property
     def q_size(self):
@@ -230,10 +254,17 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
+class Turns(NamedTuple):
+    """How far each pair of a head's elements turns, [B, T, 1, rope_size/2]; the 1 is for the heads."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
 def rope_table(positions_BT, config):
-    """-> (cos, sin) of how far each pair of a head's elements turns, [B, T, 1, rope_size/2]; the 1 is for the
-    heads. Angles are float32, as bf16 is wrong beyond a few hundred tokens. How rows longer than those of
-    pretraining are told positions that it has seen is `rope_type`; it does not depend on a row's length."""
+    """-> (Turns of q, Turns of k). Angles are float32, as bf16 is wrong beyond a few hundred tokens. How rows
+    longer than those of pretraining are told positions that it has seen is `rope_type`. It does not depend on
+    a row's length: dynamic, which does for rows beyond max_position_embeddings, is the default for others."""
     scaling = config.rope_scaling
     even_numbers = torch.arange(0, config.rope_size, 2, device=positions_BT.device)
     # radians a token: from 1 for the first pair to almost 1 / theta for the last, which tells far ones apart
@@ -257,7 +288,14 @@ def rope_table(positions_BT, config):
         attention_factor = yarn_attention_factor(scaling)
         cos = cos * attention_factor
         sin = sin * attention_factor
-    return cos, sin
+    if not config.family.growing_q:
+        turns = Turns(cos, sin)
+        return turns, turns
+    # As in Llama 4, a query that sees more keys is longer, so that its softmax stays as sharp. It is enough
+    # to multiply its turns, because RoPE turns the whole head here.
+    n_lengths = positions_BT[..., None, None] // config.n_pretrained_positions
+    growth = 1 + scaling.get("llama_4_scaling_beta", 0) * torch.log1p(n_lengths.float())
+    return Turns(cos * growth, sin * growth), Turns(cos, sin)
 
 
 def yarn_frequencies(freq, config):
@@ -300,11 +338,11 @@ def yarn_attention_factor(scaling):
     return growth(1)
 
 
-def rotate(q_BTHK, rope):
+def rotate(q_BTHK, turns):
     """Element i of a head turns with element i + K/2, which is Hugging Face's pairing. The paper
-    (arXiv:2104.09864) pairs neighbours: the same up to the order of the rows of q_proj and k_proj. Where rope
-    has angles for a part of a head only, the rest stays as it is."""
-    cos, sin = rope
+    (arXiv:2104.09864) pairs neighbours: the same up to the order of the rows of q_proj and k_proj. Where only
+    a part of a head has angles, the rest stays as it is."""
+    cos, sin = turns
     # float32 until the end: the differences below would otherwise be taken of products rounded to 8 bits
     turned, rest = q_BTHK.float().tensor_split((2 * cos.shape[-1],), -1)
     a, b = turned.chunk(2, -1)
@@ -421,6 +459,8 @@ class Attention(nn.Module):
         self.has_gate = c.family.gate
         self.gate_in_q = c.family.gate_in_q
         self.q_factor = c.qk_scale_factor
+        if c.attention_multiplier:  # kernels divide scores by the root of K
+            self.q_factor *= c.attention_multiplier * c.head_dim**0.5
         self.has_rope = c.rope_layers[number]  # SmolLM3 and Muse Glimmer leave some blocks without
         self.window = c.sliding_window if c.layer_types[number] == "sliding_attention" else NO_WINDOW
         self.record = None
@@ -452,8 +492,9 @@ class Attention(nn.Module):
         if self.q_factor != 1:
             q_BTHK = q_BTHK * self.q_factor
         if self.has_rope:
-            q_BTHK = rotate(q_BTHK, rope)
-            k_BTGK = rotate(k_BTGK, rope)
+            of_q, of_k = rope
+            q_BTHK = rotate(q_BTHK, of_q)
+            k_BTGK = rotate(k_BTGK, of_k)
         return q_BTHK, k_BTGK, v_BTGK, gate_BTHK
 
     def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group):
@@ -946,8 +987,8 @@ class Block(nn.Module):
         h = post_attention_layernorm(x)
         x = x + down_proj(silu(gate_proj(h)) * up_proj(h))
 
-    With branch_norms each branch is also normed before it is added to x. The mixer is attention, `self_attn`,
-    or Gated DeltaNet, `linear_attn`.
+    With branch_norms each branch is also normed before it is added to x, in Granite it is multiplied by a
+    number. The mixer is attention, `self_attn`, or Gated DeltaNet, `linear_attn`.
 
     These lines are computed in the order in which they stand, but cut elsewhere:
 
@@ -972,6 +1013,7 @@ class Block(nn.Module):
             self.linear_attn = GatedDeltaNet(c)
         else:
             self.self_attn = Attention(c, number)
+        self.branch_factor = c.residual_multiplier
         self.has_branch_norms = c.family.branch_norms
         # In files, post_attention_layernorm is the norm of the mixer's branch if branches have norms, and
         # otherwise the one before the MLP.
@@ -1007,14 +1049,14 @@ class Block(nn.Module):
         branch = self.mlp.finish(started)
         if self.has_branch_norms:
             branch = self.post_feedforward_layernorm(branch)
-        return x + branch
+        return torch.add(x, branch, alpha=self.branch_factor)
 
     def start_mlp(self, x, mixed):
         """-> x + the mixer's branch, and what mlp.finish() needs."""
         branch = self.mixer.o_proj(mixed)
         if self.has_branch_norms:
             branch = self.post_attention_layernorm(branch)
-        x = x + branch
+        x = torch.add(x, branch, alpha=self.branch_factor)
         return x, self.mlp.start(self.mlp_norm(x))
 
 
@@ -1105,7 +1147,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 class LMHead(nn.Module):
     """The head and its loss are one module, because under FSDP2 the weight exists inside this forward only.
-    Muse Glimmer's logits are multiplied by a factor and capped.
+    Muse Glimmer's and Granite's logits are multiplied by a factor, Muse Glimmer's are capped.
 
     Set from outside: chunk and per_token (on_meta), softmax_gradient (a fork with another loss, in on_meta),
     loss_and_grad (compile_)."""
@@ -1116,7 +1158,7 @@ class LMHead(nn.Module):
         # tokens; 0 computes all logits at once by F.cross_entropy, without softmax_gradient
         self.chunk = 1024
         self.per_token = False
-        self.factor = c.output_multiplier
+        self.factor = c.output_multiplier / c.logits_scaling
         self.cap = c.final_logit_softcapping
         self.softmax_gradient = softmax_gradient
 
@@ -1231,6 +1273,8 @@ class Transformer(nn.Module):
         spans.positions_BT = positions_BT  # for Gated DeltaNet, which tells documents apart by them
         rope = rope_table(positions_BT, self.config)
         x = self.model.embed_tokens(tokens_BT).to(self.compute_dtype)
+        if self.config.embedding_multiplier != 1:
+            x = x * self.config.embedding_multiplier
         if self.embed_norm:
             x = self.embed_norm(x)
         *blocks, last = self.model.layers
@@ -1885,7 +1929,17 @@ def on_paper():
 
 # what transformers takes where a file of the family does not have a key
 IMPLIED = {
+    "iquestcoder": {"head_dim": 128, "rms_norm_eps": 1e-5},
+    "internlm3": {"head_dim": 128, "rms_norm_eps": 1e-5},
+    "seed_oss": {"head_dim": 128, "attention_dropout": 0.1, "residual_dropout": 0.1},
+    "cwm": {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 8192},
+    "granite": {
+        "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+        "logits_scaling": 1.0},
     "mistral": {"sliding_window": 4096},
+    "ministral": {"sliding_window": 4096},
+    "ministral3": {"head_dim": 128, "rms_norm_eps": 1e-5},
+    "qwen3_vl_text": {"head_dim": 128},
     "qwen3_5_text": {"head_dim": 256},
     # no block has a dense MLP
     "qwen3_5_moe_text": {
@@ -1900,7 +1954,9 @@ IMPLIED = {
 # A file that sets one of these keys to another value (absent and null are fine) asks for something that the
 # model does not compute. Training it anyway would be silently wrong. Families with the key in IMPLIED do.
 REFUSED = {
-    "hidden_act": "silu", "hidden_activation": "silu", "mlp_bias": False, "attention_dropout": 0,
+    "hidden_act": "silu", "hidden_activation": "silu", "mlp_bias": False, "attention_out_bias": False,
+    "qkv_bias": False, "bias": False, "clip_qkv": None,  # of InternLM3 and IQuest-Coder
+    "attention_multiplier": None, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
     "logit_scale": 1.0, "use_sliding_window": False, "output_router_logits": False,
     "is_causal": True, "final_logit_softcapping": None, "original_max_position_embeddings": None,
     "mlp_only_layers": [], "decoder_sparse_step": 1,  # every block has experts, or none has
@@ -1953,11 +2009,11 @@ def parse_config(raw, where="config.json"):
     if name not in list(FAMILIES):  # a list, because a name may be anything, even a dict
         raise error("model_type", f"not one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    if raw.get("architectures") not in (None, [], [family.architecture]):
+    if raw.get("architectures") not in (None, [], [family.architecture], [family.other_architecture]):
         raise error("architectures", f"not {family.architecture}")
     prefix = "model."
-    if family.vision:  # go on with the decoder's part of the file
-        raw = with_text_config(raw, error)
+    if family.decoders:  # go on with the decoder's part of the file
+        raw = with_text_config(raw, family.decoders, error)
         name = raw["model_type"]
         family = FAMILIES[name]
         prefix = "model.language_model."
@@ -1993,13 +2049,12 @@ def parse_config(raw, where="config.json"):
         rope_ignored=rope_ignored, rope_size=rope_size)
 
 
-def with_text_config(raw, error):
+def with_text_config(raw, decoders, error):
     """The config.json of a model with a vision tower -> that of its decoder. Whether the head is tied stands
     at the top and in `text_config`, and each counts for another class of transformers."""
     text = raw.get("text_config")
-    expected = f"{raw['model_type']}_text"
-    if not isinstance(text, dict) or text.get("model_type") != expected:
-        raise error("text_config", f"expected an object with model_type {expected}")
+    if not isinstance(text, dict) or text.get("model_type") not in decoders:
+        raise error("text_config", f"expected an object with model_type {' or '.join(decoders)}")
     key = "tie_word_embeddings"
     if key in raw and key in text and raw[key] != text[key]:
         raise error(key, "differs from the one in text_config")
@@ -2036,9 +2091,12 @@ def blocks_of(given, family, values, theta, error):
     layer type, and with some_rope it is the one that RoPE leaves alone."""
     n_layers = values["num_hidden_layers"]
     allowed = family.layer_types
-    # Muse Glimmer counts from its last block, the others from their first
-    first = n_layers if "sliding_attention" in allowed else 0
-    is_between = [(i - first) % values["full_attention_interval"] > 0 for i in range(1, n_layers + 1)]
+    is_between = [True] * n_layers
+    if family.counts_from is not None:
+        first = family.counts_from
+        if first < 0:
+            first += n_layers + 1
+        is_between = [(i - first) % values["full_attention_interval"] > 0 for i in range(1, n_layers + 1)]
 
     def is_list_of(values, choices):
         return isinstance(values, list) and len(values) == n_layers and all(one in choices for one in values)
@@ -2078,6 +2136,7 @@ def with_implied_values(raw, name, family):
 # The keys of each rope_type, and what they may be
 ROPE_NUMBERS = {
     "default": {},
+    "dynamic": {"factor": POSITIVE},
     "linear": {"factor": POSITIVE},
     "llama3": {
         "factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE,
@@ -2087,18 +2146,19 @@ ROPE_NUMBERS = {
         "factor": Bounds(float, 1, 1e30), "original_max_position_embeddings": Bounds(int, 1, 1 << 30),
         "attention_factor": POSITIVE, "beta_fast": POSITIVE, "beta_slow": POSITIVE,
         "mscale": Bounds(float, 0, 1e30), "mscale_all_dim": Bounds(float, 0, 1e30),
-        "truncate": Bounds(bool, False, True),
+        "truncate": Bounds(bool, False, True), "llama_4_scaling_beta": Bounds(float, 0, 1e3),
     },
 }
 # A file may leave these out. What is written then leaves them out, too.
 ROPE_OPTIONAL = (
     "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim", "truncate",
+    "mscale_all_dim", "truncate", "llama_4_scaling_beta",
 )
-# Keys that may stand beside them. mrope_section and mrope_interleaved mean nothing for text, whose tokens
-# have three equal positions.
+# Keys that mean nothing for text, whose tokens have three equal positions.
+ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+# Keys that may stand beside them. Ministral 3 repeats max_position_embeddings here.
 ROPE_OTHERS = (
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved",
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", *ROPE_OF_IMAGES,
 )
 ROPE_IGNORED = "attn_factor", "finetuned"  # of the first YaRN files: transformers does not read them either
 ROPE_KEYS = "rope_scaling", "rope_parameters"  # of transformers 4 and 5
@@ -2136,7 +2196,10 @@ def parse_rope(given, model_type, values, where, error):
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
         if rope_type not in list(ROPE_NUMBERS):
             raise error(key, f"rope_type is not one of {', '.join(ROPE_NUMBERS)}")
-        scalings.append({"rope_type": rope_type, **read_rope_numbers(rope, rope_type, f"{where}: {key}")})
+        numbers = read_rope_numbers(rope, rope_type, f"{where}: {key}")
+        if "llama_4_scaling_beta" in numbers and not FAMILIES[model_type].growing_q:
+            raise error(key, f"llama_4_scaling_beta is not implemented for {model_type}")
+        scalings.append({"rope_type": rope_type, **numbers})
         for name, value in stated.items():
             other = rope.get(name)
             if other is None:

@@ -852,6 +852,9 @@ def complete_for_model(args, config, adapter_settings, device):
         elif absent:
             raise ValueError(f"--{flag} {', '.join(sorted(absent))}: the model has no such layer, only "
                              + ", ".join(found))
+    if config.rope_scaling["rope_type"] == "dynamic" and args.seq_len > config.max_position_embeddings:
+        raise ValueError(f"--seq_len {args.seq_len}: beyond {config.max_position_embeddings} tokens RoPE of "
+                         "the type dynamic depends on the length of a row, which is not implemented")
     if args.precision is None:
         args.precision = default_precision(args, device)
         if args.precision == "fp16" and args.optim_in_backward:  # or refuse_conflicts() has said so
@@ -989,6 +992,10 @@ def open_run(args, config, loader, eval_loader, source, resumed, ranks):
 
 def say_notes(args, config, steps, ranks):
     """Says what works and is probably not what the user wants."""
+    rates = [f"{key} {getattr(config, key):g}" for key in ("attention_dropout", "residual_dropout")
+             if getattr(config, key)]
+    if rates:
+        ranks.say(f"note: nothing is dropped at random, although config.json has {', '.join(rates)}")
     if config.shared_expert_intermediate_size and args.lora and not args.merge:
         ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
     if ranks.device.type == "cuda" and steps > 200 and not args.compile:

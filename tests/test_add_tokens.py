@@ -204,7 +204,7 @@ class Numbers:
             shape = (N_STORED, WIDTH)
             noise = torch.randn(shape, generator=generator)
             self.values[name] = 3 + noise  # so that rows about the mean differ from rows about 0
-            self.tensors[name] = data.Stored(None, shape, torch.float32)
+            self.tensors[name] = data.Stored(None, shape, torch.float32, name)
 
     def rows(self, name, start, stop):
         return self.values[name][start:stop].clone()

@@ -192,9 +192,23 @@ def refusal_of_config(family, key, value):
     ("qwen3-tied", "head_dim", 15, ["even"]),
     ("llama2", "mlp_bias", True, []),
     ("llama2", "attention_bias", True, []),
-    ("llama2", "attention_dropout", 0.1, ["0.1"]),
+    ("llama2", "attention_dropout", 1.5, ["1.5"]),
     ("llama2", "partial_rotary_factor", 0.5, ["0.5"]),
     ("mistral", "sliding_window", "64", ["int"]),
+    # of families that are known by name alone
+    ("qwen2", "model_type", "gemma3_text", ["gemma3_text", "llama", "qwen3"]),
+    ("qwen2", "model_type", "gpt_oss", ["gpt_oss", "llama", "qwen3"]),
+    ("qwen2", "model_type", "qwen3_next", ["qwen3_next", "llama", "qwen3"]),
+    # of those that are here, what none of their published models has
+    ("llama2", "attention_out_bias", True, ["true"]),
+    ("llama2", "qkv_bias", True, ["true"]),
+    ("llama2", "bias", True, ["true"]),
+    ("llama2", "clip_qkv", 8.0, ["8.0"]),
+    # of Granite, which is not in every family's model
+    ("llama2", "attention_multiplier", 0.3, ["0.3"]),
+    ("llama2", "embedding_multiplier", 12.0, ["12.0"]),
+    ("llama2", "residual_multiplier", 0.22, ["0.22"]),
+    ("llama2", "logits_scaling", 8.0, ["8.0"]),
 ], ids=str)
 def test_config_that_asks_for_something_else_is_refused_by_key(family, key, value, words):
     assert_says(refusal_of_config(family, key, value), ["model/config.json:", key, *words])
@@ -217,7 +231,8 @@ ROPE = [  # family, key, value, words of the message
     ("llama3.1", "rope_parameters", [1], ["flat"]),
     ("llama3.1", "rope_parameters", {FULL: LLAMA3, SLIDING: LLAMA3}, ["flat"]),
     ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": "longrope"}, ["longrope", "llama3"]),
-    ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": None, "type": "dynamic"}, ["dynamic", "llama3"]),
+    ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": None, "type": "axial"}, ["axial", "llama3"]),
+    ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": None, "type": "dynamic"}, ["low_freq_factor", "dynamic"]),
     # a key of another type, or of none, would change the positions in some reader
     ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": "yarn"}, ["low_freq_factor = 1.0", "yarn"]),
     ("llama3.1", "rope_parameters", LLAMA3 | {"rope_type": None, "type": "yarn"}, ["low_freq_factor = 1.0", "yarn"]),
@@ -234,6 +249,7 @@ ROPE = [  # family, key, value, words of the message
     ("qwen2", "rope_parameters", YARN | {"factor": 0.5}, ["factor = 0.5", "float from 1"]),
     ("qwen2", "rope_parameters", YARN | {"attention_factor": 0.0}, ["attention_factor = 0.0"]),
     ("qwen2", "rope_parameters", YARN | {"mscale": -1.0}, ["mscale = -1.0"]),
+    ("qwen2", "rope_parameters", YARN | {"llama_4_scaling_beta": 0.1}, ["llama_4_scaling_beta", "qwen2"]),
     ("qwen2", "rope_parameters", YARN | {"truncate": 1}, ["truncate = 1", "bool"]),
     ("qwen2", "rope_parameters", YARN | {"beta_fast": 0.5}, ["beta_fast must not be below beta_slow"]),
     ("qwen2", "rope_parameters", YARN | {"rope_theta": 1.0}, ["YaRN needs one above 1"]),

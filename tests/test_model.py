@@ -106,7 +106,7 @@ def test_loss_and_gradients_equal_transformers(folder, chunk):
 def test_long_positions_keep_float32_angles_in_bf16():
     config = lm.parse_config(data.read_json(GOLDENS[0] / "config.json"))
     position = 100_001  # bf16 would round it to 99,840
-    cos, _ = lm.rope_table(torch.tensor([[position]]), config)
+    _, (cos, _) = lm.rope_table(torch.tensor([[position]]), config)
     angle = position / config.rope_scaling.get("factor", 1.0)  # of the first frequency, which is 1
     expected = torch.tensor(angle, dtype=torch.float64).cos()
     assert cos.dtype == torch.float32
@@ -159,7 +159,7 @@ def yarn_of_the_authors(scaling, theta, K):
 def test_yarn_turns_pairs_as_the_paper_and_its_authors_do(theta, changes):
     scaling = QWEN_YARN | changes
     config = yarn_config(scaling, theta)
-    cos, sin = lm.rope_table(torch.tensor([[1]]), config)
+    _, (cos, sin) = lm.rope_table(torch.tensor([[1]]), config)
     radians = torch.atan2(sin, cos).flatten()  # at position 1
     expected = yarn_of_the_authors(scaling, theta, 128)
     for got, exact in zip(radians.tolist(), expected, strict=True):
@@ -193,7 +193,7 @@ def test_yarn_turns_pairs_as_the_paper_and_its_authors_do(theta, changes):
 ], ids=str)
 def test_yarn_scales_cos_and_sin(changes, expected):
     config = yarn_config(QWEN_YARN | changes)
-    cos, sin = lm.rope_table(torch.tensor([[0, 5000]]), config)
+    _, (cos, sin) = lm.rope_table(torch.tensor([[0, 5000]]), config)
     torch.testing.assert_close(cos.hypot(sin), torch.full_like(cos, expected))
 
 

@@ -55,6 +55,16 @@ MODELS = {  # what differs from the first
     "moe": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
     "qwen3.5": {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], **DELTANET},
     "muse": {"model_type": "muse_glimmer_text", "architectures": None, "sliding_window": 256},
+    "granite": {
+        "model_type": "granite", "architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.1,
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+    },
+    "ministral3": {
+        "model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "rope_theta": None,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    },
     "qwen3.5-moe": {
         "model_type": "qwen3_5_moe_text",
         "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -165,6 +175,12 @@ CASES = [
     Case("qwen3.5", 1024, 2, "--fsdp2 --lora --lora_dropout 0.1 --activation_checkpointing 2 --ce_chunk 64"),
     Case("qwen3.5-moe", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
     Case("qwen3.5-moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
+    # branches, embedding and logits times a number; queries that grow
+    Case("granite", 1024, 1, "--ce_chunk 64"),
+    Case("granite", 1024, 1, "--qlora --ce_chunk 64"),
+    Case("granite", 1024, 1, "--lora --no-activation_checkpointing --ce_chunk 64"),
+    Case("ministral3", 1024, 1, "--lora --ce_chunk 64"),
+    Case("ministral3", 1024, 1, "--qlora --no-activation_checkpointing --ce_chunk 64"),
     # embedding and head are trained in full beside adapters, so every block has a gradient of its input
     Case("gqa", 512, 1, "--lora --train_embeddings --lora_targets down_proj --ce_chunk 64"),
     Case("tied", 512, 1, "--qlora --train_embeddings --optim adamw8bit --ce_chunk 64"),
