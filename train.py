@@ -341,8 +341,9 @@ def add_run_flags(parser):
     add(schedule, "--steps", WHOLE, None, "number of optimizer steps (default: from --epochs)")
     add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides it")
     add(schedule, "--lr", AMOUNT_OR_0, None,
-        "peak learning rate (default: 2e-4 with adapters, 2e-5 without, times 4096 / hidden size; a tenth of "
-        "it with --dpo, whose loss falls for as long as the weights grow)",
+        "peak learning rate (default: with adapters 5e-4 * (2000 / hidden size)^p, where p is 0.0775 for "
+        "Qwen and 0.781 for all others, which is tinker-cookbook's get_lr; a tenth of it without adapters, "
+        "and a tenth of that with --dpo, whose loss falls for as long as the weights grow)",
         fixed=True)
     add(schedule, "--embedding_lr", AMOUNT, None,
         "peak learning rate of what --train_embeddings trains (default: a tenth of --lr)", fixed=True)
@@ -860,14 +861,22 @@ def complete_for_model(args, config, adapter_settings, device):
         if args.precision == "fp16" and args.optim_in_backward:  # or refuse_conflicts() has said so
             raise ValueError(f"--optim_in_backward: this GPU has no bf16, and {WHOLE_STEPS}")
     if args.lr is None:
-        # QLoRA's 2e-4 for 7B and 1e-4 for 65B, and Adam's width rule (arXiv:2203.03466), agree
-        args.lr = (2e-4 if args.lora else 2e-5) * 4096 / config.hidden_size
-        if args.dpo:
-            args.lr /= 10
+        args.lr = default_rate(config, args.lora, args.dpo)
     if args.embedding_lr and not args.train_embeddings:
         raise ValueError("--embedding_lr needs --train_embeddings, or an --adapter with an embedding")
     if args.train_embeddings and args.embedding_lr is None:
         args.embedding_lr = args.lr / 10  # as the default rate of full fine-tuning to that of adapters
+
+
+def default_rate(config, lora, dpo):
+    """--lr where it is not given. The rule is fitted to the best rates of LoRA on Llama and Qwen of many
+    sizes (get_lr() in github.com/thinking-machines-lab/tinker-cookbook, whose adapters are scaled as ours):
+    wider models want a smaller rate, of Qwen hardly. Nobody has published one for other families."""
+    exponent = 0.0775 if config.model_type.startswith("qwen") else 0.781
+    rate = 5e-4 * (2000 / config.hidden_size) ** exponent
+    if not lora:
+        rate /= 10
+    return rate / 10 if dpo else rate
 
 
 def open_model(args, ranks, revisions=None):

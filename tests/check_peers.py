@@ -3,13 +3,13 @@
     python tests/check_peers.py                         # a few minutes on two cores, no GPU, no network
 
 Run by hand, never by pytest: it needs transformers, peft and bitsandbytes, which the project itself does not. Seen with
-transformers 5.23, peft 0.21.2, bitsandbytes 0.50.2. One line per check with its figure; exit status 1 where one fails.
+transformers 5.24, peft 0.21.2, bitsandbytes 0.50.2. One line per check with its figure; exit status 1 where one fails.
 
     python tests/check_peers.py tiny qwen3.5            # these models alone
     python tests/check_peers.py --model FOLDER          # a trained model alone, such as that of make_smollm2.py
 
 train.py runs a few steps on the built-in model and on random ones that transformers wrote (llama3.1 in several files,
-qwen2 tied, qwen3 in float32, qwen3.5 and muse-glimmer with a vision tower), in full, with --lora and with --qlora, at
+qwen2 tied, qwen3 in float32, granite, and with a vision tower qwen3.5, qwen3-vl, mistral3, muse-glimmer), in full, with --lora and with --qlora, at
 a learning rate so high that the result is another model. Every folder is then read by both sides in float32 and must
 give the same logits. Merged models differ from base + adapter by the rounding of each weight to bf16 and nothing else:
 they are held against PEFT's own merge, rounded the same way.
@@ -108,6 +108,8 @@ def class_of(config):
     with_a_tower = {
         "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
         "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
+        "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
+        "mistral3": transformers.Mistral3ForConditionalGeneration,
         "muse_glimmer": transformers.MuseGlimmerForConditionalGeneration,
     }
     return with_a_tower.get(config.model_type, transformers.AutoModelForCausalLM)
@@ -153,6 +155,16 @@ def random_models():
     muse = wide | dict(num_hidden_layers=4, sliding_window=32)
     muse_tower = dict(num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2)
     smollm3 = plain | dict(num_hidden_layers=4, tie_word_embeddings=True, pad_token_id=None)
+    granite = plain | dict(attention_multiplier=0.3, embedding_multiplier=6.0, residual_multiplier=0.4,
+                           logits_scaling=3.0)
+    yarn = dict(rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16, beta_fast=32.0,
+                beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
+    ministral3 = wide | dict(model_type="ministral3", rope_parameters=yarn, pad_token_id=None)
+    pixtral = dict(model_type="pixtral", num_hidden_layers=1, hidden_size=32, intermediate_size=32,
+                   num_attention_heads=2, head_dim=16)
+    qwen3_vl = wide | dict(rope_parameters=theta | dict(mrope_interleaved=True, mrope_section=[8, 4, 4]))
+    qwen3_vl_tower = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64,
+                          deepstack_visual_indexes=[0])
     return {
         "llama3.1": RandomModel(t.LlamaConfig(**shape, rope_parameters=LLAMA3_ROPE), file_size="400KB"),
         "qwen2-tied": RandomModel(t.Qwen2Config(**plain, tie_word_embeddings=True)),
@@ -161,6 +173,10 @@ def random_models():
         "qwen3.5": RandomModel(t.Qwen3_5Config(text_config=qwen35, vision_config=qwen35_tower)),
         "qwen3.5-moe": RandomModel(t.Qwen3_5MoeConfig(text_config=qwen35_moe, vision_config=qwen35_tower)),
         "smollm3": RandomModel(t.SmolLM3Config(**smollm3)),
+        "granite": RandomModel(t.GraniteConfig(**granite)),
+        "mistral3": RandomModel(t.Mistral3Config(
+            text_config=ministral3, vision_config=pixtral, tie_word_embeddings=False), file_size="400KB"),
+        "qwen3-vl": RandomModel(t.Qwen3VLConfig(text_config=qwen3_vl, vision_config=qwen3_vl_tower)),
         "muse-glimmer": RandomModel(t.MuseGlimmerConfig(
             text_config=muse, vision_config=muse_tower, out_hidden_size=32, projector_hidden_size=32)),
     }
@@ -371,7 +387,7 @@ def check_tokenizer(what, folder):
     expected = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
     # AutoTokenizer puts Qwen's own byte-level pipeline around any vocabulary that lies beside such a config.json, the
     # built-in model's too, which has another one; the class below reads tokenizer.json as it is
-    has_own = data.read_json(folder / "config.json")["model_type"].startswith(("qwen2", "qwen3_5"))
+    has_own = data.read_json(folder / "config.json")["model_type"].startswith(("qwen2", "qwen3_5", "qwen3_vl"))
     kind = transformers.PreTrainedTokenizerFast if has_own else AutoTokenizer
     encoded = kind.from_pretrained(folder)(TEXT)["input_ids"]
     check(f"{what} {kind.__name__}", encoded == expected, f"{len(expected)} ids, {len(set(expected))} distinct")

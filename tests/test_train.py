@@ -402,6 +402,27 @@ def test_dropout_is_off_in_evaluation():
     assert model.eval()(tokens, tokens) == model(tokens, tokens)
 
 
+@pytest.mark.parametrize("preset, flags, rate", [
+    # what tinker-cookbook's get_lr() gives for LoRA, by family and width
+    ("llama-3.2-1b", "--lora", 4.91e-4),
+    ("llama-3.1-8b", "--lora", 2.86e-4),
+    ("llama-3.1-70b", "--qlora", 1.66e-4),
+    ("qwen3-8b", "--lora", 4.73e-4),
+    ("qwen3-32b", "--qlora", 4.65e-4),
+    ("qwen3.5-27b", "--qlora", 4.65e-4),
+    # others as Llama
+    ("muse-glimmer-30b", "--lora", 1.954e-4),
+    # a tenth of it for all weights, and for pairs
+    ("llama-3.1-8b", "", 2.86e-5),
+    ("llama-3.1-8b", "--dpo --lora", 2.86e-5),
+    ("llama-3.1-8b", "--lora --lr 1e-3", 1e-3),
+])
+def test_the_default_rate_is_that_of_the_family_at_its_width(preset, flags, rate):
+    args = train.parse_args(flags.split())
+    train.complete_for_model(args, lm.parse_config(data.PRESETS[preset]), {}, CPU)
+    assert args.lr == pytest.approx(rate, rel=2e-3)  # three digits
+
+
 @pytest.mark.parametrize("schedule, in_the_middle, at_the_end", [
     ("constant", 1, 1),
     ("linear", 0.55, 0.1),
