@@ -506,6 +506,42 @@ def test_frozen_shards_of_resident_blocks_are_on_the_gpus_and_adapters_on_the_ho
     assert code == 0, text
 
 
+def check_byte_pairs():
+    """Every word of 16 bits as two bytes of NF4, sharded and gathered."""
+    ranks = train.Ranks(want_group=True, timeout=1800)
+    config = lm.parse_config(SHAPE | {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1})
+    args = train.parse_args(["--fsdp2", "--qlora", "--precision", "mixed"])
+    args.lora_targets = ["q_proj"]  # an adapter, so that other dtypes are gathered together with the bytes
+    model = lm.on_meta(config, args)
+    train.shard_(model, args, ranks.device)
+    model.to_empty(device=ranks.device)
+    block = model.model.layers[0]
+    words = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    bytes_ND2 = words.view(torch.uint8).view(512, 256).to(ranks.device)  # gate_proj in 4 bits
+    rows, start = nf4.local(block.mlp.gate_proj.weight_codes)
+    assert len(rows) == 512 // ranks.world
+    rows.copy_(bytes_ND2[start : start + len(rows)])
+    for _ in range(2):
+        block.unshard()
+        assert torch.equal(block.mlp.gate_proj.weight_codes, bytes_ND2)
+        block.reshard()
+        rows, start = nf4.local(block.mlp.gate_proj.weight_codes)
+        assert torch.equal(rows, bytes_ND2[start : start + len(rows)])
+    ranks.leave()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_pair_of_bytes_comes_back_from_fsdp2_as_it_was(tmp_path, world):
+    # Packed under the dtype of bf16, as others have them, pairs that are a NaN all become one number on a GPU
+    # (pytorch #159333, bitsandbytes #1945).
+    if not LOADED and world > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    logs = [tmp_path / f"log{rank}" for rank in range(world)]
+    codes = start_ranks(world, check_byte_pairs, (), logs, gpu=True)
+    assert codes == [0] * world, "".join(log.read_text() for log in logs)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not LOADED, reason="FlashAttention's backward adds up dq in any order")
 @pytest.mark.parametrize("method", ["--lora", "--qlora --grad_accum 2"])

@@ -11,8 +11,10 @@ import itertools
 import pytest
 import torch
 from conftest import MUSE, QWEN35, build, curve, random_model, run_ranks, start_ranks
+from emulated_cuda import LOADED
 from safetensors.torch import load_file
 
+import data
 import model as lm
 import train
 
@@ -220,6 +222,47 @@ def test_only_streamed_blocks_are_copied_each_ahead_of_its_use(device, n_residen
                 later.insert(0, i)
             before_use = later[: later.index(events[start][1])]
             assert set(before_use) & set(numbers)  # another streamed block, at least, runs in the meantime
+
+
+OF_72B = data.PRESETS["qwen2.5-72b"] | {"num_hidden_layers": 4, "vocab_size": 512}
+# the same shape with about a thirtieth of the widths, which a CPU computes in a second
+NARROW = {"hidden_size": 256, "intermediate_size": 896, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [
+    pytest.param({}, id="72b", marks=pytest.mark.skipif(LOADED, reason="a CPU would need minutes for 3.5e9 weights")),
+    pytest.param(NARROW, id="narrow"),
+])
+def test_streamed_gradients_are_those_of_resident_weights_at_the_widths_of_72b(changes):
+    """Elsewhere blocks of 165 MiB and more got wrong gradients behind an exact forward, because a layer kept the memory
+    of its weight, which another block had by then (bitsandbytes #2034). Those of 72B have 432 MiB."""
+    device = torch.device("cuda", 0)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as train.Ranks does
+    config = lm.parse_config(OF_72B | changes)
+    args = train.parse_args(["--qlora", "--lora_rank", "8", "--precision", "mixed"])
+    args.lora_targets = lm.targets_in(config)
+    model = lm.on_meta(config, args).to_empty(device=device)
+    with torch.device("meta"):
+        vanilla = lm.Transformer(config)
+    data.load_weights_(model, data.RandomWeights(vanilla, 0, device), None, 0, device)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:  # which starts at 0: no gradient would reach lora_A
+            torch.nn.init.constant_(p, 0.01)
+    lm.checkpoint_activations_(model)
+    # one block of keys: over several, FlashAttention's backward adds up dq in any order
+    tokens = torch.arange(64, device=device)[None]
+    expected = gradients(model, tokens)
+    assert all(grad.any() for grad in expected.values())
+
+    layers = model.model.layers
+    for block in layers:
+        for p in train.matrices_of(block):
+            p.data = p.data.cpu()
+    train.StreamedWeights(list(layers), device)
+    for _ in range(2):  # the second forward finds in the slots what a backward has left there
+        for name, grad in gradients(model, tokens).items():
+            assert torch.equal(grad, expected[name]), name
 
 
 @DEVICES
