@@ -4,6 +4,7 @@
     python tests/bench_quality.py --model FOLDER --seeds 1 --methods lora qlora
     python tests/bench_quality.py --model FOLDER --seeds 1 --methods lora --rates 5e-4 1e-3 2e-3    # looks for a rate
     python tests/bench_quality.py --model FOLDER --svg tests/quality.svg    # also draws the first task's held-out loss
+    python tests/bench_quality.py --model FOLDER --tasks reasoning_gym:syllogism reasoning_gym:letter_counting
 
 Each run is train.py as a user types it. A row is written to OUT/rows.jsonl when its run is complete, and the next call
 does not repeat it: a call that was cut goes on where it was. Tables are made of all rows that are there.
@@ -15,11 +16,15 @@ The tasks are made by rule out of what is on every machine, and nothing that is 
 
 Functions are those of the Python that runs the script, so `arguments` has a few other rows in another version.
 
+reasoning_gym:NAME is one of the 106 tasks of the package reasoning-gym (pip install reasoning-gym, which no other
+script needs): its questions, its answers and its scorer are somebody else's. What is held out comes from other seeds.
+
 The score is the share of held-out questions that greedy decoding answers exactly. It takes no decoding: an answer is
 given token by token if and only if each of its tokens, the end of the turn included, is the likeliest one after the
-question and the tokens before it, and one forward knows that of all of them. It is measured on what the run has
-written, opened as --chat opens it: final/ of all weights, or an adapter on 16 bits or on NF4. "base" and "base, NF4"
-are the same command with a rate of 0.
+question and the tokens before it, and one forward knows that of all of them. Of reasoning_gym the other
+answers are decoded, and the package says how many points, from 0 to 1, each of them gets. The score is measured on
+what the run has written, opened as --chat opens it: final/ of all weights, or an adapter on 16 bits or on NF4. "base"
+and "base, NF4" are the same command with a rate of 0.
 
 On a CPU the seconds are those of its cores (user and system, of the whole process, from imports to final/): other
 processes on the machine change them less than the time on a clock. Rates were found with --rates, on one seed.
@@ -28,6 +33,7 @@ processes on the machine change them less than the time on a clock. Rates were f
 import argparse
 import importlib
 import inspect
+import itertools
 import json
 import os
 import statistics
@@ -102,10 +108,11 @@ class Pair(NamedTuple):
 
 
 class Task(NamedTuple):
-    """make() -> [Pair]. The instruction is the system's message, so the base knows what is asked."""
+    """make() -> Split. The instruction is the system's message, so the base knows what is asked."""
 
     instruction: str
     make: Callable
+    points: Callable | None = None  # (question, what was said) -> 0 to 1; None: 1 for the exact answer alone
 
 
 def in_words(day):
@@ -187,12 +194,6 @@ def arguments():
     return list(pairs.values())
 
 
-TASKS = {
-    "arguments": Task("Which arguments have no default?", arguments),
-    "dates": Task("Say the date in words.", dates),
-}
-
-
 class Split(NamedTuple):
     """The pairs of a task."""
 
@@ -210,6 +211,52 @@ def split(pairs):
     """-> Split, the same in every call."""
     in_order = sorted(pairs, key=place_in_order)
     return Split(in_order[N_HELD_OUT:], in_order[:N_HELD_OUT])
+
+
+TASKS = {
+    "arguments": Task("Which arguments have no default?", lambda: split(arguments())),
+    "dates": Task("Say the date in words.", lambda: split(dates())),
+}
+GYM = "reasoning_gym:"
+N_GENERATED = 400  # questions of reasoning_gym to train on
+# Question number i of seed s is number 0 of seed s + i, so seeds have to be far apart.
+HELD_OUT_SEED = 1_000_000
+
+
+def pairs_of(entries):
+    """[Pair] of a data set of reasoning_gym, each question once."""
+    answers = {entry["question"]: str(entry["answer"]) for entry in entries}
+    return [Pair(question, answer) for question, answer in answers.items()]
+
+
+def task_of_reasoning_gym(name):
+    """One of its tasks, as its authors have set it up. The package is imported here, as nothing else needs it."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise SystemExit(f"--tasks {GYM}{name} needs a package: pip install reasoning-gym") from error
+    trained = reasoning_gym.create_dataset(name, size=N_GENERATED, seed=0)
+    held_out = reasoning_gym.create_dataset(name, size=2 * N_HELD_OUT, seed=HELD_OUT_SEED)
+    entries = {entry["question"]: entry for entry in held_out}
+
+    def make():
+        known = {pair.question for pair in pairs_of(trained)}
+        new = [pair for pair in pairs_of(held_out) if pair.question not in known]
+        return Split(pairs_of(trained), new[:N_HELD_OUT])
+
+    def points(question, said):
+        return held_out.score_answer(answer=said, entry=entries[question])
+
+    return Task("Give the answer alone.", make, points)
+
+
+def task_named(name):
+    """The type of --tasks: a name, of which TASKS has the task."""
+    if name.startswith(GYM) and name not in TASKS:
+        TASKS[name] = task_of_reasoning_gym(name.removeprefix(GYM))
+    if name not in TASKS:
+        raise argparse.ArgumentTypeError(f"{name}: expected {', '.join(TASKS)} or {GYM}NAME")
+    return name
 
 
 def ask(task, question):
@@ -232,9 +279,10 @@ def write_pairs(path, task, pairs):
 def write_task(folder, task):
     """-> (file to train on, file of held-out rows)."""
     folder.mkdir(parents=True, exist_ok=True)
-    pairs = split(TASKS[task].make())
-    trained = folder / f"{task}-train.jsonl"
-    held_out = folder / f"{task}-held_out.jsonl"
+    pairs = TASKS[task].make()
+    name = task.replace(":", "-")  # a colon in --data stands before a split
+    trained = folder / f"{name}-train.jsonl"
+    held_out = folder / f"{name}-held_out.jsonl"
     write_pairs(trained, task, pairs.trained)
     write_pairs(held_out, task, pairs.held_out)
     return trained, held_out
@@ -316,8 +364,10 @@ def open_result(argv):
 
 @torch.no_grad()
 def exact_answers(result):
-    """For each held-out document whether greedy decoding gives its answer, [bool]."""
-    exact = []
+    """For each held-out document whether greedy decoding gives its answer, [bool] in the order of the file."""
+    # rows are packed, so documents come in another order
+    numbers = itertools.chain.from_iterable(result.held_out.rows)
+    exact = {}
     for batch in result.held_out.once():
         b = batch.to(result.device)
         logits_BTV = result.model(b.tokens, positions_BT=b.positions, spans=b.spans)
@@ -326,12 +376,12 @@ def exact_answers(result):
         targets_S = b.targets.flatten()[b.supervised_S]
         is_right_S = logits_SV.argmax(-1) == targets_S
         # one wrong token, and decoding goes another way from there
-        for of_document in is_right_S.split(b.n_targets):
-            exact.append(of_document.all().item())
-    return exact
+        for of_document, number in zip(is_right_S.split(b.n_targets), numbers):  # which takes no number too many
+            exact[int(number)] = of_document.all().item()
+    return [exact[number] for number in sorted(exact)]
 
 
-def decoded_answer(result, messages, n=24):
+def decoded_answer(result, messages, n=32):
     """The answer by decoding, token by token. n: at most so many, because a model that has not learned when to stop
     would go on."""
     prompt = result.tokenizer.prompt(messages)
@@ -343,10 +393,22 @@ def decoded_answers(result, task, n):
     """[Answer] of the first n held-out questions."""
     answers = []
     # always the same questions, so that methods and rates can be compared
-    for question, right in split(TASKS[task].make()).held_out[:n]:
+    for question, right in TASKS[task].make().held_out[:n]:
         said = decoded_answer(result, ask(task, question))
         answers.append(Answer(question, said, right))
     return answers
+
+
+def points_of(result, task, exact):
+    """For each held-out question the points of its answer, from 0 to 1. exact: see exact_answers()."""
+    points = [float(is_exact) for is_exact in exact]
+    score = TASKS[task].points
+    if score is None:
+        return points
+    for number, (question, _) in enumerate(TASKS[task].make().held_out):
+        if not exact[number]:  # another answer may be right, too
+            points[number] = score(question, decoded_answer(result, ask(task, question)).strip())
+    return points
 
 
 def flags_of(args, case):
@@ -391,7 +453,8 @@ def measure(args, case):
         "device": result.device.type,
         "flags": " ".join([FLAGS, METHODS[case.method].opens, METHODS[case.method].trains, *chosen_flags(case)]),
         "loss": rows[-1]["eval_loss"],  # a run ends with an evaluation
-        "score": sum(exact) / len(exact),
+        "score": statistics.mean(points_of(result, case.task, exact)),
+        "exact": sum(exact) / len(exact),
         # a looser score, for answers that say more than was asked for
         "contains": statistics.mean(contains),
         "answers": answers,
@@ -453,7 +516,8 @@ def mean_and_range(values, digits):
 def print_table(rows, task):
     """A markdown table of at most 80 columns, a row for each method and rate."""
     seconds = "CPU s" if rows[0]["device"] == "cpu" else "s"
-    print(f"\n{task}: held-out loss and answers that are exactly right, of {N_HELD_OUT}\n")
+    exactly = "" if TASKS[task].points else "exactly "
+    print(f"\n{task}: held-out loss and answers that are {exactly}right, of {N_HELD_OUT}\n")
     print(f"| {'method':<14}| {'rate':<7}| {'held-out loss':<20}| {'right':<15}| {seconds:<6}| GiB  |")
     print("|---|---|---|---|---|---|")
     for name in METHODS:  # in this order, whatever the order in which the runs were made
@@ -512,7 +576,8 @@ def read_args():
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--out", type=Path, default=Path("out/quality"), help="folder of rows.jsonl (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each run (%(default)s)")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", type=task_named, default=list(TASKS),
+                        help=f"of {', '.join(TASKS)} and {GYM}NAME (default: the first two)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates, in place of each method's own")
     parser.add_argument("--answers", type=int, default=3, help="answers to print of each run (%(default)s)")

@@ -9,10 +9,10 @@ transformers 5.24, peft 0.21.2, bitsandbytes 0.50.2. One line per check with its
     python tests/check_peers.py --model FOLDER          # a trained model alone, such as that of make_smollm2.py
 
 train.py runs a few steps on the built-in model and on random ones that transformers wrote (llama3.1 in several files,
-qwen2 tied, qwen3 in float32, granite, and with a vision tower qwen3.5, qwen3-vl, mistral3, muse-glimmer), in full, with --lora and with --qlora, at
-a learning rate so high that the result is another model. Every folder is then read by both sides in float32 and must
-give the same logits. Merged models differ from base + adapter by the rounding of each weight to bf16 and nothing else:
-they are held against PEFT's own merge, rounded the same way.
+qwen2 tied, qwen3 in float32, granite; qwen3.5, qwen3-vl, mistral3 and muse-glimmer with a vision tower), in full, with
+--lora and with --qlora, at a learning rate so high that the result is another model. Every folder is then read by both
+sides in float32 and must give the same logits. Merged models differ from base + adapter by the rounding of each weight
+to bf16 and nothing else: they are held against PEFT's own merge, rounded the same way.
 
 A trained model (--model) is trained by both sides, on the same rows in the same order, in full, with --lora and with
 --qlora, in float32 and in bf16: one table of losses. QLoRA is compared with PEFT on a base whose weights are what
@@ -248,9 +248,9 @@ def theirs(folder, dtype=torch.float32, attention="eager"):
 def round_to_file(model, folder):
     """The model with every weight rounded to the dtype that it has in a checkpoint, in float32 again."""
     tensors = data.Checkpoint(folder).tensors
-    *_, dtype = next(stored for name, stored in tensors.items() if name.endswith("embed_tokens.weight"))
+    embedding = next(stored for name, stored in tensors.items() if name.endswith("embed_tokens.weight"))
     for p in model.parameters():
-        p.data = p.data.to(dtype).float()
+        p.data = p.data.to(embedding.dtype).float()
     return model
 
 

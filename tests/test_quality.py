@@ -3,6 +3,8 @@
 import argparse
 import ast
 import json
+import sys
+from types import SimpleNamespace
 
 import bench_quality as bench
 import pytest
@@ -98,19 +100,69 @@ def test_the_score_is_what_decoding_gives(tmp_path, monkeypatch):
         # what is expected begins with all of the answer
         Pair("delta", "four and more"),
     ]
-    monkeypatch.setattr(bench, "split", lambda _: bench.Split(learned, expected))
+    points = {"gamma": 0.25, "delta": 0.75}  # of answers that are not the expected ones: those of another scorer
+    task = bench.Task("Say it.", lambda: bench.Split(learned, expected))
+    scored = task._replace(points=lambda question, said: points[question])
+    monkeypatch.setattr(bench, "TASKS", {"exact": task, "scored": scored})
     monkeypatch.setattr(bench, "N_HELD_OUT", len(expected))
     # 30 steps at this rate: enough for a small model to know four answers
     flags = "--seq_len 256 --steps 30 --schedule constant --save_every 0"
     monkeypatch.setattr(bench, "FLAGS", flags)
     args = argparse.Namespace(model=HERE / "tiny", out=tmp_path, answers=4)
-    row = bench.measure(args, Case("dates", "qlora", 5e-3, seed=0))
+    points_of = bench.points_of
+    scores = {}
+
+    def note_points(result, name, exact):  # both tasks have one run
+        for either in bench.TASKS:
+            scores[either] = points_of(result, either, exact)
+        return scores[name]
+
+    monkeypatch.setattr(bench, "points_of", note_points)
+    row = bench.measure(args, Case("exact", "qlora", 5e-3, seed=0))
     said = [answer.said for answer in row["answers"]]
     assert said == [pair.answer for pair in learned]
     # the first two: an answer that goes on is wrong, and so is one that ends too early
     assert row["score"] == 0.5
     # a looser measure, for answers that say more than was asked for
     assert row["contains"] == 0.75
+    assert scores == {"exact": [1, 1, 0, 0], "scored": [1, 1, 0.25, 0.75]}
+
+
+def test_tasks_of_reasoning_gym_hold_out_other_questions_and_have_its_scorer(tmp_path, monkeypatch):
+    """With a stand-in for the package, whose question i of seed s is made of s + i, as the real one's is."""
+    class Sums:
+        def __init__(self, name, size, seed):
+            assert name == "sums"
+            self.numbers = range(seed, seed + size)
+
+        def __iter__(self):
+            for number in self.numbers:
+                yield {"question": f"{number % 700} + 1", "answer": number % 700 + 1}
+
+        def score_answer(self, answer, entry):
+            return 1.0 if float(answer) == entry["answer"] else 0.01
+
+    monkeypatch.setattr(bench, "TASKS", dict(bench.TASKS))
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=Sums))
+    assert bench.task_named("reasoning_gym:sums") == "reasoning_gym:sums"
+    task = bench.TASKS["reasoning_gym:sums"]
+    trained, held_out = task.make()
+    assert len(trained) == bench.N_GENERATED
+    assert len(held_out) == bench.N_HELD_OUT
+    assert not {pair.question for pair in trained} & {pair.question for pair in held_out}
+    question, right = held_out[0]
+    assert task.points(question, right) == task.points(question, f"{right}.0") == 1
+    assert task.points(question, "-1") == 0.01
+    for file in bench.write_task(tmp_path, "reasoning_gym:sums"):
+        assert ":" not in file.name  # which --data would take for a split
+
+
+def test_without_reasoning_gym_its_tasks_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(SystemExit, match="pip install reasoning-gym"):
+        bench.task_named("reasoning_gym:sums")
+    with pytest.raises(argparse.ArgumentTypeError, match="gsm8k: expected arguments, dates or reasoning_gym:NAME"):
+        bench.task_named("gsm8k")
 
 
 # ---------------------------------------------------------------- calls
