@@ -1001,10 +1001,10 @@ def open_run(args, config, loader, eval_loader, source, resumed, ranks):
 
 def say_notes(args, config, steps, ranks):
     """Says what works and is probably not what the user wants."""
-    rates = [f"{key} {getattr(config, key):g}" for key in ("attention_dropout", "residual_dropout")
-             if getattr(config, key)]
-    if rates:
-        ranks.say(f"note: nothing is dropped at random, although config.json has {', '.join(rates)}")
+    dropouts = [f"{key} {getattr(config, key):g}" for key in ("attention_dropout", "residual_dropout")
+                if getattr(config, key)]
+    if dropouts:
+        ranks.say(f"note: nothing is dropped at random, although config.json has {', '.join(dropouts)}")
     if config.shared_expert_intermediate_size and args.lora and not args.merge:
         ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
     if ranks.device.type == "cuda" and steps > 200 and not args.compile:
