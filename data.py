@@ -34,10 +34,8 @@ import bisect
 import contextlib
 import csv
 import errno
-import fnmatch
 import fcntl
 import functools
-import glob
 import gzip
 import hashlib
 import heapq
@@ -1438,10 +1436,10 @@ def unread_in(raw, messages, tokenizer):
 ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64, "hashes": np.int64}
 HASHES = 2**56  # of examples, 0 to HASHES - 1: int64 has them all
 BUILT_IN = "stdlib:code", "stdlib:docs"
-ROW_TYPES = "jsonl", "ndjson", "json", "csv", "parquet"  # each row is an example
-FILE_TYPES = *ROW_TYPES, "txt"
+FILE_TYPES = "jsonl", "ndjson", "json", "csv", "parquet", "txt"
 EXPECTED = ("expected a .jsonl, .json, .csv, .parquet or .txt file (or .gz of it), a data set of the Hub "
-            "(org/name, org/name:split, org/name/subset:split), stdlib:docs or stdlib:code")
+            "(org/name, org/name:split, org/name/subset:split) or a folder of datasets' save_to_disk(), "
+            "stdlib:docs or stdlib:code")
 READ_BYTES = 2**20  # of rows, which are tokenized at once: text in memory stays small
 # The most that a row may have: it is tokenized at once, which takes a hundred times as much memory. A damaged
 # or compressed file may have gigabytes in a line.
@@ -1461,7 +1459,7 @@ class Source(NamedTuple):
     """What a value of --data or --eval_data stands for."""
 
     name: str  # the value
-    file_type: str  # one of FILE_TYPES, or the name itself if it is BUILT_IN
+    file_type: str  # one of FILE_TYPES, "arrow" of a data set, or the name itself if it is BUILT_IN
     paths: list  # of its files in the order in which they are read; built-in data have none
 
 
@@ -1477,11 +1475,14 @@ def source_of(name, revisions):
             raise ValueError(f"{name}: not a format that is read; {EXPECTED}")
         return Source(name, file_type, [path])
     # data/train.jsonl looks like a data set's name, too, but who writes it means a file
-    if file_type in FILE_TYPES or path.exists() or not HUB_NAME.fullmatch(name):
+    is_hub_name = HUB_NAME.fullmatch(name) and file_type not in FILE_TYPES and not path.exists()
+    if not is_hub_name and not is_saved_set(name):
         raise ValueError(f"{name}: no such file; {EXPECTED}")
     key = f"datasets/{name}"  # as the Hub tells data sets from models
-    paths, revisions[key] = hub_files(name, revisions.get(key))
-    return Source(name, file_type_of(paths[0].name), paths)
+    paths, commit = arrow_files(name, revisions.get(key))
+    if commit:
+        revisions[key] = commit
+    return Source(name, "arrow", paths)
 
 
 def file_type_of(name):
@@ -1525,6 +1526,9 @@ def rows_of_file(path, file_type):
     with opener(path, "rb") as file:
         if file_type == "parquet":
             yield from parquet_rows(file)
+            return
+        if file_type == "arrow":
+            yield from arrow_rows(path)
             return
         head = file.read(4096)
         file.seek(len(BOM) if head.startswith(BOM) else 0)
@@ -1592,6 +1596,14 @@ def parquet_rows(file):
                             yield {key: from_arrow(value) for key, value in row.items()}
     except Exception as error:  # some of pyarrow's are OSErrors, as if the cache could not be written
         raise ValueError(f"not valid parquet: {listing([str(error)])}") from error
+
+
+def arrow_rows(path):
+    """Yields the rows of an Arrow file of `datasets`."""
+    import datasets
+
+    for row in datasets.Dataset.from_file(str(path)):
+        yield {key: from_arrow(value) for key, value in row.items()}
 
 
 def from_arrow(value):
@@ -2000,233 +2012,56 @@ def turns_without_end(is_special, mask):
 
 # ---------------- data sets of the Hub
 
-# Nothing of a data set is executed. Its files are read as local ones are, and only three things say which of
-# them are a split: the card's list of configs, the files' own names, or the branch of the Hub's export. Where
-# names leave room for doubt, the export decides, because it has the splits that the set's page shows.
-
 HUB_NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(/(?P<subset>[^/:]+))?(:(?P<split>[\w.-]+))?", re.ASCII)
-EXPORT = "refs/convert/parquet"  # the branch in which the Hub keeps a set as SUBSET/SPLIT/0000.parquet
-DEFAULT = "default"  # what the Hub calls a subset without a name
-# Names of files without their types that say a split: those of datasets' push_to_hub(), and plain words.
-NUMBERED = re.compile(r"(\w+(?:[.]\w+)*)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?", re.ASCII)
-SPLIT_WORD = re.compile(
-    r"(train|training|validation|valid|val|dev|test|testing|eval|evaluation)(?:[-_.]?\d+)?", re.ASCII)
 
 
-class NoSuchSplit(ValueError):
-    """The Hub has answered, and the data set has no such split."""
+class Refused(ValueError):
+    """The Hub has answered, and the data set cannot be had or read."""
 
 
-def hub_files(name, revision=None):
-    """A value of --data like HUB_NAME -> (the paths of its files in the Hub's cache, their commit). Where the
-    Hub does not answer, the files of an earlier start are used: a note in our cache says that they were all
-    there. revision: the commit to use, or None for the newest one."""
-    parts = HUB_NAME.fullmatch(name)
-    note = note_of(name, revision)
-    found = revision and noted_files(note)
-    if found:  # no commit ever changes, so there is nothing to ask the Hub
-        return found
-    split = parts["split"] or "train"
+def arrow_files(name, revision):
+    """A value of --data like HUB_NAME, or FOLDER or FOLDER:SPLIT of datasets' save_to_disk() -> (the paths of
+    its Arrow files, its commit or None). Splits, subsets, gated sets, layouts and starts without the Hub are
+    the library's. revision: the commit to use, or None for the newest one."""
     try:
-        paths, commit = from_hub(fetch_split, parts["id"], parts["subset"], split, revision)
-    except NoSuchSplit:
-        raise
-    except Exception as error:  # those of its HTTP library, too, which another version does not have
-        raise_if_refused(name, parts["id"], error)
-        line = f"{type(error).__name__}: {listing([' '.join(str(error).split())])}"
-        found = noted_files(note)
-        if not found:
-            raise ValueError(f"{name}: no such file, and not fetched from the Hub; the next start continues: "
-                             f"{line}") from error
-        say(f"{name}: not fetched from the Hub, the files of an earlier start are used: {line}")
-        return found
-    text = json.dumps({"files": [str(path) for path in paths], "commit": commit})
-    with contextlib.suppress(OSError):  # without the notes, only a start without the Hub fails
-        for note in (note_of(name, None), note_of(name, commit)):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = unfinished_path(note)
-            unfinished.write_text(text)
-            unfinished.rename(note)
-    return paths, commit
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"{name}: a data set needs a package: pip install datasets ({error})") from error
 
-
-def note_of(name, revision):
-    """The path of a note of hub_files()."""
-    digest = hashlib.sha256(f"{name}@{revision}".encode())
-    return cache_root() / f"hub-{digest.hexdigest()[:32]}.json"
-
-
-def noted_files(note):
-    """(paths, commit) in a note of hub_files(), or None if there is no such note or a file has gone."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no note, or an edited one
-        content = read_json(note)
-        paths = [Path(path) for path in content["files"]]
-        if all(path.is_file() for path in paths):
-            return paths, content["commit"]
-    return None
-
-
-def raise_if_refused(name, hub_id, error):
-    """Raises a ValueError if an error is the Hub's answer, and not that there was none."""
-    from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
-
-    if isinstance(error, GatedRepoError):
-        raise ValueError(f"{name}: a gated data set: ask for access at https://huggingface.co/datasets/"
-                         f"{hub_id}, then log in: hf auth login") from error
-    if isinstance(error, RepositoryNotFoundError):  # the Hub does not tell strangers what is private
-        raise ValueError(f"{name}: no such file, and no such data set on the Hub, or a private one: for that "
-                         f"log in: hf auth login; {EXPECTED}") from error
-
-
-def fetch_split(hub_id, subset, split, revision):
-    """Fetches the files of a split -> (their paths, their commit): the set's own files where its card or
-    their names say which these are, or else those of the Hub's export. With `revision`, those of this commit,
-    which may be one of either. NoSuchSplit lists the splits that there are."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils import RevisionNotFoundError
-
-    own_names = []
-    splits = {}
-    for branch in (revision,) if revision else (None, EXPORT):
+    def load():
         try:
-            info = HfApi().dataset_info(hub_id, revision=branch, timeout=60)
-        except RevisionNotFoundError:  # there is no export of most private sets
-            if revision:
-                raise NoSuchSplit(f"{hub_id}: the Hub does not have the commit {revision} any more, with "
-                                  "which this run began") from None
-            continue
-        names = sorted(file.rfilename for file in info.siblings or [])
-        if branch == EXPORT:
-            found = splits_of_export(names)
-        else:
-            own_names = names
-            found = splits_of_set(names, info.card_data)
-        if revision:
-            found = splits_of_export(names) | found
-        files = found.get((subset, split))
-        if files:
-            folder = snapshot_download(hub_id, repo_type="dataset", revision=info.sha,
-                                       allow_patterns=[glob.escape(file) for file in files])
-            return [Path(folder, file) for file in files], info.sha
-        splits = found or splits
-    asked = f"{hub_id}{f'/{subset}' if subset else ''}:{split}"
-    if not splits:
-        raise NoSuchSplit(f"{asked}: no file says by its name which split it is, as train.jsonl does, and "
-                          "the Hub has no parquet export; the data set has "
-                          f"{first_names(own_names, 20) or 'no files'}")
-    there = [f"{hub_id}/{a_subset}:{a_split}" for a_subset, a_split in splits if a_subset]
-    message = (f"{asked}: no such split, or its subset has to be named; the data set has "
-               f"{first_names(there, 20) or 'no files'}")
-    if any(a_split.startswith("partial-") for _, a_split in splits):
-        message += " (partial: as much of a large set as the Hub converts)"
-    raise NoSuchSplit(message)
+            if is_saved_set(name):
+                folder, _, split = name.partition(":")
+                rows = datasets.load_from_disk(folder)
+                if not isinstance(rows, datasets.DatasetDict):
+                    return rows
+                if (split or "train") not in rows:
+                    raise ValueError(f"no split {split or 'train'}, but {first_names(list(rows), 20)}")
+                return rows[split or "train"]
+            parts = HUB_NAME.fullmatch(name)
+            return datasets.load_dataset(parts["id"], parts["subset"], split=parts["split"] or "train",
+                                         revision=revision, keep_in_memory=False)
+        except (LookupError, ValueError, datasets.exceptions.DatasetsError) as error:
+            # a file that cannot be read is the cause of an error
+            raise Refused(f"{error} {error.__cause__ or ''}") from error
+
+    try:
+        rows = from_hub(load)
+    except Exception as error:  # those of its HTTP library, too, which another version does not have
+        raise ValueError(f"{name}: {listing([' '.join(str(error).split())])}; {EXPECTED}") from error
+    paths = [Path(file["filename"]) for file in rows.cache_files]
+    # The library keeps the rows of each commit in a folder with its name. Without the Hub it takes any.
+    commit = re.fullmatch(r"[0-9a-f]{40}", paths[0].parent.name) if paths else None
+    if revision and (not commit or commit[0] != revision):
+        raise ValueError(f"{name}: this run began with its commit {revision}, which is neither on the Hub "
+                         "nor on this machine any more")
+    return paths, commit and commit[0]
 
 
-# A table of splits is {(subset, split): names of its files}. Its rows with the subset None are what a name
-# without a subset means.
-
-
-def with_unnamed(splits, default=DEFAULT):
-    """Adds the rows with the subset None to a table of splits: those of the only subset, or of this one."""
-    subsets = {subset for subset, _ in splits}
-    if len(subsets) == 1:
-        default = subsets.pop()
-    return splits | {(None, split): files for (subset, split), files in splits.items() if subset == default}
-
-
-def splits_of_export(names):
-    """Names of files of the Hub's export -> a table of splits."""
-    splits = defaultdict(list)
-    for name in names:
-        folders = name.split("/")[:-1]
-        if len(folders) == 2 and name.endswith(".parquet"):
-            splits[tuple(folders)].append(name)
-    return with_unnamed(splits)
-
-
-def splits_of_set(names, card):
-    """Names of a set's own files, and its card -> a table of splits. A split with files of several types is
-    left out: its rows may be there in each."""
-    # names that a library would write outside of its folder
-    names = [name for name in names if ".." not in name.split("/")]
-    configs = (card or {}).get("configs")
-    splits = (splits_of_card(configs, names) if isinstance(configs, list) else {}) or splits_of_names(names)
-    types = {found: {file_type_of(name) for name in files} for found, files in splits.items()}
-    return {found: files for found, files in splits.items()
-            if len(types[found]) == 1 and types[found] <= {*ROW_TYPES}}
-
-
-def splits_of_card(configs, names):
-    """splits_of_set() by the "configs" of a card, each {"config_name": ..., "data_files": [{"split": ...,
-    "path": pattern or patterns}]}. What is written in another way is left out."""
-    splits = {}
-    default = DEFAULT
-    for config in configs:
-        if not isinstance(config, dict) or config.get("data_dir"):
-            continue
-        subset = str(config.get("config_name", DEFAULT))
-        if config.get("default") is True:
-            default = subset
-        data_files = config.get("data_files")
-        if isinstance(data_files, str):
-            data_files = [{"split": "train", "path": data_files}]
-        for entry in data_files if isinstance(data_files, list) else []:
-            if not isinstance(entry, dict):
-                continue
-            patterns = entry.get("path")
-            patterns = patterns if isinstance(patterns, list) else [patterns]
-            files_of_each = [[name for name in names if matches(name, pattern)] for pattern in patterns]
-            if all(files_of_each):
-                files = sorted({*itertools.chain(*files_of_each)})
-                splits[(subset, str(entry.get("split")))] = files
-    return with_unnamed(splits, default)
-
-
-def matches(name, pattern):
-    """Whether a file is one of a pattern, whose * stands for any part of a name inside a folder."""
-    if not isinstance(pattern, str) or "**" in pattern:
-        return False
-    return name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern)
-
-
-def splits_of_names(names):
-    """splits_of_set() by names like train.jsonl, data/train-00000-of-00002.parquet, train/a.jsonl, and each
-    of them in a folder with the name of a subset. A subset that has a file with another name is left out,
-    because nothing says to which of its splits the file belongs."""
-    names = [name for name in names if file_type_of(name) in ROW_TYPES
-             and not name.endswith(("dataset_infos.json", "dataset_info.json"))]
-    if len(names) == 1 and split_of(names[0]) is None:
-        return with_unnamed({(DEFAULT, "train"): names})  # on the set's page, too
-    splits = defaultdict(list)
-    odd = set()
-    for name in names:
-        found = split_of(name)
-        if found is None:
-            odd.add(subset_of(name.split("/")[:-1]))
-        else:
-            splits[found].append(name)
-    plain = {found: files for found, files in splits.items() if found[0] not in odd}
-    # on the set's page, files outside of folders and those of all folders are one subset
-    return with_unnamed(plain, default=None)
-
-
-def split_of(name):
-    """The (subset, split) that the name of a file says, or None."""
-    *folders, file = name.split("/")
-    stem = re.sub(r"[.]\w+(?:[.]gz)?$", "", file)
-    said = NUMBERED.fullmatch(stem) or SPLIT_WORD.fullmatch(stem)
-    # train/a.jsonl, train/train-00000-of-00002.jsonl
-    in_folder = SPLIT_WORD.fullmatch(folders[-1]) if folders else None
-    if in_folder and (not said or said[1] == in_folder[1]):
-        return subset_of(folders[:-1]), in_folder[1]
-    return (subset_of(folders), said[1]) if said else None
-
-
-def subset_of(folders):
-    """The subset that the folders of a file stand for. Most sets have all splits in data/."""
-    if folders[:1] == ["data"]:
-        folders = folders[1:]
-    return "/".join(folders) or DEFAULT
+def is_saved_set(name):
+    """Whether a value of --data is a folder of datasets' save_to_disk(), which may have a split."""
+    folder = Path(name.partition(":")[0])
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 HUB_PAUSES_S = 1, 4  # between the tries of from_hub()
@@ -2240,7 +2075,7 @@ def from_hub(function, *args, **options):
     for pause_s in () if constants.HF_HUB_OFFLINE else HUB_PAUSES_S:
         try:
             return in_thread(function, *args, **options)
-        except NoSuchSplit:
+        except Refused:
             raise
         except Exception as error:  # those of its HTTP library, too, which another version does not have
             response = getattr(error, "response", None)
@@ -2257,7 +2092,6 @@ def in_thread(function, *args, limit_s=math.inf, **options):
     end = time.monotonic() + limit_s
     try:
         while not result.done():
-            # A second at a time: to train.Watch, a rank whose main thread sleeps for an hour is stuck.
             wait([result], timeout=1)
             if time.monotonic() > end:
                 raise TimeoutError(f"not done within {limit_s} s")
@@ -2881,28 +2715,12 @@ SHAPES = {
     "llama-3.2-3b": Preset(
         "meta-llama/Llama-3.2-3B", "llama", V=128256, D=3072, F=8192, layers=28,
         H=24, G=8, K=128, positions=131072, theta=5e5, tied=True, rope=LLAMA_3_2_ROPE),
-    "llama-3.3-70b": Preset(
-        "meta-llama/Llama-3.3-70B-Instruct", "llama", V=128256, D=8192, F=28672, layers=80,
-        H=64, G=8, K=128, positions=131072, theta=5e5, rope=LLAMA_3_1_ROPE),
-    "mistral-7b": Preset(
-        "mistralai/Mistral-7B-v0.3", "mistral", V=32768, D=4096, F=14336, layers=32,
-        H=32, G=8, K=128, positions=32768, theta=1e6,
-        further={"sliding_window": None}),
     "qwen2.5-0.5b": Preset(
         "Qwen/Qwen2.5-0.5B", "qwen2", V=151936, D=896, F=4864, layers=24,
         H=14, G=2, K=64, positions=32768, theta=1e6, tied=True),
-    "qwen2.5-1.5b": Preset(
-        "Qwen/Qwen2.5-1.5B", "qwen2", V=151936, D=1536, F=8960, layers=28,
-        H=12, G=2, K=128, positions=131072, theta=1e6, tied=True),
-    "qwen2.5-3b": Preset(
-        "Qwen/Qwen2.5-3B", "qwen2", V=151936, D=2048, F=11008, layers=36,
-        H=16, G=2, K=128, positions=32768, theta=1e6, tied=True),
     "qwen2.5-7b": Preset(
         "Qwen/Qwen2.5-7B", "qwen2", V=152064, D=3584, F=18944, layers=28,
         H=28, G=4, K=128, positions=131072, theta=1e6),
-    "qwen2.5-14b": Preset(
-        "Qwen/Qwen2.5-14B", "qwen2", V=152064, D=5120, F=13824, layers=48,
-        H=40, G=8, K=128, positions=131072, theta=1e6),
     "qwen2.5-32b": Preset(
         "Qwen/Qwen2.5-32B", "qwen2", V=152064, D=5120, F=27648, layers=64,
         H=40, G=8, K=128, positions=131072, theta=1e6),
@@ -2931,11 +2749,6 @@ SHAPES = {
         "Qwen/Qwen3-30B-A3B", "qwen3_moe", V=151936, D=2048, F=6144, layers=48,
         H=32, G=4, K=128, positions=40960, theta=1e6,
         further={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-                 "norm_topk_prob": True}),
-    "qwen3-235b-a22b": Preset(
-        "Qwen/Qwen3-235B-A22B", "qwen3_moe", V=151936, D=4096, F=12288, layers=94,
-        H=64, G=4, K=128, positions=40960, theta=1e6,
-        further={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
                  "norm_topk_prob": True}),
     "qwen3.5-0.8b": Preset(
         "Qwen/Qwen3.5-0.8B", "qwen3_5_text", V=248320, D=1024, F=3584, layers=24,

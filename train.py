@@ -267,8 +267,8 @@ def add_data_flags(parser):
     dataset = parser.add_argument_group("data")
     add(dataset, "--data", str, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
         ".gz of these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split "
-        "train if none is named), or the built-in stdlib:docs and stdlib:code; a file given twice is read "
-        "twice per epoch (default: stdlib:docs)", nargs="+")
+        "train if none is named) or folders of datasets' save_to_disk(), or the built-in stdlib:docs and "
+        "stdlib:code; a file given twice is read twice per epoch (default: stdlib:docs)", nargs="+")
     add(dataset, "--eval_data", str, None,
         "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
         "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
