@@ -34,7 +34,6 @@ import bisect
 import contextlib
 import csv
 import errno
-import fcntl
 import functools
 import gzip
 import hashlib
@@ -1446,7 +1445,6 @@ READ_BYTES = 2**20  # of rows, which are tokenized at once: text in memory stays
 MAX_ROW_BYTES = 2**24
 MAX_ARRAY_BYTES = 2**31  # of a JSON file that is one array, which is read at once
 CRC_BLOCK = 2**23  # bytes
-MACHINE = os.uname().nodename
 BOM = b"\xef\xbb\xbf"  # of UTF-8: editors on Windows write it, and JSON does not allow it
 # folders of the standard library that stdlib_modules() leaves out
 SKIPPED = {
@@ -1725,9 +1723,9 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
     unfinished = unfinished_path(folder)
     try:
         cache = folder.parent
-        with (writing(f"{spec}: {cache} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"),
-              cache_lock(cache)):
-            unfinished.mkdir()
+        with writing(f"{spec}: {cache} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"):
+            remove_unfinished(cache)
+            unfinished.mkdir(parents=True)
             report = tokenize(row_lists(source, held_out), tokenizer, unfinished, columns)
             if hash_of(source) != content:
                 raise ValueError("changed while it was read: start again once nothing writes to it")
@@ -1774,24 +1772,16 @@ def cache_folder(content, file_type, held_out, columns, tokenizer):
 
 def unfinished_path(path):
     """A name beside this one for this process alone: ranks of other jobs may be making the same file or
-    folder. cache_lock() finds by MACHINE what a killed process has left."""
-    return path.with_name(f"{path.name}.{MACHINE}.{os.urandom(8).hex()}.part")
+    folder."""
+    return path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
 
 
-@contextlib.contextmanager
-def cache_lock(cache):
-    """Holds a lock that all processes share while they write into the cache. A process that gets it for
-    itself alone knows that no other one of this machine is writing, and removes the unfinished folders that
-    killed ones have left. Other machines may use the cache without seeing the lock: their folders stay."""
-    cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / "lock", "a+") as lock:  # the kernel unlocks it even if this process is killed
-        with contextlib.suppress(OSError):  # somebody is writing, or this disk has no locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for unfinished in cache.glob(f"*.{MACHINE}.*.part"):
+def remove_unfinished(cache):
+    """Removes what killed processes have left in the cache. Nobody writes to a folder for a day."""
+    for unfinished in cache.glob("*.part"):
+        with contextlib.suppress(OSError):  # its process has finished it at this moment
+            if time.time() - unfinished.stat().st_mtime > 24 * 3600:
                 remove(unfinished)
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        yield
 
 
 def put_in_cache(unfinished, folder):
@@ -2026,7 +2016,8 @@ def arrow_files(name, revision):
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"{name}: a data set needs a package: pip install datasets ({error})") from error
+        raise ValueError(f"{name}: no such file; a data set needs a package: pip install datasets "
+                         f"({error})") from error
 
     def load():
         try:
@@ -3212,8 +3203,6 @@ def check_weights(model, checkpoint, folder):
     is_adapter = any(".lora_" in name for name in expected)
     if is_adapter:
         trained = set(names_in_adapter(model))
-        layers = [name.removesuffix(".weight") for name in expected
-                  if name.endswith(".weight") and ".lora_" not in name]
         if HEAD in trained:  # also of a tied pair
             expected[HEAD] = (model.config.vocab_size, model.config.hidden_size)
         expected = {PEFT_PREFIX + name: shape for name, shape in expected.items()
@@ -3241,7 +3230,7 @@ def check_weights(model, checkpoint, folder):
         text = "; ".join(f"{what}: {listing(names)}" for what, names in differences.items() if names)
         raise ValueError(f"{folder}: {text}")
     if is_adapter:
-        check_targets(layers, checkpoint, folder)
+        check_targets(checkpoint, folder)
 
 
 def embedding_in_files(config):
@@ -3256,41 +3245,29 @@ def names_in_adapter(model):
     return [embedding_in_files(model.config), HEAD]
 
 
-def check_targets(layers, adapter, folder):
-    """Raises a ValueError if target_modules names other ones of a model's layers than those that the tensors
-    of an adapter adapt. Without target_modules PEFT has a list for each family, which is not known here."""
-    where = f"{folder}/adapter_config.json: target_modules"
+def check_targets(adapter, folder):
+    """Raises a ValueError if a list of target_modules, in which a name is that of a layer or its end behind a
+    dot, names other layers than those that the tensors of an adapter adapt. For patterns the tensors count
+    alone."""
     targets = read_json(f"{folder}/adapter_config.json").get("target_modules")
-    if targets is None:
+    if targets is None or isinstance(targets, str):
         return
+    where = f"{folder}/adapter_config.json: target_modules"
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f"{where} = {lm.quoted(targets)}: expected a list of names, all-linear or a regular "
+                         "expression")
     adapted = {name.removeprefix(PEFT_PREFIX).split(".lora_")[0]
                for name in adapter.tensors if ".lora_" in name}
-    try:
-        named = layers_named(targets, layers, adapted)
-    except (TypeError, ValueError, TimeoutError, re.error) as error:
-        raise ValueError(f"{where} = {lm.quoted(targets)}: expected a list of names, all-linear or a regular "
-                         f"expression: {error}") from error
-    if named - adapted:
+    unused = [target for target in targets
+              if not any(f".{layer}".endswith(f".{target}") for layer in adapted)]
+    if unused:
         raise ValueError(f"{where} names layers that adapter_model.safetensors does not adapt: "
-                         f"{listing(named - adapted)}: it is incomplete, or the names are wrong")
-    if adapted - named:
+                         f"{listing(unused)}: it is incomplete, or the names are wrong")
+    unnamed = [layer for layer in adapted
+               if not any(f".{layer}".endswith(f".{target}") for target in targets)]
+    if unnamed:
         raise ValueError(f"{where} does not name layers that adapter_model.safetensors adapts: "
-                         f"{listing(adapted - named)}: both must be of the same training")
-
-
-def layers_named(targets, layers, adapted):
-    """The layers of a model that target_modules names, by PEFT's rules. In a list a name is that of a layer,
-    or its end behind a dot. A string is a regular expression for the whole name, or all-linear, which are all
-    linear layers; those of experts, which transformers 5 has in stacks, only if they are adapted."""
-    if isinstance(targets, list):
-        ends = tuple("." + target for target in targets)
-        return {layer for layer in layers if f".{layer}".endswith(ends)}
-    if targets == "all-linear":
-        return {layer for layer in layers if lm.target_of(layer) in lm.LORA_TARGETS
-                and (".experts." not in layer or layer in adapted)}
-    pattern = re.compile(targets)
-    with cpu_time_limit(MAX_RENDER_S):  # to match a pattern may take longer than anybody lives
-        return {layer for layer in layers if pattern.fullmatch(layer)}
+                         f"{listing(unnamed)}: both must be of the same training")
 
 
 def check_tied_head(source, embedding, head, start, stop):

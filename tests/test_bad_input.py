@@ -575,35 +575,11 @@ ADAPTERS = {
     "adapter less a target": Case(  # both blocks have a v_proj, and the file adapts none
         spoil=[write_adapter(target_modules=["q_proj", "v_proj"])],
         flags=WITH_ADAPTER,
-        says=["target_modules", "does not adapt: model.layers.0.self_attn.v_proj,", "incomplete"]),
+        says=["target_modules", "does not adapt: v_proj:", "incomplete"]),
     "adapter less the head": Case(
         spoil=[write_adapter(target_modules=["q_proj", "lm_head"])],
         flags=WITH_ADAPTER,
         says=["target_modules", "does not adapt: lm_head", "incomplete"]),
-    "adapter less a layer of its pattern": Case(
-        spoil=[write_adapter(target_modules=r".*\.(q|v)_proj")],
-        flags=WITH_ADAPTER,
-        says=["target_modules", "does not adapt: model.layers.0.self_attn.v_proj,", "incomplete"]),
-    "adapter of more than its pattern": Case(
-        spoil=[write_adapter(target_modules=r"model\.layers\.0\.self_attn\.q_proj")],
-        flags=WITH_ADAPTER,
-        says=["target_modules", "does not name", "model.layers.1.self_attn.q_proj"]),
-    "adapter of a pattern that is the end of names": Case(  # it has to match the whole name
-        spoil=[write_adapter(target_modules="q_proj")],
-        flags=WITH_ADAPTER,
-        says=["target_modules", "does not name", "model.layers.0.self_attn.q_proj"]),
-    "adapter less a linear layer": Case(
-        spoil=[write_adapter(target_modules="all-linear")],
-        flags=WITH_ADAPTER,
-        says=["target_modules", "does not adapt: model.layers.0.mlp.down_proj,", "incomplete"]),
-    "adapter of a bad pattern": Case(
-        spoil=[write_adapter(target_modules="(q_proj")],
-        flags=WITH_ADAPTER,
-        says=["target_modules", "(q_proj", "regular expression"]),
-    "adapter of an endless pattern": Case(  # to match it would take longer than the universe has
-        spoil=[write_adapter(target_modules=r"(([a-z._0-9]+)*)*!")],
-        flags=WITH_ADAPTER,
-        says=["target_modules", "regular expression", "took more than 2 seconds"]),
     "adapter's key of escapes": Case(
         spoil=[write_adapter(**{"key_\x1b": 1})],
         flags=WITH_ADAPTER,
@@ -685,7 +661,7 @@ TEXTS = {
         says=["bad.parquet: ", "parquet"]),
     "a name of the Hub": Case(
         flags="--model tiny --data a/b",
-        says=["a/b: no such file", "not fetched from the Hub", "next start continues"]),
+        says=["a/b: no such file", "pip install datasets"]),
     "a name that is too long for the Hub": Case(
         flags="--model tiny --data a/b/c/d",
         says=["a/b/c/d: no such file", "org/name:split", "org/name/subset:split", "stdlib:docs"]),
@@ -805,7 +781,7 @@ class HttpError(Exception):
     (ConnectionError("cut"), 3),
     (HttpError(500), 3),
     (HttpError(404), 1),  # an answer
-    (data.NoSuchSplit("train"), 1),
+    (data.Refused("no such split"), 1),
 ])
 def test_the_hub_is_asked_three_times_unless_it_says_no(monkeypatch, error, n_tries):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -20,7 +20,7 @@ import itertools
 import json
 import os
 import re
-import signal
+import time
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import HERE, MUSE, build, documents_of, pieces, processes, read_data
+from conftest import HERE, MUSE, build, documents_of, pieces, read_data
 from test_bad_input import assert_says
 from test_formats import ANSWER, END, QUESTION, chat, jsonl, message, model_folder
 
@@ -449,48 +449,13 @@ def test_whoever_finishes_a_folder_second_takes_the_first_one(path, tiny, cache,
     assert [folder.stat().st_ino] == first
 
 
-def tokenize_for_ever(path, cache_home, pipe):
-    """A process that says when its part is there, and then waits to be killed."""
-
-    def wait(*_):
-        pipe.send("writing")
-        signal.pause()
-
-    os.environ["XDG_CACHE_HOME"] = cache_home
-    data.encode_rows = wait
-    tokenized(path, data.Tokenizer(HERE / "tiny"))
-
-
-def test_only_parts_of_killed_processes_of_this_machine_are_removed(tiny, tmp_path, cache):
-    paths = [jsonl(tmp_path / f"{name}.jsonl", {"text": name}) for name in "abc"]
-    other = cache / "0123.another-machine.4567.part"  # it shares this home, and its process may be alive
-    other.mkdir(parents=True)
-
-    receiver, sender = processes.Pipe()
-    args = paths[0], str(cache.parent), sender
-    process = processes.Process(target=tokenize_for_ever, args=args, daemon=True)
-    process.start()
-    sender.close()  # the process has its own: if it dies, recv() raises and does not wait
-    assert receiver.recv() == "writing"
-    folder_b = tokenized(paths[1], tiny)
-    (part,) = folders_in(cache) - {other, folder_b}
-    assert part.suffix == ".part"  # it stays, because its process lives
-
-    process.kill()
-    process.join()  # the kernel has unlocked what it held
-    folder_c = tokenized(paths[2], tiny)
-    assert folders_in(cache) == {other, folder_b, folder_c}
-
-
-def test_a_disk_without_locks_keeps_all_parts(path, tiny, cache, monkeypatch):
-    def flock(*_):  # as on some network file systems
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(data.fcntl, "flock", flock)
-    part = cache / f"0123.{data.MACHINE}.4567.part"  # nobody can tell whether its process lives
-    part.mkdir(parents=True)
+def test_what_nobody_has_written_to_for_a_day_is_removed(path, tiny, cache):
+    parts = [cache / "0123.4567.part", cache / "0123.89ab.part"]
+    for part, hours in zip(parts, (23, 25)):
+        part.mkdir(parents=True)
+        os.utime(part, (0, time.time() - hours * 3600))
     folder = tokenized(path, tiny)
-    assert folders_in(cache) == {folder, part}
+    assert folders_in(cache) == {folder, parts[0]}  # another process may be at work on it
 
 
 def test_lists_of_lines_make_no_difference_but_for_texts(tiny, tmp_path, cache, monkeypatch):
