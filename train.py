@@ -876,7 +876,9 @@ def default_rate(config, lora, dpo):
     rate = 5e-4 * (2000 / config.hidden_size) ** exponent
     if not lora:
         rate /= 10
-    return rate / 10 if dpo else rate
+    if dpo:
+        rate /= 10
+    return float(f"{rate:.3g}")  # what the start prints, and can be typed
 
 
 def open_model(args, ranks, revisions=None):
@@ -2437,7 +2439,7 @@ def flag_of(name, value, config):
         # --columns has pairs
         words = [word if isinstance(word, str) else "=".join(word) for word in value]
         return brief(f"--{name} {' '.join(words)}")
-    return f"--{name} {value}"
+    return f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
 
 
 class Sample:
@@ -4172,7 +4174,8 @@ def stack_of(error):
     folder = os.path.dirname(__file__)
     # Calls inside of torch are left out: they tell a user nothing.
     calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)
-             if os.path.dirname(frame.f_code.co_filename) == folder and frame.f_code.co_name != "launch"]
+             if os.path.dirname(frame.f_code.co_filename) == folder]
+    calls = calls[1:] or calls  # the first one is launch()
     code, line = calls[-1]
     names = [code.co_name for code, _ in calls if not code.co_name.startswith("<")][-4:]
     return f"{' > '.join(names)} ({os.path.basename(code.co_filename)}:{line})"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import MOE, MUSE, QWEN35, SHAPE, curve, on_ranks, random_model
 from test_model import build_random
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 
 import model as lm
 import nf4
@@ -314,7 +315,7 @@ def bytes_kept(part, config, args, n_tokens):
     kept += [t for t in out if t is not None]  # no gate
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     there_before = [x, *model.parameters()]
-    there_before += other if isinstance(other, tuple) else [other]
+    there_before += tree_leaves(other)
     for t in there_before:
         sizes.pop(t.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
