@@ -266,7 +266,7 @@ def read_template_args(words):
             variables[name] = value
         except ValueError:  # a text, then
             pass
-        except (MemoryError, RecursionError, SyntaxError) as error:  # of Python's parser, for 200 brackets
+        except (MemoryError, RecursionError, SyntaxError) as error:  # Python's parser, for 200 brackets
             raise ValueError(f"{where}: its brackets are nested too deeply") from error
     return variables
 
@@ -341,7 +341,7 @@ class Item(NamedTuple):
     """Something in a conversation that its text should depend on."""
 
     what: str  # for messages
-    answer: int | None  # of what the assistant says: the number of its message
+    answer: int | None  # the number of the message, if the assistant says it
 
 
 def with_marks(messages, tools, thoughtful, only=None):
@@ -463,7 +463,7 @@ def special_tokens_in(given):
     """The dict of tokenizer_config.json -> ({"bos_token": its text, ...}, [text of each special token that it
     names or lists]), both in the order of transformers."""
     extra = given.get("extra_special_tokens") or []
-    if isinstance(extra, dict):  # of a model with pictures: {"image_token": ...}
+    if isinstance(extra, dict):  # a model with pictures has {"image_token": ...}
         given = given | extra
         extra = []
     named = {}
@@ -1028,7 +1028,7 @@ class Example(NamedTuple):
     spans: list | None = None  # [(start, stop)] of the characters to train on; None: all
     is_chat: bool = False  # the template has written BOS, EOS and the ends of turns
     n_without_mask: int = 0  # answers of the row that are not trained on
-    is_further: bool = False  # of answers that the row's first document rewrites
+    is_further: bool = False  # it has answers that the row's first document rewrites
     left_out: tuple = ()  # what the template leaves out of answers, see Tokenizer.check_complete()
     renamed: tuple = ()  # the columns of --columns that the row has
     unread: tuple = ()  # keys of the row that its format does not read
@@ -1338,7 +1338,7 @@ def check_messages(messages, tools=None):
     if not messages:
         raise ValueError("no messages")
     functions = [function_of(tool) for tool in tools or []]
-    schemas = {function.get("name"): function.get("parameters") for function in functions}  # of arguments
+    schemas = {function.get("name"): function.get("parameters") for function in functions}  # for arguments
     checked = []
     for message in messages:
         # Nulls in arguments may mean something. Else what is empty says nothing, but for an empty answer.
@@ -1433,19 +1433,19 @@ def unread_in(raw, messages, tokenizer):
 # The files of a folder in the cache. tokens and supervised are those of all documents, one after the other;
 # lengths, and the lines that the documents are from with their hash_of_text(), have a number per document.
 ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64, "hashes": np.int64}
-HASHES = 2**56  # of examples, 0 to HASHES - 1: int64 has them all
+HASHES = 2**56  # hashes of examples are 0 to HASHES - 1: int64 has them all
 BUILT_IN = "stdlib:code", "stdlib:docs"
 FILE_TYPES = "jsonl", "ndjson", "json", "csv", "parquet", "txt"
 EXPECTED = ("expected a .jsonl, .json, .csv, .parquet or .txt file (or .gz of it), a data set of the Hub "
             "(org/name, org/name:split, org/name/subset:split) or a folder of datasets' save_to_disk(), "
             "stdlib:docs or stdlib:code")
-READ_BYTES = 2**20  # of rows, which are tokenized at once: text in memory stays small
+READ_BYTES = 2**20  # as many bytes of rows are tokenized at once: text in memory stays small
 # The most that a row may have: it is tokenized at once, which takes a hundred times as much memory. A damaged
 # or compressed file may have gigabytes in a line.
 MAX_ROW_BYTES = 2**24
-MAX_ARRAY_BYTES = 2**31  # of a JSON file that is one array, which is read at once
+MAX_ARRAY_BYTES = 2**31  # a JSON file that is one array is read at once
 CRC_BLOCK = 2**23  # bytes
-BOM = b"\xef\xbb\xbf"  # of UTF-8: editors on Windows write it, and JSON does not allow it
+BOM = b"\xef\xbb\xbf"  # begins a file in UTF-8 that editors on Windows write, and JSON does not allow it
 # folders of the standard library that stdlib_modules() leaves out
 SKIPPED = {
     "site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
@@ -1458,7 +1458,7 @@ class Source(NamedTuple):
 
     name: str  # the value
     file_type: str  # one of FILE_TYPES, "arrow" of a data set, or the name itself if it is BUILT_IN
-    paths: list  # of its files in the order in which they are read; built-in data have none
+    paths: list  # its files in the order in which they are read; built-in data have none
 
 
 def source_of(name, revisions):
@@ -1579,7 +1579,7 @@ def parquet_rows(file):
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
         for number in range(table.num_row_groups):
             group = table.metadata.row_group(number)
-            n_bytes = group.total_byte_size // max(group.num_rows, 1)  # of a row, without compression
+            n_bytes = group.total_byte_size // max(group.num_rows, 1)  # what a row has, without compression
             if n_bytes > MAX_ROW_BYTES:
                 yield from (too_large() for _ in range(group.num_rows))
                 continue
@@ -1635,7 +1635,7 @@ def csv_rows(lines):
     # strict: or a quote that is never closed would make one field of all that follows
     reader = csv.reader(read_lines(), strict=True)
     header = None
-    n_lines = 0  # of the rows before
+    n_lines = 0  # in the rows before
     try:
         for fields in reader:
             check_quotes(fields, "".join(raw))
@@ -1857,7 +1857,7 @@ class FileReport:
     n_lines: int = 0
     n_examples: int = 0  # lines that are not blank
     n_bad: int = 0  # examples that could not be read
-    errors: str = ""  # of the first five bad examples, a line each
+    errors: str = ""  # what is wrong with the first five bad examples, a line each
     formats: dict = field(default_factory=Counter)  # {one of FORMATS: number of examples}
     n_chats: int = 0
     n_plain_prompts: int = 0  # examples with a prompt, or pairs, that are no messages
@@ -1873,12 +1873,12 @@ class FileReport:
     n_thoughtless: int = 0  # answers without the thought that a prompt opens
     renamed: list = field(default_factory=list)  # columns of --columns that an example has
     unread: list = field(default_factory=list)  # keys that an example has and its format does not read
-    new_ids: list = field(default_factory=list)  # those of the tokens of --add_tokens that occur
+    new_ids: list = field(default_factory=list)  # tokens of --add_tokens that occur
     n_documents: int = 0
     n_tokens: int = 0
-    largest_id: int = 0  # of all tokens
+    largest_id: int = 0  # that occurs
     checksums: dict = field(default_factory=dict)  # see checksums_of()
-    checksum: int = 0  # of the fields above
+    checksum: int = 0  # covers the fields above
 
 
 def tokenize(row_lists, tokenizer, folder, columns):
@@ -1896,7 +1896,7 @@ def tokenize(row_lists, tokenizer, folder, columns):
 
 def encode_rows(tokenizer, rows, report, columns):
     """Rows -> {one of ARRAYS: its values}. Adds what it finds to the report."""
-    examples = []  # of each row that is read, a list
+    examples = []  # for each row that is read, a list
     lines = []  # their numbers
     for row in rows:
         report.n_lines += 1
@@ -1914,7 +1914,7 @@ def encode_rows(tokenizer, rows, report, columns):
         report.formats[first.form] += 1
         report.renamed = sorted({*report.renamed, *first.renamed})
         report.unread = sorted({*report.unread, *first.unread})[:MAX_UNREAD]
-        if any(one.text is None for one in found):  # of a pair both answers go
+        if any(one.text is None for one in found):  # both answers of a pair go
             report.n_spells_special += 1
             continue
         report.n_chats += first.is_chat
@@ -2038,7 +2038,7 @@ def arrow_files(name, revision):
 
     try:
         rows = from_hub(load)
-    except Exception as error:  # those of its HTTP library, too, which another version does not have
+    except Exception as error:  # its HTTP library has others, which another version does not have
         raise ValueError(f"{name}: {listing([' '.join(str(error).split())])}; {EXPECTED}") from error
     paths = [Path(file["filename"]) for file in rows.cache_files]
     # The library keeps the rows of each commit in a folder with its name. Without the Hub it takes any.
@@ -2068,7 +2068,7 @@ def from_hub(function, *args, **options):
             return in_thread(function, *args, **options)
         except Refused:
             raise
-        except Exception as error:  # those of its HTTP library, too, which another version does not have
+        except Exception as error:  # its HTTP library has others, which another version does not have
             response = getattr(error, "response", None)
             if response is not None and response.status_code < 500:
                 raise
@@ -2222,7 +2222,7 @@ def parts_of(lengths, n_positions, seq_len, overflow):
     elif overflow == "drop":
         n_parts[n_positions > seq_len] = 0
     document = np.repeat(np.arange(len(lengths)), n_parts)
-    first_part = np.cumsum(n_parts) - n_parts  # of each document
+    first_part = np.cumsum(n_parts) - n_parts  # for each document
     nth = np.arange(len(document)) - first_part[document]  # 0, 1, ... within a document
     end = np.cumsum(lengths)
     start = (end - lengths)[document] + nth * seq_len
@@ -2273,7 +2273,7 @@ class Batch(NamedTuple):
     positions: torch.Tensor  # [B, T] int64
     supervised_S: torch.Tensor  # indices of the other targets in the flattened batch
     spans: Spans
-    n_targets: list  # of each document
+    n_targets: list  # for each document
 
     def to(self, device):
         """Copies to a GPU asynchronously, out of pinned memory."""
@@ -2310,7 +2310,7 @@ class Loader:
         # decorator of the method would keep every loader in memory.
         self.order = functools.lru_cache(maxsize=2)(self.make_order)
 
-        n_positions = documents.stop - documents.start - 1  # of each part; its last token is only a target
+        n_positions = documents.stop - documents.start - 1  # in each part; its last token is only a target
         self.rows = self.make_rows(n_positions)
         self.per_row = self.count_rows(n_positions)
         self.longest = seq_len if packing else int(self.per_row.tokens.max())
@@ -2477,7 +2477,7 @@ def tokenized_everywhere(args, specs, held_out, tokenizer, ranks, revisions):
         if ranks.local == 0:
             columns = args.columns or ()
             folders = [tokenized(spec, held_out, tokenizer, columns, revisions) for spec in specs]
-    every = ranks.gather(folders)  # of each rank, empty but for the first one of a machine
+    every = ranks.gather(folders)  # for each rank: empty but for the first one of a machine
     folders = every[ranks.rank - ranks.local]
     with ranks.agree():
         # The name of a folder is a hash of all that its tokens depend on. Ranks with other tokens would train
@@ -2561,7 +2561,7 @@ def print_data(args, loader, eval_loader, tokenizer):
         print_file(file)
     print_rows(loader)
     if eval_loader:
-        if share_of(args.eval_data):  # of the files above
+        if share_of(args.eval_data):  # it is a share of the files above
             n_held_out = eval_loader.documents.n_examples()
             n_all = n_held_out + loader.documents.n_examples()
             say(f"--eval_data {args.eval_data[0]}: {n_held_out:,} of {n_all:,} examples are held out, "
@@ -2652,7 +2652,7 @@ class Preset(NamedTuple):
     G: int
     K: int
     positions: int  # tokens that the model was trained on
-    theta: float  # of RoPE
+    theta: float  # RoPE's base
     tied: bool = False  # head and embedding are one matrix
     rope: dict | None = None  # rope_scaling
     further: dict = {}  # other keys and values of its config.json
@@ -2844,7 +2844,7 @@ def download(name, random_init, revision):
     try:
         return Path(from_hub(snapshot_download, name, revision=revision, allow_patterns=wanted,
                              ignore_patterns=["onnx/*", "original/*"]))
-    except Exception as error:  # those of its HTTP library, too, which another version does not have
+    except Exception as error:  # its HTTP library has others, which another version does not have
         line = " ".join(str(error).split())
         raise ValueError(f"--model {name}: no such folder, and not fetched from the Hub; the next start "
                          f"continues: {type(error).__name__}: {listing([line])}") from error
@@ -2979,7 +2979,7 @@ class Checkpoint:
             entries = self.readers[stored.path].get_slice(stored.name)
             if len(stored.shape) < 3:
                 return entries[start:stop]
-            # of a stack, or a convolution: all rows of the leading entries that have some of these
+            # a stack, or a convolution: all rows of the leading entries that have some of these
             n_rows = math.prod(stored.shape[1:-1])
             first = start // n_rows
             rows = entries[first : nf4.ceil_div(stop, n_rows)].flatten(0, -2)
@@ -3073,7 +3073,7 @@ class WithNewRows:
                 n_old = min(n_old, self.new_ids.start)  # what follows are rows of no token
             total = torch.zeros(stored.row_shape, dtype=torch.float64)
             squares = torch.zeros_like(total)
-            for first in range(0, n_old, 4096):  # of a large vocabulary, some rows in memory at a time
+            for first in range(0, n_old, 4096):  # some rows in memory at a time: a vocabulary is large
                 rows = self.source.rows(name, first, min(n_old, first + 4096)).cpu().double()
                 total += rows.sum(0)
                 squares += rows.square().sum(0)
@@ -3142,10 +3142,10 @@ STACKS = {
 class StoredMatrix(NamedTuple):
     """A matrix as rows of a tensor in files. A parameter of the model is one of them, or one per expert."""
 
-    name: str  # of the tensor in files
+    name: str  # what files call the tensor
     first_row: int
     n_rows: int
-    shape: tuple  # of the whole tensor
+    shape: tuple  # the whole tensor's
 
 
 def stored_matrix(name, shape, n_experts, tensors):
@@ -3301,7 +3301,7 @@ def open_adapter(folder):
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {lm.quoted(value)} is not implemented: {MERGE}")
     checkpoint = Checkpoint(folder, "adapter_model.safetensors")
-    # of a resized vocabulary PEFT writes trained modules three times: under their own names they are trained
+    # Of a resized vocabulary PEFT writes trained modules three times: under their own names they are trained
     for name in list(checkpoint.tensors):
         plain = re.sub("[.](modules_to_save|original_module)[.]weight$", ".weight", name)
         if plain != name and plain in checkpoint.tensors:
@@ -3354,7 +3354,7 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
         out, start = nf4.local(params[name])
         stop = start + len(out)
         if start == stop:
-            continue  # of a small parameter some ranks have no row
+            continue  # some ranks have no row of a small parameter
         matrices = stored_matrices(name, params[name].shape, model.config, source.tensors)
         reader = source
         if ".lora_" in name or (adapter and name in (EMBEDDING, HEAD) and params[name].requires_grad):
@@ -3519,7 +3519,7 @@ def export(args, model, source, files, tokenizer, out, ranks):
     adapter = None
     with ranks.agree(ends=False):  # before the first collective
         if is_first:
-            remove(unfinished)  # of a try before
+            remove(unfinished)  # what a try before has left
             unfinished.mkdir()
             tokenizer.save(unfinished)
     tensors = full_tensors(model, args.lora, source.tensors)
@@ -3541,7 +3541,7 @@ def export(args, model, source, files, tokenizer, out, ranks):
             save_adapter(adapter, unfinished, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
                          modules_in(adapter, model.config, args.lora_targets), args.rslora)
         if is_first:
-            remove(out / "merged")  # of an older final/: find_result() would prefer it to this one
+            remove(out / "merged")  # belongs to an older final/: find_result() would prefer it to this one
             put_in_place(unfinished)
     return adapter
 

@@ -69,7 +69,7 @@ class Family(NamedTuple):
     # Where a file does not list them, every fourth block has the first of two types. For 0 these are blocks
     # 4, 8, ..., for 1 blocks 1, 5, ..., and for -1 the last block and every fourth before it. None: no block.
     counts_from: int | None = 0
-    bias: bool = False  # of q_proj, k_proj and v_proj
+    bias: bool = False  # q_proj, k_proj and v_proj have one
     qk_norm: bool = False  # RMSNorm on each head of q and k, which bounds the scores (arXiv:2302.05442)
     bare_qk_norm: bool = False  # the same without a weight
     norms_add_one: bool = False  # the norms of a block multiply by 1 + w
@@ -137,7 +137,7 @@ class Config:
     model_type: str  # one of FAMILIES, the decoder's own if there is a vision tower
     family: Family
     prefix: str  # of tensors in files: "model.", or "model.language_model." beside a vision tower
-    dtype: torch.dtype  # of the weights in the files
+    dtype: torch.dtype  # what the files have
     vocab_size: int = within(1, 1 << 20)  # V
     hidden_size: int = within(1, 1 << 16)  # D
     intermediate_size: int = within(1, 1 << 18)  # F of a dense MLP
@@ -154,7 +154,7 @@ class Config:
     moe_intermediate_size: int = within(1, 1 << 18)  # F of an expert
     norm_topk_prob: bool = within(False, True, False)  # the k chosen odds of a token sum to 1
     shared_expert_intermediate_size: int = within(0, 1 << 18, 0)  # F of Qwen3.5's expert for all tokens
-    layer_types: list  # of each block, one of its family's
+    layer_types: list  # for each block, one of its family's
     full_attention_interval: int = within(1, 1 << 10, 4)  # makes layer_types where a file has none
     sliding_window: int = within(1, NO_WINDOW, NO_WINDOW)  # keys that a token sees in "sliding_attention"
     linear_num_key_heads: int = within(1, 1 << 10, 16)  # of Gated DeltaNet, as the next three
@@ -163,15 +163,15 @@ class Config:
     linear_conv_kernel_dim: int = within(2, 16, 4)  # taps of the convolution
     rope_theta: float
     rope_scaling: dict  # {"rope_type": one of ROPE_NUMBERS, and of that type's numbers those in the file}
-    rope_ignored: tuple  # of ROPE_IGNORED, those in the file
+    rope_ignored: tuple  # those of ROPE_IGNORED that the file has
     rope_size: int  # how many numbers of a head RoPE turns: K, or a quarter of it in Qwen3.5
-    rope_layers: list  # of each block, whether RoPE turns its q and k
+    rope_layers: list  # for each block, whether RoPE turns its q and k
     qk_scale_factor: float = within(1e-30, 1e30, 1.0)  # q is multiplied by it
     attention_multiplier: float = within(0, 1e30, 0.0)  # scores are q k times it; 0: over the root of K
     embedding_multiplier: float = within(1e-30, 1e30, 1.0)  # the embedding is multiplied by it
     residual_multiplier: float = within(1e-30, 1e30, 1.0)  # and each branch
     logits_scaling: float = within(1e-30, 1e30, 1.0)  # logits are divided by it
-    post_norm_eps: float = within(0, 1, 0.0)  # of branch_norms; 0: rms_norm_eps
+    post_norm_eps: float = within(0, 1, 0.0)  # for branch_norms; 0: rms_norm_eps
     output_multiplier: float = within(1e-30, 1e30, 1.0)  # logits are multiplied by it
     final_logit_softcapping: float = within(0, 1e30, 0.0)  # then they become cap * tanh(logits / cap); 0: not
     # What a file wants zeroed at random in training. This is not done, and the start says so.
@@ -1331,7 +1331,7 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
 # Names of linear layers that may get an adapter, as --lora_targets and PEFT's adapter_config.json have them.
 # The head and the router are not among them.
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-GATE_TARGET = "self_attn.gate_proj"  # of Muse Glimmer: `gate_proj` alone is the MLP's
+GATE_TARGET = "self_attn.gate_proj"  # in Muse Glimmer: `gate_proj` alone is the MLP's
 DELTANET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # its other two projections are H rows each
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 LORA_TARGETS = (*ATTENTION_TARGETS, *DELTANET_TARGETS, *MLP_TARGETS, GATE_TARGET)
@@ -1602,7 +1602,7 @@ def mixer_weights(c, layer_type):
     """Number of weights in the projections of a mixer."""
     if layer_type == "linear_attention":
         return c.hidden_size * (c.conv_size + 2 * c.value_size)
-    n_square = 3 if c.family.gate else 2  # of q, o and the gate
+    n_square = 3 if c.family.gate else 2  # q, o and the gate
     return c.hidden_size * (n_square * c.q_size + 2 * c.kv_size)
 
 
@@ -1635,7 +1635,7 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
     # the head sees supervised tokens alone, and the embedding is a look-up
     head = c.hidden_size * c.vocab_size * counts.targets
     products = blocks * counts.tokens + head
-    # of a forward; 2 and not 4, because squares count each pair twice
+    # for a forward; 2 and not 4, because squares count each pair twice
     attention = 2 * c.q_size * squares
     rule = 6 * c.linear_key_head_dim * c.value_size * n_linear * counts.tokens
     forward = attention + rule + 2 * products
@@ -1955,7 +1955,7 @@ IMPLIED = {
 # model does not compute. Training it anyway would be silently wrong. Families with the key in IMPLIED do.
 REFUSED = {
     "hidden_act": "silu", "hidden_activation": "silu", "mlp_bias": False, "attention_out_bias": False,
-    "qkv_bias": False, "bias": False, "clip_qkv": None,  # of InternLM3 and IQuest-Coder
+    "qkv_bias": False, "bias": False, "clip_qkv": None,  # InternLM3 and IQuest-Coder have them
     "attention_multiplier": None, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
     "logit_scale": 1.0, "use_sliding_window": False, "output_router_logits": False,
     "is_causal": True, "final_logit_softcapping": None, "original_max_position_embeddings": None,
@@ -2108,7 +2108,7 @@ def blocks_of(given, family, values, theta, error):
     if not family.some_rope:
         return layer_types, [True] * n_layers
     ropes = is_between
-    for key in ("no_rope_layers", "layer_rope_theta"):  # of SmolLM3, 0 or 1; of Muse Glimmer, 0 or theta
+    for key in ("no_rope_layers", "layer_rope_theta"):  # SmolLM3's 0 or 1, Muse Glimmer's 0 or theta
         ropes = given.get(key) or ropes
         if not is_list_of(ropes, (0, 1, theta)):
             raise error(key, f"expected 0, or 1 or rope_theta, for each of {n_layers} blocks")
@@ -2160,8 +2160,8 @@ ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 ROPE_OTHERS = (
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", *ROPE_OF_IMAGES,
 )
-ROPE_IGNORED = "attn_factor", "finetuned"  # of the first YaRN files: transformers does not read them either
-ROPE_KEYS = "rope_scaling", "rope_parameters"  # of transformers 4 and 5
+ROPE_IGNORED = "attn_factor", "finetuned"  # in the first YaRN files: transformers does not read them either
+ROPE_KEYS = "rope_scaling", "rope_parameters"  # as transformers 4 and 5 write
 IMPLIED_THETAS = {"smollm3": 2e6}  # where transformers has a safe default
 
 

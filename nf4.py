@@ -522,7 +522,7 @@ class Moment(NamedTuple):
 
     stored: torch.Tensor  # uint8 codes; without scales float32 or bf16
     scales: torch.Tensor | None  # float32, the largest magnitude of each block
-    levels: torch.Tensor  # of code_levels()
+    levels: torch.Tensor  # what code_levels() returns
     signed: bool
 
     def of_region(self, region):

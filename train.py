@@ -609,7 +609,7 @@ def main(argv, progress):
     # until here the model is on the meta device, so a rank allocates no more than its own shard
     streamed = allocate_(model, args, blocks, device)
     with ranks.agree():
-        # of a resumed run only what is frozen: the rest comes from the checkpoint
+        # a resumed run needs only what is frozen: the rest comes from the checkpoint
         data.load_weights_(model, opened.source, opened.adapter, args.seed, device,
                            progress=ranks.rank == 0, frozen_only=bool(resumed))
     if streamed:
@@ -622,8 +622,8 @@ def main(argv, progress):
     # after shard_(), which has put other parameters in the place of those that were there
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trained = list(named.values())
-    # of fp16. Its tensor `bad` is 1 once a gradient was inf or nan: no step waits for the host to look. It is
-    # on the device of the gradients, which with --offload params is the CPU.
+    # It scales with fp16 alone. Its tensor `bad` is 1 once a gradient was inf or nan, with any precision: no
+    # step waits for the host to look. It is where gradients are, with --offload params on the CPU.
     loss_scale = LossScale(args.precision == "fp16", trained[0].device)
     bad = loss_scale.bad
     optimizer = make_optimizer(named, args, bad)
@@ -761,7 +761,7 @@ def main(argv, progress):
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
-        with ranks.agree():  # of this rank alone by now: it makes one message of an error
+        with ranks.agree():  # no other rank is left by now: it makes one message of an error
             scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
             data.merge(opened.source, adapter_tensors, scale, opened.files, tokenizer, out)
     say_done(args, model, out, ranks)
@@ -773,7 +773,7 @@ class OpenedModel(NamedTuple):
     files: data.ModelFiles
     config: lm.Config
     model: lm.Transformer  # with its features, on the meta device
-    source: data.Checkpoint | data.RandomWeights | data.WithNewRows  # of the weights
+    source: data.Checkpoint | data.RandomWeights | data.WithNewRows  # where the weights come from
     adapter: data.Checkpoint | None
     tokenizer: data.Tokenizer
 
@@ -784,7 +784,7 @@ class OpenedConfig(NamedTuple):
     files: data.ModelFiles
     config: lm.Config
     adapter: data.Checkpoint | None
-    stored_config: lm.Config  # of the weights in files, which may have a smaller vocabulary
+    stored_config: lm.Config  # what the files have: the vocabulary may be smaller
 
 
 def open_config(args, world, device, random_init, revisions=None):
@@ -1016,7 +1016,7 @@ def say_notes(args, config, steps, ranks):
     if 1 <= args.warmup >= steps:
         ranks.say(f"note: --warmup {args.warmup:g} is not shorter than the run, {steps} steps: the learning "
                   "rate does not reach --lr")
-    # of built-in data, evaluations are about other rows
+    # evaluations on built-in data have other rows than the training
     trained_on = {os.path.realpath(name) for name in args.data if name not in data.BUILT_IN}
     both = [name for name in args.eval_data or () if os.path.realpath(name) in trained_on]
     if both:
@@ -1171,7 +1171,7 @@ class Ranks:
         """Joins the process group that torchrun's variables describe, or with `want_group` a group of this
         process alone, which FSDP2 needs under plain python."""
         under_torchrun = "RANK" in os.environ
-        store = dist.HashStore()  # of this process alone: no port has to be free
+        store = dist.HashStore()  # belongs to this process alone: no port has to be free
         if under_torchrun:
             # init_process_group() would do the same by itself, but with names that nobody can change
             store, self.rank, self.world = next(rendezvous("env://", timeout=self.wait))
@@ -1278,7 +1278,7 @@ class StopSignal:
     def end_with_torchrun(self, number):
         """Lets the kernel send a signal to this process when torchrun ends, even by SIGKILL."""
         if "TORCHELASTIC_RUN_ID" in os.environ and TORCHRUN_GONE:
-            PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+            PR_SET_PDEATHSIG = 1  # as <sys/prctl.h> has it
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
             if os.getppid() != TORCHRUN:  # it has ended already, so the kernel will send nothing
                 os.kill(os.getpid(), number)
@@ -1580,7 +1580,7 @@ class StreamedWeights:
         self.arrival = [None, None]  # the event behind its copy
         n_bytes = max(sum(aligned(p.nbytes) for p in matrices_of(block)) for block in blocks)
         slots = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in blocks[:2]]
-        self.copies = []  # of each block its pages in a slot, and those in host memory
+        self.copies = []  # for each block: its pages in a slot, and those in host memory
         for k, block in enumerate(blocks):
             self.copies.append(self.move_to_host_(block, slots[k % 2]))
             block.register_forward_pre_hook(functools.partial(self.before_forward, k))
@@ -1710,7 +1710,7 @@ class ShardAdamW(torch.optim.AdamW):
                 [nf4.local(p.grad).rows for p in params],
                 [nf4.local(state["exp_avg"]).rows for state in states],
                 [nf4.local(state["exp_avg_sq"]).rows for state in states],
-                [],  # of amsgrad
+                [],  # what amsgrad would keep
                 [state["step"] for state in states],
                 fused=group["fused"],
                 found_inf=getattr(self, "found_inf", None),
@@ -1817,7 +1817,7 @@ class LossScale:
     updates are smaller then, as in a longer warmup. Without fp16 there is no scale, and `bad` stays 1 until
     the next logged step ends the run."""
 
-    # those of GradScaler
+    # as GradScaler has them
     FIRST = 2.0**16
     GROWTH_INTERVAL = 2000
 
@@ -1970,7 +1970,7 @@ def evaluation_is_due(args, state):
 
 class Evaluation(NamedTuple):
     loss: float  # mean over supervised tokens or pairs
-    dpo_means: list  # of DPO_FIGURES; empty without --dpo
+    dpo_means: list  # one for each of DPO_FIGURES; empty without --dpo
     n_terms: int  # supervised tokens, or pairs
 
 
@@ -2099,7 +2099,7 @@ class Log:
         self.n_skipped = 0  # steps
         self.before_row = ""  # see append()
         self.sinks = sinks
-        # of a GPU that is not in the table, mfu is null in every row
+        # if the GPU is not in the table, mfu is null in every row
         peaks = [peak for name, peak in PEAKS.items() if name in ranks.device_name]
         self.peak_flops = 1e12 * peaks[0] if peaks else None
         memory_gib(ranks.device)  # resets the peak: loading does not count
@@ -2135,7 +2135,7 @@ class Log:
         # tensors on the device: their numbers are fetched once a row, so that no step waits for the GPU
         self.loss_sums.append(loss_sum)
         self.n_terms.append(n_terms)
-        # of the last step alone: loss.svg draws every step's loss, and none of these
+        # only the last step's are kept: loss.svg draws every step's loss, and none of these
         self.dpo_sums = dpo_sums
         self.n_tokens += n_tokens
         self.flops += flops
@@ -2388,7 +2388,7 @@ def print_start(args, model, source, blocks, ranks):
     have no words here are printed where they are not at their default."""
     c = model.config
     features = features_of(args, model, blocks, ranks)
-    # of all ranks together, because the model is not sharded yet
+    # all ranks together, because the model is not sharded yet
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # Out of the files, because a byte of NF4 has two weights. Vision towers and the like do not count: a
     # result gets a copy of them, and the model does not have them.
@@ -2548,7 +2548,7 @@ def chat(args):
     with ranks.agree():
         data.load_weights_(model, opened.source, opened.adapter, args.seed, ranks.device, progress=True)
     model.eval()
-    sys.stdin.reconfigure(errors="replace")  # of what is not UTF-8
+    sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 becomes a mark
     messages = []
     while True:
         try:
@@ -2575,8 +2575,9 @@ def chat(args):
 
 
 def check_length(n_tokens, n_trained):
-    """Of a prompt. Its attention takes time with the square of its length, and Ctrl-C waits for the end of a
-    kernel: 100,000 tokens of a model that has seen 2,048 would keep a CPU busy for minutes, for nothing."""
+    """Refuses a prompt that is far too long. Attention takes time with the square of its length, and Ctrl-C
+    waits for the end of a kernel: 100,000 tokens of a model that has seen 2,048 would keep a CPU busy for
+    minutes, for nothing."""
     if n_tokens > 4 * n_trained:
         raise ValueError(f"the conversation has {n_tokens:,} tokens, more than 4 times the {n_trained:,} "
                          "positions that the model was trained on: ask less, or type /reset")
@@ -3081,7 +3082,7 @@ class Saver:
         self.keep = keep
         self.ranks = ranks
         self.last_step = max(checkpoints(out), default=None)
-        self.safe_step = step  # of the newest checkpoint, which may be in the folder of another run
+        self.safe_step = step  # where the newest checkpoint is, which may be another run's
 
     def save(self, tensors, state):
         """Saves what training_tensors() returns, and `state`. All ranks must call it."""
@@ -3216,9 +3217,9 @@ def events_and_host(args, config, world, length, blocks):
     parts = [parts_of_step(args, variant, length) for variant in variants]
     units = units_of(variants, args, sharding, is_streamed)
     on_device, host = where_weights_lie(args, units, blocks.n_resident, is_streamed)
-    n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # of a micro-batch on this rank
+    n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # a micro-batch on this rank
     itemsize = 4 if args.precision == "fp32" else 2
-    input_bytes = n_tokens * config.hidden_size * itemsize  # of a block
+    input_bytes = n_tokens * config.hidden_size * itemsize  # what a block reads
     if "activations" in args.offload:  # the input of each block but the last
         host["activations"] = (config.num_hidden_layers - 1) * bytes_in_pages(input_bytes)
     return play_step(args, units, sharding, parts, on_device, input_bytes), host
@@ -3230,7 +3231,7 @@ def events_and_host(args, config, world, length, blocks):
 class Variant(NamedTuple):
     """What the memory of a block depends on beside the flags. Blocks of one variant are traced once."""
 
-    config: lm.Config  # of a model with this block alone
+    config: lm.Config  # describes a model with this block alone
     keeps: "Blocks"  # what this block keeps
     has_input_gradient: bool  # something below the block is trained
 
@@ -3472,7 +3473,7 @@ class Unit:
     unsharded: int = 0  # as gathered, in the dtype of products
     arriving: int = 0  # beside `unsharded`, until that is filled
     new_gradient: int = 0  # as the backward makes it; with FSDP2 of all rows, in the dtype of products
-    last_gradient: int = 0  # of that the last parameter's, which FSDP2's foreach_reduce() has until its end
+    last_gradient: int = 0  # the last parameter's, which FSDP2's foreach_reduce() has until its end
     reduce_input: int = 0  # all rows in the dtype of the reduce-scatter; 0 without FSDP2
     gradient: int = 0  # this rank's rows, which the reduce-scatter leaves for the step
 
@@ -3690,7 +3691,7 @@ def play_step(args, units, sharding, parts, always, input_bytes):
         # adapters are reduced after the last micro-batch
         alive["gradients"] = sharding.shards * all_gradients
     elif args.grad_accum > 1 and sharding.gradients_stay:
-        alive["gradients"] = all_gradients  # of earlier micro-batches, to which this one adds
+        alive["gradients"] = all_gradients  # earlier micro-batches have left them, and this one adds to them
     if sharding.ends_in_root:
         (root,) = units.ends
         alive["unsharded units"] = root.unsharded
@@ -3749,7 +3750,7 @@ def play_forward_(units, sharding, blocks, gathered, left, alive):
 def play_head_(args, units, sharding, part, alive, input_bytes):
     """Yields the events of the loss and of the head's backward, and adds to `alive` the head's gradient."""
     unit = units.head
-    buffer = 0  # of the last all-gather: FSDP2 keeps it until the forward ends
+    buffer = 0  # what the last all-gather filled: FSDP2 keeps it until the forward ends
     if sharding.shards > 1:
         buffer = units.blocks[-1].arriving
     weights = 0
@@ -3922,7 +3923,7 @@ def rungs_of(args):
     rung has the flags that it needs. What the user has switched off stays off, but for --chunked_ce. None
     changes the number of rows per step, except under --optim_in_backward, which cannot accumulate."""
     offloaded = " ".join(["", *args.offload])  # the words of one --offload replace those of another
-    rows = args.batch_size * args.grad_accum / args.sequence_parallel  # of a step, per rank
+    rows = args.batch_size * args.grad_accum / args.sequence_parallel  # a step's, per rank
     most_accum = 1 if args.optim_in_backward else math.inf
     # fp16 is for cards that have no bf16
     halves = [] if args.precision == "fp16" else ["--precision bf16 --stochastic_rounding"]
