@@ -6,9 +6,10 @@ memory.
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chats.jsonl
 
 In the order of this file: flags; `main`, a run from top to bottom; then what main uses: ranks, FSDP2 and
-activation offload, optimizers, the loss of a batch, the log, checkpoints; and last the memory plan, a quarter
-of this file, and the limits of the memory. A memory feature is one function or small class that edits a
-finished vanilla module, and one call in main.
+activation offload, optimizers, the loss of a batch, the log, what a start prints, samples and chats, numbers
+that are not finite, checkpoints; and last the memory plan, a fifth of this file, and the limits of the
+memory. A memory feature is one function or small class that edits a finished vanilla module, and one call in
+main.
 
 A reading tour, in the order of a run:
 
@@ -2017,7 +2018,7 @@ def to_host(device, *tensors):
     return [of_tensor.tolist() for of_tensor in numbers.split([tensor.numel() for tensor in tensors])]
 
 
-# ---------------- what a run prints and writes
+# ---------------- the log, trackers, traces
 
 
 def memory_gib(device):
@@ -2348,6 +2349,38 @@ class WandB:
         self.run.finish(exit_code=int(has_failed))
 
 
+def tracer(args, out, ranks):
+    """--profile, --memory_snapshot -> a profiler whose step() main calls after each step, to write what the
+    third did; None without these flags and on ranks other than 0."""
+    if ranks.rank or not (args.profile or args.memory_snapshot):
+        return None
+    device = ranks.device
+    snapshot = args.memory_snapshot and device.type == "cuda"
+    if snapshot:
+        # torch's default has no limit, and the record is in host memory
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    # The third step, in which everything is warm. repeat=1, or each third step of the run would be written.
+    third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
+    write = functools.partial(write_trace, out, device, args.profile, snapshot)
+    profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
+    profiler.start()
+    return profiler
+
+
+def write_trace(out, device, profile, snapshot, profiler):
+    try:
+        if profile:
+            data.say(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
+            profiler.export_chrome_trace(str(out / "trace.json.gz"))
+        if snapshot:
+            torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
+    except OSError as error:  # a full disk does not end a training
+        data.say(f"{out}: profile not written: {error}")
+
+
+# ---------------- what a start prints
+
+
 def features_of(args, model, blocks, ranks):
     """[(flag, whether it is on, what it does in this run)]."""
     trained = "bfloat16" if args.precision == "bf16" else "float32"
@@ -2442,6 +2475,9 @@ def flag_of(name, value, config):
     return f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
 
 
+# ---------------- samples and chats
+
+
 class Sample:
     """What the model makes of --sample: before training, at each evaluation and after training. All ranks
     must call its methods, because under FSDP2 each forward is a collective; rank 0 prints. Training is the
@@ -2505,35 +2541,6 @@ class Sample:
         if self.args.sample:
             after = self.answer()
             self.ranks.say(f"--- {self.args.sample.strip()}\nbefore: {self.before}\nafter:  {after}\n---")
-
-
-def tracer(args, out, ranks):
-    """--profile, --memory_snapshot -> a profiler whose step() main calls after each step, to write what the
-    third did; None without these flags and on ranks other than 0."""
-    if ranks.rank or not (args.profile or args.memory_snapshot):
-        return None
-    device = ranks.device
-    snapshot = args.memory_snapshot and device.type == "cuda"
-    if snapshot:
-        # torch's default has no limit, and the record is in host memory
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-    # The third step, in which everything is warm. repeat=1, or each third step of the run would be written.
-    third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
-    write = functools.partial(write_trace, out, device, args.profile, snapshot)
-    profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
-    profiler.start()
-    return profiler
-
-
-def write_trace(out, device, profile, snapshot, profiler):
-    try:
-        if profile:
-            data.say(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
-            profiler.export_chrome_trace(str(out / "trace.json.gz"))
-        if snapshot:
-            torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
-    except OSError as error:  # a full disk does not end a training
-        data.say(f"{out}: profile not written: {error}")
 
 
 def chat(args):
@@ -2602,6 +2609,9 @@ def print_answer(core, tokens):
             n_shown = max(n_shown, len(complete))
     data.say(text[n_shown:], end="")
     return text
+
+
+# ---------------- numbers that are not finite
 
 
 def parts_of(tensor):
