@@ -3203,6 +3203,8 @@ def check_weights(model, checkpoint, folder):
     is_adapter = any(".lora_" in name for name in expected)
     if is_adapter:
         trained = set(names_in_adapter(model))
+        layers = [name.removesuffix(".weight") for name in expected
+                  if name.endswith(".weight") and ".lora_" not in name]
         if HEAD in trained:  # also of a tied pair
             expected[HEAD] = (model.config.vocab_size, model.config.hidden_size)
         expected = {PEFT_PREFIX + name: shape for name, shape in expected.items()
@@ -3230,7 +3232,7 @@ def check_weights(model, checkpoint, folder):
         text = "; ".join(f"{what}: {listing(names)}" for what, names in differences.items() if names)
         raise ValueError(f"{folder}: {text}")
     if is_adapter:
-        check_targets(checkpoint, folder)
+        check_targets(layers, checkpoint, folder)
 
 
 def embedding_in_files(config):
@@ -3245,10 +3247,10 @@ def names_in_adapter(model):
     return [embedding_in_files(model.config), HEAD]
 
 
-def check_targets(adapter, folder):
+def check_targets(layers, adapter, folder):
     """Raises a ValueError if a list of target_modules, in which a name is that of a layer or its end behind a
-    dot, names other layers than those that the tensors of an adapter adapt. For patterns the tensors count
-    alone."""
+    dot, names other ones of a model's layers than those that the tensors of an adapter adapt. For patterns
+    the tensors count alone."""
     targets = read_json(f"{folder}/adapter_config.json").get("target_modules")
     if targets is None or isinstance(targets, str):
         return
@@ -3258,16 +3260,14 @@ def check_targets(adapter, folder):
                          "expression")
     adapted = {name.removeprefix(PEFT_PREFIX).split(".lora_")[0]
                for name in adapter.tensors if ".lora_" in name}
-    unused = [target for target in targets
-              if not any(f".{layer}".endswith(f".{target}") for layer in adapted)]
-    if unused:
+    ends = tuple(f".{target}" for target in targets)
+    named = {layer for layer in layers if f".{layer}".endswith(ends)}
+    if named - adapted:
         raise ValueError(f"{where} names layers that adapter_model.safetensors does not adapt: "
-                         f"{listing(unused)}: it is incomplete, or the names are wrong")
-    unnamed = [layer for layer in adapted
-               if not any(f".{layer}".endswith(f".{target}") for target in targets)]
-    if unnamed:
+                         f"{listing(named - adapted)}: it is incomplete, or the names are wrong")
+    if adapted - named:
         raise ValueError(f"{where} does not name layers that adapter_model.safetensors adapts: "
-                         f"{listing(unnamed)}: both must be of the same training")
+                         f"{listing(adapted - named)}: both must be of the same training")
 
 
 def check_tied_head(source, embedding, head, start, stop):

@@ -575,7 +575,7 @@ ADAPTERS = {
     "adapter less a target": Case(  # both blocks have a v_proj, and the file adapts none
         spoil=[write_adapter(target_modules=["q_proj", "v_proj"])],
         flags=WITH_ADAPTER,
-        says=["target_modules", "does not adapt: v_proj:", "incomplete"]),
+        says=["target_modules", "does not adapt: model.layers.0.self_attn.v_proj,", "incomplete"]),
     "adapter less the head": Case(
         spoil=[write_adapter(target_modules=["q_proj", "lm_head"])],
         flags=WITH_ADAPTER,
