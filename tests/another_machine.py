@@ -10,6 +10,7 @@ Imported before torch, which reads most of these variables when it is loaded.
 """
 
 import os
+import tempfile
 from datetime import date
 
 # Variables of torch, MKL, oneDNN and OpenMP. Their kernels then add up in another order, or in pieces of other sizes.
@@ -30,6 +31,11 @@ FORCED_BF16 = os.environ.get("OOMPH_BF16")
 if FORCED_BF16 == "0":
     # the most that oneDNN may use; a CPU with less is as it was
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+if changed or FORCED_BF16:
+    # Inductor's cache does not tell vectors of one size from those of another: a graph that was cached with AVX512 and
+    # is loaded with AVX2 writes beyond its tensors.
+    cache = f"torchinductor-{name}-{FORCED_BF16}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), cache))
 PERTURB = os.environ.get("OOMPH_PERTURB")
 IS_IMPORTED = bool(FORCED_BF16 or PERTURB)  # whether change() does anything: variables alone would not be enough
 WORDS = " ".join(f"{key}={os.environ[key]}" for key in ("OOMPH_BF16", "OOMPH_PERTURB", *changed) if key in os.environ)
