@@ -418,7 +418,7 @@ class Spans:
 
     Neither a tuple nor a dataclass, because FSDP2 walks through those in Python at every forward.
 
-    Set from outside: positions_BT (Transformer.forward), where each token is in its document."""
+    Set from outside: positions_BT (Transformer.forward), where each of these tokens is in its document."""
 
     def __init__(self, pairs, bounds=None, longest=0):
         self.pairs = pairs
@@ -654,11 +654,28 @@ def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record):
     n_copies = n_ranks // math.gcd(k_BTGK.shape[2], n_ranks)
     if n_copies > 1:
         k_BTGK, v_BTGK = (t.repeat_interleave(n_copies, 2) for t in (k_BTGK, v_BTGK))
-    # row i of the first dimension goes to rank i: its heads of q, k and v
-    by_rank = [t.reshape(B * T, n_ranks, -1, K).transpose(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK)]
-    qkv = exchange(torch.cat(by_rank, 2), group).flatten(0, 1)[None]
-    out = attend(*qkv.split([t.shape[2] for t in by_rank], 2), spans, window, record=record)
-    return exchange(out.view(n_ranks, B * T, -1), group).transpose(0, 1).reshape(B, T, H * K)
+    qkv = q_BTHK, k_BTGK, v_BTGK
+    mine = to_my_heads([t.flatten(2) for t in qkv], group).unflatten(-1, (-1, K))
+    out = attend(*mine.split([t.shape[2] // n_ranks for t in qkv], 2), spans, window, record=record)
+    return to_my_tokens(out, group).view(B, T, H * K)
+
+
+def to_my_heads(parts, group):
+    """Tensors [B, T, columns] of this rank's tokens, whose columns are one head after another -> [1, tokens of
+    all ranks, columns / n_ranks of each part]."""
+    return exchange(cut_heads(parts, group.size()), group).flatten(0, 1)[None]
+
+
+def to_my_tokens(out, group):
+    """The way back: [1, tokens of all ranks, columns of my heads] -> [B * T, columns of all heads]."""
+    n_ranks = group.size()
+    return exchange(out.view(n_ranks, -1, out.shape[-1]), group).transpose(0, 1).flatten(1)
+
+
+def cut_heads(parts, n_ranks):
+    """Tensors [..., columns] -> [n_ranks, rows, columns]: at i the columns of each part that rank i needs."""
+    by_rank = [t.flatten(0, -2).unflatten(-1, (n_ranks, -1)).transpose(0, 1) for t in parts]
+    return torch.cat(by_rank, 2)
 
 
 def exchange(x, group):
@@ -749,15 +766,16 @@ def scan(w_nHCK, u_nHCP, keys_nHCK, decay_nH11, state_HKP):
 
 class ShortConv(nn.Module):
     """A causal depthwise convolution and SiLU: each channel is a weighted sum of its last J tokens. Tap by
-    tap, because torch's kernel would mix packed documents. The weight is [X, 1, J] in files."""
+    tap, because torch's kernel would mix packed documents. The weight is [X, 1, J] in files, and an argument
+    here: a rank of --sequence_parallel has the channels of its heads alone."""
 
     def __init__(self, n_channels, n_taps):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_channels, n_taps))
 
-    def forward(self, x_LX, positions_N):
+    def forward(self, x_LX, w_XJ, positions_N):
         """x begins with the J - 1 tokens before the N of positions -> [N, X] float32."""
-        w_XJ = self.weight.float()
+        w_XJ = w_XJ.float()
         N = len(positions_N)
         J = w_XJ.shape[1]
         y_NX = x_LX[:N] * w_XJ[:, 0]  # the oldest tap
@@ -789,6 +807,9 @@ class GatedDeltaNet(nn.Module):
     forward() runs a segment of tokens at a time and recomputes it in the backward: a token saves the results
     of qkv(), (2*X + 2*Y + 12*H) bytes in bf16, and a segment the state before it, 4*H*K*P bytes.
 
+    Of rows that are spread over ranks, a rank mixes all tokens for its share of the heads, as attention does
+    (attend_across_ranks). So convolution and states are those of whole rows.
+
     Set from outside: before_scan and after_scan (compile_). The scan between them is not compiled, because
     its loop would be unrolled: minutes of compiling for no gain."""
 
@@ -800,8 +821,8 @@ class GatedDeltaNet(nn.Module):
         K = c.linear_key_head_dim
         Y = c.value_size
         X = c.conv_size
-        self.state_shape = H, K, K
-        self.head_counts = G, G, H  # of q, k, v
+        self.head_dim = K
+        self.qkv_sizes = G * K, G * K, Y  # columns
         self.in_proj_qkv = Linear(D, X, bias=False)
         self.in_proj_z = Linear(D, Y, bias=False)
         self.in_proj_a = Linear(D, H, bias=False)
@@ -822,25 +843,45 @@ class GatedDeltaNet(nn.Module):
     def forward(self, qkv_BTX, z_BTY, a_BTH, b_BTH, spans, cache, group):
         """-> [B, T, Y]. Rows follow one another as documents of one long row; with a cache there is one row.
         The cache gets the tail, the last J - 1 rows of qkv, and the state after its last token."""
+        B, T = a_BTH.shape[:2]
         g_BTH = self.decay(a_BTH)
         beta_BTH = b_BTH.float().sigmoid()  # how much of a correction is written
+        w_XJ = self.conv1d.weight
+        if group is not None:
+            qkv_BTX, z_BTY, g_BTH, beta_BTH, w_XJ = self.of_my_heads(qkv_BTX, z_BTY, g_BTH, beta_BTH, group)
         if cache is not None and self in cache.layers:
             tail_JX, state_HKP = cache.layers[self]
         else:
-            n_before = self.conv1d.weight.shape[1] - 1
+            n_before = w_XJ.shape[1] - 1
             tail_JX = qkv_BTX.new_zeros(n_before, qkv_BTX.shape[2])
-            state_HKP = g_BTH.new_zeros(self.state_shape)
+            state_HKP = g_BTH.new_zeros(g_BTH.shape[2], self.head_dim, self.head_dim)
         tokens = qkv_BTX, z_BTY, g_BTH, beta_BTH, spans.positions_BT
         out = []
         for segment in zip(*(t.flatten(0, 1).split(SEGMENT) for t in tokens)):
             out_NY, tail_JX, state_HKP = checkpoint(
-                self.mix, *segment, tail_JX, state_HKP, use_reentrant=False, preserve_rng_state=False)
+                self.mix, *segment, tail_JX, state_HKP, w_XJ, use_reentrant=False, preserve_rng_state=False)
             out.append(out_NY)
         if cache is not None:
             cache.layers[self] = (tail_JX, state_HKP)
-        return torch.cat(out).view_as(z_BTY)
+        out = torch.cat(out)
+        if group is not None:
+            out = to_my_tokens(out, group)
+        return out.view(B, T, -1)
 
-    def mix(self, qkv_NX, z_NY, g_NH, beta_NH, positions_N, tail_JX, state_HKP):
+    def of_my_heads(self, qkv_BTX, z_BTY, g_BTH, beta_BTH, group):
+        """Tensors of this rank's tokens, all heads -> the same of all tokens, this rank's heads, and the weight
+        of their channels. The gates have an all-to-all of their own, because they stay float32."""
+        n_ranks = group.size()
+        w_XJ = self.conv1d.weight
+        qkvz = to_my_heads([*qkv_BTX.split(self.qkv_sizes, -1), z_BTY], group)
+        qkv, z = qkvz.split([len(w_XJ) // n_ranks, z_BTY.shape[2] // n_ranks], -1)
+        g, beta = to_my_heads([g_BTH, beta_BTH], group).chunk(2, -1)
+        # A rank's gradient of the weight is 0 outside of its channels. Gradients are summed over ranks, so
+        # all channels get theirs.
+        by_rank = cut_heads(w_XJ.T.split(self.qkv_sizes, -1), n_ranks)
+        return qkv, z, g, beta, by_rank[group.rank()].T
+
+    def mix(self, qkv_NX, z_NY, g_NH, beta_NH, positions_N, tail_JX, state_HKP, w_XJ):
         """A segment, behind tokens that left a tail and a state -> [N, Y], and the two that it leaves."""
         N = len(qkv_NX)
         C = min(RULE_CHUNK, 1 << (N - 1).bit_length())  # a single new token is a chunk of its own
@@ -852,15 +893,17 @@ class GatedDeltaNet(nn.Module):
         x_LX, g_NH, beta_NH = (F.pad(t, (0, 0, 0, n_more)) for t in (x_LX, g_NH, beta_NH))
         added = positions_N[-1] + torch.arange(1, n_more + 1, device=positions_N.device)
         positions_nC = torch.cat([positions_N, added]).view(-1, C)
-        *system, queries, scores = self.before_scan(x_LX, g_NH, beta_NH, positions_nC)
+        *system, queries, scores = self.before_scan(x_LX, w_XJ, g_NH, beta_NH, positions_nC)
         d_nHCP, states_nHKP, state_HKP = scan(*system, state_HKP)
         return self.after_scan(queries, scores, states_nHKP, d_nHCP, z_NY), tail_JX, state_HKP
 
-    def before_scan(self, x_LX, g_NH, beta_NH, positions_nC):
+    def before_scan(self, x_LX, w_XJ, g_NH, beta_NH, positions_nC):
         """All that chunks compute without each other."""
-        qkv_NX = self.conv1d(x_LX, positions_nC.flatten())
-        heads = qkv_NX.unflatten(1, (-1, self.state_shape[1]))
-        return chunk_system(*heads.split(self.head_counts, 1), g_NH, beta_NH, positions_nC)
+        qkv_NX = self.conv1d(x_LX, w_XJ, positions_nC.flatten())
+        heads = qkv_NX.unflatten(1, (-1, self.head_dim))
+        H = g_NH.shape[1]
+        G = (heads.shape[1] - H) // 2
+        return chunk_system(*heads.split((G, G, H), 1), g_NH, beta_NH, positions_nC)
 
     def after_scan(self, queries, scores, states_nHKP, d_nHCP, z_NY):
         """What tokens read from the state and from their chunk, normalized for each head and gated."""
@@ -1271,6 +1314,9 @@ class Transformer(nn.Module):
             # On a GPU nonzero() waits for the device, so the loader passes these indices along.
             supervised_S = (targets_BT.flatten() != IGNORE).nonzero().flatten()
         spans.positions_BT = positions_BT  # for Gated DeltaNet, which tells documents apart by them
+        if group is not None and "linear_attention" in self.config.layer_types:
+            # of all tokens: row i is that of rank i
+            spans.positions_BT = exchange(positions_BT.repeat(group.size(), 1), group)
         rope = rope_table(positions_BT, self.config)
         x = self.model.embed_tokens(tokens_BT).to(self.compute_dtype)
         if self.config.embedding_multiplier != 1:

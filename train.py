@@ -3406,7 +3406,7 @@ def model_on_paper(config, args, keeps):
             if p.is_floating_point() and ".decay." not in name:
                 p.data = p.data.to(model.compute_dtype)
     if args.sequence_parallel > 1:
-        model.sequence_group = argparse.Namespace(size=lambda: args.sequence_parallel)
+        model.sequence_group = argparse.Namespace(size=lambda: args.sequence_parallel, rank=lambda: 0)
     if args.compile:
         lm.compile_(model, args.packing)
     wrap_blocks_(model, args, keeps)
@@ -4123,16 +4123,17 @@ def limit_gpu(args, config, length, blocks, ranks):
 
 def check_sizes(args, config, world):
     """ValueError where a flag does not fit the ranks or the model."""
-    n_heads = config.num_attention_heads
-    # each rank of a --sequence_parallel group attends with its share of the heads
-    for flag, n in (("replicas", world), ("sequence_parallel", math.gcd(world, n_heads))):
+    n_heads = {"heads of attention": config.num_attention_heads}
+    if "linear_attention" in config.layer_types:
+        # a key head stays together with its value heads
+        n_heads["key heads of Gated DeltaNet"] = config.linear_num_key_heads
+    # each rank of a --sequence_parallel group mixes its share of the heads
+    n_shares = math.gcd(world, *n_heads.values())
+    for flag, n in (("replicas", world), ("sequence_parallel", n_shares)):
         given = getattr(args, flag)
         if n % given:
-            raise ValueError(f"--{flag} {given}: expected a divisor of {n}, for {world} rank(s) and "
-                             f"{n_heads} heads of attention")
-    if args.sequence_parallel > 1 and "linear_attention" in config.layer_types:
-        raise ValueError("--sequence_parallel: Gated DeltaNet is not implemented over several ranks; "
-                         "--offload and --tiled_mlp leave room for longer rows")
+            heads = ", ".join(f"{count} {kind}" for kind, count in n_heads.items())
+            raise ValueError(f"--{flag} {given}: expected a divisor of {n}, for {world} rank(s) and {heads}")
     if config.num_experts:
         expert_targets = set(args.lora_targets or []) & {"gate_proj", "up_proj", "down_proj"}
         if len(expert_targets & {"gate_proj", "up_proj"}) == 1:

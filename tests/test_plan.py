@@ -41,8 +41,8 @@ EXPERTS = {
     "moe_intermediate_size": 192,
 }
 DELTANET = {
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 MODELS = {  # what differs from the first
     "gqa": GQA,
@@ -123,6 +123,9 @@ CASES = [
     Case("deep", 1024, 8, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
     Case("gqa", 4096, 4, "--fsdp2 --qlora --sequence_parallel 4 --lora_dropout 0.1"),
     Case("mha", 4096, 2, "--lora --sequence_parallel 2 --no-activation_checkpointing"),
+    Case("qwen3.5", 4096, 2, "--lora --sequence_parallel 2 --ce_chunk 64"),
+    Case("qwen3.5", 4096, 2, "--fsdp2 --qlora --offload --sequence_parallel 2 --tiled_mlp 256 --ce_chunk 64"),
+    Case("qwen3.5", 2048, 2, "--lora --sequence_parallel 2 --no-activation_checkpointing --ce_chunk 64"),
     # gradients are in host memory before the others come, and the update's temporaries, too
     Case("tied", 512, 4, "--fsdp2 --offload params --ce_chunk 64"),
     Case("tied", 512, 4, "--fsdp2 --offload params --optim adamw8bit --ce_chunk 64"),

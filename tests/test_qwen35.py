@@ -162,7 +162,7 @@ def test_greedy_tokens_equal_transformers(folder):
 def leak_through_convolution(monkeypatch):
     """Positions that say that no token of a document is near its start."""
     forward = lm.ShortConv.forward
-    monkeypatch.setattr(lm.ShortConv, "forward", lambda net, x, positions: forward(net, x, positions + 100))
+    monkeypatch.setattr(lm.ShortConv, "forward", lambda net, x, w, positions: forward(net, x, w, positions + 100))
 
 
 def leak_through_state(monkeypatch):

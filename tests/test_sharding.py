@@ -33,7 +33,7 @@ MODELS = {
     "untied": {"num_hidden_layers": 2},
     "tied": {"num_hidden_layers": 2, "tie_word_embeddings": True},
     "moe": MOE,
-    "qwen3.5": QWEN35,
+    "qwen3.5": QWEN35 | {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # of each, some for four ranks
     "muse": MUSE,
 }
 METHODS = {  # no number of ranks divides the 5 rows of an adapter
@@ -154,6 +154,9 @@ def runs_in_pairs(method, rows):
     ("qlora", "qwen3.5", 2, "--tiled_mlp 100"),
     ("full", "qwen3.5", 4, "--fsdp2 --replicas 2 --offload params --no-reshard_after_forward"),
     ("qlora", "qwen3.5", 4, "--fsdp2 --offload --tiled_mlp 100"),
+    ("full", "qwen3.5", 4, "--sequence_parallel 2 --no-activation_checkpointing"),
+    ("qlora", "qwen3.5", 2, "--fsdp2 --sequence_parallel 2 --offload --tiled_mlp 100"),
+    ("qlora", "qwen3.5", 4, "--fsdp2 --sequence_parallel 4 --offload --tiled_mlp 100"),
     ("full", "muse", 3, "--fsdp2 --no-chunked_ce --activation_checkpointing 1"),
     ("qlora", "muse", 4, "--fsdp2 --sequence_parallel 2 --replicas 2 --offload --tiled_mlp 100"),
 ])
@@ -330,11 +333,10 @@ def test_collectives_move_the_bytes_that_they_have_to(tmp_path, flags, world):
 # What follows runs inside a process group: on_ranks() calls a check_...() on every rank.
 
 
-def results_of(loader, ranks, group, heads, dtype):
+def results_of(loader, ranks, group, shape, dtype):
     """[loss, gradients, evaluation, logits] of a loader's first two rows. With a group each of its ranks has a part of
     the rows, and losses and gradients are summed over it."""
-    n_heads, n_key_heads = heads
-    model, _ = build(num_hidden_layers=2, num_attention_heads=n_heads, num_key_value_heads=n_key_heads)
+    model, _ = build(**shape)
     model.compute_dtype = dtype
     model.sequence_group = group
     b = loader.batch([0, 1])
@@ -361,7 +363,7 @@ def check_shards_of_rows(ranks, folder, cases):
     tokens = rng.integers(0, 4096, starts[-1])
     supervised = rng.random(starts[-1]) < 0.5
     documents = documents_of(tokens, supervised, starts)
-    for heads, packing, dtype in cases:
+    for shape, packing, dtype in cases:
         options = {"seq_len": 33, "packing": packing, "batch_size": 3, "seed": 0}
         whole = data.Loader(documents, rank=0, world=1, **options)
         mine = {"rank": ranks.rank, "world": ranks.world, "sequence_parallel": ranks.world}
@@ -369,8 +371,8 @@ def check_shards_of_rows(ranks, folder, cases):
         n_tokens = whole.batch([0, 1]).tokens.numel()
         assert parts.batch([0, 1]).tokens.numel() == nf4.ceil_div(n_tokens, ranks.world)
 
-        expected = results_of(whole, alone, None, heads, dtype)
-        got = results_of(parts, ranks, dist.group.WORLD, heads, dtype)
+        expected = results_of(whole, alone, None, shape, dtype)
+        got = results_of(parts, ranks, dist.group.WORLD, shape, dtype)
         for one, other in zip(got, expected, strict=True):
             if dtype is torch.bfloat16:
                 similarity = F.cosine_similarity(one.flatten(), other.flatten(), 0)
@@ -387,13 +389,35 @@ HEADS = {
 }
 
 
+def shape_of(n_heads, n_key_heads):
+    return {"num_hidden_layers": 2, "num_attention_heads": n_heads, "num_key_value_heads": n_key_heads}
+
+
+def shape_with_deltanet(world):
+    """A dense Qwen3.5 of whose Gated DeltaNet a rank gets two heads of keys, each with two of values."""
+    return shape_of(2 * world, world) | {
+        "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2 * world, "linear_num_value_heads": 4 * world, "linear_key_head_dim": 8,
+    }
+
+
 @pytest.mark.rounding
 @pytest.mark.bf16
 @pytest.mark.parametrize("world", HEADS)
 def test_shards_of_rows_have_the_loss_and_the_gradients_of_whole_rows(tmp_path, world):
-    cases = [(HEADS[world][0], True, torch.bfloat16)]
+    cases = [(shape_of(*HEADS[world][0]), True, torch.bfloat16)]
     for heads, packing in zip(HEADS[world], itertools.cycle([True, False])):
-        cases.append((heads, packing, torch.float32))
+        cases.append((shape_of(*heads), packing, torch.float32))
+    on_ranks(world, check_shards_of_rows, tmp_path, cases)
+
+
+@pytest.mark.rounding
+@pytest.mark.bf16
+@pytest.mark.parametrize("world", HEADS)
+def test_shards_of_rows_through_gated_deltanet_equal_whole_rows(tmp_path, world):
+    shape = shape_with_deltanet(world)
+    cases = [(shape, True, torch.float32), (shape, False, torch.float32), (shape, True, torch.bfloat16)]
     on_ranks(world, check_shards_of_rows, tmp_path, cases)
 
 

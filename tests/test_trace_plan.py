@@ -62,6 +62,8 @@ KINDS = "llama-2-7b", "llama-3.1-8b", "qwen3-4b", "qwen3-30b-a3b", "qwen3.5-9b",
 WITH_COPIES = [
     ("llama-3.1-8b", "--lora --lora_targets q_proj v_proj --sequence_parallel 2 --activation_checkpointing 0"),
     ("llama-2-7b", "--precision fp16 --lora --sequence_parallel 2 --activation_checkpointing 0"),
+    ("qwen3.5-9b", "--lora --sequence_parallel 2 --activation_checkpointing 0"),
+    ("qwen3.5-9b", "--precision fp32 --qlora --sequence_parallel 2"),
 ]
 # of experts with adapters in attention alone: what nothing saves is the most of a recomputation
 OF_EXPERTS = [
@@ -92,12 +94,8 @@ def cases():
     yield from itertools.product(KINDS, ON_OLD_CARDS)
     turns = itertools.cycle(SETTINGS)
     for preset in data.PRESETS:
-        is_hybrid = "linear_num_value_heads" in data.PRESETS[preset]
         for _ in range(3):
-            setting = next(turns)
-            if is_hybrid and "sequence_parallel" in setting:  # which Gated DeltaNet does not have
-                setting = next(turns)
-            yield preset, setting
+            yield preset, next(turns)
     yield from WITH_EMBEDDINGS
     yield from WITH_NF5
     yield from WITH_COPIES
@@ -181,6 +179,7 @@ LONG = [
     ("qwen3-30b-a3b", 8192, "--lora --tiled_mlp 1024 --activation_checkpointing 0"),
     ("qwen3.5-9b", 7000, "--lora"),
     ("llama-3.1-8b", 20000, "--lora --sequence_parallel 2"),
+    ("qwen3.5-9b", 20000, "--qlora --sequence_parallel 2"),
     ("muse-glimmer-30b", 9000, "--precision fp16 --lora"),  # windows of 2,048 tokens
 ]
 
