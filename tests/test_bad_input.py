@@ -707,6 +707,9 @@ RUNS = {
     "groups of heads": Case(
         flags="--model qwen2.5-0.5b --sequence_parallel 4 --dry_run --world 28",
         says=["--sequence_parallel 4", "14 heads", "of 14"]),
+    "groups of heads of two kinds": Case(  # both 24 ranks and 24 heads of attention could be split by 3
+        flags="--model qwen3.5-27b --sequence_parallel 3 --dry_run --world 24",
+        says=["--sequence_parallel 3", "24 heads of attention, 16 key heads of Gated DeltaNet", "divisor of 8"]),
     "half of the experts": Case(
         flags="--lora --lora_targets up_proj --dry_run --model qwen3-30b-a3b",
         says=["up_proj", "give both"]),

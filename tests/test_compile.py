@@ -233,8 +233,8 @@ def test_a_loss_that_a_fork_puts_on_the_head_is_the_one_that_is_compiled(tracing
 # ---------------------------------------------------------------- on several ranks
 
 
-def build_sharded(compiled, checkpointing, group):
-    options = {"checkpointing": checkpointing, "precision": "mixed", "num_hidden_layers": 2}
+def build_sharded(compiled, checkpointing, group, shape):
+    options = {"checkpointing": checkpointing, "precision": "mixed", **shape}
     model = build("qlora", compiled, **options)
     model.sequence_group = group
     train.shard_bytes_on_old_torch_()
@@ -246,12 +246,13 @@ def build_sharded(compiled, checkpointing, group):
 
 def check_compiled_shards(ranks, folder):
     trace_only()
-    for checkpointing, group in [
-        (False, None),
-        (True, dist.group.WORLD),  # --sequence_parallel 2
+    for *how, shape in [
+        (False, None, {"num_hidden_layers": 2}),
+        (True, dist.group.WORLD, {"num_hidden_layers": 2}),  # --sequence_parallel 2
+        (True, dist.group.WORLD, QWEN35),
     ]:
-        eager = three_steps(build_sharded(False, checkpointing, group))
-        compiled = three_steps(build_sharded(True, checkpointing, group))
+        eager = three_steps(build_sharded(False, *how, shape))
+        compiled = three_steps(build_sharded(True, *how, shape))
         check_same_bits(compiled, eager)
     assert not STATS["graph_break"]
 

@@ -183,11 +183,15 @@ def test_a_gpu_trains_to_the_losses_of_the_cpu(job, on_cpu, tmp_path, world, fla
     pytest.param(MOE, "", id="moe-full"),
     pytest.param(QWEN35, "--qlora --offload", id="qwen3.5-qlora-offload"),
     pytest.param(QWEN35, "--fsdp2", id="qwen3.5-fsdp2"),
+    pytest.param(QWEN35, "--fsdp2 --qlora --offload --sequence_parallel 2", id="qwen3.5-sequence-parallel"),
     pytest.param(MUSE, "--qlora --offload", id="muse-qlora-offload"),
     pytest.param(MUSE, "--no-packing --activation_checkpointing 0", id="muse-no-packing"),
     pytest.param(MUSE, "--precision fp32", id="muse-fp32"),
 ])
 def test_other_families_train_on_a_gpu_to_the_losses_of_the_cpu(model_folder, settings, tmp_path, changes, flags):
+    world = train.parse_args(flags.split()).sequence_parallel
+    if not LOADED and world > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
     path = shutil.copytree(model_folder, tmp_path / "model")
     config = SHAPE | changes
     (path / "config.json").write_text(json.dumps(config))
@@ -196,8 +200,8 @@ def test_other_families_train_on_a_gpu_to_the_losses_of_the_cpu(model_folder, se
     save_file(dict(data.full_tensors(model, False)), path / "model.safetensors")
 
     argv = ["--model", path, *settings]
-    got = losses_on("gpu", 1, [*argv, *flags.split()], tmp_path)
-    expected = losses_on("cpu", 1, [*argv, *mathematics_of(flags)], tmp_path)
+    got = losses_on("gpu", world, [*argv, *flags.split()], tmp_path)
+    expected = losses_on("cpu", 1, [*argv, *mathematics_of(flags, world)], tmp_path)
     assert got == pytest.approx(expected, abs=0.02)  # 8 bits of mantissa
 
 

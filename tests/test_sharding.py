@@ -154,7 +154,7 @@ def runs_in_pairs(method, rows):
     ("qlora", "qwen3.5", 2, "--tiled_mlp 100"),
     ("full", "qwen3.5", 4, "--fsdp2 --replicas 2 --offload params --no-reshard_after_forward"),
     ("qlora", "qwen3.5", 4, "--fsdp2 --offload --tiled_mlp 100"),
-    ("full", "qwen3.5", 4, "--sequence_parallel 2 --no-activation_checkpointing"),
+    ("full", "qwen3.5", 4, "--fsdp2 --sequence_parallel 2 --no-activation_checkpointing"),
     ("qlora", "qwen3.5", 2, "--fsdp2 --sequence_parallel 2 --offload --tiled_mlp 100"),
     ("qlora", "qwen3.5", 4, "--fsdp2 --sequence_parallel 4 --offload --tiled_mlp 100"),
     ("full", "muse", 3, "--fsdp2 --no-chunked_ce --activation_checkpointing 1"),
