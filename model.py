@@ -661,19 +661,20 @@ def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record):
 
 
 def to_my_heads(parts, group):
-    """Tensors [B, T, columns] of this rank's tokens, whose columns are one head after another -> [1, tokens of
-    all ranks, columns / n_ranks of each part]."""
+    """Tensors [B, T, columns] of this rank's tokens, with one head's columns behind another's -> [1, tokens
+    of all ranks, columns of this rank's heads], those of one part behind those of another."""
     return exchange(cut_heads(parts, group.size()), group).flatten(0, 1)[None]
 
 
 def to_my_tokens(out, group):
-    """The way back: [1, tokens of all ranks, columns of my heads] -> [B * T, columns of all heads]."""
+    """The way back: [tokens of all ranks, columns of this rank's heads] -> [B * T, columns of all heads]."""
     n_ranks = group.size()
     return exchange(out.view(n_ranks, -1, out.shape[-1]), group).transpose(0, 1).flatten(1)
 
 
 def cut_heads(parts, n_ranks):
-    """Tensors [..., columns] -> [n_ranks, rows, columns]: at i the columns of each part that rank i needs."""
+    """Tensors [..., columns] -> [n_ranks, rows, columns]: at i are the columns of rank i's heads, of each
+    part."""
     by_rank = [t.flatten(0, -2).unflatten(-1, (n_ranks, -1)).transpose(0, 1) for t in parts]
     return torch.cat(by_rank, 2)
 
@@ -869,15 +870,14 @@ class GatedDeltaNet(nn.Module):
         return out.view(B, T, -1)
 
     def of_my_heads(self, qkv_BTX, z_BTY, g_BTH, beta_BTH, group):
-        """Tensors of this rank's tokens, all heads -> the same of all tokens, this rank's heads, and the weight
-        of their channels. The gates have an all-to-all of their own, because they stay float32."""
+        """Tensors of all heads for this rank's tokens -> those of this rank's heads for all tokens, and the
+        weight of their channels. The gates have an all-to-all of their own, because they stay float32."""
         n_ranks = group.size()
         w_XJ = self.conv1d.weight
         qkvz = to_my_heads([*qkv_BTX.split(self.qkv_sizes, -1), z_BTY], group)
         qkv, z = qkvz.split([len(w_XJ) // n_ranks, z_BTY.shape[2] // n_ranks], -1)
         g, beta = to_my_heads([g_BTH, beta_BTH], group).chunk(2, -1)
-        # A rank's gradient of the weight is 0 outside of its channels. Gradients are summed over ranks, so
-        # all channels get theirs.
+        # outside of these channels its gradient is 0 on this rank; the sum over ranks has that of all
         by_rank = cut_heads(w_XJ.T.split(self.qkv_sizes, -1), n_ranks)
         return qkv, z, g, beta, by_rank[group.rank()].T
 
