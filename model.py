@@ -902,7 +902,7 @@ class GatedDeltaNet(nn.Module):
         qkv_NX = self.conv1d(x_LX, w_XJ, positions_nC.flatten())
         heads = qkv_NX.unflatten(1, (-1, self.head_dim))
         H = g_NH.shape[1]
-        G = (heads.shape[1] - H) // 2
+        G = (heads.shape[1] - H) // 2  # the other heads are of q and k
         return chunk_system(*heads.split((G, G, H), 1), g_NH, beta_NH, positions_nC)
 
     def after_scan(self, queries, scores, states_nHKP, d_nHCP, z_NY):
