@@ -2398,7 +2398,7 @@ def features_of(args, model, blocks, ranks):
          f"parameters, gradients and optimizer state in {ranks.world // args.replicas} shards"),
         ("replicas", args.replicas > 1, "gradients are averaged over the replicas once per step"),
         ("sequence_parallel", args.sequence_parallel > 1,
-         "a rank has all tokens of its rows for its share of the heads"),
+         "a rank sees whole rows, for its share of the heads"),
         ("offload", args.offload, "kept in host memory until they are needed"),
         ("resident_blocks", offloads_frozen(args), blocks.describe_resident(n_blocks)),
         ("activation_checkpointing", args.activation_checkpointing, blocks.describe(n_blocks)),
