@@ -3247,7 +3247,8 @@ class Variant(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Bytes of a part of a step beside what there is when its forward begins."""
+    """Bytes of a part of a step beside what there is when its forward begins. All count from that start: the
+    part's own input is in none of them, and `backward` includes `left`."""
 
     forward: int  # the most in its forward
     left: int  # what the forward leaves, the input of the next part included
@@ -3302,7 +3303,8 @@ def parts_of_step(args, variant, length):
 
 TRACES = {}  # {what a trace depends on: its result}
 # Flags that choose_blocks() and ladder() turn and that make no difference to a trace of the model, or to one
-# of the optimizer. Any other flag, and any that a fork adds, makes another trace.
+# of the optimizer: what they make a block keep is Variant.keeps, and the rest is for play_step(). Any other
+# flag, and any that a fork adds, makes another trace.
 UNSEEN = "activation_checkpointing", "resident_blocks", "offload", "clip"
 UNSEEN_BY_OPTIMIZER = (*UNSEEN, "fsdp2", "tiled_mlp", "chunked_ce", "ce_chunk", "batch_size", "grad_accum",
                        "sequence_parallel", "optim_in_backward")
@@ -3327,8 +3329,9 @@ def traced(args, variant, length):
 
 
 def trace_rows(args, variant, length):
-    """As trace(), but of long rows by two traces of short ones: from two pieces of each loop over tokens on,
-    every number of a trace is linear in the tokens."""
+    """As trace(), but of long rows by two traces of short ones: every number of a trace is linear in the
+    tokens once each loop over tokens has run two pieces. A layer that loops over tokens in pieces of its own
+    adds their size here."""
     rows = args.batch_size / args.sequence_parallel
     piece = max(args.tiled_mlp or 0, args.ce_chunk, lm.SEGMENT) / rows
     if args.precision in ("fp16", "fp32") and variant.config.sliding_window < length:  # see lm.sdpa()
@@ -3361,7 +3364,8 @@ def trace(args, variant, length):
         if args.optim_in_backward and not args.fsdp2:
             update_in_backward(trained, args)
         freed = trained.values()
-        # Gradients of an earlier micro-batch. FSDP2 has reduced those of all weights, not those of adapters.
+        # Gradients of an earlier micro-batch. Under FSDP2 in full training they are reduced by now, and
+        # counted by play_step().
         if args.grad_accum > 1 and not (args.fsdp2 and trains_ends(args)):
             freed = ()
             for p in trained.values():
@@ -3520,6 +3524,7 @@ def units_of(variants, args, sharding, is_streamed):
     by_block = [made[repr(variant.config)] for variant in variants]
     return by_block[0]._replace(
         blocks=[units.blocks[0] for units in by_block],
+        # the largest, as an optimizer updates one weight after the other
         step_workspace=max(units.step_workspace for units in by_block))
 
 
@@ -3665,7 +3670,7 @@ def gathered_in_blocks(args, sharding, units):
     """-> (bytes of gathered weights that the forward of each block leaves for its backward, bytes that its
     backward adds to them)."""
     n_layers = len(units.blocks)
-    weights = units.blocks[0].unsharded  # the first block stands for all: no other one is larger
+    weights = max(unit.unsharded for unit in units.blocks)
     if not args.reshard_after_forward:
         return [weights] * n_layers, [0] * n_layers
     # One block is gathered at a time, from the forward of the first block to its backward. In the backward
@@ -3688,7 +3693,8 @@ def event(moment, alive, more):
 
 def play_step(args, units, sharding, parts, always, input_bytes):
     """Plays a training step on paper, in the order of main. Yields an Event for each instant that may be the
-    peak. parts: Parts of each block. always: what is on the GPU from the first event to the last.
+    peak. parts: Parts of each block. always: what is on the GPU in every event, that of the optimizer's step
+    included; a flag that keeps a tensor for a whole step adds it in where_weights_lie(), under one of KINDS.
     input_bytes: of a block's input."""
     embedding = parts[0].embedding
     blocks = [of_step.block for of_step in parts]
