@@ -130,6 +130,8 @@ def pytest_runtestloop(session):
         n_workers = min(n_workers, len(os.sched_getaffinity(0)))
     if sys.platform != "linux" or emulated_cuda.LOADED or option.usepdb or option.capture == "no":
         n_workers = 1
+    if torch.cuda.is_available():  # a fork may not use a GPU, and there is one for all tests
+        n_workers = 1
     workers = {}
     try:
         if n_workers > 1:
