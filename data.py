@@ -1573,7 +1573,7 @@ def parquet_rows(file):
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(f"parquet needs a package: pip install pyarrow ({error})") from error
-    try:
+    with errors_of_table("parquet"):
         # By default pyarrow reads a row group whole, and many files have only one: a file of 145 MiB took 237
         # MiB of memory then, and with these settings 44.
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
@@ -1592,16 +1592,25 @@ def parquet_rows(file):
                     else:
                         for row in some.to_pylist():
                             yield {key: from_arrow(value) for key, value in row.items()}
-    except Exception as error:  # some of pyarrow's are OSErrors, as if the cache could not be written
-        raise ValueError(f"not valid parquet: {listing([str(error)])}") from error
 
 
 def arrow_rows(path):
     """Yields the rows of an Arrow file of `datasets`."""
     import datasets
 
-    for row in datasets.Dataset.from_file(str(path)):
-        yield {key: from_arrow(value) for key, value in row.items()}
+    with errors_of_table("rows of a data set"):
+        for row in datasets.Dataset.from_file(str(path)):
+            yield {key: from_arrow(value) for key, value in row.items()}
+
+
+@contextlib.contextmanager
+def errors_of_table(what):
+    """Makes a ValueError of each error in the block. Some of pyarrow's are OSErrors, as if the cache could
+    not be written; datasets may want a package, for pictures."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"not valid {what}: {listing([str(error)])}") from error
 
 
 def from_arrow(value):
@@ -2010,26 +2019,18 @@ class Refused(ValueError):
 
 
 def arrow_files(name, revision):
-    """A value of --data like HUB_NAME, or FOLDER or FOLDER:SPLIT of datasets' save_to_disk() -> (the paths of
-    its Arrow files, its commit or None). Splits, subsets, gated sets, layouts and starts without the Hub are
-    the library's. revision: the commit to use, or None for the newest one."""
+    """A value of --data like HUB_NAME, or of a folder that is_saved_set() -> (the paths of its Arrow files, its
+    commit or None). Splits, subsets, gated sets, layouts and starts without the Hub are the library's.
+    revision: the commit to use, or None for the newest one."""
     try:
         import datasets
     except ImportError as error:
         raise ValueError(f"{name}: no such file; a data set needs a package: pip install datasets "
                          f"({error})") from error
 
-    def load():
+    def fetch():
+        parts = HUB_NAME.fullmatch(name)
         try:
-            if is_saved_set(name):
-                folder, _, split = name.partition(":")
-                rows = datasets.load_from_disk(folder)
-                if not isinstance(rows, datasets.DatasetDict):
-                    return rows
-                if (split or "train") not in rows:
-                    raise ValueError(f"no split {split or 'train'}, but {first_names(list(rows), 20)}")
-                return rows[split or "train"]
-            parts = HUB_NAME.fullmatch(name)
             return datasets.load_dataset(parts["id"], parts["subset"], split=parts["split"] or "train",
                                          revision=revision, keep_in_memory=False)
         except (LookupError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -2037,7 +2038,7 @@ def arrow_files(name, revision):
             raise Refused(f"{error} {error.__cause__ or ''}") from error
 
     try:
-        rows = from_hub(load)
+        rows = saved_rows(datasets, name) if is_saved_set(name) else from_hub(fetch)
     except Exception as error:  # its HTTP library has others, which another version does not have
         raise ValueError(f"{name}: {listing([' '.join(str(error).split())])}; {EXPECTED}") from error
     paths = [Path(file["filename"]) for file in rows.cache_files]
@@ -2050,9 +2051,21 @@ def arrow_files(name, revision):
 
 
 def is_saved_set(name):
-    """Whether a value of --data is a folder of datasets' save_to_disk(), which may have a split."""
+    """Whether a value of --data is FOLDER or FOLDER:SPLIT of datasets' save_to_disk()."""
     folder = Path(name.partition(":")[0])
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def saved_rows(datasets, name):
+    """The library's rows of a value that is_saved_set(). Raises a ValueError if there is no such split."""
+    folder, _, split = name.partition(":")
+    rows = datasets.load_from_disk(folder)
+    if not isinstance(rows, datasets.DatasetDict):
+        return rows
+    split = split or "train"
+    if split not in rows:
+        raise ValueError(f"no split {split}, but {first_names(list(rows), 20)}")
+    return rows[split]
 
 
 HUB_PAUSES_S = 1, 4  # between the tries of from_hub()

@@ -450,6 +450,18 @@ def test_a_folder_that_datasets_has_saved_is_read(ask, expected, tmp_path):
     assert "no split dev, but " in found[3]
 
 
+def test_rows_that_the_library_cannot_read_are_refused_with_its_words(monkeypatch, tmp_path):
+    def from_file(path):
+        yield {"text": "a"}
+        raise ImportError("To support decoding images, please install 'Pillow'.")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=SimpleNamespace(from_file=from_file)))
+    rows = data.arrow_rows(tmp_path / "a.arrow")
+    assert next(rows) == {"text": "a"}
+    with pytest.raises(ValueError, match="not valid rows of a data set: To support decoding images"):
+        next(rows)
+
+
 def saved_set(folder, rows):
     if HAS_DATASETS:
         import datasets
