@@ -2709,13 +2709,14 @@ def end_not_finite(model, loader, step, args, ranks, tokenizer):
     what = "the loss or a gradient, but none when the step was computed again"
     if not is_finite:
         what = "the loss"
+    elif args.optim_in_backward:
+        what = "a gradient"
     elif wrong:
         first = place_of(wrong[-1], norms[wrong[-1]], tokenizer)
         what = f"{len(wrong)} of {len(norms)} gradients, first that of {first}"
     places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
     changed = "no weight was changed by it"
     if args.optim_in_backward:
-        what = "the loss" if not is_finite else "a gradient"
         changed = "those of its gradients that came earlier were applied"
     advice = "Lower --lr, raise --warmup"
     if args.precision == "fp16":
@@ -4229,8 +4230,8 @@ def launch(argv=None):
             message = f"interrupted, {saved} is complete: the same command with --resume continues it"
     except Exception as error:
         if lost_another_rank(error):
-            # the rank that has ended first, or torchrun, says why
-            # gloo's name of it, which ends with a time whether it has waited or not
+            # The rank that has ended first, or torchrun, says why. gloo names it, and a time behind its name
+            # whether it has waited or not.
             which = re.sub(r" in \d+ ms$|\. This is.*", "", str(error).splitlines()[0])
             message = (f"another rank has ended, or hangs, while this one was at step {progress['step']}, "
                        f"in {stack_of(error)}; complete checkpoints are as they were. ({which}. Outside of a "
