@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -736,6 +737,7 @@ def test_what_is_wrong_is_named_before_anything_is_written(name, tmp_path, monke
     case = FILES[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as where it is not installed
     shutil.copytree(HERE / "goldens/qwen2", "model")
     Path("chat.jsonl").write_text(2 * (json.dumps(CHAT) + "\n"))
     for change in case.spoil:

@@ -272,6 +272,17 @@ class NoTokenizer:
         pass
 
 
+def check_result_is(tensors, folder, files, out):
+    """A run that changes nothing writes the tensors of the folder that it has read, under the same names."""
+    ranks = SimpleNamespace(rank=0, agree=lambda ends: contextlib.nullcontext())
+    source = data.Checkpoint(folder)
+    data.export(SimpleNamespace(lora=False), build(folder), source, files, NoTokenizer(), out, ranks)
+    written = load_file(out / "final/model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, t in tensors.items():
+        assert torch.equal(written[name], t), name
+
+
 def model_files(folder):
     config = data.read_json(folder / "config.json")
     return data.ModelFiles(config, folder, folder, "base")
@@ -289,15 +300,7 @@ def test_a_whole_result_has_the_names_forms_and_other_parts_of_the_files(change,
     assert parts >= {"model.visual", "model.language_model"}
     assert any(part.startswith("mtp.") for part in parts)
 
-    model = build(tmp_path / "base")
-    source = data.Checkpoint(tmp_path / "base")
-    args = SimpleNamespace(lora=False)
-    ranks = SimpleNamespace(rank=0, agree=lambda ends: contextlib.nullcontext())
-    data.export(args, model, source, model_files(EXPERTS), NoTokenizer(), tmp_path, ranks)
-    written = load_file(tmp_path / "final/model.safetensors")
-    assert written.keys() == tensors.keys()
-    for name, t in tensors.items():
-        assert torch.equal(written[name], t), name
+    check_result_is(tensors, tmp_path / "base", model_files(EXPERTS), tmp_path)
     assert data.read_json(tmp_path / "final/config.json") == data.read_json(EXPERTS / "config.json")
 
 

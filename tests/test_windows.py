@@ -1,7 +1,6 @@
 """Sliding windows, layers without RoPE, and what else Muse Glimmer has: against plain definitions, and families with
 one trait or another against transformers (make_goldens_windows.py), whose documents are longer than the window."""
 
-import contextlib
 import json
 import math
 import shutil
@@ -15,7 +14,7 @@ from packed_goldens import check_greedy_tokens, check_packed_documents, pairs_of
 from safetensors.torch import load_file
 from test_model import CPU
 from test_model import build as build_folder
-from test_qwen35 import NoTokenizer, model_files
+from test_qwen35 import NoTokenizer, check_result_is, model_files
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
@@ -208,15 +207,7 @@ WITH_A_TOWER = pytest.mark.parametrize("name", ["mistral3", "qwen3-vl", "muse-gl
 @WITH_A_TOWER
 def test_a_whole_result_has_the_names_and_the_tower_of_the_files(name, tmp_path):
     folder = FOLDER / name
-    tensors = load_file(folder / "model.safetensors")
-    model = build_folder(folder)
-    ranks = SimpleNamespace(rank=0, agree=lambda ends: contextlib.nullcontext())
-    data.export(SimpleNamespace(lora=False), model, data.Checkpoint(folder), model_files(folder), NoTokenizer(),
-                tmp_path, ranks)
-    written = load_file(tmp_path / "final/model.safetensors")
-    assert written.keys() == tensors.keys()
-    for key, t in tensors.items():
-        assert torch.equal(written[key], t), key
+    check_result_is(load_file(folder / "model.safetensors"), folder, model_files(folder), tmp_path)
     raw = data.read_json(folder / "config.json")
     exported = data.read_json(tmp_path / "final/config.json")
     assert exported["vision_config"] == raw["vision_config"]
