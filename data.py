@@ -2019,8 +2019,8 @@ class Refused(ValueError):
 
 
 def arrow_files(name, revision):
-    """A value of --data like HUB_NAME, or of a folder that is_saved_set() -> (the paths of its Arrow files, its
-    commit or None). Splits, subsets, gated sets, layouts and starts without the Hub are the library's.
+    """A value of --data like HUB_NAME, or of a folder that is_saved_set() -> (the paths of its Arrow files,
+    its commit or None). Splits, subsets, gated sets, layouts and starts without the Hub are the library's.
     revision: the commit to use, or None for the newest one."""
     try:
         import datasets
