@@ -673,8 +673,7 @@ def main(argv, progress):
         n_terms = counts.documents // 2 if args.dpo else counts.targets
         ranks.alive()  # one of several ranks has --timeout seconds from here to the next call
         lr = set_rates_(optimizer, step, steps, args, loss_scale)
-        # for dropout: other masks in each step and on each rank, and the same ones when a step is repeated
-        torch.manual_seed(nf4.mix(nf4.mix(nf4.mix(args.seed) + step) + ranks.rank))
+        seed_dropout(args.seed, step, ranks.rank)
 
         # forward and backward of each micro-batch
         loss_sum = 0
@@ -1922,6 +1921,11 @@ class StepInBackward:
 # ---------------- the loss of a batch, evaluation
 
 
+def seed_dropout(seed, step, rank):
+    """Other masks in each step and on each rank, and the same ones when a step is computed again."""
+    torch.manual_seed(nf4.mix(nf4.mix(nf4.mix(seed) + step) + rank))
+
+
 # what a run with --dpo logs, means over pairs
 DPO_FIGURES = "reward_margin", "reward_accuracy", "logp_chosen", "logp_rejected"
 
@@ -2683,6 +2687,7 @@ def note_dominant_gradient(model, norm, args, tokenizer, ranks):
 def compute_again(model, loader, step, args, ranks):
     """Computes the gradients of a step (from 0) again -> the sum of its losses on all ranks. Collective."""
     ranks.alive()  # it may take as long as a whole step
+    seed_dropout(args.seed, step, ranks.rank)
     batches, counts = loader.step(step, args.grad_accum)
     n_terms = counts.documents // 2 if args.dpo else counts.targets
     loss_sum = 0.0

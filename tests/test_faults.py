@@ -1014,6 +1014,17 @@ def spoil_loss():
     spoil_loss_of_marked(lambda loss: loss * torch.nan)
 
 
+def spoil_loss_of_masks():
+    """The masks of dropout of that step alone make the loss nan, so the step has to be computed with them again."""
+    states = []  # of torch's random numbers, behind those of the masks
+
+    def spoil(loss):
+        states.append(torch.get_rng_state())
+        return loss * torch.nan if torch.equal(states[-1], states[0]) else loss
+
+    spoil_loss_of_marked(spoil)
+
+
 def spoil_gradient():
     """The loss stays finite, and all gradients of the model come from what is infinite."""
     def spoil(loss):
@@ -1064,6 +1075,7 @@ def rows_in(folder, pattern):
 # The tensor is named by computing the step again. From an inf behind the loss on, no gradient is finite.
 CULPRITS = {
     spoil_loss: "the loss; ",
+    spoil_loss_of_masks: "the loss; ",
     spoil_gradient: r"(\d+) of \1 gradients, first that of (lm_head|model\.\S+lora_B)\.weight",
     spoil_row: r"1 of \d+ gradients, first that of model\.embed_tokens\.weight, row 4095 \(token '.+'\); ",
 }
@@ -1078,6 +1090,7 @@ CULPRITS = {
     (spoil_gradient, "--lora --precision bf16 --stochastic_rounding"),
     (spoil_gradient, "--fsdp2 --optim_in_backward"),
     (spoil_row, "--fsdp2"),
+    (spoil_loss_of_masks, "--lora --lora_dropout 0.1"),
 ])
 def test_a_number_that_is_not_finite_ends_the_run_before_a_weight_changes(job, tmp_path, spoil, flags):
     out = tmp_path / "run"
