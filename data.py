@@ -173,13 +173,17 @@ def remove(path):
     shutil.rmtree(path, ignore_errors=True)
 
 
-def put_in_place(unfinished):
-    """Renames final.part/ to final/. An older final/ stays until the new one is on the disk."""
-    sync(unfinished)  # first, or a power cut could leave the new name with files that are not on the disk
-    finished = unfinished.with_suffix("")
-    remove(finished)
-    unfinished.rename(finished)
-    sync(unfinished.parent)
+def put_in_place(part, path, keep_older=False):
+    """Renames a file or folder, which was written as `part` beside its place. An older one stays until the
+    new one is on the disk, and with keep_older for good: another process may have made the same one first."""
+    for made in (*part.rglob("*"), part):
+        sync(made)  # first, or a power cut could leave the new name with files that are not on the disk
+    if keep_older and os.path.lexists(path):
+        return
+    if part.is_dir():
+        remove(path)  # a folder cannot be renamed to one that has files
+    part.rename(path)
+    sync(path.parent)
 
 
 # ================================ from texts to rows ================================
@@ -1740,10 +1744,7 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
                 raise ValueError("changed while it was read: start again once nothing writes to it")
             report.checksums = checksums_of(unfinished)
             (unfinished / "report.json").write_text(json.dumps(with_checksum(vars(report))))
-            # before it gets its final name, so that a folder with such a name is whole even after a power cut
-            for made in [*unfinished.iterdir(), unfinished]:
-                sync(made)
-            put_in_cache(unfinished, folder)
+            put_in_place(unfinished, folder, keep_older=True)
     except (EOFError, RecursionError, ValueError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{spec}: {error}") from error
     finally:
@@ -1791,17 +1792,6 @@ def remove_unfinished(cache):
         with contextlib.suppress(OSError):  # its process has finished it at this moment
             if time.time() - unfinished.stat().st_mtime > 24 * 3600:
                 remove(unfinished)
-
-
-def put_in_cache(unfinished, folder):
-    """Gives a folder its final name. Another process may have finished the same folder first: then that one
-    stays, which has the same content."""
-    try:
-        unfinished.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # file systems differ in what they say
-            raise
-        check_cached(folder)
 
 
 def with_checksum(content):
@@ -3555,7 +3545,7 @@ def export(args, model, source, files, tokenizer, out, ranks):
                          modules_in(adapter, model.config, args.lora_targets), args.rslora)
         if is_first:
             remove(out / "merged")  # belongs to an older final/: find_result() would prefer it to this one
-            put_in_place(unfinished)
+            put_in_place(unfinished, out / "final")
     return adapter
 
 
@@ -3585,7 +3575,7 @@ def merge(source, adapter, scale, files, tokenizer, out):
         tensors = (adapter[name] if name in whole else merged_weight(source, name, products[name], scale)
                    for name in layout)
         save_model(tensors, as_in_files(layout), unfinished, files.config, write=True)
-        put_in_place(unfinished)
+        put_in_place(unfinished, out / "merged")
 
 
 def merged_weight(source, name, products, scale):

@@ -2877,8 +2877,7 @@ def replace_file(path, text):
     part = path.with_name(f"{path.name}.part")
     with data.writing(path, "file"):
         part.write_text(text)
-        data.sync(part)
-        part.replace(path)
+        data.put_in_place(part, path)
 
 
 def write_json(path, content):
@@ -2944,12 +2943,6 @@ def crc_of(path):
         while block := file.read(1 << 22):
             crc = zlib.crc32(block, crc)
     return crc
-
-
-def write_state(path, state):
-    """Writes and syncs a trainer_state.json."""
-    data.write_config(path, data.with_checksum(state))
-    data.sync(path)
 
 
 def read_state(folder, settings, ranks):
@@ -3149,8 +3142,8 @@ class Saver:
     def commit(self, part, state):
         """On rank 0: writes trainer_state.json, renames the folder, and then removes old checkpoints."""
         # The state is last: without it the folder is no checkpoint, whatever its name is.
-        write_state(part / STATE, state)
-        data.put_in_place(part)
+        write_json(part / STATE, data.with_checksum(state))
+        data.put_in_place(part, self.out / f"checkpoint-{state['step']}")
         self.remove_old(state)
 
     def note_evaluation(self, state):
@@ -3159,11 +3152,10 @@ class Saver:
         if self.ranks.rank or state["step"] != self.last_step:
             return
         path = self.out / f"checkpoint-{state['step']}" / STATE
-        part = path.with_suffix(".part")
         try:
             # A process that is killed here leaves the state without the evaluation, or the one with it.
-            write_state(part, state | {"files": data.read_json(path)["files"]})
-            part.replace(path)
+            state = state | {"files": data.read_json(path)["files"]}
+            write_json(path, data.with_checksum(state))
             self.remove_old(state)
         except (OSError, ValueError, KeyError) as error:  # the folder may have been removed, the disk be full
             self.ranks.say(f"{path}: the evaluation was not noted: {error}. A resumed run repeats it")

@@ -68,7 +68,7 @@ WORLD, STEPS, KEEP = 2, 20, 2
 ALONE_S = 60  # a rank whose peer was killed must end by itself within that
 PHASES = {  # of a save: the file that begins it
     "nothing is written yet": "", "the folder is made": "checkpoint-{}.part", "rows are begun":
-    "checkpoint-{}.part/*.safetensors", "the manifest is begun": f"checkpoint-{{}}.part/{train.STATE}",
+    "checkpoint-{}.part/*.safetensors", "the manifest is begun": f"checkpoint-{{}}.part/{train.STATE}*",
     "the folder is renamed": f"checkpoint-{{}}/{train.STATE}"}
 
 

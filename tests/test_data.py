@@ -434,16 +434,16 @@ def test_a_data_file_that_changes_while_it_is_read_is_refused(path, tiny, cache,
 
 
 def test_whoever_finishes_a_folder_second_takes_the_first_one(path, tiny, cache, monkeypatch):
-    rename = Path.rename
+    sync = data.sync
     first = []  # the inode of the folder of whoever was first
 
-    def rename_as_the_second(part, target):
-        monkeypatch.setattr(Path, "rename", rename)
-        tokenized(path, tiny)  # as another process would, at the last moment
-        first.append(target.stat().st_ino)
-        return rename(part, target)
+    def sync_as_the_second(part):
+        monkeypatch.setattr(data, "sync", sync)
+        folder = tokenized(path, tiny)  # as another process would, at the last moment
+        first.append(folder.stat().st_ino)
+        sync(part)
 
-    monkeypatch.setattr(Path, "rename", rename_as_the_second)
+    monkeypatch.setattr(data, "sync", sync_as_the_second)
     folder = tokenized(path, tiny)
     assert folders_in(cache) == {folder}
     assert [folder.stat().st_ino] == first

@@ -306,7 +306,7 @@ def test_an_evaluation_that_a_full_disk_refuses_is_said_and_harms_no_checkpoint(
     saver = train.Saver(tmp_path, 1, ALONE)
     state = state_of(1)
     saver.save({"w": torch.ones(2)}, state)
-    (tmp_path / "checkpoint-1/trainer_state.part").symlink_to("/dev/full")
+    (tmp_path / "checkpoint-1/trainer_state.json.part").symlink_to("/dev/full")
     saver.note_evaluation(state | {"evaluated": 1})
     said = capsys.readouterr().out
     assert "the evaluation was not noted: " in said
