@@ -1448,7 +1448,6 @@ READ_BYTES = 2**20  # as many bytes of rows are tokenized at once: text in memor
 # or compressed file may have gigabytes in a line.
 MAX_ROW_BYTES = 2**24
 MAX_ARRAY_BYTES = 2**31  # a JSON file that is one array is read at once
-CRC_BLOCK = 2**23  # bytes
 BOM = b"\xef\xbb\xbf"  # begins a file in UTF-8 that editors on Windows write, and JSON does not allow it
 # folders of the standard library that stdlib_modules() leaves out
 SKIPPED = {
@@ -1794,6 +1793,17 @@ def remove_unfinished(cache):
                 remove(unfinished)
 
 
+def crc_of(path):
+    """The CRC-32 of a file, at 2 to 3 GB/s. It reveals damage by disks and copies, not forgery. The file is
+    read, not mapped: a bad sector is an error, and would end a process that maps it."""
+    check_is_file(path)
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
 def with_checksum(content):
     """A JSON object with a checksum of the rest of it, with 0 in the checksum's own place. It reveals damage
     and edits by hand, not forgery."""
@@ -1819,24 +1829,9 @@ def check_cached(folder):
 
 
 def checksums_of(folder):
-    """{name: [CRC-32 of each 8 MiB]} of ARRAYS in a folder. zlib lets other threads run, so this uses all
-    cores, at 2 to 3 GB/s each. Files are read, not mapped: a bad sector is an error, and would end a process
-    that maps it."""
-
-    def crc(block):
-        path, start = block
-        with open(path, "rb") as file:
-            file.seek(start)
-            return zlib.crc32(file.read(CRC_BLOCK))
-
-    blocks = [(folder / key, start) for key in ARRAYS
-              for start in range(0, os.path.getsize(folder / key), CRC_BLOCK)]
-    found = {key: [] for key in ARRAYS}
+    """{name: its crc_of()} of ARRAYS in a folder, on several cores: zlib lets other threads run."""
     with ThreadPoolExecutor() as threads:
-        crcs = tqdm(threads.map(crc, blocks), "reading the cache", len(blocks), leave=False, disable=None)
-        for (path, _), value in zip(blocks, crcs):
-            found[path.name].append(value)
-    return found
+        return dict(zip(ARRAYS, threads.map(crc_of, (folder / key for key in ARRAYS))))
 
 
 MAX_UNREAD = 100  # names of keys in a report: each line of a file may have other ones
@@ -2145,10 +2140,8 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
         file, parts = open_file(folder, name, seq_len, overflow)
         check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
         file, parts = with_hashes(hashes, file, parts)
-        # Stands for every byte of the arrays, which tokenized() has compared with these. Hashes only choose
-        # parts, and the columns say which: without them older checkpoints can still be resumed.
-        of_arrays = {key: crcs for key, crcs in file.report.checksums.items() if key != "hashes"}
-        checksum = zlib.crc32(json.dumps(of_arrays).encode(), checksum)
+        # stands for every byte of the arrays, which tokenized() has compared with these
+        checksum = zlib.crc32(json.dumps(file.report.checksums).encode(), checksum)
         files.append(file)
         columns.append(np.stack([np.full_like(parts[0], number), *parts]))
     return Documents(files, np.concatenate(columns, 1), checksum)

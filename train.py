@@ -2936,15 +2936,6 @@ def prune_metrics(out, last_step, evaluated):
     replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def crc_of(path):
-    """Returns the CRC-32 of a file. It reveals damage by disks and copies, not forgery."""
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
 def read_state(folder, settings, ranks):
     """Returns the state in trainer_state.json. ValueError names a file that is not as it was saved, to the
     byte, or the settings in which this run differs from the checkpoint's."""
@@ -2959,7 +2950,7 @@ def read_state(folder, settings, ranks):
     # Every byte is read, so the ranks divide the files among them. The caller is inside Ranks.agree().
     for name in list(state["files"])[ranks.rank :: ranks.world]:
         path = folder / name
-        if not path.is_file() or [path.stat().st_size, crc_of(path)] != state["files"][name]:
+        if not path.is_file() or [path.stat().st_size, data.crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
     # a version that did not have a flag computed what the flag's default does
     defaults = {f"--{name}": default for name, default in fixed_flags().items()}

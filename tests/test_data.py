@@ -347,7 +347,7 @@ def fit_checksums(folder):
     write_json(report, data.with_checksum(changed))
 
 
-@pytest.mark.parametrize("name", [key for key in data.ARRAYS if key != "hashes"])  # these: see test_held_out.py
+@pytest.mark.parametrize("name", data.ARRAYS)
 def test_the_checksum_that_a_resume_compares_depends_on_every_array(path, cached, name):
     def checksum():
         return data.open_documents([cached], [path], 64).checksum
@@ -361,18 +361,14 @@ def test_the_checksum_that_a_resume_compares_depends_on_every_array(path, cached
     assert checksum() != before
 
 
-def test_the_checksum_of_a_file_is_that_of_its_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CRC_BLOCK", 1000)  # bytes; in a run 8 MiB
-    content = np.random.default_rng(0).bytes(2500)
-    for name in data.ARRAYS:
-        (tmp_path / name).write_bytes(content)
-    expected = [
-        zlib.crc32(content[:1000]),
-        zlib.crc32(content[1000:2000]),
-        zlib.crc32(content[2000:]),  # half a block
-    ]
+def test_the_checksums_of_a_folder_are_those_of_whole_files(tmp_path):
+    content = np.random.default_rng(0).bytes(2**22 + 1000)  # more than is read at once
+    contents = {}
+    for n_left_out, name in enumerate(data.ARRAYS):
+        contents[name] = content[n_left_out:]
+        (tmp_path / name).write_bytes(contents[name])
     checksums = data.checksums_of(tmp_path)
-    assert checksums == dict.fromkeys(data.ARRAYS, expected)
+    assert checksums == {name: zlib.crc32(whole) for name, whole in contents.items()}
 
 
 def test_a_data_file_that_changes_while_it_is_read_is_refused(path, tiny, cache, monkeypatch):
