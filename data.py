@@ -2139,17 +2139,20 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         file, parts = open_file(folder, name, seq_len, overflow)
         check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
-        file, parts = with_hashes(hashes, file, parts)
+        is_chosen = (parts[-1] >= hashes.start) & (parts[-1] < hashes.stop)
+        start, stop, n_targets, line, _ = parts[:, is_chosen]
+        # its other counts stay those of the whole file
+        file = file._replace(n_tokens=int((stop - start - 1).sum()), n_trained=int(n_targets.sum()))
         # stands for every byte of the arrays, which tokenized() has compared with these
         checksum = zlib.crc32(json.dumps(file.report.checksums).encode(), checksum)
         files.append(file)
-        columns.append(np.stack([np.full_like(parts[0], number), *parts]))
+        columns.append(np.stack([np.full_like(start, number), start, stop, n_targets, line]))
     return Documents(files, np.concatenate(columns, 1), checksum)
 
 
 def open_file(folder, name, seq_len, overflow):
-    """A folder of the cache -> (DataFile, [start, stop, n_targets, line, hash] of its parts that have a
-    target)."""
+    """A folder of the cache -> (DataFile, [5, n]: start, stop, n_targets, line and hash of the parts that
+    have a target)."""
     report = read_report(folder)
     tokens, supervised, lengths, lines, hashes = (
         np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
@@ -2169,17 +2172,7 @@ def open_file(folder, name, seq_len, overflow):
         n_untrained=len(np.setdiff1d(document, document[used])),
         n_tokens=int((stop - start - 1)[used].sum()),
         n_trained=int(n_targets.sum()))
-    return file, [column[used] for column in (start, stop, n_targets, lines[document], hashes[document])]
-
-
-def with_hashes(hashes, file, parts):
-    """(DataFile, its parts) as open_file() returns them -> (DataFile, [start, stop, n_targets, line]) of the
-    examples whose hash is in a range. Counts of the whole file stay as they are."""
-    *columns, hash_of_part = parts
-    chosen = (hash_of_part >= hashes.start) & (hash_of_part < hashes.stop)
-    start, stop, n_targets, line = (column[chosen] for column in columns)
-    file = file._replace(n_tokens=int((stop - start - 1).sum()), n_trained=int(n_targets.sum()))
-    return file, [start, stop, n_targets, line]
+    return file, np.stack([start, stop, n_targets, lines[document], hashes[document]])[:, used]
 
 
 def check_file(file, seq_len, vocab_size):
