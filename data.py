@@ -3008,66 +3008,6 @@ class RandomWeights:
         return zlib.crc32(repr((self.seed, self.config)).encode())
 
 
-class WithNewRows:
-    """A source of weights whose embedding and head have V rows. Rows of new_ids, and those that the source
-    does not have, are the mean of the old rows plus a tenth of their deviation, at random: a new token begins
-    as no token in particular, and no two are the same. Every number of ranks gets the same rows."""
-
-    def __init__(self, source, config, new_ids, seed):
-        self.source = source
-        self.new_ids = new_ids
-        self.seed = seed
-        self.is_tied = config.tie_word_embeddings
-        self.tensors = dict(source.tensors)
-        self.ends = [name for name in (embedding_in_files(config), HEAD) if name in self.tensors]
-        for name in self.ends:
-            shape = config.vocab_size, config.hidden_size
-            self.tensors[name] = self.tensors[name]._replace(shape=shape)
-        self.statistics = {}  # {name: (mean, deviation) of the old rows}, made when they are needed
-
-    def rows(self, name, start, stop):
-        """See Checkpoint.rows()."""
-        if name not in self.ends:
-            return self.source.rows(name, start, stop)
-        n_stored = self.source.tensors[name].n_rows
-        old = self.source.rows(name, min(start, n_stored), min(stop, n_stored))
-        is_new = [number >= n_stored or number in self.new_ids for number in range(start, stop)]
-        if not any(is_new):
-            return old
-        new = torch.tensor(is_new).nonzero()[:, 0]  # counted from start
-        first = start + int(new[0])
-        mean, deviation = self.statistics_of(name)
-        # the rows of a tied head are the embedding's, also where files have both
-        seed_name = EMBEDDING if self.is_tied else name
-        # from the first new row on: numbers for a whole embedding would fill gigabytes
-        noise = random_rows(f"new rows of {seed_name}", len(mean), first, stop, self.seed, "cpu")
-        more = torch.empty(stop - start - len(old), len(mean), dtype=old.dtype)
-        rows = torch.cat([old.cpu(), more])
-        rows[new] = (mean + 0.1 * deviation * noise[new - new[0]]).to(rows.dtype)
-        return rows
-
-    def statistics_of(self, name):
-        """(mean [D], standard deviation [D]) of the columns of the old rows."""
-        if name not in self.statistics:
-            stored = self.source.tensors[name]
-            n_old = stored.n_rows
-            if self.new_ids:
-                n_old = min(n_old, self.new_ids.start)  # what follows are rows of no token
-            total = torch.zeros(stored.row_shape, dtype=torch.float64)
-            squares = torch.zeros_like(total)
-            for first in range(0, n_old, 4096):  # some rows in memory at a time: a vocabulary is large
-                rows = self.source.rows(name, first, min(n_old, first + 4096)).cpu().double()
-                total += rows.sum(0)
-                squares += rows.square().sum(0)
-            mean = total / n_old
-            deviation = (squares / n_old - mean.square()).clamp_(min=0).sqrt()
-            self.statistics[name] = mean, deviation
-        return self.statistics[name]
-
-    def crc(self):
-        return self.source.crc()
-
-
 def with_vocab_size(raw, n):
     """The dict of a config.json with n rows in embedding and head. Models with a vision tower have the size
     in text_config, and some at the top as well."""
@@ -3335,13 +3275,15 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
             continue  # written along with their codes
         out, start = nf4.local(params[name])
         stop = start + len(out)
-        if start == stop:
-            continue  # some ranks have no row of a small parameter
         matrices = stored_matrices(name, params[name].shape, model.config, source.tensors)
         reader = source
         if ".lora_" in name or (adapter and name in (EMBEDDING, HEAD) and params[name].requires_grad):
             reader = adapter
             matrices = [matrix._replace(name=PEFT_PREFIX + matrix.name) for matrix in matrices]
+        if name in (EMBEDDING, HEAD):  # see fill_new_rows_() for those that files do not have
+            stop = min(stop, reader.tensors[matrices[0].name].n_rows)
+        if start >= stop:
+            continue  # some ranks have no row of a small parameter
         if name.endswith("weight_codes"):
             scales, _ = nf4.local(params[name.removesuffix("codes") + "scales"])
             for rows, out_rows in stacked_rows(reader, matrices, start, stop):
@@ -3360,6 +3302,35 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
             head = matrices[0].name.removesuffix(embedding_in_files(model.config)) + HEAD
             if head in reader.tensors:
                 check_tied_head(reader, matrices[0].name, head, start, stop)
+
+
+@torch.no_grad()
+def fill_new_rows_(model, source, new_ids, seed, ranks):
+    """Makes the rows of new tokens in embedding and head, and those that the source does not have: the mean
+    of the old rows plus a tenth of their deviation, at random. A new token begins as no token in particular,
+    and no two are the same. Every number of ranks gets the same rows, but for rounding. Collective."""
+    params = dict(model.named_parameters())
+    n_stored = source.tensors[embedding_in_files(model.config)].n_rows
+    n_old = min(n_stored, new_ids.start)  # what follows are rows of no token
+    for name in (EMBEDDING, HEAD):
+        if name not in params:
+            continue  # the head of a tied pair
+        out, first = nf4.local(params[name])
+        sums = torch.zeros(2, out.shape[1], dtype=torch.float64)
+        old = out[: max(n_old - first, 0)]
+        for some in old.split(4096):  # in float64 all of them would take much memory
+            some = some.double()
+            sums += torch.stack([some.sum(0), some.square().sum(0)]).cpu()
+        # ranks with the same rows, as without FSDP2, count equally often
+        found = ranks.gather((len(old), sums))
+        n_counted = sum(n for n, _ in found)
+        mean, mean_square = sum(sums for _, sums in found) / n_counted
+        deviation = (mean_square - mean.square()).clamp_(min=0).sqrt()
+        begin = max(first, n_old)
+        end = min(first + len(out), new_ids.stop if new_ids.stop <= n_stored else params[name].shape[0])
+        if begin < end:
+            noise = random_rows(f"new rows of {name}", len(mean), begin, end, seed, "cpu")
+            out[begin - first : end - first] = (mean + 0.1 * deviation * noise).to(out)
 
 
 # ---------------- writing a model
@@ -3513,8 +3484,10 @@ def export(args, model, source, files, tokenizer, out, ranks):
         if not args.lora:
             # only the rank that writes them reads them
             copied = [name for name in source.tensors if is_first and name.startswith(COPIED_PREFIXES)]
-            layout = {name: source.tensors[name]
-                      for name in (*shapes_in_files(model, source.tensors), *copied)}
+            # --add_tokens may have made embedding and head larger than in the source
+            layout = {name: source.tensors[name]._replace(shape=shape)
+                      for name, shape in shapes_in_files(model, source.tensors).items()}
+            layout |= {name: source.tensors[name] for name in copied}
             trained = (tensor.to(layout[name].dtype) for name, tensor in tensors)
             copies = (source.rows(name, 0, layout[name].n_rows) for name in copied)
             save_model(itertools.chain(trained, copies), as_in_files(layout), unfinished, files.config,
@@ -3536,6 +3509,8 @@ def merge(source, adapter, scale, files, tokenizer, out):
     layout = {name: stored for name, stored in source.tensors.items()
               if name != HEAD or not config.tie_word_embeddings}
     whole = [name for name in (embedding_in_files(config), HEAD) if name in adapter]
+    # they may be larger than in the source
+    layout |= {name: source.tensors[name]._replace(shape=adapter[name].shape) for name in whole}
     others = [name for name in adapter
               if ".lora_A." not in name and ".lora_B." not in name and name not in whole]
     if others:

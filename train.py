@@ -595,7 +595,7 @@ def main(argv, progress):
     steps = state["steps"]
     # after the data, because the longest row decides how much the blocks must recompute
     blocks = choose_blocks(args, config, ranks.world, loader.longest, smallest_memory(args, ranks))
-    print_start(args, model, opened.source, blocks, ranks)
+    print_start(args, model, tokenizer.new_ids, blocks, ranks)
     limit_gpu(args, config, loader.longest, blocks, ranks)
 
     # ---- the model: each feature wraps what is there, from the inside out, and the weights come last
@@ -613,6 +613,8 @@ def main(argv, progress):
         # a resumed run needs only what is frozen: the rest comes from the checkpoint
         data.load_weights_(model, opened.source, opened.adapter, args.seed, device,
                            progress=ranks.rank == 0, frozen_only=bool(resumed))
+    if args.add_tokens and not resumed:
+        data.fill_new_rows_(model, opened.source, tokenizer.new_ids, args.seed, ranks)
     if streamed:
         StreamedWeights(streamed, device)  # lives on in the hooks that it puts on the blocks
     # on a CPU, activations are in host memory already
@@ -773,7 +775,7 @@ class OpenedModel(NamedTuple):
     files: data.ModelFiles
     config: lm.Config
     model: lm.Transformer  # with its features, on the meta device
-    source: data.Checkpoint | data.RandomWeights | data.WithNewRows  # where the weights come from
+    source: data.Checkpoint | data.RandomWeights  # where the weights come from
     adapter: data.Checkpoint | None
     tokenizer: data.Tokenizer
 
@@ -905,8 +907,6 @@ def open_model(args, ranks, revisions=None):
         template_file = args.chat_template or data.template_of(args.adapter)
         variables = data.read_template_args(args.template_args)
         tokenizer = data.Tokenizer(files.tokenizer, template_file, train_on, variables, args.add_tokens)
-        if args.add_tokens or config.vocab_size > stored_config.vocab_size:
-            source = data.WithNewRows(source, config, tokenizer.new_ids, args.seed)
         return OpenedModel(files, config, model, source, adapter, tokenizer)
 
 
@@ -2420,17 +2420,16 @@ def features_of(args, model, blocks, ranks):
     ]
 
 
-def print_start(args, model, source, blocks, ranks):
+def print_start(args, model, new_ids, blocks, ranks):
     """Prints what is trained, what each feature does in this run, and what is off. Flags with fixed=True that
     have no words here are printed where they are not at their default."""
     c = model.config
     features = features_of(args, model, blocks, ranks)
     # all ranks together, because the model is not sharded yet
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    # Out of the files, because a byte of NF4 has two weights. Vision towers and the like do not count: a
-    # result gets a copy of them, and the model does not have them.
-    n_total = sum(math.prod(stored.shape) for name, stored in source.tensors.items()
-                  if not name.startswith(data.COPIED_PREFIXES))
+    # those of the plain model, because a byte of NF4 has two weights
+    with torch.device("meta"):
+        n_total = sum(p.numel() for p in lm.Transformer(c).parameters())
     lines = [f"{args.model} ({c.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
              f"{ranks.world} x {ranks.device_name}"]
     lines += [f"  {flag_of(flag, getattr(args, flag), c)}: {words}"
@@ -2444,8 +2443,7 @@ def print_start(args, model, source, blocks, ranks):
             others.append(flag_of(name, value, c))
     lines.append(f"  settings: {' '.join(others)}")
     if args.add_tokens:
-        first = source.new_ids.start
-        lines.append(f"  new tokens: ids {first:,} to {source.new_ids.stop - 1:,}, in a vocabulary of "
+        lines.append(f"  new tokens: ids {new_ids.start:,} to {new_ids.stop - 1:,}, in a vocabulary of "
                      f"{c.vocab_size:,}")
     if args.precision == "fp16":
         why = "" if has_bf16(ranks.device) else "this device has no bf16; "

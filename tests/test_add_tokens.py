@@ -3,11 +3,12 @@
 import argparse
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import HERE, curve, model_with_weights, on_ranks, random_chats, random_model, run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import data
 import model as lm
@@ -22,6 +23,7 @@ PADDED = 33 * 128  # rows of an embedding that grows: the next multiple of 128 a
 TIED_OR_NOT = {"untied": {}, "tied": {"tie_word_embeddings": True}}
 # a high rate, so that two steps move the new rows by more than rounding does
 SHORT = "--precision fp32 --lr 1e-2 --seq_len 96 --batch_size 6 --steps 2 --log_every 1".split()
+SEED = train.parse_args([]).seed
 LORA = "--lora --train_embeddings --lora_rank 5 --merge".split()
 
 
@@ -76,12 +78,27 @@ def opened(*flags):
     return train.open_model(args, ranks)
 
 
-def logits_of(*flags):
-    """Of some tokens, new ones among them, by the model that these flags open."""
-    found = opened(*flags)
+def with_weights(found):
+    """The model of a train.OpenedModel with weights; those of new rows are still to be made."""
     model = found.model
     model.to_empty(device="cpu").tie_()
     data.load_weights_(model, found.source, found.adapter, 0, CPU)
+    return model
+
+
+ALONE = SimpleNamespace(gather=lambda value: [value])  # what fill_new_rows_() uses of train.Ranks
+
+
+def begun(found):
+    """The same as training begins."""
+    model = with_weights(found)
+    data.fill_new_rows_(model, found.source, found.tokenizer.new_ids, SEED, ALONE)
+    return model
+
+
+def logits_of(*flags):
+    """Of some tokens, new ones among them, by the model that these flags open."""
+    model = with_weights(opened(*flags))
     tokens = torch.arange(N_OLD - 6, IDS.stop)
     with torch.no_grad():
         return model(tokens[None])
@@ -193,27 +210,7 @@ GROWN = 384  # rows of both in the model
 WIDTH = 8
 
 
-class Numbers:
-    """A source of weights with an embedding and a head of 300 rows."""
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self.values = {}
-        self.tensors = {}
-        for name in (data.EMBEDDING, data.HEAD):
-            shape = (N_STORED, WIDTH)
-            noise = torch.randn(shape, generator=generator)
-            self.values[name] = 3 + noise  # so that rows about the mean differ from rows about 0
-            self.tensors[name] = data.Stored(None, shape, torch.float32, name)
-
-    def rows(self, name, start, stop):
-        return self.values[name][start:stop].clone()
-
-    def crc(self):
-        return 7
-
-
-def config_of(n_rows, **changes):
+def config_of(n_rows):
     """Of a model with so many rows of 8 numbers in embedding and head."""
     raw = data.read_json(TINY / "config.json")
     raw["vocab_size"] = n_rows
@@ -221,18 +218,26 @@ def config_of(n_rows, **changes):
     # heads that fit this width
     raw["head_dim"] = 4
     raw["num_attention_heads"] = 2
-    return lm.parse_config(raw | changes)
+    raw["tie_word_embeddings"] = False
+    return lm.parse_config(raw)
 
 
-def grown(source, seed=0, is_tied=False):
-    """The source with 384 rows, of which three are of new tokens."""
-    config = config_of(GROWN, tie_word_embeddings=is_tied)
-    new_ids = range(N_STORED, N_STORED + 3)
-    return data.WithNewRows(source, config, new_ids, seed)
-
-
-def whole_embedding(source):
-    return source.rows(data.EMBEDDING, 0, GROWN)
+def stored_and_filled(n_rows, new_ids, seed=0):
+    """{name: (300 rows in files, the rows of the model)} of an embedding and a head with so many rows."""
+    generator = torch.Generator().manual_seed(0)
+    model = lm.Transformer(config_of(n_rows))
+    source = SimpleNamespace(tensors={})
+    stored = {}
+    for name in (data.EMBEDDING, data.HEAD):
+        noise = torch.randn(N_STORED, WIDTH, generator=generator)
+        stored[name] = 3 + noise  # so that rows about the mean differ from rows about 0
+        stored[name][new_ids.start :] = 1000  # rows of no token may hold anything
+        source.tensors[name] = data.Stored(None, tuple(noise.shape), torch.float32, name)
+        rows = model.get_parameter(name).detach()
+        rows[:N_STORED] = stored[name]
+        rows[N_STORED:] = torch.nan  # not loaded
+    data.fill_new_rows_(model, source, new_ids, seed, ALONE)
+    return {name: (rows, model.get_parameter(name).detach()) for name, rows in stored.items()}
 
 
 @pytest.mark.parametrize("new_ids, n_rows", [
@@ -241,24 +246,18 @@ def whole_embedding(source):
     (range(298, 303), GROWN),  # some
 ])
 def test_new_rows_are_about_the_mean_of_the_old_ones_and_no_two_are_the_same(new_ids, n_rows):
-    source = Numbers()
-    config = config_of(n_rows, tie_word_embeddings=False)
-    with_new_rows = data.WithNewRows(source, config, new_ids, seed=0)
     # rows that the files do not have are new even where they are of no token
     is_new = torch.zeros(n_rows, dtype=torch.bool)
     is_new[N_STORED:] = True
     is_new[new_ids.start : new_ids.stop] = True
     is_old = ~is_new
     steps_of_both = []
-    for name, values in source.values.items():
-        values[new_ids.start :] = 1000  # rows of no token may hold anything
-        assert with_new_rows.tensors[name].shape == (n_rows, WIDTH)
-        rows = with_new_rows.rows(name, 0, n_rows)
-        assert torch.equal(rows[is_old], values[is_old[:N_STORED]])  # to the bit
+    for stored, rows in stored_and_filled(n_rows, new_ids).values():
+        assert torch.equal(rows[is_old], stored[is_old[:N_STORED]])  # to the bit
         new_rows = rows[is_new]
         assert len(new_rows.unique(dim=0)) == len(new_rows)
 
-        old = values[: new_ids.start]  # without rows of no token
+        old = stored[: new_ids.start]  # without rows of no token
         steps = (new_rows - old.mean(0)) / old.std(0)
         # normal numbers of a tenth: none is ten times as large, and their mean square is near 1 / 100
         assert steps.abs().max() < 1
@@ -270,49 +269,62 @@ def test_new_rows_are_about_the_mean_of_the_old_ones_and_no_two_are_the_same(new
     assert not torch.allclose(of_embedding, of_head, atol=0.01)
 
 
-def test_new_rows_depend_on_seed_and_id_alone():
-    whole = whole_embedding(grown(Numbers()))
-    # as ranks read them: by parts, one of which begins before the new rows, in any order
-    source = grown(Numbers())
-    last = source.rows(data.EMBEDDING, 310, GROWN)
-    first = source.rows(data.EMBEDDING, 0, 299)
-    between = source.rows(data.EMBEDDING, 299, 310)
-    by_parts = torch.cat([first, between, last])
-    assert torch.equal(by_parts, whole)
-
-    other_seed = whole_embedding(grown(Numbers(), seed=1))
-    assert torch.equal(other_seed[:N_STORED], whole[:N_STORED])
-    assert not torch.equal(other_seed[N_STORED:], whole[N_STORED:])
-
-
-def test_a_tied_head_in_files_gets_the_rows_of_the_embedding():
-    source = Numbers()
-    source.values[data.HEAD] = source.values[data.EMBEDDING]
-    tied = grown(source, is_tied=True)
-    head = tied.rows(data.HEAD, 0, GROWN)
-    assert torch.equal(whole_embedding(tied), head)
-
-
-def check_rows_on_ranks(ranks, folder, base):
-    """Each rank's rows of the sharded embedding are those of a model on one rank."""
-    flags = ["--model", str(base), "--precision", "fp32", "--fsdp2"]
-    args = train.parse_args([*flags, "--add_tokens", *TOKENS])
-    found = train.open_model(args, ranks)
-    source = found.source
-    model = found.model
-    train.shard_(model, args, ranks.device)
-    model.to_empty(device="cpu").tie_()
-    data.load_weights_(model, source, None, 0, ranks.device)
-    for name, tensor in data.full_tensors(model, trainable_only=False):
-        n_rows = source.tensors[name].n_rows
-        of_this_rank_alone = source.rows(name, 0, n_rows)
-        assert torch.equal(tensor, of_this_rank_alone), name
+def test_new_rows_depend_on_the_seed():
+    new_ids = range(N_STORED, N_STORED + 3)
+    _, rows = stored_and_filled(GROWN, new_ids)[data.EMBEDDING]
+    _, again = stored_and_filled(GROWN, new_ids)[data.EMBEDDING]
+    assert torch.equal(again, rows)
+    _, others = stored_and_filled(GROWN, new_ids, seed=1)[data.EMBEDDING]
+    assert torch.equal(others[:N_STORED], rows[:N_STORED])
+    assert not torch.equal(others[N_STORED:], rows[N_STORED:])
 
 
 @pytest.mark.unperturbed
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_hold_the_same_rows(base, tmp_path, world):
-    on_ranks(world, check_rows_on_ranks, tmp_path, base)
+def test_a_tied_head_that_files_repeat_has_no_new_rows_either(tmp_path):
+    folder = model_with_weights(tmp_path / "model", **TIED_OR_NOT["tied"])
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[data.HEAD] = tensors[data.EMBEDDING].clone()
+    save_file(tensors, path, {"format": "pt"})
+    model = begun(opened("--model", folder, "--add_tokens", *TOKENS))
+    embedding = model.get_parameter(data.EMBEDDING)
+    assert model.lm_head.weight is embedding
+    assert torch.equal(embedding[:N_OLD], tensors[data.EMBEDDING])
+    assert embedding.isfinite().all()
+
+
+def check_rows_on_ranks(ranks, folder, base, flags):
+    """The sharded embedding of all ranks is that of a model on one rank, within rounding where its rows are new: the
+    ranks sum the old ones in another order."""
+    flags = ["--model", str(base), "--precision", "fp32", *flags]
+    args = train.parse_args([*flags, "--add_tokens", *TOKENS])
+    expected = dict(begun(train.open_model(args, ranks)).named_parameters())
+    found = train.open_model(args, ranks)
+    model = found.model
+    if args.fsdp2:
+        train.shard_(model, args, ranks.device)
+    model.to_empty(device="cpu").tie_()
+    data.load_weights_(model, found.source, None, SEED, ranks.device)
+    data.fill_new_rows_(model, found.source, found.tokenizer.new_ids, SEED, ranks)
+    for name, tensor in data.full_tensors(model, trainable_only=False):
+        if name in (data.EMBEDDING, data.HEAD):
+            assert torch.equal(tensor[:N_OLD], expected[name][:N_OLD]), name
+            # sums in float64: a float32 number may round to its neighbour
+            torch.testing.assert_close(tensor[N_OLD:], expected[name][N_OLD:].detach(), rtol=1e-6, atol=1e-9)
+        else:
+            assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.unperturbed
+@pytest.mark.parametrize("world, flags", [
+    (2, ["--fsdp2"]),
+    (3, ["--fsdp2"]),
+    (2, ["--fsdp2", "--offload", "params"]),
+    (2, ["--fsdp2", "--replicas", "2"]),  # both ranks have all rows
+    (2, []),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)
+def test_ranks_hold_the_same_rows(base, tmp_path, world, flags):
+    on_ranks(world, check_rows_on_ranks, tmp_path, base, flags)
 
 
 # ---------------------------------------------------------------- runs
@@ -337,8 +349,8 @@ def test_the_merged_model_and_the_adapter_load_again_with_the_same_tokens(adapte
 
 def test_rows_of_tokens_in_the_data_are_learned(base, adapted):
     """The second step's weights of <call>, which is in the data, differ from those that it began with."""
-    source = opened("--model", base, "--add_tokens", *TOKENS).source
-    begin = source.rows(data.EMBEDDING, IDS.start, IDS.stop)
+    model = begun(opened("--model", base, "--add_tokens", *TOKENS))
+    begin = model.get_parameter(data.EMBEDDING)[IDS.start : IDS.stop]
     merged = load_file(adapted / "merged" / "model.safetensors")
     end = merged[data.EMBEDDING][IDS.start : IDS.stop]
     change_of_each = (end - begin).abs().max(1).values

@@ -240,12 +240,11 @@ def start_of(flags, capsys):
         compute_dtype=torch.bfloat16,
         parameters=list,  # none
     )
-    source = SimpleNamespace(tensors={})
     ranks = SimpleNamespace(world=8, device_name="CPU", say=print)
     args = train.parse_args(flags.split())
     train.complete_for_model(args, model.config, {}, CPU)
     blocks = train.blocks_as_asked(args, model.config)
-    train.print_start(args, model, source, blocks, ranks)
+    train.print_start(args, model, range(0), blocks, ranks)
     return capsys.readouterr().out
 
 
