@@ -631,16 +631,16 @@ def regions(N, D, n_weights):
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW for --optim adamw8bit, and for --stochastic_rounding, which also applies to the moments: in bf16,
     0.999 * x rounds back to x. The scales of [N, D] are [N, D/256], cut into the same rows. Vectors have
-    float32 moments, which are few bytes. Where the device scalar `bad` is 1, step() changes no weight and no
-    moment."""
+    float32 moments, which are few bytes. Where the device scalar `found_inf` is 1, step() changes no
+    weight and no moment."""
 
-    def __init__(self, groups, lr, eight_bits, stochastic_rounding, compiled, bad):
+    def __init__(self, groups, lr, eight_bits, stochastic_rounding, compiled, found_inf):
         super().__init__(groups, {"lr": lr})
         self.adamw_ = torch.compile(adamw_, dynamic=True) if compiled else adamw_
         # Weights of a region on a GPU: float32 temporaries are 16 MiB each. Compiled code has few of them.
         self.n_weights = 1 << 24 if compiled else 1 << 22
         self.stochastic_rounding = stochastic_rounding
-        self.found_inf = bad  # by GradScaler's name, which tells main not to wait for it
+        self.found_inf = found_inf  # GradScaler's name, which tells main not to wait for it
         params = [p for group in self.param_groups for p in group["params"]]
         self.number_of = {p: number for number, p in enumerate(params)}  # for its random bits
         # All state is made here and not in the first step, so that memory does not grow later.

@@ -585,7 +585,7 @@ def main(argv, progress):
     model = opened.model
     tokenizer = opened.tokenizer
     # before data and weights, which may take an hour: an error of a network or a login comes at once
-    sinks = open_sinks(args, out, resumed, ranks, progress)
+    sinks = open_sinks(args, out, resumed, ranks, progress["exits"])
     loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks, revisions)
     if ranks.rank == 0:
         data.print_data(args, loader, eval_loader, tokenizer)
@@ -625,12 +625,12 @@ def main(argv, progress):
     # after shard_(), which has put other parameters in the place of those that were there
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trained = list(named.values())
-    # It scales with fp16 alone. Its tensor `bad` is 1 once a gradient was inf or nan, with any precision: no
-    # step waits for the host to look. It is where gradients are, with --offload params on the CPU.
-    loss_scale = LossScale(args.precision == "fp16", trained[0].device)
-    bad = loss_scale.bad
-    optimizer = make_optimizer(named, args, bad)
-    in_backward = StepInBackward(optimizer, trained, bad, ranks, args) if args.optim_in_backward else None
+    nonfinite = NonFinite(trained[0].device)  # where gradients are, with --offload params on the CPU
+    loss_scale = LossScale(args.precision == "fp16", nonfinite.found_inf)
+    optimizer = make_optimizer(named, args, nonfinite.found_inf)
+    in_backward = None
+    if args.optim_in_backward:
+        in_backward = StepInBackward(optimizer, trained, nonfinite, ranks, args)
     with ranks.agree():
         if resumed:
             # in place: the optimizer has allocated all of its state already
@@ -712,8 +712,9 @@ def main(argv, progress):
             if n == 1:
                 note_dominant_gradient(model, norm, args, tokenizer, ranks)
             # the host does not look at the norm: where it is inf or nan, the kernels change nothing
-            step_if_finite(optimizer, norm, bad)
+            nonfinite.step_if_finite(optimizer, norm)
             optimizer.zero_grad()  # to None: the next forward can use their memory
+        nonfinite.count_()
         loss_scale.update_()
         state["step"] = n
         state["tokens"] += counts.targets
@@ -733,12 +734,12 @@ def main(argv, progress):
         if log_due or overdue or save_due or stopped:
             losses, dpo_means = log.means()
             # the only host sync of the step
-            losses, dpo_means, (norm,), (lr,), skips = to_host(
-                device, losses, dpo_means, norm, lr, loss_scale.report())
-            bad_step = loss_scale.step_that_ends_the_run(n, losses, *skips)
-            if bad_step is not None:
-                end_not_finite(model, loader, bad_step, args, ranks, tokenizer)
-            log.write(losses, dpo_means, norm, lr, *skips)
+            losses, dpo_means, (norm,), (lr,), (n_found,), scale = to_host(
+                device, losses, dpo_means, norm, lr, nonfinite.report(), loss_scale.report())
+            last_step = step_that_ends_the_run(n, losses, n_found, *scale)
+            if last_step is not None:
+                end_not_finite(model, loader, last_step, args, ranks, tokenizer)
+            log.write(losses, dpo_means, norm, lr, n_found, *scale)
         if profiler:
             profiler.step()
 
@@ -942,8 +943,9 @@ def take_folder(args, ranks, progress):
             checkpoint = checkpoint_to_resume(args.out, args.resume)
             folder = None
             if not args.inspect:
-                progress["folder"] = RunFolder(args.out, checkpoint)
-                folder = progress["folder"].path
+                run_folder = RunFolder(args.out, checkpoint)
+                progress["exits"].callback(run_folder.leave)
+                folder = run_folder.path
             found = folder, checkpoint, revisions_of(checkpoint)
     out, resumed, revisions = ranks.gather(found)[0]
     progress["out"] = out
@@ -966,7 +968,7 @@ def revisions_of(checkpoint):
 def open_run(args, config, loader, eval_loader, source, resumed, ranks):
     """-> the state of the run at its start: all that it carries from step to step beside its tensors;
     trainer_state.json holds it. evaluated: the step of the newest evaluation. best_eval: the best one's row
-    of metrics.jsonl. eval_data: the checksum of what they read."""
+    of metrics.jsonl. eval_data: the checksum of what they read. metrics_bytes: the size of metrics.jsonl."""
     # the ranks of a --sequence_parallel group share their rows
     rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
     with ranks.agree():
@@ -980,11 +982,11 @@ def open_run(args, config, loader, eval_loader, source, resumed, ranks):
         settings = fixed_settings(args, config, rows_a_step, loader, source)
         eval_data = eval_loader.documents.checksum if eval_loader else None
         state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": eval_data,
-                 "steps": steps, "rows_a_step": rows_a_step, "settings": settings}
+                 "metrics_bytes": 0, "steps": steps, "rows_a_step": rows_a_step, "settings": settings}
         # the saved state counts, but for `steps`: a run may be made longer or shorter
         if resumed:
-            state = read_state(resumed, settings, ranks)
-            state.setdefault("eval_data", eval_data)  # older versions did not note it
+            # an older version did not note the size, so nothing is cut off
+            state = {"metrics_bytes": sys.maxsize} | read_state(resumed, settings, ranks)
         if state["step"] > steps:
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
@@ -1144,7 +1146,7 @@ class Ranks:
         self.local = int(os.environ.get("LOCAL_RANK", 0))
         n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.choose_device(n_local)
-        if int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:
+        if os.environ.get("OMP_NUM_THREADS", "1") in ("1", ""):
             # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
             n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, n_cores // n_local))
@@ -1661,7 +1663,7 @@ def groups_of(named, args):
     return groups
 
 
-def make_optimizer(named, args, bad):
+def make_optimizer(named, args, found_inf):
     """AdamW with weight decay on matrices only: pulling norms and biases towards zero regularises nothing.
 
     An optimizer of your own has to do this, with named = {name: parameter}, whose names tell embedding and
@@ -1669,9 +1671,9 @@ def make_optimizer(named, args, bad):
     - Put every parameter into a group: one that is in none never learns, and nobody says so.
     - Allocate all state here, as tensors in optimizer.state[p], and update it in place: a resumed run fills
       it before the first step, and memory must not grow later. zeros_like(p) is sharded and saved as p is.
-    - Either keep `bad` as its attribute `found_inf` and change nothing where it is 1 (a gradient was inf or
-      nan), read on the device. Or have no found_inf: then step_if_finite() waits for the device in each step
-      and does not call step().
+    - Either keep `found_inf` as an attribute of this name and change nothing where it is 1 (a gradient was
+      inf or nan), read on the device. Or have none: then NonFinite.step_if_finite() waits for the device in
+      each step and does not call step().
     - Read the learning rate from param_groups, in fp16 a tensor, and skip a parameter whose grad is None:
       --optim_in_backward calls step() once for each parameter, while no other gradient is alive.
     """
@@ -1680,14 +1682,14 @@ def make_optimizer(named, args, bad):
     eight_bits = args.optim == "adamw8bit"
     # torch's AdamW does neither
     if eight_bits or args.stochastic_rounding:
-        return nf4.CompactAdamW(groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, bad)
+        return nf4.CompactAdamW(groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, found_inf)
     optimizer = ShardAdamW(groups, lr=args.lr, fused=args.fused_adamw)
     # As torch would at the first step. Fused AdamW reads `step` on the device, the others on the host.
     for p in params:
         optimizer.state[p] = {"step": torch.zeros((), device=p.device if args.fused_adamw else "cpu"),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     if args.fused_adamw:
-        optimizer.found_inf = bad
+        optimizer.found_inf = found_inf
     return optimizer
 
 
@@ -1789,22 +1791,9 @@ def clip_gradients_(params, clip):
     return norm
 
 
-def step_if_finite(optimizer, norm, bad):
-    """optimizer.step(), unless this norm or an earlier one was inf or nan. From then on `bad` is 1 and the
-    weights stay as they were, until LossScale.update_() resets it (fp16), or the next logged step ends the
-    run.
-
-    Fused AdamW and CompactAdamW have `bad` as `found_inf` (GradScaler's protocol), read it on the device and
-    change nothing if it is 1. For any other optimizer, which would apply inf, the host waits here."""
-    torch.maximum(bad, (~norm.isfinite()).float(), out=bad)
-    if hasattr(optimizer, "found_inf") or not bad:
-        optimizer.step()
-
-
 class LossScale:
-    """The loss scale of --precision fp16 (arXiv:1710.03740), by the protocol of torch.amp.GradScaler, and
-    with any precision the tensor `bad`: 1 where a gradient was inf or nan. The optimizers read it, see
-    make_optimizer(). All of it stays on the device, so that no step waits for the host to look.
+    """The loss scale of --precision fp16 (arXiv:1710.03740), by the protocol of torch.amp.GradScaler. It stays
+    on the device, so that no step waits for the host to look; with another precision it does nothing.
 
     fp16 numbers end at 65,504, and below 6e-8 there is only 0. Many gradients of a mean loss are smaller, so
     the loss is multiplied by a scale before the backward, and all gradients with it:
@@ -1814,21 +1803,19 @@ class LossScale:
         2,000 steps without that    the scale is doubled
 
     The steps of AdamW in 8 bits are counted on the host, which does not know of skipped ones: its first
-    updates are smaller then, as in a longer warmup. Without fp16 there is no scale, and `bad` stays 1 until
-    the next logged step ends the run."""
+    updates are smaller then, as in a longer warmup."""
 
     # as GradScaler has them
     FIRST = 2.0**16
     GROWTH_INTERVAL = 2000
 
-    def __init__(self, is_on, device):
-        self.bad = torch.zeros((), device=device)
-        self.n_bad = torch.zeros_like(self.bad)  # steps since the last report() in which it was 1
+    def __init__(self, is_on, found_inf):
+        self.found_inf = found_inf  # that of NonFinite
         self.value = None
         if is_on:
-            self.value = torch.full_like(self.bad, self.FIRST)
+            self.value = torch.full_like(found_inf, self.FIRST)
             # steps since the scale has changed; int32 is what torch's kernel expects
-            self.n_good = torch.zeros_like(self.bad, dtype=torch.int32)
+            self.n_good = torch.zeros_like(found_inf, dtype=torch.int32)
             self.n_skipped = torch.zeros_like(self.n_good)  # in the whole run
 
     def of(self, loss):
@@ -1841,35 +1828,17 @@ class LossScale:
             torch._foreach_mul_(grads, 1 / self.value)
 
     def update_(self):
-        """Call it after each step."""
-        self.n_bad += self.bad
+        """Call it after each step. Gradients that overflowed are forgotten: the next step has a new scale."""
         if self.value is not None:
-            self.n_skipped += self.bad.int()
+            self.n_skipped += self.found_inf.int()
             # GradScaler's own kernel. It counts the good steps, then doubles or halves, without the host.
-            torch._amp_update_scale_(self.value, self.n_good, self.bad, 2.0, 0.5, self.GROWTH_INTERVAL)
-            self.bad.zero_()
+            torch._amp_update_scale_(
+                self.value, self.n_good, self.found_inf, 2.0, 0.5, self.GROWTH_INTERVAL)
+            self.found_inf.zero_()
 
     def report(self):
-        """-> [steps since the last report in which a gradient was inf or nan, and the scale], on the
-        device."""
-        numbers = [self.n_bad] if self.value is None else [self.n_bad, self.value]
-        report = torch.stack(numbers)
-        self.n_bad.zero_()
-        return report
-
-    def step_that_ends_the_run(self, n, losses, n_bad, value=None):
-        """The step (from 0) that ends the run after step n, or None. losses: of the steps since the last
-        report, whose numbers follow."""
-        if value is None:
-            # `bad` stays 1 from the first bad step on, so their number tells which step that was
-            is_over = n_bad or not math.isfinite(sum(losses))
-            return n - max(int(n_bad), 1) if is_over else None
-        # An activation that overflows does so with any scale.
-        for step, loss in enumerate(losses, n - len(losses)):
-            if not math.isfinite(loss):
-                return step
-        # GradScaler would halve it for ever. At 1 even the gradients of the plain mean loss overflow.
-        return n - 1 if value < 1 else None
+        """-> [the scale] on the device, or [] where there is none."""
+        return self.found_inf.new_zeros(0) if self.value is None else self.value
 
     def tensors(self):
         """What a checkpoint needs, {name: tensor}: a run that resumed at the first scale would skip its steps
@@ -1886,35 +1855,36 @@ class StepInBackward:
     the hooks after the unit's reduce-scatter. A gradient that is not finite stops all later updates of this
     rank; the earlier ones of that step stay applied."""
 
-    def __init__(self, optimizer, params, bad, ranks, args):
+    def __init__(self, optimizer, params, nonfinite, ranks, args):
         self.optimizer = optimizer
-        self.bad = bad
+        self.nonfinite = nonfinite
         self.ranks = ranks
         self.args = args
-        self.norm_squared = torch.zeros_like(bad)
+        self.norm_squared = torch.zeros_like(nonfinite.found_inf)
         for p in params:
             p.register_post_accumulate_grad_hook(self.update)
 
     @torch.no_grad()
     def update(self, p):
-        # torch 2.11 calls this hook before an offloaded gradient has arrived on the CPU (`bad` is there, too)
-        if self.ranks.device.type != self.bad.device.type:
+        # torch 2.11 calls this hook before an offloaded gradient has arrived on the CPU
+        if self.ranks.device.type != self.norm_squared.device.type:
             torch.cuda.current_stream().synchronize()
         if self.ranks.world > 1 and not self.args.fsdp2:
             average_gradients_([p], self.ranks.world)
         # dtype=float32 would copy a bf16 gradient
         norm = torch.linalg.vector_norm(nf4.local(p.grad).rows).float()
         self.norm_squared += norm.square()
-        step_if_finite(self.optimizer, norm, self.bad)  # updates p alone, the only one that has a gradient
+        self.nonfinite.step_if_finite(self.optimizer, norm)  # updates p alone, which alone has a gradient
         p.grad = None
 
     def norm(self):
-        """The gradient norm of the step, and under FSDP2 `bad`, over all ranks: each saw only its shards."""
+        """The gradient norm of the step over all ranks. Under FSDP2 each saw only its shards, so what was not
+        finite is made known to all of them here."""
         norm_squared = self.norm_squared
-        self.norm_squared = torch.zeros_like(self.bad)
+        self.norm_squared = torch.zeros_like(norm_squared)
         if self.args.fsdp2:
             dist.all_reduce(norm_squared)
-            dist.all_reduce(self.bad, dist.ReduceOp.MAX)
+            dist.all_reduce(self.nonfinite.found_inf, dist.ReduceOp.MAX)
         return (norm_squared / self.args.replicas).sqrt()  # replicas hold the same gradients
 
 
@@ -2218,6 +2188,7 @@ class Log:
         try:
             with open(self.out / "metrics.jsonl", "a") as file:
                 file.write(f"{self.before_row}{json.dumps(row)}\n")
+            self.state["metrics_bytes"] = os.path.getsize(self.out / "metrics.jsonl")
             self.before_row = ""
         except OSError as error:  # a full disk does not end a training
             self.before_row = "\n"  # a part of the row may be written, and must not swallow the next one
@@ -2252,9 +2223,8 @@ class Log:
 FINISH_S = 30  # for a sink to send its last rows, at the end of a run
 
 
-def open_sinks(args, out, resumed, ranks, progress):
-    """-> [what else gets the metrics of this run], none on other ranks than 0. Collective. They are in
-    `progress` from the first one on: launch() closes them, however the run ends.
+def open_sinks(args, out, resumed, ranks, exits):
+    """-> [what else gets the metrics of this run], none on other ranks than 0. Collective.
 
     A sink is an object with write(row), a row being {name: number} with the step as one of the names, and
     close(has_failed). To add one, write a flag, a class like TensorBoard below and a line here. An error ends
@@ -2262,14 +2232,15 @@ def open_sinks(args, out, resumed, ranks, progress):
     torchrun may have started it, at night."""
     kinds = {"tensorboard": TensorBoard, "wandb": WandB}
     sinks = []
-    progress["sinks"] = sinks
     step = step_of(resumed) if resumed else 0
     with ranks.agree():
         for flag, kind in kinds.items():
             if ranks.rank or not out or not getattr(args, flag):
                 continue
             try:
-                sinks.append(kind(out, step, settings_of(args, ranks.world)))
+                sink = kind(out, step, settings_of(args, ranks.world))
+                sinks.append(sink)
+                exits.push(functools.partial(close_sink, sink, sinks))
             except Exception as error:  # each library raises classes of its own, also when it is imported
                 message = f"--{flag}: {type(error).__name__}: {error}"
                 if not resumed:
@@ -2292,20 +2263,14 @@ def dropping(sink, sinks):
                  f"{type(error).__name__}: {error}")
 
 
-@contextlib.contextmanager
-def closing_sinks(progress):
-    """Closes the sinks, however main() ends. The process ends by os._exit(), so nothing else would: wandb
-    keeps rows in memory and closes its file in a function of atexit."""
-    has_failed = True
-    try:
-        yield
-        has_failed = False
-    finally:
-        sinks = progress.pop("sinks", [])
-        for sink in list(sinks):
-            # Another Ctrl-C gives up on a network that is slow, and does not change how the run has ended.
-            with dropping(sink, sinks), contextlib.suppress(KeyboardInterrupt):
-                data.in_thread(sink.close, has_failed, limit_s=FINISH_S)
+def close_sink(sink, sinks, error, *_):
+    """Tells a sink that the run is over. ExitStack calls this, however the run ends, with the class of the
+    error that ends it. Nothing else would: the process ends by os._exit(), and wandb keeps rows in memory and
+    closes its file in a function of atexit."""
+    if sink in sinks:
+        # Another Ctrl-C gives up on a network that is slow, and does not change how the run has ended.
+        with dropping(sink, sinks), contextlib.suppress(KeyboardInterrupt):
+            data.in_thread(sink.close, error is not None, limit_s=FINISH_S)
 
 
 class TensorBoard:
@@ -2616,6 +2581,51 @@ def print_answer(core, tokens):
 # ---------------- numbers that are not finite
 
 
+class NonFinite:
+    """Ends a run before inf or nan reach its weights, without a step that waits for the host to look.
+
+    found_inf is 1 on the device from the first gradient on that was inf or nan. Optimizers read it there and
+    change nothing then (GradScaler's protocol and name), so the weights stay as they were until the host
+    fetches report() with the next row of the log, and step_that_ends_the_run() says which step it was. With
+    fp16 LossScale.update_() sets it to 0 again: such a step is skipped."""
+
+    def __init__(self, device):
+        self.found_inf = torch.zeros((), device=device)
+        self.n_steps = torch.zeros_like(self.found_inf)  # since the last report(), with such a gradient
+
+    def step_if_finite(self, optimizer, norm):
+        """optimizer.step(), unless this norm of gradients or an earlier one was inf or nan."""
+        torch.maximum(self.found_inf, (~norm.isfinite()).float(), out=self.found_inf)
+        # one that does not read found_inf would apply inf, so for it the host waits here
+        if hasattr(optimizer, "found_inf") or not self.found_inf:
+            optimizer.step()
+
+    def count_(self):
+        """Call it after each step."""
+        self.n_steps += self.found_inf
+
+    def report(self):
+        """-> the number of steps since the last report with a gradient that was inf or nan, on the device."""
+        report = self.n_steps.clone()
+        self.n_steps.zero_()
+        return report
+
+
+def step_that_ends_the_run(n, losses, n_found, loss_scale=None):
+    """The step (from 0) that ends the run after step n, or None. losses: of the steps since the last report,
+    in n_found of which a gradient was inf or nan."""
+    if loss_scale is None:
+        # found_inf stays 1 from the first such step on, so their number tells which step that was
+        is_over = n_found or not math.isfinite(sum(losses))
+        return n - max(int(n_found), 1) if is_over else None
+    # An activation that overflows does so with any scale.
+    for step, loss in enumerate(losses, n - len(losses)):
+        if not math.isfinite(loss):
+            return step
+    # GradScaler would halve it for ever. At 1 even the gradients of the plain mean loss overflow.
+    return n - 1 if loss_scale < 1 else None
+
+
 def parts_of(tensor):
     """What this rank has of a tensor. A streamed one shows the slot, which other blocks use as well; its own
     numbers are in its pages."""
@@ -2885,13 +2895,15 @@ def write_json(path, content):
 def write_files(out, args, blocks, revisions, state, ranks):
     """On rank 0, writes what is in the folder of a run before its first step. args.json: the value of every
     flag, what choose_blocks() made of --activation_checkpointing and --resident_blocks, versions of what the
-    run uses, and the commits of names on the Hub. metrics.jsonl: the rows of steps that a resumed run does
-    not repeat."""
+    run uses, and the commits of names on the Hub. metrics.jsonl: what it had when the checkpoint was saved
+    that the run resumes from. The run repeats the rest."""
     if ranks.rank:
         return
     settings = settings_of(args, ranks.world) | blocks._asdict()
     write_json(out / "args.json", settings | {"revisions": revisions} | OURS)
-    prune_metrics(out, state["step"], state["evaluated"])
+    metrics = out / "metrics.jsonl"
+    if metrics.is_file() and metrics.stat().st_size > state["metrics_bytes"]:
+        os.truncate(metrics, state["metrics_bytes"])
 
 
 def settings_of(args, world):
@@ -2920,18 +2932,6 @@ def read_metrics(out, last_step):
             if row["step"] in range(last_step + 1) and math.isfinite(sum(losses_of(row))):
                 rows.append(row)
     return rows
-
-
-def prune_metrics(out, last_step, evaluated):
-    """Removes the rows after `last_step` from metrics.jsonl: the resumed run repeats these steps. It also
-    repeats the evaluation of `last_step` if that is not the one that the checkpoint knows, the newest."""
-    path = out / "metrics.jsonl"
-    if not path.exists():
-        return
-    # read_metrics() also drops a last line that a killed process has not finished
-    rows = [row for row in read_metrics(out, last_step)
-            if "eval_loss" not in row or row["step"] < last_step or evaluated == last_step]
-    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_state(folder, settings, ranks):
@@ -4189,11 +4189,12 @@ def stack_of(error):
 def launch(argv=None):
     """Runs main() -> the exit code. Every error that is expected becomes one message, printed last: by rank 0
     here, and by torchrun from its error file. An unexpected one keeps its traceback, on each rank."""
-    progress = dict(out=None, folder=None, step=0, tokens_of_micro_batch=0, is_written=False)
+    progress = dict(out=None, step=0, tokens_of_micro_batch=0, is_written=False)
     code = 1
     speaks = os.environ.get("RANK", "0") == "0"
     try:
-        with closing_sinks(progress):
+        with contextlib.ExitStack() as exits:  # what has to be closed, however the run ends
+            progress["exits"] = exits
             main(sys.argv[1:] if argv is None else argv, progress)
         return 0
     except SystemExit as end:
@@ -4230,9 +4231,6 @@ def launch(argv=None):
                 message = report_out_of_memory(error, progress)
             else:
                 data.say(traceback.format_exc(), to_stderr=True)
-    finally:
-        if progress["folder"]:
-            progress["folder"].leave()
     report_error(message, speaks)
     return code
 

@@ -234,7 +234,7 @@ def state_after_a_step(folder, args, ranks):
         p.grad = p.detach().clone()
     optimizer.step()
     optimizer.zero_grad()
-    return train.training_tensors(model, optimizer, train.LossScale(False, ranks.device))
+    return train.training_tensors(model, optimizer, train.LossScale(False, torch.zeros(())))
 
 
 def state_rank(folder):

@@ -195,8 +195,8 @@ def run_ranks(world, argv, out, gpu=False):
 
 def state_of(step):
     """The state of a run after a step, as train.py hands it to its Saver, of a run without settings."""
-    return {"step": step, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": None, "steps": 9,
-            "rows_a_step": 1, "settings": {}}
+    return {"step": step, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": None, "metrics_bytes": 0,
+            "steps": 9, "rows_a_step": 1, "settings": {}}
 
 
 def on_ranks(world, function, folder, *args):

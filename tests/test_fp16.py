@@ -74,13 +74,13 @@ def test_what_was_trained_in_fp16_is_exported_in_the_dtype_of_its_files(job, few
 
 def scales_of(found_inf, interval):
     """The loss scale after each step of a list, by LossScale."""
-    scale = train.LossScale(True, CPU)
+    scale = train.LossScale(True, torch.zeros(()))
     scale.GROWTH_INTERVAL = interval
     values = []
-    for bad in found_inf:
-        scale.bad.fill_(bad)
+    for overflowed in found_inf:
+        scale.found_inf.fill_(overflowed)
         scale.update_()
-        assert not scale.bad  # the next step begins without
+        assert not scale.found_inf  # the next step begins without
         values.append(scale.value.item())
     return values
 
@@ -91,9 +91,9 @@ def scales_of_torch(found_inf, interval):
     optimizer = torch.optim.SGD([p], lr=0.0)
     scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
     values = []
-    for bad in found_inf:
+    for overflowed in found_inf:
         scaler.scale(p.sum()).backward()
-        if bad:
+        if overflowed:
             p.grad.fill_(torch.inf)
         scaler.step(optimizer)
         scaler.update()
@@ -110,7 +110,8 @@ def test_the_scale_goes_as_that_of_torchs_gradscaler():
 
 
 def test_gradients_lose_no_bit_to_the_scale_and_only_skipped_steps_are_counted():
-    scale = train.LossScale(True, CPU)
+    nonfinite = train.NonFinite(CPU)
+    scale = train.LossScale(True, nonfinite.found_inf)
     w = torch.nn.Parameter(torch.linspace(0.1, 3.0, 7))
     (w**3).sum().backward()
     plain = w.grad.clone()
@@ -120,23 +121,28 @@ def test_gradients_lose_no_bit_to_the_scale_and_only_skipped_steps_are_counted()
     scale.unscale_([w])
     assert torch.equal(w.grad, plain)
 
-    for bad in (1, 0, 1):
-        scale.bad.fill_(bad)
+    for overflowed in (1, 0, 1):
+        nonfinite.found_inf.fill_(overflowed)
+        nonfinite.count_()
         scale.update_()
-    assert scale.report().tolist() == [2, 2**14]
-    assert scale.report().tolist() == [0, 2**14]
+    assert scale.report() == 2**14
+    assert nonfinite.report() == 2
+    assert nonfinite.report() == 0
 
 
-def test_other_precisions_have_no_scale_and_stay_bad():
-    none = train.LossScale(False, CPU)
+def test_other_precisions_have_no_scale_and_forget_nothing():
+    nonfinite = train.NonFinite(CPU)
+    none = train.LossScale(False, nonfinite.found_inf)
     loss = torch.ones(())
     assert none.of(loss) is loss
     assert none.tensors() == {}
-    none.bad.fill_(1)
-    none.update_()
-    none.update_()
-    assert none.bad == 1
-    assert none.report().tolist() == [2]
+    nonfinite.found_inf.fill_(1)
+    for _ in range(2):
+        nonfinite.count_()
+        none.update_()
+    assert nonfinite.found_inf == 1
+    assert nonfinite.report() == 2
+    assert none.report().tolist() == []
 
 
 # ---------------------------------------------------------------- a step that is skipped
@@ -202,9 +208,9 @@ def test_a_rate_that_the_device_looks_up_updates_as_a_number_does(flags):
     args = train.parse_args(["--lr", "0.1", *flags.split()])
     updated = []
     for is_fp16 in (False, True):
-        scale = train.LossScale(is_fp16, CPU)
+        scale = train.LossScale(is_fp16, torch.zeros(()))
         w = torch.nn.Parameter(torch.linspace(0.1, 3.0, 64).view(8, 8))
-        optimizer = train.make_optimizer({"w": w}, args, scale.bad)
+        optimizer = train.make_optimizer({"w": w}, args, scale.found_inf)
         for step in range(5):
             w.grad = torch.linspace(-1.0, 1.0, 64).view(8, 8)
             lr = train.set_rates_(optimizer, step, 5, args, scale)

@@ -1,6 +1,8 @@
 """What a run shows and sends while it trains: its output, also where that cannot be written, the sinks of the log,
 --wandb, and the answers to --sample."""
 
+import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import json
@@ -124,11 +126,19 @@ def test_text_from_files_and_flags_is_printed_without_control_characters(capsys)
 # ---------------------------------------------------------------- sinks
 
 
+def closing(sinks):
+    """What launch() has on its stack once open_sinks() has opened these."""
+    exits = contextlib.ExitStack()
+    for sink in sinks:
+        exits.push(functools.partial(train.close_sink, sink, sinks))
+    return exits
+
+
 def test_a_sink_that_fails_is_dropped_with_one_message_and_the_others_get_all_rows(log, tmp_path, capsys):
     failing = Sink(ConnectionError("no route to host"))
     working = Sink()
     log.sinks = [failing, working]
-    with train.closing_sinks({"sinks": log.sinks}):
+    with closing(log.sinks):
         for loss in (3.0, 2.0):
             log.write_eval(train.Evaluation(loss, [], 10))
     said = capsys.readouterr().out
@@ -172,7 +182,8 @@ def test_sinks_are_closed_however_a_run_ends_and_do_not_change_its_exit_code(
 
     # what the real one does: it notes its sinks, and ends in one of these ways
     def main(argv, progress):
-        progress.update(out=tmp_path, sinks=[sink])
+        progress["out"] = tmp_path
+        progress["exits"].push(closing([sink]))
         if error:
             raise error
 
@@ -188,14 +199,14 @@ def test_sinks_are_closed_however_a_run_ends_and_do_not_change_its_exit_code(
 def test_only_rank_0_opens_sinks(tmp_path):
     args = SimpleNamespace(tensorboard=True, wandb=True)
     ranks = SimpleNamespace(rank=1, agree=ALONE.agree)
-    assert train.open_sinks(args, tmp_path, None, ranks, {}) == []
+    assert train.open_sinks(args, tmp_path, None, ranks, contextlib.ExitStack()) == []
 
 
 def test_a_sink_that_never_finishes_costs_a_run_half_a_minute(monkeypatch, capsys):
     monkeypatch.setattr(train, "FINISH_S", 0.1)
     answer = threading.Event()
     sink = SimpleNamespace(close=lambda has_failed: answer.wait())
-    with train.closing_sinks({"sinks": [sink]}):
+    with closing([sink]):
         pass
     answer.set()
     assert "SimpleNamespace has failed and gets no more rows" in capsys.readouterr().out
@@ -400,8 +411,13 @@ def without_times(row):
     return {key: value for key, value in row.items() if key not in ("tokens_per_s", "step_s", "data_s", "mem_gib")}
 
 
-def files_of(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def files_of(checkpoint):
+    """{name: content}. The size of metrics.jsonl is that of digits of times."""
+    files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    state = json.loads(files["trainer_state.json"])
+    assert state.pop("metrics_bytes") > 0
+    del state["checksum"]
+    return files | {"trainer_state.json": state}
 
 
 @pytest.mark.parametrize("case", CASES)

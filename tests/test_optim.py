@@ -25,15 +25,15 @@ EIGHT = ["--optim", "adamw8bit"]
 RANDOM = ["--stochastic_rounding"]
 
 
-def optimizer_of(params, *flags, bad=None):
+def optimizer_of(params, *flags, found_inf=None):
     """The optimizer that a run with these flags has for such parameters; `bad` is the scalar that stops updates."""
     params = list(params)
     defaults = ["--precision", "bf16", "--lr", "1e-3", "--weight_decay", "0.1"]
     args = train.parse_args([*defaults, *flags])
-    if bad is None:
-        bad = torch.zeros((), device=params[0].device)
+    if found_inf is None:
+        found_inf = torch.zeros((), device=params[0].device)
     named = {f"parameter {number}": p for number, p in enumerate(params)}
-    return train.make_optimizer(named, args, bad)
+    return train.make_optimizer(named, args, found_inf)
 
 
 def normal(shape, seed, dtype=torch.float32):
@@ -434,8 +434,8 @@ def check_gradients_are_gone(ranks, folder, flags, tied):
     flags = ["--lr", "1e-3", "--optim_in_backward", *flags]
     model, args = build(*flags, ranks=ranks, tie_word_embeddings=tied)
     trained = list(model.parameters())
-    bad = torch.zeros(())
-    optimizer = train.make_optimizer(dict(model.named_parameters()), args, bad)
+    nonfinite = train.NonFinite(CPU)
+    optimizer = train.make_optimizer(dict(model.named_parameters()), args, nonfinite.found_inf)
     step = optimizer.step
     alive = []  # in each step, the parameters that have a gradient
 
@@ -444,7 +444,7 @@ def check_gradients_are_gone(ranks, folder, flags, tied):
         step()
 
     optimizer.step = noting_step
-    hooks = train.StepInBackward(optimizer, trained, bad, ranks, args)
+    hooks = train.StepInBackward(optimizer, trained, nonfinite, ranks, args)
     before = [nf4.local(p)[0].clone() for p in trained]
     tokens = torch.arange(16)[None]
     model(tokens, tokens).backward()
@@ -475,17 +475,17 @@ class WithoutFoundInf(torch.optim.SGD):
 
 @pytest.mark.parametrize("flags", [[], EIGHT, RANDOM, ["--no-fused_adamw"], None], ids=str)
 def test_the_host_waits_only_for_optimizers_that_cannot_skip_by_themselves(flags):
-    bad = torch.zeros(())
+    nonfinite = train.NonFinite(CPU)
     p = nn.Parameter(torch.ones(4, 256, dtype=torch.bfloat16))
     if flags is None:
         optimizer = WithoutFoundInf([p], lr=1.0)
     else:
-        optimizer = optimizer_of([p], *flags, bad=bad)
+        optimizer = optimizer_of([p], *flags, found_inf=nonfinite.found_inf)
     skips_by_itself = flags in ([], EIGHT, RANDOM)
-    assert getattr(optimizer, "found_inf", None) is (bad if skips_by_itself else None)
+    assert getattr(optimizer, "found_inf", None) is (nonfinite.found_inf if skips_by_itself else None)
     p.grad = torch.full_like(p, torch.inf)
-    train.step_if_finite(optimizer, torch.tensor(torch.inf), bad)
-    assert bad == 1
+    nonfinite.step_if_finite(optimizer, torch.tensor(torch.inf))
+    assert nonfinite.found_inf == 1
     assert (p == 1).all()
 
 
@@ -493,11 +493,11 @@ def test_the_host_waits_only_for_optimizers_that_cannot_skip_by_themselves(flags
 def test_nothing_is_updated_after_a_gradient_that_is_not_finite(flags):
     params = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
     first, middle, last = params
-    bad = torch.zeros(())
-    optimizer = optimizer_of(params, *flags, bad=bad)
+    nonfinite = train.NonFinite(CPU)
+    optimizer = optimizer_of(params, *flags, found_inf=nonfinite.found_inf)
     ranks = SimpleNamespace(world=1, device=CPU)
     args = train.parse_args([*flags, "--optim_in_backward"])
-    train.StepInBackward(optimizer, params, bad, ranks, args)
+    train.StepInBackward(optimizer, params, nonfinite, ranks, args)
 
     def backward(scale, seed):
         # Autograd begins with what was computed last: so `last` is updated before the gradient of `middle` is seen,
@@ -506,7 +506,7 @@ def test_nothing_is_updated_after_a_gradient_that_is_not_finite(flags):
         of_middle = (middle * scale).sum()
         of_last = (last * normal((4, 4), seed)).sum()
         (of_first + of_middle + of_last).backward()
-        assert bad == 1
+        assert nonfinite.found_inf == 1
         assert (first == 1).all()
         assert (middle == 1).all()
 

@@ -180,7 +180,8 @@ def save_and_load(ranks, out, model_folder, flags):
         train.shard_(model, args, ranks.device)
     model.to_empty(device="cpu")
     optimizer = train.make_optimizer(dict(model.named_parameters()), args, torch.zeros(()))
-    scale = train.LossScale(True, ranks.device)  # of --precision fp16: three scalars more, two of them integers
+    # --precision fp16 has three scalars more, two of them integers
+    scale = train.LossScale(True, torch.zeros((), device=ranks.device))
     tensors = train.training_tensors(model, optimizer, scale)
     expected = {name: numbered_rows(name, tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
