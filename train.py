@@ -134,14 +134,6 @@ AMOUNT = number(float)
 AMOUNT_OR_0 = number(float, zero_too=True)
 SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
-# -h shows these flags, --help_all shows every flag
-EVERYDAY = {
-    "help", "model", "lora", "qlora", "dpo", "lora_rank",
-    "data", "eval_data", "seq_len", "inspect",
-    "fsdp2", "offload", "optim", "tiled_mlp", "compile",
-    "batch_size", "grad_accum", "steps", "epochs", "lr",
-    "out", "resume", "save_every", "merge", "chat", "dry_run", "gpu_gib",
-}
 # flags of TRL, axolotl, torchtune and Unsloth that difflib does not find, and ours
 OTHER_NAMES = {
     "model_name_or_path": "--model",
@@ -173,39 +165,35 @@ OTHER_NAMES = {
 # why --optim_in_backward does not go with --precision fp16
 WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, and here a part of its "
                "updates is done by then: leave it out, or use --precision fp32")
-# flags that mean nothing without another one; --qlora and --adapter stand for --lora, too
-NEEDED = {
-    "lora_rank": "lora",
-    "lora_alpha": "lora",
-    "rslora": "lora",
-    "lora_dropout": "lora",
-    "lora_targets": "lora",
-    "nf5": "qlora",
-    "merge": "lora",
-    "dpo": "lora",
-    "beta": "dpo",
-    "eval_every": "eval_data",
-    "world": "dry_run",
-}
+# What may stand beside a flag, besides what argparse takes:
+#     fixed       it changes the mathematics: a resumed run must have the same, see fixed_settings()
+#     feature     the start says whether it is on, and what it does, see print_start()
+#     everyday    -h shows it; --help_all shows every flag
+#     needs       the flag without which it means nothing; --qlora and --adapter stand for --lora, too
+MARKS = "fixed", "feature", "everyday", "needs"
 
 
-def add(group, flag, of_type, default, text, fixed=False, **options):
-    """Adds a flag that has a value. Where the default is None, the text says what that means. Mark a flag as
-    `fixed` if it changes the mathematics: fixed_settings() and print_start() then find it by themselves."""
+def declare(group, *names, **options):
+    """Adds a flag to a group, with MARKS as attributes: argparse keeps those that it does not know."""
+    marks = {mark: options.pop(mark, None) for mark in MARKS}
+    vars(group.add_argument(*names, **options)).update(marks)
+
+
+def add(group, flag, of_type, default, text, **options):
+    """Adds a flag that has a value. Where the default is None, the text says what that means."""
     if default is not None:
         text += f" (default: {default})"
     if of_type is not str:
         options.setdefault("metavar", "N")
-    # argparse keeps an attribute that it does not know, so the mark stands beside the flag that it is about
-    group.add_argument(flag, type=of_type, default=default, help=text, **options).fixed = fixed
+    declare(group, flag, type=of_type, default=default, help=text, **options)
 
 
-def switch(group, flag, text, on=False, fixed=False):
+def switch(group, flag, text, on=False, **marks):
     """Adds a flag that is on or off. One that is on by default also gets a --no-flag."""
     # a --no-flag for what is off anyway would only make --help longer
     action = argparse.BooleanOptionalAction if on else "store_true"
     shown = "on" if on else "off"
-    group.add_argument(flag, action=action, default=on, help=f"{text} (default: {shown})").fixed = fixed
+    declare(group, flag, action=action, default=on, help=f"{text} (default: {shown})", **marks)
 
 
 def make_parser():
@@ -215,44 +203,49 @@ def make_parser():
     parser = argparse.ArgumentParser(
         usage="[torchrun --nproc_per_node N | python] train.py [flags]", description=__doc__.split("\n\n")[0],
         add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("-h", "--help", "--help_all", action="help",
-                        help="print the most used flags, with --help_all all flags, and exit")
+    declare(parser, "-h", "--help", "--help_all", action="help", everyday=True,
+            help="print the most used flags, with --help_all all flags, and exit")
 
     model = parser.add_argument_group("model")
     add(model, "--model", str, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
-        "run, or with --random_init one of " + ", ".join(data.PRESETS))
+        "run, or with --random_init one of " + ", ".join(data.PRESETS), everyday=True)
     switch(model, "--random_init", "start from random weights in the shapes of --model", fixed=True)
     add(model, "--precision", str, None,
         "mixed: train in float32, multiply in bf16; fp16: the same in fp16, with a loss scale; bf16, fp32: "
         "do both in that format (default: mixed; without bf16 instructions fp16 on a GPU, fp32 on a CPU)",
-        choices=("mixed", "bf16", "fp16", "fp32"), fixed=True)
+        choices=("mixed", "bf16", "fp16", "fp32"), fixed=True, feature=True)
     add(model, "--adapter", str, None,
         "folder of a PEFT adapter to train further, with its rank, alpha, rsLoRA and targets (default: "
         "none)")
 
     method = parser.add_argument_group("method (default: full fine-tuning)")
-    switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True)
-    switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True)
-    add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight, which cost a model a "
+    switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
+           feature=True, everyday=True)
+    switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True,
+           feature=True, everyday=True)
+    add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight; they cost a model a "
         "quarter of what 4 bits cost it (default: none; without a value: all)",
-        nargs="*", metavar="LAYER", fixed=True)
-    add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True)
-    add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True)
-    switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True)
+        nargs="*", metavar="LAYER", fixed=True, needs="qlora", feature=True)
+    add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True,
+        needs="lora", everyday=True)
+    add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True,
+        needs="lora")
+    switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True,
+           needs="lora")
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
         "fraction of an adapter's inputs that is zeroed in training; which ones depends on the number of "
-        "ranks and micro-batches, as with any other trainer (default: 0)", fixed=True)
+        "ranks and micro-batches, as with any other trainer (default: 0)", fixed=True, needs="lora")
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
-           "reference is the model without adapters", fixed=True)
-    add(method, "--beta", AMOUNT, None, "of --dpo: with a smaller one the model goes further from its "
-        "reference (default: 0.1)", fixed=True)
-    switch(method, "--train_embeddings", "train embedding and head in full beside adapters, as PEFT's "
-           "modules_to_save", fixed=True)
+           "reference is the model without adapters", fixed=True, needs="lora", feature=True, everyday=True)
+    add(method, "--beta", AMOUNT, None, "with a smaller one --dpo takes the model further from its reference "
+        "(default: 0.1)", fixed=True, needs="dpo")
+    switch(method, "--train_embeddings", "train embedding and head in full beside adapters; as PEFT's "
+           "modules_to_save", fixed=True, feature=True)
     add(method, "--lora_targets", str, None,
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
         "has a gate_proj, too, that name alone is the MLP's)",
-        nargs="+", metavar="LAYER", fixed=True)
+        nargs="+", metavar="LAYER", fixed=True, needs="lora")
     add(method, "--add_tokens", str, None, "special tokens to append to the vocabulary, which messages may "
         "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
         "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
@@ -269,21 +262,22 @@ def add_data_flags(parser):
     add(dataset, "--data", str, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
         ".gz of these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split "
         "train if none is named) or folders of datasets' save_to_disk(), or the built-in stdlib:docs and "
-        "stdlib:code; a file given twice is read twice per epoch (default: stdlib:docs)", nargs="+")
+        "stdlib:code; a file given twice is read twice per epoch (default: stdlib:docs)", nargs="+",
+        everyday=True)
     add(dataset, "--eval_data", str, None,
         "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
         "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
         "different ones (default: none)",
-        nargs="+")
+        nargs="+", everyday=True)
     add(dataset, "--columns", column, None,
         "columns of the data to read as keys of another name, as in question=instruction answer=output "
         "(default: none)", nargs="+", metavar="COLUMN=KEY", fixed=True)
-    add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True)
+    add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True)
     add(dataset, "--overflow", str, None,
         "what to do with documents longer than a row (default: split texts, drop others)",
         choices=("split", "drop", "truncate"))
     switch(dataset, "--packing", "put several documents into a row; they do not see each other", on=True,
-           fixed=True)
+           fixed=True, feature=True)
     add(dataset, "--train_on", str, "targets",
         "tokens that count in the loss; targets: answers and plain texts, and an answer that the template "
         "rewrites in later turns gets a document of its own; whole: without such documents; all: every token "
@@ -293,59 +287,65 @@ def add_data_flags(parser):
     add(dataset, "--template_args", str, None, "variables of the chat template, in JSON or as text, such as "
         "enable_thinking=false; final/ has them (default: none)", nargs="+", metavar="KEY=VALUE", fixed=True)
     add(dataset, "--inspect", WHOLE, None,
-        "print N examples, with the trained tokens in brackets, and exit (default: off)")
+        "print N examples, with the trained tokens in brackets, and exit (default: off)", everyday=True)
 
 
 def add_memory_flags(parser):
     memory = parser.add_argument_group("memory and speed")
-    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks")
+    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks",
+           feature=True, everyday=True)
     switch(memory, "--reshard_after_forward",
            "free the gathered weights of a block between its forward and its backward", on=True)
     switch(memory, "--shard_embeddings",
            "gather embedding and head only while they are in use; a tied pair stays gathered", on=True)
-    add(memory, "--replicas", WHOLE, 1, "number of model replicas (HSDP): shard within each group of world/N "
-        "ranks, usually one node, and all-reduce between groups")
+    add(memory, "--replicas", WHOLE, 1, "replicas of the model, each sharded over world/N ranks (HSDP); "
+        "these are usually one node, and gradients are all-reduced between replicas", feature=True)
     add(memory, "--sequence_parallel", WHOLE, 1,
-        "split each row over a group of N ranks; --batch_size then counts rows per group")
-    add(memory, "--offload", str, None, "what to keep in host memory; activations: block inputs until the "
-        "backward, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
+        "split each row over a group of N ranks; --batch_size then counts rows per group", feature=True)
+    add(memory, "--offload", str, None, "what to keep in host memory until it is used; activations: block "
+        "inputs, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
         "applies)",
-        nargs="*", choices=("activations", "params"))
-    add(memory, "--resident_blocks", blocks_or_auto, "auto", "of --offload params with adapters: keep the "
+        nargs="*", choices=("activations", "params"), feature=True, everyday=True)
+    add(memory, "--resident_blocks", blocks_or_auto, "auto", "with --offload params and adapters: keep the "
         "frozen weights of N blocks (or all) on the GPUs; auto: of as many as fit beside what "
-        "--activation_checkpointing keeps, none on a CPU without --gpu_gib")
+        "--activation_checkpointing keeps, none on a CPU without --gpu_gib", feature=True)
     add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "recompute the first N blocks (or all) "
         "in the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping "
         "even dequantized NF4 weights to recomputing even attention; all blocks on a CPU without --gpu_gib, "
-        "and with --offload activations", nargs="?", const="all")
-    memory.add_argument("--no-activation_checkpointing", action="store_const", const=0,
-                        dest="activation_checkpointing", help="recompute nothing: least time, most memory")
+        "and with --offload activations", nargs="?", const="all", feature=True)
+    declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
+            dest="activation_checkpointing", help="recompute nothing: least time, most memory")
     switch(memory, "--chunked_ce",
-           "compute head and loss in chunks of tokens, without a [tokens, vocabulary] tensor", on=True)
+           "compute head and loss in chunks of tokens, without a [tokens, vocabulary] tensor", on=True,
+           feature=True)
     add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
-    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time, e.g. 4096 (default: off)")
+    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time; try 4096 (default: off)",
+        feature=True, everyday=True)
     add(memory, "--optim", str, "adamw", "adamw8bit keeps 2 bytes of state per parameter instead of 8",
-        choices=("adamw", "adamw8bit"), fixed=True)
+        choices=("adamw", "adamw8bit"), fixed=True, feature=True, everyday=True)
     switch(memory, "--stochastic_rounding",
-           "round bf16 weights and moments at random, so that small updates count on average", fixed=True)
+           "round bf16 weights and moments at random; small updates then count on average", fixed=True,
+           feature=True)
     switch(memory, "--optim_in_backward",
-           "update each weight as soon as its gradient is complete, then free the gradient; rules out --clip")
-    switch(memory, "--fused_adamw", "run AdamW as one kernel, on GPU and CPU", on=True)
+           "update each weight as soon as its gradient is there; then frees it, which rules out --clip",
+           feature=True)
+    switch(memory, "--fused_adamw", "run AdamW as one kernel, on GPU and CPU", on=True, feature=True)
     switch(memory, "--compile",
-           "torch.compile the blocks, the loss and NF4; the first step takes half a minute longer")
+           "torch.compile the blocks, the loss and NF4; the first step takes half a minute longer",
+           feature=True, everyday=True)
 
 
 def add_run_flags(parser):
     schedule = parser.add_argument_group("schedule")
-    add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch")
-    add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step")
-    add(schedule, "--steps", WHOLE, None, "number of optimizer steps (default: from --epochs)")
-    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides it")
+    add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch", everyday=True)
+    add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True)
+    add(schedule, "--steps", WHOLE, None, "number of optimizer steps (default: from --epochs)", everyday=True)
+    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides it", everyday=True)
     add(schedule, "--lr", AMOUNT_OR_0, None,
         "peak learning rate (default: with adapters 5e-4 * (2000 / hidden size)^p, where p is 0.0775 for "
         "Qwen and 0.781 for all others, which is tinker-cookbook's get_lr; a tenth of it without adapters, "
         "and a tenth of that with --dpo, whose loss falls for as long as the weights grow)",
-        fixed=True)
+        fixed=True, everyday=True)
     add(schedule, "--embedding_lr", AMOUNT, None,
         "peak learning rate of what --train_embeddings trains (default: a tenth of --lr)", fixed=True)
     add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; that of "
@@ -361,42 +361,50 @@ def add_run_flags(parser):
         "seed of data order, random weights, adapters, dropout", fixed=True)
 
     run = parser.add_argument_group("run")
-    add(run, "--out", str, None, "folder that a new run writes to (default: out/<date-time>)")
+    add(run, "--out", str, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
     add(run, "--save_every", WHOLE_OR_0, 500,
-        "steps between checkpoints; the last step is saved, too. 0: save only on a signal")
+        "steps between checkpoints; the last step is saved, too. 0: save only on a signal",
+        feature=True, everyday=True)
     add(run, "--keep", WHOLE, 2, "newest checkpoints to keep, besides the one with the best evaluation")
     add(run, "--resume", str, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
         "checkpoint of --out or of the newest run in out/, or start a new one if there is none (default: "
-        "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN")
+        "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN", everyday=True)
     add(run, "--timeout", SECONDS, 1800.0,
         "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first. "
         "Where one rank loads, saves or exports, the others wait for 4 N seconds. "
         "Weights that fit on no disk at the end wait N seconds for room")
     add(run, "--log_every", WHOLE, 10,
         "log every N steps, and also the first ten steps and at least every ten seconds")
-    add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)")
-    switch(run, "--dry_run", "print the memory plan for --world GPUs and exit")
-    add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)")
-    add(run, "--gpu_gib", AMOUNT, None, "GiB per GPU that the run or the plan may use (default: all)")
+    add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)",
+        needs="eval_data")
+    switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
+    add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)", needs="dry_run")
+    add(run, "--gpu_gib", AMOUNT, None, "GiB per GPU that the run or the plan may use (default: all)",
+        everyday=True)
     switch(run, "--tensorboard", "write metrics for TensorBoard, too (pip install tensorboard)")
     switch(run, "--wandb", "send metrics to Weights & Biases, too, set up by WANDB_PROJECT, WANDB_NAME, "
            "WANDB_MODE and so on (pip install wandb)")
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot",
            "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
-    switch(run, "--merge", "also write the 16-bit model with the adapter merged in")
+    switch(run, "--merge", "also write the 16-bit model with the adapter merged in",
+           needs="lora", everyday=True)
     add(run, "--sample", str, None,
         "text to continue or question to answer before training, at each evaluation and after training "
         "(default: one for built-in data)")
-    switch(run, "--chat", "talk with --model instead of training")
+    switch(run, "--chat", "talk with --model instead of training", everyday=True)
     add(run, "--temperature", AMOUNT_OR_0, 0.0, "temperature of --chat and --sample; 0: the likeliest token")
     add(run, "--max_new_tokens", WHOLE, None, "longest answer, in tokens (default: --chat 512, --sample 48)")
 
 
+def flags_with(mark):
+    """-> the flags that have one of MARKS, as argparse's actions: dest, default, help, and the marks."""
+    return [action for action in make_parser()._actions if getattr(action, mark)]
+
+
 def fixed_flags():
     """{name: default} of the flags that change the mathematics of a run."""
-    actions = make_parser()._actions  # argparse has no public list of them
-    return {action.dest: action.default for action in actions if getattr(action, "fixed", False)}
+    return {action.dest: action.default for action in flags_with("fixed")}
 
 
 def parse_args(argv, args=None):
@@ -405,7 +413,7 @@ def parse_args(argv, args=None):
     parser = make_parser()
     if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
         for action in parser._actions:
-            if action.dest not in EVERYDAY:
+            if not action.everyday:
                 action.help = argparse.SUPPRESS
     for word in argv:
         # argparse drops such a value, and then raises a bare ValueError, or uses the default
@@ -507,9 +515,9 @@ def refuse_conflicts(args):
     if args.add_tokens and args.lora and not args.train_embeddings:
         refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
                "tokens are never learned")
-    for flag, needed in NEEDED.items():
-        if getattr(args, flag) and not getattr(args, needed):
-            refuse(f"--{flag} needs --{needed}")
+    for flag in flags_with("needs"):
+        if getattr(args, flag.dest) and not getattr(args, flag.needs):
+            refuse(f"--{flag.dest} needs --{flag.needs}")
     for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
         if getattr(args, flag) and args.adapter:
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
@@ -1682,7 +1690,8 @@ def make_optimizer(named, args, found_inf):
     eight_bits = args.optim == "adamw8bit"
     # torch's AdamW does neither
     if eight_bits or args.stochastic_rounding:
-        return nf4.CompactAdamW(groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, found_inf)
+        return nf4.CompactAdamW(
+            groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, found_inf)
     optimizer = ShardAdamW(groups, lr=args.lr, fused=args.fused_adamw)
     # As torch would at the first step. Fused AdamW reads `step` on the device, the others on the host.
     for p in params:
@@ -1792,8 +1801,8 @@ def clip_gradients_(params, clip):
 
 
 class LossScale:
-    """The loss scale of --precision fp16 (arXiv:1710.03740), by the protocol of torch.amp.GradScaler. It stays
-    on the device, so that no step waits for the host to look; with another precision it does nothing.
+    """The loss scale of --precision fp16 (arXiv:1710.03740), by the protocol of torch.amp.GradScaler. It
+    stays on the device, so that no step waits for the host to look. With other precisions it does nothing.
 
     fp16 numbers end at 65,504, and below 6e-8 there is only 0. Many gradients of a mean loss are smaller, so
     the loss is multiplied by a scale before the backward, and all gradients with it:
@@ -2350,46 +2359,39 @@ def write_trace(out, device, profile, snapshot, profiler):
 # ---------------- what a start prints
 
 
-def features_of(args, model, blocks, ranks):
-    """[(flag, whether it is on, what it does in this run)]."""
+def words_of(args, model, blocks, ranks):
+    """{flag: what it does in this run, or "" if it is off} for features whose words have numbers of the run
+    in them, or that are on for another reason than their value. Of all others --help has the words."""
     trained = "bfloat16" if args.precision == "bf16" else "float32"
     other_dtype = str(model.compute_dtype).removeprefix("torch.")
+    n_shards = ranks.world // args.replicas
+    n_blocks = model.config.num_hidden_layers
     # the other optimizers have no fused kernel, see make_optimizer()
     fused = args.fused_adamw and args.optim == "adamw" and not args.stochastic_rounding
-    n_blocks = model.config.num_hidden_layers
-    return [
-        ("precision", True, f"trained {trained}, all else {other_dtype}"),
-        ("lora", args.lora, f"adapters of rank {args.lora_rank} are trained, what they adapt is frozen"),
-        ("qlora", args.qlora, "the weights of the blocks are in NF4, 4.14 bits each"),
-        ("nf5", args.nf5, "these are in NF5, 5.14 bits each"),
-        ("dpo", args.dpo, "chosen answers are preferred to rejected ones, more than without adapters"),
-        ("fsdp2", args.fsdp2,
-         f"parameters, gradients and optimizer state in {ranks.world // args.replicas} shards"),
-        ("replicas", args.replicas > 1, "gradients are averaged over the replicas once per step"),
-        ("sequence_parallel", args.sequence_parallel > 1,
-         "a rank sees whole rows, for its share of the heads"),
-        ("offload", args.offload, "kept in host memory until they are needed"),
-        ("resident_blocks", offloads_frozen(args), blocks.describe_resident(n_blocks)),
-        ("activation_checkpointing", args.activation_checkpointing, blocks.describe(n_blocks)),
-        ("chunked_ce", args.chunked_ce, f"head and loss see {args.ce_chunk} tokens at a time"),
-        ("tiled_mlp", args.tiled_mlp, "the MLPs see that many tokens at a time"),
-        ("train_embeddings", args.train_embeddings, "embedding and head learn, too, at --embedding_lr"),
-        ("optim", args.optim != "adamw", "AdamW's two moments take 8 bits per weight each"),
-        ("stochastic_rounding", args.stochastic_rounding, "updates too small for bf16 count on average"),
-        ("optim_in_backward", args.optim_in_backward, "a gradient is freed as soon as its weight is updated"),
-        ("fused_adamw", fused, "one kernel updates all weights"),
-        ("compile", args.compile, "blocks, loss and NF4 are compiled in the first step"),
-        ("packing", args.packing,
-         f"documents share rows of {args.seq_len} tokens, and see only themselves"),
-        ("save_every", args.save_every, f"the newest {args.keep} checkpoints are kept"),
-    ]
+    words = {
+        "precision": (True, f"trained {trained}, all else {other_dtype}"),
+        "fsdp2": (args.fsdp2, f"parameters, gradients and optimizer state in {n_shards} shards"),
+        "resident_blocks": (offloads_frozen(args), blocks.describe_resident(n_blocks)),
+        "activation_checkpointing": (args.activation_checkpointing, blocks.describe(n_blocks)),
+        "chunked_ce": (args.chunked_ce, f"head and loss see {args.ce_chunk} tokens at a time"),
+        "fused_adamw": (fused, "one kernel updates all weights"),
+        "packing": (args.packing,
+                    f"documents share rows of {args.seq_len} tokens, and see only themselves"),
+        "save_every": (args.save_every, f"the newest {args.keep} checkpoints are kept"),
+    }
+    return {flag: text if is_on else "" for flag, (is_on, text) in words.items()}
+
+
+def words_of_help(action, value):
+    """What a feature does, from its text in --help, or "" if its value means that it is off."""
+    is_on = value is True or (value and value != action.default)
+    return re.split(r"; | \(default", action.help % vars(action))[0] if is_on else ""
 
 
 def print_start(args, model, new_ids, blocks, ranks):
-    """Prints what is trained, what each feature does in this run, and what is off. Flags with fixed=True that
-    have no words here are printed where they are not at their default."""
+    """Prints what is trained, what each flag with feature=True does in this run, and which are off. Flags
+    with fixed=True are printed where they are not at their default."""
     c = model.config
-    features = features_of(args, model, blocks, ranks)
     # all ranks together, because the model is not sharded yet
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # those of the plain model, because a byte of NF4 has two weights
@@ -2397,15 +2399,21 @@ def print_start(args, model, new_ids, blocks, ranks):
         n_total = sum(p.numel() for p in lm.Transformer(c).parameters())
     lines = [f"{args.model} ({c.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
              f"{ranks.world} x {ranks.device_name}"]
-    lines += [f"  {flag_of(flag, getattr(args, flag), c)}: {words}"
-              for flag, is_on, words in features if is_on]
-    lines.append("  off: " + ", ".join(flag for flag, is_on, _ in features if not is_on))
-    with_words = {flag for flag, _, _ in features}
+    words = words_of(args, model, blocks, ranks)
+    off = []
+    for action in flags_with("feature"):
+        value = getattr(args, action.dest)
+        text = words.get(action.dest, words_of_help(action, value))
+        if text:
+            lines.append(f"  {flag_of(action.dest, value, c)}: {text}")
+        else:
+            off.append(action.dest)
+    lines.append("  off: " + ", ".join(off))
     others = []
-    for name, default in fixed_flags().items():
-        value = getattr(args, name)
-        if value != default and name not in with_words:
-            others.append(flag_of(name, value, c))
+    for action in flags_with("fixed"):
+        value = getattr(args, action.dest)
+        if value != action.default and not action.feature:
+            others.append(flag_of(action.dest, value, c))
     lines.append(f"  settings: {' '.join(others)}")
     if args.add_tokens:
         lines.append(f"  new tokens: ids {new_ids.start:,} to {new_ids.stop - 1:,}, in a vocabulary of "
