@@ -587,7 +587,7 @@ def main(argv, progress):
     on_gpu = device.type == "cuda"
     # First of all, so that two starts never share a folder, however long they load. If this one ends before
     # its first step, RunFolder.leave() removes it again: a mistake in the data leaves no folder behind.
-    out, resumed, revisions = take_folder(args, ranks, progress)
+    out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, progress)
     opened = open_model(args, ranks, revisions)
     config = opened.config
     model = opened.model
@@ -602,14 +602,15 @@ def main(argv, progress):
     state = open_run(args, config, loader, eval_loader, opened.source, resumed, ranks)
     steps = state["steps"]
     # after the data, because the longest row decides how much the blocks must recompute
-    blocks = choose_blocks(args, config, ranks.world, loader.longest, smallest_memory(args, ranks))
+    room = smallest_memory(args.gpu_gib, ranks)
+    blocks = choose_blocks(args, config, ranks.world, loader.longest, room)
     print_start(args, model, tokenizer.new_ids, blocks, ranks)
     limit_gpu(args, config, loader.longest, blocks, ranks)
 
     # ---- the model: each feature wraps what is there, from the inside out, and the weights come last
     if args.compile:
         lm.compile_(model, args.packing)
-    wrap_blocks_(model, args, blocks)
+    wrap_blocks_(model, args.tiled_mlp, blocks)
     # groups of consecutive ranks, as Loader deals out rows: rank // N is the group, rank % N the shard of it
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
@@ -638,15 +639,16 @@ def main(argv, progress):
     optimizer = make_optimizer(named, args, nonfinite.found_inf)
     in_backward = None
     if args.optim_in_backward:
-        in_backward = StepInBackward(optimizer, trained, nonfinite, ranks, args)
+        in_backward = StepInBackward(optimizer, trained, nonfinite, ranks, args.fsdp2, args.replicas)
     with ranks.agree():
         if resumed:
             # in place: the optimizer has allocated all of its state already
             load_checkpoint(resumed, state["files"], training_tensors(model, optimizer, loss_scale))
-        write_files(out, args, blocks, revisions, state, ranks)
+        settings = settings_of(args, ranks.world) | blocks._asdict() | {"revisions": revisions}
+        write_files(out, settings, state, ranks)
     state = ranks.gather(state)[0]  # from here on all ranks have the same
     saver = Saver(out, args.keep, ranks, state["step"])
-    ranks.say(describe_run(args, state, resumed, out))
+    ranks.say(describe_run(args.lr, state, resumed, out))
     sample = Sample(args, opened, loader.documents, resumed, ranks, stop)
     log = Log(out, state, loader, ranks, sinks)
     stop.begin()  # from here on a signal waits for the end of a step, which is saved
@@ -670,12 +672,12 @@ def main(argv, progress):
     # ---- training
     # not with FSDP2, whose gathered units would leave holes between the shards
     keep_freed_memory(on=not on_gpu and not args.fsdp2)
-    profiler = tracer(args, out, ranks)
+    profiler = tracer(args.profile, args.memory_snapshot, out, ranks)
     # a thread makes the batches of the next step while this one computes
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
         # The evaluation of the step before. It stands here because a run that was stopped between a save and
         # its evaluation makes up for it before it trains on.
-        if evaluation_is_due(args, state):
+        if evaluation_is_due(args.eval_every, state):
             evaluate_now()
         step = state["step"]  # steps done before this one: data, dropout and schedule count from 0
         n = step + 1
@@ -718,7 +720,7 @@ def main(argv, progress):
             loss_scale.unscale_(trained)
             norm = clip_gradients_(trained, args.clip)
             if n == 1:
-                note_dominant_gradient(model, norm, args, tokenizer, ranks)
+                note_dominant_gradient(model, norm, args.clip, tokenizer, ranks)
             # the host does not look at the norm: where it is inf or nan, the kernels change nothing
             nonfinite.step_if_finite(optimizer, norm)
             optimizer.zero_grad()  # to None: the next forward can use their memory
@@ -868,7 +870,7 @@ def complete_for_model(args, config, adapter_settings, device):
         raise ValueError(f"--seq_len {args.seq_len}: beyond {config.max_position_embeddings} tokens RoPE of "
                          "the type dynamic depends on the length of a row, which is not implemented")
     if args.precision is None:
-        args.precision = default_precision(args, device)
+        args.precision = default_precision(args.chat, device)
         if args.precision == "fp16" and args.optim_in_backward:  # or refuse_conflicts() has said so
             raise ValueError(f"--optim_in_backward: this GPU has no bf16, and {WHOLE_STEPS}")
     if args.lr is None:
@@ -919,7 +921,7 @@ def open_model(args, ranks, revisions=None):
         return OpenedModel(files, config, model, source, adapter, tokenizer)
 
 
-def default_precision(args, device):
+def default_precision(is_chat, device):
     """bf16 that is emulated takes several times as long as float32. A GPU without bf16 (Turing, Volta) has
     fp16, 8 times as fast as float32; a CPU without it has neither. device: None if the run is only planned,
     for GPUs that have bf16."""
@@ -927,7 +929,7 @@ def default_precision(args, device):
         return "mixed"
     if not has_bf16(device):
         return "fp16" if device.type == "cuda" else "fp32"
-    return "bf16" if args.chat else "mixed"  # a chat trains nothing, so it needs no float32 masters
+    return "bf16" if is_chat else "mixed"  # a chat trains nothing, so it needs no float32 masters
 
 
 def has_bf16(device):
@@ -937,9 +939,9 @@ def has_bf16(device):
     return torch.cpu._is_avx512_bf16_supported()
 
 
-def take_folder(args, ranks, progress):
+def take_folder(out, resume, inspect, ranks, progress):
     """-> (the folder of the run, which is this job's own from here on; the checkpoint to resume from or None;
-    revisions). Nothing is written with --inspect, so it has no folder. Collective.
+    revisions). With --inspect nothing is written, so there is no folder. Collective.
 
     revisions: {name on the Hub: commit}, what each name stood for when the resumed run began. A resume uses
     it again: a data set that has got a row since would be other data. The commits of other names are entered
@@ -948,10 +950,10 @@ def take_folder(args, ranks, progress):
     with ranks.agree():
         # Only rank 0 looks for them: other nodes may see what it writes a moment later.
         if ranks.rank == 0:
-            checkpoint = checkpoint_to_resume(args.out, args.resume)
+            checkpoint = checkpoint_to_resume(out, resume)
             folder = None
-            if not args.inspect:
-                run_folder = RunFolder(args.out, checkpoint)
+            if not inspect:
+                run_folder = RunFolder(out, checkpoint)
                 progress["exits"].callback(run_folder.leave)
                 folder = run_folder.path
             found = folder, checkpoint, revisions_of(checkpoint)
@@ -1037,11 +1039,11 @@ def say_notes(args, config, steps, ranks):
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
 
 
-def wrap_blocks_(model, args, blocks):
+def wrap_blocks_(model, tiled_mlp, blocks):
     """Makes the blocks recompute and keep what `blocks` says, with tiles of the MLP inside of the
     checkpoints. The memory plan traces a model with these wraps."""
-    if args.tiled_mlp:
-        lm.tile_mlp_(model, args.tiled_mlp)
+    if tiled_mlp:
+        lm.tile_mlp_(model, tiled_mlp)
     if blocks.n_recomputed:
         lm.checkpoint_activations_(model, blocks.n_recomputed, blocks.n_attention_kept)
     # The last blocks, because the backward comes to them first: what they keep is free again soonest.
@@ -1049,10 +1051,10 @@ def wrap_blocks_(model, args, blocks):
         lm.keep_weights_(model.model.layers[-blocks.n_weights_kept :])
 
 
-def describe_run(args, state, resumed, out):
+def describe_run(lr, state, resumed, out):
     """The line before the first step: how long the run is, where it begins and where it writes."""
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
-    return (f"{state['steps']:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.2g}, {begin}\n"
+    return (f"{state['steps']:,} steps of {state['rows_a_step']} rows, learning rate {lr:.2g}, {begin}\n"
             f"writing to {out}")
 
 
@@ -1657,17 +1659,17 @@ def aligned(n_bytes):
 # ---------------- optimizers, learning rate
 
 
-def groups_of(named, args):
+def groups_of(named, weight_decay, embedding_lr):
     """The parameter groups of an optimizer: matrices, vectors, and what --train_embeddings trains beside
     adapters. The rate of adapters is too high for weights that are trained in full."""
-    in_full = (data.EMBEDDING, data.HEAD) if args.train_embeddings else ()
+    in_full = () if embedding_lr is None else (data.EMBEDDING, data.HEAD)
     ends = [p for name, p in named.items() if name in in_full]  # one if they are tied
     matrices = [p for name, p in named.items() if name not in in_full and p.dim() > 1]
     vectors = [p for p in named.values() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay},
+    groups = [{"params": matrices, "weight_decay": weight_decay},
               {"params": vectors, "weight_decay": 0.0}]
     if ends:
-        groups.append({"params": ends, "weight_decay": args.weight_decay, "peak": args.embedding_lr})
+        groups.append({"params": ends, "weight_decay": weight_decay, "peak": embedding_lr})
     return groups
 
 
@@ -1686,7 +1688,7 @@ def make_optimizer(named, args, found_inf):
       --optim_in_backward calls step() once for each parameter, while no other gradient is alive.
     """
     params = list(named.values())
-    groups = groups_of(named, args)
+    groups = groups_of(named, args.weight_decay, args.embedding_lr)
     eight_bits = args.optim == "adamw8bit"
     # torch's AdamW does neither
     if eight_bits or args.stochastic_rounding:
@@ -1864,11 +1866,12 @@ class StepInBackward:
     the hooks after the unit's reduce-scatter. A gradient that is not finite stops all later updates of this
     rank; the earlier ones of that step stay applied."""
 
-    def __init__(self, optimizer, params, nonfinite, ranks, args):
+    def __init__(self, optimizer, params, nonfinite, ranks, fsdp2, replicas):
         self.optimizer = optimizer
         self.nonfinite = nonfinite
         self.ranks = ranks
-        self.args = args
+        self.fsdp2 = fsdp2
+        self.replicas = replicas
         self.norm_squared = torch.zeros_like(nonfinite.found_inf)
         for p in params:
             p.register_post_accumulate_grad_hook(self.update)
@@ -1878,7 +1881,7 @@ class StepInBackward:
         # torch 2.11 calls this hook before an offloaded gradient has arrived on the CPU
         if self.ranks.device.type != self.norm_squared.device.type:
             torch.cuda.current_stream().synchronize()
-        if self.ranks.world > 1 and not self.args.fsdp2:
+        if self.ranks.world > 1 and not self.fsdp2:
             average_gradients_([p], self.ranks.world)
         # dtype=float32 would copy a bf16 gradient
         norm = torch.linalg.vector_norm(nf4.local(p.grad).rows).float()
@@ -1891,10 +1894,10 @@ class StepInBackward:
         finite is made known to all of them here."""
         norm_squared = self.norm_squared
         self.norm_squared = torch.zeros_like(norm_squared)
-        if self.args.fsdp2:
+        if self.fsdp2:
             dist.all_reduce(norm_squared)
             dist.all_reduce(self.nonfinite.found_inf, dist.ReduceOp.MAX)
-        return (norm_squared / self.args.replicas).sqrt()  # replicas hold the same gradients
+        return (norm_squared / self.replicas).sqrt()  # replicas hold the same gradients
 
 
 # ---------------- the loss of a batch, evaluation
@@ -1945,11 +1948,11 @@ def log_probabilities(losses_S, n_targets):
     return -torch.stack([answer.sum() for answer in answers]).view(-1, 2)
 
 
-def evaluation_is_due(args, state):
+def evaluation_is_due(eval_every, state):
     """Whether an evaluation belongs to the step that `state` is at, and is not in it. That of the last step
     is not meant: it comes after the result is written."""
     n = state["step"]
-    return args.eval_every and n % args.eval_every == 0 and state["evaluated"] < n < state["steps"]
+    return eval_every and n % eval_every == 0 and state["evaluated"] < n < state["steps"]
 
 
 class Evaluation(NamedTuple):
@@ -2327,19 +2330,19 @@ class WandB:
         self.run.finish(exit_code=int(has_failed))
 
 
-def tracer(args, out, ranks):
+def tracer(profile, snapshot, out, ranks):
     """--profile, --memory_snapshot -> a profiler whose step() main calls after each step, to write what the
     third did; None without these flags and on ranks other than 0."""
-    if ranks.rank or not (args.profile or args.memory_snapshot):
+    if ranks.rank or not (profile or snapshot):
         return None
     device = ranks.device
-    snapshot = args.memory_snapshot and device.type == "cuda"
+    snapshot = snapshot and device.type == "cuda"
     if snapshot:
         # torch's default has no limit, and the record is in host memory
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     # The third step, in which everything is warm. repeat=1, or each third step of the run would be written.
     third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
-    write = functools.partial(write_trace, out, device, args.profile, snapshot)
+    write = functools.partial(write_trace, out, device, profile, snapshot)
     profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
     profiler.start()
     return profiler
@@ -2685,18 +2688,18 @@ def place_of(name, norms, tokenizer):
     return f"{name}, row {row}{token}"
 
 
-def note_dominant_gradient(model, norm, args, tokenizer, ranks):
+def note_dominant_gradient(model, norm, clip, tokenizer, ranks):
     """Says which tensor it is that makes --clip scale the first gradient to next to nothing. The others
     hardly learn beside it: a token that the model was never trained on, for example. Collective."""
     norm = norm.item()  # waits for the GPU, at the first step alone
     # one that is not finite ends the run, see end_not_finite()
-    if args.clip == 0 or not 1000 * args.clip < norm < math.inf:
+    if clip == 0 or not 1000 * clip < norm < math.inf:
         return
     by_name = row_norms(model)
     squares = {name: norms.square().sum().item() for name, norms in by_name.items()}
     name = max(squares, key=squares.get)
     share = math.sqrt(squares[name] / sum(squares.values()))
-    ranks.say(f"note: step 1: the gradient norm {norm:.3g} is clipped to {args.clip:g}; {100 * share:.0f} % "
+    ranks.say(f"note: step 1: the gradient norm {norm:.3g} is clipped to {clip:g}; {100 * share:.0f} % "
               f"of it is of {place_of(name, by_name[name], tokenizer)}")
 
 
@@ -2900,15 +2903,12 @@ def write_json(path, content):
     replace_file(path, json.dumps(content, indent=2) + "\n")
 
 
-def write_files(out, args, blocks, revisions, state, ranks):
-    """On rank 0, writes what is in the folder of a run before its first step. args.json: the value of every
-    flag, what choose_blocks() made of --activation_checkpointing and --resident_blocks, versions of what the
-    run uses, and the commits of names on the Hub. metrics.jsonl: what it had when the checkpoint was saved
-    that the run resumes from. The run repeats the rest."""
+def write_files(out, settings, state, ranks):
+    """On rank 0, writes args.json, and cuts metrics.jsonl to the size that it had when the checkpoint was
+    saved that the run resumes from: what came later is repeated."""
     if ranks.rank:
         return
-    settings = settings_of(args, ranks.world) | blocks._asdict()
-    write_json(out / "args.json", settings | {"revisions": revisions} | OURS)
+    write_json(out / "args.json", settings | OURS)
     metrics = out / "metrics.jsonl"
     if metrics.is_file() and metrics.stat().st_size > state["metrics_bytes"]:
         os.truncate(metrics, state["metrics_bytes"])
@@ -2916,7 +2916,8 @@ def write_files(out, args, blocks, revisions, state, ranks):
 
 def settings_of(args, world):
     """Flags and versions: what a reader needs to repeat the run, or to see why another version gave another
-    loss."""
+    loss. args.json adds what choose_blocks() made of --activation_checkpointing and --resident_blocks, and
+    the commits of names on the Hub."""
     versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
     return vars(args) | {"world": world, "python": platform.python_version(), **versions}
 
@@ -3408,7 +3409,7 @@ def model_on_paper(config, args, keeps):
         model.sequence_group = argparse.Namespace(size=lambda: args.sequence_parallel, rank=lambda: 0)
     if args.compile:
         lm.compile_(model, args.packing)
-    wrap_blocks_(model, args, keeps)
+    wrap_blocks_(model, args.tiled_mlp, keeps)
     return model
 
 
@@ -4096,19 +4097,19 @@ def keep_freed_memory(on):
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
-def memory_of(args, ranks):
+def memory_of(gpu_gib, ranks):
     """Bytes of the GPU that a run may use. On a CPU only --gpu_gib is a limit."""
     # all of the card, also where another process uses a part of it now
-    room = (args.gpu_gib or math.inf) * GIB
+    room = (gpu_gib or math.inf) * GIB
     if ranks.device.type == "cuda":
         room = min(room, torch.cuda.get_device_properties(ranks.device).total_memory)
     return room
 
 
-def smallest_memory(args, ranks):
+def smallest_memory(gpu_gib, ranks):
     """Bytes of the smallest GPU, which decides for all: ranks that recompute other blocks than the others
     would wait for one another. Collective."""
-    return min(ranks.gather(memory_of(args, ranks)))
+    return min(ranks.gather(memory_of(gpu_gib, ranks)))
 
 
 def limit_gpu(args, config, length, blocks, ranks):
@@ -4116,7 +4117,7 @@ def limit_gpu(args, config, length, blocks, ranks):
     if ranks.device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(ranks.device).total_memory
-    room = memory_of(args, ranks)
+    room = memory_of(args.gpu_gib, ranks)
     torch.cuda.set_per_process_memory_fraction(room / total, ranks.device)
     if ranks.rank == 0:
         print_plan(args, config, ranks.world, length, blocks, room)

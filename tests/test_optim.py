@@ -444,7 +444,7 @@ def check_gradients_are_gone(ranks, folder, flags, tied):
         step()
 
     optimizer.step = noting_step
-    hooks = train.StepInBackward(optimizer, trained, nonfinite, ranks, args)
+    hooks = train.StepInBackward(optimizer, trained, nonfinite, ranks, args.fsdp2, args.replicas)
     before = [nf4.local(p)[0].clone() for p in trained]
     tokens = torch.arange(16)[None]
     model(tokens, tokens).backward()
@@ -497,7 +497,7 @@ def test_nothing_is_updated_after_a_gradient_that_is_not_finite(flags):
     optimizer = optimizer_of(params, *flags, found_inf=nonfinite.found_inf)
     ranks = SimpleNamespace(world=1, device=CPU)
     args = train.parse_args([*flags, "--optim_in_backward"])
-    train.StepInBackward(optimizer, params, nonfinite, ranks, args)
+    train.StepInBackward(optimizer, params, nonfinite, ranks, args.fsdp2, args.replicas)
 
     def backward(scale, seed):
         # Autograd begins with what was computed last: so `last` is updated before the gradient of `middle` is seen,

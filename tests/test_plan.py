@@ -573,7 +573,8 @@ class Lion(torch.optim.Optimizer):
 
 def test_a_forks_optimizer_is_planned_without_an_edit(monkeypatch):
     monkeypatch.setattr(train, "TRACES", {})  # what is in it was made with another optimizer
-    monkeypatch.setattr(train, "make_optimizer", lambda named, args, bad: Lion(train.groups_of(named, args), args.lr))
+    monkeypatch.setattr(train, "make_optimizer", lambda named, args, found_inf: Lion(
+        train.groups_of(named, args.weight_decay, args.embedding_lr), args.lr))
     config = config_of("llama-3.2-1b")
     (step,) = (kinds for moment, kinds in planned(["--model", "llama-3.2-1b"], config, 1).moments.items()
                if moment == "step")

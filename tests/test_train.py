@@ -231,7 +231,7 @@ def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
 def test_the_default_precision_is_what_the_cpu_computes_fast(monkeypatch, flag, has_bf16, precision):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
     args = train.parse_args([flag])
-    assert train.default_precision(args, CPU) == precision
+    assert train.default_precision(args.chat, CPU) == precision
 
 
 def start_of(flags, capsys):
@@ -903,8 +903,7 @@ def test_a_row_that_a_full_disk_has_cut_ends_no_run_and_does_not_swallow_the_nex
 
 def test_a_disk_that_is_full_costs_the_profile_and_not_the_run(tmp_path, capsys):
     (tmp_path / "trace.json.gz").symlink_to("/dev/full")
-    args = SimpleNamespace(profile=True, memory_snapshot=False)
-    profiler = train.tracer(args, tmp_path, ALONE)
+    profiler = train.tracer(True, False, tmp_path, ALONE)
     for _ in range(4):  # the third step is the one that is recorded
         profiler.step()
     said = capsys.readouterr().out
