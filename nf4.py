@@ -418,6 +418,11 @@ def local(param):
     return Local(param.to_local().data, min(first_row, param.shape[0]))
 
 
+def rows_of(params):
+    """This rank's rows of each, as plain tensors."""
+    return [local(param).rows for param in params]
+
+
 # ---------------- random bits
 
 

@@ -1719,10 +1719,10 @@ class ShardAdamW(torch.optim.AdamW):
             params = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in params]
             adamw(
-                [nf4.local(p).rows for p in params],
-                [nf4.local(p.grad).rows for p in params],
-                [nf4.local(state["exp_avg"]).rows for state in states],
-                [nf4.local(state["exp_avg_sq"]).rows for state in states],
+                nf4.rows_of(params),
+                nf4.rows_of(p.grad for p in params),
+                nf4.rows_of(state["exp_avg"] for state in states),
+                nf4.rows_of(state["exp_avg_sq"] for state in states),
                 [],  # what amsgrad would keep
                 [state["step"] for state in states],
                 fused=group["fused"],
@@ -1788,7 +1788,7 @@ def average_gradients_(params, world):
 def clip_gradients_(params, clip):
     """Scales gradients to an L2 norm of at most `clip` (0: leaves them) -> the norm before, on the device."""
     grads = [p.grad for p in params if p.grad is not None]
-    rows = [nf4.local(grad).rows for grad in grads]  # see ShardAdamW
+    rows = nf4.rows_of(grads)  # see ShardAdamW
     norm = nn.utils.get_total_norm(rows)
     if grads and nf4.is_sharded(grads[0]):
         norm_squared = norm.float().square()
@@ -1835,7 +1835,7 @@ class LossScale:
     def unscale_(self, params):
         """Divides gradients by the scale, which changes no bit of them: it is a power of two."""
         if self.value is not None:
-            grads = [nf4.local(p.grad).rows for p in params if p.grad is not None]
+            grads = nf4.rows_of(p.grad for p in params if p.grad is not None)
             torch._foreach_mul_(grads, 1 / self.value)
 
     def update_(self):
@@ -1961,6 +1961,15 @@ class Evaluation(NamedTuple):
     n_terms: int  # supervised tokens, or pairs
 
 
+@contextlib.contextmanager
+def evaluating(model):
+    """No dropout inside, and nothing compiled: see compile_() in model.py."""
+    model.eval()
+    yield
+    model.train()
+    lm.reshard_(model)  # FSDP2 keeps what it has gathered for a backward, which does not come
+
+
 def evaluate(model, loader, ranks, beta=None, stop=None):
     """-> Evaluation of all rows. None if any rank got a signal: an evaluation may take longer than a cluster
     waits before it kills."""
@@ -1968,8 +1977,7 @@ def evaluate(model, loader, ranks, beta=None, stop=None):
     dpo_sums = 0
     n_terms = 0
     stopped = 0
-    model.eval()  # without dropout, and uncompiled: see compile_() in model.py
-    with torch.no_grad():
+    with evaluating(model), torch.no_grad():
         for batch in loader.once():
             ranks.alive()
             # Every rank has equally many batches, so all of them stop before the same one.
@@ -1982,9 +1990,6 @@ def evaluate(model, loader, ranks, beta=None, stop=None):
             loss_sum = loss_sum + loss.double()
             dpo_sums = dpo_sums + dpo.double()
             n_terms += len(b.n_targets) // 2 if beta else len(b.supervised_S)
-    model.train()
-    # FSDP2 keeps what it has gathered for a backward, which does not come
-    lm.reshard_(model)
     if stopped:
         return None
     loss_sums, dpo_of_ranks, counts = zip(*ranks.gather((loss_sum.item(), dpo_sums.tolist(), n_terms)))
@@ -2110,8 +2115,10 @@ class Log:
     def paused(self):
         """Evaluations and saves do not count as time of a step."""
         started = time.perf_counter()
-        yield
-        self.mark += time.perf_counter() - started
+        try:
+            yield
+        finally:
+            self.mark += time.perf_counter() - started
 
     def seconds(self):
         """Since the last row, without pauses."""
@@ -2488,15 +2495,15 @@ class Sample:
         n = args.max_new_tokens or 48
         stop_ids = self.tokenizer.stop_ids
         tokens = []
-        self.model.eval()
-        for token in lm.generate(self.model, self.prompt, n, stop_ids, self.ranks.device, args.temperature):
-            tokens.append(token)
-            # a signal does not wait for the end of an answer; all ranks must stop at the same token
-            (stopped,) = self.ranks.largest(self.stop.number)
-            if stopped:
-                break
-        self.model.train()
-        lm.reshard_(self.model)
+        with evaluating(self.model):
+            generated = lm.generate(
+                self.model, self.prompt, n, stop_ids, self.ranks.device, args.temperature)
+            for token in generated:
+                tokens.append(token)
+                # a signal does not wait for the end of an answer; all ranks must stop at the same token
+                (stopped,) = self.ranks.largest(self.stop.number)
+                if stopped:
+                    break
         return textwrap.shorten(self.tokenizer.core.decode(tokens), 400)
 
     def say_answer(self, log):
@@ -3102,9 +3109,10 @@ class Saver:
         self.ranks.say(message)
 
     def write(self, rows_of, state):
-        """Returns the message to print: the size of the checkpoint, or why it was not written."""
-        # Each rank writes its rows, then all hear of all sizes and errors, then rank 0 commits, and last all
-        # hear whether that has worked.
+        """Returns the message to print: the size of the checkpoint, or why it was not written.
+
+        1. Each rank writes its rows.  2. All hear of all sizes and errors: a rank with an error goes on, or
+        the others would wait for it for ever.  3. Rank 0 commits.  4. All hear whether that has worked."""
         started = time.perf_counter()
         rank = self.ranks.rank
         name = f"checkpoint-{state['step']}"
@@ -3112,22 +3120,21 @@ class Saver:
         file = f"rank-{rank:05}-of-{self.ranks.world:05}.safetensors"
         files = {}  # {name: [size, checksum]}
         error = ""
-        try:
+        try:  # 1
             part.mkdir(parents=True, exist_ok=True)  # another rank may be first
             if rows_of:  # a second replica has none
                 files[file] = write_rows(part / file, rows_of)
         except OSError as caught:
             error = f"rank {rank}: {caught}"
-        # A rank with an error takes part in every gather(), or the others would wait for it for ever.
-        for others in self.ranks.gather(files):
+        for others in self.ranks.gather(files):  # 2
             files |= others
         error = next(filter(None, self.ranks.gather(error)), "")  # one message is enough
         if rank == 0 and not error:
-            try:
+            try:  # 3
                 self.commit(part, state | {"files": files})
             except OSError as caught:
                 error = str(caught)
-        error = self.ranks.gather(error)[0]
+        error = self.ranks.gather(error)[0]  # 4
         if error:
             data.remove(part)
             return (f"{name} was NOT written: {error}. Older checkpoints are intact; steps that hang on the "
