@@ -90,7 +90,9 @@ class Family(NamedTuple):
     decoders: tuple = ()
 
 
-FAMILIES = {  # by model_type; to add a family, copy a row
+# By model_type. To add a family, copy a row. IMPLIED has defaults of keys that files may lack, REFUSED
+# those that are not computed.
+FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "iquestcoder": Family("IQuestCoderForCausalLM", other_architecture="LlamaForCausalLM"),
     "internlm3": Family("InternLM3ForCausalLM", other_architecture="LlamaForCausalLM"),
@@ -1134,9 +1136,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     token, [S, 1], where the head is frozen. The forward computes the gradients as well, so that no logits
     wait for a backward; that one only multiplies them by the gradient of the loss.
 
-    Alive at once: a chunk of logits, which become their gradient (C*V*2 bytes in bf16); both of
-    FLOAT32_TOKENS tokens (V*6 bytes each); and a trained head's gradient in float32 (V*D*4 bytes). A rank
-    without a target (S = 0) runs it too, because the head's gradient is reduced over all ranks.
+    Alive at once: a chunk of logits, which become their gradient (C*V*2 bytes in bf16); of FLOAT32_TOKENS
+    tokens of it a float32 copy and its 16-bit gradient (V*6 bytes a token); and a trained head's gradient in
+    float32 (V*D*4 bytes). A rank without a target (S = 0) runs it too, because the head's gradient is reduced
+    over all ranks.
 
     chunk: rows of h at a time. with_grad: whether gradients are wanted; inside forward() autograd is off, so
     the caller has to say it. loss_and_grad: softmax_gradient() or a function like it."""

@@ -355,9 +355,9 @@ class NF4Linear(nn.Module):
         if is_generating and 0 < len(x) < MANY_ROWS * len(ends):
             codes, scales, ends = experts_with_rows(codes, scales, ends)
         if self.keeps_weight:
-            # Autograd saves the weight. Checkpointing drops it until the block's recomputation has made it
-            # again, which saves a third dequantization. The weight is saved before the product runs, so that
-            # the recomputation can end there.
+            # Autograd saves the weight. In a recomputed block it is the recomputation's: two dequantizations,
+            # where a backward that makes it anew has three. The weight is saved before the product runs, so
+            # that the recomputation can end there.
             y = linear(x, weight(codes, scales, self.fast, like=x.detach()), ends)
         else:
             y = NF4Matmul.apply(x, codes, scales, self.fast, ends)

@@ -9,7 +9,7 @@ In the order of this file: flags; `main`, a run from top to bottom; then what ma
 activation offload, optimizers, the loss of a batch, the log, what a start prints, samples and chats, numbers
 that are not finite, checkpoints; and last the memory plan, a fifth of this file, and the limits of the
 memory. A memory feature is one function or small class that edits a finished vanilla module, and one call in
-main.
+main. "Where to edit" in tests/README.md says which lines a new loss, optimizer, flag or model changes.
 
 A reading tour, in the order of a run:
 
@@ -613,7 +613,8 @@ def main(argv, progress):
     wrap_blocks_(model, args.tiled_mlp, blocks)
     # groups of consecutive ranks, as Loader deals out rows: rank // N is the group, rank % N the shard of it
     if args.sequence_parallel > 1:
-        model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.wait)
+        model.sequence_group, _ = dist.new_subgroups(
+            args.sequence_parallel, timeout=ranks.collective_limit)
     if args.fsdp2:
         shard_(model, args, device, blocks.n_resident)
     # until here the model is on the meta device, so a rank allocates no more than its own shard
@@ -679,17 +680,17 @@ def main(argv, progress):
         # its evaluation makes up for it before it trains on.
         if evaluation_is_due(args.eval_every, state):
             evaluate_now()
-        step = state["step"]  # steps done before this one: data, dropout and schedule count from 0
-        n = step + 1
+        n_done = state["step"]  # data, dropout and schedule count from 0
+        step = n_done + 1  # as it is logged
         # supervised tokens of this step, or its pairs, over all micro-batches and ranks
         n_terms = counts.documents // 2 if args.dpo else counts.targets
         ranks.alive()  # one of several ranks has --timeout seconds from here to the next call
-        lr = set_rates_(optimizer, step, steps, args, loss_scale)
-        seed_dropout(args.seed, step, ranks.rank)
+        lr = set_rates_(optimizer, n_done, steps, args, loss_scale)
+        seed_dropout(args.seed, n_done, ranks.rank)
 
         # forward and backward of each micro-batch
         loss_sum = 0
-        dpo_sums = 0  # empty without --dpo
+        dpo_sums = 0  # becomes a tensor: four sums, or none without --dpo
         for i, batch in enumerate(batches):
             if args.fsdp2:
                 # Gradients of all weights are too large to wait unsharded for the last micro-batch, so each
@@ -699,7 +700,7 @@ def main(argv, progress):
                 model.set_requires_gradient_sync(last or trains_ends(args))
                 model.set_requires_all_reduce(last)
             b = batch.to(device)
-            progress.update(step=n, tokens_of_micro_batch=b.tokens.numel())
+            progress.update(step=step, tokens_of_micro_batch=b.tokens.numel())
             loss, dpo = loss_of(model, b, args.beta)
             # The loss is a sum. We divide it by the targets of all micro-batches and ranks, so each token
             # counts the same however a step is split; `ranks.world` undoes the mean over ranks that is taken
@@ -713,20 +714,20 @@ def main(argv, progress):
         if in_backward:
             norm = in_backward.norm()  # they were updated during the backward
         else:
-            # FSDP2 has averaged them when it reduced them
+            # FSDP2 averages where it reduces; without it nobody has averaged them yet
             if ranks.world > 1 and not args.fsdp2:
                 average_gradients_(trained, ranks.world)
             # before the norm, because --clip is about gradients of the loss itself
             loss_scale.unscale_(trained)
             norm = clip_gradients_(trained, args.clip)
-            if n == 1:
+            if step == 1:
                 note_dominant_gradient(model, norm, args.clip, tokenizer, ranks)
             # the host does not look at the norm: where it is inf or nan, the kernels change nothing
             nonfinite.step_if_finite(optimizer, norm)
             optimizer.zero_grad()  # to None: the next forward can use their memory
         nonfinite.count_()
         loss_scale.update_()
-        state["step"] = n
+        state["step"] = step
         state["tokens"] += counts.targets
         # `counts` is of all ranks, and mfu compares with the peak of one device
         flops = lm.step_flops(config, counts, args.lora, args.dpo, trains_ends(args)) / ranks.world
@@ -738,17 +739,18 @@ def main(argv, progress):
         # does not wait for the GPU.
         stopped, overdue = ranks.largest(stop.number, log.seconds() > 10)
         # the last step, too: --resume with more --steps continues it
-        save_due = args.save_every and (n % args.save_every == 0 or n == steps)
+        save_due = args.save_every and (step % args.save_every == 0 or step == steps)
         # the first steps show whether a run learns, and one after a resume whether it goes on where it was
-        log_due = n <= 10 or n == log.start_step + 1 or n == steps or n % args.log_every == 0
+        is_first = step <= 10 or step == log.start_step + 1
+        log_due = is_first or step == steps or step % args.log_every == 0
         if log_due or overdue or save_due or stopped:
             losses, dpo_means = log.means()
             # the only host sync of the step
             losses, dpo_means, (norm,), (lr,), (n_found,), scale = to_host(
-                device, losses, dpo_means, norm, lr, nonfinite.report(), loss_scale.report())
-            last_step = step_that_ends_the_run(n, losses, n_found, *scale)
-            if last_step is not None:
-                end_not_finite(model, loader, last_step, args, ranks, tokenizer)
+                device, losses, dpo_means, norm, lr, nonfinite.n_since_last(), loss_scale.current())
+            bad_step = step_that_ends_the_run(step, losses, n_found, *scale)
+            if bad_step is not None:
+                end_not_finite(model, loader, bad_step, args, ranks, tokenizer)
             log.write(losses, dpo_means, norm, lr, n_found, *scale)
         if profiler:
             profiler.step()
@@ -1143,11 +1145,11 @@ class Ranks:
             # Segments that can grow leave no holes between tensors of different sizes, which would be memory
             # that is reserved and cannot be used. CUDA's allocator reads this when it is first used.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        self.timeout = timeout
-        # for a collective of a step: longer, so that alive() reports first
-        self.wait = timedelta(seconds=2 * timeout + 60)
-        # for another rank that loads, saves or exports
-        self.patience = timedelta(seconds=PATIENCE * timeout)
+        self.timeout = timeout  # seconds of a step, see alive()
+        # the limit of a step's collectives is longer, so that alive() reports first
+        self.collective_limit = timedelta(seconds=2 * timeout + 60)
+        # how long a rank may load, save or export while others wait, see gather()
+        self.long_limit = timedelta(seconds=PATIENCE * timeout)
         # One rank under plain python: without `control`, what follows talks to no other process.
         self.rank = 0
         self.world = 1
@@ -1186,7 +1188,7 @@ class Ranks:
         store = dist.HashStore()  # belongs to this process alone: no port has to be free
         if under_torchrun:
             # init_process_group() would do the same by itself, but with names that nobody can change
-            store, self.rank, self.world = next(rendezvous("env://", timeout=self.wait))
+            store, self.rank, self.world = next(rendezvous("env://", timeout=self.collective_limit))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # torchrun keeps its store when it restarts the ranks, and the store keeps the addresses of
                 # the dead processes, so each start gets names of its own (pytorch #135712)
@@ -1195,10 +1197,12 @@ class Ranks:
             # NCCL cannot move tensors on the CPU (offloaded parameters, signals), so gloo stands beside it
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.world, timeout=self.wait)
+                backend, store=store, rank=self.rank, world_size=self.world,
+                timeout=self.collective_limit)
         if self.world > 1:
-            # for gather() and agree(), twice as patient as rank 0, which says who is missing
-            self.control = dist.new_group(backend="gloo", timeout=2 * self.patience)
+            # For gather() and agree(). Rank 0 gives up after long_limit and says who is missing; the others
+            # have twice that, so that they do not fail first.
+            self.control = dist.new_group(backend="gloo", timeout=2 * self.long_limit)
 
     def say(self, text):
         """Prints on rank 0."""
@@ -1210,7 +1214,7 @@ class Ranks:
         values = [value] * self.world
         if self.control is not None:
             # It says which ranks do not come, and all_gather_object() would not.
-            dist.monitored_barrier(self.control, self.patience, wait_all_ranks=True)
+            dist.monitored_barrier(self.control, self.long_limit, wait_all_ranks=True)
             # The one use of pickle: it reads what ranks of this job have sent, and no file.
             dist.all_gather_object(values, value, self.control)
         return values
@@ -1345,9 +1349,9 @@ def shard_(model, args, device, n_resident=0):
 
     One unit per block, one for the embedding and one for the head. The last norm belongs to the root unit,
     which stays gathered from forward to backward. With --replicas N, weights are gathered inside a replica
-    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. n_resident: of the
-    blocks; their frozen shards stay on the GPU where --offload params has those of others in host memory.
-    What StreamedWeights brings to the GPU is no business of FSDP2."""
+    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. n_resident: the number
+    of blocks whose frozen shards stay on the GPU where --offload params has those of others in host memory.
+    Where a rank has all rows, FSDP2 ignores frozen weights of blocks: see streams_weights()."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shard_bytes_on_old_torch_()
@@ -1375,7 +1379,8 @@ def shard_(model, args, device, n_resident=0):
     streamed = streamed_blocks(len(layers), n_resident)
     for i, block in enumerate(layers):
         of_block = offload if i in streamed else stay
-        # A unit is gathered in one dtype, so the float32 vectors of a DecayGate are units of their own.
+        # FSDP2 casts the floats of a unit to one dtype (bytes of NF4 stay as they are), so the vectors of a
+        # DecayGate, which are float32, are a unit of their own.
         for module in block.modules():
             if isinstance(module, lm.DecayGate):
                 shard(module, mp_policy=in_float32, offload_policy=of_block, reshard_after_forward=False)
@@ -1629,7 +1634,7 @@ class StreamedWeights:
 
     def before_forward(self, k, block, inputs):
         self.wait_for(k)
-        self.bring(k + 1)  # it is on its way, but for the first block of a forward
+        self.bring(k + 1)  # does nothing but in the first block of a forward: see after_forward()
         x = inputs[0]
         if x.requires_grad:
             # When the gradient of its input is there, the block's backward is done with its weights, and the
@@ -1839,7 +1844,7 @@ class LossScale:
             torch._foreach_mul_(grads, 1 / self.value)
 
     def update_(self):
-        """Call it after each step. Gradients that overflowed are forgotten: the next step has a new scale."""
+        """Call it after each step. It sets found_inf to 0: the next step has a new scale, and may update."""
         if self.value is not None:
             self.n_skipped += self.found_inf.int()
             # GradScaler's own kernel. It counts the good steps, then doubles or halves, without the host.
@@ -1847,8 +1852,8 @@ class LossScale:
                 self.value, self.n_good, self.found_inf, 2.0, 0.5, self.GROWTH_INTERVAL)
             self.found_inf.zero_()
 
-    def report(self):
-        """-> [the scale] on the device, or [] where there is none."""
+    def current(self):
+        """-> the scale, on the device, or no number where there is none."""
         return self.found_inf.new_zeros(0) if self.value is None else self.value
 
     def tensors(self):
@@ -1949,8 +1954,8 @@ def log_probabilities(losses_S, n_targets):
 
 
 def evaluation_is_due(eval_every, state):
-    """Whether an evaluation belongs to the step that `state` is at, and is not in it. That of the last step
-    is not meant: it comes after the result is written."""
+    """Whether the step that `state` is at should have been evaluated, and has not been yet. That of the last
+    step is not meant: it comes after the result is written."""
     n = state["step"]
     return eval_every and n % eval_every == 0 and state["evaluated"] < n < state["steps"]
 
@@ -2600,16 +2605,16 @@ def print_answer(core, tokens):
 
 
 class NonFinite:
-    """Ends a run before inf or nan reach its weights, without a step that waits for the host to look.
+    """Keeps inf and nan out of the weights, without a step that waits for the host to look.
 
     found_inf is 1 on the device from the first gradient on that was inf or nan. Optimizers read it there and
-    change nothing then (GradScaler's protocol and name), so the weights stay as they were until the host
-    fetches report() with the next row of the log, and step_that_ends_the_run() says which step it was. With
-    fp16 LossScale.update_() sets it to 0 again: such a step is skipped."""
+    change nothing then (GradScaler's protocol and name). So the weights stay as they were until the next row
+    of the log, for which the host fetches n_since_last(), and main ends the run. With fp16
+    LossScale.update_() sets found_inf to 0 again: such a step is skipped, and the run goes on."""
 
     def __init__(self, device):
         self.found_inf = torch.zeros((), device=device)
-        self.n_steps = torch.zeros_like(self.found_inf)  # since the last report(), with such a gradient
+        self.n_steps = torch.zeros_like(self.found_inf)  # see n_since_last()
 
     def step_if_finite(self, optimizer, norm):
         """optimizer.step(), unless this norm of gradients or an earlier one was inf or nan."""
@@ -2622,26 +2627,26 @@ class NonFinite:
         """Call it after each step."""
         self.n_steps += self.found_inf
 
-    def report(self):
-        """-> the number of steps since the last report with a gradient that was inf or nan, on the device."""
-        report = self.n_steps.clone()
+    def n_since_last(self):
+        """-> steps since the last call in which a gradient was inf or nan, on the device."""
+        n_steps = self.n_steps.clone()
         self.n_steps.zero_()
-        return report
+        return n_steps
 
 
-def step_that_ends_the_run(n, losses, n_found, loss_scale=None):
-    """The step (from 0) that ends the run after step n, or None. losses: of the steps since the last report,
-    in n_found of which a gradient was inf or nan."""
+def step_that_ends_the_run(n_done, losses, n_found, loss_scale=None):
+    """After n_done steps: the number, from 0, of the step that was not finite and ends the run, or None.
+    losses: of the steps since the last row, in n_found of which a gradient was inf or nan."""
     if loss_scale is None:
         # found_inf stays 1 from the first such step on, so their number tells which step that was
         is_over = n_found or not math.isfinite(sum(losses))
-        return n - max(int(n_found), 1) if is_over else None
-    # An activation that overflows does so with any scale.
-    for step, loss in enumerate(losses, n - len(losses)):
+        return n_done - max(int(n_found), 1) if is_over else None
+    # No scale helps a loss that is not finite: it multiplies only what comes after.
+    for step, loss in enumerate(losses, n_done - len(losses)):
         if not math.isfinite(loss):
             return step
     # GradScaler would halve it for ever. At 1 even the gradients of the plain mean loss overflow.
-    return n - 1 if loss_scale < 1 else None
+    return n_done - 1 if loss_scale < 1 else None
 
 
 def parts_of(tensor):
