@@ -880,10 +880,15 @@ class Tokenizer:
             or (key in TRAINED_KEYS and message[key] and message["role"] != "assistant"))]
 
     def delimit_by_prefix(self, messages, tools, text, turns):
-        """Finds the spans of turns -> [Rendered]. text is the whole conversation, the first document. A turn
-        belongs to the first document that begins with the conversation up to and with this turn. If none
-        does, the template rewrites the turn later, and that text becomes one more document, unless train_on
-        is "whole"."""
+        """Finds the spans of turns -> [Rendered]. text is the whole conversation, the first document. Qwen3
+        drops the thought T1 of a first answer A1 once there is a second one, so from these three texts
+
+            whole conversation    Q1 A1 Q2 T2 A2
+            up to A2              Q1 A1 Q2 T2 A2     the whole begins with it: T2 A2 is a span there
+            up to A1              Q1 T1 A1           the whole does not begin with it: one more document
+
+        come two documents. In general a turn belongs to the first document that begins with the text up to
+        it. With train_on "whole" there are no further documents."""
         documents = [Rendered(text, [], [])]
         for i in reversed(turns):  # a document that a turn adds may begin with turns before it
             turn = None
@@ -2101,6 +2106,19 @@ class DataFile(NamedTuple):
     n_trained: int = 0  # supervised tokens
 
 
+class Parts(NamedTuple):
+    """The parts of a file's documents: columns of a table, [n] int64 with a number per part."""
+
+    start: np.ndarray  # its first token, which is no target
+    stop: np.ndarray  # its last token + 1
+    n_targets: np.ndarray
+    line: np.ndarray  # in the file, of its example
+    hash: np.ndarray  # of its example
+
+    def chosen(self, which):
+        return Parts(*(column[which] for column in self))
+
+
 class Documents:
     """Parts of documents, each of which fits into a row, out of several files [DataFile]. file, start, stop,
     n_targets and line are the columns of a table, [n] int64 with a number per part. The first token of a part
@@ -2139,20 +2157,19 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         file, parts = open_file(folder, name, seq_len, overflow)
         check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
-        is_chosen = (parts[-1] >= hashes.start) & (parts[-1] < hashes.stop)
-        start, stop, n_targets, line, _ = parts[:, is_chosen]
+        parts = parts.chosen((parts.hash >= hashes.start) & (parts.hash < hashes.stop))
         # its other counts stay those of the whole file
-        file = file._replace(n_tokens=int((stop - start - 1).sum()), n_trained=int(n_targets.sum()))
+        n_tokens = int((parts.stop - parts.start - 1).sum())
+        file = file._replace(n_tokens=n_tokens, n_trained=int(parts.n_targets.sum()))
         # stands for every byte of the arrays, which tokenized() has compared with these
         checksum = zlib.crc32(json.dumps(file.report.checksums).encode(), checksum)
         files.append(file)
-        columns.append(np.stack([np.full_like(start, number), start, stop, n_targets, line]))
+        columns.append(np.stack([np.full_like(parts.start, number), *parts[:-1]]))  # all but the hash
     return Documents(files, np.concatenate(columns, 1), checksum)
 
 
 def open_file(folder, name, seq_len, overflow):
-    """A folder of the cache -> (DataFile, [5, n]: start, stop, n_targets, line and hash of the parts that
-    have a target)."""
+    """A folder of the cache -> (DataFile, Parts that have a target)."""
     report = read_report(folder)
     tokens, supervised, lengths, lines, hashes = (
         np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
@@ -2172,7 +2189,7 @@ def open_file(folder, name, seq_len, overflow):
         n_untrained=len(np.setdiff1d(document, document[used])),
         n_tokens=int((stop - start - 1)[used].sum()),
         n_trained=int(n_targets.sum()))
-    return file, np.stack([start, stop, n_targets, lines[document], hashes[document]])[:, used]
+    return file, Parts(start, stop, n_targets, lines[document], hashes[document]).chosen(used)
 
 
 def check_file(file, seq_len, vocab_size):
