@@ -2283,7 +2283,9 @@ class Batch(NamedTuple):
             return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
 
         spans = Spans(self.spans.pairs, copied(self.spans.bounds), self.spans.longest)
-        return Batch(*map(copied, self[:4]), spans, self.n_targets)
+        batch = Batch(*map(copied, self[:4]), spans, self.n_targets)
+        batch.tokens.on_host = self.tokens  # an embedding may be there, too
+        return batch
 
 
 class Loader:

@@ -627,6 +627,8 @@ def main(argv, progress):
         data.fill_new_rows_(model, opened.source, tokenizer.new_ids, args.seed, ranks)
     if streamed:
         StreamedWeights(streamed, device)  # lives on in the hooks that it puts on the blocks
+    if streams_weights(args, ranks.world) and not trains_ends(args):
+        StreamedEnds(model, device)
     # on a CPU, activations are in host memory already
     if "activations" in args.offload and on_gpu:
         model.activation_hooks = OffloadActivations(device)
@@ -1351,7 +1353,7 @@ def shard_(model, args, device, n_resident=0):
     which stays gathered from forward to backward. With --replicas N, weights are gathered inside a replica
     only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. n_resident: the number
     of blocks whose frozen shards stay on the GPU where --offload params has those of others in host memory.
-    Where a rank has all rows, FSDP2 ignores frozen weights of blocks: see streams_weights()."""
+    Where a rank has all rows, FSDP2 ignores frozen weights: see streams_weights()."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shard_bytes_on_old_torch_()
@@ -1370,8 +1372,8 @@ def shard_(model, args, device, n_resident=0):
     offload = CPUOffloadPolicy(pin_memory) if "params" in args.offload else stay
     ignored = set()
     if streams_weights(args, dist.get_world_size()):
-        ignored.update(frozen_of(model.model.layers))
-        n_resident = 0  # FSDP2 has the adapters alone
+        ignored.update(frozen_of(model))
+        n_resident = 0  # FSDP2 has what is trained alone
     shard = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
     in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -1421,8 +1423,8 @@ def offloads_frozen(args):
 
 
 def streams_weights(args, world):
-    """Whether StreamedWeights, and not FSDP2, brings the frozen weights of the blocks from host memory: where
-    a rank has all of their rows. FSDP2 (torch 2.11 to 2.13) makes no collective on one rank, but it copies a
+    """Whether StreamedWeights and StreamedEnds, and not FSDP2, bring frozen weights from host memory: where a
+    rank has all of their rows. FSDP2 (torch 2.11 to 2.13) makes no collective on one rank, but it copies a
     unit on the compute stream, where nothing hides it, and then a second time, from GPU memory to GPU
     memory. Several ranks share the rows, so there FSDP2 reads them and gathers them ahead."""
     return offloads_frozen(args) and world == args.replicas
@@ -1450,10 +1452,11 @@ def allocate_(model, args, blocks, device):
     layers = model.model.layers
     streamed = [layers[i] for i in streamed_blocks(len(layers), blocks.n_resident)]
     streams_here = streams_weights(args, dist.get_world_size())
-    for block in layers:
-        for p in frozen_of(block):
+    modules = [*layers, model.model.norm] if streams_here else layers
+    for module in modules:
+        for p in frozen_of(module):
             # StreamedWeights has no vectors: they are too small to be worth a copy in each pass
-            if block not in streamed or (streams_here and p.dim() < 2):
+            if module not in streamed or (streams_here and p.dim() < 2):
                 on_device = nn.Parameter(torch.empty_like(p, device=device), requires_grad=False)
                 # as to_empty() does: p.data of a shard would leave its rows where they are
                 torch.utils.swap_tensors(p, on_device)
@@ -1650,6 +1653,54 @@ class StreamedWeights:
     def before_backward(self, k, _):
         self.wait_for(k)
         self.bring(k - 1)
+
+
+class StreamedEnds:
+    """Keeps a frozen embedding and a frozen head, which may be one weight, in host memory.
+
+    A row needs T of the V vectors of the embedding. They are looked up on the host and copied to the GPU. The
+    head is copied as a whole, on a side stream while the last block computes, and is freed behind the loss.
+    Nobody counts its uses: without --chunked_ce autograd holds it for the backward."""
+
+    def __init__(self, model, device):
+        self.side = SideStream(device)
+        self.device = device
+        self.head = model.lm_head
+        self.on_host = self.head.weight
+        self.arriving = None  # the Copy of the head
+        if device.type == "cuda":
+            # in place: a tied embedding is the same parameter
+            self.on_host.data = self.on_host.data.pin_memory()
+        embedding = model.model.embed_tokens
+        embedding.register_forward_pre_hook(self.before_embedding)
+        embedding.register_forward_hook(self.after_embedding)
+        model.model.layers[-1].register_forward_pre_hook(self.bring)
+        self.head.register_forward_pre_hook(self.before_head)
+        self.head.register_forward_hook(self.after_head)
+
+    def before_embedding(self, embedding, inputs):
+        """-> the tokens on the host. Batch.to() has left them there. Generation makes no Batch, so the host
+        waits for a copy, as it waits for each new token."""
+        (tokens_BT,) = inputs
+        return getattr(tokens_BT, "on_host", tokens_BT).cpu()
+
+    def after_embedding(self, embedding, inputs, x):
+        if self.device.type == "cuda":
+            return x.pin_memory().to(self.device, non_blocking=True)
+
+    def bring(self, block, inputs):
+        # allocated on the compute stream, which uses it last: who gets its memory next comes after that
+        weight = torch.empty_like(self.on_host, device=self.device)
+        self.arriving = Copy(weight, self.side.copy([weight], [self.on_host]))
+
+    def before_head(self, head, inputs):
+        weight, end = self.arriving
+        self.arriving = None
+        self.side.wait_for(end)
+        head.weight = nn.Parameter(weight, requires_grad=False)
+
+    def after_head(self, head, inputs, loss):
+        head.weight = self.on_host
 
 
 def matrices_of(block):
@@ -3498,6 +3549,8 @@ class Unit:
     last_gradient: int = 0  # the last parameter's, which FSDP2's foreach_reduce() has until its end
     reduce_input: int = 0  # all rows in the dtype of the reduce-scatter; 0 without FSDP2
     gradient: int = 0  # this rank's rows, which the reduce-scatter leaves for the step
+    # {kind: bytes} of frozen matrices that StreamedWeights and StreamedEnds bring, and FSDP2 does not see
+    streamed: Counter = dataclasses.field(default_factory=Counter)
 
     def reduced(self):
         """What there is of a gradient when it has been reduced."""
@@ -3546,7 +3599,7 @@ def units_of_one(config, args, sharding, is_streamed):
             rows[name] = nn.Parameter(p.new_empty(n_rows, *p.shape[1:]), p.requires_grad)
     state, step_workspace = optimizer_bytes(rows, args)
 
-    def unit(*beginnings, is_streamed=False):
+    def unit(*beginnings):
         rows_of_unit = {name: p for name, p in rows.items() if name.startswith(beginnings)}
         made = unit_of(rows_of_unit, args, sharding.shards, model.compute_dtype, is_streamed)
         made.optimizer = sum(state[name] for name in rows_of_unit if name in state)
@@ -3557,7 +3610,7 @@ def units_of_one(config, args, sharding, is_streamed):
     ends = [embedding] if sharding.tied else [embedding, head]
     if sharding.ends_in_root:
         ends = [unit(data.EMBEDDING, "model.norm.", data.HEAD)]
-    block = unit("model.layers.", is_streamed=is_streamed)
+    block = unit("model.layers.")
     return Units([block], embedding, head, ends, step_workspace)
 
 
@@ -3570,8 +3623,10 @@ def unit_of(rows, args, shards, dtype, is_streamed):
     if not args.fsdp2:
         unit.new_gradient = unit.gradient
         return unit
+    if is_streamed:
+        unit.streamed = frozen_matrices(rows)
     for p in rows.values():
-        if p.requires_grad or not is_streamed:  # FSDP2 does not see frozen ones that are streamed
+        if p.requires_grad or not is_streamed:
             # bytes of NF4 are gathered as they are, and dequantized by their layer
             itemsize = 1 if p.dtype is torch.uint8 else dtype.itemsize
             unit.unsharded += shards * p.numel() * itemsize
@@ -3622,6 +3677,7 @@ def where_weights_lie(args, units, n_resident, is_streamed):
     on_device = Counter()
     host = Counter()
     streamed = streamed_blocks(len(units.blocks), n_resident)
+    tied = units.head is units.embedding
     for i, unit in enumerate(units.all()):  # blocks come first
         for name, p in unit.rows.items():
             kind = kind_of_bytes(name, p)
@@ -3632,6 +3688,8 @@ def where_weights_lie(args, units, n_resident, is_streamed):
                 on_device[kind] += p.nbytes
             elif may_stay and is_streamed:
                 host["pinned weights"] += bytes_in_pages(p.nbytes)
+            elif is_streamed and name == data.EMBEDDING and not p.requires_grad and not tied:
+                host[kind] += p.nbytes  # StreamedEnds pins the head alone
             else:
                 host[kind] += pinned_bytes(p.nbytes)
                 if p.requires_grad:
@@ -3641,14 +3699,14 @@ def where_weights_lie(args, units, n_resident, is_streamed):
     if is_streamed:
         # the two slots, each as large as the largest block that is streamed
         for _ in streamed[:2]:
-            on_device += max((frozen_matrices(units.blocks[i]) for i in streamed), key=Counter.total)
+            on_device += max((units.blocks[i].streamed for i in streamed), key=Counter.total)
     return on_device, dict(+host)
 
 
-def frozen_matrices(unit):
-    """{kind: bytes} of what a unit streams."""
+def frozen_matrices(rows):
+    """{kind: bytes} of the matrices among {name: parameter} that are not trained."""
     kinds = Counter()
-    for name, p in unit.rows.items():
+    for name, p in rows.items():
         if not p.requires_grad and p.dim() > 1:
             kinds[kind_of_bytes(name, p)] += p.nbytes
     return kinds
@@ -3765,6 +3823,8 @@ def play_forward_(units, sharding, blocks, gathered, left, alive):
     for i, block in enumerate(blocks):
         unit = units.blocks[i]
         alive["unsharded units"] += gathered[i]
+        if i == len(blocks) - 1:
+            alive.update(units.head.streamed)  # on its way from here on, see StreamedEnds
         yield event(f"block {i}", alive, {"unsharded units": buffer + unit.arriving})
         buffer = unit.arriving if sharding.shards > 1 else 0
         yield event(f"block {i}", alive, {"block workspace": block.forward, "unsharded units": buffer})
@@ -3789,7 +3849,10 @@ def play_head_(args, units, sharding, part, alive, input_bytes):
     yield event("head and loss", alive, in_loss)
     if args.chunked_ce:  # the backward needs no weights, see shard_()
         weights = 0
+        alive.subtract(unit.streamed)
     yield event("head and loss", alive, {"logits chunk": part.backward, "unsharded units": weights})
+    if not args.chunked_ce:
+        alive.subtract(unit.streamed)
     if sharding.head_waits:
         alive["gradients"] += unit.new_gradient
     else:

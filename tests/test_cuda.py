@@ -331,20 +331,30 @@ def change_nothing():
     pass
 
 
+SMALL_ENDS = {"vocab_size": 4096}
+LARGE_ENDS = {"vocab_size": 65536, "tie_word_embeddings": False}
+TIED = {"tie_word_embeddings": True}
+
+
 @pytest.mark.gpu
 @pytest.mark.bf16
-@pytest.mark.parametrize("world, flags", [
-    (1, "--lora --offload --tiled_mlp 384"),
-    (1, "--qlora --offload"),
-    (1, "--lora --fsdp2 --offload --resident_blocks 1"),
-    (1, "--qlora --fsdp2 --offload --resident_blocks 0"),
-    (2, "--lora --fsdp2 --activation_checkpointing all"),
-    (2, "--lora --fsdp2 --activation_checkpointing all --no-reshard_after_forward"),
-    (2, "--lora --fsdp2 --offload --resident_blocks 0"),
-    (2, "--lora --fsdp2 --offload --resident_blocks 2"),
-    (2, "--qlora --fsdp2 --offload --resident_blocks all"),
+@pytest.mark.parametrize("world, flags, ends", [
+    (1, "--lora --offload --tiled_mlp 384", SMALL_ENDS),
+    (1, "--qlora --offload", SMALL_ENDS),
+    (1, "--lora --fsdp2 --offload --resident_blocks 1", SMALL_ENDS),
+    (1, "--qlora --fsdp2 --offload --resident_blocks 0", SMALL_ENDS),
+    # the head comes from the host, and is the peak
+    (1, "--qlora --fsdp2 --offload --resident_blocks 0 --ce_chunk 128", LARGE_ENDS),
+    (1, "--qlora --fsdp2 --offload --resident_blocks all --ce_chunk 128", LARGE_ENDS | TIED),
+    (1, "--lora --fsdp2 --offload --no-chunked_ce --batch_size 2 --train_on all", LARGE_ENDS),
+    (1, "--lora --fsdp2 --offload --no-shard_embeddings --ce_chunk 128", LARGE_ENDS),
+    (2, "--lora --fsdp2 --activation_checkpointing all", SMALL_ENDS),
+    (2, "--lora --fsdp2 --activation_checkpointing all --no-reshard_after_forward", SMALL_ENDS),
+    (2, "--lora --fsdp2 --offload --resident_blocks 0", SMALL_ENDS),
+    (2, "--lora --fsdp2 --offload --resident_blocks 2", SMALL_ENDS),
+    (2, "--qlora --fsdp2 --offload --resident_blocks all", SMALL_ENDS),
 ])
-def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, world, flags):
+def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, world, flags, ends):
     if not LOADED and world > torch.cuda.device_count():
         pytest.skip("needs two GPUs")
     change = change_nothing
@@ -354,7 +364,7 @@ def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, 
         preset = "qwen3-0.6b"  # blocks of 30 MiB: a CPU has no such workspaces, and every byte costs it time
     # in a third block of several ranks FSDP2 has the most buffers at once
     n_layers = 2 if world == 1 else 4
-    config = data.PRESETS[preset] | {"num_hidden_layers": n_layers, "vocab_size": 4096, "architectures": None}
+    config = data.PRESETS[preset] | {"num_hidden_layers": n_layers, "architectures": None} | ends
     code, text, argv = run_changed(change, "--batch_size", 8, "--steps", 1, *flags.split(), world=world, **config)
     assert code == 0, text
     (line,) = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
@@ -473,6 +483,76 @@ def test_the_host_waits_for_no_copy_of_weights(run_changed, method, world):
         pytest.skip("needs two GPUs")
     code, text, _ = run_changed(make_streams_strict, method, *STREAMS.split(), world=world)
     assert code == 0, text
+
+
+def check_where_ends_are():
+    """Embedding and head are in host memory between two steps, each once, and the head alone is pinned. In its own
+    forward it is on the GPU."""
+    load_weights_ = data.load_weights_
+    clip_gradients_ = train.clip_gradients_
+    head_forward = lm.LMHead.forward
+    models = []
+
+    def load_and_note_(model, *rest, **flags):
+        load_weights_(model, *rest, **flags)
+        models.append(model)
+
+    def head_forward_and_check(head, *inputs):
+        assert head.weight.is_cuda or head.weight.is_meta  # the plan's
+        return head_forward(head, *inputs)
+
+    def clip_and_check_(params, clip):
+        (model,) = models
+        head = model.lm_head.weight
+        embedding = model.model.embed_tokens.weight
+        assert head.is_pinned()
+        assert not embedding.is_cuda
+        tied = model.config.tie_word_embeddings
+        assert (head is embedding) == embedding.is_pinned() == tied
+        return clip_gradients_(params, clip)
+
+    data.load_weights_ = load_and_note_
+    train.clip_gradients_ = clip_and_check_
+    lm.LMHead.forward = head_forward_and_check
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("n_resident", [1, "all"])
+def test_a_frozen_head_is_on_the_gpu_in_its_forward_alone(run_changed, tied, n_resident):
+    flags = ["--lora", "--fsdp2", "--offload", "params", "--resident_blocks", n_resident]
+    code, text, _ = run_changed(check_where_ends_are, *flags, tie_word_embeddings=tied)
+    assert code == 0, text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not LOADED, reason="FlashAttention's backward adds up dq in any order")
+@pytest.mark.parametrize("flags", [
+    "--lora --eval_every 1 --sample hello --max_new_tokens 3 --no-packing",
+    "--qlora --no-chunked_ce --grad_accum 2",
+    "--lora --dpo --ce_chunk 64",
+])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_stay_on_the_host_train_to_the_bits_of_those_on_the_gpu(
+        settings, pairs, few_chats, tmp_path, flags, tied):
+    argv = [*settings, *flags.split(), "--batch_size", 2, "--lora_rank", 8, "--random_init"]
+    argv += ["--model", random_model(tmp_path / "model", num_hidden_layers=4, tie_word_embeddings=tied)]
+    if "--dpo" in flags:
+        argv += ["--data", pairs]
+    if "--eval_every" in flags:
+        argv += ["--eval_data", few_chats]
+    results = []
+    for name, streams in (("plain", []), ("streamed", ["--fsdp2", "--offload", "params", "--resident_blocks", 1])):
+        out = tmp_path / name
+        rows, text, codes = run_ranks(1, [*argv, *streams], out, gpu=True)
+        assert codes == [0], text
+        numbers = [[row.get(key) for key in ("loss", "grad_norm", "eval_loss")] for row in rows]
+        results.append((numbers, load_file(out / "final/adapter_model.safetensors")))
+    (plain, plain_weights), (streamed, streamed_weights) = results
+    assert plain == streamed
+    assert plain_weights.keys() == streamed_weights.keys()
+    for name, tensor in plain_weights.items():
+        assert torch.equal(tensor, streamed_weights[name]), name
 
 
 def check_where_blocks_are():
@@ -604,6 +684,17 @@ def compute_before_the_copy_has_arrived():
     train.StreamedWeights.wait_for = wait_for
 
 
+def compute_the_loss_before_the_head_has_arrived():
+    """The loss is computed while the head is on its way."""
+    before_head = train.StreamedEnds.before_head
+
+    def before_head_without_waiting(self, head, inputs):
+        self.arriving = self.arriving._replace(end=None)
+        before_head(self, head, inputs)
+
+    train.StreamedEnds.before_head = before_head_without_waiting
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not LOADED, reason="a real GPU may be lucky")
 @pytest.mark.parametrize("leave_out_a_guard, flags, words", [
@@ -612,6 +703,7 @@ def compute_before_the_copy_has_arrived():
     (copy_without_waiting, "--offload", "that the default stream still works on"),
     (copy_without_waiting, STREAMS, "that the default stream still works on"),
     (compute_before_the_copy_has_arrived, STREAMS, "memory is used while a copy is under way"),
+    (compute_the_loss_before_the_head_has_arrived, STREAMS, "memory is used while a copy is under way"),
 ])
 def test_offload_without_one_of_its_guards_is_caught(run_changed, leave_out_a_guard, flags, words):
     # with three blocks no memory of the side stream is given away again while the default stream may use it

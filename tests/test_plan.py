@@ -490,6 +490,21 @@ def test_offload_params_takes_off_the_device_what_it_adds_to_the_host(model, fla
         assert n_arrived[-1] == gradients
 
 
+@pytest.mark.parametrize("preset", ["llama-3.1-8b", "llama-3.2-3b"])  # the second one is tied
+def test_a_streamed_head_is_on_the_gpu_once_and_an_embedding_on_the_host(preset):
+    config = config_of(preset)
+    n_bytes = config.vocab_size * config.hidden_size * 2
+    argv = ["--model", preset, "--qlora", "--seq_len", "512", "--fsdp2", "--offload", "params"]
+    plan = planned([*argv, "--resident_blocks", "0"], config, 1)
+    at_the_loss = plan.moments["head and loss"]
+    vectors = 1 << 20  # of norms, which are on the GPU all the time
+    assert n_bytes <= at_the_loss["weights"] < n_bytes + vectors
+    assert at_the_loss["unsharded units"] < vectors * 64  # adapters of a block, as FSDP2 gathers them
+    pinned_head = 1 << (n_bytes - 1).bit_length()
+    embedding = 0 if config.tie_word_embeddings else n_bytes
+    assert 0 <= plan.host["weights"] - embedding - pinned_head < vectors
+
+
 def test_fsdp2_pins_a_power_of_two_of_bytes_for_each_weight():
     config = config_of("llama-3.1-70b")
     argv = ["--model", "llama-3.1-70b", "--qlora", "--seq_len", "1024", "--fsdp2", "--offload", "params"]

@@ -53,6 +53,8 @@ def job(chats, tmp_path):
     # blocks of two kinds take turns in the slots
     pytest.param("--qlora", TWO_KINDS, "params activations", id="qwen3.5-offload"),
     pytest.param("--lora --tiled_mlp 100", MUSE | {"num_hidden_layers": 3}, "params", id="muse-tiled"),
+    # embedding and head are one weight in host memory; without chunks the loss has a backward that needs the head
+    pytest.param("--lora --no-chunked_ce --eval_every 1", {"tie_word_embeddings": True}, "params", id="tied-no-chunks"),
 ])
 def test_losses_and_weights_are_bit_equal_however_many_blocks_are_resident(
         job, few_chats, tmp_path, flags, changes, offload):
