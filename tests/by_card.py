@@ -29,6 +29,8 @@ class Card(NamedTuple):
 
 # A card's own firmware and ECC take 2 to 4 % of its name.
 CARDS = [
+    Card("4 GB", 3.8),
+    Card("6 GB", 5.8),
     Card("8 GB", 7.7),
     Card("12 GB", 11.6),
     Card("16 GB", 15.6),
