@@ -2900,7 +2900,7 @@ def files_without_index(folder, single):
         names = listing([match[0] for match in matches])
         raise ValueError(f"{folder}: {names}: several sets of files: keep one")
     if not sets:
-        return [single]  # Checkpoint will say that it is missing
+        return [single]  # WeightFiles will say that it is missing
     begin, n = sets.pop()
     return [f"{begin}-{i:05}-of-{n}.safetensors" for i in range(1, int(n) + 1)]
 
@@ -2913,7 +2913,7 @@ def module_name(name):
     return name
 
 
-class Checkpoint:
+class WeightFiles:
     """The weights of a folder, read by rows. tensors: {name: Stored}. Its safetensors files are those that
     its index names, or else the single one, or else all of a set with -of-N in the names, and no other.
 
@@ -2999,7 +2999,7 @@ class Checkpoint:
 
 
 class RandomWeights:
-    """Stands in for a Checkpoint: normal weights, norms that multiply by one, other vectors of zero. A value
+    """Stands in for WeightFiles: normal weights, norms that multiply by one, other vectors of zero. A value
     depends on seed, name and row alone, so any sharding gets the same model."""
 
     def __init__(self, model, seed, device):
@@ -3011,7 +3011,7 @@ class RandomWeights:
                         for name, shape in shapes_in_files(model).items()}
 
     def rows(self, name, start, stop):
-        """See Checkpoint.rows()."""
+        """See WeightFiles.rows()."""
         shape = self.tensors[name].shape
         if len(shape) == 1:
             family = self.config.family
@@ -3125,7 +3125,7 @@ def shapes_in_files(model, tensors=()):
             for matrix in stored_matrices(name, p.shape, model.config, tensors)}
 
 
-def stacked_rows(source, matrices, start, stop):
+def stacked_rows(weights, matrices, start, stop):
     """Rows [start, stop) of a parameter, which is matrices one below another. Yields the rows that are in one
     of them at a time, and their slice of [start, stop)."""
     n = matrices[0].n_rows  # all experts are of one size
@@ -3133,14 +3133,14 @@ def stacked_rows(source, matrices, start, stop):
         first = max(start, i * n)
         last = min(stop, i * n + n)
         offset = matrices[i].first_row - i * n  # from rows of the parameter to rows of the tensor in files
-        rows = source.rows(matrices[i].name, first + offset, last + offset)
+        rows = weights.rows(matrices[i].name, first + offset, last + offset)
         yield rows, slice(first - start, last - start)
 
 
-def check_weights(model, checkpoint, folder):
-    """Raises a ValueError if the names or shapes in a checkpoint are not those of the model, or of its LoRA
+def check_weights(model, weights, folder):
+    """Raises a ValueError if the names or shapes in files are not those of the model, or of its LoRA
     layers if it has any."""
-    expected = shapes_in_files(model, checkpoint.tensors)
+    expected = shapes_in_files(model, weights.tensors)
     is_adapter = any(".lora_" in name for name in expected)
     if is_adapter:
         trained = set(names_in_adapter(model))
@@ -3150,10 +3150,10 @@ def check_weights(model, checkpoint, folder):
             expected[HEAD] = (model.config.vocab_size, model.config.hidden_size)
         expected = {PEFT_PREFIX + name: shape for name, shape in expected.items()
                     if ".lora_" in name or name in trained}
-    elif model.config.tie_word_embeddings and HEAD in checkpoint.tensors:
+    elif model.config.tie_word_embeddings and HEAD in weights.tensors:
         # a duplicate: check_tied_head compares the values
         expected[HEAD] = (model.config.vocab_size, model.config.hidden_size)
-    found = {name: stored.shape for name, stored in checkpoint.tensors.items()
+    found = {name: stored.shape for name, stored in weights.tensors.items()
              if not name.endswith("rotary_emb.inv_freq")  # old Llama-2 files have it
              and not name.startswith(COPIED_PREFIXES)}
     if is_adapter and expected.keys() != found.keys():
@@ -3173,7 +3173,7 @@ def check_weights(model, checkpoint, folder):
         text = "; ".join(f"{what}: {listing(names)}" for what, names in differences.items() if names)
         raise ValueError(f"{folder}: {text}")
     if is_adapter:
-        check_targets(layers, checkpoint, folder)
+        check_targets(layers, weights, folder)
 
 
 def embedding_in_files(config):
@@ -3211,10 +3211,10 @@ def check_targets(layers, adapter, folder):
                          f"{listing(adapted - named)}: both must be of the same training")
 
 
-def check_tied_head(source, embedding, head, start, stop):
+def check_tied_head(weights, embedding, head, start, stop):
     """Compares rows of a head with the embedding's: a tied model has no place for another head."""
-    if not torch.equal(source.rows(embedding, start, stop), source.rows(head, start, stop)):
-        raise ValueError(f"config.json ties the head to the embedding, but the checkpoint's {head} differs: "
+    if not torch.equal(weights.rows(embedding, start, stop), weights.rows(head, start, stop)):
+        raise ValueError(f"config.json ties the head to the embedding, but {head} in the files differs: "
                          "set tie_word_embeddings to false")
 
 
@@ -3234,20 +3234,20 @@ MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) an
 
 
 def open_adapter(folder):
-    """A PEFT LoRA adapter -> (Checkpoint, {flag: value}). A ValueError names a key that is not understood.
+    """A PEFT LoRA adapter -> (WeightFiles, {flag: value}). A ValueError names a key that is not understood.
     The names of the tensors decide which layers are adapted; check_weights() compares target_modules."""
     where = f"{folder}/adapter_config.json"
     config = read_json(where)
     for key, value in config.items():
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {lm.quoted(value)} is not implemented: {MERGE}")
-    checkpoint = Checkpoint(folder, "adapter_model.safetensors")
+    weights = WeightFiles(folder, "adapter_model.safetensors")
     # Of a resized vocabulary PEFT writes trained modules three times: under their own names they are trained
-    for name in list(checkpoint.tensors):
+    for name in list(weights.tensors):
         plain = re.sub("[.](modules_to_save|original_module)[.]weight$", ".weight", name)
-        if plain != name and plain in checkpoint.tensors:
-            del checkpoint.tensors[name]
-    found = {lm.target_of(name.split(".lora_")[0]) for name in checkpoint.tensors if ".lora_" in name}
+        if plain != name and plain in weights.tensors:
+            del weights.tensors[name]
+    found = {lm.target_of(name.split(".lora_")[0]) for name in weights.tensors if ".lora_" in name}
     if not found or not found <= set(lm.LORA_TARGETS):
         raise ValueError(f"{folder}: adapter_model.safetensors has {listing(found)}, expected some of "
                          f"{', '.join(lm.LORA_TARGETS)}: {MERGE}")
@@ -3260,16 +3260,16 @@ def open_adapter(folder):
     }
     flags = {flag: lm.read_field(config, key, bounds, where) for key, (flag, bounds) in numbers.items()}
     flags["lora_targets"] = [target for target in lm.LORA_TARGETS if target in found]
-    flags["train_embeddings"] = has_embeddings(checkpoint, config, where)
-    return checkpoint, flags
+    flags["train_embeddings"] = has_embeddings(weights, config, where)
+    return weights, flags
 
 
-def has_embeddings(checkpoint, config, where):
+def has_embeddings(weights, config, where):
     """Whether an adapter has a whole embedding and head. PEFT writes them where modules_to_save names them,
     or where the vocabulary was resized; of a tied pair both. It may save one of the two alone, or other
     modules: that is refused."""
     modules = config.get("modules_to_save") or []
-    ends = {name.split(".")[-2] for name in checkpoint.tensors if ".lora_" not in name}
+    ends = {name.split(".")[-2] for name in weights.tensors if ".lora_" not in name}
     if not ends and not modules:
         return False
     # names may be short, or those of the modules in full
@@ -3281,9 +3281,9 @@ def has_embeddings(checkpoint, config, where):
 
 
 @torch.no_grad()
-def load_weights_(model, source, adapter, seed, device, progress=False, frozen_only=False):
+def load_weights_(model, weights, adapter, seed, device, progress=False, frozen_only=False):
     """Fills a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time. adapter:
-    a Checkpoint, or None for a fresh one; progress: show a bar on a terminal; frozen_only: leave out what
+    WeightFiles, or None for a fresh one; progress: show a bar on a terminal; frozen_only: leave out what
     trains."""
     params = dict(model.named_parameters())
     disable = None if progress else True  # None: no bar where stderr is no terminal
@@ -3294,8 +3294,8 @@ def load_weights_(model, source, adapter, seed, device, progress=False, frozen_o
             continue  # written along with their codes
         out, start = nf4.local(params[name])
         stop = start + len(out)
-        matrices = stored_matrices(name, params[name].shape, model.config, source.tensors)
-        reader = source
+        matrices = stored_matrices(name, params[name].shape, model.config, weights.tensors)
+        reader = weights
         if ".lora_" in name or (adapter and name in (EMBEDDING, HEAD) and params[name].requires_grad):
             reader = adapter
             matrices = [matrix._replace(name=PEFT_PREFIX + matrix.name) for matrix in matrices]
@@ -3423,7 +3423,7 @@ def save_model(tensors, layout, out, raw_config, write):
 
 
 def as_in_files(layout):
-    """{name: Stored} with the names that the source's files have."""
+    """{name: Stored} with the names that the files have."""
     return {stored.name: stored for stored in layout.values()}
 
 
@@ -3483,7 +3483,7 @@ def modules_in(adapter, config, targets):
     return sorted({".".join(name.split(".")[-4:-2]) for name in adapter if ".lora_" in name})
 
 
-def export(args, model, source, files, tokenizer, out, ranks):
+def export(args, model, weights, files, tokenizer, out, ranks):
     """Writes final/, the PEFT adapter or the whole model. Collective. Returns {name: tensor} of the adapter
     on rank 0, or None. If it cannot be written, all ranks raise the same OSError and may call this again."""
     unfinished = out / "final.part"
@@ -3494,21 +3494,21 @@ def export(args, model, source, files, tokenizer, out, ranks):
             remove(unfinished)  # what a try before has left
             unfinished.mkdir()
             tokenizer.save(unfinished)
-    tensors = full_tensors(model, args.lora, source.tensors)
+    tensors = full_tensors(model, args.lora, weights.tensors)
     if args.lora:  # every rank goes through the tensors, which are gathered
         # embedding and head in the dtype of the base, as in a whole model
-        adapter = {name: tensor if ".lora_" in name else tensor.to(source.tensors[name].dtype)
+        adapter = {name: tensor if ".lora_" in name else tensor.to(weights.tensors[name].dtype)
                    for name, tensor in tensors if is_first}
     with ranks.agree(ends=False):
         if not args.lora:
             # only the rank that writes them reads them
-            copied = [name for name in source.tensors if is_first and name.startswith(COPIED_PREFIXES)]
+            copied = [name for name in weights.tensors if is_first and name.startswith(COPIED_PREFIXES)]
             # --add_tokens may have made embedding and head larger than in the source
-            layout = {name: source.tensors[name]._replace(shape=shape)
-                      for name, shape in shapes_in_files(model, source.tensors).items()}
-            layout |= {name: source.tensors[name] for name in copied}
+            layout = {name: weights.tensors[name]._replace(shape=shape)
+                      for name, shape in shapes_in_files(model, weights.tensors).items()}
+            layout |= {name: weights.tensors[name] for name in copied}
             trained = (tensor.to(layout[name].dtype) for name, tensor in tensors)
-            copies = (source.rows(name, 0, layout[name].n_rows) for name in copied)
+            copies = (weights.rows(name, 0, layout[name].n_rows) for name in copied)
             save_model(itertools.chain(trained, copies), as_in_files(layout), unfinished, files.config,
                        write=is_first)
         elif is_first:
@@ -3520,16 +3520,16 @@ def export(args, model, source, files, tokenizer, out, ranks):
     return adapter
 
 
-def merge(source, adapter, scale, files, tokenizer, out):
+def merge(weights, adapter, scale, files, tokenizer, out):
     """Writes merged/: the original weights, without NF4's error, plus scale * B A, summed in float32."""
     unfinished = out / "merged.part"
     config = lm.parse_config(files.config)
     # a tied head that files repeat is left out: readers take the embedding
-    layout = {name: stored for name, stored in source.tensors.items()
+    layout = {name: stored for name, stored in weights.tensors.items()
               if name != HEAD or not config.tie_word_embeddings}
     whole = [name for name in (embedding_in_files(config), HEAD) if name in adapter]
     # they may be larger than in the source
-    layout |= {name: source.tensors[name]._replace(shape=adapter[name].shape) for name in whole}
+    layout |= {name: weights.tensors[name]._replace(shape=adapter[name].shape) for name in whole}
     others = [name for name in adapter
               if ".lora_A." not in name and ".lora_B." not in name and name not in whole]
     if others:
@@ -3540,20 +3540,20 @@ def merge(source, adapter, scale, files, tokenizer, out):
         layer, is_a, _ = name.partition(".lora_A.")
         if is_a:
             b_NR = adapter[f"{layer}.lora_B.weight"]
-            matrix = stored_matrix(f"{layer}.weight", b_NR.shape, config.num_experts, source.tensors)
+            matrix = stored_matrix(f"{layer}.weight", b_NR.shape, config.num_experts, weights.tensors)
             products[matrix.name].append((matrix.first_row, a_RD, b_NR))
     with writing(f"--merge, {out}/final is complete", "merged/"):
         unfinished.mkdir()
         tokenizer.save(unfinished)
-        tensors = (adapter[name] if name in whole else merged_weight(source, name, products[name], scale)
+        tensors = (adapter[name] if name in whole else merged_weight(weights, name, products[name], scale)
                    for name in layout)
         save_model(tensors, as_in_files(layout), unfinished, files.config, write=True)
         put_in_place(unfinished, out / "merged")
 
 
-def merged_weight(source, name, products, scale):
+def merged_weight(weights, name, products, scale):
     """A tensor in files on the CPU, plus scale * B A from a first row on for each (first row, A, B)."""
-    weight = source.rows(name, 0, source.tensors[name].n_rows).cpu()  # random weights are made on the GPU
+    weight = weights.rows(name, 0, weights.tensors[name].n_rows).cpu()  # random weights are made on the GPU
     for first_row, a_RD, b_NR in products:
         w_ND = weight[first_row : first_row + len(b_NR)]
         w_ND.copy_(w_ND.float().add_(b_NR.float() @ a_RD.float(), alpha=scale))

@@ -93,7 +93,7 @@ def quantize(w_ND, bits, name="weight"):
         blocks = w.float().view(len(w), -1, BLOCK)
         absmax = blocks.abs().amax(-1)
         if not absmax.isfinite().all():
-            raise ValueError(f"{name} contains inf or nan: the checkpoint is damaged")
+            raise ValueError(f"{name} contains inf or nan: the file is damaged")
         # a block of zeros has the scale 0 and stays zero
         relative = blocks / absmax.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
         codes.copy_(pack(nearest_levels(relative, bits).view(-1, D), bits))

@@ -599,7 +599,7 @@ def main(argv, progress):
         data.print_data(args, loader, eval_loader, tokenizer)
     if args.inspect:  # print_data() has printed the documents
         return ranks.leave()
-    state = open_run(args, config, loader, eval_loader, opened.source, resumed, ranks)
+    state = open_run(args, config, loader, eval_loader, opened.weights, resumed, ranks)
     steps = state["steps"]
     # after the data, because the longest row decides how much the blocks must recompute
     room = smallest_memory(args.gpu_gib, ranks)
@@ -621,10 +621,10 @@ def main(argv, progress):
     streamed = allocate_(model, args, blocks, device)
     with ranks.agree():
         # a resumed run needs only what is frozen: the rest comes from the checkpoint
-        data.load_weights_(model, opened.source, opened.adapter, args.seed, device,
+        data.load_weights_(model, opened.weights, opened.adapter, args.seed, device,
                            progress=ranks.rank == 0, frozen_only=bool(resumed))
     if args.add_tokens and not resumed:
-        data.fill_new_rows_(model, opened.source, tokenizer.new_ids, args.seed, ranks)
+        data.fill_new_rows_(model, opened.weights, tokenizer.new_ids, args.seed, ranks)
     if streamed:
         StreamedWeights(streamed, device)  # lives on in the hooks that it puts on the blocks
     if streams_weights(args, ranks.world) and not trains_ends(args):
@@ -767,7 +767,7 @@ def main(argv, progress):
     faulthandler.cancel_dump_traceback_later()  # set by alive(): an export may take longer than a step
     # the last update may have made a weight inf, and no forward has seen it since
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
-    export = functools.partial(data.export, args, model, opened.source, opened.files, tokenizer, out, ranks)
+    export = functools.partial(data.export, args, model, opened.weights, opened.files, tokenizer, out, ranks)
     adapter_tensors = write_result(export, end_if_signalled, saver, steps, ranks, args.timeout)
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()
@@ -780,7 +780,7 @@ def main(argv, progress):
     if args.merge and ranks.rank == 0:
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
             scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
-            data.merge(opened.source, adapter_tensors, scale, opened.files, tokenizer, out)
+            data.merge(opened.weights, adapter_tensors, scale, opened.files, tokenizer, out)
     say_done(args, model, out, ranks)
 
 
@@ -790,8 +790,8 @@ class OpenedModel(NamedTuple):
     files: data.ModelFiles
     config: lm.Config
     model: lm.Transformer  # with its features, on the meta device
-    source: data.Checkpoint | data.RandomWeights  # where the weights come from
-    adapter: data.Checkpoint | None
+    weights: data.WeightFiles | data.RandomWeights  # where the weights come from
+    adapter: data.WeightFiles | None
     tokenizer: data.Tokenizer
 
 
@@ -800,7 +800,7 @@ class OpenedConfig(NamedTuple):
 
     files: data.ModelFiles
     config: lm.Config
-    adapter: data.Checkpoint | None
+    adapter: data.WeightFiles | None
     stored_config: lm.Config  # what the files have: the vocabulary may be smaller
 
 
@@ -909,10 +909,10 @@ def open_model(args, ranks, revisions=None):
         with torch.device("meta"):
             vanilla = lm.Transformer(stored_config)
         if files.weights:
-            source = data.Checkpoint(files.weights)
+            weights = data.WeightFiles(files.weights)
         else:
-            source = data.RandomWeights(vanilla, args.seed, ranks.device)
-        data.check_weights(vanilla, source, args.model)
+            weights = data.RandomWeights(vanilla, args.seed, ranks.device)
+        data.check_weights(vanilla, weights, args.model)
         model = lm.on_meta(config, args)
         if adapter:
             data.check_weights(model, adapter, args.adapter)
@@ -922,7 +922,7 @@ def open_model(args, ranks, revisions=None):
         template_file = args.chat_template or data.template_of(args.adapter)
         variables = data.read_template_args(args.template_args)
         tokenizer = data.Tokenizer(files.tokenizer, template_file, train_on, variables, args.add_tokens)
-        return OpenedModel(files, config, model, source, adapter, tokenizer)
+        return OpenedModel(files, config, model, weights, adapter, tokenizer)
 
 
 def default_precision(is_chat, device):
@@ -979,7 +979,7 @@ def revisions_of(checkpoint):
     return revisions
 
 
-def open_run(args, config, loader, eval_loader, source, resumed, ranks):
+def open_run(args, config, loader, eval_loader, weights, resumed, ranks):
     """-> the state of the run at its start: all that it carries from step to step beside its tensors;
     trainer_state.json holds it. evaluated: the step of the newest evaluation. best_eval: the best one's row
     of metrics.jsonl. eval_data: the checksum of what they read. metrics_bytes: the size of metrics.jsonl."""
@@ -993,7 +993,7 @@ def open_run(args, config, loader, eval_loader, source, resumed, ranks):
     # rounded up: the last step may take some rows of one more epoch
     steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
     with ranks.agree():
-        settings = fixed_settings(args, config, rows_a_step, loader, source)
+        settings = fixed_settings(args, config, rows_a_step, loader, weights)
         eval_data = eval_loader.documents.checksum if eval_loader else None
         state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": eval_data,
                  "metrics_bytes": 0, "steps": steps, "rows_a_step": rows_a_step, "settings": settings}
@@ -2594,7 +2594,7 @@ def chat(args):
     # tie_() again: to_empty() makes two parameters of one that embedding and head share
     model.to_empty(device=ranks.device).tie_()
     with ranks.agree():
-        data.load_weights_(model, opened.source, opened.adapter, args.seed, ranks.device, progress=True)
+        data.load_weights_(model, opened.weights, opened.adapter, args.seed, ranks.device, progress=True)
     model.eval()
     sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 becomes a mark
     messages = []
@@ -3234,7 +3234,7 @@ class Saver:
                     shutil.rmtree(saved[step].rename(saved[step].with_suffix(".part")))
 
 
-def fixed_settings(args, config, rows_a_step, loader, source):
+def fixed_settings(args, config, rows_a_step, loader, weights):
     """{name: value} of all that changes the mathematics of a run, among them each flag with fixed=True.
     read_state() refuses a checkpoint of other settings."""
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()}
@@ -3244,7 +3244,7 @@ def fixed_settings(args, config, rows_a_step, loader, source):
     settings["the checksum of --data's tokens and masks"] = loader.documents.checksum
     # In full fine-tuning all weights come out of the checkpoint.
     if args.lora:
-        settings["the checksum of --model's frozen weights"] = source.crc()
+        settings["the checksum of --model's frozen weights"] = weights.crc()
     if args.qlora:
         settings["the format of NF4"] = nf4.FORMATS[4]  # adapters make up for the errors of their weights
     if args.nf5:

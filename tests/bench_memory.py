@@ -70,7 +70,7 @@ def load_rank(rank, folder, world, flags):
     args, device = train.parse_args(["--fsdp2", *flags.split()]), torch.device("cpu")
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{flags}", world), rank=rank, world_size=world)
     try:
-        config, source = lm.parse_config(data.read_json(folder / "config.json")), data.Checkpoint(folder)
+        config, source = lm.parse_config(data.read_json(folder / "config.json")), data.WeightFiles(folder)
         model = lm.on_meta(config, args)
         train.shard_(model, args, device)
         model.to_empty(device=device)

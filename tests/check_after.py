@@ -65,7 +65,7 @@ def check_tensors(folder, file):
     architecture = reader.fields["general.architecture"].contents()
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[architecture], config.num_hidden_layers)
-    source = data.Checkpoint(folder)
+    source = data.WeightFiles(folder)
     n_different = []
     for name, stored in source.tensors.items():
         w = source.rows(name, 0, stored.n_rows).float()
@@ -85,7 +85,7 @@ def ours(folder, adapter_folder):
     """oomph's model of a folder in float32, with an adapter where one is given."""
     with torch.device("meta"):
         model = lm.Transformer(lm.parse_config(data.read_json(folder / "config.json")))
-    source = data.Checkpoint(folder)
+    source = data.WeightFiles(folder)
     adapter = None
     if adapter_folder:
         adapter, flags = data.open_adapter(adapter_folder)

@@ -227,7 +227,7 @@ def ours(folder, adapter_folder=None, precision="fp32"):
     """oomph's model of a folder, with an adapter where one is given."""
     args = trainer.parse_args(["--precision", precision])
     model = lm.on_meta(lm.parse_config(data.read_json(folder / "config.json")), args)
-    source = data.Checkpoint(folder)
+    source = data.WeightFiles(folder)
     adapter = None
     data.check_weights(model, source, folder)
     if adapter_folder:
@@ -247,7 +247,7 @@ def theirs(folder, dtype=torch.float32, attention="eager"):
 
 def round_to_file(model, folder):
     """The model with every weight rounded to the dtype that it has in a checkpoint, in float32 again."""
-    tensors = data.Checkpoint(folder).tensors
+    tensors = data.WeightFiles(folder).tensors
     embedding = next(stored for name, stored in tensors.items() if name.endswith("embed_tokens.weight"))
     for p in model.parameters():
         p.data = p.data.to(embedding.dtype).float()
@@ -615,7 +615,7 @@ def first_adapter(trained, method):
     """{PEFT's name: tensor} of the adapters that train.py starts with. They depend on the seed and their names."""
     args = trained.args(method, "fp32")
     model = lm.on_meta(lm.parse_config(data.read_json(trained.folder / "config.json")), args)
-    fill(model, data.Checkpoint(trained.folder))
+    fill(model, data.WeightFiles(trained.folder))
     return {data.PEFT_PREFIX + name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 

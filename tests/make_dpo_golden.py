@@ -83,7 +83,7 @@ def first_adapter():
     config = lm.parse_config(data.read_json(TINY / "config.json"))
     model = lm.on_meta(config, args)
     model.to_empty(device="cpu").tie_()
-    data.load_weights_(model, data.Checkpoint(TINY), None, args.seed, torch.device("cpu"))
+    data.load_weights_(model, data.WeightFiles(TINY), None, args.seed, torch.device("cpu"))
     return {data.PEFT_PREFIX + name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -53,7 +53,7 @@ def gradients_by_name(model, folder):
     """{name: gradient} with the names and the shapes that the weights have in the folder's files."""
     for p in model.parameters():
         p.data = p.grad  # full_tensors() takes gradients apart as it does weights
-    return dict(data.full_tensors(model, False, data.Checkpoint(folder).tensors))
+    return dict(data.full_tensors(model, False, data.WeightFiles(folder).tensors))
 
 
 def check_packed_documents(folder):

@@ -119,7 +119,7 @@ def test_the_merged_model_computes_what_base_and_adapter_do(plain):
         args = train.parse_args([*flags, "--precision", "fp32", "--dry_run"])
         opened = train.open_model(args, train.Ranks(False, 1800))
         opened.model.to_empty(device="cpu").tie_()
-        data.load_weights_(opened.model, opened.source, opened.adapter, 0, torch.device("cpu"))
+        data.load_weights_(opened.model, opened.weights, opened.adapter, 0, torch.device("cpu"))
         with torch.no_grad():
             return opened.model(torch.arange(40)[None])
 

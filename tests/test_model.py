@@ -32,7 +32,7 @@ def build(folder, config="config.json"):
     raw = data.read_json(folder / config)
     with torch.device("meta"):
         model = lm.Transformer(lm.parse_config(raw))
-    source = data.Checkpoint(folder)
+    source = data.WeightFiles(folder)
     data.check_weights(model, source, folder)
     model.to_empty(device="cpu").tie_()
     data.load_weights_(model, source, None, 0, CPU)
@@ -557,7 +557,7 @@ def test_an_adapter_of_experts_lists_its_modules_and_has_no_dropout(tmp_path):
 
 
 def test_merging_refuses_tensors_that_it_would_lose(tmp_path):
-    source = data.Checkpoint(HERE / "tiny")
+    source = data.WeightFiles(HERE / "tiny")
     files = SimpleNamespace(config=data.read_json(HERE / "tiny" / "config.json"))
     adapter = {"model.norm.weight": torch.zeros(192)}  # as of a fork that trains the last norm
     with pytest.raises(ValueError, match=r"final is complete, but merge\(\) knows only LoRA.*model\.norm"):
@@ -702,7 +702,7 @@ def test_the_files_of_a_model_are_read_bit_for_bit_and_no_others(tmp_path, files
     for name in FILES_OF_OTHERS:
         save_file({"other": torch.ones(1)}, tmp_path / f"{name}.safetensors")
 
-    source = data.Checkpoint(tmp_path)
+    source = data.WeightFiles(tmp_path)
     data.check_weights(model, source, tmp_path)  # a tensor of another file would be one too many
     for name, p in model.named_parameters():
         assert torch.equal(source.rows(name, 0, len(p)), p.data), name

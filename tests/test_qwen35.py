@@ -275,7 +275,7 @@ class NoTokenizer:
 def check_result_is(tensors, folder, files, out):
     """A run that changes nothing writes the tensors of the folder that it has read, under the same names."""
     ranks = SimpleNamespace(rank=0, agree=lambda ends: contextlib.nullcontext())
-    source = data.Checkpoint(folder)
+    source = data.WeightFiles(folder)
     data.export(SimpleNamespace(lora=False), build(folder), source, files, NoTokenizer(), out, ranks)
     written = load_file(out / "final/model.safetensors")
     assert written.keys() == tensors.keys()
@@ -310,7 +310,7 @@ def test_a_whole_result_has_the_names_forms_and_other_parts_of_the_files(change,
 def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
     write_in_float32(EXPERTS, tmp_path / "base", change)
     model = build(tmp_path / "base")
-    source = data.Checkpoint(tmp_path / "base")
+    source = data.WeightFiles(tmp_path / "base")
     rank = 8  # the products of experts need a multiple of 8
     alpha = 16
     lm.add_lora_(model, rank, alpha / rank, 0.0, lm.targets_in(model.config))
@@ -324,7 +324,7 @@ def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
     assert "model.language_model.layers.0.linear_attn.in_proj_qkv.lora_A.weight" in adapter
     assert "model.language_model.layers.0.mlp.experts.7.up_proj.lora_B.weight" in adapter
     data.merge(source, adapter, alpha / rank, model_files(EXPERTS), NoTokenizer(), tmp_path)
-    assert data.Checkpoint(tmp_path / "merged").tensors.keys() == source.tensors.keys()
+    assert data.WeightFiles(tmp_path / "merged").tensors.keys() == source.tensors.keys()
     assert relative_error(build(tmp_path / "merged")(tokens), expected) < 1e-5  # float32 rounding
     assert relative_error(build(tmp_path / "base")(tokens), expected) > 0.1  # the adapter counts
 

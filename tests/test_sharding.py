@@ -508,7 +508,7 @@ def check_host_memory_stays_flat(ranks, folder):
     shards = [nf4.local(p)[0] for p in model.parameters()]
     held_mib = sum(shard.nbytes for shard in shards) / 2**20
     for _ in range(2):  # the first time touches all code on the way, and is not measured
-        source = data.Checkpoint(folder)
+        source = data.WeightFiles(folder)
         with peak_growth() as peak:
             data.load_weights_(model, source, None, 0, ranks.device)
     (growth_mib,) = peak  # of the second time

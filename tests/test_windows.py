@@ -224,7 +224,7 @@ def test_a_whole_result_has_the_names_and_the_tower_of_the_files(name, tmp_path)
 def test_an_adapter_has_the_names_of_modules_and_merges_into_those_of_the_files(name, tmp_path):
     folder = FOLDER / name
     model = build_folder(folder)
-    source = data.Checkpoint(folder)
+    source = data.WeightFiles(folder)
     targets = lm.targets_in(model.config)
     lm.add_lora_(model, 4, 2.0, 0.0, targets)
     for key, p in model.named_parameters():
@@ -254,10 +254,10 @@ def test_an_index_with_old_names_is_that_of_its_files(tmp_path):
     shutil.copyfile(FOLDER / "mistral3/model.safetensors", tmp_path / "model-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
-    assert data.Checkpoint(tmp_path).tensors.keys() == data.Checkpoint(FOLDER / "mistral3").tensors.keys()
+    assert data.WeightFiles(tmp_path).tensors.keys() == data.WeightFiles(FOLDER / "mistral3").tensors.keys()
     index.write_text(json.dumps({"weight_map": dict.fromkeys([*tensors, "language_model.x"], "model-1.safetensors")}))
     with pytest.raises(ValueError, match=r"language_model\.x: not in the files"):
-        data.Checkpoint(tmp_path)
+        data.WeightFiles(tmp_path)
 
 
 # ---------------------------------------------------------------- config.json of each family
