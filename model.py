@@ -351,7 +351,7 @@ def rotate(q_BTHK, turns):
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(q_BTHK.dtype)
 
 
-# ---------------- running attention once in a checkpointed block
+# ---------------- running attention once in a recomputed block
 
 
 class AttentionRecord:
@@ -362,7 +362,7 @@ class AttentionRecord:
 
 
 class RunOnce(torch.autograd.Function):
-    """Runs function(*inputs) once in a checkpointed block: in the forward, and not again when the block is
+    """Runs function(*inputs) once in a recomputed block: in the forward, and not again when the block is
     recomputed. Its output and what it saves stay in memory (for attention an output and a float32 a head).
     Its inputs do not: the block computes them again, and they are put where function()'s graph looks for
     them.
@@ -382,7 +382,7 @@ class RunOnce(torch.autograd.Function):
         if record.out is None:
             # Copies own their memory, where q, k and v may be views; detached, their graph begins here.
             record.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
-            # These hooks do nothing. Those of the block's checkpoint, which they cover, would drop it.
+            # These hooks do nothing. Those of the recomputed block, which they cover, would drop it.
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                 record.out = function(*record.inputs)
             for t in record.inputs:
@@ -453,7 +453,7 @@ class Attention(nn.Module):
     depends on where the documents lie. In Qwen3.5 and Muse Glimmer the output is multiplied by a gate
     (arXiv:2505.06708).
 
-    Set from outside: record (in_checkpoint)."""
+    Set from outside: record (recomputed)."""
 
     def __init__(self, c, number):
         super().__init__()
@@ -1044,11 +1044,11 @@ class Block(nn.Module):
 
     The mixer depends on where the documents lie, the other parts do not. So --compile compiles qkv() and
     start_mlp(), each once for all blocks and all packed rows. down_proj stays outside of start_mlp(), because
-    the recomputation of a checkpointed block ends before it: nothing behind it needs its result, but a
+    the recomputation of a recomputed block ends before it: nothing behind it needs its result, but a
     compiled graph always runs to its end.
 
     Set from outside: qkv and start_mlp (compile_), o_proj_and_mlp (tile_mlp_), forward
-    (checkpoint_activations_, fully_shard)."""
+    (recompute_blocks_, fully_shard)."""
 
     def __init__(self, c, number):
         super().__init__()
@@ -1329,7 +1329,7 @@ class Transformer(nn.Module):
         *blocks, last = self.model.layers
         with self.activation_hooks or contextlib.nullcontext():
             for block in blocks:
-                # rope is a tuple: of a block's arguments, checkpointing (and offload) saves bare tensors only
+                # rope is a tuple: of a block's arguments, recomputation (and offload) saves bare tensors only
                 x = block(x, rope, spans, cache, group)
         # without the hooks: the backward begins here, so its input is not worth a trip to the host
         x = last(x, rope, spans, cache, group)
@@ -1480,10 +1480,10 @@ def switch_adapters_(model, on):
             module.adapter_on = on
 
 
-# ---------------- precision, compile, tiles, checkpointing
+# ---------------- precision, compile, tiles, recomputed blocks
 # Each of these edits a finished model. main calls on_meta, which puts NF4 below LoRA and sets dtypes last,
-# and then compile_, tile_mlp_, checkpoint_activations_: from the inside out, because each wraps what is
-# there. A compiled part is inside a tile, which is inside a checkpointed block, which fully_shard wraps after
+# and then compile_, tile_mlp_, recompute_blocks_: from the inside out, because each wraps what is
+# there. A compiled part is inside a tile, which is inside a recomputed block, which fully_shard wraps after
 # that.
 
 
@@ -1557,12 +1557,12 @@ class SaveNow(torch.autograd.Function):
 
 class Tiles:
     """The inputs of one call of o_proj_and_mlp(). They are saved once and whole, and run `size` tokens at a
-    time. Each tile is a checkpoint of its own, which keeps its number and no tensor:
+    time. Each tile is recomputed by itself, and keeps its number and no tensor:
 
         forward     save x and mixed -> tile 1, tile 2, ... tile n
         backward    read them again -> tile n again, its backward; ... tile 1 again, its backward
 
-    If the block is checkpointed as well, what the first line saves is dropped, and the read in the second
+    If the block is recomputed as well, what the first line saves is dropped, and the read in the second
     line recomputes the block up to there. If tiles saved their inputs themselves, the recomputation would
     have to reach the last of them, and each tile would run three times."""
 
@@ -1589,7 +1589,7 @@ def run_in_tiles(function, size, has_dropout, x, mixed):
     tiles = Tiles(function, size, x, mixed)
     # a tile that runs again draws the masks that it has drawn
     run = functools.partial(checkpoint, tiles.run, use_reentrant=False, preserve_rng_state=has_dropout)
-    # These hooks do nothing. Those of a checkpointed block, which they cover, would count what tiles save.
+    # These hooks do nothing. Those of a recomputed block, which they cover, would count what tiles save.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         out = [run(i) for i in range(len(tiles.tiles))]
     tiles.tiles = []  # views of x and mixed, which would keep them in memory until the backward
@@ -1604,7 +1604,7 @@ def tile_mlp_(model, size):
         block.o_proj_and_mlp = functools.partial(run_in_tiles, block.o_proj_and_mlp, size, has_dropout)
 
 
-def checkpoint_activations_(model, n_blocks=None, n_attention_kept=0):
+def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
     """Keeps the inputs of the first blocks, 2*D bytes a token and not about 34*D, and recomputes the rest in
     the backward, at most a third more FLOP (arXiv:1604.06174). The last n_attention_kept of these blocks keep
     attention's output as well."""
@@ -1613,11 +1613,11 @@ def checkpoint_activations_(model, n_blocks=None, n_attention_kept=0):
     has_dropout = model.dropout > 0
     for i, block in enumerate(blocks):
         keeps_attention = i >= len(blocks) - n_attention_kept
-        block.forward = functools.partial(in_checkpoint, block, block.forward, keeps_attention, has_dropout)
+        block.forward = functools.partial(recomputed, block, block.forward, keeps_attention, has_dropout)
         keep_weights_(block)
 
 
-def in_checkpoint(block, forward, keeps_attention, has_dropout, *args):
+def recomputed(block, forward, keeps_attention, has_dropout, *args):
     """A call of a block under torch's checkpoint."""
     record = AttentionRecord() if keeps_attention else None
 
@@ -1630,7 +1630,7 @@ def in_checkpoint(block, forward, keeps_attention, has_dropout, *args):
 
 
 def keep_weights_(module):
-    """The backward uses the weights that the forward has dequantized, 2 bytes each. In a checkpointed block
+    """The backward uses the weights that the forward has dequantized, 2 bytes each. In a recomputed block
     these are the recomputation's, which live for the backward of one block."""
     for layer in module.modules():
         if isinstance(layer, nf4.NF4Linear):

@@ -19,7 +19,7 @@ Why row by row: FSDP2 shards dim 0. A row needs nothing outside itself, so a ran
 rows only, and the bytes do not depend on the world size.
 Why uint8 parameters: MixedPrecisionPolicy casts every floating parameter, so a float32 scale would arrive in
 bf16 after the all-gather (accelerate #3983, bitsandbytes #1945). uint8 is gathered as it is.
-The price: the backward dequantizes again. Under checkpointing it reuses the weight of the recomputation
+The price: the backward dequantizes again. In a recomputed block it reuses the weight of the recomputation
 (0.3 GiB for 8B).
 
 The 8-bit AdamW stores its moments as 8-bit floats in blocks of 256 along a row (blocks as in

@@ -1044,12 +1044,12 @@ def say_notes(args, config, steps, ranks):
 
 
 def wrap_blocks_(model, tiled_mlp, blocks):
-    """Makes the blocks recompute and keep what `blocks` says, with tiles of the MLP inside of the
-    checkpoints. The memory plan traces a model with these wraps."""
+    """Makes the blocks recompute and keep what `blocks` says, with tiles of the MLP inside of what
+    is recomputed. The memory plan traces a model with these wraps."""
     if tiled_mlp:
         lm.tile_mlp_(model, tiled_mlp)
     if blocks.n_recomputed:
-        lm.checkpoint_activations_(model, blocks.n_recomputed, blocks.n_attention_kept)
+        lm.recompute_blocks_(model, blocks.n_recomputed, blocks.n_attention_kept)
     # The last blocks, because the backward comes to them first: what they keep is free again soonest.
     if blocks.n_weights_kept:
         lm.keep_weights_(model.model.layers[-blocks.n_weights_kept :])

@@ -221,7 +221,7 @@ def bench_blocks(bounds, tokens):
             model = two_blocks(config, args)
             if compiled:
                 lm.compile_(model, packing=True)
-            lm.checkpoint_activations_(model, n_recomputed, n_attention_kept)
+            lm.recompute_blocks_(model, n_recomputed, n_attention_kept)
             name = f"{what}, --compile" if compiled else what
             variants[name] = functools.partial(step, model)
     products = lm.step_flops(config, lm.Counts(tokens, tokens, tokens**2), True)

@@ -385,7 +385,7 @@ def open_in_training(folder, flags):
     ranks = train.Ranks(False, args.timeout)
     opened = train.open_model(args, ranks)
     model = opened.model
-    lm.checkpoint_activations_(model)
+    lm.recompute_blocks_(model)
     model.to_empty(device=CPU).tie_()
     data.load_weights_(model, opened.weights, None, 0, CPU)
     return model.train()

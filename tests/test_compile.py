@@ -57,7 +57,7 @@ def build(method, compiled=False, packing=True, checkpointing=False, tile=0, pre
     if tile:
         lm.tile_mlp_(model, tile)
     if checkpointing:
-        lm.checkpoint_activations_(model)
+        lm.recompute_blocks_(model)
     return model
 
 

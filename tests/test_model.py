@@ -52,7 +52,7 @@ def build_random(method="full", tile=0, checkpointing=False, dropout=0.0, **shap
     if tile:
         lm.tile_mlp_(model, tile)
     if checkpointing:
-        lm.checkpoint_activations_(model)
+        lm.recompute_blocks_(model)
     return model
 
 
@@ -232,7 +232,7 @@ def test_attention_that_a_checkpointed_block_keeps_runs_once_and_changes_no_bit(
         """(model, loss, gradients, number of calls of sdpa())"""
         sdpa.reset_mock()
         model = build_random("lora", **changes)
-        lm.checkpoint_activations_(model, None, n_attention_kept)
+        lm.recompute_blocks_(model, None, n_attention_kept)
         loss, grads = loss_and_gradients(model)
         return model, loss, grads, sdpa.call_count
 

@@ -350,7 +350,7 @@ def test_a_recomputed_block_dequantizes_each_weight_once_for_its_backward(dequan
         return [p.grad.clone() for p in model.parameters() if p.requires_grad]
 
     expected = gradients()
-    lm.checkpoint_activations_(model)
+    lm.recompute_blocks_(model)
     dequantizing.n_rows.clear()
     for got, want in zip(gradients(), expected, strict=True):
         assert torch.equal(got, want)

@@ -21,7 +21,7 @@ N_PARKED = 4  # inputs of blocks: the backward needs that of the last block at o
 def checkpointed(device="cpu", n_layers=N_LAYERS):
     """A model of random weights that saves the inputs of its blocks alone."""
     model = build(num_hidden_layers=n_layers)[0].to(device)
-    lm.checkpoint_activations_(model)
+    lm.recompute_blocks_(model)
     return model
 
 

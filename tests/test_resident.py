@@ -155,7 +155,7 @@ def streamed_model(device, n_resident, events):
     for name, p in model.named_parameters():
         if "lora_B" in name:  # which starts at 0: no gradient would reach lora_A
             torch.nn.init.constant_(p, 0.01)
-    lm.checkpoint_activations_(model)
+    lm.recompute_blocks_(model)
     layers = model.model.layers
     numbers = train.streamed_blocks(N_LAYERS, n_resident)
     for i, block in enumerate(layers):
@@ -251,7 +251,7 @@ def test_streamed_gradients_are_those_of_resident_weights_at_the_widths_of_72b(c
     for name, p in model.named_parameters():
         if "lora_B" in name:  # which starts at 0: no gradient would reach lora_A
             torch.nn.init.constant_(p, 0.01)
-    lm.checkpoint_activations_(model)
+    lm.recompute_blocks_(model)
     # one block of keys: over several, FlashAttention's backward adds up dq in any order
     tokens = torch.arange(64, device=device)[None]
     expected = gradients(model, tokens)
