@@ -3201,8 +3201,8 @@ def check_targets(layers, adapter, folder):
                          "expression")
     adapted = {name.removeprefix(PEFT_PREFIX).split(".lora_")[0]
                for name in adapter.tensors if ".lora_" in name}
-    ends = tuple(f".{target}" for target in targets)
-    named = {layer for layer in layers if f".{layer}".endswith(ends)}
+    endings = tuple(f".{target}" for target in targets)
+    named = {layer for layer in layers if f".{layer}".endswith(endings)}
     if named - adapted:
         raise ValueError(f"{where} names layers that adapter_model.safetensors does not adapt: "
                          f"{listing(named - adapted)}: it is incomplete, or the names are wrong")
@@ -3269,15 +3269,15 @@ def has_embeddings(weights, config, where):
     or where the vocabulary was resized; of a tied pair both. It may save one of the two alone, or other
     modules: that is refused."""
     modules = config.get("modules_to_save") or []
-    ends = {name.split(".")[-2] for name in weights.tensors if ".lora_" not in name}
-    if not ends and not modules:
+    whole = {name.split(".")[-2] for name in weights.tensors if ".lora_" not in name}
+    if not whole and not modules:
         return False
     # names may be short, or those of the modules in full
-    if (isinstance(modules, list) and ends == {"embed_tokens", "lm_head"}
-            and {str(name).rpartition(".")[2] for name in modules} <= ends):
+    if (isinstance(modules, list) and whole == {"embed_tokens", "lm_head"}
+            and {str(name).rpartition(".")[2] for name in modules} <= whole):
         return True
     raise ValueError(f"{where}: modules_to_save = {lm.quoted(modules)}, and beside adapters there is "
-                     f"{listing(ends) or 'nothing'}: expected embed_tokens and lm_head, or neither: {MERGE}")
+                     f"{listing(whole) or 'nothing'}: expected embed_tokens and lm_head, or neither: {MERGE}")
 
 
 @torch.no_grad()
@@ -3489,7 +3489,7 @@ def export(args, model, weights, files, tokenizer, out, ranks):
     unfinished = out / "final.part"
     is_first = ranks.rank == 0
     adapter = None
-    with ranks.agree(ends=False):  # before the first collective
+    with ranks.agree(end_run=False):  # before the first collective
         if is_first:
             remove(unfinished)  # what a try before has left
             unfinished.mkdir()
@@ -3499,7 +3499,7 @@ def export(args, model, weights, files, tokenizer, out, ranks):
         # embedding and head in the dtype of the base, as in a whole model
         adapter = {name: tensor if ".lora_" in name else tensor.to(weights.tensors[name].dtype)
                    for name, tensor in tensors if is_first}
-    with ranks.agree(ends=False):
+    with ranks.agree(end_run=False):
         if not args.lora:
             # only the rank that writes them reads them
             copied = [name for name in weights.tensors if is_first and name.startswith(COPIED_PREFIXES)]

@@ -247,12 +247,12 @@ class BareNorm(nn.RMSNorm):
 
 
 class Linear(nn.Linear):
-    """Computes in the dtype of its input: its weights may be float32 masters. With `ends` it is a stack of
-    experts, see nf4.linear()."""
+    """Computes in the dtype of its input: its weights may be float32 masters. With `row_stops` it is a
+    stack of experts, see nf4.linear()."""
 
-    def forward(self, x, ends=None):
+    def forward(self, x, row_stops=None):
         # autograd takes the gradient through the cast, so a float32 master gets a float32 one
-        y = nf4.linear(x, self.weight.to(x.dtype), ends)
+        y = nf4.linear(x, self.weight.to(x.dtype), row_stops)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
@@ -619,9 +619,9 @@ def sdpa(*qkv, window):
 
 def attend_one_by_one(q, k, v, pairs, window):
     """A call for each document. A gap between two documents keeps its q as its output."""
-    ends = [0, *itertools.chain(*pairs), len(q)]
+    stops = [0, *itertools.chain(*pairs), len(q)]
     # gap, document, gap, ... document, gap: documents have odd numbers, and a gap may be empty
-    sizes = [stop - start for start, stop in itertools.pairwise(ends)]
+    sizes = [stop - start for start, stop in itertools.pairwise(stops)]
     parts = [list(t.split(sizes)) for t in (q, k, v)]
     out = parts[0]
     for i in range(1, len(sizes), 2):
@@ -921,7 +921,7 @@ class GatedDeltaNet(nn.Module):
 
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202), down_proj(silu(gate_proj(h)) * up_proj(h)), or a stack of such experts.
-    `ends` is then where the rows of each end."""
+    `row_stops` is then where the rows of each end."""
 
     def __init__(self, D, width, n_experts=1):
         super().__init__()
@@ -929,11 +929,11 @@ class MLP(nn.Module):
         self.up_proj = Linear(D, n_experts * width, bias=False)
         self.down_proj = Linear(width, n_experts * D, bias=False)
 
-    def start(self, h, ends=None):
-        return F.silu(self.gate_proj(h, ends)) * self.up_proj(h, ends)
+    def start(self, h, row_stops=None):
+        return F.silu(self.gate_proj(h, row_stops)) * self.up_proj(h, row_stops)
 
-    def finish(self, gated, ends=None):
-        return self.down_proj(gated, ends)
+    def finish(self, gated, row_stops=None):
+        return self.down_proj(gated, row_stops)
 
 
 class ToExperts(torch.autograd.Function):
@@ -1000,18 +1000,18 @@ class MoE(nn.Module):
         odds_Nk, chosen_Nk = self.gate(h_ND).softmax(-1, dtype=torch.float32).topk(self.n_chosen)
         if self.normalize:
             odds_Nk = odds_Nk / odds_Nk.sum(-1, keepdim=True)
-        order, ends = self.sort(chosen_Nk.flatten(), h)
+        order, row_stops = self.sort(chosen_Nk.flatten(), h)
         route = (order, self.n_chosen, len(h_ND))
         # odds are applied before the last product: the sums are the same, and a recomputation can end here
         odds = F.pad(odds_Nk.flatten(), (0, len(order) - odds_Nk.numel()))[order, None]
-        gated = self.experts.start(ToExperts.apply(h_ND, *route), ends)
-        by_expert = self.experts.finish(gated * odds.to(h.dtype), ends)
+        gated = self.experts.start(ToExperts.apply(h_ND, *route), row_stops)
+        by_expert = self.experts.finish(gated * odds.to(h.dtype), row_stops)
         out = FromExperts.apply(by_expert, *route).view_as(h)
         return out + shared if self.has_shared else out
 
     def sort(self, chosen, h):
         """The expert of each (token, choice) -> (order, in which row i of the experts is number order[i] of
-        `chosen`; ends, int32, where the rows of each expert end)."""
+        `chosen`; row_stops, int32, where the rows of each expert end)."""
         experts = torch.arange(self.n_experts, device=h.device)
         if h.dtype is not torch.float32 and length_multiple(h) > 1:
             # rows of odds 0 fill each expert up to a multiple, for the reason in length_multiple()
@@ -1424,17 +1424,17 @@ class LoRA:
         self.lora_scale = scale
         self.dropout = dropout
 
-    def forward(self, x, ends=None):
+    def forward(self, x, row_stops=None):
         if not self.adapter_on:  # the reference of --dpo
-            return super().forward(x, ends)
+            return super().forward(x, row_stops)
         seen = x
         if self.dropout and self.training:
             # F.dropout's kernel on a GPU. On a CPU F.dropout would keep its mask in the dtype of x.
             seen, _ = torch.native_dropout(x, self.dropout, True)
-        a = self.lora_A(seen, ends) * self.lora_scale
+        a = self.lora_A(seen, row_stops) * self.lora_scale
         # the frozen weight last: it saves nothing, so the recomputation of a block ends before down_proj
-        delta = self.lora_B(a, ends)
-        return delta + super().forward(x, ends)
+        delta = self.lora_B(a, row_stops)
+        return delta + super().forward(x, row_stops)
 
 
 class LoRALinear(LoRA, Linear):

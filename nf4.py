@@ -111,11 +111,11 @@ def midpoints(bits):
 def midpoints_of_cells(device, bits):
     """Cuts -1 ... 1 into cells of 1/16, or of 1/32 for 5 bits. Of the beginning of each: how many midpoints
     lie below it, uint8, and the next one, float32."""
-    ends = torch.tensor([*midpoints(bits), math.inf], device="cpu")
+    borders = torch.tensor([*midpoints(bits), math.inf], device="cpu")
     n_cells = 2**bits
     starts = torch.arange(-n_cells, n_cells + 1, device="cpu") / n_cells
-    n_below = torch.bucketize(starts, ends)
-    return n_below.to(torch.uint8).to(device), ends[n_below].to(device)
+    n_below = torch.bucketize(starts, borders)
+    return n_below.to(torch.uint8).to(device), borders[n_below].to(device)
 
 
 def nearest_levels(relative, bits):
@@ -280,52 +280,52 @@ def weight(codes, scales, fast, like):
     return dequantize(codes, scales, like.dtype)
 
 
-def linear(x, w_ND, ends=None):
-    """x @ w.T. With `ends`, [E] int32, w is a stack of E experts, each of N / E rows, and the rows of x that
-    belong to expert e end before ends[e]."""
-    if ends is None:
+def linear(x, w_ND, row_stops=None):
+    """x @ w.T. With `row_stops`, [E] int32, w is a stack of E experts, each of N / E rows, and the rows of x
+    that belong to expert e end before row_stops[e]."""
+    if row_stops is None:
         return F.linear(x, w_ND)
-    w_END = w_ND.unflatten(0, (len(ends), -1))
-    return F.grouped_mm(x, w_END.transpose(1, 2), offs=ends)
+    w_END = w_ND.unflatten(0, (len(row_stops), -1))
+    return F.grouped_mm(x, w_END.transpose(1, 2), offs=row_stops)
 
 
 # Rows per expert. With as many rows hardly any expert has none, and to ask which would make the host wait.
 MANY_ROWS = 8
 
 
-def experts_with_rows(codes, scales, ends):
+def experts_with_rows(codes, scales, row_stops):
     """The same three of those experts that have a row of x. While an answer is generated these are 8 of 128,
     and the others stay in 4 bits."""
-    n_rows_E = ends.diff(prepend=ends.new_zeros(1))
+    n_rows_E = row_stops.diff(prepend=row_stops.new_zeros(1))
     used = n_rows_E.nonzero().flatten()
 
     def of_used(packed):
-        by_expert = packed.unflatten(0, (len(ends), -1))
+        by_expert = packed.unflatten(0, (len(row_stops), -1))
         return by_expert[used].flatten(0, 1)
 
-    return of_used(codes), of_used(scales), ends[used]
+    return of_used(codes), of_used(scales), row_stops[used]
 
 
 class NF4Matmul(torch.autograd.Function):
     """linear() with a frozen weight in NF4. The backward dequantizes it again: no 16-bit weight is kept."""
 
     @staticmethod
-    def forward(ctx, x, codes, scales, fast, ends):
+    def forward(ctx, x, codes, scales, fast, row_stops):
         # no save_for_backward(): nothing updates them, and FSDP2 gathers them into the same storage again
         ctx.codes = codes
         ctx.scales = scales
         ctx.fast = fast
-        ctx.ends = ends
-        return linear(x, weight(codes, scales, fast, like=x), ends)
+        ctx.row_stops = row_stops
+        return linear(x, weight(codes, scales, fast, like=x), row_stops)
 
     @staticmethod
     def backward(ctx, grad):
         w_ND = weight(ctx.codes, ctx.scales, ctx.fast, like=grad)
-        if ctx.ends is None:
+        if ctx.row_stops is None:
             grad_x = grad @ w_ND
         else:
-            w_END = w_ND.unflatten(0, (len(ctx.ends), -1))
-            grad_x = F.grouped_mm(grad, w_END, offs=ctx.ends)
+            w_END = w_ND.unflatten(0, (len(ctx.row_stops), -1))
+            grad_x = F.grouped_mm(grad, w_END, offs=ctx.row_stops)
         # the other arguments of forward() have no gradient
         return grad_x, None, None, None, None
 
@@ -348,19 +348,19 @@ class NF4Linear(nn.Module):
         self.weight_scales = frozen(packed(out_features, in_features // BLOCK + RANGE_BYTES))
         self.bias = frozen(torch.empty(out_features, device=device)) if bias else None
 
-    def forward(self, x, ends=None):
+    def forward(self, x, row_stops=None):
         codes = self.weight_codes
         scales = self.weight_scales
-        is_generating = ends is not None and not torch.is_grad_enabled()
-        if is_generating and 0 < len(x) < MANY_ROWS * len(ends):
-            codes, scales, ends = experts_with_rows(codes, scales, ends)
+        is_generating = row_stops is not None and not torch.is_grad_enabled()
+        if is_generating and 0 < len(x) < MANY_ROWS * len(row_stops):
+            codes, scales, row_stops = experts_with_rows(codes, scales, row_stops)
         if self.keeps_weight:
             # Autograd saves the weight. In a recomputed block it is the recomputation's: two dequantizations,
             # where a backward that makes it anew has three. The weight is saved before the product runs, so
             # that the recomputation can end there.
-            y = linear(x, weight(codes, scales, self.fast, like=x.detach()), ends)
+            y = linear(x, weight(codes, scales, self.fast, like=x.detach()), row_stops)
         else:
-            y = NF4Matmul.apply(x, codes, scales, self.fast, ends)
+            y = NF4Matmul.apply(x, codes, scales, self.fast, row_stops)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 

@@ -627,8 +627,8 @@ def main(argv, progress):
         data.fill_new_rows_(model, opened.weights, tokenizer.new_ids, args.seed, ranks)
     if streamed:
         StreamedWeights(streamed, device)  # lives on in the hooks that it puts on the blocks
-    if streams_weights(args, ranks.world) and not trains_ends(args):
-        StreamedEnds(model, device)
+    if streams_weights(args, ranks.world) and not trains_vocabulary(args):
+        StreamedVocabulary(model, device)
     # on a CPU, activations are in host memory already
     if "activations" in args.offload and on_gpu:
         model.activation_hooks = OffloadActivations(device)
@@ -699,7 +699,7 @@ def main(argv, progress):
                 # one reduces them. Those of adapters alone wait, and so does the exchange between replicas:
                 # once a step is enough.
                 last = i == len(batches) - 1
-                model.set_requires_gradient_sync(last or trains_ends(args))
+                model.set_requires_gradient_sync(last or trains_vocabulary(args))
                 model.set_requires_all_reduce(last)
             b = batch.to(device)
             progress.update(step=step, tokens_of_micro_batch=b.tokens.numel())
@@ -732,7 +732,7 @@ def main(argv, progress):
         state["step"] = step
         state["tokens"] += counts.targets
         # `counts` is of all ranks, and mfu compares with the peak of one device
-        flops = lm.step_flops(config, counts, args.lora, args.dpo, trains_ends(args)) / ranks.world
+        flops = lm.step_flops(config, counts, args.lora, args.dpo, trains_vocabulary(args)) / ranks.world
         log.count(loss_sum, dpo_sums, n_terms, counts.tokens, flops)
 
         # once in a while: log, and see whether the numbers are still finite. This comes before each save,
@@ -846,7 +846,7 @@ def with_vocabulary(files, n_stored, new_tokens, adapter):
     return files
 
 
-def trains_ends(args):
+def trains_vocabulary(args):
     """Whether embedding and head are trained."""
     return not args.lora or args.train_embeddings
 
@@ -1230,10 +1230,10 @@ class Ranks:
         return highest.tolist()
 
     @contextlib.contextmanager
-    def agree(self, ends=True):
+    def agree(self, end_run=True):
         """If any rank raises ValueError or OSError inside the block, all ranks end, with one message; without
-        `ends` they all raise an OSError with it. Otherwise the ranks that saw no error would wait forever in
-        their next collective."""
+        `end_run` they all raise an OSError with it. Otherwise the ranks that saw no error would wait forever
+        in their next collective."""
         error = None
         try:
             yield
@@ -1241,7 +1241,7 @@ class Ranks:
         except (ValueError, OSError) as caught:
             error = str(caught)
         errors = [text for text in self.gather(error) if text]
-        if errors and not ends:
+        if errors and not end_run:
             raise OSError(errors[0])
         if errors:
             self.leave()
@@ -1423,10 +1423,10 @@ def offloads_frozen(args):
 
 
 def streams_weights(args, world):
-    """Whether StreamedWeights and StreamedEnds, and not FSDP2, bring frozen weights from host memory: where a
-    rank has all of their rows. FSDP2 (torch 2.11 to 2.13) makes no collective on one rank, but it copies a
-    unit on the compute stream, where nothing hides it, and then a second time, from GPU memory to GPU
-    memory. Several ranks share the rows, so there FSDP2 reads them and gathers them ahead."""
+    """Whether StreamedWeights and StreamedVocabulary, and not FSDP2, bring frozen weights from host memory:
+    where a rank has all of their rows. FSDP2 (torch 2.11 to 2.13) makes no collective on one rank, but it
+    copies a unit on the compute stream, where nothing hides it, and then a second time, from GPU memory to
+    GPU memory. Several ranks share the rows, so there FSDP2 reads them and gathers them ahead."""
     return offloads_frozen(args) and world == args.replicas
 
 
@@ -1655,7 +1655,7 @@ class StreamedWeights:
         self.bring(k - 1)
 
 
-class StreamedEnds:
+class StreamedVocabulary:
     """Keeps a frozen embedding and a frozen head, which may be one weight, in host memory.
 
     A row needs T of the V vectors of the embedding. They are looked up on the host and copied to the GPU. The
@@ -1719,13 +1719,13 @@ def groups_of(named, weight_decay, embedding_lr):
     """The parameter groups of an optimizer: matrices, vectors, and what --train_embeddings trains beside
     adapters. The rate of adapters is too high for weights that are trained in full."""
     in_full = () if embedding_lr is None else (data.EMBEDDING, data.HEAD)
-    ends = [p for name, p in named.items() if name in in_full]  # one if they are tied
+    vocabulary = [p for name, p in named.items() if name in in_full]  # one if they are tied
     matrices = [p for name, p in named.items() if name not in in_full and p.dim() > 1]
     vectors = [p for p in named.values() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay},
               {"params": vectors, "weight_decay": 0.0}]
-    if ends:
-        groups.append({"params": ends, "weight_decay": weight_decay, "peak": embedding_lr})
+    if vocabulary:
+        groups.append({"params": vocabulary, "weight_decay": weight_decay, "peak": embedding_lr})
     return groups
 
 
@@ -3327,7 +3327,7 @@ def variants_of_blocks(config, args, blocks):
              if isinstance(getattr(config, field.name), list)]
     n_layers = config.num_hidden_layers
     variants = []
-    has_input_gradient = trains_ends(args)
+    has_input_gradient = trains_vocabulary(args)
     for i, layer_type in enumerate(config.layer_types):
         entries = {name: [getattr(config, name)[i]] for name in lists}
         # Untied: that the gradient of a tied pair's head waits for the embedding's is for play_step().
@@ -3425,7 +3425,7 @@ def trace(args, variant, length):
         freed = trained.values()
         # Gradients of an earlier micro-batch. Under FSDP2 in full training they are reduced by now, and
         # counted by play_step().
-        if args.grad_accum > 1 and not (args.fsdp2 and trains_ends(args)):
+        if args.grad_accum > 1 and not (args.fsdp2 and trains_vocabulary(args)):
             freed = ()
             for p in trained.values():
                 p.grad = torch.empty_like(p)
@@ -3517,7 +3517,7 @@ class Sharding(NamedTuple):
 
     shards: int  # ranks that share a unit's rows
     tied: bool  # embedding and head are one weight
-    ends_in_root: bool  # embedding and head are gathered from the forward to the backward, and reduced last
+    vocabulary_in_root: bool  # it is gathered from the forward to the backward, and reduced last
     head_waits: bool  # the head's gradient stays as it is until the embedding's is there
     gradients_stay: bool  # on the device, from a block's backward to the optimizer's step
 
@@ -3527,12 +3527,12 @@ def sharding_of(args, config, shards):
     # FSDP2 keeps a shared parameter shared only inside one unit, so a tied pair belongs to its root unit. So
     # do embedding and head with --no-shard_embeddings. The root is gathered by the forward and freed by the
     # end of the backward, where its gradients are reduced together.
-    ends_in_root = args.fsdp2 and (tied or not args.shard_embeddings)
+    vocabulary_in_root = args.fsdp2 and (tied or not args.shard_embeddings)
     # The optimizer takes a gradient as soon as it is there, or the host does. But FSDP2 holds what replicas
     # exchange until the end of the backward.
     is_taken = args.optim_in_backward or "params" in args.offload
     gradients_stay = args.replicas > 1 or not is_taken
-    return Sharding(shards, tied, ends_in_root, ends_in_root or tied, gradients_stay)
+    return Sharding(shards, tied, vocabulary_in_root, vocabulary_in_root or tied, gradients_stay)
 
 
 @dataclasses.dataclass
@@ -3549,7 +3549,7 @@ class Unit:
     last_gradient: int = 0  # the last parameter's, which FSDP2's foreach_reduce() has until its end
     reduce_input: int = 0  # all rows in the dtype of the reduce-scatter; 0 without FSDP2
     gradient: int = 0  # this rank's rows, which the reduce-scatter leaves for the step
-    # {kind: bytes} of frozen matrices that StreamedWeights and StreamedEnds bring, and FSDP2 does not see
+    # {kind: bytes} of frozen matrices that streams bring, and FSDP2 does not see
     streamed: Counter = dataclasses.field(default_factory=Counter)
 
     def reduced(self):
@@ -3568,11 +3568,11 @@ class Units(NamedTuple):
     blocks: list
     embedding: Unit
     head: Unit
-    ends: list  # embedding and head; one unit if they are tied or in the root
+    vocabulary: list  # embedding and head; one unit if they are tied or in the root
     step_workspace: int  # temporaries of the optimizer's step
 
     def all(self):
-        return [*self.blocks, *self.ends]
+        return [*self.blocks, *self.vocabulary]
 
 
 def units_of(variants, args, sharding, is_streamed):
@@ -3607,11 +3607,11 @@ def units_of_one(config, args, sharding, is_streamed):
 
     embedding = unit(data.EMBEDDING)
     head = embedding if sharding.tied else unit(data.HEAD)
-    ends = [embedding] if sharding.tied else [embedding, head]
-    if sharding.ends_in_root:
-        ends = [unit(data.EMBEDDING, "model.norm.", data.HEAD)]
+    vocabulary = [embedding] if sharding.tied else [embedding, head]
+    if sharding.vocabulary_in_root:
+        vocabulary = [unit(data.EMBEDDING, "model.norm.", data.HEAD)]
     block = unit("model.layers.")
-    return Units([block], embedding, head, ends, step_workspace)
+    return Units([block], embedding, head, vocabulary, step_workspace)
 
 
 def unit_of(rows, args, shards, dtype, is_streamed):
@@ -3689,7 +3689,7 @@ def where_weights_lie(args, units, n_resident, is_streamed):
             elif may_stay and is_streamed:
                 host["pinned weights"] += bytes_in_pages(p.nbytes)
             elif is_streamed and name == data.EMBEDDING and not p.requires_grad and not tied:
-                host[kind] += p.nbytes  # StreamedEnds pins the head alone
+                host[kind] += p.nbytes  # StreamedVocabulary pins the head alone
             else:
                 host[kind] += pinned_bytes(p.nbytes)
                 if p.requires_grad:
@@ -3769,13 +3769,13 @@ def play_step(args, units, sharding, parts, always, input_bytes):
     # What is on the GPU between two events. An event is a moment between them, in which a kernel has its
     # inputs, outputs and temporaries as well: `alive` and these together are one candidate for the peak.
     alive = always.copy()
-    if args.grad_accum > 1 and args.fsdp2 and not trains_ends(args):
+    if args.grad_accum > 1 and args.fsdp2 and not trains_vocabulary(args):
         # adapters are reduced after the last micro-batch
         alive["gradients"] = sharding.shards * all_gradients
     elif args.grad_accum > 1 and sharding.gradients_stay:
         alive["gradients"] = all_gradients  # earlier micro-batches have left them, and this one adds to them
-    if sharding.ends_in_root:
-        (root,) = units.ends
+    if sharding.vocabulary_in_root:
+        (root,) = units.vocabulary
         alive["unsharded units"] = root.unsharded
         yield event("head and loss", alive, {"unsharded units": root.arriving})
 
@@ -3806,7 +3806,7 @@ def play_step(args, units, sharding, parts, always, input_bytes):
         alive["unsharded units"] -= gathered[i]
 
     # ---- backward of the embedding, which adapters do not need; optimizer.step()
-    if trains_ends(args):
+    if trains_vocabulary(args):
         yield from play_backward_of_embedding(args, units, sharding, embedding, alive)
     # No activation is left by now. This is the peak of a large model that is trained in full on short rows.
     if not args.optim_in_backward:
@@ -3819,12 +3819,12 @@ def play_forward_(units, sharding, blocks, gathered, left, alive):
     of weights, and `left` bytes of activations."""
     # Several ranks: FSDP2 copies a unit out of the buffer of its all-gather, and frees the buffer of the unit
     # before it only then. So it has three times a unit for a moment, and twice while a block runs.
-    buffer = units.ends[0].arriving if sharding.shards > 1 else 0
+    buffer = units.vocabulary[0].arriving if sharding.shards > 1 else 0
     for i, block in enumerate(blocks):
         unit = units.blocks[i]
         alive["unsharded units"] += gathered[i]
         if i == len(blocks) - 1:
-            alive.update(units.head.streamed)  # on its way from here on, see StreamedEnds
+            alive.update(units.head.streamed)  # on its way from here on, see StreamedVocabulary
         yield event(f"block {i}", alive, {"unsharded units": buffer + unit.arriving})
         buffer = unit.arriving if sharding.shards > 1 else 0
         yield event(f"block {i}", alive, {"block workspace": block.forward, "unsharded units": buffer})
@@ -3838,7 +3838,7 @@ def play_head_(args, units, sharding, part, alive, input_bytes):
     if sharding.shards > 1:
         buffer = units.blocks[-1].arriving
     weights = 0
-    if not sharding.ends_in_root:
+    if not sharding.vocabulary_in_root:
         weights = unit.unsharded
         yield event("head and loss", alive, {
             "saved activations": input_bytes,  # the output of the norm
@@ -3879,8 +3879,8 @@ def play_backward_of_embedding(args, units, sharding, part, alive):
         return
     here = alive.copy()
     here["saved activations"] -= part.left
-    unit = units.ends[0]  # the embedding's, or the root
-    if sharding.ends_in_root:
+    unit = units.vocabulary[0]  # the embedding's, or the root
+    if sharding.vocabulary_in_root:
         # its weights are freed first, and of a tied pair there is one gradient by now
         here["unsharded units"] -= unit.unsharded
         here["gradients"] -= units.head.new_gradient

@@ -686,13 +686,13 @@ def compute_before_the_copy_has_arrived():
 
 def compute_the_loss_before_the_head_has_arrived():
     """The loss is computed while the head is on its way."""
-    before_head = train.StreamedEnds.before_head
+    before_head = train.StreamedVocabulary.before_head
 
     def before_head_without_waiting(self, head, inputs):
         self.arriving = self.arriving._replace(end=None)
         before_head(self, head, inputs)
 
-    train.StreamedEnds.before_head = before_head_without_waiting
+    train.StreamedVocabulary.before_head = before_head_without_waiting
 
 
 @pytest.mark.gpu

@@ -620,11 +620,11 @@ def test_experts_in_16_bits_get_rows_by_32_on_a_cpu_which_change_nothing(monkeyp
     plain_linear = nf4.linear
     n_rows = set()  # that experts have been given
 
-    def noting_linear(x, w_ND, ends=None):
-        if ends is not None:
-            first = ends.new_zeros(1)
-            n_rows.update(ends.diff(prepend=first).tolist())
-        return plain_linear(x, w_ND, ends)
+    def noting_linear(x, w_ND, row_stops=None):
+        if row_stops is not None:
+            first = row_stops.new_zeros(1)
+            n_rows.update(row_stops.diff(prepend=first).tolist())
+        return plain_linear(x, w_ND, row_stops)
 
     def run(multiple):
         """(loss, gradients), where rows are filled up to a multiple"""

@@ -388,20 +388,20 @@ class TwoMLPs(lm.MLP):
             "down_proj": lm.Linear(width, D, bias=False),
         })
 
-    def start(self, h, ends=None):
+    def start(self, h, row_stops=None):
         gate = torch.nn.functional.silu(self.second["gate_proj"](h))
-        return super().start(h, ends), gate * self.second["up_proj"](h)
+        return super().start(h, row_stops), gate * self.second["up_proj"](h)
 
-    def finish(self, started, ends=None):
+    def finish(self, started, row_stops=None):
         first, second = started
-        return super().finish(first, ends) + self.second["down_proj"](second)
+        return super().finish(first, row_stops) + self.second["down_proj"](second)
 
 
 class SquaredGELU(lm.MLP):
     """gelu(gate)**2, which saves one more tensor than SiLU."""
 
-    def start(self, h, ends=None):
-        return torch.nn.functional.gelu(self.gate_proj(h, ends)).square() * self.up_proj(h, ends)
+    def start(self, h, row_stops=None):
+        return torch.nn.functional.gelu(self.gate_proj(h, row_stops)).square() * self.up_proj(h, row_stops)
 
 
 class NormedAttention(lm.Attention):
