@@ -426,16 +426,16 @@ def rows_of(params):
 # ---------------- random bits
 
 
-def mix(x):
+def scramble(x):
     """The project's hash: index -> 32 well mixed bits (MurmurHash3's finalizer), for an int or an int64
     tensor. Random rounding comes from it, so a run has no random state to restore."""
-    x = mix_once(x, 16, 0x85EBCA6B)
-    x = mix_once(x, 13, 0xC2B2AE35)
-    return mix_once(x, 16, 1)
+    x = scramble_once(x, 16, 0x85EBCA6B)
+    x = scramble_once(x, 13, 0xC2B2AE35)
+    return scramble_once(x, 16, 1)
 
 
-def mix_once(x, shift, factor):
-    """A round of mix()."""
+def scramble_once(x, shift, factor):
+    """A round of scramble()."""
     x = x & 0xFFFFFFFF  # an int has no end, and of an int64 only 32 bits may take part
     return (x ^ x >> shift) * factor
 
@@ -460,12 +460,12 @@ FOR_M, FOR_V, FOR_W = range(3)  # what random bits are used for: to round m, v o
 def dither_words(step, number, start, stop, D, device):
     """-> Dither for rows start..stop of the number-th parameter. A row has the same factors on whichever rank
     it is, so the bytes of a run do not depend on the world size."""
-    key = mix(mix(step) + number)  # plain ints: nothing is copied to the device
+    key = scramble(scramble(step) + number)  # plain ints: nothing is copied to the device
     row_numbers_N = torch.arange(start, stop, device=device)
     column_numbers_D = torch.arange(D, device=device)
-    keys = [mix(key + 1 + use) for use in (FOR_M, FOR_V, FOR_W)]
-    rows_3N = torch.stack([mix(key_of_use + row_numbers_N) for key_of_use in keys])
-    cols_D = mix(key + column_numbers_D)
+    keys = [scramble(key + 1 + use) for use in (FOR_M, FOR_V, FOR_W)]
+    rows_3N = torch.stack([scramble(key_of_use + row_numbers_N) for key_of_use in keys])
+    cols_D = scramble(key + column_numbers_D)
     return Dither((rows_3N | 1).to(torch.int32), (cols_D | 1).to(torch.int32))
 
 

@@ -1613,7 +1613,7 @@ class StreamedWeights:
         start = 0
         for p in matrices_of(block):
             # one parameter at a time: no more than that is in host memory twice
-            p.host_pages = []  # where parts_of() finds the weight while other weights are in the slot
+            p.host_pages = []  # where numbers_here() finds the weight while other weights are in the slot
             for page in pages_of(p.data):
                 pinned = torch.empty_like(page, pin_memory=slot.is_cuda)
                 p.host_pages.append(pinned.copy_(page))
@@ -1961,7 +1961,7 @@ class StepInBackward:
 
 def seed_dropout(seed, step, rank):
     """Other masks in each step and on each rank, and the same ones when a step is computed again."""
-    torch.manual_seed(nf4.mix(nf4.mix(nf4.mix(seed) + step) + rank))
+    torch.manual_seed(nf4.scramble(nf4.scramble(nf4.scramble(seed) + step) + rank))
 
 
 # what a run with --dpo logs, means over pairs
@@ -2700,7 +2700,7 @@ def step_that_ends_the_run(n_done, losses, n_found, loss_scale=None):
     return n_done - 1 if loss_scale < 1 else None
 
 
-def parts_of(tensor):
+def numbers_here(tensor):
     """What this rank has of a tensor. A streamed one shows the slot, which other blocks use as well; its own
     numbers are in its pages."""
     if hasattr(tensor, "host_pages"):
@@ -2711,7 +2711,7 @@ def parts_of(tensor):
 def check_finite(tensors, step, ranks):
     """Ends the run if any rank has inf or nan in a tensor of {name: tensor}. Collective."""
     wrong = [name for name, tensor in tensors.items()
-             if not all(part.isfinite().all() for part in parts_of(tensor))]
+             if not all(part.isfinite().all() for part in numbers_here(tensor))]
     names = list(itertools.chain(*ranks.gather(wrong)))
     if names:
         ranks.leave()  # all of them together, because all ranks have the same names and raise
