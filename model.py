@@ -351,62 +351,6 @@ def rotate(q_BTHK, turns):
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(q_BTHK.dtype)
 
 
-# ---------------- running attention once in a recomputed block
-
-
-class AttentionRecord:
-    """What one call of a block keeps of its attention from the forward to the backward: see RunOnce."""
-
-    inputs = ()  # copies of q, k and v, without memory from the forward to the recomputation
-    out = None  # with the graph that leads from it to `inputs`
-
-
-class RunOnce(torch.autograd.Function):
-    """Runs function(*inputs) once in a recomputed block: in the forward, and not again when the block is
-    recomputed. Its output and what it saves stay in memory (for attention an output and a float32 a head).
-    Its inputs do not: the block computes them again, and they are put where function()'s graph looks for
-    them.
-
-        forward of the block:   q, k, v are copied to record.inputs; function() runs on the copies and builds
-                                a graph of its own; then the copies give their memory back
-        recomputation:          q, k, v are computed again and written into the copies' memory, which returns;
-                                record.out is there, so function() does not run
-        backward:               autograd runs through function()'s own graph, which finds its inputs in place
-
-    torch's selective checkpointing does the same by a Python mode that sees every operator of the block, and
-    makes small steps slower than without it (1.3 times where this costs nothing, tests/LOG.md)."""
-
-    @staticmethod
-    def forward(ctx, record, function, *inputs):
-        ctx.record = record
-        if record.out is None:
-            # Copies own their memory, where q, k and v may be views; detached, their graph begins here.
-            record.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
-            # These hooks do nothing. Those of the recomputed block, which they cover, would drop it.
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                record.out = function(*record.inputs)
-            for t in record.inputs:
-                t.untyped_storage().resize_(0)
-        else:
-            for t, recomputed in zip(record.inputs, inputs):
-                t.untyped_storage().resize_(recomputed.nbytes)
-                # .data, or autograd would refuse its graph, because what it saved was changed in place
-                t.data.copy_(recomputed)
-        return record.out.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        inputs = ctx.record.inputs
-        out = ctx.record.out
-        # the mixer has `record` until its next call, so what is in it would stay in memory
-        ctx.record.inputs = ()
-        ctx.record.out = None
-        wanted = [t for t in inputs if t.requires_grad]
-        grads = iter(torch.autograd.grad(out, wanted, grad))
-        # in the order of forward()'s arguments; the first two have no gradient
-        return None, None, *(next(grads) if t.requires_grad else None for t in inputs)
-
-
 # ---------------- attention
 
 
@@ -1546,6 +1490,11 @@ def compile_(model, packing):
     head.loss_and_grad = in_training(head.loss_and_grad, dynamic=True)  # the last tokens are fewer
 
 
+def saving_as_usual():
+    """Inside of it autograd keeps what is saved, whatever hooks there are around it: these do nothing."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
 class SaveNow(torch.autograd.Function):
     """Saves tensors for the backward at once. They are in .grad_fn.saved_tensors of the empty result."""
 
@@ -1571,17 +1520,18 @@ class Tiles:
         self.size = size
         # an attribute, because torch 2.11 frees what it saved together with it
         self.saved = SaveNow.apply(torch.empty(0, requires_grad=True), x, mixed)
-        self.tiles = self.cut(x, mixed)
+        self.inputs = self.cut(x, mixed)
 
     def cut(self, *inputs):
         return list(zip(*(t.flatten(0, 1).split(self.size) for t in inputs)))
 
     def run(self, i):
-        if not self.tiles:
-            # The backward has begun. It needs values alone: gradients go through the graph of the forward.
+        if not self.inputs:
+            # The forward has emptied the list, so this is the backward. It needs values alone: gradients go
+            # through the graph of the forward.
             saved = self.saved.grad_fn.saved_tensors
-            self.tiles = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
-        return self.function(*self.tiles[i])
+            self.inputs = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
+        return self.function(*self.inputs[i])
 
 
 def run_in_tiles(function, size, has_dropout, x, mixed):
@@ -1589,10 +1539,10 @@ def run_in_tiles(function, size, has_dropout, x, mixed):
     tiles = Tiles(function, size, x, mixed)
     # a tile that runs again draws the masks that it has drawn
     run = functools.partial(checkpoint, tiles.run, use_reentrant=False, preserve_rng_state=has_dropout)
-    # These hooks do nothing. Those of a recomputed block, which they cover, would count what tiles save.
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        out = [run(i) for i in range(len(tiles.tiles))]
-    tiles.tiles = []  # views of x and mixed, which would keep them in memory until the backward
+    # not as a recomputed block around them, which would count what tiles save
+    with saving_as_usual():
+        out = [run(i) for i in range(len(tiles.inputs))]
+    tiles.inputs = []  # views of x and mixed, which would keep them in memory until the backward
     return torch.cat(out).view_as(x)
 
 
@@ -1602,6 +1552,59 @@ def tile_mlp_(model, size):
     has_dropout = model.dropout > 0
     for block in model.model.layers:
         block.o_proj_and_mlp = functools.partial(run_in_tiles, block.o_proj_and_mlp, size, has_dropout)
+
+
+class AttentionRecord:
+    """What one call of a block keeps of its attention from the forward to the backward: see RunOnce."""
+
+    inputs = ()  # copies of q, k and v, without memory from the forward to the recomputation
+    out = None  # with the graph that leads from it to `inputs`
+
+
+class RunOnce(torch.autograd.Function):
+    """Runs function(*inputs) once in a recomputed block: in the forward, and not again when the block is
+    recomputed. Its output and what it saves stay in memory (for attention an output and a float32 a head).
+    Its inputs do not: the block computes them again, and they are put where function()'s graph looks for
+    them.
+
+        forward of the block:   q, k, v are copied to record.inputs; function() runs on the copies and builds
+                                a graph of its own; then the copies give their memory back
+        recomputation:          q, k, v are computed again and written into the copies' memory, which returns;
+                                record.out is there, so function() does not run
+        backward:               autograd runs through function()'s own graph, which finds its inputs in place
+
+    torch's selective checkpointing does the same by a Python mode that sees every operator of the block, and
+    makes small steps slower than without it (1.3 times where this costs nothing, tests/LOG.md)."""
+
+    @staticmethod
+    def forward(ctx, record, function, *inputs):
+        ctx.record = record
+        if record.out is None:
+            # Copies own their memory, where q, k and v may be views; detached, their graph begins here.
+            record.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+            # not as the recomputed block around it, which drops what its parts save
+            with torch.enable_grad(), saving_as_usual():
+                record.out = function(*record.inputs)
+            for t in record.inputs:
+                t.untyped_storage().resize_(0)
+        else:
+            for t, recomputed in zip(record.inputs, inputs):
+                t.untyped_storage().resize_(recomputed.nbytes)
+                # .data, or autograd would refuse its graph, because what it saved was changed in place
+                t.data.copy_(recomputed)
+        return record.out.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = ctx.record.inputs
+        out = ctx.record.out
+        # the mixer has `record` until its next call, so what is in it would stay in memory
+        ctx.record.inputs = ()
+        ctx.record.out = None
+        wanted = [t for t in inputs if t.requires_grad]
+        grads = iter(torch.autograd.grad(out, wanted, grad))
+        # in the order of forward()'s arguments; the first two have no gradient
+        return None, None, *(next(grads) if t.requires_grad else None for t in inputs)
 
 
 def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
