@@ -5,7 +5,7 @@ memory.
     python train.py --qlora --compile --model Qwen/Qwen3-4B --data chats.jsonl                       # one GPU
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chats.jsonl
 
-In the order of this file: flags; `main`, a run from top to bottom; then what main uses: ranks, FSDP2 and
+In the order of this file: `main`, a run from top to bottom; flags; then what main uses: ranks, FSDP2 and
 activation offload, optimizers, the loss of a batch, the log, what a start prints, samples and chats, numbers
 that are not finite, checkpoints; and last the memory plan, a fifth of this file, and the limits of the
 memory. A memory feature is one function or small class that edits a finished vanilla module, and one call in
@@ -91,481 +91,6 @@ OUT_OF_MEMORY = 4
 FP16_ENDS = "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU with bf16"
 TORCHRUN_GONE = getattr(signal, "SIGRTMIN", 0)  # the signal that says so; macOS has none
 UNTESTED_TORCH = 2, 15  # and what is newer
-
-# ---------------- flags
-
-
-def number(of_type, zero_too=False, below=1e12):
-    """An argparse type: an int or a float, above 0 and below `below`, with zero_too also 0."""
-    expected = "0 or above 0" if zero_too else "above 0"
-
-    def parse(text):
-        value = of_type(text)
-        # nan fails every comparison, inf the second one
-        if 0 < value < below or (zero_too and value == 0):
-            return value
-        raise argparse.ArgumentTypeError(f"{text}: expected {expected}, below {below:g}")
-
-    parse.__name__ = of_type.__name__  # argparse prints it: "invalid int value"
-    return parse
-
-
-def blocks_or_auto(text):
-    """An argparse type: all, auto or a number of blocks."""
-    if text in ("all", "auto"):
-        return text
-    if text.isdecimal():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text}: expected a number of blocks, all or auto")
-
-
-def column(text):
-    """The type of --columns: COLUMN=KEY -> (column, key), or an error that lists the keys."""
-    name, _, key = text.rpartition("=")  # the last one: a column may have any name
-    if name and key in data.KEYS:
-        return name, key
-    keys = ", ".join(data.KEYS)
-    raise argparse.ArgumentTypeError(f"{text}: expected COLUMN=KEY with one of the keys {keys}")
-
-
-WHOLE = number(int)
-WHOLE_OR_0 = number(int, zero_too=True)
-AMOUNT = number(float)
-AMOUNT_OR_0 = number(float, zero_too=True)
-SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
-
-# flags of TRL, axolotl, torchtune and Unsloth that difflib does not find, and ours
-OTHER_NAMES = {
-    "model_name_or_path": "--model",
-    "use_peft": "--lora",
-    "load_in_4bit": "--qlora",
-    "dataset_name": "--data",
-    "train_file": "--data",
-    "max_length": "--seq_len",
-    "bf16": "--precision",
-    "fp16": "--precision",
-    "output_dir": "--out",
-    "enable_activation_offloading": "--offload",
-    "per_device_train_batch_size": "--batch_size",
-    "learning_rate": "--lr",
-    "gradient_accumulation_steps": "--grad_accum",
-    "num_train_epochs": "--epochs",
-    "max_grad_norm": "--clip",
-    "gradient_clipping": "--clip",
-    "save_total_limit": "--keep",
-    "val_set_size": "--eval_data",
-    "test_size": "--eval_data",
-    "chat_template_kwargs": "--template_args",
-    "enable_thinking": "--template_args",
-    "resume_from_checkpoint": "--resume",
-    "eval_steps": "--eval_every",
-    "save_steps": "--save_every",
-    "logging_steps": "--log_every",
-}
-# why --optim_in_backward does not go with --precision fp16
-WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, and here a part of its "
-               "updates is done by then: leave it out, or use --precision fp32")
-# What may stand beside a flag, besides what argparse takes:
-#     fixed       it changes the mathematics: a resumed run must have the same, see fixed_settings()
-#     feature     the start says whether it is on, and what it does, see print_start()
-#     everyday    -h shows it; --help_all shows every flag
-#     needs       the flag without which it means nothing; --qlora and --adapter stand for --lora, too
-MARKS = "fixed", "feature", "everyday", "needs"
-
-
-def declare(group, *names, **options):
-    """Adds a flag to a group, with MARKS as attributes: argparse keeps those that it does not know."""
-    marks = {mark: options.pop(mark, None) for mark in MARKS}
-    vars(group.add_argument(*names, **options)).update(marks)
-
-
-def add(group, flag, of_type, default, text, **options):
-    """Adds a flag that has a value. Where the default is None, the text says what that means."""
-    if default is not None:
-        text += f" (default: {default})"
-    if of_type is not str:
-        options.setdefault("metavar", "N")
-    declare(group, flag, type=of_type, default=default, help=text, **options)
-
-
-def switch(group, flag, text, on=False, **marks):
-    """Adds a flag that is on or off. One that is on by default also gets a --no-flag."""
-    # a --no-flag for what is off anyway would only make --help longer
-    action = argparse.BooleanOptionalAction if on else "store_true"
-    shown = "on" if on else "off"
-    declare(group, flag, action=action, default=on, help=f"{text} (default: {shown})", **marks)
-
-
-def make_parser():
-    """Declares every flag, with the text of --help."""
-    # allow_abbrev=False: with a new flag, an abbreviation in somebody's script would mean two flags.
-    # exit_on_error=False: argparse raises instead of printing its usage, and launch() prints one line
-    parser = argparse.ArgumentParser(
-        usage="[torchrun --nproc_per_node N | python] train.py [flags]", description=__doc__.split("\n\n")[0],
-        add_help=False, allow_abbrev=False, exit_on_error=False)
-    declare(parser, "-h", "--help", "--help_all", action="help", everyday=True,
-            help="print the most used flags, with --help_all all flags, and exit")
-
-    model = parser.add_argument_group("model")
-    add(model, "--model", str, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
-        "run, or with --random_init one of " + ", ".join(data.PRESETS), everyday=True)
-    switch(model, "--random_init", "start from random weights in the shapes of --model", fixed=True)
-    add(model, "--precision", str, None,
-        "mixed: train in float32, multiply in bf16; fp16: the same in fp16, with a loss scale; bf16, fp32: "
-        "do both in that format (default: mixed; without bf16 instructions fp16 on a GPU, fp32 on a CPU)",
-        choices=("mixed", "bf16", "fp16", "fp32"), fixed=True, feature=True)
-    add(model, "--adapter", str, None,
-        "folder of a PEFT adapter to train further, with its rank, alpha, rsLoRA and targets (default: "
-        "none)")
-
-    method = parser.add_argument_group("method (default: full fine-tuning)")
-    switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
-           feature=True, everyday=True)
-    switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True,
-           feature=True, everyday=True)
-    add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight; they cost a model a "
-        "quarter of what 4 bits cost it (default: none; without a value: all)",
-        nargs="*", metavar="LAYER", fixed=True, needs="qlora", feature=True)
-    add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True,
-        needs="lora", everyday=True)
-    add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True,
-        needs="lora")
-    switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True,
-           needs="lora")
-    add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
-        "fraction of an adapter's inputs that is zeroed in training; which ones depends on the number of "
-        "ranks and micro-batches, as with any other trainer (default: 0)", fixed=True, needs="lora")
-    switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
-           "reference is the model without adapters", fixed=True, needs="lora", feature=True, everyday=True)
-    add(method, "--beta", AMOUNT, None, "with a smaller one --dpo takes the model further from its reference "
-        "(default: 0.1)", fixed=True, needs="dpo")
-    switch(method, "--train_embeddings", "train embedding and head in full beside adapters; as PEFT's "
-           "modules_to_save", fixed=True, feature=True)
-    add(method, "--lora_targets", str, None,
-        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
-        "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
-        "has a gate_proj, too, that name alone is the MLP's)",
-        nargs="+", metavar="LAYER", fixed=True, needs="lora")
-    add(method, "--add_tokens", str, None, "special tokens to append to the vocabulary, which messages may "
-        "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
-        "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
-        nargs="+", metavar="TOKEN", fixed=True)
-
-    add_data_flags(parser)
-    add_memory_flags(parser)
-    add_run_flags(parser)
-    return parser
-
-
-def add_data_flags(parser):
-    dataset = parser.add_argument_group("data")
-    add(dataset, "--data", str, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
-        ".gz of these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split "
-        "train if none is named) or folders of datasets' save_to_disk(), or the built-in stdlib:docs and "
-        "stdlib:code; a file given twice is read twice per epoch (default: stdlib:docs)", nargs="+",
-        everyday=True)
-    add(dataset, "--eval_data", str, None,
-        "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
-        "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
-        "different ones (default: none)",
-        nargs="+", everyday=True)
-    add(dataset, "--columns", column, None,
-        "columns of the data to read as keys of another name, as in question=instruction answer=output "
-        "(default: none)", nargs="+", metavar="COLUMN=KEY", fixed=True)
-    add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True)
-    add(dataset, "--overflow", str, None,
-        "what to do with documents longer than a row (default: split texts, drop others)",
-        choices=("split", "drop", "truncate"))
-    switch(dataset, "--packing", "put several documents into a row; they do not see each other", on=True,
-           fixed=True, feature=True)
-    add(dataset, "--train_on", str, "targets",
-        "tokens that count in the loss; targets: answers and plain texts, and an answer that the template "
-        "rewrites in later turns gets a document of its own; whole: without such documents; all: every token "
-        "of the whole conversations and texts",
-        choices=("targets", "whole", "all"), fixed=True)
-    add(dataset, "--chat_template", str, None, "jinja file, in place of the model's own (default: none)")
-    add(dataset, "--template_args", str, None, "variables of the chat template, in JSON or as text, such as "
-        "enable_thinking=false; final/ has them (default: none)", nargs="+", metavar="KEY=VALUE", fixed=True)
-    add(dataset, "--inspect", WHOLE, None,
-        "print N examples, with the trained tokens in brackets, and exit (default: off)", everyday=True)
-
-
-def add_memory_flags(parser):
-    memory = parser.add_argument_group("memory and speed")
-    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks",
-           feature=True, everyday=True)
-    switch(memory, "--reshard_after_forward",
-           "free the gathered weights of a block between its forward and its backward", on=True)
-    switch(memory, "--shard_embeddings",
-           "gather embedding and head only while they are in use; a tied pair stays gathered", on=True)
-    add(memory, "--replicas", WHOLE, 1, "replicas of the model, each sharded over world/N ranks (HSDP); "
-        "these are usually one node, and gradients are all-reduced between replicas", feature=True)
-    add(memory, "--sequence_parallel", WHOLE, 1,
-        "split each row over a group of N ranks; --batch_size then counts rows per group", feature=True)
-    add(memory, "--offload", str, None, "what to keep in host memory until it is used; activations: block "
-        "inputs, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
-        "applies)",
-        nargs="*", choices=("activations", "params"), feature=True, everyday=True)
-    add(memory, "--resident_blocks", blocks_or_auto, "auto", "with --offload params and adapters: keep the "
-        "frozen weights of N blocks (or all) on the GPUs; auto: of as many as fit beside what "
-        "--activation_checkpointing keeps, none on a CPU without --gpu_gib", feature=True)
-    add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "recompute the first N blocks (or all) "
-        "in the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping "
-        "even dequantized NF4 weights to recomputing even attention; all blocks on a CPU without --gpu_gib, "
-        "and with --offload activations", nargs="?", const="all", feature=True)
-    declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
-            dest="activation_checkpointing", help="recompute nothing: least time, most memory")
-    switch(memory, "--chunked_ce",
-           "compute head and loss in chunks of tokens, without a [tokens, vocabulary] tensor", on=True,
-           feature=True)
-    add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
-    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time; try 4096 (default: off)",
-        feature=True, everyday=True)
-    add(memory, "--optim", str, "adamw", "adamw8bit keeps 2 bytes of state per parameter instead of 8",
-        choices=("adamw", "adamw8bit"), fixed=True, feature=True, everyday=True)
-    switch(memory, "--stochastic_rounding",
-           "round bf16 weights and moments at random; small updates then count on average", fixed=True,
-           feature=True)
-    switch(memory, "--optim_in_backward",
-           "update each weight as soon as its gradient is there; then frees it, which rules out --clip",
-           feature=True)
-    switch(memory, "--fused_adamw", "run AdamW as one kernel, on GPU and CPU", on=True, feature=True)
-    switch(memory, "--compile",
-           "torch.compile the blocks, the loss and NF4; the first step takes half a minute longer",
-           feature=True, everyday=True)
-
-
-def add_run_flags(parser):
-    schedule = parser.add_argument_group("schedule")
-    add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch", everyday=True)
-    add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True)
-    add(schedule, "--steps", WHOLE, None, "number of optimizer steps (default: from --epochs)", everyday=True)
-    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides it", everyday=True)
-    add(schedule, "--lr", AMOUNT_OR_0, None,
-        "peak learning rate (default: with adapters 5e-4 * (2000 / hidden size)^p, where p is 0.0775 for "
-        "Qwen and 0.781 for all others, which is tinker-cookbook's get_lr; a tenth of it without adapters, "
-        "and a tenth of that with --dpo, whose loss falls for as long as the weights grow)",
-        fixed=True, everyday=True)
-    add(schedule, "--embedding_lr", AMOUNT, None,
-        "peak learning rate of what --train_embeddings trains (default: a tenth of --lr)", fixed=True)
-    add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; that of "
-        "--embedding_lr falls to the same fraction of its peak", fixed=True)
-    add(schedule, "--warmup", AMOUNT_OR_0, 0.03,
-        "steps of linear warmup, from lr / (warmup + 1); below 1: fraction of all steps", fixed=True)
-    add(schedule, "--schedule", str, "cosine", "course of the learning rate after the warmup",
-        choices=("cosine", "linear", "constant"), fixed=True)
-    add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, on matrices only", fixed=True)
-    add(schedule, "--clip", AMOUNT_OR_0, None,
-        "largest gradient norm; 0: no limit (default: 1; 0 with --optim_in_backward)", fixed=True)
-    add(schedule, "--seed", WHOLE_OR_0, 0,
-        "seed of data order, random weights, adapters, dropout", fixed=True)
-
-    run = parser.add_argument_group("run")
-    add(run, "--out", str, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
-    add(run, "--save_every", WHOLE_OR_0, 500,
-        "steps between checkpoints; the last step is saved, too. 0: save only on a signal",
-        feature=True, everyday=True)
-    add(run, "--keep", WHOLE, 2, "newest checkpoints to keep, besides the one with the best evaluation")
-    add(run, "--resume", str, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
-        "checkpoint of --out or of the newest run in out/, or start a new one if there is none (default: "
-        "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN", everyday=True)
-    add(run, "--timeout", SECONDS, 1800.0,
-        "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first. "
-        "Where one rank loads, saves or exports, the others wait for 4 N seconds. "
-        "Weights that fit on no disk at the end wait N seconds for room")
-    add(run, "--log_every", WHOLE, 10,
-        "log every N steps, and also the first ten steps and at least every ten seconds")
-    add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)",
-        needs="eval_data")
-    switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
-    add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)", needs="dry_run")
-    add(run, "--gpu_gib", AMOUNT, None, "GiB per GPU that the run or the plan may use (default: all)",
-        everyday=True)
-    switch(run, "--tensorboard", "write metrics for TensorBoard, too (pip install tensorboard)")
-    switch(run, "--wandb", "send metrics to Weights & Biases, too, set up by WANDB_PROJECT, WANDB_NAME, "
-           "WANDB_MODE and so on (pip install wandb)")
-    switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
-    switch(run, "--memory_snapshot",
-           "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
-    switch(run, "--merge", "also write the 16-bit model with the adapter merged in",
-           needs="lora", everyday=True)
-    add(run, "--sample", str, None,
-        "text to continue or question to answer before training, at each evaluation and after training "
-        "(default: one for built-in data)")
-    switch(run, "--chat", "talk with --model instead of training", everyday=True)
-    add(run, "--temperature", AMOUNT_OR_0, 0.0, "temperature of --chat and --sample; 0: the likeliest token")
-    add(run, "--max_new_tokens", WHOLE, None, "longest answer, in tokens (default: --chat 512, --sample 48)")
-
-
-def flags_with(mark):
-    """-> the flags that have one of MARKS, as argparse's actions: dest, default, help, and the marks."""
-    return [action for action in make_parser()._actions if getattr(action, mark)]
-
-
-def fixed_flags():
-    """{name: default} of the flags that change the mathematics of a run."""
-    return {action.dest: action.default for action in flags_with("fixed")}
-
-
-def parse_args(argv, args=None):
-    """The flags of a run, checked and completed. argparse.ArgumentError names the flag to change. With `args`
-    the flags are written over those of an earlier call."""
-    parser = make_parser()
-    if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
-        for action in parser._actions:
-            if not action.everyday:
-                action.help = argparse.SUPPRESS
-    for word in argv:
-        # argparse drops such a value, and then raises a bare ValueError, or uses the default
-        if re.fullmatch(r"--\w+=--", word):
-            refuse(f"{word}: expected a value, got two dashes")
-    # parse_args() would end the process before refuse_unknown() could look for the flag that was meant
-    args, unknown = parser.parse_known_args(argv, args)
-    if unknown:
-        refuse_unknown(unknown[0], parser._option_string_actions)
-    complete(args)
-    return args
-
-
-def refuse(message):
-    """launch() prints the message alone and ends with exit code 2."""
-    raise argparse.ArgumentError(None, message)
-
-
-def refuse_unknown(word, flags):
-    """Names the flag that was probably meant by a word: another trainer's flag, - for _, or a misspelling."""
-    name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
-    known = OTHER_NAMES | {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
-    similar = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {known[similar[0]]}?" if similar else "--help_all lists all"
-    refuse(f"{word}: no such flag; {hint}")
-
-
-def complete(args):
-    """Refuses what cannot work, and writes the final value of flags that depend on other flags alone. What
-    depends on the model or the device is written by complete_for_model(), and nothing writes to `args` after
-    that."""
-    if not args.model:  # it would be the folder that the command runs in
-        refuse("--model: expected a name, got an empty text")
-    # The folder of a run may stand for its model and adapter. This comes first, because an adapter decides
-    # which other flags make sense.
-    if not args.adapter:
-        try:
-            args.model, args.adapter = data.find_result(args.model)
-        except (ValueError, OSError) as error:
-            refuse(str(error))
-    try:
-        data.share_of(args.eval_data)
-        variables = data.read_template_args(args.template_args)
-        args.add_tokens = data.read_new_tokens(args.add_tokens)
-    except ValueError as error:
-        refuse(str(error))
-    if variables:  # a resume compares them, however they were spelled
-        args.template_args = [f"{name}={json.dumps(value)}" for name, value in sorted(variables.items())]
-    if args.qlora or args.adapter:
-        args.lora = True
-    if args.lora_targets:
-        args.lora_targets = layer_names("lora_targets", args.lora_targets)
-    if args.nf5 is not None:
-        args.nf5 = layer_names("nf5", args.nf5 or ["all-linear"])
-    if args.offload == []:  # --offload without a value
-        args.offload = ["activations", "params"] if args.fsdp2 else ["activations"]
-    args.offload = args.offload or []
-    names = [name for name, _ in args.columns or []]
-    if len(set(names)) < len(names):
-        refuse(f"--columns: {', '.join(names)}: a column can have one key")
-    refuse_conflicts(args)  # from here on, defaults look like values that were given
-
-    args.data = args.data or ["stdlib:docs"]
-    if not args.chunked_ce:
-        args.ce_chunk = 0  # the head sees all tokens at once
-    if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
-        args.clip = 0.0 if args.optim_in_backward else 1.0
-    if args.lora and not args.adapter:  # an adapter brings its own, see complete_for_model()
-        args.lora_rank = args.lora_rank or 16
-        args.lora_alpha = args.lora_alpha or 32
-        args.lora_dropout = args.lora_dropout or 0.0
-        args.lora_targets = args.lora_targets or list(lm.LORA_TARGETS)
-    if args.dpo:
-        args.beta = args.beta or 0.1
-    if args.sample is None and not args.random_init:
-        args.sample = SAMPLES.get(args.data[0], "")
-
-
-def layer_names(flag, words):
-    """The value of --lora_targets or --nf5: those of lm.LORA_TARGETS that it names, in their order."""
-    given = ",".join(words).split(",")  # commas are as good as spaces
-    unknown = {*given} - {*lm.LORA_TARGETS, "all-linear"}
-    if unknown:
-        refuse(f"--{flag} {', '.join(sorted(unknown))}: expected all-linear or some of "
-               + ", ".join(lm.LORA_TARGETS))
-    return [name for name in lm.LORA_TARGETS if name in given or "all-linear" in given]
-
-
-def refuse_conflicts(args):
-    """Refuses flags that cannot work together, before any process group or download."""
-    if args.train_embeddings and not args.lora:
-        refuse("--train_embeddings: full fine-tuning trains them already: leave it out, or add --lora or "
-               "--qlora")
-    if args.add_tokens and args.adapter:
-        refuse("--add_tokens and --adapter: leave one out, or merge the adapter first (--merge) and give "
-               "merged/ as --model")
-    if args.add_tokens and args.chat:
-        refuse("--add_tokens: leave it out with --chat: the model has not learned these tokens")
-    if args.add_tokens and args.lora and not args.train_embeddings:
-        refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
-               "tokens are never learned")
-    for flag in flags_with("needs"):
-        if getattr(args, flag.dest) and not getattr(args, flag.needs):
-            refuse(f"--{flag.dest} needs --{flag.needs}")
-    for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
-        if getattr(args, flag) and args.adapter:
-            refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
-    others = args.adapter or args.overflow or args.train_on != "targets"
-    if args.dpo and (others or args.sequence_parallel > 1 or not args.chunked_ce):
-        refuse("--dpo: leave out --adapter (merge it first), --overflow, --train_on, --sequence_parallel and "
-               "--no-chunked_ce")
-    # The reference is this model without adapters. With other embeddings it would need the old ones as well,
-    # and the loss of each token, which --dpo needs, has no gradient of the head.
-    if args.dpo and args.train_embeddings:
-        refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
-               "before, and give its merged model")
-    # float32 weights are not rounded
-    if args.stochastic_rounding and args.precision != "bf16":
-        refuse("--stochastic_rounding needs --precision bf16")
-    if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
-        refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
-    # a chat has one terminal, and one process that reads from it
-    if args.chat and (args.fsdp2 or "RANK" in os.environ):
-        refuse("--chat needs one device: no torchrun, no --fsdp2")
-    if args.optim_in_backward and args.precision == "fp16":
-        refuse(f"--optim_in_backward: {WHOLE_STEPS}")
-    for flag in ("tensorboard", "wandb"):
-        if getattr(args, flag) and not is_installed(flag):
-            refuse(f"--{flag} needs a package: pip install {flag}")
-    if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
-        refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
-    # A preset has no weights. Without this error a user could take noise for a model.
-    if args.model in data.PRESETS and not (args.random_init or args.dry_run):
-        refuse(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
-               f"--model {data.PRESETS[args.model]['_name_or_path']}")
-    sharding = args.replicas > 1 or not args.reshard_after_forward or not args.shard_embeddings
-    if not args.fsdp2 and (sharding or "params" in args.offload):
-        refuse("--replicas, --offload params, --no-reshard_after_forward and --no-shard_embeddings change "
-               "how FSDP2 works: add --fsdp2")
-    if args.resident_blocks != "auto" and not offloads_frozen(args):
-        refuse("--resident_blocks needs --offload params and --lora or --qlora: it is about frozen weights "
-               "that are in host memory otherwise")
-    if "activations" in args.offload and args.activation_checkpointing not in ("all", "auto"):
-        refuse("--offload activations needs --activation_checkpointing all: the bus is fast enough for the "
-               "input of a block, not for all that the block computes")
-
-
-def is_installed(package):
-    spec = importlib.util.find_spec(package)
-    # Python takes a folder of this name for a package without origin. wandb leaves one wherever it has run.
-    return spec is not None and spec.origin is not None
-
 
 # ---------------- main
 
@@ -1129,6 +654,481 @@ def say_done(args, model, out, ranks):
         if args.random_init:
             next_step = "--chat cannot talk with it: only --merge saves the random weights under it"
     ranks.say(f"done: {written}; {next_step}")
+
+
+# ---------------- flags
+
+
+def number(of_type, zero_too=False, below=1e12):
+    """An argparse type: an int or a float, above 0 and below `below`, with zero_too also 0."""
+    expected = "0 or above 0" if zero_too else "above 0"
+
+    def parse(text):
+        value = of_type(text)
+        # nan fails every comparison, inf the second one
+        if 0 < value < below or (zero_too and value == 0):
+            return value
+        raise argparse.ArgumentTypeError(f"{text}: expected {expected}, below {below:g}")
+
+    parse.__name__ = of_type.__name__  # argparse prints it: "invalid int value"
+    return parse
+
+
+def blocks_or_auto(text):
+    """An argparse type: all, auto or a number of blocks."""
+    if text in ("all", "auto"):
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text}: expected a number of blocks, all or auto")
+
+
+def column(text):
+    """The type of --columns: COLUMN=KEY -> (column, key), or an error that lists the keys."""
+    name, _, key = text.rpartition("=")  # the last one: a column may have any name
+    if name and key in data.KEYS:
+        return name, key
+    keys = ", ".join(data.KEYS)
+    raise argparse.ArgumentTypeError(f"{text}: expected COLUMN=KEY with one of the keys {keys}")
+
+
+WHOLE = number(int)
+WHOLE_OR_0 = number(int, zero_too=True)
+AMOUNT = number(float)
+AMOUNT_OR_0 = number(float, zero_too=True)
+SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
+
+# flags of TRL, axolotl, torchtune and Unsloth that difflib does not find, and ours
+OTHER_NAMES = {
+    "model_name_or_path": "--model",
+    "use_peft": "--lora",
+    "load_in_4bit": "--qlora",
+    "dataset_name": "--data",
+    "train_file": "--data",
+    "max_length": "--seq_len",
+    "bf16": "--precision",
+    "fp16": "--precision",
+    "output_dir": "--out",
+    "enable_activation_offloading": "--offload",
+    "per_device_train_batch_size": "--batch_size",
+    "learning_rate": "--lr",
+    "gradient_accumulation_steps": "--grad_accum",
+    "num_train_epochs": "--epochs",
+    "max_grad_norm": "--clip",
+    "gradient_clipping": "--clip",
+    "save_total_limit": "--keep",
+    "val_set_size": "--eval_data",
+    "test_size": "--eval_data",
+    "chat_template_kwargs": "--template_args",
+    "enable_thinking": "--template_args",
+    "resume_from_checkpoint": "--resume",
+    "eval_steps": "--eval_every",
+    "save_steps": "--save_every",
+    "logging_steps": "--log_every",
+}
+# why --optim_in_backward does not go with --precision fp16
+WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, and here a part of its "
+               "updates is done by then: leave it out, or use --precision fp32")
+# What may stand beside a flag, besides what argparse takes:
+#     fixed       it changes the mathematics: a resumed run must have the same, see fixed_settings()
+#     feature     the start says whether it is on, and what it does, see print_start()
+#     everyday    -h shows it; --help_all shows every flag
+#     needs       the flag without which it means nothing; --qlora and --adapter stand for --lora, too
+MARKS = "fixed", "feature", "everyday", "needs"
+
+
+def declare(group, *names, **options):
+    """Adds a flag to a group, with MARKS as attributes: argparse keeps those that it does not know."""
+    marks = {mark: options.pop(mark, None) for mark in MARKS}
+    vars(group.add_argument(*names, **options)).update(marks)
+
+
+def add(group, flag, of_type, default, text, **options):
+    """Adds a flag that has a value. Where the default is None, the text says what that means."""
+    if default is not None:
+        text += f" (default: {default})"
+    if of_type is not str:
+        options.setdefault("metavar", "N")
+    declare(group, flag, type=of_type, default=default, help=text, **options)
+
+
+def switch(group, flag, text, on=False, **marks):
+    """Adds a flag that is on or off. One that is on by default also gets a --no-flag."""
+    # a --no-flag for what is off anyway would only make --help longer
+    action = argparse.BooleanOptionalAction if on else "store_true"
+    shown = "on" if on else "off"
+    declare(group, flag, action=action, default=on, help=f"{text} (default: {shown})", **marks)
+
+
+def make_parser():
+    """Declares every flag, with the text of --help."""
+    # allow_abbrev=False: with a new flag, an abbreviation in somebody's script would mean two flags.
+    # exit_on_error=False: argparse raises instead of printing its usage, and launch() prints one line
+    parser = argparse.ArgumentParser(
+        usage="[torchrun --nproc_per_node N | python] train.py [flags]", description=__doc__.split("\n\n")[0],
+        add_help=False, allow_abbrev=False, exit_on_error=False)
+    declare(parser, "-h", "--help", "--help_all", action="help", everyday=True,
+            help="print the most used flags, with --help_all all flags, and exit")
+
+    model = parser.add_argument_group("model")
+    add(model, "--model", str, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
+        "run, or with --random_init one of " + ", ".join(data.PRESETS), everyday=True)
+    switch(model, "--random_init", "start from random weights in the shapes of --model", fixed=True)
+    add(model, "--precision", str, None,
+        "mixed: train in float32, multiply in bf16; fp16: the same in fp16, with a loss scale; bf16, fp32: "
+        "do both in that format (default: mixed; without bf16 instructions fp16 on a GPU, fp32 on a CPU)",
+        choices=("mixed", "bf16", "fp16", "fp32"), fixed=True, feature=True)
+    add(model, "--adapter", str, None,
+        "folder of a PEFT adapter to train further, with its rank, alpha, rsLoRA and targets (default: "
+        "none)")
+
+    method = parser.add_argument_group("method (default: full fine-tuning)")
+    switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
+           feature=True, everyday=True)
+    switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True,
+           feature=True, everyday=True)
+    add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight; they cost a model a "
+        "quarter of what 4 bits cost it (default: none; without a value: all)",
+        nargs="*", metavar="LAYER", fixed=True, needs="qlora", feature=True)
+    add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True,
+        needs="lora", everyday=True)
+    add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True,
+        needs="lora")
+    switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True,
+           needs="lora")
+    add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
+        "fraction of an adapter's inputs that is zeroed in training; which ones depends on the number of "
+        "ranks and micro-batches, as with any other trainer (default: 0)", fixed=True, needs="lora")
+    switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
+           "reference is the model without adapters", fixed=True, needs="lora", feature=True, everyday=True)
+    add(method, "--beta", AMOUNT, None, "with a smaller one --dpo takes the model further from its reference "
+        "(default: 0.1)", fixed=True, needs="dpo")
+    switch(method, "--train_embeddings", "train embedding and head in full beside adapters; as PEFT's "
+           "modules_to_save", fixed=True, feature=True)
+    add(method, "--lora_targets", str, None,
+        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
+        "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
+        "has a gate_proj, too, that name alone is the MLP's)",
+        nargs="+", metavar="LAYER", fixed=True, needs="lora")
+    add(method, "--add_tokens", str, None, "special tokens to append to the vocabulary, which messages may "
+        "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
+        "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
+        nargs="+", metavar="TOKEN", fixed=True)
+
+    add_data_flags(parser)
+    add_memory_flags(parser)
+    add_run_flags(parser)
+    return parser
+
+
+def add_data_flags(parser):
+    dataset = parser.add_argument_group("data")
+    add(dataset, "--data", str, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
+        ".gz of these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split "
+        "train if none is named) or folders of datasets' save_to_disk(), or the built-in stdlib:docs and "
+        "stdlib:code; a file given twice is read twice per epoch (default: stdlib:docs)", nargs="+",
+        everyday=True)
+    add(dataset, "--eval_data", str, None,
+        "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
+        "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
+        "different ones (default: none)",
+        nargs="+", everyday=True)
+    add(dataset, "--columns", column, None,
+        "columns of the data to read as keys of another name, as in question=instruction answer=output "
+        "(default: none)", nargs="+", metavar="COLUMN=KEY", fixed=True)
+    add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True)
+    add(dataset, "--overflow", str, None,
+        "what to do with documents longer than a row (default: split texts, drop others)",
+        choices=("split", "drop", "truncate"))
+    switch(dataset, "--packing", "put several documents into a row; they do not see each other", on=True,
+           fixed=True, feature=True)
+    add(dataset, "--train_on", str, "targets",
+        "tokens that count in the loss; targets: answers and plain texts, and an answer that the template "
+        "rewrites in later turns gets a document of its own; whole: without such documents; all: every token "
+        "of the whole conversations and texts",
+        choices=("targets", "whole", "all"), fixed=True)
+    add(dataset, "--chat_template", str, None, "jinja file, in place of the model's own (default: none)")
+    add(dataset, "--template_args", str, None, "variables of the chat template, in JSON or as text, such as "
+        "enable_thinking=false; final/ has them (default: none)", nargs="+", metavar="KEY=VALUE", fixed=True)
+    add(dataset, "--inspect", WHOLE, None,
+        "print N examples, with the trained tokens in brackets, and exit (default: off)", everyday=True)
+
+
+def add_memory_flags(parser):
+    memory = parser.add_argument_group("memory and speed")
+    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks",
+           feature=True, everyday=True)
+    switch(memory, "--reshard_after_forward",
+           "free the gathered weights of a block between its forward and its backward", on=True)
+    switch(memory, "--shard_embeddings",
+           "gather embedding and head only while they are in use; a tied pair stays gathered", on=True)
+    add(memory, "--replicas", WHOLE, 1, "replicas of the model, each sharded over world/N ranks (HSDP); "
+        "these are usually one node, and gradients are all-reduced between replicas", feature=True)
+    add(memory, "--sequence_parallel", WHOLE, 1,
+        "split each row over a group of N ranks; --batch_size then counts rows per group", feature=True)
+    add(memory, "--offload", str, None, "what to keep in host memory until it is used; activations: block "
+        "inputs, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
+        "applies)",
+        nargs="*", choices=("activations", "params"), feature=True, everyday=True)
+    add(memory, "--resident_blocks", blocks_or_auto, "auto", "with --offload params and adapters: keep the "
+        "frozen weights of N blocks (or all) on the GPUs; auto: of as many as fit beside what "
+        "--activation_checkpointing keeps, none on a CPU without --gpu_gib", feature=True)
+    add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "recompute the first N blocks (or all) "
+        "in the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping "
+        "even dequantized NF4 weights to recomputing even attention; all blocks on a CPU without --gpu_gib, "
+        "and with --offload activations", nargs="?", const="all", feature=True)
+    declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
+            dest="activation_checkpointing", help="recompute nothing: least time, most memory")
+    switch(memory, "--chunked_ce",
+           "compute head and loss in chunks of tokens, without a [tokens, vocabulary] tensor", on=True,
+           feature=True)
+    add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
+    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time; try 4096 (default: off)",
+        feature=True, everyday=True)
+    add(memory, "--optim", str, "adamw", "adamw8bit keeps 2 bytes of state per parameter instead of 8",
+        choices=("adamw", "adamw8bit"), fixed=True, feature=True, everyday=True)
+    switch(memory, "--stochastic_rounding",
+           "round bf16 weights and moments at random; small updates then count on average", fixed=True,
+           feature=True)
+    switch(memory, "--optim_in_backward",
+           "update each weight as soon as its gradient is there; then frees it, which rules out --clip",
+           feature=True)
+    switch(memory, "--fused_adamw", "run AdamW as one kernel, on GPU and CPU", on=True, feature=True)
+    switch(memory, "--compile",
+           "torch.compile the blocks, the loss and NF4; the first step takes half a minute longer",
+           feature=True, everyday=True)
+
+
+def add_run_flags(parser):
+    schedule = parser.add_argument_group("schedule")
+    add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch", everyday=True)
+    add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True)
+    add(schedule, "--steps", WHOLE, None, "number of optimizer steps (default: from --epochs)", everyday=True)
+    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides it", everyday=True)
+    add(schedule, "--lr", AMOUNT_OR_0, None,
+        "peak learning rate (default: with adapters 5e-4 * (2000 / hidden size)^p, where p is 0.0775 for "
+        "Qwen and 0.781 for all others, which is tinker-cookbook's get_lr; a tenth of it without adapters, "
+        "and a tenth of that with --dpo, whose loss falls for as long as the weights grow)",
+        fixed=True, everyday=True)
+    add(schedule, "--embedding_lr", AMOUNT, None,
+        "peak learning rate of what --train_embeddings trains (default: a tenth of --lr)", fixed=True)
+    add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; that of "
+        "--embedding_lr falls to the same fraction of its peak", fixed=True)
+    add(schedule, "--warmup", AMOUNT_OR_0, 0.03,
+        "steps of linear warmup, from lr / (warmup + 1); below 1: fraction of all steps", fixed=True)
+    add(schedule, "--schedule", str, "cosine", "course of the learning rate after the warmup",
+        choices=("cosine", "linear", "constant"), fixed=True)
+    add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, on matrices only", fixed=True)
+    add(schedule, "--clip", AMOUNT_OR_0, None,
+        "largest gradient norm; 0: no limit (default: 1; 0 with --optim_in_backward)", fixed=True)
+    add(schedule, "--seed", WHOLE_OR_0, 0,
+        "seed of data order, random weights, adapters, dropout", fixed=True)
+
+    run = parser.add_argument_group("run")
+    add(run, "--out", str, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
+    add(run, "--save_every", WHOLE_OR_0, 500,
+        "steps between checkpoints; the last step is saved, too. 0: save only on a signal",
+        feature=True, everyday=True)
+    add(run, "--keep", WHOLE, 2, "newest checkpoints to keep, besides the one with the best evaluation")
+    add(run, "--resume", str, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
+        "checkpoint of --out or of the newest run in out/, or start a new one if there is none (default: "
+        "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN", everyday=True)
+    add(run, "--timeout", SECONDS, 1800.0,
+        "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first. "
+        "Where one rank loads, saves or exports, the others wait for 4 N seconds. "
+        "Weights that fit on no disk at the end wait N seconds for room")
+    add(run, "--log_every", WHOLE, 10,
+        "log every N steps, and also the first ten steps and at least every ten seconds")
+    add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)",
+        needs="eval_data")
+    switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
+    add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)", needs="dry_run")
+    add(run, "--gpu_gib", AMOUNT, None, "GiB per GPU that the run or the plan may use (default: all)",
+        everyday=True)
+    switch(run, "--tensorboard", "write metrics for TensorBoard, too (pip install tensorboard)")
+    switch(run, "--wandb", "send metrics to Weights & Biases, too, set up by WANDB_PROJECT, WANDB_NAME, "
+           "WANDB_MODE and so on (pip install wandb)")
+    switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
+    switch(run, "--memory_snapshot",
+           "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
+    switch(run, "--merge", "also write the 16-bit model with the adapter merged in",
+           needs="lora", everyday=True)
+    add(run, "--sample", str, None,
+        "text to continue or question to answer before training, at each evaluation and after training "
+        "(default: one for built-in data)")
+    switch(run, "--chat", "talk with --model instead of training", everyday=True)
+    add(run, "--temperature", AMOUNT_OR_0, 0.0, "temperature of --chat and --sample; 0: the likeliest token")
+    add(run, "--max_new_tokens", WHOLE, None, "longest answer, in tokens (default: --chat 512, --sample 48)")
+
+
+def flags_with(mark):
+    """-> the flags that have one of MARKS, as argparse's actions: dest, default, help, and the marks."""
+    return [action for action in make_parser()._actions if getattr(action, mark)]
+
+
+def fixed_flags():
+    """{name: default} of the flags that change the mathematics of a run."""
+    return {action.dest: action.default for action in flags_with("fixed")}
+
+
+def parse_args(argv, args=None):
+    """The flags of a run, checked and completed. argparse.ArgumentError names the flag to change. With `args`
+    the flags are written over those of an earlier call."""
+    parser = make_parser()
+    if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
+        for action in parser._actions:
+            if not action.everyday:
+                action.help = argparse.SUPPRESS
+    for word in argv:
+        # argparse drops such a value, and then raises a bare ValueError, or uses the default
+        if re.fullmatch(r"--\w+=--", word):
+            refuse(f"{word}: expected a value, got two dashes")
+    # parse_args() would end the process before refuse_unknown() could look for the flag that was meant
+    args, unknown = parser.parse_known_args(argv, args)
+    if unknown:
+        refuse_unknown(unknown[0], parser._option_string_actions)
+    complete(args)
+    return args
+
+
+def refuse(message):
+    """launch() prints the message alone and ends with exit code 2."""
+    raise argparse.ArgumentError(None, message)
+
+
+def refuse_unknown(word, flags):
+    """Names the flag that was probably meant by a word: another trainer's flag, - for _, or a misspelling."""
+    name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
+    known = OTHER_NAMES | {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
+    similar = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {known[similar[0]]}?" if similar else "--help_all lists all"
+    refuse(f"{word}: no such flag; {hint}")
+
+
+def complete(args):
+    """Refuses what cannot work, and writes the final value of flags that depend on other flags alone. What
+    depends on the model or the device is written by complete_for_model(), and nothing writes to `args` after
+    that."""
+    if not args.model:  # it would be the folder that the command runs in
+        refuse("--model: expected a name, got an empty text")
+    # The folder of a run may stand for its model and adapter. This comes first, because an adapter decides
+    # which other flags make sense.
+    if not args.adapter:
+        try:
+            args.model, args.adapter = data.find_result(args.model)
+        except (ValueError, OSError) as error:
+            refuse(str(error))
+    try:
+        data.share_of(args.eval_data)
+        variables = data.read_template_args(args.template_args)
+        args.add_tokens = data.read_new_tokens(args.add_tokens)
+    except ValueError as error:
+        refuse(str(error))
+    if variables:  # a resume compares them, however they were spelled
+        args.template_args = [f"{name}={json.dumps(value)}" for name, value in sorted(variables.items())]
+    if args.qlora or args.adapter:
+        args.lora = True
+    if args.lora_targets:
+        args.lora_targets = layer_names("lora_targets", args.lora_targets)
+    if args.nf5 is not None:
+        args.nf5 = layer_names("nf5", args.nf5 or ["all-linear"])
+    if args.offload == []:  # --offload without a value
+        args.offload = ["activations", "params"] if args.fsdp2 else ["activations"]
+    args.offload = args.offload or []
+    names = [name for name, _ in args.columns or []]
+    if len(set(names)) < len(names):
+        refuse(f"--columns: {', '.join(names)}: a column can have one key")
+    refuse_conflicts(args)  # from here on, defaults look like values that were given
+
+    args.data = args.data or ["stdlib:docs"]
+    if not args.chunked_ce:
+        args.ce_chunk = 0  # the head sees all tokens at once
+    if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
+        args.clip = 0.0 if args.optim_in_backward else 1.0
+    if args.lora and not args.adapter:  # an adapter brings its own, see complete_for_model()
+        args.lora_rank = args.lora_rank or 16
+        args.lora_alpha = args.lora_alpha or 32
+        args.lora_dropout = args.lora_dropout or 0.0
+        args.lora_targets = args.lora_targets or list(lm.LORA_TARGETS)
+    if args.dpo:
+        args.beta = args.beta or 0.1
+    if args.sample is None and not args.random_init:
+        args.sample = SAMPLES.get(args.data[0], "")
+
+
+def layer_names(flag, words):
+    """The value of --lora_targets or --nf5: those of lm.LORA_TARGETS that it names, in their order."""
+    given = ",".join(words).split(",")  # commas are as good as spaces
+    unknown = {*given} - {*lm.LORA_TARGETS, "all-linear"}
+    if unknown:
+        refuse(f"--{flag} {', '.join(sorted(unknown))}: expected all-linear or some of "
+               + ", ".join(lm.LORA_TARGETS))
+    return [name for name in lm.LORA_TARGETS if name in given or "all-linear" in given]
+
+
+def refuse_conflicts(args):
+    """Refuses flags that cannot work together, before any process group or download."""
+    if args.train_embeddings and not args.lora:
+        refuse("--train_embeddings: full fine-tuning trains them already: leave it out, or add --lora or "
+               "--qlora")
+    if args.add_tokens and args.adapter:
+        refuse("--add_tokens and --adapter: leave one out, or merge the adapter first (--merge) and give "
+               "merged/ as --model")
+    if args.add_tokens and args.chat:
+        refuse("--add_tokens: leave it out with --chat: the model has not learned these tokens")
+    if args.add_tokens and args.lora and not args.train_embeddings:
+        refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
+               "tokens are never learned")
+    for flag in flags_with("needs"):
+        if getattr(args, flag.dest) and not getattr(args, flag.needs):
+            refuse(f"--{flag.dest} needs --{flag.needs}")
+    for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
+        if getattr(args, flag) and args.adapter:
+            refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
+    others = args.adapter or args.overflow or args.train_on != "targets"
+    if args.dpo and (others or args.sequence_parallel > 1 or not args.chunked_ce):
+        refuse("--dpo: leave out --adapter (merge it first), --overflow, --train_on, --sequence_parallel and "
+               "--no-chunked_ce")
+    # The reference is this model without adapters. With other embeddings it would need the old ones as well,
+    # and the loss of each token, which --dpo needs, has no gradient of the head.
+    if args.dpo and args.train_embeddings:
+        refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
+               "before, and give its merged model")
+    # float32 weights are not rounded
+    if args.stochastic_rounding and args.precision != "bf16":
+        refuse("--stochastic_rounding needs --precision bf16")
+    if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
+        refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
+    # a chat has one terminal, and one process that reads from it
+    if args.chat and (args.fsdp2 or "RANK" in os.environ):
+        refuse("--chat needs one device: no torchrun, no --fsdp2")
+    if args.optim_in_backward and args.precision == "fp16":
+        refuse(f"--optim_in_backward: {WHOLE_STEPS}")
+    for flag in ("tensorboard", "wandb"):
+        if getattr(args, flag) and not is_installed(flag):
+            refuse(f"--{flag} needs a package: pip install {flag}")
+    if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
+        refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
+    # A preset has no weights. Without this error a user could take noise for a model.
+    if args.model in data.PRESETS and not (args.random_init or args.dry_run):
+        refuse(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
+               f"--model {data.PRESETS[args.model]['_name_or_path']}")
+    sharding = args.replicas > 1 or not args.reshard_after_forward or not args.shard_embeddings
+    if not args.fsdp2 and (sharding or "params" in args.offload):
+        refuse("--replicas, --offload params, --no-reshard_after_forward and --no-shard_embeddings change "
+               "how FSDP2 works: add --fsdp2")
+    if args.resident_blocks != "auto" and not offloads_frozen(args):
+        refuse("--resident_blocks needs --offload params and --lora or --qlora: it is about frozen weights "
+               "that are in host memory otherwise")
+    if "activations" in args.offload and args.activation_checkpointing not in ("all", "auto"):
+        refuse("--offload activations needs --activation_checkpointing all: the bus is fast enough for the "
+               "input of a block, not for all that the block computes")
+
+
+def is_installed(package):
+    spec = importlib.util.find_spec(package)
+    # Python takes a folder of this name for a package without origin. wandb leaves one wherever it has run.
+    return spec is not None and spec.origin is not None
 
 
 # ---------------- ranks
