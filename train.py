@@ -127,10 +127,10 @@ def main(argv, progress):
     state = open_run(args, config, loader, eval_loader, opened.weights, resumed, ranks)
     steps = state["steps"]
     # after the data, because the longest row decides how much the blocks must recompute
-    room = smallest_memory(args.gpu_gib, ranks)
-    blocks = choose_blocks(args, config, ranks.world, loader.longest, room)
+    run = Run(args, config, ranks.world, loader.longest)
+    blocks = choose_blocks(run, smallest_memory(args.gpu_gib, ranks))
     print_start(args, model, tokenizer.new_ids, blocks, ranks)
-    limit_gpu(args, config, loader.longest, blocks, ranks)
+    limit_gpu(run, blocks, ranks)
 
     # ---- the model: each feature wraps what is there, from the inside out, and the weights come last
     if args.compile:
@@ -152,7 +152,7 @@ def main(argv, progress):
         data.fill_new_rows_(model, opened.weights, tokenizer.new_ids, args.seed, ranks)
     if streamed:
         StreamedWeights(streamed, device)  # lives on in the hooks that it puts on the blocks
-    if streams_weights(args, ranks.world) and not trains_vocabulary(args):
+    if run.streams and not run.trains_vocabulary:
         StreamedVocabulary(model, device)
     # on a CPU, activations are in host memory already
     if "activations" in args.offload and on_gpu:
@@ -224,7 +224,7 @@ def main(argv, progress):
                 # one reduces them. Those of adapters alone wait, and so does the exchange between replicas:
                 # once a step is enough.
                 last = i == len(batches) - 1
-                model.set_requires_gradient_sync(last or trains_vocabulary(args))
+                model.set_requires_gradient_sync(last or run.trains_vocabulary)
                 model.set_requires_all_reduce(last)
             b = batch.to(device)
             progress.update(step=step, tokens_of_micro_batch=b.tokens.numel())
@@ -257,7 +257,7 @@ def main(argv, progress):
         state["step"] = step
         state["tokens"] += counts.targets
         # `counts` is of all ranks, and mfu compares with the peak of one device
-        flops = lm.step_flops(config, counts, args.lora, args.dpo, trains_vocabulary(args)) / ranks.world
+        flops = lm.step_flops(config, counts, args.lora, args.dpo, run.trains_vocabulary) / ranks.world
         log.count(loss_sum, dpo_sums, n_terms, counts.tokens, flops)
 
         # once in a while: log, and see whether the numbers are still finite. This comes before each save,
@@ -329,6 +329,29 @@ class OpenedConfig(NamedTuple):
     stored_config: lm.Config  # what the files have: the vocabulary may be smaller
 
 
+class Run(NamedTuple):
+    """What the memory of a run depends on, all of it known before anything is allocated."""
+
+    args: argparse.Namespace  # the final value of every flag
+    config: lm.Config
+    world: int  # ranks
+    length: int  # tokens of the longest row
+
+    @property
+    def shards(self):
+        """Ranks that share the rows of a weight: replicas have the same shards."""
+        return self.world // self.args.replicas if self.args.fsdp2 else 1
+
+    @property
+    def trains_vocabulary(self):
+        """Whether embedding and head are trained."""
+        return not self.args.lora or self.args.train_embeddings
+
+    @property
+    def streams(self):
+        return streams_weights(self.args, self.world)
+
+
 def open_config(args, world, device, random_init, revisions=None):
     """-> OpenedConfig. `args` is complete after it. device: None if the run is only planned. revisions: see
     take_folder()."""
@@ -369,11 +392,6 @@ def with_vocabulary(files, n_stored, new_tokens, adapter):
     if n_rows > n_stored:
         files = files._replace(config=data.with_vocab_size(files.config, n_rows))
     return files
-
-
-def trains_vocabulary(args):
-    """Whether embedding and head are trained."""
-    return not args.lora or args.train_embeddings
 
 
 def complete_for_model(args, config, adapter_settings, device):
@@ -3267,31 +3285,30 @@ KINDS = ("weights", "quantized weights", "adapters", "optimizer", "gradients", "
          "block workspace", "logits chunk", "unsharded units")
 
 
-def plan(args, config, world, length, blocks):
-    """Where the memory of a training step goes on rank 0 of `world` GPUs -> ({moment: {kind: bytes}}, {kind:
-    bytes of host memory}). A moment is an event of the step that may be its peak. We assume rows of `length`
-    tokens, one document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py compares
-    the sums with real steps."""
-    events, host = events_and_host(args, config, world, length, blocks)
+def plan(run, blocks):
+    """Where the memory of a training step goes on rank 0 -> ({moment: {kind: bytes}}, {kind: bytes of host
+    memory}). A moment is an event of the step that may be its peak. We assume rows of run.length tokens, one
+    document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py compares the sums with
+    real steps."""
+    events, host = events_and_host(run, blocks)
     return largest_moments(events), host
 
 
-def events_and_host(args, config, world, length, blocks):
+def events_and_host(run, blocks):
     """-> (the Events of play_step(), {kind: bytes of host memory})."""
-    # replicas hold the same shards, so what counts is the size of a replica
-    shards = world // args.replicas if args.fsdp2 else 1
-    sharding = sharding_of(args, config, shards)
-    is_streamed = streams_weights(args, world)
-    variants = variants_of_blocks(config, args, blocks)
-    parts = [parts_of_step(args, variant, length) for variant in variants]
-    units = units_of(variants, args, sharding, is_streamed)
-    on_device, host = where_weights_lie(args, units, blocks.n_resident, is_streamed)
-    n_tokens = nf4.ceil_div(args.batch_size * length, args.sequence_parallel)  # a micro-batch on this rank
+    args = run.args
+    sharding = sharding_of(run)
+    variants = variants_of_blocks(run, blocks)
+    parts = [parts_of_step(run, variant) for variant in variants]
+    units = units_of(run, variants, sharding)
+    on_device, host = where_weights_lie(run, units, blocks.n_resident)
+    # a micro-batch on this rank
+    n_tokens = nf4.ceil_div(args.batch_size * run.length, args.sequence_parallel)
     itemsize = 4 if args.precision == "fp32" else 2
-    input_bytes = n_tokens * config.hidden_size * itemsize  # what a block reads
+    input_bytes = n_tokens * run.config.hidden_size * itemsize  # what a block reads
     if "activations" in args.offload:  # the input of each block but the last
-        host["activations"] = (config.num_hidden_layers - 1) * bytes_in_pages(input_bytes)
-    return play_step(args, units, sharding, parts, on_device, input_bytes), host
+        host["activations"] = (run.config.num_hidden_layers - 1) * bytes_in_pages(input_bytes)
+    return play_step(run, units, sharding, parts, on_device, input_bytes), host
 
 
 # ---- the parts of a step, traced
@@ -3320,34 +3337,35 @@ class Parts(NamedTuple):
     head: Part  # with the loss
 
 
-def variants_of_blocks(config, args, blocks):
+def variants_of_blocks(run, blocks):
     """-> [Variant of each block]. Blocks may differ in what they keep, in whether their input has a gradient,
     and in the lists of the config, each of which has an entry for each block."""
+    config = run.config
     lists = [field.name for field in dataclasses.fields(config)
              if isinstance(getattr(config, field.name), list)]
     n_layers = config.num_hidden_layers
     variants = []
-    has_input_gradient = trains_vocabulary(args)
+    has_input_gradient = run.trains_vocabulary
     for i, layer_type in enumerate(config.layer_types):
         entries = {name: [getattr(config, name)[i]] for name in lists}
         # Untied: that the gradient of a tied pair's head waits for the embedding's is for play_step().
         alone = dataclasses.replace(config, num_hidden_layers=1, tie_word_embeddings=False, **entries)
         variants.append(Variant(alone, blocks.kept_by(i, n_layers), has_input_gradient))
-        has_input_gradient |= trains_block(args, config, layer_type)
+        has_input_gradient |= trains_block(run, layer_type)
     return variants
 
 
-def trains_block(args, config, layer_type):
+def trains_block(run, layer_type):
     """Whether a block of this type has trained weights."""
-    if not args.lora:
+    if not run.args.lora:
         return True
-    targets = (*lm.mixer_targets(config, layer_type), *lm.MLP_TARGETS)
-    return any(name in args.lora_targets for name in targets)
+    targets = (*lm.mixer_targets(run.config, layer_type), *lm.MLP_TARGETS)
+    return any(name in run.args.lora_targets for name in targets)
 
 
-def parts_of_step(args, variant, length):
+def parts_of_step(run, variant):
     """-> Parts of a model with one block of this variant."""
-    most = traced(args, variant, length)
+    most = traced(run, variant, run.length)
     starts = [most["forward", name]["start"] for name in Parts._fields]
     starts.append(most["backward", "head"]["start"])  # it follows the forward of the head
     parts = []
@@ -3369,37 +3387,38 @@ UNSEEN_BY_OPTIMIZER = (*UNSEEN, "fsdp2", "tiled_mlp", "chunked_ce", "ce_chunk", 
                        "sequence_parallel", "optim_in_backward")
 
 
-def once(function, args, unseen, *rest):
-    """function(args, *rest), which runs once for the same `rest` and the same flags but for those in
+def once(function, run, unseen, *rest):
+    """function(run, *rest), which runs once for the same `rest` and the same flags but for those in
     `unseen`."""
-    flags = [flag for flag in vars(args).items() if flag[0] not in unseen]
+    flags = [flag for flag in vars(run.args).items() if flag[0] not in unseen]
     key = repr((function.__name__, flags, rest))
     if key not in TRACES:
-        TRACES[key] = function(args, *rest)
+        TRACES[key] = function(run, *rest)
     return TRACES[key]
 
 
-def traced(args, variant, length):
+def traced(run, variant, length):
     """As trace(), for rows of any length, and once for each variant and length."""
     unseen = UNSEEN
-    if args.fsdp2 or not args.optim_in_backward:  # no update is in the trace
+    if run.args.fsdp2 or not run.args.optim_in_backward:  # no update is in the trace
         unseen += ("optim", "stochastic_rounding")
-    return once(trace_rows, args, unseen, variant, length)
+    return once(trace_rows, run, unseen, variant, length)
 
 
-def trace_rows(args, variant, length):
+def trace_rows(run, variant, length):
     """As trace(), but of long rows by two traces of short ones: every number of a trace is linear in the
     tokens once each loop over tokens has run two pieces. A layer that loops over tokens in pieces of its own
     adds their size here."""
+    args = run.args
     rows = args.batch_size / args.sequence_parallel
     piece = max(args.tiled_mlp or 0, args.ce_chunk, lm.SEGMENT) / rows
     if args.precision in ("fp16", "fp32") and variant.config.sliding_window < length:  # see lm.sdpa()
         piece = max(piece, variant.config.sliding_window)
     short, long = (math.ceil(n_pieces * piece) for n_pieces in (2, 3))
     if length <= long:
-        return trace(args, variant, length)
+        return trace(run, variant, length)
     times = (length - long) / (long - short)
-    return extended(traced(args, variant, short), traced(args, variant, long), times)
+    return extended(traced(run, variant, short), traced(run, variant, long), times)
 
 
 def extended(short, long, times):
@@ -3413,10 +3432,11 @@ def extended(short, long, times):
     return longest
 
 
-def trace(args, variant, length):
+def trace(run, variant, length):
     """Runs a step of a model with one block on the meta device -> LiveBytes.most of each (pass, part): the
     passes are "forward" and "backward", the parts those of Parts. A part without a backward has no entry for
     one."""
+    args = run.args
     with lm.on_paper() as live:
         model = model_on_paper(variant.config, args, variant.keeps)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -3425,7 +3445,7 @@ def trace(args, variant, length):
         freed = trained.values()
         # Gradients of an earlier micro-batch. Under FSDP2 in full training they are reduced by now, and
         # counted by play_step().
-        if args.grad_accum > 1 and not (args.fsdp2 and trains_vocabulary(args)):
+        if args.grad_accum > 1 and not (args.fsdp2 and run.trains_vocabulary):
             freed = ()
             for p in trained.values():
                 p.grad = torch.empty_like(p)
@@ -3515,15 +3535,15 @@ def batch_on_paper(args, length):
 class Sharding(NamedTuple):
     """What FSDP2 does with gathered weights and reduced gradients, see shard_(). Without FSDP2: nothing."""
 
-    shards: int  # ranks that share a unit's rows
     tied: bool  # embedding and head are one weight
     vocabulary_in_root: bool  # it is gathered from the forward to the backward, and reduced last
     head_waits: bool  # the head's gradient stays as it is until the embedding's is there
     gradients_stay: bool  # on the device, from a block's backward to the optimizer's step
 
 
-def sharding_of(args, config, shards):
-    tied = config.tie_word_embeddings
+def sharding_of(run):
+    args = run.args
+    tied = run.config.tie_word_embeddings
     # FSDP2 keeps a shared parameter shared only inside one unit, so a tied pair belongs to its root unit. So
     # do embedding and head with --no-shard_embeddings. The root is gathered by the forward and freed by the
     # end of the backward, where its gradients are reduced together.
@@ -3532,7 +3552,7 @@ def sharding_of(args, config, shards):
     # exchange until the end of the backward.
     is_taken = args.optim_in_backward or "params" in args.offload
     gradients_stay = args.replicas > 1 or not is_taken
-    return Sharding(shards, tied, vocabulary_in_root, vocabulary_in_root or tied, gradients_stay)
+    return Sharding(tied, vocabulary_in_root, vocabulary_in_root or tied, gradients_stay)
 
 
 @dataclasses.dataclass
@@ -3575,13 +3595,13 @@ class Units(NamedTuple):
         return [*self.blocks, *self.vocabulary]
 
 
-def units_of(variants, args, sharding, is_streamed):
-    """-> Units of a model with such blocks. is_streamed: see streams_weights()."""
+def units_of(run, variants, sharding):
+    """-> Units of a model with such blocks."""
     made = {}
     for variant in variants:
         name = repr(variant.config)
         if name not in made:
-            made[name] = units_of_one(variant.config, args, sharding, is_streamed)
+            made[name] = units_of_one(run, variant.config, sharding)
     by_block = [made[repr(variant.config)] for variant in variants]
     return by_block[0]._replace(
         blocks=[units.blocks[0] for units in by_block],
@@ -3589,19 +3609,19 @@ def units_of(variants, args, sharding, is_streamed):
         step_workspace=max(units.step_workspace for units in by_block))
 
 
-def units_of_one(config, args, sharding, is_streamed):
+def units_of_one(run, config, sharding):
     """-> Units of a model with one block."""
-    model = lm.on_meta(config, args)
+    model = lm.on_meta(config, run.args)
     rows = {}
     for name, p in model.named_parameters():
         if name != data.HEAD or not sharding.tied:
-            n_rows = nf4.ceil_div(len(p), sharding.shards)
+            n_rows = nf4.ceil_div(len(p), run.shards)
             rows[name] = nn.Parameter(p.new_empty(n_rows, *p.shape[1:]), p.requires_grad)
-    state, step_workspace = optimizer_bytes(rows, args)
+    state, step_workspace = optimizer_bytes(run, rows)
 
     def unit(*beginnings):
         rows_of_unit = {name: p for name, p in rows.items() if name.startswith(beginnings)}
-        made = unit_of(rows_of_unit, args, sharding.shards, model.compute_dtype, is_streamed)
+        made = unit_of(run, rows_of_unit, model.compute_dtype)
         made.optimizer = sum(state[name] for name in rows_of_unit if name in state)
         return made
 
@@ -3614,8 +3634,9 @@ def units_of_one(config, args, sharding, is_streamed):
     return Units([block], embedding, head, vocabulary, step_workspace)
 
 
-def unit_of(rows, args, shards, dtype, is_streamed):
+def unit_of(run, rows, dtype):
     """-> Unit of some parameters, whose products are in `dtype`, without the state of the optimizer."""
+    args = run.args
     unit = Unit(rows)
     trained = {name: p for name, p in rows.items() if p.requires_grad}
     for p in trained.values():
@@ -3623,44 +3644,44 @@ def unit_of(rows, args, shards, dtype, is_streamed):
     if not args.fsdp2:
         unit.new_gradient = unit.gradient
         return unit
-    if is_streamed:
+    if run.streams:
         unit.streamed = frozen_matrices(rows)
     for p in rows.values():
-        if p.requires_grad or not is_streamed:
+        if p.requires_grad or not run.streams:
             # bytes of NF4 are gathered as they are, and dequantized by their layer
             itemsize = 1 if p.dtype is torch.uint8 else dtype.itemsize
-            unit.unsharded += shards * p.numel() * itemsize
+            unit.unsharded += run.shards * p.numel() * itemsize
             if "params" in args.offload:  # on one rank FSDP2 copies one weight after the other
                 unit.arriving = max(unit.arriving, p.nbytes)
     for p in trained.values():
-        unit.last_gradient = shards * p.numel() * dtype.itemsize
+        unit.last_gradient = run.shards * p.numel() * dtype.itemsize
         unit.new_gradient += unit.last_gradient
-    if shards > 1:
+    if run.shards > 1:
         unit.arriving = unit.unsharded  # the buffer of the all-gather
     else:
         unit.last_gradient = 0
-    unit.reduce_input = shards * unit.gradient  # --precision bf16 reduces in bf16, the others in float32
+    unit.reduce_input = run.shards * unit.gradient  # --precision bf16 reduces in bf16, the others in float32
     if args.optim_in_backward:
-        _, unit.workspace = optimizer_bytes(trained, args)
+        _, unit.workspace = optimizer_bytes(run, trained)
     return unit
 
 
-def optimizer_bytes(rows, args):
+def optimizer_bytes(run, rows):
     """-> ({name: bytes of the optimizer's state}, the most that a step of it allocates on the GPU)."""
     forms = [(name, tuple(p.shape), p.dtype) for name, p in rows.items() if p.requires_grad]
-    state, workspace = once(trace_optimizer, args, UNSEEN_BY_OPTIMIZER, forms)
-    if "params" in args.offload:  # the CPU updates the weights
+    state, workspace = once(trace_optimizer, run, UNSEEN_BY_OPTIMIZER, forms)
+    if "params" in run.args.offload:  # the CPU updates the weights
         workspace = 0
     return state, workspace
 
 
-def trace_optimizer(args, forms):
+def trace_optimizer(run, forms):
     """Runs a step of the optimizer on this rank's rows, [(name, shape, dtype)], on the meta device -> as
     optimizer_bytes(). What a fork's optimizer gathers from other ranks is not in it."""
     with lm.on_paper() as live:
         trained = {name: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
                    for name, shape, dtype in forms}
-        optimizer = make_optimizer(trained, args, torch.zeros((), device="meta"))
+        optimizer = make_optimizer(trained, run.args, torch.zeros((), device="meta"))
         for p in trained.values():
             p.grad = torch.empty_like(p)
         live.begin("step")
@@ -3671,7 +3692,7 @@ def trace_optimizer(args, forms):
     return state, max(live.most["step"].values()) - live.most["step"]["start"]
 
 
-def where_weights_lie(args, units, n_resident, is_streamed):
+def where_weights_lie(run, units, n_resident):
     """-> ({kind: bytes on the GPU} of weights and optimizer, {kind: bytes of host memory} of these and of
     gradients)."""
     on_device = Counter()
@@ -3682,21 +3703,21 @@ def where_weights_lie(args, units, n_resident, is_streamed):
         for name, p in unit.rows.items():
             kind = kind_of_bytes(name, p)
             # frozen weights of blocks may be resident, see allocate_()
-            may_stay = args.lora and not p.requires_grad and i < len(units.blocks)
-            stays = may_stay and (i not in streamed or (is_streamed and p.dim() < 2))
-            if stays or "params" not in args.offload:
+            may_stay = run.args.lora and not p.requires_grad and i < len(units.blocks)
+            stays = may_stay and (i not in streamed or (run.streams and p.dim() < 2))
+            if stays or "params" not in run.args.offload:
                 on_device[kind] += p.nbytes
-            elif may_stay and is_streamed:
+            elif may_stay and run.streams:
                 host["pinned weights"] += bytes_in_pages(p.nbytes)
-            elif is_streamed and name == data.EMBEDDING and not p.requires_grad and not tied:
+            elif run.streams and name == data.EMBEDDING and not p.requires_grad and not tied:
                 host[kind] += p.nbytes  # StreamedVocabulary pins the head alone
             else:
                 host[kind] += pinned_bytes(p.nbytes)
                 if p.requires_grad:
                     host["gradients"] += pinned_bytes(p.nbytes)
-        state = host if "params" in args.offload else on_device
+        state = host if "params" in run.args.offload else on_device
         state["optimizer"] += unit.optimizer
-    if is_streamed:
+    if run.streams:
         # the two slots, each as large as the largest block that is streamed
         for _ in streamed[:2]:
             on_device += max((units.blocks[i].streamed for i in streamed), key=Counter.total)
@@ -3732,16 +3753,16 @@ def bytes_in_pages(n_bytes):
 # ---- the step of the whole model, event by event
 
 
-def gathered_in_blocks(args, sharding, units):
+def gathered_in_blocks(run, units):
     """-> (bytes of gathered weights that the forward of each block leaves for its backward, bytes that its
     backward adds to them)."""
     n_layers = len(units.blocks)
     weights = max(unit.unsharded for unit in units.blocks)
-    if not args.reshard_after_forward:
+    if not run.args.reshard_after_forward:
         return [weights] * n_layers, [0] * n_layers
     # One block is gathered at a time, from the forward of the first block to its backward. In the backward
     # FSDP2 gathers the next block while one runs; with one shard it has nothing to gather.
-    prefetched = weights if sharding.shards > 1 else 0
+    prefetched = weights if run.shards > 1 else 0
     return [weights] + [0] * (n_layers - 1), [0] + [prefetched] * (n_layers - 1)
 
 
@@ -3757,7 +3778,7 @@ def event(moment, alive, more):
     return Event(moment, alive + Counter(more))
 
 
-def play_step(args, units, sharding, parts, always, input_bytes):
+def play_step(run, units, sharding, parts, always, input_bytes):
     """Plays a training step on paper, in the order of main. Yields an Event for each instant that may be the
     peak. parts: Parts of each block. always: what is on the GPU in every event, that of the optimizer's step
     included; a flag that keeps a tensor for a whole step adds it in where_weights_lie(), under one of KINDS.
@@ -3769,10 +3790,10 @@ def play_step(args, units, sharding, parts, always, input_bytes):
     # What is on the GPU between two events. An event is a moment between them, in which a kernel has its
     # inputs, outputs and temporaries as well: `alive` and these together are one candidate for the peak.
     alive = always.copy()
-    if args.grad_accum > 1 and args.fsdp2 and not trains_vocabulary(args):
+    if run.args.grad_accum > 1 and run.args.fsdp2 and not run.trains_vocabulary:
         # adapters are reduced after the last micro-batch
-        alive["gradients"] = sharding.shards * all_gradients
-    elif args.grad_accum > 1 and sharding.gradients_stay:
+        alive["gradients"] = run.shards * all_gradients
+    elif run.args.grad_accum > 1 and sharding.gradients_stay:
         alive["gradients"] = all_gradients  # earlier micro-batches have left them, and this one adds to them
     if sharding.vocabulary_in_root:
         (root,) = units.vocabulary
@@ -3780,15 +3801,16 @@ def play_step(args, units, sharding, parts, always, input_bytes):
         yield event("head and loss", alive, {"unsharded units": root.arriving})
 
     # ---- forward: `alive` grows by what each part leaves
-    gathered, fetched = gathered_in_blocks(args, sharding, units)
+    gathered, fetched = gathered_in_blocks(run, units)
     left = [block.left for block in blocks]
-    if "activations" in args.offload:  # two inputs are on the GPU: in use, and on its way to the host or back
+    # two inputs are on the GPU: one in use, and one on its way to the host or back
+    if "activations" in run.args.offload:
         left[1:-1] = [n_bytes - input_bytes for n_bytes in left[1:-1]]
     alive["saved activations"] += embedding.left
-    yield from play_forward_(units, sharding, blocks, gathered, left, alive)
+    yield from play_forward_(run, units, blocks, gathered, left, alive)
 
     # ---- the loss, then the backward of the head
-    yield from play_head_(args, units, sharding, head, alive, input_bytes)
+    yield from play_head_(run, units, sharding, head, alive, input_bytes)
 
     # ---- backward of the blocks, each while the unit before it is reduced: FSDP2 runs the reduce-scatter of
     # a unit on a stream of its own, so its input is still there while the next block computes
@@ -3801,41 +3823,41 @@ def play_step(args, units, sharding, parts, always, input_bytes):
                 "block workspace": blocks[i].backward - blocks[i].left,
                 "unsharded units": fetched[i],
                 "gradients": being_reduced})
-            yield from play_reduction_(args, sharding, f"block {i}", units.blocks[i], alive, input_bytes)
+            yield from play_reduction_(run, sharding, f"block {i}", units.blocks[i], alive, input_bytes)
             being_reduced = units.blocks[i].reduce_input
         alive["unsharded units"] -= gathered[i]
 
     # ---- backward of the embedding, which adapters do not need; optimizer.step()
-    if trains_vocabulary(args):
-        yield from play_backward_of_embedding(args, units, sharding, embedding, alive)
+    if run.trains_vocabulary:
+        yield from play_backward_of_embedding(run, units, sharding, embedding, alive)
     # No activation is left by now. This is the peak of a large model that is trained in full on short rows.
-    if not args.optim_in_backward:
-        gradients = 0 if "params" in args.offload else all_gradients
+    if not run.args.optim_in_backward:
+        gradients = 0 if "params" in run.args.offload else all_gradients
         yield event("step", always, {"block workspace": units.step_workspace, "gradients": gradients})
 
 
-def play_forward_(units, sharding, blocks, gathered, left, alive):
+def play_forward_(run, units, blocks, gathered, left, alive):
     """Yields the events of the blocks' forwards, and adds to `alive` what each block leaves: `gathered` bytes
     of weights, and `left` bytes of activations."""
     # Several ranks: FSDP2 copies a unit out of the buffer of its all-gather, and frees the buffer of the unit
     # before it only then. So it has three times a unit for a moment, and twice while a block runs.
-    buffer = units.vocabulary[0].arriving if sharding.shards > 1 else 0
+    buffer = units.vocabulary[0].arriving if run.shards > 1 else 0
     for i, block in enumerate(blocks):
         unit = units.blocks[i]
         alive["unsharded units"] += gathered[i]
         if i == len(blocks) - 1:
             alive.update(units.head.streamed)  # on its way from here on, see StreamedVocabulary
         yield event(f"block {i}", alive, {"unsharded units": buffer + unit.arriving})
-        buffer = unit.arriving if sharding.shards > 1 else 0
+        buffer = unit.arriving if run.shards > 1 else 0
         yield event(f"block {i}", alive, {"block workspace": block.forward, "unsharded units": buffer})
         alive["saved activations"] += left[i]
 
 
-def play_head_(args, units, sharding, part, alive, input_bytes):
+def play_head_(run, units, sharding, part, alive, input_bytes):
     """Yields the events of the loss and of the head's backward, and adds to `alive` the head's gradient."""
     unit = units.head
     buffer = 0  # what the last all-gather filled: FSDP2 keeps it until the forward ends
-    if sharding.shards > 1:
+    if run.shards > 1:
         buffer = units.blocks[-1].arriving
     weights = 0
     if not sharding.vocabulary_in_root:
@@ -3843,39 +3865,39 @@ def play_head_(args, units, sharding, part, alive, input_bytes):
         yield event("head and loss", alive, {
             "saved activations": input_bytes,  # the output of the norm
             "unsharded units": weights + unit.arriving + buffer})
-        if sharding.shards > 1:
+        if run.shards > 1:
             buffer = unit.arriving
     in_loss = {"logits chunk": part.forward, "unsharded units": weights + buffer}
     yield event("head and loss", alive, in_loss)
-    if args.chunked_ce:  # the backward needs no weights, see shard_()
+    if run.args.chunked_ce:  # the backward needs no weights, see shard_()
         weights = 0
         alive.subtract(unit.streamed)
     yield event("head and loss", alive, {"logits chunk": part.backward, "unsharded units": weights})
-    if not args.chunked_ce:
+    if not run.args.chunked_ce:
         alive.subtract(unit.streamed)
     if sharding.head_waits:
         alive["gradients"] += unit.new_gradient
     else:
-        yield from play_reduction_(args, sharding, "head and loss", unit, alive, input_bytes)
+        yield from play_reduction_(run, sharding, "head and loss", unit, alive, input_bytes)
 
 
-def play_reduction_(args, sharding, moment, unit, alive, input_bytes):
+def play_reduction_(run, sharding, moment, unit, alive, input_bytes):
     """Yields the event behind a part's backward in which FSDP2 reduces its gradients and --optim_in_backward
     updates its weights, and adds to `alive` what stays of the gradients for the step."""
-    if args.fsdp2:
+    if run.args.fsdp2:
         yield event(moment, alive, {
             "saved activations": input_bytes,  # the gradient of the part's input
             "gradients": unit.reduction(),
             "block workspace": unit.workspace})
-    if sharding.gradients_stay and args.grad_accum == 1:
+    if sharding.gradients_stay and run.args.grad_accum == 1:
         alive["gradients"] += unit.gradient
 
 
-def play_backward_of_embedding(args, units, sharding, part, alive):
+def play_backward_of_embedding(run, units, sharding, part, alive):
     """Yields the events behind the first block's backward, where the embedding, or a tied pair, gets its
     gradient: [V, D] numbers, although a step has seen few of the V tokens."""
     yield event("embedding", alive, {"block workspace": part.backward - part.left})
-    if not args.fsdp2:
+    if not run.args.fsdp2:
         return
     here = alive.copy()
     here["saved activations"] -= part.left
@@ -3908,9 +3930,9 @@ def peak_of(moments):
     return name, moments[name].total()
 
 
-def planned_bytes(args, config, world, length, blocks):
+def planned_bytes(run, blocks):
     """What a GPU needs for a step, CUDA's own memory included."""
-    moments, _ = plan(args, config, world, length, blocks)
+    moments, _ = plan(run, blocks)
     return peak_of(moments)[1] + OVERHEAD
 
 
@@ -3940,21 +3962,24 @@ class Blocks(NamedTuple):
         return f"frozen weights of {self.n_resident} of {n_layers} blocks stay on the GPU"
 
 
-def blocks_as_asked(args, config):
+def blocks_as_asked(run):
     """-> Blocks of --activation_checkpointing and --resident_blocks N and all. auto counts as what needs the
     least memory, which is all of the first and none of the second."""
-    n_layers = config.num_hidden_layers
-    asked = args.activation_checkpointing
+    n_layers = run.config.num_hidden_layers
+    asked = run.args.activation_checkpointing
     if asked in ("all", "auto"):
         asked = n_layers
-    n_resident = {"all": n_layers, "auto": 0}.get(args.resident_blocks, args.resident_blocks)
+    resident = run.args.resident_blocks
+    n_resident = {"all": n_layers, "auto": 0}.get(resident, resident)
     return Blocks(min(asked, n_layers), n_resident=min(n_resident, n_layers))
 
 
-def choose_blocks(args, config, world, length, room):
+def choose_blocks(run, room):
     """-> Blocks. Where one of their flags is auto it is the fastest choice that needs at most 90 % of `room`
     bytes, or else the one that needs the least. Without a known room auto is what needs the least."""
-    asked = blocks_as_asked(args, config)
+    args = run.args
+    n_layers = run.config.num_hidden_layers
+    asked = blocks_as_asked(run)
     choices = [asked]
     # on a CPU, and where a dry run names no card
     if room == math.inf:
@@ -3963,16 +3988,16 @@ def choose_blocks(args, config, world, length, room):
     if args.activation_checkpointing == "auto" and "activations" not in args.offload:
         can_keep_weights = args.qlora and not args.tiled_mlp  # a tile dequantizes its weights again
         choices = [choice._replace(n_resident=asked.n_resident)
-                   for choice in block_choices(config.num_hidden_layers, can_keep_weights)]
+                   for choice in block_choices(n_layers, can_keep_weights)]
     if args.resident_blocks == "auto" and offloads_frozen(args):
-        choices = resident_choices(config.num_hidden_layers, choices)
+        choices = resident_choices(n_layers, choices)
     # Every choice needs at most the memory of the one before it, so we bisect: about ten plans, each of which
     # plays a whole step.
     first = 0
     last = len(choices) - 1
     while first < last:
         middle = (first + last) // 2
-        if planned_bytes(args, config, world, length, choices[middle]) <= 0.9 * room:
+        if planned_bytes(run, choices[middle]) <= 0.9 * room:
             last = middle
         else:
             first = middle + 1
@@ -4032,33 +4057,33 @@ def rungs_of(args):
     ]
 
 
-def with_rungs(args, rungs):
-    """A copy of `args` with rungs typed behind the command line. argparse.ArgumentError if they conflict."""
+def with_rungs(run, rungs):
+    """A copy of `run` with rungs typed behind the command line. argparse.ArgumentError if they conflict."""
     # complete() would take these two for flags that were given
-    decided = {"adapter": None, "offload": args.offload or None}
-    changed = argparse.Namespace(**vars(args) | decided)
-    return parse_args(" ".join(rungs).split(), changed)
+    decided = {"adapter": None, "offload": run.args.offload or None}
+    changed = argparse.Namespace(**vars(run.args) | decided)
+    return run._replace(args=parse_args(" ".join(rungs).split(), changed))
 
 
-def bytes_with(args, config, world, length, rungs):
+def bytes_with(run, rungs):
     """What a GPU needs with some rungs, or infinity where their flags cannot be used together."""
     try:
-        changed = with_rungs(args, rungs)
-        check_sizes(changed, config, world)
+        changed = with_rungs(run, rungs)
+        check_sizes(changed.args, run.config, run.world)
     except (argparse.ArgumentError, ValueError):
         return math.inf
-    return planned_bytes(changed, config, world, length, blocks_as_asked(changed, config))
+    return planned_bytes(changed, blocks_as_asked(changed))
 
 
-def ladder(args, config, world, length, room):
-    """Finds the rungs, cheapest in time first, that make rows of `length` tokens fit into `room` bytes; if
-    none do, all that lower the peak."""
-    need = functools.partial(bytes_with, args, config, world, length)
+def ladder(run, room):
+    """Finds the rungs, cheapest in time first, that make a run fit into `room` bytes; if none do, all that
+    lower the peak."""
+    need = functools.partial(bytes_with, run)
     added = []
     peak = need(added)
     # Greedy, and not the best of all sets of rungs: the first flags that are named are those that cost the
     # least time, in the order in which a user would try them.
-    for rung in 2 * rungs_of(args):  # what does not help at first may help beside later ones
+    for rung in 2 * rungs_of(run.args):  # what does not help at first may help beside later ones
         if peak <= room:
             break
         lower = need([*added, rung])
@@ -4076,23 +4101,23 @@ def print_row(name, values):
     data.say(f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
 
 
-def print_plan(args, config, world, length, blocks, room):
+def print_plan(run, blocks, room):
     """Prints the plan as a table, whether it fits into `room` bytes (infinite: not known), and which flags
     would make it fit. A run that needs less than 60 % of the room prints one line."""
-    moments, host = plan(args, config, world, length, blocks)
+    moments, host = plan(run, blocks)
     name, peak = peak_of(moments)
     need = peak + OVERHEAD
     host_text = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in host.items()) or "none"
-    is_short = not args.dry_run and need < 0.6 * room
+    is_short = not run.args.dry_run and need < 0.6 * room
     if is_short:
         data.say(f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}")
     else:
-        data.say(f"memory plan, GiB of rank 0 of {world}, "
-                 f"micro-batches of {args.batch_size} x {length} tokens")
+        data.say(f"memory plan, GiB of rank 0 of {run.world}, "
+                 f"micro-batches of {run.args.batch_size} x {run.length} tokens")
         print_moments(moments, name)
-        if args.compile:
+        if run.args.compile:
             data.say("  --compile: what torch's partitioner saves; an H100 took within 1 % of it")
-        if args.dpo:
+        if run.args.dpo:
             data.say("  --dpo: the reference's forward comes first, keeps nothing and is no peak")
         data.say(f"  host memory: {host_text}")
     if math.isinf(room):
@@ -4102,8 +4127,8 @@ def print_plan(args, config, world, length, blocks, room):
         needs = f"  needs {need / GIB:.2f} GiB of {room / GIB:.2f} (including 1 GiB for CUDA and NCCL)"
         data.say(f"{needs}: {verdict}")  # at once: ladder() may take some seconds
     if need > room:
-        print_ladder(args, config, world, length, room)
-    elif fits_unsharded(args, config, world, length, moments[name], room):
+        print_ladder(run, room)
+    elif fits_unsharded(run, moments[name], room):
         data.say("  note: it fits without --fsdp2, too, and should take less time: GPUs exchange\n"
                  "  nothing but the gradients of adapters then")
 
@@ -4119,11 +4144,11 @@ def print_moments(moments, largest):
     print_row("all", [kinds.total() for kinds in moments.values()])
 
 
-def print_ladder(args, config, world, length, room):
+def print_ladder(run, room):
     """Prints the flags that make a run fit into `room` bytes, and what it needs with them."""
-    added = ladder(args, config, world, length, room)
-    changed = with_rungs(args, added)
-    moments, host = plan(changed, config, world, length, blocks_as_asked(changed, config))
+    added = ladder(run, room)
+    changed = with_rungs(run, added)
+    moments, host = plan(changed, blocks_as_asked(changed))
     need = peak_of(moments)[1] + OVERHEAD
     data.say(f"  it needs {need / GIB:.2f} GiB, and {sum(host.values()) / GIB:.2f} GiB of host memory, with")
     data.say(f"    {' '.join(added) or 'every flag'}")
@@ -4131,16 +4156,16 @@ def print_ladder(args, config, world, length, room):
         data.say("  use more ranks, a shorter --seq_len or a smaller model")
 
 
-def fits_unsharded(args, config, world, length, kinds, room):
+def fits_unsharded(run, kinds, room):
     """Whether a run of adapters under --fsdp2 would fit without it, on GPUs of which the weights of the whole
     model take less than 0.4. kinds: bytes of rank 0."""
-    shards = world // args.replicas
-    if not args.fsdp2 or not args.lora or "params" in args.offload or shards == 1:
+    args = run.args
+    if not args.fsdp2 or not args.lora or "params" in args.offload or run.shards == 1:
         return False
-    if shards * (kinds["weights"] + kinds["quantized weights"]) > 0.4 * room:
+    if run.shards * (kinds["weights"] + kinds["quantized weights"]) > 0.4 * room:
         return False
-    unsharded = argparse.Namespace(**vars(args) | {"fsdp2": False, "replicas": 1})
-    return planned_bytes(unsharded, config, world, length, blocks_as_asked(unsharded, config)) <= 0.9 * room
+    unsharded = run._replace(args=argparse.Namespace(**vars(args) | {"fsdp2": False, "replicas": 1}))
+    return planned_bytes(unsharded, blocks_as_asked(unsharded)) <= 0.9 * room
 
 
 def dry_run(args):
@@ -4150,13 +4175,14 @@ def dry_run(args):
     data.say(f"planning {args.model}")
     try:
         config = open_config(args, world, device=None, random_init=True).config
-        blocks = choose_blocks(args, config, world, args.seq_len, room)
+        run = Run(args, config, world, args.seq_len)
+        blocks = choose_blocks(run, room)
         if args.activation_checkpointing == "auto":
             data.say(f"--activation_checkpointing auto: {blocks.describe(config.num_hidden_layers)}")
         if offloads_frozen(args):
             resident = blocks.describe_resident(config.num_hidden_layers)
             data.say(f"--resident_blocks {args.resident_blocks}: {resident}")
-        print_plan(args, config, world, args.seq_len, blocks, room)
+        print_plan(run, blocks, room)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
 
@@ -4187,15 +4213,15 @@ def smallest_memory(gpu_gib, ranks):
     return min(ranks.gather(memory_of(gpu_gib, ranks)))
 
 
-def limit_gpu(args, config, length, blocks, ranks):
+def limit_gpu(run, blocks, ranks):
     """Limits the process to --gpu_gib of its GPU, if it has one. Rank 0 prints the plan."""
     if ranks.device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(ranks.device).total_memory
-    room = memory_of(args.gpu_gib, ranks)
+    room = memory_of(run.args.gpu_gib, ranks)
     torch.cuda.set_per_process_memory_fraction(room / total, ranks.device)
     if ranks.rank == 0:
-        print_plan(args, config, ranks.world, length, blocks, room)
+        print_plan(run, blocks, room)
 
 
 def check_sizes(args, config, world):

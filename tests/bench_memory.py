@@ -188,8 +188,8 @@ def kinds_at_peak(flags, world):
 
     args = train.parse_args([*flags, "--dry_run"])
     config = train.open_config(args, world, device=None, random_init=True).config
-    blocks = train.choose_blocks(args, config, world, args.seq_len, math.inf)
-    moments, host = train.plan(args, config, world, args.seq_len, blocks)
+    run = train.Run(args, config, world, args.seq_len)
+    moments, host = train.plan(run, train.choose_blocks(run, math.inf))
     return moments[train.peak_of(moments)[0]], sum(host.values())
 
 

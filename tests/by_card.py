@@ -74,12 +74,13 @@ def planned(model, flags, card, seq_len):
     args = train.parse_args(argv)
     with contextlib.redirect_stdout(io.StringIO()):
         config = train.open_config(args, card.world, device=None, random_init=True).config
+    run = train.Run(args, config, card.world, seq_len)
     room = 0.9 * card.gib * train.GIB
-    if train.planned_bytes(args, config, card.world, seq_len, train.blocks_as_asked(args, config)) > room:
+    if train.planned_bytes(run, train.blocks_as_asked(run)) > room:
         return None
     # what is left goes to --activation_checkpointing and --resident_blocks
-    blocks = train.choose_blocks(args, config, card.world, seq_len, card.gib * train.GIB)
-    moments, host = train.plan(args, config, card.world, seq_len, blocks)
+    blocks = train.choose_blocks(run, card.gib * train.GIB)
+    moments, host = train.plan(run, blocks)
     host_gib = card.world * sum(host.values()) / train.GIB
     if host_gib > HOST_GIB:
         return None

@@ -385,7 +385,8 @@ def write_planned_bytes(argv, config, world, result):
     args.lr = 1e-4  # as complete_for_model() does
     config = lm.parse_config(config)
     tokens_of_a_row = 96
-    moments, _ = train.plan(args, config, world, tokens_of_a_row, train.blocks_as_asked(args, config))
+    run = train.Run(args, config, world, tokens_of_a_row)
+    moments, _ = train.plan(run, train.blocks_as_asked(run))
     _, planned_bytes = train.peak_of(moments)
     result.write_text(str(planned_bytes))
 

@@ -301,7 +301,7 @@ def flags_of_data(folder, args):
 class Planned(NamedTuple):
     moments: dict  # {moment: Counter of bytes}
     host: dict  # {kind: bytes}
-    args: argparse.Namespace
+    run: train.Run
 
     def peak(self):
         return train.peak_of(self.moments)[1]
@@ -311,10 +311,9 @@ def config_of(preset):
     return lm.parse_config(data.PRESETS[preset])
 
 
-def blocks_of(args, config, world):
-    """train.Blocks that a dry run of a command line chooses."""
-    room = (args.gpu_gib or math.inf) * train.GIB
-    return train.choose_blocks(args, config, world, args.seq_len, room)
+def blocks_of(run):
+    """train.Blocks that a dry run chooses."""
+    return train.choose_blocks(run, (run.args.gpu_gib or math.inf) * train.GIB)
 
 
 def planned(argv, config, world):
@@ -324,8 +323,9 @@ def planned(argv, config, world):
     args.precision = args.precision or "mixed"
     args.lr = args.lr or 1e-4
     args.embedding_lr = args.embedding_lr or 1e-5
-    moments, host = train.plan(args, config, world, args.seq_len, blocks_of(args, config, world))
-    return Planned(moments, host, args)
+    run = train.Run(args, config, world, args.seq_len)
+    moments, host = train.plan(run, blocks_of(run))
+    return Planned(moments, host, run)
 
 
 def folder_of(model, folder):
@@ -333,10 +333,10 @@ def folder_of(model, folder):
     return random_model(folder, **GQA | MODELS[model] | {"max_position_embeddings": 4096})
 
 
-def without_offloaded_params(args):
-    """The same flags, but parameters stay on the device."""
-    others = [word for word in args.offload if word != "params"]
-    return argparse.Namespace(**vars(args) | {"offload": others})
+def without_offloaded_params(run):
+    """The same run, but parameters stay on the device."""
+    others = [word for word in run.args.offload if word != "params"]
+    return run._replace(args=argparse.Namespace(**vars(run.args) | {"offload": others}))
 
 
 def planned_and_counted(model, world, flags, folder, run=count):
@@ -352,11 +352,11 @@ def planned_and_counted(model, world, flags, folder, run=count):
     config = lm.parse_config(data.read_json(model / "config.json"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "PAGE", SMALL_PAGE)
-        _, host, args = planned(argv, config, world)
-        blocks = blocks_of(args, config, world)
+        _, host, of_flags = planned(argv, config, world)
+        blocks = blocks_of(of_flags)
         # Both devices of this run are the CPU: what --offload params moves from one to the other counts on either.
         # The test below holds the plan with it against the plan without it.
-        moments, _ = train.plan(without_offloaded_params(args), config, world, args.seq_len, blocks)
+        moments, _ = train.plan(without_offloaded_params(of_flags), blocks)
     assert host.get("activations", 0) == counted.offloaded
     totals = {moment: kinds.total() for moment, kinds in moments.items()}
     print({moment: round(total / 2**20, 1) for moment, total in totals.items()})
@@ -469,10 +469,11 @@ def test_offload_params_takes_off_the_device_what_it_adds_to_the_host(model, fla
     monkeypatch.setattr(train, "pinned_bytes", lambda n_bytes: n_bytes)  # without the rounding of the next test
     config = config_of(model)
     argv = ["--model", model, "--seq_len", "1024", "--fsdp2", "--offload", "params", *flags.split()]
-    args = planned(argv, config, 4).args
-    blocks = train.blocks_as_asked(args, config)
-    kept, _ = train.events_and_host(without_offloaded_params(args), config, 4, 1024, blocks)
-    offloaded, host = train.events_and_host(args, config, 4, 1024, blocks)
+    run = planned(argv, config, 4).run
+    args = run.args
+    blocks = train.blocks_as_asked(run)
+    kept, _ = train.events_and_host(without_offloaded_params(run), blocks)
+    offloaded, host = train.events_and_host(run, blocks)
     gradients = host.pop("gradients")
     n_arrived = []  # bytes of gradients that the host has at each event
     for before, after in zip(kept, offloaded, strict=True):
@@ -509,7 +510,7 @@ def test_fsdp2_pins_a_power_of_two_of_bytes_for_each_weight():
     config = config_of("llama-3.1-70b")
     argv = ["--model", "llama-3.1-70b", "--qlora", "--seq_len", "1024", "--fsdp2", "--offload", "params"]
     plan = planned([*argv, "--resident_blocks", "0"], config, 4)
-    model = lm.on_meta(config, plan.args)
+    model = lm.on_meta(config, plan.run.args)
     shards = [p.nbytes // 4 for p in model.parameters() if p.dtype is torch.uint8]  # all rows divide by 4 ranks
     pinned = [2 ** math.ceil(math.log2(n_bytes)) for n_bytes in shards]  # 28 MiB of gate_proj: 32
     assert sum(shards) < plan.host["quantized weights"] == sum(pinned)
@@ -543,7 +544,7 @@ def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_mem
     config = config_of("llama-3.1-8b")
     argv = ["--model", "llama-3.1-8b", flag, "--seq_len", 8192, "--gpu_gib", gib]
     plan = planned(argv, config, 1)
-    blocks = blocks_of(plan.args, config, 1)
+    blocks = blocks_of(plan.run)
     assert blocks.n_recomputed in n_recomputed
     assert blocks.n_weights_kept in n_kept
     room = 0.9 * gib * train.GIB
@@ -551,7 +552,7 @@ def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_mem
         assert plan.peak() + train.OVERHEAD <= room
     if SOME in (n_recomputed, n_kept):  # one block more would not have fitted
         more = train.Blocks(max(0, blocks.n_recomputed - 1), blocks.n_weights_kept + 1, blocks.n_attention_kept)
-        assert train.planned_bytes(plan.args, config, 1, 8192, more) > room
+        assert train.planned_bytes(plan.run, more) > room
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -559,13 +560,13 @@ def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_mem
 def test_auto_keeps_as_many_blocks_on_the_gpu_as_fit(model, flag, world):
     config = config_of(model)
     argv = ["--model", model, flag, "--fsdp2", "--offload", "--seq_len", 4096, "--gpu_gib", 24]
-    args = planned(argv, config, world).args
-    blocks = blocks_of(args, config, world)
+    run = planned(argv, config, world).run
+    blocks = blocks_of(run)
     assert 0 < blocks.n_resident < config.num_hidden_layers
     room = 0.9 * 24 * train.GIB
     one_more = blocks._replace(n_resident=blocks.n_resident + 1)
-    assert train.planned_bytes(args, config, world, 4096, blocks) <= room
-    assert train.planned_bytes(args, config, world, 4096, one_more) > room
+    assert train.planned_bytes(run, blocks) <= room
+    assert train.planned_bytes(run, one_more) > room
 
 
 class Lion(torch.optim.Optimizer):
@@ -606,16 +607,16 @@ def test_a_forks_optimizer_is_planned_without_an_edit(monkeypatch):
 ])
 def test_each_choice_of_auto_needs_at_most_the_memory_of_the_one_before(preset, flags):
     config = lm.parse_config(data.PRESETS[preset] | {"num_hidden_layers": 8})  # each block is one choice more
-    args = planned(["--model", preset, *flags.split()], config, 2).args
-    choices = train.block_choices(config.num_hidden_layers, args.qlora)
-    peaks = [train.planned_bytes(args, config, 2, 4096, choice) for choice in choices]
+    run = planned(["--model", preset, "--seq_len", 4096, *flags.split()], config, 2).run
+    choices = train.block_choices(config.num_hidden_layers, run.args.qlora)
+    peaks = [train.planned_bytes(run, choice) for choice in choices]
     assert peaks == sorted(peaks, reverse=True)  # or bisecting could miss the fastest that fits
 
 
 # ---------------------------------------------------------------- the search for what fits
 
 
-class Run(NamedTuple):
+class Job(NamedTuple):
     model: str
     gib: float  # a GPU's, without what CUDA takes
     world: int
@@ -623,32 +624,31 @@ class Run(NamedTuple):
 
 
 NOTHING_ON = "--no-fused_adamw --no-chunked_ce --no-activation_checkpointing"
-RUNS = [
-    Run("llama-3.1-8b", 23, 2, ""),
-    Run("llama-3.1-70b", 79, 8, "--fsdp2 --seq_len 8192"),
-    Run("qwen2.5-7b", 23, 1, f"--seq_len 8192 --lora --batch_size 4 --grad_accum 3 {NOTHING_ON}"),
-    Run("llama-3.1-8b", 79, 8, "--fsdp2 --seq_len 1000000 --optim_in_backward"),
-    Run("qwen3-32b", 23, 4, "--fsdp2 --offload params --seq_len 32768 --batch_size 2 --no-reshard_after_forward"),
-    Run("llama-3.1-8b", 23, 6,
+JOBS = [
+    Job("llama-3.1-8b", 23, 2, ""),
+    Job("llama-3.1-70b", 79, 8, "--fsdp2 --seq_len 8192"),
+    Job("qwen2.5-7b", 23, 1, f"--seq_len 8192 --lora --batch_size 4 --grad_accum 3 {NOTHING_ON}"),
+    Job("llama-3.1-8b", 79, 8, "--fsdp2 --seq_len 1000000 --optim_in_backward"),
+    Job("qwen3-32b", 23, 4, "--fsdp2 --offload params --seq_len 32768 --batch_size 2 --no-reshard_after_forward"),
+    Job("llama-3.1-8b", 23, 6,
         "--fsdp2 --replicas 3 --tiled_mlp 512 --ce_chunk 64 --seq_len 65536 --lora_rank 8 --lora"),
     # --dpo refuses --sequence_parallel
-    Run("llama-3.1-8b", 23, 2, "--fsdp2 --dpo --lora --seq_len 32768 --batch_size 2"),
+    Job("llama-3.1-8b", 23, 2, "--fsdp2 --dpo --lora --seq_len 32768 --batch_size 2"),
 ]
 
 
-def rungs_for(run, gib):
-    """What the search adds to the flags of a run on a GPU with so many GiB."""
-    config = config_of(run.model)
-    args = planned(["--model", run.model, *run.flags.split()], config, run.world).args
-    return train.ladder(args, config, run.world, args.seq_len, gib * train.GIB + train.OVERHEAD)
+def rungs_for(job, gib):
+    """What the search adds to the flags of a job on a GPU with so many GiB."""
+    run = planned(["--model", job.model, *job.flags.split()], config_of(job.model), job.world).run
+    return train.ladder(run, gib * train.GIB + train.OVERHEAD)
 
 
-def with_flags(run, rungs):
-    """The plan of a run with rungs typed behind its flags. ValueError or ArgumentError where they are refused."""
-    config = config_of(run.model)
-    words = " ".join([run.flags, *rungs]).split()
-    plan = planned(["--model", run.model, *words], config, run.world)
-    train.check_sizes(plan.args, config, run.world)
+def with_flags(job, rungs):
+    """The plan of a job with rungs typed behind its flags. ValueError or ArgumentError where they are refused."""
+    config = config_of(job.model)
+    words = " ".join([job.flags, *rungs]).split()
+    plan = planned(["--model", job.model, *words], config, job.world)
+    train.check_sizes(plan.run.args, config, job.world)
     return plan
 
 
@@ -656,37 +656,38 @@ def rows_of_a_step(args):
     return args.batch_size * args.grad_accum / args.sequence_parallel
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, id="-".join(map(str, run))) for run in RUNS])
-def test_what_the_ladder_adds_is_accepted_fits_and_is_needed(run):
-    room = run.gib * train.GIB
-    rungs = rungs_for(run, run.gib)
+@pytest.mark.parametrize("job", [pytest.param(job, id="-".join(map(str, job))) for job in JOBS])
+def test_what_the_ladder_adds_is_accepted_fits_and_is_needed(job):
+    room = job.gib * train.GIB
+    rungs = rungs_for(job, job.gib)
     assert rungs
-    before = with_flags(run, [])
-    after = with_flags(run, rungs)
+    before = with_flags(job, [])
+    after = with_flags(job, rungs)
     assert after.peak() <= room < before.peak()
-    assert vars(after.args) == vars(train.with_rungs(before.args, rungs))
+    assert after.run == train.with_rungs(before.run, rungs)
     for rung in rungs:
         try:
-            less = with_flags(run, [other for other in rungs if other != rung])
+            less = with_flags(job, [other for other in rungs if other != rung])
         except (argparse.ArgumentError, ValueError):  # what is left needs it
             continue
-        micro_batches = [plan.args.grad_accum * plan.args.batch_size for plan in (less, after)]
+        micro_batches = [plan.run.args.grad_accum * plan.run.args.batch_size for plan in (less, after)]
         assert less.peak() > room or micro_batches[0] != micro_batches[1], rung
 
 
 @pytest.mark.parametrize("gib", ["its own", 1])  # with 1 GiB all that helps is added
-@pytest.mark.parametrize("run", [pytest.param(run, id="-".join(map(str, run))) for run in RUNS])
-def test_the_ladder_turns_no_flag_the_wrong_way(run, gib):
-    rungs = rungs_for(run, run.gib if gib == "its own" else gib)
-    config = config_of(run.model)
-    before = with_flags(run, []).args
-    after = train.with_rungs(before, rungs)
+@pytest.mark.parametrize("job", [pytest.param(job, id="-".join(map(str, job))) for job in JOBS])
+def test_the_ladder_turns_no_flag_the_wrong_way(job, gib):
+    rungs = rungs_for(job, job.gib if gib == "its own" else gib)
+    run = with_flags(job, []).run
+    changed = train.with_rungs(run, rungs)
+    before = run.args
+    after = changed.args
     assert set(before.offload) <= set(after.offload)
     for flag in ("fused_adamw", "chunked_ce", "reshard_after_forward", "shard_embeddings", "fsdp2", "qlora",
                  "optim_in_backward", "stochastic_rounding"):
         assert getattr(after, flag) >= getattr(before, flag), flag
-    n_before = train.blocks_as_asked(before, config).n_recomputed
-    n_after = train.blocks_as_asked(after, config).n_recomputed
+    n_before = train.blocks_as_asked(run).n_recomputed
+    n_after = train.blocks_as_asked(changed).n_recomputed
     assert n_after >= n_before
     assert after.replicas <= before.replicas
     assert after.batch_size <= before.batch_size
@@ -702,8 +703,8 @@ def test_flags_are_added_to_settings_that_came_with_an_adapter():
     args = train.parse_args(["--model", "qwen3-4b", "--dry_run", "--adapter", "folder"])
     # as complete_for_model() does
     vars(args).update(lora_rank=8, lora_alpha=4, lora_dropout=0.1, lora_targets=["q_proj"])
-    changed = train.with_rungs(args, ["--optim adamw8bit", "--qlora"])
-    assert vars(changed) == vars(args) | {"adapter": None, "optim": "adamw8bit", "qlora": True}
+    changed = train.with_rungs(train.Run(args, None, 1, 1024), ["--optim adamw8bit", "--qlora"])
+    assert vars(changed.args) == vars(args) | {"adapter": None, "optim": "adamw8bit", "qlora": True}
 
 
 def test_dry_run_is_at_most_80_columns_wide_and_its_advice_is_typed_as_it_stands(capsys):

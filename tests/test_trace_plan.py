@@ -128,7 +128,7 @@ NOT_TRACED = "weights", "quantized weights", "adapters", "optimizer"  # kinds of
 
 def planned_bytes(args, config, blocks):
     """The most bytes of a step but for its last part, optimizer.step(), without weights and optimizer state."""
-    events, _ = train.events_and_host(args, config, 1, args.seq_len, blocks)
+    events, _ = train.events_and_host(train.Run(args, config, 1, args.seq_len), blocks)
     return max(event.kinds.total() - sum(event.kinds[kind] for kind in NOT_TRACED)
                for event in events if event.moment != "step")
 
@@ -155,7 +155,8 @@ def assert_plan_is_whole_step(flags, **changes):
     """changes: of the config."""
     args, config = opened(flags)
     config = dataclasses.replace(few_blocks(config), **changes)
-    blocks = train.choose_blocks(args, config, 1, args.seq_len, (args.gpu_gib or math.inf) * train.GIB)
+    run = train.Run(args, config, 1, args.seq_len)
+    blocks = train.choose_blocks(run, (args.gpu_gib or math.inf) * train.GIB)
     # that of two gradients of one tensor, and of a tied pair, the second is there a moment later or earlier
     assert planned_bytes(args, config, blocks) == pytest.approx(traced_bytes(args, config, blocks), rel=0.01)
 

@@ -244,7 +244,7 @@ def start_of(flags, capsys):
     ranks = SimpleNamespace(world=8, device_name="CPU", say=print)
     args = train.parse_args(flags.split())
     train.complete_for_model(args, model.config, {}, CPU)
-    blocks = train.blocks_as_asked(args, model.config)
+    blocks = train.blocks_as_asked(train.Run(args, model.config, ranks.world, args.seq_len))
     train.print_start(args, model, range(0), blocks, ranks)
     return capsys.readouterr().out
 
