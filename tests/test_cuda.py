@@ -518,9 +518,8 @@ def check_where_ends_are():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("n_resident", [1, "all"])
-def test_a_frozen_head_is_on_the_gpu_in_its_forward_alone(run_changed, tied, n_resident):
+@pytest.mark.parametrize("n_resident, tied", [(1, False), ("all", True)])
+def test_a_frozen_head_is_on_the_gpu_in_its_forward_alone(run_changed, n_resident, tied):
     flags = ["--lora", "--fsdp2", "--offload", "params", "--resident_blocks", n_resident]
     code, text, _ = run_changed(check_where_ends_are, *flags, tie_word_embeddings=tied)
     assert code == 0, text
@@ -528,12 +527,11 @@ def test_a_frozen_head_is_on_the_gpu_in_its_forward_alone(run_changed, tied, n_r
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not LOADED, reason="FlashAttention's backward adds up dq in any order")
-@pytest.mark.parametrize("flags", [
-    "--lora --eval_every 1 --sample hello --max_new_tokens 3 --no-packing",
-    "--qlora --no-chunked_ce --grad_accum 2",
-    "--lora --dpo --ce_chunk 64",
+@pytest.mark.parametrize("flags, tied", [
+    ("--lora --eval_every 1 --sample hello --max_new_tokens 3 --no-packing", False),
+    ("--qlora --no-chunked_ce --grad_accum 2", True),
+    ("--lora --dpo --ce_chunk 64", False),
 ])
-@pytest.mark.parametrize("tied", [False, True])
 def test_weights_that_stay_on_the_host_train_to_the_bits_of_those_on_the_gpu(
         settings, pairs, few_chats, tmp_path, flags, tied):
     argv = [*settings, *flags.split(), "--batch_size", 2, "--lora_rank", 8, "--random_init"]
