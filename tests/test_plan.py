@@ -322,7 +322,8 @@ def planned(argv, config, world):
     # as complete_for_model() does
     args.precision = args.precision or "mixed"
     args.lr = args.lr or 1e-4
-    args.embedding_lr = args.embedding_lr or 1e-5
+    if args.train_embeddings:
+        args.embedding_lr = args.embedding_lr or 1e-5
     run = train.Run(args, config, world, args.seq_len)
     moments, host = train.plan(run, blocks_of(run))
     return Planned(moments, host, run)
