@@ -3324,12 +3324,12 @@ def load_weights_(model, weights, adapter, seed, device, progress=False, frozen_
 
 
 @torch.no_grad()
-def fill_new_rows_(model, source, new_ids, seed, ranks):
-    """Makes the rows of new tokens in embedding and head, and those that the source does not have: the mean
+def fill_new_rows_(model, weights, new_ids, seed, ranks):
+    """Makes the rows of new tokens in embedding and head, and those that the files do not have: the mean
     of the old rows plus a tenth of their deviation, at random. A new token begins as no token in particular,
     and no two are the same. Every number of ranks gets the same rows, but for rounding. Collective."""
     params = dict(model.named_parameters())
-    n_stored = source.tensors[embedding_in_files(model.config)].n_rows
+    n_stored = weights.tensors[embedding_in_files(model.config)].n_rows
     n_old = min(n_stored, new_ids.start)  # what follows are rows of no token
     for name in (EMBEDDING, HEAD):
         if name not in params:
@@ -3503,7 +3503,7 @@ def export(args, model, weights, files, tokenizer, out, ranks):
         if not args.lora:
             # only the rank that writes them reads them
             copied = [name for name in weights.tensors if is_first and name.startswith(COPIED_PREFIXES)]
-            # --add_tokens may have made embedding and head larger than in the source
+            # --add_tokens may have made embedding and head larger than in the files
             layout = {name: weights.tensors[name]._replace(shape=shape)
                       for name, shape in shapes_in_files(model, weights.tensors).items()}
             layout |= {name: weights.tensors[name] for name in copied}
@@ -3528,7 +3528,7 @@ def merge(weights, adapter, scale, files, tokenizer, out):
     layout = {name: stored for name, stored in weights.tensors.items()
               if name != HEAD or not config.tie_word_embeddings}
     whole = [name for name in (embedding_in_files(config), HEAD) if name in adapter]
-    # they may be larger than in the source
+    # they may be larger than in the files
     layout |= {name: weights.tensors[name]._replace(shape=adapter[name].shape) for name in whole}
     others = [name for name in adapter
               if ".lora_A." not in name and ".lora_B." not in name and name not in whole]

@@ -82,7 +82,7 @@ def with_weights(found):
     """The model of a train.OpenedModel with weights; those of new rows are still to be made."""
     model = found.model
     model.to_empty(device="cpu").tie_()
-    data.load_weights_(model, found.source, found.adapter, 0, CPU)
+    data.load_weights_(model, found.weights, found.adapter, 0, CPU)
     return model
 
 
@@ -92,7 +92,7 @@ ALONE = SimpleNamespace(gather=lambda value: [value])  # what fill_new_rows_() u
 def begun(found):
     """The same as training begins."""
     model = with_weights(found)
-    data.fill_new_rows_(model, found.source, found.tokenizer.new_ids, SEED, ALONE)
+    data.fill_new_rows_(model, found.weights, found.tokenizer.new_ids, SEED, ALONE)
     return model
 
 
@@ -304,8 +304,8 @@ def check_rows_on_ranks(ranks, folder, base, flags):
     if args.fsdp2:
         train.shard_(model, args, ranks.device)
     model.to_empty(device="cpu").tie_()
-    data.load_weights_(model, found.source, None, SEED, ranks.device)
-    data.fill_new_rows_(model, found.source, found.tokenizer.new_ids, SEED, ranks)
+    data.load_weights_(model, found.weights, None, SEED, ranks.device)
+    data.fill_new_rows_(model, found.weights, found.tokenizer.new_ids, SEED, ranks)
     for name, tensor in data.full_tensors(model, trainable_only=False):
         if name in (data.EMBEDDING, data.HEAD):
             assert torch.equal(tensor[:N_OLD], expected[name][:N_OLD]), name
@@ -377,7 +377,7 @@ def test_full_fine_tuning_over_ranks_writes_a_model_with_the_tokens(base, calls,
     assert losses_of_two == pytest.approx(losses_of_one, abs=1e-5)
 
     found = opened("--model", tmp_path / "one")
-    embedding = found.source.tensors[data.EMBEDDING]
+    embedding = found.weights.tensors[data.EMBEDDING]
     assert found.config.vocab_size == PADDED
     assert embedding.shape[0] == PADDED
     assert ids_in("<call>", found.tokenizer) == [4096]

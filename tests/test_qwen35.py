@@ -274,7 +274,7 @@ class NoTokenizer:
 
 def check_result_is(tensors, folder, files, out):
     """A run that changes nothing writes the tensors of the folder that it has read, under the same names."""
-    ranks = SimpleNamespace(rank=0, agree=lambda ends: contextlib.nullcontext())
+    ranks = SimpleNamespace(rank=0, agree=lambda end_run: contextlib.nullcontext())
     source = data.WeightFiles(folder)
     data.export(SimpleNamespace(lora=False), build(folder), source, files, NoTokenizer(), out, ranks)
     written = load_file(out / "final/model.safetensors")
