@@ -95,8 +95,9 @@ UNTESTED_TORCH = 2, 15  # and what is newer
 # ---------------- main
 
 
-def main(argv, progress):
-    """A training run from top to bottom. `progress` is kept up to date for launch()."""
+def main(argv, progress, exits):
+    """A training run from top to bottom. `progress` is kept up to date for launch(), and `exits` is its stack
+    of what has to be closed, however the run ends."""
     args = parse_args(argv)
     # these two train nothing, and --dry_run needs neither weights nor a device
     if args.dry_run:
@@ -112,13 +113,14 @@ def main(argv, progress):
     on_gpu = device.type == "cuda"
     # First of all, so that two starts never share a folder, however long they load. If this one ends before
     # its first step, RunFolder.leave() removes it again: a mistake in the data leaves no folder behind.
-    out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, progress)
+    out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, exits)
+    progress["out"] = out
     opened = open_model(args, ranks, revisions)
     config = opened.config
     model = opened.model
     tokenizer = opened.tokenizer
     # before data and weights, which may take an hour: an error of a network or a login comes at once
-    sinks = open_sinks(args, out, resumed, ranks, progress["exits"])
+    sinks = open_sinks(args, out, resumed, ranks, exits)
     loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks, revisions)
     if ranks.rank == 0:
         data.print_data(args, loader, eval_loader, tokenizer)
@@ -486,7 +488,7 @@ def has_bf16(device):
     return torch.cpu._is_avx512_bf16_supported()
 
 
-def take_folder(out, resume, inspect, ranks, progress):
+def take_folder(out, resume, inspect, ranks, exits):
     """-> (the folder of the run, which is this job's own from here on; the checkpoint to resume from or None;
     revisions). With --inspect nothing is written, so there is no folder. Collective.
 
@@ -501,12 +503,10 @@ def take_folder(out, resume, inspect, ranks, progress):
             folder = None
             if not inspect:
                 run_folder = RunFolder(out, checkpoint)
-                progress["exits"].callback(run_folder.leave)
+                exits.callback(run_folder.leave)
                 folder = run_folder.path
             found = folder, checkpoint, revisions_of(checkpoint)
-    out, resumed, revisions = ranks.gather(found)[0]
-    progress["out"] = out
-    return out, resumed, revisions
+    return ranks.gather(found)[0]
 
 
 def revisions_of(checkpoint):
@@ -4303,9 +4303,8 @@ def launch(argv=None):
     code = 1
     speaks = os.environ.get("RANK", "0") == "0"
     try:
-        with contextlib.ExitStack() as exits:  # what has to be closed, however the run ends
-            progress["exits"] = exits
-            main(sys.argv[1:] if argv is None else argv, progress)
+        with contextlib.ExitStack() as exits:
+            main(sys.argv[1:] if argv is None else argv, progress, exits)
         return 0
     except SystemExit as end:
         if not isinstance(end.code, str):

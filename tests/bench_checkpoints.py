@@ -83,7 +83,8 @@ def phase_of(out, step, born):
 
 def train_to_log(argv):
     try:
-        train.main(argv, {})
+        with contextlib.ExitStack() as exits:
+            train.main(argv, {}, exits)
     except Exception as error:  # of a rank whose peer is gone
         raise SystemExit(f"{type(error).__name__}: {error}") from error
 

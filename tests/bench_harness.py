@@ -92,7 +92,9 @@ def run_steps(argv, n, tick=lambda: None):
 
     real_ahead, data.Loader.ahead = data.Loader.ahead, ahead
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.suppress(Done):
-        train.main([*argv, "--steps", str(n + 1), "--sample", "", "--save_every", "0", "--log_every", "1"], {})
+        flags = ["--steps", str(n + 1), "--sample", "", "--save_every", "0", "--log_every", "1"]
+        with contextlib.ExitStack() as exits:
+            train.main([*argv, *flags], {}, exits)
 
 
 def metrics(out):

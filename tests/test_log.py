@@ -181,9 +181,9 @@ def test_sinks_are_closed_however_a_run_ends_and_do_not_change_its_exit_code(
     sink = Sink(sink_error)
 
     # what the real one does: it notes its sinks, and ends in one of these ways
-    def main(argv, progress):
+    def main(argv, progress, exits):
         progress["out"] = tmp_path
-        progress["exits"].push(closing([sink]))
+        exits.push(closing([sink]))
         if error:
             raise error
 
