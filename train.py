@@ -1333,6 +1333,22 @@ class StopSignal:
 
 # ---------------- FSDP2, activation offload
 
+# Where a frozen weight of a block is, under adapters, and what brings it to the block:
+#
+#     flags                      ranks that   it lies                    it is brought by, and freed
+#                                share rows
+#     none                       -            on the GPU, whole          -
+#     --fsdp2                    1            on the GPU, whole          -
+#     --fsdp2                    2 and more   on their GPUs, by rows     FSDP2's all-gather, behind the block
+#     --fsdp2 --offload params   1            in host memory, whole      StreamedWeights, when the next block
+#                                                                        but one takes its slot
+#     --fsdp2 --offload params   2 and more   in host memory, by rows    FSDP2's copy and all-gather, behind
+#                                                                        the block
+#
+# A resident block (--resident_blocks) is as without --offload params. Embedding and head are FSDP2's, but for
+# the fourth line, where they are StreamedVocabulary's. What is trained is FSDP2's in any case, and with
+# --offload params in host memory.
+
 
 @functools.cache  # a second call would wrap the method again
 def shard_bytes_on_old_torch_():
@@ -1396,9 +1412,9 @@ def shard_(model, args, device, n_resident=0):
         fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
     in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
     layers = model.model.layers
-    streamed = streamed_blocks(len(layers), n_resident)
+    in_host_memory = streamed_blocks(len(layers), n_resident)
     for i, block in enumerate(layers):
-        of_block = offload if i in streamed else stay
+        of_block = offload if i in in_host_memory else stay
         # FSDP2 casts the floats of a unit to one dtype (bytes of NF4 stay as they are), so the vectors of a
         # DecayGate, which are float32, are a unit of their own.
         for module in block.modules():
@@ -1407,7 +1423,7 @@ def shard_(model, args, device, n_resident=0):
         # the last block stays gathered: the backward needs it first, and freeing it would gather it twice
         reshard = args.reshard_after_forward and i < len(layers) - 1
         shard(block, offload_policy=of_block, reshard_after_forward=reshard)
-        if i not in streamed:
+        if i not in in_host_memory:
             offload_trained_(block, pin_memory)
     # Said here, because FSDP2's own order counts a DecayGate as a unit between two blocks.
     for before, block in itertools.pairwise(layers):
