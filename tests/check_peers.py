@@ -416,7 +416,9 @@ def check_chats(path):
         n_differ["rendered text"] += mine.render(chat)[0] != text
         prompt = auto.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
         n_differ["rendered text"] += mine.render(chat[:1], generation_prompt=True)[0] != prompt
-        ((text, spans),), _ = mine.conversation(chat)
+        (rendered,), _ = mine.conversation(chat)
+        text = rendered.text
+        spans = rendered.spans
         ids, mask = next(mine.encode([data.Example("messages", text, spans, True)]))
         expected = auto.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
         n_differ["token ids"] += ids.tolist() != expected["input_ids"]
