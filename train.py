@@ -140,8 +140,7 @@ def main(argv, progress, exits):
     wrap_blocks_(model, args.tiled_mlp, blocks)
     # groups of consecutive ranks, as Loader deals out rows: rank // N is the group, rank % N the shard of it
     if args.sequence_parallel > 1:
-        model.sequence_group, _ = dist.new_subgroups(
-            args.sequence_parallel, timeout=ranks.collective_limit)
+        model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.step_limit)
     if args.fsdp2:
         shard_(model, args, device, blocks.n_resident)
     # until here the model is on the meta device, so a rank allocates no more than its own shard
@@ -152,10 +151,7 @@ def main(argv, progress, exits):
                            progress=ranks.rank == 0, frozen_only=bool(resumed))
     if args.add_tokens and not resumed:
         data.fill_new_rows_(model, opened.weights, tokenizer.new_ids, args.seed, ranks)
-    if streamed:
-        StreamedWeights(streamed, device)  # lives on in the hooks that it puts on the blocks
-    if run.streams and not run.trains_vocabulary:
-        StreamedVocabulary(model, device)
+    stream_(model, streamed, run, device)
     # on a CPU, activations are in host memory already
     if "activations" in args.offload and on_gpu:
         model.activation_hooks = OffloadActivations(device)
@@ -174,8 +170,7 @@ def main(argv, progress, exits):
         if resumed:
             # in place: the optimizer has allocated all of its state already
             load_checkpoint(resumed, state["files"], training_tensors(model, optimizer, loss_scale))
-        settings = settings_of(args, ranks.world) | blocks._asdict() | {"revisions": revisions}
-        write_files(out, settings, state, ranks)
+        write_files(out, args, blocks, revisions, state, ranks)
     state = ranks.gather(state)[0]  # from here on all ranks have the same
     saver = Saver(out, args.keep, ranks, state["step"])
     ranks.say(describe_run(args.lr, state, resumed, out))
@@ -270,8 +265,7 @@ def main(argv, progress, exits):
         # the last step, too: --resume with more --steps continues it
         save_due = args.save_every and (step % args.save_every == 0 or step == steps)
         # the first steps show whether a run learns, and one after a resume whether it goes on where it was
-        is_first = step <= 10 or step == log.start_step + 1
-        log_due = is_first or step == steps or step % args.log_every == 0
+        log_due = step <= 10 or step == log.start_step + 1 or step == steps or step % args.log_every == 0
         if log_due or overdue or save_due or stopped:
             losses, dpo_means = log.means()
             # the only host sync of the step
@@ -1167,7 +1161,7 @@ class Ranks:
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         self.timeout = timeout  # seconds of a step, see alive()
         # the limit of a step's collectives is longer, so that alive() reports first
-        self.collective_limit = timedelta(seconds=2 * timeout + 60)
+        self.step_limit = timedelta(seconds=2 * timeout + 60)
         # how long a rank may load, save or export while others wait, see gather()
         self.long_limit = timedelta(seconds=PATIENCE * timeout)
         # One rank under plain python: without `control`, what follows talks to no other process.
@@ -1208,7 +1202,7 @@ class Ranks:
         store = dist.HashStore()  # belongs to this process alone: no port has to be free
         if under_torchrun:
             # init_process_group() would do the same by itself, but with names that nobody can change
-            store, self.rank, self.world = next(rendezvous("env://", timeout=self.collective_limit))
+            store, self.rank, self.world = next(rendezvous("env://", timeout=self.step_limit))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # torchrun keeps its store when it restarts the ranks, and the store keeps the addresses of
                 # the dead processes, so each start gets names of its own (pytorch #135712)
@@ -1218,7 +1212,7 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.world,
-                timeout=self.collective_limit)
+                timeout=self.step_limit)
         if self.world > 1:
             # For gather() and agree(). Rank 0 gives up after long_limit and says who is missing; the others
             # have twice that, so that they do not fail first.
@@ -1735,6 +1729,14 @@ class StreamedVocabulary:
 
     def after_head(self, head, inputs, loss):
         head.weight = self.on_host
+
+
+def stream_(model, streamed, run, device):
+    """Both streams, which live on in the hooks that they put on modules. streamed: see allocate_()."""
+    if streamed:
+        StreamedWeights(streamed, device)
+    if run.streams and not run.trains_vocabulary:
+        StreamedVocabulary(model, device)
 
 
 def matrices_of(block):
@@ -3000,12 +3002,13 @@ def write_json(path, content):
     replace_file(path, json.dumps(content, indent=2) + "\n")
 
 
-def write_files(out, settings, state, ranks):
+def write_files(out, args, blocks, revisions, state, ranks):
     """On rank 0, writes args.json, and cuts metrics.jsonl to the size that it had when the checkpoint was
     saved that the run resumes from: what came later is repeated."""
     if ranks.rank:
         return
-    write_json(out / "args.json", settings | OURS)
+    settings = settings_of(args, ranks.world) | blocks._asdict()
+    write_json(out / "args.json", settings | {"revisions": revisions} | OURS)
     metrics = out / "metrics.jsonl"
     if metrics.is_file() and metrics.stat().st_size > state["metrics_bytes"]:
         os.truncate(metrics, state["metrics_bytes"])
