@@ -90,8 +90,8 @@ class Family(NamedTuple):
     decoders: tuple = ()
 
 
-# By model_type. To add a family, copy a row. IMPLIED has defaults of keys that files may lack, REFUSED
-# those that are not computed.
+# By model_type. To add a family, copy a row. IMPLIED has defaults of keys that files may lack, REFUSED those
+# that are not computed. Some lines below, and default_rate() in train.py, know Llama or Qwen by name.
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "iquestcoder": Family("IQuestCoderForCausalLM", other_architecture="LlamaForCausalLM"),
@@ -1054,7 +1054,7 @@ class Block(nn.Module):
 FLOAT32_TOKENS = 256  # tokens of a chunk whose logits are in float32 at once
 
 
-def softmax_gradient(logits_CV, targets_C1):
+def losses_and_gradient(logits_CV, targets_C1):
     """-> (cross-entropy of each token [C, 1], its gradient softmax - one-hot [C, V] in the dtype of the
     logits). Where the target is IGNORE both are 0. Works in place on one float32 copy; --compile makes two
     passes over the logits and no copy."""
@@ -1086,11 +1086,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     over all ranks.
 
     chunk: rows of h at a time. with_grad: whether gradients are wanted; inside forward() autograd is off, so
-    the caller has to say it. loss_and_grad: softmax_gradient() or a function like it."""
+    the caller has to say it. loss_and_grad: losses_and_gradient() or a function like it."""
 
     @staticmethod
     def forward(
-            ctx, h_SD, w_VD, targets_S, chunk, with_grad, loss_and_grad=softmax_gradient, per_token=False):
+            ctx, h_SD, w_VD, targets_S, chunk, with_grad, loss_and_grad=losses_and_gradient, per_token=False):
         losses_S1 = torch.empty(len(h_SD), 1, dtype=torch.float32, device=h_SD.device)
         grad_h = None
         if with_grad and ctx.needs_input_grad[0]:
@@ -1139,32 +1139,32 @@ class LMHead(nn.Module):
     """The head and its loss are one module, because under FSDP2 the weight exists inside this forward only.
     Muse Glimmer's and Granite's logits are multiplied by a factor, Muse Glimmer's are capped.
 
-    Set from outside: chunk and per_token (on_meta), softmax_gradient (a fork with another loss, in on_meta),
-    loss_and_grad (compile_)."""
+    Set from outside: chunk and per_token (on_meta), losses_and_gradient (a fork with another loss, in
+    on_meta), loss_and_grad (compile_)."""
 
     def __init__(self, c):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        # tokens; 0 computes all logits at once by F.cross_entropy, without softmax_gradient
+        # tokens; 0 computes all logits at once by F.cross_entropy, without losses_and_gradient
         self.chunk = 1024
         self.per_token = False
         self.factor = c.output_multiplier / c.logits_scaling
         self.cap = c.final_logit_softcapping
-        self.softmax_gradient = softmax_gradient
+        self.losses_and_gradient = losses_and_gradient
 
     def check_loss(self):
-        """Raises a ValueError where another softmax_gradient would be ignored, or would make a wrong DPO."""
-        if self.softmax_gradient is not softmax_gradient and (self.per_token or not self.chunk):
+        """Raises a ValueError where another losses_and_gradient would be ignored, or make a wrong DPO."""
+        if self.losses_and_gradient is not losses_and_gradient and (self.per_token or not self.chunk):
             raise ValueError("--no-chunked_ce computes plain cross-entropy, and --dpo needs it: leave them "
-                             "out with another softmax_gradient")
+                             "out with another losses_and_gradient")
 
     def loss_and_grad(self, logits_CV, targets_C1):
-        """softmax_gradient() of the capped logits, with the gradient of the uncapped ones. The cap stands
+        """losses_and_gradient() of the capped logits, with the gradient of the uncapped ones. The cap stands
         around the loss and not in it, so that another loss cannot lose it."""
         if not self.cap:
-            return self.softmax_gradient(logits_CV, targets_C1)
+            return self.losses_and_gradient(logits_CV, targets_C1)
         tanh_CV = (logits_CV.float() / self.cap).tanh_()
-        losses_C1, grad_CV = self.softmax_gradient(tanh_CV * self.cap, targets_C1)
+        losses_C1, grad_CV = self.losses_and_gradient(tanh_CV * self.cap, targets_C1)
         # chain rule: the derivative of cap * tanh(z / cap) is 1 - tanh(z / cap)**2
         slope_CV = tanh_CV.square_().neg_().add_(1)
         return losses_C1, grad_CV.mul_(slope_CV).to(logits_CV.dtype)

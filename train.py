@@ -270,8 +270,8 @@ def main(argv, progress, exits):
             losses, dpo_means = log.means()
             # the only host sync of the step
             losses, dpo_means, (norm,), (lr,), (n_found,), scale = to_host(
-                device, losses, dpo_means, norm, lr, nonfinite.n_since_last(), loss_scale.current())
-            bad_step = step_that_ends_the_run(step, losses, n_found, *scale)
+                device, losses, dpo_means, norm, lr, nonfinite.take_count_(), loss_scale.current())
+            bad_step = index_of_bad_step(step, losses, n_found, *scale)
             if bad_step is not None:
                 end_not_finite(model, loader, bad_step, args, ranks, tokenizer)
             log.write(losses, dpo_means, norm, lr, n_found, *scale)
@@ -1151,8 +1151,9 @@ PATIENCE = 4  # how many --timeout a rank may be late outside of the training lo
 class Ranks:
     """This process among the others: its number, its device, and the small values that they exchange.
 
-    If a rank hangs in the training loop, alive() ends the job after --timeout. Elsewhere gather() and agree()
-    do after PATIENCE times as long, because a rank may spend hours loading or saving."""
+    If a rank hangs in the training loop, alive() ends the job after --timeout. Elsewhere a rank may spend
+    hours loading or saving: those that wait for it in gather() or agree() give up later, rank 0 after
+    PATIENCE times as long, the others after twice that."""
 
     def __init__(self, want_group, timeout):
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
@@ -1329,19 +1330,17 @@ class StopSignal:
 
 # Where a frozen weight of a block is, under adapters, and what brings it to the block:
 #
-#     flags                      ranks that   it lies                    it is brought by, and freed
-#                                share rows
-#     none                       -            on the GPU, whole          -
-#     --fsdp2                    1            on the GPU, whole          -
-#     --fsdp2                    2 and more   on their GPUs, by rows     FSDP2's all-gather, behind the block
-#     --fsdp2 --offload params   1            in host memory, whole      StreamedWeights, when the next block
-#                                                                        but one takes its slot
-#     --fsdp2 --offload params   2 and more   in host memory, by rows    FSDP2's copy and all-gather, behind
-#                                                                        the block
+#     flags              ranks that   it lies                   it is brought by            its place is
+#                        share rows                                                         free again
+#     none               -            on the GPU, whole         -                           never
+#     --fsdp2            1            on the GPU, whole         -                           never
+#     --fsdp2            2 and more   on their GPUs, by rows    FSDP2: all-gather           after the block
+#     --offload params   1            in host memory, whole     StreamedWeights: copy       for another block
+#     --offload params   2 and more   in host memory, by rows   FSDP2: copy, all-gather     after the block
 #
-# A resident block (--resident_blocks) is as without --offload params. Embedding and head are FSDP2's, but for
-# the fourth line, where they are StreamedVocabulary's. What is trained is FSDP2's in any case, and with
-# --offload params in host memory.
+# A resident block (--resident_blocks) is as without --offload params, which comes with --fsdp2. Embedding and
+# head are FSDP2's, but where one rank has all rows and --offload params: there, if they are frozen, they are
+# StreamedVocabulary's. What is trained is FSDP2's in any case, and with --offload params in host memory.
 
 
 @functools.cache  # a second call would wrap the method again
@@ -1401,7 +1400,8 @@ def shard_(model, args, device, n_resident=0):
     ignored = set()
     if streams_weights(args, dist.get_world_size()):
         ignored.update(frozen_of(model))
-        n_resident = 0  # FSDP2 has what is trained alone
+        # FSDP2 has what is trained alone, and all of that is in host memory, whichever blocks are resident
+        n_resident = 0
     shard = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
     in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -1463,10 +1463,10 @@ def frozen_of(module):
 
 
 def streamed_blocks(n_layers, n_resident):
-    """Numbers of the blocks whose frozen weights come from host memory. They are spread evenly, and are
-    neither the first nor the last: a copy then hides behind the blocks between two streamed ones as well, so
-    that a step takes the longer of all compute and all copies. Were they in a row, each copy had the time of
-    its own block alone, and the compute of the resident ones would hide two copies in all."""
+    """Numbers of the blocks whose frozen weights come from host memory. They are spread evenly over the
+    model: a copy then hides behind the blocks between two streamed ones as well, so that a step takes the
+    longer of all compute and all copies. Were they in a row, each copy had the time of its own block alone,
+    and the compute of the resident ones would hide two copies in all. The last block is always one."""
     n_streamed = n_layers - n_resident
     return [i for i in range(n_layers) if (i + 1) * n_streamed // n_layers > i * n_streamed // n_layers]
 
@@ -2696,12 +2696,13 @@ class NonFinite:
 
     found_inf is 1 on the device from the first gradient on that was inf or nan. Optimizers read it there and
     change nothing then (GradScaler's protocol and name). So the weights stay as they were until the next row
-    of the log, for which the host fetches n_since_last(), and main ends the run. With fp16
-    LossScale.update_() sets found_inf to 0 again: such a step is skipped, and the run goes on."""
+    of the log (each of the first ten steps has one, and then each --log_every), for which the host fetches
+    take_count_(), and main ends the run. With fp16 LossScale.update_() sets found_inf to 0 again: such a step
+    is skipped, and the run goes on."""
 
     def __init__(self, device):
         self.found_inf = torch.zeros((), device=device)
-        self.n_steps = torch.zeros_like(self.found_inf)  # see n_since_last()
+        self.n_steps = torch.zeros_like(self.found_inf)  # see take_count_()
 
     def step_if_finite(self, optimizer, norm):
         """optimizer.step(), unless this norm of gradients or an earlier one was inf or nan."""
@@ -2714,26 +2715,27 @@ class NonFinite:
         """Call it after each step."""
         self.n_steps += self.found_inf
 
-    def n_since_last(self):
-        """-> steps since the last call in which a gradient was inf or nan, on the device."""
+    def take_count_(self):
+        """-> the number of steps since the last call in which a gradient was inf or nan, on the device."""
         n_steps = self.n_steps.clone()
         self.n_steps.zero_()
         return n_steps
 
 
-def step_that_ends_the_run(n_done, losses, n_found, loss_scale=None):
-    """After n_done steps: the number, from 0, of the step that was not finite and ends the run, or None.
-    losses: of the steps since the last row, in n_found of which a gradient was inf or nan."""
+def index_of_bad_step(step, losses, n_found, loss_scale=None):
+    """-> index, from 0, of the step that was not finite and ends the run, or None. step: the number, from 1,
+    of the newest one. losses: of the steps since the last row, in n_found of which a gradient was inf or
+    nan."""
     if loss_scale is None:
         # found_inf stays 1 from the first such step on, so their number tells which step that was
         is_over = n_found or not math.isfinite(sum(losses))
-        return n_done - max(int(n_found), 1) if is_over else None
+        return step - max(int(n_found), 1) if is_over else None
     # No scale helps a loss that is not finite: it multiplies only what comes after.
-    for step, loss in enumerate(losses, n_done - len(losses)):
+    for index, loss in enumerate(losses, step - len(losses)):
         if not math.isfinite(loss):
-            return step
+            return index
     # GradScaler would halve it for ever. At 1 even the gradients of the plain mean loss overflow.
-    return n_done - 1 if loss_scale < 1 else None
+    return step - 1 if loss_scale < 1 else None
 
 
 def numbers_here(tensor):
@@ -3958,7 +3960,7 @@ def planned_bytes(run, blocks):
 class Blocks(NamedTuple):
     """What the blocks keep from their forward to their backward. Losses do not depend on it."""
 
-    n_recomputed: int  # the first ones: what the last ones keep is freed first
+    n_recomputed: int  # from block 0 on: what the last ones keep is freed first
     n_weights_kept: int = 0  # last ones that keep NF4 weights in 16 bits
     n_attention_kept: int = 0  # last ones of the recomputed that keep attention's output
     n_resident: int = 0  # whose frozen weights stay on the GPU where --offload params moves those of others
@@ -3994,8 +3996,9 @@ def blocks_as_asked(run):
 
 
 def choose_blocks(run, room):
-    """-> Blocks. Where one of their flags is auto it is the fastest choice that needs at most 90 % of `room`
-    bytes, or else the one that needs the least. Without a known room auto is what needs the least."""
+    """-> Blocks. If --activation_checkpointing or --resident_blocks is auto: the fastest choice that needs at
+    most 90 % of `room` bytes, or if none does, the one that needs the least. Without a known room auto is
+    what needs the least."""
     args = run.args
     n_layers = run.config.num_hidden_layers
     asked = blocks_as_asked(run)

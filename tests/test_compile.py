@@ -207,7 +207,7 @@ def test_rows_of_other_lengths_compile_nothing_more(tracing):
 
 
 def scaled(logits, targets, factor):
-    loss, grad = lm.softmax_gradient(logits, targets)
+    loss, grad = lm.losses_and_gradient(logits, targets)
     return factor * loss, factor * grad
 
 
@@ -218,11 +218,11 @@ DOUBLED = functools.partial(scaled, factor=2)
 def test_a_loss_that_a_fork_puts_on_the_head_is_the_one_that_is_compiled(tracing):
     plain = three_steps(build_random())
     model = build_random()
-    model.lm_head.softmax_gradient = DOUBLED
+    model.lm_head.losses_and_gradient = DOUBLED
     eager = three_steps(model)
 
     model = build_random()
-    model.lm_head.softmax_gradient = DOUBLED
+    model.lm_head.losses_and_gradient = DOUBLED
     lm.compile_(model, packing=True)
     compiled = three_steps(model)
     check_same_bits(compiled, eager)

@@ -431,7 +431,7 @@ def make_old_card():
     make_steps_strict()
     for name in ("of", "unscale_", "update_", "current"):
         setattr(train.LossScale, name, strictly(getattr(train.LossScale, name)))
-    for name in ("step_if_finite", "count_", "n_since_last"):
+    for name in ("step_if_finite", "count_", "take_count_"):
         setattr(train.NonFinite, name, strictly(getattr(train.NonFinite, name)))
     train.LossScale.FIRST = 2.0**10  # so that no step is skipped, and losses are those of the CPU
 

@@ -126,8 +126,8 @@ def test_gradients_lose_no_bit_to_the_scale_and_only_skipped_steps_are_counted()
         nonfinite.count_()
         scale.update_()
     assert scale.current() == 2**14
-    assert nonfinite.n_since_last() == 2
-    assert nonfinite.n_since_last() == 0
+    assert nonfinite.take_count_() == 2
+    assert nonfinite.take_count_() == 0
 
 
 def test_other_precisions_have_no_scale_and_forget_nothing():
@@ -141,7 +141,7 @@ def test_other_precisions_have_no_scale_and_forget_nothing():
         nonfinite.count_()
         none.update_()
     assert nonfinite.found_inf == 1
-    assert nonfinite.n_since_last() == 2
+    assert nonfinite.take_count_() == 2
     assert none.current().tolist() == []
 
 

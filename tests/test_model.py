@@ -391,7 +391,7 @@ def test_chunked_cross_entropy_equals_the_full_one(chunk, dtype, loss_error, gra
 def test_a_sure_targets_gradient_is_not_rounded_away_in_16_bits():
     logits_CV = torch.zeros(1, 8, dtype=torch.bfloat16)
     logits_CV[0, 3] = 12
-    _, grad_CV = lm.softmax_gradient(logits_CV, torch.tensor([[3]]))
+    _, grad_CV = lm.losses_and_gradient(logits_CV, torch.tensor([[3]]))
     probability = logits_CV.float().softmax(1)[0, 3].item()
     exact = probability - 1  # -4e-5; 1 - 4e-5 is 1 in bf16, and the gradient would be 0
     assert grad_CV[0, 3].item() == pytest.approx(exact, rel=0.01)  # bf16 has 8 bits, float32's 1 - 4e-5 another 8
@@ -399,7 +399,7 @@ def test_a_sure_targets_gradient_is_not_rounded_away_in_16_bits():
 
 def with_z_loss(logits_CV, targets_C1):
     """A fork's loss: cross-entropy plus the squared log of the softmax's total (PaLM, arXiv:2204.02311)."""
-    losses_C1, grad_CV = lm.softmax_gradient(logits_CV.clone(), targets_C1)
+    losses_C1, grad_CV = lm.losses_and_gradient(logits_CV.clone(), targets_C1)
     log_total_C1 = logits_CV.float().logsumexp(-1, keepdim=True)
     slope_CV = 2 * log_total_C1 * logits_CV.softmax(-1)
     return losses_C1 + log_total_C1.square(), grad_CV + slope_CV
@@ -411,7 +411,7 @@ def test_a_forks_loss_sees_capped_logits_and_its_gradient_passes_the_cap():
     torch.manual_seed(0)
     head = lm.LMHead(config)
     torch.nn.init.normal_(head.weight)
-    head.softmax_gradient = with_z_loss
+    head.losses_and_gradient = with_z_loss
     x = torch.randn(1, 20, config.hidden_size, requires_grad=True)
     targets = torch.arange(20)
     loss = head(x, targets[None], torch.arange(20))
@@ -432,7 +432,7 @@ def test_a_forks_loss_sees_capped_logits_and_its_gradient_passes_the_cap():
 ])
 def test_a_forks_loss_is_refused_where_only_cross_entropy_is_computed(name, value):
     head = lm.LMHead(lm.parse_config(conftest.SHAPE))
-    head.softmax_gradient = with_z_loss
+    head.losses_and_gradient = with_z_loss
     setattr(head, name, value)
     targets = torch.arange(4)[None]
     with pytest.raises(ValueError, match="--no-chunked_ce computes plain cross-entropy"):
