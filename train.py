@@ -829,6 +829,7 @@ def make_parser():
 
     add_data_flags(parser)
     add_memory_flags(parser)
+    add_schedule_flags(parser)
     add_run_flags(parser)
     return parser
 
@@ -911,7 +912,7 @@ def add_memory_flags(parser):
            feature=True, everyday=True)
 
 
-def add_run_flags(parser):
+def add_schedule_flags(parser):
     schedule = parser.add_argument_group("schedule")
     add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch", everyday=True)
     add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True)
@@ -936,6 +937,8 @@ def add_run_flags(parser):
     add(schedule, "--seed", WHOLE_OR_0, 0,
         "seed of data order, random weights, adapters, dropout", fixed=True)
 
+
+def add_run_flags(parser):
     run = parser.add_argument_group("run")
     add(run, "--out", str, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
     add(run, "--save_every", WHOLE_OR_0, 500,
