@@ -2231,7 +2231,7 @@ def parts_of(lengths, n_positions, seq_len, overflow):
 # ---------------- packing and loading
 
 
-def pack(lengths, seq_len):
+def pack_rows(lengths, seq_len):
     """Best-fit decreasing: lengths of documents -> rows, lists of document numbers that fit into seq_len. The
     longest document goes first, each into the row where it leaves the least room."""
     rows = defaultdict(list)  # {row number: its documents}
@@ -2323,7 +2323,7 @@ class Loader:
         unpacked = np.arange(len(n_positions)).reshape(-1, n_together)
         if not self.packing:
             return unpacked
-        packed = pack(n_positions[unpacked].sum(1), self.seq_len)
+        packed = pack_rows(n_positions[unpacked].sum(1), self.seq_len)
         if not self.documents.has_pairs:
             return packed  # row i of `unpacked` is part i
         return [unpacked[pairs].flatten() for pairs in packed]

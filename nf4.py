@@ -96,7 +96,7 @@ def quantize(w_ND, bits, name="weight"):
             raise ValueError(f"{name} contains inf or nan: the file is damaged")
         # a block of zeros has the scale 0 and stays zero
         relative = blocks / absmax.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
-        codes.copy_(pack(nearest_levels(relative, bits).view(-1, D), bits))
+        codes.copy_(pack_codes(nearest_levels(relative, bits).view(-1, D), bits))
         scales.copy_(quantize_scales(absmax))
     return codes_NP, scales_NQ
 
@@ -129,7 +129,7 @@ def nearest_levels(relative, bits):
     return n_below.index_select(0, cells) + is_above
 
 
-def pack(indices_ND, bits):
+def pack_codes(indices_ND, bits):
     """Indices of levels, uint8 -> codes_NP. A byte has the lower four bits of two neighbours, the first in
     its high half, as bitsandbytes packs. In 5 bits more bytes follow, which have the fifth bits of four such
     pairs each, one pair in every quarter of the row: a CPU then unpacks a quarter by one shift of all its

@@ -269,12 +269,12 @@ def main(argv, progress, exits):
         if log_due or overdue or save_due or stopped:
             losses, dpo_means = log.means()
             # the only host sync of the step
-            losses, dpo_means, (norm,), (lr,), (n_found,), scale = to_host(
+            losses, dpo_means, (norm,), (lr,), (n_found,), loss_scales = to_host(
                 device, losses, dpo_means, norm, lr, nonfinite.take_count_(), loss_scale.current())
-            bad_step = index_of_bad_step(step, losses, n_found, *scale)
+            bad_step = index_of_bad_step(step, losses, n_found, *loss_scales)
             if bad_step is not None:
                 end_not_finite(model, loader, bad_step, args, ranks, tokenizer)
-            log.write(losses, dpo_means, norm, lr, n_found, *scale)
+            log.write(losses, dpo_means, norm, lr, n_found, *loss_scales)
         if profiler:
             profiler.step()
 
@@ -300,8 +300,8 @@ def main(argv, progress, exits):
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
-            scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
-            data.merge(opened.weights, adapter_tensors, scale, opened.files, tokenizer, out)
+            lora_scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
+            data.merge(opened.weights, adapter_tensors, lora_scale, opened.files, tokenizer, out)
     say_done(args, model, out, ranks)
 
 

@@ -445,7 +445,7 @@ def test_packing_holds_each_document_once_in_rows_of_which_no_two_fit_into_one()
         longest = int(rng.integers(1, seq_len + 1))  # so that some cases have short documents alone
         n_documents = int(rng.integers(1, 120))
         lengths = rng.integers(1, longest + 1, size=n_documents)
-        rows = data.pack(lengths, seq_len)
+        rows = data.pack_rows(lengths, seq_len)
         packed = sorted(itertools.chain(*rows))
         assert packed == list(range(n_documents))
 

@@ -130,7 +130,7 @@ def test_a_code_is_the_level_nearest_under_the_largest_magnitude(make, dtype, bi
     codes, _ = nf4.quantize(w_ND, bits)
     relative = in_blocks(w_ND) / absmax_of(w_ND).unsqueeze(-1)
     expected = nearest_of(nf4.CODEBOOKS[bits], relative).view(w_ND.shape)
-    assert torch.equal(codes, nf4.pack(expected.to(torch.uint8), bits))
+    assert torch.equal(codes, nf4.pack_codes(expected.to(torch.uint8), bits))
 
 
 @BITS
@@ -377,7 +377,7 @@ SCALES = [
 def test_every_pair_of_levels_is_rounded_to_the_nearest_even_number(bits, scale, dtype):
     n = 2**bits
     pairs_of_indices = torch.cartesian_prod(torch.arange(n), torch.arange(n)).to(torch.uint8)
-    codes = nf4.pack(pairs_of_indices.view(-1, 64), bits)  # rows of one block
+    codes = nf4.pack_codes(pairs_of_indices.view(-1, 64), bits)  # rows of one block
     scales = torch.full((len(codes), 1), scale)
     packed = nf4.dequantize_pairs(codes, scales, nf4.level_pairs(CPU, bits), dtype)
 
@@ -393,4 +393,4 @@ def test_what_is_packed_is_unpacked_in_order(bits):
     indices_ND = torch.randint(2**bits, (5, 192), generator=generator, dtype=torch.uint8)
     levels_ND = torch.tensor(nf4.CODEBOOKS[bits])[indices_ND.long()]
     scales = nf4.quantize_scales(torch.ones(5, 3))
-    assert torch.equal(as_float32(nf4.pack(indices_ND, bits), scales), levels_ND)
+    assert torch.equal(as_float32(nf4.pack_codes(indices_ND, bits), scales), levels_ND)
