@@ -638,6 +638,7 @@ JOBS = [
 ]
 
 
+@functools.cache  # two tests ask for the same
 def rungs_for(job, gib):
     """What the search adds to the flags of a job on a GPU with so many GiB."""
     run = planned(["--model", job.model, *job.flags.split()], config_of(job.model), job.world).run

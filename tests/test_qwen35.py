@@ -116,27 +116,27 @@ def rule_in_chunks(inputs, positions):
 
 
 @pytest.mark.rounding
-@pytest.mark.parametrize("chunk", [16, 64])  # 64 is what a run uses
 @pytest.mark.parametrize("lengths", [MANY, [300, 1, 211], [1]], ids=str)
 @pytest.mark.parametrize("gates", ["trained", "strong", "mixed", "none", "same keys", "no writing"])
-def test_the_rule_in_chunks_equals_its_definition_alone(gates, lengths, chunk, monkeypatch):
-    monkeypatch.setattr(lm, "RULE_CHUNK", chunk)
+def test_the_rule_in_chunks_equals_its_definition_alone(gates, lengths, monkeypatch):
     inputs = random_inputs(lengths, gates)
     exact = Inputs(*(t.detach().double().requires_grad_() for t in inputs))  # the same numbers in float64
-    out, last = rule_in_chunks(inputs, positions_of(lengths))
     expected, expected_last = rule_by_definition(exact, lengths)
-    bound = 2e-5  # float32 rounding: 2e-6 seen
-    assert relative_error(out, expected) < bound
-    assert relative_error(last, expected_last) < bound
-
-    up = torch.randn_like(out)
-    gradients = Inputs(*grad(out, inputs, up))
+    up = torch.randn_like(expected).float()
     expected_gradients = Inputs(*grad(expected, exact, up.double()))
-    for name in ("q", "k", "v", "beta"):
-        assert relative_error(getattr(gradients, name), getattr(expected_gradients, name)) < bound, name
-    # where all is forgotten the gradient of g is 0, to rounding of what cancels
-    error = (gradients.g.double() - expected_gradients.g).norm()
-    assert error < bound * max(expected_gradients.g.norm(), up.norm())
+    bound = 2e-5  # float32 rounding: 2e-6 seen
+    for chunk in (16, 64):  # 64 is what a run uses
+        monkeypatch.setattr(lm, "RULE_CHUNK", chunk)
+        out, last = rule_in_chunks(inputs, positions_of(lengths))
+        assert relative_error(out, expected) < bound
+        assert relative_error(last, expected_last) < bound
+
+        gradients = Inputs(*grad(out, inputs, up))
+        for name in ("q", "k", "v", "beta"):
+            assert relative_error(getattr(gradients, name), getattr(expected_gradients, name)) < bound, name
+        # where all is forgotten the gradient of g is 0, to rounding of what cancels
+        error = (gradients.g.double() - expected_gradients.g).norm()
+        assert error < bound * max(expected_gradients.g.norm(), up.norm())
 
 
 # ---------------------------------------------------------------- transformers' numbers
