@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
 
 # These have to be there before torch is imported.
@@ -52,9 +53,10 @@ if "oomph-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="oomph-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-# Ranks are forked from a process that has imported these once: four of them cost less than one `import torch`.
+# Ranks are forked from a process that has imported all that they need once: four of them cost less than one
+# `import torch`.
 processes = multiprocessing.get_context("fork" if emulated_cuda.LOADED else "forkserver")
-processes.set_forkserver_preload(["train", "torch._dynamo", "numpy.ma", "pytest", "conftest"])
+processes.set_forkserver_preload(["fork_server"])
 HANG_S = 600  # without a line in the log of any rank
 
 
@@ -89,7 +91,9 @@ def pytest_collection_modifyitems(config, items):
         # ranks are forks, and a process may not fork once it has threads
         items.sort(key=lambda item: item.path.name != "test_cuda.py")
         torch.set_num_threads(1)
-        gc.freeze()  # or the first collection in each rank would copy all that this process has imported
+    else:
+        gc.set_threshold(100_000, 20, 100)  # tracing and compiling make many objects, and little garbage
+    gc.freeze()  # or the first collection in each fork would copy all that this process has imported
 
 
 def leave_gpu_to_the_emulated_device(config, items):
@@ -141,8 +145,19 @@ def free_port():
             return port
 
 
+def start_fork_server():
+    """Does nothing if it runs. Python 3.11 tells it no sys.path, and it would pass over a module that it does not find:
+    it looks in the folder that it starts in. Ranks go back to that of this process."""
+    folder = os.getcwd()
+    os.chdir(HERE)
+    forkserver.ensure_running()
+    os.chdir(folder)
+
+
 def start_ranks(world, function, args, logs, gpu=False):
     """Runs function(*args) on `world` ranks at once -> their exit codes. TimeoutError if they hang."""
+    if not emulated_cuda.LOADED:
+        start_fork_server()
     port = free_port()
     ranks = []
     for rank in range(world):
