@@ -90,11 +90,11 @@ N_TOKENS = 2048  # two tiles, two chunks of the loss, two segments of Gated Delt
 
 
 def cases():
-    """(preset, setting): three settings for each preset, all of them in turn, and those of old cards."""
+    """(preset, setting): two settings for each preset, all of them in turn, and those of old cards."""
     yield from itertools.product(KINDS, ON_OLD_CARDS)
     turns = itertools.cycle(SETTINGS)
     for preset in data.PRESETS:
-        for _ in range(3):
+        for _ in range(2):
             yield preset, next(turns)
     yield from WITH_EMBEDDINGS
     yield from WITH_NF5
