@@ -21,8 +21,8 @@ import torch
 # The files to begin with: a long one that came last would keep one core busy alone. faults and torchrun mostly wait,
 # which costs nothing while the tests of the emulated device still have work for that core.
 LONGEST = (
-    "sharding", "faults", "torchrun", "compile", "plan", "train", "resume", "forks", "dpo", "optim", "trace_plan",
-    "formats", "log")
+    "sharding", "faults", "torchrun", "scripts", "compile", "plan", "train", "resume", "forks", "resident", "dpo",
+    "trace_plan", "optim", "fp16", "embeddings", "formats", "log")
 WAITS = "test_what_is_marked_gpu_passes_on_an_emulated_device"  # the last test
 EMULATED = pytest.StashKey()
 forks = multiprocessing.get_context("fork")
