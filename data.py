@@ -642,8 +642,8 @@ class Tokenizer:
         """-> (ids, ids) that tokenizer.json puts before and behind a text. Only a trial tells: there are
         several kinds of post-processors."""
         encoded = self.core.encode("a")
-        of_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
-        return encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
+        in_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
+        return encoded.ids[: in_text[0]], encoded.ids[in_text[-1] + 1 :]
 
     def complete_ends(self, config):
         """Adds what tokenizer.json does not always have: BOS where tokenizer_config.json asks for it, and
@@ -1945,9 +1945,9 @@ def add_documents(parts, report, tokenizer, line, documents):
         if nothing_said:
             report.n_empty += 1
             continue
-        of_document = {"tokens": ids, "supervised": mask, "lengths": [len(ids)], "lines": [line],
-                       "hashes": [example.hash]}
-        for key, values in of_document.items():
+        values_of = {"tokens": ids, "supervised": mask, "lengths": [len(ids)], "lines": [line],
+                     "hashes": [example.hash]}
+        for key, values in values_of.items():
             parts[key].append(values)
         if example.is_further:
             report.n_further += 1
@@ -2334,8 +2334,9 @@ class Loader:
         n_parts = np.array([len(row) for row in self.rows])
         first_part = np.cumsum(n_parts) - n_parts  # where each row begins in `parts`
 
-        def row_sums(of_each_part):
-            return np.add.reduceat(of_each_part[parts], first_part)  # from each first part to the next one
+        def row_sums(numbers_of_parts):
+            # from each first part to the next one
+            return np.add.reduceat(numbers_of_parts[parts], first_part)
 
         return lm.Counts(
             targets=row_sums(self.documents.n_targets),
@@ -2371,13 +2372,14 @@ class Loader:
         """-> (this rank's micro-batches, the lm.Counts of the global batch)."""
         numbers, numbers_by_batch = self.rows_of(step, grad_accum)
         # every rank counts the rows of all ranks, so no rank has to ask for the others' numbers
-        counts = lm.Counts(*(int(of_rows[numbers].sum()) for of_rows in self.per_row))
-        return [self.batch(of_batch) for of_batch in numbers_by_batch], counts
+        counts = lm.Counts(*(int(column[numbers].sum()) for column in self.per_row))
+        return [self.batch(batch_numbers) for batch_numbers in numbers_by_batch], counts
 
     def places(self, step, grad_accum):
         """["FILE:LINE"] of what is in this rank's rows of a step."""
         _, numbers_by_batch = self.rows_of(step, grad_accum)
-        parts = np.concatenate([self.rows[number] for of_batch in numbers_by_batch for number in of_batch])
+        numbers = itertools.chain(*numbers_by_batch)
+        parts = np.concatenate([self.rows[number] for number in numbers])
         return [self.documents.place(part) for part in parts]
 
     def ahead(self, start, stop, grad_accum):

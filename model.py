@@ -438,9 +438,9 @@ class Attention(nn.Module):
         if self.q_factor != 1:
             q_BTHK = q_BTHK * self.q_factor
         if self.has_rope:
-            of_q, of_k = rope
-            q_BTHK = rotate(q_BTHK, of_q)
-            k_BTGK = rotate(k_BTGK, of_k)
+            q_turns, k_turns = rope
+            q_BTHK = rotate(q_BTHK, q_turns)
+            k_BTGK = rotate(k_BTGK, k_turns)
         return q_BTHK, k_BTGK, v_BTGK, gate_BTHK
 
     def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group):
@@ -795,7 +795,7 @@ class GatedDeltaNet(nn.Module):
         beta_BTH = b_BTH.float().sigmoid()  # how much of a correction is written
         w_XJ = self.conv1d.weight
         if group is not None:
-            qkv_BTX, z_BTY, g_BTH, beta_BTH, w_XJ = self.of_my_heads(qkv_BTX, z_BTY, g_BTH, beta_BTH, group)
+            qkv_BTX, z_BTY, g_BTH, beta_BTH, w_XJ = self.take_my_heads(qkv_BTX, z_BTY, g_BTH, beta_BTH, group)
         if cache is not None and self in cache.layers:
             tail_JX, state_HKP = cache.layers[self]
         else:
@@ -815,7 +815,7 @@ class GatedDeltaNet(nn.Module):
             out = to_my_tokens(out, group)
         return out.view(B, T, -1)
 
-    def of_my_heads(self, qkv_BTX, z_BTY, g_BTH, beta_BTH, group):
+    def take_my_heads(self, qkv_BTX, z_BTY, g_BTH, beta_BTH, group):
         """Tensors of all heads for this rank's tokens -> those of this rank's heads for all tokens, and the
         weight of their channels. The gates have an all-to-all of their own, because they stay float32."""
         n_ranks = group.size()
@@ -1102,18 +1102,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # one memory for the logits of all chunks: allocated anew, two of them would be alive for a moment
         memory_CV = h_SD.new_empty(min(chunk, len(h_SD)), len(w_VD))
         for start in range(0, len(h_SD), chunk):
-            of_chunk = slice(start, start + chunk)
-            h_CD = h_SD[of_chunk]
-            targets_C1 = targets_S[of_chunk, None]
+            rows = slice(start, start + chunk)
+            h_CD = h_SD[rows]
+            targets_C1 = targets_S[rows, None]
             logits_CV = torch.mm(h_CD, w_VD.T, out=memory_CV[: len(h_CD)])
-            in_parts = (t.split(FLOAT32_TOKENS) for t in (logits_CV, targets_C1, losses_S1[of_chunk]))
+            in_parts = (t.split(FLOAT32_TOKENS) for t in (logits_CV, targets_C1, losses_S1[rows]))
             for logits, targets, losses in zip(*in_parts):
                 losses[:], grad = loss_and_grad(logits, targets)
                 logits.copy_(grad)
                 del grad  # or it would stay alive beside that of the next tokens
             # from here on logits_CV is the gradient of the logits
             if grad_h is not None:
-                torch.mm(logits_CV, w_VD, out=grad_h[of_chunk])
+                torch.mm(logits_CV, w_VD, out=grad_h[rows])
             if trains_w and grad_w is None:
                 grad_w = (logits_CV.T @ h_CD).to(sum_dtype)
             elif trains_w:
@@ -1262,7 +1262,7 @@ class Transformer(nn.Module):
             supervised_S = (targets_BT.flatten() != IGNORE).nonzero().flatten()
         spans.positions_BT = positions_BT  # for Gated DeltaNet, which tells documents apart by them
         if group is not None and "linear_attention" in self.config.layer_types:
-            # of all tokens: row i is that of rank i
+            # all tokens: row i is that of rank i
             spans.positions_BT = exchange(positions_BT.repeat(group.size(), 1), group)
         rope = rope_table(positions_BT, self.config)
         x = self.model.embed_tokens(tokens_BT).to(self.compute_dtype)

@@ -299,11 +299,11 @@ def experts_with_rows(codes, scales, row_stops):
     n_rows_E = row_stops.diff(prepend=row_stops.new_zeros(1))
     used = n_rows_E.nonzero().flatten()
 
-    def of_used(packed):
+    def take_used(packed):
         by_expert = packed.unflatten(0, (len(row_stops), -1))
         return by_expert[used].flatten(0, 1)
 
-    return of_used(codes), of_used(scales), row_stops[used]
+    return take_used(codes), take_used(scales), row_stops[used]
 
 
 class NF4Matmul(torch.autograd.Function):
@@ -449,7 +449,7 @@ class Dither(NamedTuple):
     rows_3N: torch.Tensor  # in the order FOR_M, FOR_V, FOR_W
     cols_D: torch.Tensor
 
-    def of_region(self, region):
+    def cut(self, region):
         """The factors of a region in blocks: [3, n, 1, 1] and [b, 256]."""
         rows_3N = self.rows_3N[:, region.rows, None, None]
         return Dither(rows_3N, in_blocks(self.cols_D[region.cols]))
@@ -531,7 +531,7 @@ class Moment(NamedTuple):
     levels: torch.Tensor  # what code_levels() returns
     signed: bool
 
-    def of_region(self, region):
+    def cut(self, region):
         """A view of a region: stored [N, D] -> [n, b, 256], scales [N, D/256] -> [n, b, 1]."""
         stored = in_blocks(self.stored[region])
         if self.scales is None:
@@ -691,9 +691,9 @@ class CompactAdamW(torch.optim.Optimizer):
             self.adamw_(
                 in_blocks(w_ND[region]),
                 in_blocks(grad_ND[region]),
-                m_ND.of_region(region),
-                v_ND.of_region(region),
-                dither.of_region(region),
+                m_ND.cut(region),
+                v_ND.cut(region),
+                dither.cut(region),
                 rates,
                 skip,
                 self.stochastic_rounding,

@@ -671,18 +671,18 @@ def say_done(args, model, out, ranks):
 # ---------------- flags
 
 
-def number(of_type, zero_too=False, below=1e12):
+def number(kind, zero_too=False, below=1e12):
     """An argparse type: an int or a float, above 0 and below `below`, with zero_too also 0."""
     expected = "0 or above 0" if zero_too else "above 0"
 
     def parse(text):
-        value = of_type(text)
+        value = kind(text)
         # nan fails every comparison, inf the second one
         if 0 < value < below or (zero_too and value == 0):
             return value
         raise argparse.ArgumentTypeError(f"{text}: expected {expected}, below {below:g}")
 
-    parse.__name__ = of_type.__name__  # argparse prints it: "invalid int value"
+    parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
     return parse
 
 
@@ -755,13 +755,13 @@ def declare(group, *names, **options):
     vars(group.add_argument(*names, **options)).update(marks)
 
 
-def add(group, flag, of_type, default, text, **options):
+def add(group, flag, kind, default, text, **options):
     """Adds a flag that has a value. Where the default is None, the text says what that means."""
     if default is not None:
         text += f" (default: {default})"
-    if of_type is not str:
+    if kind is not str:
         options.setdefault("metavar", "N")
-    declare(group, flag, type=of_type, default=default, help=text, **options)
+    declare(group, flag, type=kind, default=default, help=text, **options)
 
 
 def switch(group, flag, text, on=False, **marks):
@@ -1411,15 +1411,15 @@ def shard_(model, args, device, n_resident=0):
     layers = model.model.layers
     in_host_memory = streamed_blocks(len(layers), n_resident)
     for i, block in enumerate(layers):
-        of_block = offload if i in in_host_memory else stay
+        block_offload = offload if i in in_host_memory else stay
         # FSDP2 casts the floats of a unit to one dtype (bytes of NF4 stay as they are), so the vectors of a
         # DecayGate, which are float32, are a unit of their own.
         for module in block.modules():
             if isinstance(module, lm.DecayGate):
-                shard(module, mp_policy=in_float32, offload_policy=of_block, reshard_after_forward=False)
+                shard(module, mp_policy=in_float32, offload_policy=block_offload, reshard_after_forward=False)
         # the last block stays gathered: the backward needs it first, and freeing it would gather it twice
         reshard = args.reshard_after_forward and i < len(layers) - 1
-        shard(block, offload_policy=of_block, reshard_after_forward=reshard)
+        shard(block, offload_policy=block_offload, reshard_after_forward=reshard)
         if i not in in_host_memory:
             offload_trained_(block, pin_memory)
     # Said here, because FSDP2's own order counts a DecayGate as a unit between two blocks.
@@ -2101,7 +2101,7 @@ def to_host(device, *tensors):
     # float64, because a learning rate is a Python float
     tensors = [torch.as_tensor(tensor, dtype=torch.float64).to(device) for tensor in tensors]
     numbers = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-    return [of_tensor.tolist() for of_tensor in numbers.split([tensor.numel() for tensor in tensors])]
+    return [part.tolist() for part in numbers.split([tensor.numel() for tensor in tensors])]
 
 
 # ---------------- the log, trackers, traces
@@ -2499,7 +2499,7 @@ def print_start(args, model, new_ids, blocks, ranks):
     c = model.config
     # all ranks together, because the model is not sharded yet
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    # those of the plain model, because a byte of NF4 has two weights
+    # counted in the plain model, because a byte of NF4 has two weights
     with torch.device("meta"):
         n_total = sum(p.numel() for p in lm.Transformer(c).parameters())
     lines = [f"{args.model} ({c.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
@@ -2773,10 +2773,10 @@ def row_norms(model):
     for name, p in model.named_parameters():
         if p.grad is not None:
             grad = p.grad.float()
-            of_rows = grad.abs() if grad.dim() == 1 else torch.linalg.vector_norm(grad.flatten(1), dim=1)
-            if nf4.is_sharded(of_rows):
-                of_rows = of_rows.full_tensor()
-            norms[name] = of_rows.double().nan_to_num(NOT_FINITE_NORM, NOT_FINITE_NORM).cpu()
+            sizes = grad.abs() if grad.dim() == 1 else torch.linalg.vector_norm(grad.flatten(1), dim=1)
+            if nf4.is_sharded(sizes):
+                sizes = sizes.full_tensor()
+            norms[name] = sizes.double().nan_to_num(NOT_FINITE_NORM, NOT_FINITE_NORM).cpu()
     return norms
 
 
@@ -2833,7 +2833,7 @@ def end_not_finite(model, loader, step, args, ranks, tokenizer):
     is_finite = math.isfinite(compute_again(model, loader, step, args, ranks))
     norms = row_norms(model)  # none with --optim_in_backward, which frees each gradient at once
     # The backward goes through the model from its end, so it began in the last one.
-    wrong = [name for name, of_rows in norms.items() if of_rows.max() == NOT_FINITE_NORM]
+    wrong = [name for name, sizes in norms.items() if sizes.max() == NOT_FINITE_NORM]
     what = "the loss or a gradient, but none when the step was computed again"
     if not is_finite:
         what = "the loss"
@@ -3808,7 +3808,7 @@ def play_step(run, units, sharding, parts, always, input_bytes):
     included; a flag that keeps a tensor for a whole step adds it in where_weights_lie(), under one of KINDS.
     input_bytes: of a block's input."""
     embedding = parts[0].embedding
-    blocks = [of_step.block for of_step in parts]
+    blocks = [its_parts.block for its_parts in parts]
     head = parts[-1].head
     all_gradients = sum(unit.gradient for unit in units.all())
     # What is on the GPU between two events. An event is a moment between them, in which a kernel has its
