@@ -157,7 +157,7 @@ def main(argv, progress, exits):
         model.activation_hooks = OffloadActivations(device)
 
     # ---- the optimizer, and the state of a run that is resumed
-    # after shard_(), which has put other parameters in the place of those that were there
+    # after shard_(): FSDP2 has replaced the parameters by their shards
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trained = list(named.values())
     nonfinite = NonFinite(trained[0].device)  # where gradients are, with --offload params on the CPU
@@ -200,8 +200,8 @@ def main(argv, progress, exits):
     profiler = tracer(args.profile, args.memory_snapshot, out, ranks)
     # a thread makes the batches of the next step while this one computes
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
-        # The evaluation of the step before. It stands here because a run that was stopped between a save and
-        # its evaluation makes up for it before it trains on.
+        # The evaluation of the step before. It stands here, and not behind the save, because a run that was
+        # stopped between the two evaluates first when it is resumed.
         if evaluation_is_due(args.eval_every, state):
             evaluate_now()
         n_done = state["step"]  # data, dropout and schedule count from 0
@@ -217,9 +217,9 @@ def main(argv, progress, exits):
         dpo_sums = 0  # becomes a tensor: four sums, or none without --dpo
         for i, batch in enumerate(batches):
             if args.fsdp2:
-                # Gradients of all weights are too large to wait unsharded for the last micro-batch, so each
-                # one reduces them. Those of adapters alone wait, and so does the exchange between replicas:
-                # once a step is enough.
+                # Gradients of whole weights are too large to wait unsharded for the last micro-batch, so each
+                # one reduces them. Where the vocabulary is not trained there are only adapters: theirs wait,
+                # and so does the exchange between replicas, as once a step is enough.
                 last = i == len(batches) - 1
                 model.set_requires_gradient_sync(last or run.trains_vocabulary)
                 model.set_requires_all_reduce(last)
