@@ -3537,9 +3537,13 @@ def batch_on_paper(args, length):
     kernels of cards without FlashAttention the last token of a document is a gap, as packed rows have one."""
     n_tokens = args.batch_size * length
     n_documents = 2 * args.batch_size if args.dpo else args.batch_size
-    stops = [n_tokens * (i + 1) // n_documents for i in range(n_documents)]
-    starts = [0, *stops[:-1]]
+    edges = [n_tokens * i // n_documents for i in range(n_documents + 1)]
+    starts = edges[:-1]
+    stops = edges[1:]
+    n_targets = [stop - start for start, stop in zip(starts, stops)]
     bounds = None
+    if n_tokens % n_documents:  # they are not of one length, see data.pack_spans()
+        bounds = torch.empty(n_documents + 1, dtype=torch.int32, device="meta")
     if args.precision in ("fp16", "fp32"):
         stops = [stop - 1 for stop in stops]
         bounds = torch.empty(2 * n_documents + 1, dtype=torch.int32, device="meta")
@@ -3550,7 +3554,7 @@ def batch_on_paper(args, length):
     return data.Batch(
         tokens, targets, positions, supervised.flatten(),
         spans=lm.Spans(list(zip(starts, stops)), bounds, length),
-        n_targets=[n_tokens // n_documents] * n_documents)
+        n_targets=n_targets)
 
 
 # ---- weights, gradients and optimizer of this rank, and what FSDP2 does with them

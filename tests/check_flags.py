@@ -100,6 +100,8 @@ def new_case(rng, folder):
     random_chats(chats, rng, 120)
     method = rng.choice(METHODS)
     training = TRAINING
+    if "--add_tokens" in method:  # each has to be in some row
+        chats.write_text(chats.read_text().replace('"content": "', '"content": "<a><b> '))
     if "--dpo" in method:
         make_pairs(chats)
         training = [flag for flag in TRAINING if "--train_on" not in flag]  # refused in every run of the case

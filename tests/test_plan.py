@@ -556,6 +556,17 @@ def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_mem
         assert train.planned_bytes(plan.run, more) > room
 
 
+@pytest.mark.parametrize("precision", ["mixed", "fp32"])  # with FlashAttention and without
+def test_pairs_in_rows_of_an_odd_length_are_planned(precision):
+    """Without --packing the longest pair decides, and its length may be any number."""
+    config = config_of("qwen3-0.6b")
+    peaks = []
+    for length in (510, 511, 512):
+        flags = ["--dpo", "--lora", "--no-packing", "--seq_len", length, "--batch_size", 3, "--precision", precision]
+        peaks.append(planned(flags, config, 1).peak())
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("model, flag", [("qwen3-32b", "--lora"), ("llama-3.1-70b", "--qlora")])
 def test_auto_keeps_as_many_blocks_on_the_gpu_as_fit(model, flag, world):
