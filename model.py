@@ -397,7 +397,7 @@ class Attention(nn.Module):
     depends on where the documents lie. In Qwen3.5 and Muse Glimmer the output is multiplied by a gate
     (arXiv:2505.06708).
 
-    Set from outside: record (recomputed)."""
+    Set from outside: record (call_recomputed)."""
 
     def __init__(self, c, number):
         super().__init__()
@@ -988,7 +988,7 @@ class Block(nn.Module):
 
     The mixer depends on where the documents lie, the other parts do not. So --compile compiles qkv() and
     start_mlp(), each once for all blocks and all packed rows. down_proj stays outside of start_mlp(), because
-    the recomputation of a recomputed block ends before it: nothing behind it needs its result, but a
+    the recomputation of a block ends before it: nothing behind it needs its result, but a
     compiled graph always runs to its end.
 
     Set from outside: qkv and start_mlp (compile_), o_proj_and_mlp (tile_mlp_), forward
@@ -1616,11 +1616,11 @@ def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
     has_dropout = model.dropout > 0
     for i, block in enumerate(blocks):
         keeps_attention = i >= len(blocks) - n_attention_kept
-        block.forward = functools.partial(recomputed, block, block.forward, keeps_attention, has_dropout)
+        block.forward = functools.partial(call_recomputed, block, block.forward, keeps_attention, has_dropout)
         keep_weights_(block)
 
 
-def recomputed(block, forward, keeps_attention, has_dropout, *args):
+def call_recomputed(block, forward, keeps_attention, has_dropout, *args):
     """A call of a block under torch's checkpoint."""
     record = AttentionRecord() if keeps_attention else None
 

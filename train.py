@@ -345,6 +345,7 @@ class Run(NamedTuple):
 
     @property
     def streams(self):
+        """Whether frozen weights come from host memory on a side stream, and not by FSDP2."""
         return streams_weights(self.args, self.world)
 
 
@@ -536,8 +537,7 @@ def open_run(args, config, loader, eval_loader, weights, resumed, ranks):
                  "metrics_bytes": 0, "steps": steps, "rows_a_step": rows_a_step, "settings": settings}
         # the saved state counts, but for `steps`: a run may be made longer or shorter
         if resumed:
-            # an older version did not note the size, so nothing is cut off
-            state = {"metrics_bytes": sys.maxsize} | read_state(resumed, settings, ranks)
+            state = read_state(resumed, settings, ranks)
         if state["step"] > steps:
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
@@ -671,18 +671,18 @@ def say_done(args, model, out, ranks):
 # ---------------- flags
 
 
-def number(kind, zero_too=False, below=1e12):
+def number(value_type, zero_too=False, below=1e12):
     """An argparse type: an int or a float, above 0 and below `below`, with zero_too also 0."""
     expected = "0 or above 0" if zero_too else "above 0"
 
     def parse(text):
-        value = kind(text)
+        value = value_type(text)
         # nan fails every comparison, inf the second one
         if 0 < value < below or (zero_too and value == 0):
             return value
         raise argparse.ArgumentTypeError(f"{text}: expected {expected}, below {below:g}")
 
-    parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
+    parse.__name__ = value_type.__name__  # argparse prints it: "invalid int value"
     return parse
 
 
@@ -755,13 +755,13 @@ def declare(group, *names, **options):
     vars(group.add_argument(*names, **options)).update(marks)
 
 
-def add(group, flag, kind, default, text, **options):
+def add(group, flag, value_type, default, text, **options):
     """Adds a flag that has a value. Where the default is None, the text says what that means."""
     if default is not None:
         text += f" (default: {default})"
-    if kind is not str:
+    if value_type is not str:
         options.setdefault("metavar", "N")
-    declare(group, flag, type=kind, default=default, help=text, **options)
+    declare(group, flag, type=value_type, default=default, help=text, **options)
 
 
 def switch(group, flag, text, on=False, **marks):
@@ -978,7 +978,8 @@ def add_run_flags(parser):
 
 def flags_with(mark):
     """-> the flags that have one of MARKS, as argparse's actions: dest, default, help, and the marks."""
-    return [action for action in make_parser()._actions if getattr(action, mark)]
+    # a fork may have added one without declare()
+    return [action for action in make_parser()._actions if getattr(action, mark, None)]
 
 
 def fixed_flags():
@@ -992,7 +993,7 @@ def parse_args(argv, args=None):
     parser = make_parser()
     if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
         for action in parser._actions:
-            if not action.everyday:
+            if not getattr(action, "everyday", None):
                 action.help = argparse.SUPPRESS
     for word in argv:
         # argparse drops such a value, and then raises a bare ValueError, or uses the default
@@ -1483,6 +1484,7 @@ def allocate_(model, args, blocks, device):
     layers = model.model.layers
     streamed = [layers[i] for i in streamed_blocks(len(layers), blocks.n_resident)]
     streams_here = streams_weights(args, dist.get_world_size())
+    # the last norm as well: FSDP2, which would bring it, ignores all that is frozen then
     modules = [*layers, model.model.norm] if streams_here else layers
     for module in modules:
         for p in frozen_of(module):
@@ -2773,10 +2775,10 @@ def row_norms(model):
     for name, p in model.named_parameters():
         if p.grad is not None:
             grad = p.grad.float()
-            sizes = grad.abs() if grad.dim() == 1 else torch.linalg.vector_norm(grad.flatten(1), dim=1)
-            if nf4.is_sharded(sizes):
-                sizes = sizes.full_tensor()
-            norms[name] = sizes.double().nan_to_num(NOT_FINITE_NORM, NOT_FINITE_NORM).cpu()
+            by_row = grad.abs() if grad.dim() == 1 else torch.linalg.vector_norm(grad.flatten(1), dim=1)
+            if nf4.is_sharded(by_row):
+                by_row = by_row.full_tensor()
+            norms[name] = by_row.double().nan_to_num(NOT_FINITE_NORM, NOT_FINITE_NORM).cpu()
     return norms
 
 
@@ -2833,7 +2835,7 @@ def end_not_finite(model, loader, step, args, ranks, tokenizer):
     is_finite = math.isfinite(compute_again(model, loader, step, args, ranks))
     norms = row_norms(model)  # none with --optim_in_backward, which frees each gradient at once
     # The backward goes through the model from its end, so it began in the last one.
-    wrong = [name for name, sizes in norms.items() if sizes.max() == NOT_FINITE_NORM]
+    wrong = [name for name, by_row in norms.items() if by_row.max() == NOT_FINITE_NORM]
     what = "the loss or a gradient, but none when the step was computed again"
     if not is_finite:
         what = "the loss"

@@ -291,6 +291,21 @@ def test_a_new_flag_that_changes_the_mathematics_needs_no_list(monkeypatch, caps
     assert settings["--z_loss"] == 0.5
 
 
+def test_a_flag_that_a_fork_adds_by_argparse_alone_needs_no_marks(monkeypatch, capsys):
+    add_run_flags = train.add_run_flags
+
+    def with_plain_flag(parser):
+        add_run_flags(parser)
+        parser.add_argument("--plain", help="a fork's")
+
+    monkeypatch.setattr(train, "add_run_flags", with_plain_flag)
+    assert train.parse_args(["--plain", "1"]).plain == "1"
+    assert "off: " in start_of("--plain 1", capsys)
+    with pytest.raises(SystemExit):
+        train.parse_args(["-h"])
+    assert "--plain" not in capsys.readouterr().out  # --help_all has it
+
+
 def test_the_names_in_the_tables_of_flags_are_flags():
     flags = vars(train.parse_args([])).keys()
     meant = {name.removeprefix("--") for name in train.OTHER_NAMES.values()}
