@@ -648,8 +648,13 @@ def exchange(x, group):
 # here the same number, so Y = H*P. The convolution has X = 2*G*K + Y channels and J taps, and it reads
 # L = J - 1 + N rows for the N tokens of a segment, which are n chunks of C.
 
-RULE_CHUNK = 64  # tokens of one triangular system, a power of two
 SEGMENT = 1024  # tokens whose intermediates are in memory at once, 11 KiB and more a token and head
+
+
+def chunk_length(device):
+    """Tokens of one triangular system, a power of two. On a GPU each chunk is a launch that the others wait
+    for. A CPU takes much longer to invert a larger system."""
+    return 64 if device.type == "cpu" else 128
 
 
 def unit_length(x):
@@ -700,15 +705,44 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     return [t.flatten(1, 2) for t in system]
 
 
-def scan(w_nHCK, u_nHCP, keys_nHCK, decay_nH11, state_HKP):
-    """The sequential part, three kernels a chunk -> d of all chunks, the state before each, the last one."""
-    d = []
-    states = []
-    for w_HCK, u_HCP, keys_HCK, decay_H11 in zip(w_nHCK, u_nHCP, keys_nHCK, decay_nH11):
-        d.append(torch.baddbmm(u_HCP, w_HCK, state_HKP, alpha=-1))
-        states.append(state_HKP)
-        state_HKP = torch.baddbmm(state_HKP * decay_H11, keys_HCK.mT, d[-1])
-    return torch.stack(d), torch.stack(states), state_HKP
+class Scan(torch.autograd.Function):
+    """The sequential part, one product a chunk. With d of chunk_system() put into its last formula,
+
+        state <- (decay - keys^T w) state + keys^T u,
+
+    a GPU gets one kernel a chunk, and one in the backward; all else is batched over chunks. The formulas as
+    they stand have fewer FLOP, but under autograd eleven kernels a chunk, and a GPU waits for the host to
+    launch them: 2.8 times as long on an H100 (tests/LOG.md).
+
+    forward() -> d of all chunks, the state before each, and the last state."""
+
+    @staticmethod
+    def forward(ctx, w_nHCK, u_nHCP, keys_nHCK, decay_nH11, state_HKP):
+        move_nHKK = (keys_nHCK.mT @ w_nHCK).neg_()
+        move_nHKK.diagonal(0, -2, -1).add_(decay_nH11[..., 0])
+        # at first the initial state, and behind it what each chunk writes
+        states_HKP = torch.cat([state_HKP[None], keys_nHCK.mT @ u_nHCP])
+        before_nHKP = states_HKP[:-1]
+        for move_HKK, before_HKP, after_HKP in zip(move_nHKK, before_nHKP, states_HKP[1:]):
+            after_HKP.baddbmm_(move_HKK, before_HKP)
+        d_nHCP = u_nHCP - w_nHCK @ before_nHKP
+        ctx.save_for_backward(w_nHCK, keys_nHCK, move_nHKK, before_nHKP, d_nHCP)
+        return d_nHCP, before_nHKP, states_HKP[-1].clone()  # a view would keep all states
+
+    @staticmethod
+    def backward(ctx, grad_d_nHCP, grad_before_nHKP, grad_last_HKP):
+        w_nHCK, keys_nHCK, move_nHKK, before_nHKP, d_nHCP = ctx.saved_tensors
+        # at first what a state gets from its own chunk, and behind it the gradient of the last state
+        grads_HKP = torch.cat([grad_before_nHKP - w_nHCK.mT @ grad_d_nHCP, grad_last_HKP[None]])
+        after_nHKP = grads_HKP[1:]
+        for move_HKK, before_HKP, after_HKP in reversed(list(zip(move_nHKK, grads_HKP, after_nHKP))):
+            before_HKP.baddbmm_(move_HKK.mT, after_HKP)
+        # d is read in its own chunk, and written to the state behind it
+        grad_u_nHCP = grad_d_nHCP + keys_nHCK @ after_nHKP
+        grad_w_nHCK = (grad_u_nHCP @ before_nHKP.mT).neg_()
+        grad_keys_nHCK = d_nHCP @ after_nHKP.mT
+        grad_decay_nH11 = (before_nHKP * after_nHKP).sum((-2, -1), keepdim=True)
+        return grad_w_nHCK, grad_u_nHCP, grad_keys_nHCK, grad_decay_nH11, grads_HKP[0]
 
 
 class ShortConv(nn.Module):
@@ -752,13 +786,17 @@ class GatedDeltaNet(nn.Module):
     """The mixer of a linear_attention block, in the parts that Attention has: qkv(), forward() and o_proj.
 
     forward() runs a segment of tokens at a time and recomputes it in the backward: a token saves the results
-    of qkv(), (2*X + 2*Y + 12*H) bytes in bf16, and a segment the state before it, 4*H*K*P bytes.
+    of qkv(), (2*X + 2*Y + 12*H) bytes in bf16, and a segment the state before it, 4*H*K*P bytes. Long
+    segments are fast on a GPU, which launches as many kernels for a short one, and the memory plan chooses
+    them. Where a segment has all tokens and the block is recomputed, only the block recomputes them: the
+    forward runs twice then, and not three times.
 
     Of rows that are spread over ranks, a rank mixes all tokens for its share of the heads, as attention does
     (attend_across_ranks). So convolution and states are those of whole rows.
 
-    Set from outside: before_scan and after_scan (compile_). The scan between them is not compiled, because
-    its loop would be unrolled: minutes of compiling for no gain."""
+    Set from outside: segment, in tokens (wrap_blocks_ in train.py), is_recomputed (recompute_blocks_),
+    before_scan and after_scan (compile_). The scan between them is not compiled, because its loop would be
+    unrolled: minutes of compiling for no gain."""
 
     def __init__(self, c):
         super().__init__()
@@ -769,6 +807,8 @@ class GatedDeltaNet(nn.Module):
         Y = c.value_size
         X = c.conv_size
         self.head_dim = K
+        self.segment = SEGMENT
+        self.is_recomputed = False
         self.qkv_sizes = G * K, G * K, Y  # columns
         self.in_proj_qkv = Linear(D, X, bias=False)
         self.in_proj_z = Linear(D, Y, bias=False)
@@ -803,10 +843,12 @@ class GatedDeltaNet(nn.Module):
             tail_JX = qkv_BTX.new_zeros(n_before, qkv_BTX.shape[2])
             state_HKP = g_BTH.new_zeros(g_BTH.shape[2], self.head_dim, self.head_dim)
         tokens = qkv_BTX, z_BTY, g_BTH, beta_BTH, spans.positions_BT
+        mix = functools.partial(checkpoint, self.mix, use_reentrant=False, preserve_rng_state=False)
+        if self.is_recomputed and spans.positions_BT.numel() <= self.segment:
+            mix = self.mix
         out = []
-        for segment in zip(*(t.flatten(0, 1).split(SEGMENT) for t in tokens)):
-            out_NY, tail_JX, state_HKP = checkpoint(
-                self.mix, *segment, tail_JX, state_HKP, w_XJ, use_reentrant=False, preserve_rng_state=False)
+        for segment in zip(*(t.flatten(0, 1).split(self.segment) for t in tokens)):
+            out_NY, tail_JX, state_HKP = mix(*segment, tail_JX, state_HKP, w_XJ)
             out.append(out_NY)
         if cache is not None:
             cache.layers[self] = (tail_JX, state_HKP)
@@ -830,7 +872,7 @@ class GatedDeltaNet(nn.Module):
     def mix(self, qkv_NX, z_NY, g_NH, beta_NH, positions_N, tail_JX, state_HKP, w_XJ):
         """A segment, behind tokens that left a tail and a state -> [N, Y], and the two that it leaves."""
         N = len(qkv_NX)
-        C = min(RULE_CHUNK, 1 << (N - 1).bit_length())  # a single new token is a chunk of its own
+        C = min(chunk_length(qkv_NX.device), 1 << (N - 1).bit_length())  # a single new token is a chunk of its own
         n_more = -N % C  # tokens that fill the last chunk
         x_LX = torch.cat([tail_JX, qkv_NX])
         tail_JX = x_LX[-len(tail_JX) :].clone()  # a view would keep all of x
@@ -840,7 +882,7 @@ class GatedDeltaNet(nn.Module):
         added = positions_N[-1] + torch.arange(1, n_more + 1, device=positions_N.device)
         positions_nC = torch.cat([positions_N, added]).view(-1, C)
         *system, queries, scores = self.before_scan(x_LX, w_XJ, g_NH, beta_NH, positions_nC)
-        d_nHCP, states_nHKP, state_HKP = scan(*system, state_HKP)
+        d_nHCP, states_nHKP, state_HKP = Scan.apply(*system, state_HKP)
         return self.after_scan(queries, scores, states_nHKP, d_nHCP, z_NY), tail_JX, state_HKP
 
     def before_scan(self, x_LX, w_XJ, g_NH, beta_NH, positions_nC):
@@ -1617,6 +1659,8 @@ def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
     for i, block in enumerate(blocks):
         keeps_attention = i >= len(blocks) - n_attention_kept
         block.forward = functools.partial(call_recomputed, block, block.forward, keeps_attention, has_dropout)
+        if isinstance(block.mixer, GatedDeltaNet):
+            block.mixer.is_recomputed = True
         keep_weights_(block)
 
 
@@ -1672,7 +1716,7 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
     of them for its own gradient. Two tokens that attend to each other cost 4*H*K in the forward and 2.5 times
     that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads its state twice and writes
     it once, 6*K*P a token and head (w state, queries state, keys^T d), and the backward of a product costs
-    twice the product; what chunks add, 70 % of that, a model does not need. The reference of --dpo is one
+    twice the product; what chunks add, twice as much, a model does not need. The reference of --dpo is one
     more forward. Adapters, about 1 %, are left out. is_frozen: all but these is frozen, but with trains_head
     the head."""
     n_linear = c.layer_types.count("linear_attention")

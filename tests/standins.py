@@ -43,6 +43,7 @@ def dropout_backward(grad, mask, scale):
 # what a trace of shapes needs but for three: bands and regions follow one another here, and an all-to-all is a real one
 CALLS = [call for call in model.ON_PAPER if call[1] not in ("bands", "regions", "exchange")]
 CALLS.append((model, "length_multiple", lambda q: 1))  # a GPU fills up no rows
+CALLS.append((model, "chunk_length", lambda device: 128))  # a GPU's, as on the meta device
 KERNELS = torch.library.Library("aten", "IMPL")  # replaces them as long as it is alive
 
 

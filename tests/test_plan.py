@@ -174,6 +174,10 @@ CASES = [
     Case("muse", 512, 1, "--precision fp32 --qlora"),
     Case("qwen3.5", 1024, 1, "--ce_chunk 64"),
     Case("qwen3.5", 1280, 1, "--qlora --ce_chunk 64"),  # more than one segment
+    # all tokens at once, in blocks that are recomputed and in others; and in segments of 2,048
+    Case("qwen3.5", 2560, 1, "--lora --activation_checkpointing all --gpu_gib 99 --ce_chunk 64"),
+    Case("qwen3.5", 640, 2, "--lora --batch_size 4 --activation_checkpointing 2 --gpu_gib 99 --ce_chunk 64"),
+    Case("qwen3.5", 4096, 1, "--qlora --activation_checkpointing all --gpu_gib 1.37 --ce_chunk 64"),
     Case("qwen3.5", 1024, 1, "--lora --tiled_mlp 256 --ce_chunk 64"),
     Case("qwen3.5", 1024, 2, "--fsdp2 --lora --lora_dropout 0.1 --activation_checkpointing 2 --ce_chunk 64"),
     Case("qwen3.5-moe", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),

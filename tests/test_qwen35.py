@@ -54,7 +54,11 @@ def random_inputs(lengths, gates):
     decay = torch.empty(H).uniform_(0.01, 16)
     beta = (2 * torch.randn(T, H)).sigmoid()
     g = -decay * F.softplus(torch.randn(T, H) - 4)
-    if gates == "strong":
+    if gates == "untrained":
+        # as transformers begins: all is forgotten within a few tokens
+        decay = torch.empty(H).uniform_(0.01, 16)
+        g = -decay * F.softplus(torch.randn(T, H) + 1)
+    elif gates == "strong":
         # exp(-200) is 0 in float32: quotients of such factors would be nan
         g = -200 * torch.rand(T, H)
     elif gates == "mixed":
@@ -100,34 +104,33 @@ def rule_by_definition(inputs, lengths):
     return torch.stack(out), S_HKP
 
 
-def rule_in_chunks(inputs, positions):
+def rule_in_chunks(inputs, positions, chunk):
     """The same as GatedDeltaNet.mix() computes it, which has a convolution before it and a norm behind it."""
     T = len(positions)
-    C = min(lm.RULE_CHUNK, 1 << (T - 1).bit_length())
+    C = min(chunk, 1 << (T - 1).bit_length())
     # Added tokens fill the last chunk. With g and beta of 0 they change no state.
     n_more = -T % C
     padded = Inputs(*(torch.cat([t, t.new_zeros(n_more, *t.shape[1:])]) for t in inputs))
     added = positions[-1] + torch.arange(1, n_more + 1)
     positions_nC = torch.cat([positions, added]).view(-1, C)
     *system, queries, scores = lm.chunk_system(*padded, positions_nC)
-    d_nHCP, S_nHKP, S_HKP = lm.scan(*system, torch.zeros(H, K, P))
+    d_nHCP, S_nHKP, S_HKP = lm.Scan.apply(*system, torch.zeros(H, K, P))
     o_nHCP = queries @ S_nHKP + scores @ d_nHCP
     return o_nHCP.transpose(1, 2).flatten(0, 1)[:T], S_HKP
 
 
 @pytest.mark.rounding
 @pytest.mark.parametrize("lengths", [MANY, [300, 1, 211], [1]], ids=str)
-@pytest.mark.parametrize("gates", ["trained", "strong", "mixed", "none", "same keys", "no writing"])
-def test_the_rule_in_chunks_equals_its_definition_alone(gates, lengths, monkeypatch):
+@pytest.mark.parametrize("gates", ["trained", "untrained", "strong", "mixed", "none", "same keys", "no writing"])
+def test_the_rule_in_chunks_equals_its_definition_alone(gates, lengths):
     inputs = random_inputs(lengths, gates)
     exact = Inputs(*(t.detach().double().requires_grad_() for t in inputs))  # the same numbers in float64
     expected, expected_last = rule_by_definition(exact, lengths)
     up = torch.randn_like(expected).float()
     expected_gradients = Inputs(*grad(expected, exact, up.double()))
     bound = 2e-5  # float32 rounding: 2e-6 seen
-    for chunk in (16, 64):  # 64 is what a run uses
-        monkeypatch.setattr(lm, "RULE_CHUNK", chunk)
-        out, last = rule_in_chunks(inputs, positions_of(lengths))
+    for chunk in (32, 64, 128):  # 64 is a CPU's, and 128 a GPU's
+        out, last = rule_in_chunks(inputs, positions_of(lengths), chunk)
         assert relative_error(out, expected) < bound
         assert relative_error(last, expected_last) < bound
 
@@ -137,6 +140,14 @@ def test_the_rule_in_chunks_equals_its_definition_alone(gates, lengths, monkeypa
         # where all is forgotten the gradient of g is 0, to rounding of what cancels
         error = (gradients.g.double() - expected_gradients.g).norm()
         assert error < bound * max(expected_gradients.g.norm(), up.norm())
+
+
+def test_the_gradient_of_the_scan_is_that_of_finite_differences():
+    torch.manual_seed(0)
+    n, C = 3, 4
+    shapes = [(n, H, C, 3), (n, H, C, 2), (n, H, C, 3), (n, H, 1, 1), (H, 3, 2)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(lm.Scan.apply, inputs)
 
 
 # ---------------------------------------------------------------- transformers' numbers

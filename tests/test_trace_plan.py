@@ -181,6 +181,8 @@ LONG = [
     ("qwen3.5-9b", 7000, "--lora"),
     ("llama-3.1-8b", 20000, "--lora --sequence_parallel 2"),
     ("qwen3.5-9b", 20000, "--qlora --sequence_parallel 2"),
+    ("qwen3.5-9b", 9000, "--lora --gpu_gib 400"),  # all tokens of a Gated DeltaNet at once
+    ("qwen3.5-9b", 13000, "--lora --activation_checkpointing all --gpu_gib 14"),  # in segments of 4,096
     ("muse-glimmer-30b", 9000, "--precision fp16 --lora"),  # windows of 2,048 tokens
 ]
 
