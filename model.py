@@ -872,7 +872,8 @@ class GatedDeltaNet(nn.Module):
     def mix(self, qkv_NX, z_NY, g_NH, beta_NH, positions_N, tail_JX, state_HKP, w_XJ):
         """A segment, behind tokens that left a tail and a state -> [N, Y], and the two that it leaves."""
         N = len(qkv_NX)
-        C = min(chunk_length(qkv_NX.device), 1 << (N - 1).bit_length())  # a single new token is a chunk of its own
+        # a single new token is a chunk of its own
+        C = min(chunk_length(qkv_NX.device), 1 << (N - 1).bit_length())
         n_more = -N % C  # tokens that fill the last chunk
         x_LX = torch.cat([tail_JX, qkv_NX])
         tail_JX = x_LX[-len(tail_JX) :].clone()  # a view would keep all of x

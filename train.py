@@ -119,6 +119,7 @@ def main(argv, progress, exits):
     config = opened.config
     model = opened.model
     tokenizer = opened.tokenizer
+    use_tf32(args.precision)
     # before data and weights, which may take an hour: an error of a network or a login comes at once
     sinks = open_sinks(args, out, resumed, ranks, exits)
     loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks, revisions)
@@ -4080,9 +4081,8 @@ def resident_choices(n_layers, choices):
 
 def segment_choices(n_tokens, choices):
     """The same choices, in which Gated DeltaNet mixes all tokens of a micro-batch at once, and behind them the
-    last one with shorter segments. The memory is needed once, for one block after another, and saves more
-    than what the blocks could keep in it: on an H100 a layer takes 17 ms for 8,192 tokens and 37 in segments
-    of 2,048, where 10 recompute the rest of a block (tests/LOG.md)."""
+    last one with shorter segments: memory goes to them first. It is needed once, for one block after another,
+    and on an H100 a layer takes 17 ms for 8,192 tokens at once, and 37 in segments of 2,048 (tests/LOG.md)."""
     at_once = [choice._replace(segment=max(n_tokens, lm.SEGMENT)) for choice in choices]
     shorter = [n for n in (4096, 2048, lm.SEGMENT) if n < n_tokens]
     return at_once + [choices[-1]._replace(segment=n) for n in shorter]
@@ -4258,6 +4258,13 @@ def keep_freed_memory(on):
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
+def use_tf32(precision):
+    """Lets a GPU multiply float32 matrices in TF32, which rounds what it reads to 11 bits, bf16 to 8. In runs
+    that compute in 16 bits these are the products of Gated DeltaNet alone (tests/test_trace_plan.py). A scope
+    around its forward would not reach its backward."""
+    torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
+
+
 def memory_of(gpu_gib, ranks):
     """Bytes of the GPU that a run may use. On a CPU only --gpu_gib is a limit."""
     # all of the card, also where another process uses a part of it now
@@ -4359,7 +4366,7 @@ def stack_of(error):
 def launch(argv=None):
     """Runs main() -> the exit code. Every error that is expected becomes one message, printed last: by rank 0
     here, and by torchrun from its error file. An unexpected one keeps its traceback, on each rank."""
-    # A CPU multiplies subnormal numbers at a twentieth of its speed, and states of Gated DeltaNet fade to them.
+    # A CPU multiplies subnormal numbers at a twentieth of its speed. States of Gated DeltaNet fade to them.
     torch.set_flush_denormal(True)
     progress = dict(out=None, step=0, tokens_of_micro_batch=0, is_written=False)
     code = 1

@@ -5,10 +5,12 @@ FSDP2, --offload and optimizer.step(), test_plan.py counts."""
 import dataclasses
 import itertools
 import math
+import re
 
 import conftest  # noqa: F401  (puts train.py on the path)
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
 import model as lm
@@ -190,6 +192,41 @@ LONG = [
 @pytest.mark.parametrize("preset, length, setting", LONG)
 def test_long_rows_are_told_by_short_ones(preset, length, setting):
     assert_plan_is_whole_step(f"--model {preset} --seq_len {length} --world 2 {setting}")
+
+
+class Float32Products(TorchDispatchMode):
+    """Collects the names of operators that multiply float32 matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        tensors = [t for t in args if isinstance(t, torch.Tensor)]
+        if PRODUCT.fullmatch(name) and any(t.dtype is torch.float32 for t in tensors):
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+PRODUCT = re.compile(".*(mm|mv|dot|linear|convolution|einsum)_?")
+
+
+@pytest.mark.parametrize("setting", ["", "--qlora --batch_size 2", "--dpo --lora --tiled_mlp 512"])
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "qwen3.5-9b", "qwen3.5-35b-a3b", "muse-glimmer-30b"])
+def test_gated_deltanet_alone_has_float32_products(preset, setting):
+    """main lets a GPU round them to TF32, in each run that computes in 16 bits. Those of Gated DeltaNet are batched;
+    linear layers, the head and the router would be mm."""
+    args, config = opened(f"--model {preset} --seq_len {N_TOKENS} {setting}")
+    with lm.on_paper():
+        model = train.model_on_paper(few_blocks(config), args, train.Blocks(1))
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        with Float32Products() as found:
+            loss, _ = train.loss_of(model, train.batch_on_paper(args, args.seq_len), args.beta)
+            loss.backward()
+            train.make_optimizer(named, args, torch.zeros((), device="meta")).step()
+    has_deltanet = "linear_attention" in config.layer_types
+    assert found.names == ({"bmm", "baddbmm_"} if has_deltanet else set())
 
 
 def test_a_name_of_torch_that_is_private_is_there():
