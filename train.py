@@ -4080,9 +4080,10 @@ def resident_choices(n_layers, choices):
 
 
 def segment_choices(n_tokens, choices):
-    """The same choices, in which Gated DeltaNet mixes all tokens of a micro-batch at once, and behind them the
-    last one with shorter segments: memory goes to them first. It is needed once, for one block after another,
-    and on an H100 a layer takes 17 ms for 8,192 tokens at once, and 37 in segments of 2,048 (tests/LOG.md)."""
+    """The same choices, in which Gated DeltaNet mixes all tokens of a micro-batch at once, and behind them
+    the last one with shorter segments: memory goes to segments first. It is needed once, for one block after
+    another, and on an H100 a layer takes 17 ms for 8,192 tokens at once, and 37 in segments of 2,048
+    (tests/LOG.md)."""
     at_once = [choice._replace(segment=max(n_tokens, lm.SEGMENT)) for choice in choices]
     shorter = [n for n in (4096, 2048, lm.SEGMENT) if n < n_tokens]
     return at_once + [choices[-1]._replace(segment=n) for n in shorter]
