@@ -228,8 +228,8 @@ def bits_of_nearest(x, dtype):
 
 
 def dequantize_pairs(codes_NP, scales_NM, table, dtype):
-    """dequantize() for torch.compile. Each int32 of the result [N * M, 32] packs two weights, bf16 or fp16,
-    so that loads and stores are contiguous. table: level_pairs()."""
+    """dequantize() for torch.compile, behind dequantize_scales(). Each int32 of the result [N * M, 32] packs
+    two weights, bf16 or fp16, so that loads and stores are contiguous. table: level_pairs()."""
     D = scales_NM.shape[1] * BLOCK
     index = pairs_of(codes_NP, D).view(-1, BLOCK // 2)
     pairs = table[index]  # one load of 8 bytes, whose low half is the first level
@@ -243,22 +243,31 @@ def dequantize_pairs(codes_NP, scales_NM, table, dtype):
 
 
 @functools.cache
-def compiled(function):
-    return torch.compile(function, fullgraph=True, dynamic=True)  # one graph for all shapes
+def compiled_pairs():
+    """Both steps as one compiled function: what a call costs the host it costs once."""
+
+    def pairs(codes_NP, scales_NQ, table, dtype):
+        return dequantize_pairs(codes_NP, dequantize_scales(scales_NQ), table, dtype)
+
+    return torch.compile(pairs, fullgraph=True, dynamic=True)  # one graph for all shapes
 
 
 def dequantize_compiled(codes_NP, scales_NQ, dtype):
     """dequantize() in bf16 or fp16. detach(): torch.compile would make a graph for each shape of a
     Parameter."""
     _, bits = width_and_bits(codes_NP, scales_NQ)
-    scales_NM = compiled(dequantize_scales)(scales_NQ.detach())
     table = level_pairs(codes_NP.device, bits)
-    pairs = compiled(dequantize_pairs)(codes_NP.detach(), scales_NM, table, dtype)
+    pairs = compiled_pairs()(codes_NP.detach(), scales_NQ.detach(), table, dtype)
     return pairs.view(dtype).view(len(codes_NP), -1)
 
 
-@torch.library.custom_op("oomph::nf4_weight", mutates_args=())
-def fast_weight(codes_NP: torch.Tensor, scales_NQ: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+# An operator, or torch.compile would see through it. custom_op() would do as well, and takes the host longer.
+torch.library.define("oomph::nf4_weight", "(Tensor codes, Tensor scales, Tensor like) -> Tensor")
+fast_weight = torch.ops.oomph.nf4_weight.default
+
+
+@torch.library.impl("oomph::nf4_weight", "default")
+def compute_weight(codes_NP, scales_NQ, like):
     """The weight in the dtype of `like`, which is x in the forward and the gradient in the backward. Without
     that argument the backward's dequantization would not depend on the gradient, and torch.compile would
     hoist it into the forward and keep every 16-bit weight alive."""
@@ -267,7 +276,7 @@ def fast_weight(codes_NP: torch.Tensor, scales_NQ: torch.Tensor, like: torch.Ten
     return dequantize_compiled(codes_NP, scales_NQ, like.dtype)
 
 
-@fast_weight.register_fake
+@torch.library.register_fake("oomph::nf4_weight")
 def shape_of_weight(codes_NP, scales_NQ, like):
     D, _ = width_and_bits(codes_NP, scales_NQ)
     return like.new_empty(len(codes_NP), D)
