@@ -73,7 +73,6 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
-from torch.optim.adamw import adamw
 
 import data
 import model as lm
@@ -1795,7 +1794,7 @@ def make_optimizer(named, args, found_inf):
     if eight_bits or args.stochastic_rounding:
         return nf4.CompactAdamW(
             groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, found_inf)
-    optimizer = ShardAdamW(groups, lr=args.lr, fused=args.fused_adamw)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
     # As torch would at the first step. Fused AdamW reads `step` on the device, the others on the host.
     for p in params:
         optimizer.state[p] = {"step": torch.zeros((), device=p.device if args.fused_adamw else "cpu"),
@@ -1805,55 +1804,26 @@ def make_optimizer(named, args, found_inf):
     return optimizer
 
 
-class ShardAdamW(torch.optim.AdamW):
-    """torch's AdamW on this rank's rows as plain tensors: each element is updated alone. torch's own step()
-    hands FSDP2's DTensors to the kernels, and to find out that no communication is needed takes the host
-    longer than the update itself, most of all in the first step."""
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            lr = group["lr"]
-            if isinstance(lr, torch.Tensor):  # see set_rates_()
-                # CUDA's kernel reads a float32 on the device, torch's loop a number
-                lr = lr.float() if group["fused"] else lr.item()
-            params = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] for p in params]
-            adamw(
-                nf4.rows_of(params),
-                nf4.rows_of(p.grad for p in params),
-                nf4.rows_of(state["exp_avg"] for state in states),
-                nf4.rows_of(state["exp_avg_sq"] for state in states),
-                [],  # what amsgrad would keep
-                [state["step"] for state in states],
-                fused=group["fused"],
-                found_inf=getattr(self, "found_inf", None),
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=lr,
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-
-
 def set_rates_(optimizer, step, steps, args, loss_scale):
     """Gives each group of an optimizer its learning rate in this step -> that of --lr. Embedding and head
     that train beside adapters have a peak of their own, see groups_of().
 
     In fp16, as in transformers, a skipped step does not move the rates on. Only the device knows how many
     were skipped, so it looks the rates up, in a table of all steps: they are tensors then."""
+    rates_now = []
     for group in optimizer.param_groups:
         peak = group.get("peak", args.lr)
         if loss_scale.value is None:
-            group["lr"] = lr_at(step, steps, args, peak)
-            continue
-        if "rates" not in group:
-            rates = [lr_at(n, steps, args, peak) for n in range(steps)]
-            group["rates"] = torch.tensor(rates, dtype=torch.float64, device=loss_scale.value.device)
-        group["lr"] = group["rates"].take((step - loss_scale.n_skipped).long())
-    return optimizer.param_groups[0]["lr"]
+            rate = lr_at(step, steps, args, peak)
+            group["lr"] = rate
+        else:
+            if "rates" not in group:
+                rates = [lr_at(n, steps, args, peak) for n in range(steps)]
+                group["rates"] = torch.tensor(rates, dtype=torch.float64, device=loss_scale.value.device)
+            rate = group["rates"].take((step - loss_scale.n_skipped).long())
+            group["lr"] = rate.float()  # as CUDA's fused kernel reads it
+        rates_now.append(rate)
+    return rates_now[0]
 
 
 def lr_at(step, steps, args, peak):
@@ -1888,18 +1858,11 @@ def average_gradients_(params, world):
 
 def clip_gradients_(params, clip):
     """Scales gradients to an L2 norm of at most `clip` (0: leaves them) -> the norm before, on the device."""
-    grads = [p.grad for p in params if p.grad is not None]
-    rows = nf4.rows_of(grads)  # see ShardAdamW
-    norm = nn.utils.get_total_norm(rows)
-    if grads and nf4.is_sharded(grads[0]):
-        norm_squared = norm.float().square()
-        mesh = grads[0].device_mesh
-        # its last dimension: those ranks share the rows, and replicas hold the same gradients
-        dist.all_reduce(norm_squared, group=mesh.get_group(mesh.ndim - 1))
-        norm = norm_squared.sqrt()
+    norm = nn.utils.get_total_norm(p.grad for p in params if p.grad is not None)
+    if nf4.is_sharded(norm):
+        norm = norm.full_tensor()  # of all ranks: until here it is a DTensor of each rank's own part
     if clip:
-        # As torch.nn.utils.clip_grad_norm_ has it. No `if norm > clip`, for which the host would wait.
-        torch._foreach_mul_(rows, (clip / (norm + 1e-6)).clamp(max=1))
+        nn.utils.clip_grads_with_norm_(params, clip, norm)
     return norm
 
 

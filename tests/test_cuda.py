@@ -413,7 +413,7 @@ def make_steps_strict():
     lm.Transformer.forward = strictly(lm.Transformer.forward)
     torch.Tensor.backward = strictly(torch.Tensor.backward)
     train.clip_gradients_ = strictly(train.clip_gradients_)
-    train.ShardAdamW.step = strictly(train.ShardAdamW.step)
+    torch.optim.AdamW.step = strictly(torch.optim.AdamW.step)
     nf4.CompactAdamW.step = strictly(nf4.CompactAdamW.step)
 
 

@@ -30,7 +30,7 @@ FAILURES = {failure.name: failure for failure in (
     Failure(data, "load_weights_", 0, "main (train.py:"),
     Failure(lm.Transformer, "forward", 2, "main > loss_of (train.py:"),
     Failure(torch.Tensor, "backward", 2, "main (train.py:"),
-    Failure(train.ShardAdamW, "step", 2, "main > step_if_finite (train.py:"),
+    Failure(torch.optim.AdamW, "step", 2, "main > step_if_finite (train.py:"),
 )}
 
 
