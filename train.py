@@ -3180,31 +3180,23 @@ class Saver:
     def write(self, rows_of, state):
         """Returns the message to print: the size of the checkpoint, or why it was not written.
 
-        1. Each rank writes its rows.  2. All hear of all sizes and errors: a rank with an error goes on, or
-        the others would wait for it for ever.  3. Rank 0 commits.  4. All hear whether that has worked."""
+        Each rank writes its rows, and then rank 0 commits. If any of them fails, all ranks hear of it."""
         started = time.perf_counter()
-        rank = self.ranks.rank
         name = f"checkpoint-{state['step']}"
         part = self.out / f"{name}.part"
-        file = f"rank-{rank:05}-of-{self.ranks.world:05}.safetensors"
+        file = f"rank-{self.ranks.rank:05}-of-{self.ranks.world:05}.safetensors"
         files = {}  # {name: [size, checksum]}
-        error = ""
-        try:  # 1
-            part.mkdir(parents=True, exist_ok=True)  # another rank may be first
-            if rows_of:  # a second replica has none
-                files[file] = write_rows(part / file, rows_of)
-        except OSError as caught:
-            error = f"rank {rank}: {caught}"
-        for others in self.ranks.gather(files):  # 2
-            files |= others
-        error = next(filter(None, self.ranks.gather(error)), "")  # one message is enough
-        if rank == 0 and not error:
-            try:  # 3
-                self.commit(part, state | {"files": files})
-            except OSError as caught:
-                error = str(caught)
-        error = self.ranks.gather(error)[0]  # 4
-        if error:
+        try:
+            with self.ranks.agree(end_run=False):
+                part.mkdir(parents=True, exist_ok=True)  # another rank may be first
+                if rows_of:  # a second replica has none
+                    files[file] = write_rows(part / file, rows_of)
+            for others in self.ranks.gather(files):
+                files |= others
+            with self.ranks.agree(end_run=False):
+                if self.ranks.rank == 0:
+                    self.commit(part, state | {"files": files})
+        except OSError as error:
             data.remove(part)
             return (f"{name} was NOT written: {error}. Older checkpoints are intact; steps that hang on the "
                     f"next one: {state['step'] - self.safe_step:,}")
