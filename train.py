@@ -3097,63 +3097,47 @@ def write_rows(path, rows_of):
     return data.write_safetensors(path, ordered, (rows.cpu() for rows in ordered.values()), zlib.crc32)
 
 
-def copy_rows_(tensor, saved, first_saved):
-    """Copies the saved rows that belong to this rank."""
-    rows, first = local_rows(tensor)
-    # Both are ranges of rows. The checkpoint may be from another number of ranks, which were cut elsewhere.
-    begin = max(first, first_saved)
-    end = min(first + len(rows), first_saved + saved.get_shape()[0])
-    if begin < end:
-        # A slice of `saved` is read when it is taken: a rank never has a whole tensor in memory.
-        rows[begin - first : end - first].copy_(saved[begin - first_saved : end - first_saved])
-
-
-def check_rows(key, saved, tensors):
-    """-> (name, number of the first row, number of rows) of a key in a checkpoint. ValueError if its rows, a
-    slice of an open file, do not fit into this run's tensors: copy_() would cast and repeat them without a
-    word. The settings of a run do not tell that a fork has changed a shape or the dtype of a moment."""
-    name, _, first = key.rpartition(":")
-    if name not in tensors or not first.isdecimal():
-        raise ValueError(f"{key}: this run trains no such tensor")
-    shape = list(tensors[name].shape) or [1]  # a scalar is saved as one row
-    dtype = data.DTYPE_NAMES[tensors[name].dtype]
-    saved_shape = saved.get_shape()
-    same_kind = saved.get_dtype() == dtype and len(saved_shape) == len(shape)
-    if not same_kind or saved_shape[1:] != shape[1:] or int(first) + saved_shape[0] > shape[0]:
-        raise ValueError(f"{key}: {saved.get_dtype()} {saved_shape}, but this run has {dtype} {shape}")
-    return name, int(first), saved_shape[0]
-
-
-def are_all_rows(ranges, n_rows):
-    """Whether ranges, (number of the first row, number of rows), are rows 0 to n_rows, each of them once."""
-    stop = 0
-    for first, n in sorted(ranges):
-        if first != stop:
-            return False
-        stop += n
-    return stop == n_rows
-
-
 def load_checkpoint(folder, files, tensors):
     """Fills this rank's rows of `tensors` from `files`, those of any number of ranks. What else lies in the
     folder is not read. ValueError names what is wrong."""
     # Every rank looks at all keys, also at those of rows that it does not need. So all ranks find the same
     # rows missing, and none of them trains on alone.
-    ranges = {name: [] for name in tensors}  # see are_all_rows()
+    n_missing = {name: math.prod(tensor.shape[:1]) for name, tensor in tensors.items()}  # rows
     for file in sorted(files):
         try:
             with safe_open(folder / file, framework="pt") as reader:
                 for key in reader.keys():  # noqa: SIM118
+                    name, _, first = key.rpartition(":")
+                    if name not in tensors or not first.isdecimal():
+                        raise ValueError(f"{key}: this run trains no such tensor")
                     saved = reader.get_slice(key)
-                    name, first, n_rows = check_rows(key, saved, tensors)
-                    ranges[name].append((first, n_rows))
-                    copy_rows_(tensors[name], saved, first)
+                    copy_rows_(key, tensors[name], saved, int(first))
+                    n_missing[name] -= saved.get_shape()[0]
         except (ValueError, safetensors.SafetensorError) as error:
             raise ValueError(f"{folder / file}: {error}; {REMOVE}") from error
-    wrong = [name for name, tensor in tensors.items()
-             if not are_all_rows(ranges[name], math.prod(tensor.shape[:1]))]
+    wrong = [name for name, n_rows in n_missing.items() if n_rows != 0]
     if wrong:
         raise ValueError(f"{folder}: rows are missing or stored twice: {data.listing(wrong)}; {REMOVE}")
+
+
+def copy_rows_(key, tensor, saved, first_saved):
+    """Copies the saved rows, a slice of an open file, that belong to this rank. ValueError if they do not fit
+    into the tensor: copy_() would cast and repeat them without a word. The settings of a run do not tell that
+    a fork has changed a shape or the dtype of a moment."""
+    shape = list(tensor.shape) or [1]  # a scalar is saved as one row
+    dtype = data.DTYPE_NAMES[tensor.dtype]
+    saved_shape = saved.get_shape()
+    stop_saved = first_saved + saved_shape[0]
+    same_kind = saved.get_dtype() == dtype and len(saved_shape) == len(shape)
+    if not same_kind or saved_shape[1:] != shape[1:] or stop_saved > shape[0]:
+        raise ValueError(f"{key}: {saved.get_dtype()} {saved_shape}, but this run has {dtype} {shape}")
+    rows, first = local_rows(tensor)
+    # Both are ranges of rows. The checkpoint may be from another number of ranks, which were cut elsewhere.
+    begin = max(first, first_saved)
+    end = min(first + len(rows), stop_saved)
+    if begin < end:
+        # A slice of `saved` is read when it is taken: a rank never has a whole tensor in memory.
+        rows[begin - first : end - first].copy_(saved[begin - first_saved : end - first_saved])
 
 
 class Saver:
