@@ -2868,7 +2868,7 @@ def checkpoint_to_resume(out, resume):
     if resume is None:
         return None
     if resume == "auto":
-        # new_folder() names runs by date and time: the last name is the newest run
+        # RunFolder names runs by date and time: the last name is the newest run
         runs = [Path(out)] if out else sorted(Path("out").glob("20*-*"))
         return newest_checkpoint(runs[-1]) if runs else None
     given = Path(resume).resolve()  # "." inside a checkpoint has a name, too
@@ -2886,13 +2886,14 @@ class RunFolder:
     made there is only ever continued, from its newest checkpoint."""
 
     def __init__(self, out, checkpoint):
-        if out or checkpoint:
-            self.path = Path(out) if out else checkpoint.parent
-            check_folder(self.path, checkpoint)  # before anything is written to somebody's files
-            self.is_new = not self.path.exists()
+        if out:
+            self.path = Path(out)
+        elif checkpoint:
+            self.path = checkpoint.parent
         else:
-            self.path = new_folder()
-            self.is_new = True
+            self.path = Path("out") / datetime.now().strftime("%Y%m%d-%H%M%S")
+        check_folder(self.path, checkpoint)  # before anything is written to somebody's files
+        self.is_new = not self.path.exists()
         self.lock = lock_folder(self.path)
         check_folder(self.path, checkpoint)  # once more: another run may have come and gone
         self.is_first = not is_run(self.path)  # nobody has trained here before
@@ -2910,19 +2911,6 @@ class RunFolder:
                 if self.is_new:
                     self.path.rmdir()
         self.lock.close()
-
-
-def new_folder():
-    """Makes out/<date-time>, whose name is the next free second's if another run has started in this one."""
-    parent = Path("out")
-    with data.writing(parent, "folder"):
-        parent.mkdir(exist_ok=True)
-        while True:
-            folder = parent / datetime.now().strftime("%Y%m%d-%H%M%S")
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir()
-                return folder
-            time.sleep(0.1)
 
 
 def is_run(folder):

@@ -1,13 +1,12 @@
 """Resume is exact: k steps, a new process, the rest: bit for bit the uninterrupted run; on another world within
 rounding."""
 
-import itertools
 import json
 import shutil
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timedelta
+from datetime import datetime
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -625,17 +624,13 @@ def test_an_empty_folder_becomes_a_runs_and_is_given_back_as_it_was(tmp_path, le
     assert train.is_run(tmp_path / "a/b")
 
 
-def test_starts_in_one_second_get_a_folder_each(tmp_path, monkeypatch):
+def test_starts_in_one_second_share_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    seconds = itertools.count()
-    a_day = datetime(2026, 1, 1)
-    # each second is read three times
-    clock = SimpleNamespace(now=lambda: a_day + timedelta(seconds=next(seconds) // 3))
-    monkeypatch.setattr(train, "datetime", clock)
-    monkeypatch.setattr(train.time, "sleep", lambda _: None)
-    folders = [train.RunFolder(None, None) for _ in range(3)]
-    names = [folder.path.name for folder in folders]
-    assert names == ["20260101-000000", "20260101-000001", "20260101-000002"]
+    monkeypatch.setattr(train, "datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 1)))
+    folder = train.RunFolder(None, None)
+    assert folder.path.name == "20260101-000000"  # a second is all that a name tells
+    with pytest.raises(ValueError, match="out/20260101-000000: another process writes to it"):
+        train.RunFolder(None, None)
 
 
 def test_a_start_that_loads_keeps_others_out_of_its_folder(job, tmp_path, monkeypatch, capsys):
