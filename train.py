@@ -28,8 +28,6 @@ import os
 import signal
 import sys
 
-if "TORCHELASTIC_RUN_ID" in os.environ:
-    TORCHRUN = os.getppid()  # read before the imports: it may end while they run
 if __name__ == "__main__":
     # Ctrl-C during the imports, which take seconds, ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -88,7 +86,6 @@ NOT_FINITE = 3
 OUT_OF_MEMORY = 4
 # what to do where a number of --precision fp16 is inf or nan
 FP16_ENDS = "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU with bf16"
-TORCHRUN_GONE = getattr(signal, "SIGRTMIN", 0)  # the signal that says so; macOS has none
 UNTESTED_TORCH = 2, 15  # and what is newer
 
 # ---------------- main
@@ -105,7 +102,6 @@ def main(argv, progress, exits):
         return chat(args)
 
     # ---- what the user gave: everything is checked before anything large is allocated
-    # StopSignal comes before Ranks, which waits for other ranks: when torchrun ends, so does that wait.
     stop = StopSignal()
     ranks = Ranks(args.fsdp2, args.timeout)
     device = ranks.device
@@ -609,15 +605,12 @@ def end_if_stopped(save, saver, state, stop, ranks):
         return
     save()  # does nothing if this step is saved
     number = signal.Signals(number)
-    cause = f"by {number.name}"
-    if number == TORCHRUN_GONE:
-        cause = "because torchrun is gone"
     # the disk may have been full
     is_saved = saver.last_step == state["step"]
     outcome = "NOT saved, see above"
     if is_saved:
         outcome = f"saved: the same command with --resume {saver.out} continues"
-    ranks.say(f"stopped {cause} after step {state['step']} of {state['steps']}, {outcome}")
+    ranks.say(f"stopped by {number.name} after step {state['step']} of {state['steps']}, {outcome}")
     ranks.leave()
     if not is_saved:
         raise SystemExit(1)
@@ -1289,8 +1282,7 @@ class Ranks:
 class StopSignal:
     """Notes SIGTERM, SIGUSR1, SIGHUP (its terminal was closed) or Ctrl-C, so that a run can finish its step,
     save and end. `number` is the signal's, or 0; only ranks.largest(stop.number) makes all ranks see it after
-    the same step. If torchrun is killed, the kernel sends TORCHRUN_GONE: otherwise the ranks would train on
-    unseen, and keep the run's lock.
+    the same step. SIGKILL to torchrun alone reaches no rank: they train on, and keep the run's lock.
 
     Before begin() and after end() there is nothing to save, and a signal ends the process at once. So does a
     second Ctrl-C, except under torchrun, which itself sends each rank a second."""
@@ -1303,23 +1295,10 @@ class StopSignal:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.note)
-        # A rank that waits for another in C++ would not see a signal that can be handled.
-        self.end_with_torchrun(signal.SIGKILL)
 
     def begin(self):
         """From here on main looks at `number` after each step."""
         self.can_save = True
-        if TORCHRUN_GONE:
-            signal.signal(TORCHRUN_GONE, self.note)
-            self.end_with_torchrun(TORCHRUN_GONE)
-
-    def end_with_torchrun(self, number):
-        """Lets the kernel send a signal to this process when torchrun ends, even by SIGKILL."""
-        if "TORCHELASTIC_RUN_ID" in os.environ and TORCHRUN_GONE:
-            PR_SET_PDEATHSIG = 1  # as <sys/prctl.h> has it
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
-            if os.getppid() != TORCHRUN:  # it has ended already, so the kernel will send nothing
-                os.kill(os.getpid(), number)
 
     def end(self):
         """From here on there is nothing left to save."""

@@ -904,8 +904,6 @@ def test_an_interrupt_during_the_imports_leaves_no_traceback(tmp_path):
 def handlers():
     """Signal handlers as they were, after the test."""
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT]
-    if train.TORCHRUN_GONE:
-        numbers.append(train.TORCHRUN_GONE)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
