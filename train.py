@@ -240,8 +240,6 @@ def main(argv, progress, exits):
             # before the norm, because --clip is about gradients of the loss itself
             loss_scale.unscale_(trained)
             norm = clip_gradients_(trained, args.clip)
-            if step == 1:
-                note_dominant_gradient(model, norm, args.clip, tokenizer, ranks)
             # the host does not look at the norm: where it is inf or nan, the kernels change nothing
             nonfinite.step_if_finite(optimizer, norm)
             optimizer.zero_grad()  # to None: the next forward can use their memory
@@ -2740,21 +2738,6 @@ def place_of(name, norms, tokenizer):
     if name in (data.EMBEDDING, data.HEAD):  # a row for each token
         token = f" (token {tokenizer.core.id_to_token(row)!r})"
     return f"{name}, row {row}{token}"
-
-
-def note_dominant_gradient(model, norm, clip, tokenizer, ranks):
-    """Says which tensor it is that makes --clip scale the first gradient to next to nothing. The others
-    hardly learn beside it: a token that the model was never trained on, for example. Collective."""
-    norm = norm.item()  # waits for the GPU, at the first step alone
-    # one that is not finite ends the run, see end_not_finite()
-    if clip == 0 or not 1000 * clip < norm < math.inf:
-        return
-    by_name = row_norms(model)
-    squares = {name: norms.square().sum().item() for name, norms in by_name.items()}
-    name = max(squares, key=squares.get)
-    share = math.sqrt(squares[name] / sum(squares.values()))
-    ranks.say(f"note: step 1: the gradient norm {norm:.3g} is clipped to {clip:g}; {100 * share:.0f} % "
-              f"of it is of {place_of(name, by_name[name], tokenizer)}")
 
 
 def compute_again(model, loader, step, args, ranks):
