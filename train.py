@@ -267,7 +267,7 @@ def main(argv, progress, exits):
                 device, losses, dpo_means, norm, lr, nonfinite.take_count_(), loss_scale.current())
             bad_step = index_of_bad_step(step, losses, n_found, *loss_scales)
             if bad_step is not None:
-                end_not_finite(model, loader, bad_step, args, ranks, tokenizer)
+                end_not_finite(model, loader, bad_step, args, ranks)
             log.write(losses, dpo_means, norm, lr, n_found, *loss_scales)
         if profiler:
             profiler.step()
@@ -2710,81 +2710,21 @@ def check_finite(tensors, step, ranks):
             f"{names[0]} contains inf or nan after {step} steps, nothing is saved: {cause}")
 
 
-# In the place of inf and nan, so that sums of squares stay finite. Norms of float32 gradients are below 1e40.
-NOT_FINITE_NORM = 1e100
-
-
-def row_norms(model):
-    """-> {name: L2 norm of each row of its gradient} over all ranks, in the order of the model. A number of a
-    vector is a row. Without FSDP2 the gradients are those of all ranks already. Collective."""
-    norms = {}
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            grad = p.grad.float()
-            by_row = grad.abs() if grad.dim() == 1 else torch.linalg.vector_norm(grad.flatten(1), dim=1)
-            if nf4.is_sharded(by_row):
-                by_row = by_row.full_tensor()
-            norms[name] = by_row.double().nan_to_num(NOT_FINITE_NORM, NOT_FINITE_NORM).cpu()
-    return norms
-
-
-def place_of(name, norms, tokenizer):
-    """What to print of a gradient: the tensor, and the row that has most of it. norms: of its rows."""
-    squares = norms.square()
-    row = int(squares.argmax())
-    if squares[row] < 0.5 * squares.sum():
-        return name  # no single row is to blame
-    token = ""
-    if name in (data.EMBEDDING, data.HEAD):  # a row for each token
-        token = f" (token {tokenizer.core.id_to_token(row)!r})"
-    return f"{name}, row {row}{token}"
-
-
-def compute_again(model, loader, step, args, ranks):
-    """Computes the gradients of a step (from 0) again -> the sum of its losses on all ranks. Collective."""
-    ranks.alive()  # it may take as long as a whole step
-    seed_dropout(args.seed, step, ranks.rank)
-    batches, counts = loader.step(step, args.grad_accum)
-    n_terms = counts.documents // 2 if args.dpo else counts.targets
-    loss_sum = 0.0
-    for batch in batches:
-        loss, _ = loss_of(model, batch.to(ranks.device), args.beta)
-        (loss * (ranks.world / n_terms)).backward()
-        loss_sum += loss.item()
-    if ranks.world > 1 and not args.fsdp2 and not args.optim_in_backward:
-        average_gradients_([p for p in model.parameters() if p.grad is not None], ranks.world)
-    return sum(ranks.gather(loss_sum))
-
-
-def end_not_finite(model, loader, step, args, ranks, tokenizer):
-    """Ends a run whose loss or a gradient was inf or nan in `step` (from 0), and names that step's documents
-    and the tensor. Collective."""
+def end_not_finite(model, loader, step, args, ranks):
+    """Ends a run whose loss or a gradient was inf or nan in `step` (from 0), and names that step's documents.
+    Collective."""
     # If a weight itself is not finite, that is the cause, and no document is to blame.
     check_finite(dict(model.named_parameters()), step, ranks)
-    # The gradients are gone by now, but not what made them: the data of that step, and the weights, but for
-    # what --optim_in_backward had applied by then.
-    is_finite = math.isfinite(compute_again(model, loader, step, args, ranks))
-    norms = row_norms(model)  # none with --optim_in_backward, which frees each gradient at once
-    # The backward goes through the model from its end, so it began in the last one.
-    wrong = [name for name, by_row in norms.items() if by_row.max() == NOT_FINITE_NORM]
-    what = "the loss or a gradient, but none when the step was computed again"
-    if not is_finite:
-        what = "the loss"
-    elif args.optim_in_backward:
-        what = "a gradient"
-    elif wrong:
-        first = place_of(wrong[-1], norms[wrong[-1]], tokenizer)
-        what = f"{len(wrong)} of {len(norms)} gradients, first that of {first}"
     places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
     changed = "no weight was changed by it"
     if args.optim_in_backward:
         changed = "those of its gradients that came earlier were applied"
-    advice = "Lower --lr, raise --warmup"
+    advice = f"Lower --lr, which is {args.lr:g}, raise --warmup"
     if args.precision == "fp16":
-        advice = f"{FP16_ENDS}. If that is not finite either, lower --lr"
+        advice = f"{FP16_ENDS}. If that is not finite either, lower --lr, which is {args.lr:g}"
     ranks.leave()
     raise FloatingPointError(
-        f"step {step + 1}: not finite: {what}; {changed}, checkpoints are as they were. "
+        f"step {step + 1}: not finite: the loss or a gradient; {changed}, checkpoints are as they were. "
         f"{advice}, or look at the documents of that step:"
         + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
 

@@ -699,7 +699,7 @@ def compute_the_loss_before_the_head_has_arrived():
 @pytest.mark.gpu
 @pytest.mark.skipif(not LOADED, reason="a real GPU may be lucky")
 @pytest.mark.parametrize("leave_out_a_guard, flags, words", [
-    (forget_to_hold_leaving_tensors, "--offload", "gradients, first that of"),  # nan in place of what was freed
+    (forget_to_hold_leaving_tensors, "--offload", "not finite: "),  # nan in place of what was freed
     (bring_back_into_memory_of_the_side_stream, "--offload", "is given away again while"),
     (copy_without_waiting, "--offload", "that the default stream still works on"),
     (copy_without_waiting, STREAMS, "that the default stream still works on"),

@@ -968,17 +968,6 @@ def spoil_loss():
     spoil_loss_of_marked(lambda loss: loss * torch.nan)
 
 
-def spoil_loss_of_masks():
-    """The masks of dropout of that step alone make the loss nan, so the step has to be computed with them again."""
-    states = []  # of torch's random numbers, behind those of the masks
-
-    def spoil(loss):
-        states.append(torch.get_rng_state())
-        return loss * torch.nan if torch.equal(states[-1], states[0]) else loss
-
-    spoil_loss_of_marked(spoil)
-
-
 def spoil_gradient():
     """The loss stays finite, and all gradients of the model come from what is infinite."""
     def spoil(loss):
@@ -1001,11 +990,11 @@ def show_the_end():
     """At the end each rank says where its documents of step 3 are, and writes its rows of the weights."""
     end_not_finite = train.end_not_finite
 
-    def shown_end(model, loader, number, args, ranks, *others):
+    def shown_end(model, loader, number, args, ranks):
         weights = {name: p.detach() for name, p in model.named_parameters()}
         save_file(train.rows_of_rank(weights, ranks.rank), f"{args.out}/end-{ranks.rank}.safetensors")
         print("documents: " + ", ".join(loader.places(2, 1)))
-        end_not_finite(model, loader, number, args, ranks, *others)
+        end_not_finite(model, loader, number, args, ranks)
 
     train.end_not_finite = shown_end
 
@@ -1026,15 +1015,6 @@ def rows_in(folder, pattern):
     return rows
 
 
-# The tensor is named by computing the step again. From an inf behind the loss on, no gradient is finite.
-CULPRITS = {
-    spoil_loss: "the loss; ",
-    spoil_loss_of_masks: "the loss; ",
-    spoil_gradient: r"(\d+) of \1 gradients, first that of (lm_head|model\.\S+lora_B)\.weight",
-    spoil_row: r"1 of \d+ gradients, first that of model\.embed_tokens\.weight, row 4095 \(token '.+'\); ",
-}
-
-
 @pytest.mark.parametrize("spoil, flags", [
     # each optimizer skips such a step by itself: the fused kernel, torch's loop, ours, and those in the backward
     (spoil_loss, "--fsdp2 --clip 1e-5"),
@@ -1044,7 +1024,6 @@ CULPRITS = {
     (spoil_gradient, "--lora --precision bf16 --stochastic_rounding"),
     (spoil_gradient, "--fsdp2 --optim_in_backward"),
     (spoil_row, "--fsdp2"),
-    (spoil_loss_of_masks, "--lora --lora_dropout 0.1"),
 ])
 def test_a_number_that_is_not_finite_ends_the_run_before_a_weight_changes(job, tmp_path, spoil, flags):
     out = tmp_path / "run"
@@ -1066,10 +1045,10 @@ def test_a_number_that_is_not_finite_ends_the_run_before_a_weight_changes(job, t
     message = ended.said_by[0]  # rank 0 speaks
     assert "error: step 3: not finite: " in message
     assert ended.said.count("not finite") == 1
-    culprit = CULPRITS[spoil]
-    if "--optim_in_backward" in flags and spoil is not spoil_loss:
-        culprit = "a gradient; those of its gradients that came earlier were applied"  # and freed
-    assert re.search(f"not finite: {culprit}", message), message
+    changed = "no weight was changed by it"
+    if "--optim_in_backward" in flags:
+        changed = "those of its gradients that came earlier were applied"  # and freed
+    assert f"the loss or a gradient; {changed}, checkpoints are as they were. Lower --lr, which is " in message
     for rank in range(WORLD):
         (places,) = re.findall(r"documents: (.*)", ended.said_by[rank])
         assert re.fullmatch(r"\S+/chats\.jsonl:\d+(, \S+/chats\.jsonl:\d+)*", places)
