@@ -1512,14 +1512,15 @@ def compile_(model, packing):
     has, and on dequantization. Without packing the length of rows changes, hence dynamic shapes."""
 
     def in_training(function, dynamic):
-        # fullgraph: a graph break is an error
-        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        compiled = nf4.Compiled(function, dynamic)
         # evaluation and generation run uncompiled: each of their shapes would be compiled once more
         return lambda *args: compiled(*args) if model.training else function(*args)
 
     # Beyond it a run ends. torch's is 8, but two types of blocks, in tiles and with or without a gradient,
     # are compiled up to 13 times.
     torch._dynamo.config.recompile_limit = 64
+    # A backward that cannot be compiled shows in the forward, where nf4.Compiled can go on without.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
     for block in model.model.layers:
         block.qkv = in_training(block.qkv, dynamic=not packing)
         block.start_mlp = in_training(block.start_mlp, dynamic=not packing)

@@ -39,6 +39,7 @@ region some rows and columns that one call of adamw_() updates.
 import functools
 import itertools
 import math
+import warnings
 import zlib
 from typing import NamedTuple
 
@@ -242,22 +243,65 @@ def dequantize_pairs(codes_NP, scales_NM, table, dtype):
     return low_half | high_half
 
 
+class Compiled:
+    """torch.compile(function), or the function itself where torch cannot compile it. A warning says so, and
+    blocks that share its code do not try again. It is one graph, so nothing of it has run by then, and if the
+    error is the function's own, the plain call raises it.
+
+    Once there is a compiled result with a gradient, an error is raised as it is: a block that is recomputed
+    must save the tensors that its forward has saved, and the plain function saves others."""
+
+    failed = {}  # {function: why torch could not compile it}, of this process
+
+    def __init__(self, function, dynamic):
+        self.function = function
+        self.code = getattr(function, "__func__", function)  # a method's, which all blocks share
+        self.compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        self.has_graph = False
+
+    def __call__(self, *args):
+        if self.code not in self.failed or self.has_graph:
+            try:
+                out = self.compiled(*args)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                if self.has_graph:
+                    raise
+                self.note_failure(error)
+            else:
+                self.has_graph = self.has_graph or torch.is_grad_enabled()
+                return out
+        return self.function(*args)
+
+    def note_failure(self, error):
+        """One warning for each reason: without a C compiler, for example, all functions fail alike."""
+        error = getattr(error, "inner_exception", error)
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if why not in self.failed.values():
+            name = getattr(self.code, "__qualname__", self.code)  # a partial has no name
+            warnings.warn(f"torch.compile failed on {name}: {why}. It runs uncompiled, and so does all that "
+                          "fails for the same reason", stacklevel=3)
+        self.failed[self.code] = why
+
+
+def weight_in_pairs(codes_NP, scales_NQ, table, dtype):
+    """Both steps of dequantize() as one function to compile: what a call costs the host it costs once."""
+    return dequantize_pairs(codes_NP, dequantize_scales(scales_NQ), table, dtype)
+
+
 @functools.cache
-def compiled_pairs():
-    """Both steps as one compiled function: what a call costs the host it costs once."""
-
-    def pairs(codes_NP, scales_NQ, table, dtype):
-        return dequantize_pairs(codes_NP, dequantize_scales(scales_NQ), table, dtype)
-
-    return torch.compile(pairs, fullgraph=True, dynamic=True)  # one graph for all shapes
+def compiled(function):
+    return Compiled(function, dynamic=True)  # one graph for all shapes
 
 
 def dequantize_compiled(codes_NP, scales_NQ, dtype):
-    """dequantize() in bf16 or fp16. detach(): torch.compile would make a graph for each shape of a
-    Parameter."""
+    """dequantize() in bf16 or fp16, compiled if that works. detach(): torch.compile would make a graph for
+    each shape of a Parameter."""
     _, bits = width_and_bits(codes_NP, scales_NQ)
+    if weight_in_pairs in Compiled.failed:
+        # it works in bands: temporaries of the plain weight_in_pairs() are as large as the weight
+        return dequantize(codes_NP, scales_NQ, dtype)
     table = level_pairs(codes_NP.device, bits)
-    pairs = compiled_pairs()(codes_NP.detach(), scales_NQ.detach(), table, dtype)
+    pairs = compiled(weight_in_pairs)(codes_NP.detach(), scales_NQ.detach(), table, dtype)
     return pairs.view(dtype).view(len(codes_NP), -1)
 
 
@@ -651,7 +695,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups, lr, eight_bits, stochastic_rounding, compiled, found_inf):
         super().__init__(groups, {"lr": lr})
-        self.adamw_ = torch.compile(adamw_, dynamic=True) if compiled else adamw_
+        self.adamw_ = Compiled(adamw_, dynamic=True) if compiled else adamw_
         # Weights of a region on a GPU: float32 temporaries are 16 MiB each. Compiled code has few of them.
         self.n_weights = 1 << 24 if compiled else 1 << 22
         self.stochastic_rounding = stochastic_rounding

@@ -2,7 +2,7 @@
 memory.
 
     python train.py                                      # the built-in model and data, on any machine
-    python train.py --qlora --compile --model Qwen/Qwen3-4B --data chats.jsonl                       # one GPU
+    python train.py --qlora --model Qwen/Qwen3-4B --data chats.jsonl                                 # one GPU
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chats.jsonl
 
 In the order of this file: `main`, a run from top to bottom; flags; then what main uses: ranks, FSDP2 and
@@ -411,6 +411,11 @@ def complete_for_model(args, config, adapter_settings, device):
         args.precision = default_precision(args.chat, device)
         if args.precision == "fp16" and args.optim_in_backward:  # or refuse_conflicts() has said so
             raise ValueError(f"--optim_in_backward: this GPU has no bf16, and {WHOLE_STEPS}")
+    if args.compile is None:
+        args.compile = compiles_by_default(config, device)
+    missing = missing_for_compile(device)
+    if args.compile and missing:
+        raise ValueError(f"--compile needs {missing}: leave it out, and nothing is compiled")
     if args.lr is None:
         args.lr = default_rate(config, args.lora, args.dpo)
     if args.embedding_lr and not args.train_embeddings:
@@ -448,6 +453,8 @@ def open_model(args, ranks, revisions=None):
             weights = data.RandomWeights(vanilla, args.seed, ranks.device)
         data.check_weights(vanilla, weights, args.model)
         model = lm.on_meta(config, args)
+        if args.flash_attention:
+            use_flash_attention_4_(model, ranks.device)
         if adapter:
             data.check_weights(model, adapter, args.adapter)
         # no value of --train_on: with it the tokenizer refuses rows that are not pairs
@@ -475,6 +482,32 @@ def has_bf16(device):
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported()
+
+
+COMPILES_FROM = 300_000_000  # parameters; on less a GPU saves little time in a step
+
+
+def compiles_by_default(config, device):
+    """--compile where it is not given. device: None if the run is only planned, for GPUs that can compile."""
+    if device is not None and (device.type != "cuda" or missing_for_compile(device)):
+        return False
+    with torch.device("meta"):
+        return sum(p.numel() for p in lm.Transformer(config).parameters()) >= COMPILES_FROM
+
+
+def missing_for_compile(device):
+    """What torch.compile needs on a GPU and does not find, or None. Triton has the code that launches its
+    kernels compiled by $CC, gcc or clang."""
+    if device is None or device.type != "cuda":
+        return None
+    if not is_installed("triton"):
+        return "the package triton"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"a C compiler, {' or '.join(compilers)}"
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return "a GPU of compute capability 7.0 or higher"
+    return None
 
 
 def take_folder(out, resume, inspect, ranks, exits):
@@ -556,8 +589,9 @@ def say_notes(args, config, steps, ranks):
         ranks.say(f"note: nothing is dropped at random, although config.json has {', '.join(dropouts)}")
     if config.shared_expert_intermediate_size and args.lora and not args.merge:
         ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
-    if ranks.device.type == "cuda" and steps > 200 and not args.compile:
-        ranks.say("note: --compile takes half a minute, and then a step is about 1.2 times as fast")
+    missing = missing_for_compile(ranks.device)
+    if missing and steps > 200 and not args.compile:
+        ranks.say(f"note: --compile needs {missing}; with it a step is about 1.2 times as fast")
     if args.min_lr > args.lr and args.schedule != "constant":
         ranks.say(f"note: --min_lr {args.min_lr:g} is above --lr {args.lr:g}: the learning rate rises")
     if 1 <= args.warmup >= steps:
@@ -572,6 +606,41 @@ def say_notes(args, config, steps, ranks):
     # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
     if steps < 20 and not args.steps:
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
+
+
+def use_flash_attention_4_(model, device):
+    """Puts the kernels of the package flash-attn-4 in the place of torch's FlashAttention 2, for the whole
+    process, and tries them with the heads of this model: what they do not do ends the run at its start."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        raise ValueError("--flash_attention 4 needs a GPU of compute capability 9.0 or higher, a Hopper or "
+                         "Blackwell: leave it out")
+    if model.compute_dtype is torch.float32:
+        raise ValueError("--flash_attention 4 needs 16 bits a number: leave it out, or use --precision mixed")
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if activate is None:
+        raise ValueError(f"--flash_attention 4: torch {torch.__version__} has no other kernels than its own: "
+                         "leave it out, or install a newer torch")
+    try:
+        activate("FA4")
+        try_attention(model.config, model.compute_dtype, device)
+    except Exception as error:  # they are compiled here, by packages that may raise anything
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"--flash_attention 4 does not run attention of this model: {why}; leave it out, or "
+                         "pip install --pre -U flash-attn-4") from error
+
+
+def try_attention(config, dtype, device):
+    """Attention over two documents, forward and backward, with the heads and windows of a model."""
+    bounds = torch.tensor([0, 100, 256], dtype=torch.int32, device=device)
+    spans = lm.Spans([(0, 100), (100, 256)], bounds, longest=156)
+    windows = [lm.NO_WINDOW]
+    if "sliding_attention" in config.layer_types:
+        windows.append(64)
+    for window in windows:
+        n_heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+        q, k, v = (torch.ones(1, 256, n, config.head_dim, dtype=dtype, device=device, requires_grad=True)
+                   for n in n_heads)
+        lm.attend(q, k, v, spans, window).sum().backward()
 
 
 def wrap_blocks_(model, tiled_mlp, blocks):
@@ -901,9 +970,13 @@ def add_memory_flags(parser):
            "update each weight as soon as its gradient is there; then frees it, which rules out --clip",
            feature=True)
     switch(memory, "--fused_adamw", "run AdamW as one kernel, on GPU and CPU", on=True, feature=True)
-    switch(memory, "--compile",
-           "torch.compile the blocks, the loss and NF4; the first step takes half a minute longer",
-           feature=True, everyday=True)
+    declare(memory, "--compile", action=argparse.BooleanOptionalAction, feature=True, everyday=True,
+            help="torch.compile the blocks, the loss and NF4: half a minute in the first step, which torch "
+            "caches for the next run (default: on if there are a GPU, Triton, a C compiler and "
+            f"{COMPILES_FROM / 1e9:g} billion parameters)")
+    add(memory, "--flash_attention", int, None, "attention in the kernels of FlashAttention 4; on a GPU of "
+        "compute capability 9.0 or higher, pip install --pre flash-attn-4 (default: torch's own kernels)",
+        choices=(4,), metavar="4", feature=True)
 
 
 def add_schedule_flags(parser):
@@ -1117,6 +1190,9 @@ def refuse_conflicts(args):
     for flag in ("tensorboard", "wandb"):
         if getattr(args, flag) and not is_installed(flag):
             refuse(f"--{flag} needs a package: pip install {flag}")
+    # a plan may be that of another machine
+    if args.flash_attention and not args.dry_run and not is_installed("flash_attn.cute"):
+        refuse("--flash_attention needs a package: pip install --pre flash-attn-4")
     if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
         refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
     # A preset has no weights. Without this error a user could take noise for a model.
@@ -1136,7 +1212,10 @@ def refuse_conflicts(args):
 
 
 def is_installed(package):
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # nor is the package that this one is in
+        return False
     # Python takes a folder of this name for a package without origin. wandb leaves one wherever it has run.
     return spec is not None and spec.origin is not None
 
@@ -2421,6 +2500,8 @@ def words_of(args, model, blocks, ranks):
     fused = args.fused_adamw and args.optim == "adamw" and not args.stochastic_rounding
     words = {
         "precision": (True, f"trained {trained}, all else {other_dtype}"),
+        "qlora": (args.qlora, "train low-rank adapters and freeze all else, the blocks in NF4"),
+        "compile": (args.compile, "half a minute in the first step, cached for the next run"),
         "fsdp2": (args.fsdp2, f"parameters, gradients and optimizer state in {n_shards} shards"),
         "resident_blocks": (offloads_frozen(args), blocks.describe_resident(n_blocks)),
         "activation_checkpointing": (args.activation_checkpointing, blocks.describe(n_blocks)),
@@ -2453,6 +2534,8 @@ def print_start(args, model, new_ids, blocks, ranks):
     words = words_of(args, model, blocks, ranks)
     off = []
     for action in flags_with("feature"):
+        if action.dest == "lora" and args.qlora:
+            continue  # the line of --qlora says so
         value = getattr(args, action.dest)
         text = words.get(action.dest, words_of_help(action, value))
         if text:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -58,6 +59,8 @@ if "oomph-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):
 processes = multiprocessing.get_context("fork" if emulated_cuda.LOADED else "forkserver")
 processes.set_forkserver_preload(["fork_server"])
 HANG_S = 600  # without a line in the log of any rank
+# A run goes on uncompiled, with this warning. A test of compiled code would compare plain code with itself.
+FAILED_TO_COMPILE = "torch.compile failed"
 
 
 @pytest.fixture
@@ -67,6 +70,7 @@ def emulated(request):
 
 
 def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", f"error:{FAILED_TO_COMPILE}")
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or an emulated one (test_cuda.py)")
     config.addinivalue_line("markers", "bf16: depends on whether the CPU has bf16 instructions (OOMPH_BF16)")
     config.addinivalue_line("markers", "rounding: compares numbers that are rounded in another way (OOMPH_MACHINE)")
@@ -123,6 +127,7 @@ def start_rank(rank, world, port, function, args, log, gpu=False):
     os.environ["MASTER_PORT"] = str(port)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    warnings.filterwarnings("error", FAILED_TO_COMPILE)
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         try:
             code = function(*args) or 0

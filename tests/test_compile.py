@@ -4,20 +4,26 @@ equal to the last bit, in a second. What Inductor makes of it is compared once, 
 
 import functools
 import itertools
+import json
+import warnings
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import MOE, MUSE, QWEN35, SHAPE, curve, on_ranks, random_model
+from conftest import FAILED_TO_COMPILE, MOE, MUSE, QWEN35, SHAPE, curve, on_ranks, random_model, start_ranks
 from test_model import build_random
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
 
+import data
 import model as lm
 import nf4
 import train
 
+CPU = torch.device("cpu")
 STATS = torch._dynamo.utils.counters  # what has been compiled, and why a graph has ended early
 
 
@@ -25,6 +31,8 @@ STATS = torch._dynamo.utils.counters  # what has been compiled, and why a graph 
 def fresh_dynamo():
     torch._dynamo.reset()
     STATS.clear()
+    nf4.compiled.cache_clear()
+    nf4.Compiled.failed.clear()
 
 
 def n_graphs():
@@ -228,6 +236,194 @@ def test_a_loss_that_a_fork_puts_on_the_head_is_the_one_that_is_compiled(tracing
     check_same_bits(compiled, eager)
     # the same bits could be those of the plain loss, in both
     assert compiled.steps[0]["loss"] == 2 * plain.steps[0]["loss"]
+
+
+# ---------------------------------------------------------------- what cannot be compiled runs as it is
+
+
+def without_compiler(graph, inputs):
+    """A backend on a machine that has no C compiler."""
+    raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable")
+
+
+def compile_by(backend, set_attribute=setattr):
+    set_attribute(torch, "compile", functools.partial(torch.compile, backend=backend))
+
+
+def warnings_of(record):
+    """What the warnings say that are about compilation."""
+    texts = [str(warning.message) for warning in record]
+    return [text for text in texts if text.startswith(FAILED_TO_COMPILE)]
+
+
+def test_without_a_compiler_a_model_computes_as_an_eager_one_and_one_warning_says_so(monkeypatch):
+    how = {"precision": "mixed", "checkpointing": True, **QWEN35}  # two kinds of blocks
+    eager = three_steps(build("qlora", **how))
+    compile_by(without_compiler, monkeypatch.setattr)
+    with pytest.warns(UserWarning, match="failed on Block.qkv: RuntimeError: Failed to find C") as record:
+        uncompiled = three_steps(build("qlora", compiled=True, **how))
+    check_same_bits(uncompiled, eager)
+    assert len(warnings_of(record)) == 1
+    # each part of a block, the loss and the scales of NF4 have been tried once, and not again for each block
+    assert set(nf4.Compiled.failed) == {
+        lm.Block.qkv, lm.Block.start_mlp, lm.GatedDeltaNet.before_scan, lm.GatedDeltaNet.after_scan,
+        lm.LMHead.loss_and_grad, nf4.dequantize_scales}
+
+
+def test_a_backward_that_cannot_be_compiled_is_known_in_the_forward(monkeypatch):
+    eager = three_steps(build(checkpointing=True, method="lora"))
+    no_backward = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=without_compiler)
+    compile_by(no_backward, monkeypatch.setattr)
+    with pytest.warns(UserWarning, match="Failed to find C"):
+        uncompiled = three_steps(build(compiled=True, checkpointing=True, method="lora"))
+    check_same_bits(uncompiled, eager)
+    assert set(nf4.Compiled.failed) == {lm.Block.qkv, lm.Block.start_mlp}  # the loss is compiled, and has none
+
+
+def unsupported(logits, targets):
+    """A fork's loss, which torch.compile does not take whole."""
+    torch._dynamo.graph_break()
+    return lm.losses_and_gradient(logits, targets)
+
+
+def test_one_part_that_cannot_be_compiled_leaves_the_others_compiled(tracing):
+    eager = three_steps(build_random())
+    model = build("full", compiled=False)
+    model.lm_head.losses_and_gradient = unsupported
+    lm.compile_(model, packing=True)
+    with pytest.warns(UserWarning, match="failed on LMHead.loss_and_grad: Unsupported: "):
+        compiled = three_steps(model)
+    check_same_bits(compiled, eager)
+    assert set(nf4.Compiled.failed) == {lm.LMHead.loss_and_grad}
+    assert n_graphs() >= 2  # both parts of a block
+
+
+@pytest.mark.parametrize("error", [ValueError("the fork's own"), torch.OutOfMemoryError("CUDA out of memory.")])
+def test_errors_of_what_is_compiled_are_raised(tracing, error):
+    def wrong_loss(logits, targets):
+        if not torch.compiler.is_compiling():
+            raise error
+        return lm.losses_and_gradient(logits, targets.view(-1, 12345))  # fails while it is traced, too
+
+    model = build_random()
+    model.lm_head.losses_and_gradient = wrong_loss
+    lm.compile_(model, packing=True)
+    with pytest.warns(UserWarning, match=FAILED_TO_COMPILE), pytest.raises(type(error), match=str(error)):
+        three_steps(model)
+
+
+def test_an_error_while_compiled_code_runs_is_raised_at_once(monkeypatch):
+    def run_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    compile_by(lambda graph, inputs: run_out, monkeypatch.setattr)
+    with pytest.raises(torch.OutOfMemoryError):
+        three_steps(build("full", compiled=True))
+    assert not nf4.Compiled.failed
+
+
+def test_a_part_whose_gradients_are_compiled_is_not_switched(monkeypatch):
+    """A recomputed block would save other tensors than its forward has saved."""
+    n_compiled = 0
+
+    def once(graph, inputs):
+        nonlocal n_compiled
+        n_compiled += 1
+        return graph.forward if n_compiled == 1 else without_compiler(graph, inputs)
+
+    compile_by(once, monkeypatch.setattr)
+    twice = nf4.Compiled(lambda x: 2 * x, dynamic=False)
+    twice(torch.ones(3, requires_grad=True))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        twice(torch.ones(4, requires_grad=True))
+
+
+def run_without_compiler(argv):
+    compile_by(without_compiler)
+    warnings.resetwarnings()  # start_rank() makes an error of it
+    return train.launch(argv)
+
+
+def test_a_run_goes_on_uncompiled_and_says_so_once(chats, tmp_path):
+    model = random_model(tmp_path / "model", num_hidden_layers=2)
+    argv = ["--model", model, "--random_init", "--data", chats, "--seq_len", 96, "--steps", 2, "--qlora", "--optim",
+            "adamw8bit", "--save_every", 0, "--precision", "mixed", "--activation_checkpointing", "all"]
+    eager, _ = curve(1, argv, tmp_path / "eager")
+    out = tmp_path / "uncompiled"
+    log = tmp_path / "log"
+    words = [str(word) for word in [*argv, "--compile", "--out", out, "--log_every", 1]]
+    assert start_ranks(1, run_without_compiler, (words,), [log]) == [0], log.read_text()
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == eager  # the same operators
+    said = log.read_text()
+    assert said.count(FAILED_TO_COMPILE) == 1, said
+    assert "Block.qkv" in said
+
+
+# ---------------------------------------------------------------- the default
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def find_all(monkeypatch):
+    """A GPU with all that --compile needs."""
+    monkeypatch.setattr(train, "is_installed", lambda package: True)
+    monkeypatch.setattr(train.shutil, "which", lambda command: f"/usr/bin/{command}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.delenv("CC", raising=False)
+
+
+def compiles(flags, device, preset="qwen3-0.6b"):
+    config = lm.parse_config(data.PRESETS[preset])
+    args = train.parse_args(["--precision", "mixed", *flags])
+    train.complete_for_model(args, config, {}, device)
+    return args.compile
+
+
+def test_a_gpu_compiles_a_model_that_is_large_enough(find_all):
+    assert compiles([], GPU)
+    assert compiles([], None)  # a plan is one for GPUs
+    assert not compiles([], CPU)
+    for device in (GPU, None, CPU):
+        assert compiles(["--compile"], device)
+        assert not compiles(["--no-compile"], device)
+    small = lm.parse_config(SHAPE)
+    assert not train.compiles_by_default(small, GPU)
+    assert not train.compiles_by_default(small, None)
+
+
+@pytest.mark.parametrize("lacks, words", [
+    ("triton", "the package triton"),
+    ("compiler", "a C compiler, gcc or clang"),
+    ("capability", "a GPU of compute capability 7.0"),
+])
+def test_what_a_gpu_lacks_leaves_compilation_off_and_is_named(find_all, monkeypatch, capsys, lacks, words):
+    if lacks == "triton":
+        monkeypatch.setattr(train, "is_installed", lambda package: package != "triton")
+    elif lacks == "compiler":
+        monkeypatch.setattr(train.shutil, "which", lambda command: None)
+    else:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert not compiles([], GPU)
+    with pytest.raises(ValueError, match=f"--compile needs {words}.*: leave it out"):
+        compiles(["--compile"], GPU)
+
+    args = train.parse_args(["--no-compile", "--lr", "1e-3"])
+    ranks = SimpleNamespace(device=GPU, say=print)
+    config = lm.parse_config(SHAPE)
+    train.say_notes(args, config, 100, ranks)
+    assert "--compile" not in capsys.readouterr().out  # a short run
+    train.say_notes(args, config, 1000, ranks)
+    assert f"note: --compile needs {words}" in capsys.readouterr().out
+
+
+def test_the_c_compiler_is_the_one_that_the_environment_names(find_all, monkeypatch):
+    monkeypatch.setattr(train.shutil, "which", lambda command: "/usr/bin/gcc" if command == "gcc" else None)
+    assert train.missing_for_compile(GPU) is None
+    monkeypatch.setenv("CC", "icx")  # Triton looks at no other
+    assert train.missing_for_compile(GPU) == "a C compiler, icx"
 
 
 # ---------------------------------------------------------------- on several ranks
