@@ -43,6 +43,7 @@ RANK = 16
 ALPHA = 32
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
            "in_proj_qkv", "in_proj_z", "out_proj"]  # the last three are Gated DeltaNet's
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]  # stacks of matrices in transformers 5
 WARMUP = 3  # steps; their losses are compared
 # Of losses, absolute. Each arm rounds to bf16 in another order (0.005 seen) and compresses the scales of the same NF4
 # codes in another way (0.012 seen). A wrong RoPE makes 0.06, documents that see each other 0.07.
@@ -62,6 +63,8 @@ class Shape(NamedTuple):
     V: int = 32000
     kv_heads: int | None = None  # None: as many as heads
     preset: str = "llama-2-7b"  # of data.py, for what is not said here
+    K: int | None = None  # size of a head; None: D / heads
+    key_heads: int = 4  # of Gated DeltaNet, which has twice as many value heads
 
 
 SHAPES = {
@@ -76,6 +79,10 @@ SHAPES = {
     "long": Shape(4, 512, 1536, 8, 1, 16384, 1, V=4096, kv_heads=2),
     "gpu-long": Shape(4, 4096, 14336, 32, 1, 65536, 5, kv_heads=8),
     "gpu": Shape(4, 4096, 14336, 32, 1, 8192, 20, kv_heads=8),  # an eighth of the blocks of Llama-3.1-8B
+    # four blocks in the widths of Qwen3.5-9B, Qwen3-30B-A3B and Qwen3-8B, and as large a part of the vocabulary
+    "gpu-qwen3.5": Shape(4, 4096, 12288, 16, 1, 8192, 20, kv_heads=4, preset="qwen3.5-9b", key_heads=16),
+    "gpu-moe": Shape(4, 2048, 6144, 32, 1, 4096, 20, V=12800, kv_heads=4, preset="qwen3-30b-a3b", K=128),
+    "gpu-short": Shape(4, 4096, 12288, 32, 2, 2048, 20, V=16896, kv_heads=8, preset="qwen3-8b"),
 }
 
 
@@ -146,6 +153,7 @@ def oomph(spec, clock):
     """train.py of a checkout. Its own loader packs and orders these documents, which replace those of --data."""
     import data
     import torch
+    import train
     from conftest import documents_of
 
     with np.load(Path(spec["folder"], "documents.npz")) as arrays:
@@ -165,6 +173,8 @@ def oomph(spec, clock):
         argv += [f"--{spec['method']}", "--lora_rank", RANK, "--lora_alpha", ALPHA]
     if spec["compile"]:
         argv.append("--compile")
+    elif hasattr(train, "compiles_by_default"):  # older ones compile only if they are told to
+        argv.append("--no-compile")
     argv += spec["flags"]
     shutil.rmtree(out, ignore_errors=True)
     harness.run_steps([str(word) for word in argv], WARMUP + spec["steps"], clock.tick)
@@ -176,8 +186,9 @@ def transformers(spec, clock):
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    family = json.loads(Path(spec["model"], "config.json").read_text())["model_type"].removesuffix("_text")
     if spec["name"] == "liger":
-        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
+        getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{family}")()
     dtype = torch.float32 if spec["fp32"] else torch.bfloat16
     quantization = None
     if spec["method"] == "qlora":
@@ -187,7 +198,9 @@ def transformers(spec, clock):
         spec["model"], dtype=dtype, attn_implementation="sdpa", device_map=spec["device"],
         quantization_config=quantization)
     if spec["method"] != "full":
-        adapters = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LINEARS, task_type="CAUSAL_LM")
+        adapters = peft.LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules=LINEARS, target_parameters=EXPERTS if "moe" in family else None,
+            task_type="CAUSAL_LM")
         # PEFT's default, float32 adapters in a bf16 model, is for loops under autocast
         model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
     forward = torch.compile(model) if spec["compile"] else model
@@ -227,8 +240,9 @@ class Peer(NamedTuple):
 
 
 OWN_MODULES = "train conftest torch._dynamo"  # of a checkout
-MODULES = ("transformers.models.llama.modeling_llama transformers.models.qwen3_5.modeling_qwen3_5 peft bitsandbytes "
-           "torch._dynamo")
+MODULES = ("transformers.models.llama.modeling_llama transformers.models.qwen3.modeling_qwen3 "
+           "transformers.models.qwen3_moe.modeling_qwen3_moe transformers.models.qwen3_5.modeling_qwen3_5 "
+           "peft bitsandbytes torch._dynamo")
 PEERS = {
     "transformers": Peer("hf", transformers, MODULES),
     "unsloth": Peer("unsloth", unsloth, "unsloth"),
@@ -259,8 +273,9 @@ def make_config(shape):
     return data.PRESETS[shape.preset] | {
         "vocab_size": shape.V, "hidden_size": shape.D, "intermediate_size": shape.F, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads or shape.heads,
-        "head_dim": shape.D // shape.heads, "max_position_embeddings": shape.T,
-        "initializer_range": GAIN / shape.D**0.5, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        "head_dim": shape.K or shape.D // shape.heads, "max_position_embeddings": shape.T,
+        "initializer_range": GAIN / shape.D**0.5, "linear_num_key_heads": shape.key_heads,
+        "linear_num_value_heads": 2 * shape.key_heads}
 
 
 def random_documents(rng, shape, n):
