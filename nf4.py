@@ -277,9 +277,8 @@ class Compiled:
         error = getattr(error, "inner_exception", error)
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if why not in self.failed.values():
-            name = getattr(self.code, "__qualname__", self.code)  # a partial has no name
-            warnings.warn(f"torch.compile failed on {name}: {why}. It runs uncompiled, and so does all that "
-                          "fails for the same reason", stacklevel=3)
+            warnings.warn(f"torch.compile failed on {self.code.__qualname__}: {why}. It runs uncompiled, and "
+                          "so does all that fails for the same reason", stacklevel=3)
         self.failed[self.code] = why
 
 
