@@ -264,10 +264,10 @@ def test_without_a_compiler_a_model_computes_as_an_eager_one_and_one_warning_say
         uncompiled = three_steps(build("qlora", compiled=True, **how))
     check_same_bits(uncompiled, eager)
     assert len(warnings_of(record)) == 1
-    # each part of a block, the loss and the scales of NF4 have been tried once, and not again for each block
+    # each part of a block, the loss and dequantization have been tried once, and not again for each block
     assert set(nf4.Compiled.failed) == {
         lm.Block.qkv, lm.Block.start_mlp, lm.GatedDeltaNet.before_scan, lm.GatedDeltaNet.after_scan,
-        lm.LMHead.loss_and_grad, nf4.dequantize_scales}
+        lm.LMHead.loss_and_grad, nf4.weight_in_pairs}
 
 
 def test_a_backward_that_cannot_be_compiled_is_known_in_the_forward(monkeypatch):
