@@ -923,45 +923,59 @@ class MLP(nn.Module):
         return self.down_proj(gated, row_stops)
 
 
+class Route(NamedTuple):
+    """Which rows of the experts, those of one behind those of another, belong to which tokens."""
+
+    tokens: torch.Tensor  # of each row; rows that only fill up an expert are copies of the last token
+    rows_Nk: torch.Tensor  # of each token
+
+
 class ToExperts(torch.autograd.Function):
     """x_ND -> a copy of each token for each of its k experts, the rows of one expert after another. Its
     backward is FromExperts. Autograd's own would add atomically on a GPU, in another order and with other
     bits in each run."""
 
     @staticmethod
-    def forward(ctx, x_ND, order, k, N):
-        # not a saved tensor, for which a recomputation would run up to the last product to save it again
-        ctx.route = (order, k, N)
-        return x_ND[tokens_of(*ctx.route)]
+    def forward(ctx, x_ND, tokens, rows_Nk):
+        # not saved tensors, for which a recomputation would run up to the last product to save them again
+        ctx.route = (tokens, rows_Nk)
+        return x_ND[tokens]
 
     @staticmethod
     def backward(ctx, grad):
-        return FromExperts.apply(grad, *ctx.route), None, None, None
+        return FromExperts.apply(grad, *ctx.route), None, None
 
 
 class FromExperts(torch.autograd.Function):
     """Rows by expert -> [N, D], for each token the sum over its k experts. Its backward is ToExperts."""
 
     @staticmethod
-    def forward(ctx, by_expert, order, k, N):
-        ctx.route = (order, k, N)
-        row_of_choice = order.argsort()[: N * k]  # the inverse of `order`, in which added rows come last
-        return by_expert[row_of_choice].unflatten(0, (N, k)).sum(1)
+    def forward(ctx, by_expert, tokens, rows_Nk):
+        ctx.route = (tokens, rows_Nk)
+        return by_expert[rows_Nk].sum(1)
 
     @staticmethod
     def backward(ctx, grad):
-        return ToExperts.apply(grad, *ctx.route), None, None, None
+        return ToExperts.apply(grad, *ctx.route), None, None
 
 
-def tokens_of(order, k, N):
-    """The token of each row of the experts. Added rows are copies of the last token."""
-    return (order // k).clamp_max(N - 1)
+def fills_rows(h):
+    """Whether rows of odds 0 fill each expert up to a multiple, for the reason in length_multiple(). How many
+    there are is known only after the router has run."""
+    return h.dtype is not torch.float32 and length_multiple(h) > 1
+
+
+def can_compile_experts(h):
+    """A graph has one number of rows, and torch traces grouped products in bf16 alone. So a GPU can."""
+    return h.dtype is torch.bfloat16 and not fills_rows(h)
 
 
 class MoE(nn.Module):
     """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest odds. A stack of experts
     is one matrix of E * F rows, so NF4, FSDP2 and LoRA see a matrix like any other. Nothing balances the load
-    of the experts. In Qwen3.5 one more expert sees all tokens, through a gate of its own."""
+    of the experts. In Qwen3.5 one more expert sees all tokens, through a gate of its own.
+
+    Set from outside: start_experts (compile_)."""
 
     def __init__(self, c):
         super().__init__()
@@ -976,32 +990,46 @@ class MoE(nn.Module):
             self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False)
 
     def start(self, h):
-        return h  # nothing to compile: how many rows an expert gets is known only after the router has run
+        return h  # start_experts() is compiled by itself, see can_compile_experts()
 
     def finish(self, h):
-        if self.has_shared:  # first, so that a recomputation can end before the others' last product
+        started, shared, route, row_stops = self.start_experts(h)
+        out = FromExperts.apply(self.experts.finish(started, row_stops), *route).view_as(h)
+        return out + shared if self.has_shared else out
+
+    def start_experts(self, h):
+        """All but the last product of the experts -> its input; what the shared expert makes, or None; Route;
+        row_stops, int32, where the rows of each expert end."""
+        shared = None
+        if self.has_shared:
             shared = self.shared_expert.finish(self.shared_expert.start(h))
             shared = self.shared_expert_gate(h).sigmoid() * shared
         h_ND = h.flatten(0, -2)
-        # the softmax is over all experts, so the odds of the chosen ones sum to less than 1
-        odds_Nk, chosen_Nk = self.gate(h_ND).softmax(-1, dtype=torch.float32).topk(self.n_chosen)
+        logits_NE = self.gate(h_ND).float()
         if self.normalize:
-            odds_Nk = odds_Nk / odds_Nk.sum(-1, keepdim=True)
+            # A softmax over all experts, divided by the sum of the chosen ones, is a softmax over these.
+            logits_Nk, chosen_Nk = logits_NE.topk(self.n_chosen)
+            odds_Nk = logits_Nk.softmax(-1)
+        else:
+            odds_Nk, chosen_Nk = logits_NE.softmax(-1).topk(self.n_chosen)
         order, row_stops = self.sort(chosen_Nk.flatten(), h)
-        route = (order, self.n_chosen, len(h_ND))
+        # the inverse of `order`, in which rows that were added come last
+        numbers = torch.arange(len(order), device=h.device)
+        rows = torch.empty_like(order).scatter_(0, order, numbers)[: chosen_Nk.numel()]
+        route = Route(order // self.n_chosen, rows.view(chosen_Nk.shape))
+        odds = odds_Nk.flatten()
+        if fills_rows(h):
+            route = route._replace(tokens=route.tokens.clamp_max(len(h_ND) - 1))
+            odds = F.pad(odds, (0, len(order) - len(odds)))
+        started = self.experts.start(ToExperts.apply(h_ND, *route), row_stops)
         # odds are applied before the last product: the sums are the same, and a recomputation can end here
-        odds = F.pad(odds_Nk.flatten(), (0, len(order) - odds_Nk.numel()))[order, None]
-        gated = self.experts.start(ToExperts.apply(h_ND, *route), row_stops)
-        by_expert = self.experts.finish(gated * odds.to(h.dtype), row_stops)
-        out = FromExperts.apply(by_expert, *route).view_as(h)
-        return out + shared if self.has_shared else out
+        return started * odds.index_select(0, order)[:, None].to(h.dtype), shared, route, row_stops
 
     def sort(self, chosen, h):
         """The expert of each (token, choice) -> (order, in which row i of the experts is number order[i] of
-        `chosen`; row_stops, int32, where the rows of each expert end)."""
+        `chosen`; row_stops)."""
         experts = torch.arange(self.n_experts, device=h.device)
-        if h.dtype is not torch.float32 and length_multiple(h) > 1:
-            # rows of odds 0 fill each expert up to a multiple, for the reason in length_multiple()
+        if fills_rows(h):
             n_more = -chosen.bincount(minlength=self.n_experts) % length_multiple(h)
             chosen = torch.cat([chosen, experts.repeat_interleave(n_more)])
         chosen, order = chosen.sort(stable=True)  # stable, so that a run's bits do not change
@@ -1508,13 +1536,20 @@ def on_meta(config, args):
 
 
 def compile_(model, packing):
-    """torch.compile on both parts of a block around attention, once for all blocks, on the loss that the head
-    has, and on dequantization. Without packing the length of rows changes, hence dynamic shapes."""
+    """torch.compile on both parts of a block around attention, once for all blocks, on experts up to their
+    last product, on the loss that the head has, and on dequantization. Without packing the length of rows
+    changes, hence dynamic shapes."""
 
-    def in_training(function, dynamic):
+    def in_training(function, dynamic, can_compile=lambda *args: True):
         compiled = nf4.Compiled(function, dynamic)
-        # evaluation and generation run uncompiled: each of their shapes would be compiled once more
-        return lambda *args: compiled(*args) if model.training else function(*args)
+
+        def call(*args):
+            # evaluation and generation run uncompiled: each of their shapes would be compiled once more
+            if model.training and can_compile(*args):
+                return compiled(*args)
+            return function(*args)
+
+        return call
 
     # Beyond it a run ends. torch's is 8, but two types of blocks, in tiles and with or without a gradient,
     # are compiled up to 13 times.
@@ -1530,6 +1565,8 @@ def compile_(model, packing):
         if isinstance(module, GatedDeltaNet):
             module.before_scan = in_training(module.before_scan, dynamic=not packing)
             module.after_scan = in_training(module.after_scan, dynamic=not packing)
+        if isinstance(module, MoE):
+            module.start_experts = in_training(module.start_experts, not packing, can_compile_experts)
     head = model.lm_head
     head.loss_and_grad = in_training(head.loss_and_grad, dynamic=True)  # the last tokens are fewer
 
@@ -1751,7 +1788,8 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
 # gradient of a norm's weight. A layer that brings a kernel of its own needs a stand-in in ON_PAPER.
 
 ATEN = torch.ops.aten
-PRODUCTS = ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.baddbmm.default
+PRODUCTS = (ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.baddbmm.default,
+            ATEN._grouped_mm.default)
 FORMS = {}  # {operator and its arguments, tensors by their form: (shape, strides, dtype) of the new tensor}
 
 
@@ -1866,11 +1904,13 @@ def n_holders(storage):
 
 def is_fused(func, args, out):
     """Whether a result in compiled code is in no memory: Inductor fuses what makes it with what reads it, and
-    the backward computes it again. That is so for what is made of one tensor as large, like SiLU of gate. A
-    sum of two would be kept as two, and the sums of a norm's rows are few. tests/test_compile.py compares
-    this rule with torch's partitioner."""
+    the backward computes it again. That is so for what is made of one tensor as large, like SiLU of gate, and
+    for a product of two, both of which its backward needs anyway. A sum of two would be kept as two, and the
+    sums of a norm's rows are few. tests/test_compile.py compares this rule with torch's partitioner."""
     if func.namespace != "aten" or func in PRODUCTS or not isinstance(out, torch.Tensor):
         return False
+    if func is ATEN.mul.Tensor:
+        return True
     return sum(isinstance(t, torch.Tensor) and t.shape == out.shape for t in args) == 1
 
 

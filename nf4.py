@@ -184,7 +184,7 @@ def dequantize_scales(scales_NQ):
     range_bytes = scales_NQ[:, -RANGE_BYTES:].clone(memory_format=torch.contiguous_format)
     low, high = range_bytes.view(torch.float32).split(1, -1)
     step = (high - low) / SCALE_STEPS
-    ln = low + (codes.float() - 1) * step
+    ln = low + (codes - 1.0) * step  # in float32, as 1.0 is no integer
     return ln.exp().masked_fill_(codes == 0, 0.0)
 
 

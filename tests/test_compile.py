@@ -204,6 +204,20 @@ def test_a_block_is_compiled_once_without_graph_breaks_and_computes_the_same(tra
     assert fewest <= first <= most
 
 
+@pytest.mark.parametrize("shape", [MOE, QWEN35], ids=["qwen3", "qwen35, a shared expert"])
+def test_a_gpus_experts_are_compiled_up_to_their_last_product_and_compute_the_same(tracing, monkeypatch, shape):
+    monkeypatch.setattr(lm, "fills_rows", lambda h: False)  # those of each expert up to a multiple, as a CPU does
+    how = {"method": "qlora", "precision": "mixed", "checkpointing": True, **shape}
+    eager = three_steps(build(**how))
+    compiled = three_steps(build(compiled=True, **how))
+    check_same_bits(compiled, eager)
+    assert not STATS["graph_break"]
+    first, _, last = compiled.n_graphs
+    assert first == last
+    # without experts: two parts of each kind of block, each again where the input needs no gradient, and the loss
+    assert first > len(set(shape.get("layer_types", "x"))) * 2 + 2 + 1
+
+
 def test_rows_of_other_lengths_compile_nothing_more(tracing):
     model = build("full", compiled=True, packing=False, num_hidden_layers=1)
     graphs_after = []
@@ -484,22 +498,29 @@ def test_a_compiled_run_learns_what_an_eager_one_does(chats, tmp_path):
 
 
 def inputs_of(part, model, n_tokens):
-    """What a block hands to a compiled part, on the device of the model."""
+    """What a block, or its experts, hand to a compiled part, on the device of the model."""
     device = model.lm_head.weight.device
     new = functools.partial(
         torch.zeros, 1, n_tokens, dtype=model.compute_dtype, device=device, requires_grad=True)
     x = new(model.config.hidden_size)
+    if part == "start_experts":
+        return (x,)
     if part == "start_mlp":
         return x, new(model.model.layers[0].mixer.o_proj.in_features)
     return x, lm.rope_table(torch.zeros(1, n_tokens, dtype=torch.int64, device=device), model.config)
+
+
+def part_of(model, part):
+    block = model.model.layers[0]
+    return getattr(block.mlp if part == "start_experts" else block, part)
 
 
 def bytes_kept(part, config, args, n_tokens):
     """Of a block's compiled part: what it returns, and what torch's partitioner saves for its backward. The backend
     cuts the graph as Inductor does, and compiles no kernel."""
     model = lm.on_meta(config, args).to_empty(device="cpu")
-    x, other = inputs_of(part, model, n_tokens)
-    compiled = torch.compile(getattr(model.model.layers[0], part), backend="aot_eager_decomp_partition")
+    inputs = inputs_of(part, model, n_tokens)
+    compiled = torch.compile(part_of(model, part), backend="aot_eager_decomp_partition")
     kept = []
 
     def keep(t):
@@ -507,11 +528,10 @@ def bytes_kept(part, config, args, n_tokens):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        out = compiled(x, other)
-    kept += [t for t in out if t is not None]  # no gate
+        out = compiled(*inputs)
+    kept += [t for t in tree_leaves(out) if t is not None]  # no gate, no shared expert
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    there_before = [x, *model.parameters()]
-    there_before += tree_leaves(other)
+    there_before = [*tree_leaves(inputs), *model.parameters()]
     for t in there_before:
         sizes.pop(t.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
@@ -521,9 +541,9 @@ def bytes_planned(part, config, args, n_tokens):
     with lm.on_paper() as live:
         model = lm.on_meta(config, args)
         lm.compile_(model, packing=True)
-        x, other = inputs_of(part, model, n_tokens)
+        inputs = inputs_of(part, model, n_tokens)
         before = live.alive
-        out = getattr(model.model.layers[0], part)(x, other)
+        out = part_of(model, part)(*inputs)
         n_bytes = live.alive - before
         del out  # alive until here
     return n_bytes
@@ -537,3 +557,11 @@ def test_the_plan_keeps_what_torchs_partitioner_saves(shape, flags, part):
     args = train.parse_args(flags.split())
     # equal to the byte with torch 2.11 to 2.14; a later partitioner may choose a little differently
     assert bytes_planned(part, config, args, 128) == pytest.approx(bytes_kept(part, config, args, 128), rel=0.02)
+
+
+@pytest.mark.parametrize("flags", ["--precision mixed", "--precision bf16 --lora --lora_rank 8"])
+@pytest.mark.parametrize("shape", [MOE, QWEN35], ids=["qwen3", "qwen35"])
+def test_the_plan_keeps_what_torchs_partitioner_saves_of_experts(monkeypatch, shape, flags):
+    monkeypatch.setattr(lm, "fills_rows", lambda h: False)  # as on a GPU
+    # wide enough that a few numbers of each row, its odds and its place, are below the bound
+    test_the_plan_keeps_what_torchs_partitioner_saves(shape | {"hidden_size": 256}, flags, "start_experts")
