@@ -38,7 +38,6 @@ import functools
 import gzip
 import hashlib
 import heapq
-import io
 import itertools
 import json
 import math
@@ -47,6 +46,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import zlib
 from collections import Counter, defaultdict
@@ -133,8 +133,6 @@ def writing(path, what):
     """Adds the path and what was being written to an OSError: the message for a full disk names neither."""
     try:
         yield
-    except gzip.BadGzipFile:  # an OSError, but of a file that is read
-        raise
     except OSError as error:
         raise OSError(f"{path}: {what} not written: {error.strerror or error}") from error
 
@@ -1045,11 +1043,9 @@ class Example(NamedTuple):
 
 
 def parse_example(row, tokenizer, columns=()):
-    """A row of a data file -> [Example]. It is a dict, a line of JSON, or the error with which it was read.
-    columns: [(column, the key that it stands for)]. Every error but TooSlow becomes a ValueError: a row may
-    be anything, for example other types or endless brackets."""
-    if isinstance(row, ValueError):
-        raise row
+    """A row of a data file -> [Example]. It is a dict or a line of JSON. columns: [(column, the key that it
+    stands for)]. Every error but TooSlow becomes a ValueError: a row may be anything, for example other types
+    or endless brackets."""
     form = "JSON"  # for the message, until the format is known
     try:
         example = json.loads(row) if isinstance(row, str) else row
@@ -1439,21 +1435,18 @@ def unread_in(raw, messages, tokenizer):
 
 # ---------------- data files, tokenized once
 
-# The files of a folder in the cache. tokens and supervised are those of all documents, one after the other;
-# lengths, and the lines that the documents are from with their hash_of_text(), have a number per document.
-ARRAYS = {"tokens": np.int32, "supervised": bool, "lengths": np.int64, "lines": np.int64, "hashes": np.int64}
+# The files of a folder in the cache: the tokens of all documents, one after the other, which of them are
+# trained on, and a table with a row for each document.
+DOCUMENT = np.dtype([("length", np.int64), ("line", np.int64), ("hash", np.int64)])
+ARRAYS = {"tokens": np.int32, "supervised": bool, "documents": DOCUMENT}
 HASHES = 2**56  # hashes of examples are 0 to HASHES - 1: int64 has them all
 BUILT_IN = "stdlib:code", "stdlib:docs"
 FILE_TYPES = "jsonl", "ndjson", "json", "csv", "parquet", "txt"
-EXPECTED = ("expected a .jsonl, .json, .csv, .parquet or .txt file (or .gz of it), a data set of the Hub "
-            "(org/name, org/name:split, org/name/subset:split) or a folder of datasets' save_to_disk(), "
+EXPECTED = ("expected a .jsonl, .json, .csv or .txt file (or .gz of it), a .parquet file, a data set of the "
+            "Hub (org/name, org/name:split, org/name/subset:split) or a folder of datasets' save_to_disk(), "
             "stdlib:docs or stdlib:code")
-READ_BYTES = 2**20  # as many bytes of rows are tokenized at once: text in memory stays small
-# The most that a row may have: it is tokenized at once, which takes a hundred times as much memory. A damaged
-# or compressed file may have gigabytes in a line.
-MAX_ROW_BYTES = 2**24
-MAX_ARRAY_BYTES = 2**31  # a JSON file that is one array is read at once
-BOM = b"\xef\xbb\xbf"  # begins a file in UTF-8 that editors on Windows write, and JSON does not allow it
+READ_CHARS = 2**20  # as much text is tokenized at once: text in memory stays small
+MAX_TEXT_BYTES = 2**24  # of a document, which is tokenized at once: that takes a hundred times as much memory
 # folders of the standard library that stdlib_modules() leaves out
 SKIPPED = {
     "site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
@@ -1461,25 +1454,19 @@ SKIPPED = {
 }
 
 
-class Source(NamedTuple):
-    """What a value of --data or --eval_data stands for."""
-
-    name: str  # the value
-    file_type: str  # one of FILE_TYPES, "arrow" of a data set, or the name itself if it is BUILT_IN
-    paths: list  # its files in the order in which they are read; built-in data have none
-
-
-def source_of(name, revisions):
-    """A value of --data -> Source. A data set of the Hub is fetched, unless a file has its name. Raises a
-    ValueError if there is neither, or none that can be read. revisions: see tokenized()."""
+def files_of(name, revisions):
+    """A value of --data -> (the type of its files, their paths in the order in which they are read). The type
+    is one of FILE_TYPES, "arrow" of a data set, or the name itself if it is BUILT_IN, which has no files. A
+    data set of the Hub is fetched, unless a file has its name. Raises a ValueError if there is neither, or
+    none that can be read. revisions: see tokenized()."""
     if name in BUILT_IN:
-        return Source(name, name, [])
+        return name, []
     path = Path(name)
-    file_type = file_type_of(name)
+    file_type = name.lower().removesuffix(".gz").rpartition(".")[2]
     if path.is_file():
         if file_type not in FILE_TYPES:
             raise ValueError(f"{name}: not a format that is read; {EXPECTED}")
-        return Source(name, file_type, [path])
+        return file_type, [path]
     # data/train.jsonl looks like a data set's name, too, but who writes it means a file
     is_hub_name = HUB_NAME.fullmatch(name) and file_type not in FILE_TYPES and not path.exists()
     if not is_hub_name and not is_saved_set(name):
@@ -1488,204 +1475,87 @@ def source_of(name, revisions):
     paths, commit = arrow_files(name, revisions.get(key))
     if commit:
         revisions[key] = commit
-    return Source(name, "arrow", paths)
+    return "arrow", paths
 
 
-def file_type_of(name):
-    """How the name of a file ends, without .gz."""
-    return name.lower().removesuffix(".gz").rpartition(".")[2]
+def rows_of(file_type, paths, held_out):
+    """Yields the (line, row) of the files of a value of --data. A row is a dict, or a line of JSON. Whatever
+    keeps a file from being read becomes a ValueError: gzip, pyarrow and datasets have errors of their own,
+    and some are OSErrors, as if the cache could not be written."""
+    try:
+        if file_type in BUILT_IN:
+            yield from enumerate(stdlib_examples(file_type, held_out), 1)
+        for path in paths:
+            if file_type in ("parquet", "arrow"):
+                yield from enumerate(table_rows(path, file_type), 1)
+            else:
+                yield from text_rows(path, file_type)
+    except Exception as error:
+        why = listing([str(error) or repr(error)])
+        raise ValueError(f"cannot be read as {file_type}: {why}") from error
 
 
-def row_lists(source, held_out):
-    """Yields lists of rows, about a megabyte each. A row is a dict, a line of JSON, or the ValueError of one
-    that cannot be read. Each line of a file has one, which is a blank text where no row begins; but a text
-    file is a document a megabyte of whole lines."""
-    rows = stdlib_examples(source.file_type, held_out) if source.file_type in BUILT_IN else ()
-    some = []
-    n_bytes = 0
-    for row in itertools.chain(rows, *(rows_of_file(path, source.file_type) for path in source.paths)):
-        size = len((row if isinstance(row, str) else repr(row)).encode())
-        some.append(row if size <= MAX_ROW_BYTES else too_large())
-        n_bytes += size
-        if n_bytes >= READ_BYTES:
-            yield one_document(some) if source.file_type == "txt" else some
-            some = []
-            n_bytes = 0
-    if some:
-        yield one_document(some) if source.file_type == "txt" else some
-
-
-def one_document(lines):
-    """Lines of a text file -> its rows: the text of those that can be read, and the errors of others."""
-    text = "".join(line for line in lines if isinstance(line, str)).replace("\r\n", "\n")
-    rows = [line for line in lines if isinstance(line, ValueError)]
-    return [*rows, {"text": text}] if text else rows
-
-
-def too_large():
-    return ValueError(f"larger than {MAX_ROW_BYTES >> 20} MiB: split it")
-
-
-def rows_of_file(path, file_type):
-    """Yields the rows of a file, see row_lists()."""
+def text_rows(path, file_type):
+    """Yields the (line, row) of a file of text."""
     opener = gzip.open if path.suffix.lower() == ".gz" else open
-    with opener(path, "rb") as file:
-        if file_type == "parquet":
-            yield from parquet_rows(file)
-            return
-        if file_type == "arrow":
-            yield from arrow_rows(path)
-            return
+    # Bytes that are not UTF-8 become surrogates, for which hash_of_text() refuses the row that has them.
+    with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
         head = file.read(4096)
-        file.seek(len(BOM) if head.startswith(BOM) else 0)
+        if "\0" in head:  # every second byte of English in UTF-16 is one
+            raise ValueError("not valid UTF-8: it has zero bytes: save it as UTF-8")
+        file.seek(0)
         if file_type == "csv":
-            yield from csv_rows(lines_of(file))
-        elif file_type != "txt" and head.removeprefix(BOM).lstrip().startswith(b"["):  # one array of examples
-            raw = file.read(MAX_ARRAY_BYTES + 1)
-            if len(raw) > MAX_ARRAY_BYTES:
-                raise ValueError(f"an array of over {MAX_ARRAY_BYTES >> 30} GiB: write an example a line")
-            yield from json.loads(decoded(raw))
+            yield from csv_rows(file)
+        elif file_type == "txt":  # each megabyte of whole lines is a document
+            line = 1
+            while lines := file.readlines(READ_CHARS):
+                yield line, {"text": "".join(lines)}
+                line += len(lines)
+        elif head.lstrip().startswith("["):  # one array of examples
+            yield from enumerate(json.load(file), 1)
         else:
-            yield from lines_of(file)
+            yield from enumerate(file, 1)
 
 
-def decoded(raw):
-    """Bytes of a file -> text. All that is read passes here, before a parser may guess another encoding, as
-    that of JSON does for each line. Raises a ValueError if they are no text in UTF-8."""
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not valid UTF-8: {error}: save it as UTF-8") from error
-    if "\0" in text:  # every second byte of English in UTF-16 is one
-        raise ValueError("not valid UTF-8: it has zero bytes: save it as UTF-8")
-    return text
+def csv_rows(file):
+    """Yields the (line, row) of a csv file. Its first row names the columns, an empty field has no value."""
+    csv.field_size_limit(MAX_TEXT_BYTES)  # a text is one field, and the limit is 128 KiB by default
+    # strict: or a quote that is never closed would make one field of all that follows
+    reader = csv.reader(file, strict=True)
+    header = None
+    line = 1  # the first one of a row, which may have several
+    for fields in reader:
+        if fields and not header:
+            header = fields
+            if len(set(header)) < len(header):
+                raise ValueError(f"line {line}: two columns have the same name: {listing(header)}")
+        elif fields:  # no blank line
+            if len(fields) != len(header):
+                raise ValueError(f"line {line}: number of fields {len(fields)}, in the header {len(header)}: "
+                                 "a field with a comma or a line break needs quotes")
+            yield line, {name: field or None for name, field in zip(header, fields)}
+        line = reader.line_num + 1
 
 
-def lines_of(file):
-    """Yields the lines of a file as text, or the ValueError of one that is no text or too large."""
-    while line := file.readline(MAX_ROW_BYTES + 1):
-        if len(line) > MAX_ROW_BYTES:
-            while line and not line.endswith(b"\n"):  # the rest of it
-                line = file.readline(MAX_ROW_BYTES)
-            yield too_large()
-            continue
+def table_rows(path, file_type):
+    """Yields the rows of a parquet file, or of an Arrow file of `datasets`, without the nulls of keys that
+    other rows have: a table has one type a column."""
+    if file_type == "arrow":
+        import datasets
+
+        rows = datasets.Dataset.from_file(str(path))
+    else:
         try:
-            yield decoded(line)
-        except ValueError as error:
-            yield error
-
-
-def parquet_rows(file):
-    """Yields the rows of a parquet file."""
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(f"parquet needs a package: pip install pyarrow ({error})") from error
-    with errors_of_table("parquet"):
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ValueError(f"pip install pyarrow ({error})") from error
         # By default pyarrow reads a row group whole, and many files have only one: a file of 145 MiB took 237
         # MiB of memory then, and with these settings 44.
-        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
-        for number in range(table.num_row_groups):
-            group = table.metadata.row_group(number)
-            n_bytes = group.total_byte_size // max(group.num_rows, 1)  # what a row has, without compression
-            if n_bytes > MAX_ROW_BYTES:
-                yield from (too_large() for _ in range(group.num_rows))
-                continue
-            n_rows = min(max(READ_BYTES // max(n_bytes, 1), 1), 100)
-            for batch in table.iter_batches(n_rows, row_groups=[number], use_threads=False):
-                n_rows = batch.num_rows if batch.nbytes <= MAX_ROW_BYTES else 1
-                for some in (batch.slice(i, n_rows) for i in range(0, batch.num_rows, n_rows)):
-                    if some.nbytes > MAX_ROW_BYTES:
-                        yield too_large()
-                    else:
-                        for row in some.to_pylist():
-                            yield {key: from_arrow(value) for key, value in row.items()}
-
-
-def arrow_rows(path):
-    """Yields the rows of an Arrow file of `datasets`."""
-    import datasets
-
-    with errors_of_table("rows of a data set"):
-        for row in datasets.Dataset.from_file(str(path)):
-            yield {key: from_arrow(value) for key, value in row.items()}
-
-
-@contextlib.contextmanager
-def errors_of_table(what):
-    """Makes a ValueError of each error in the block. Some of pyarrow's are OSErrors, as if the cache could
-    not be written; datasets may want a package, for pictures."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"not valid {what}: {listing([str(error)])}") from error
-
-
-def from_arrow(value):
-    """A value of a table, which has one type a column, as a line of JSON would say it: without the nulls of
-    keys that other rows have, and with bytes as the text that they are. Other bytes stay."""
-    if isinstance(value, bytes):
-        with contextlib.suppress(ValueError):
-            return decoded(value)
-    if isinstance(value, list):
-        return [from_arrow(item) for item in value]
-    if isinstance(value, dict):
-        return {key: from_arrow(item) for key, item in value.items() if item is not None}
-    return value
-
-
-def csv_rows(lines):
-    """Yields the rows of a csv file, whose first row names the columns. An empty field has no value. The
-    header, and each further line of a row that has several, is a blank text: messages then count lines as an
-    editor does."""
-    csv.field_size_limit(MAX_ROW_BYTES)  # a text is one field, and the limit is 128 KiB by default
-    raw = []  # the lines of the row
-
-    def read_lines():
-        for line in lines:
-            if isinstance(line, ValueError):
-                raise line
-            for part in io.StringIO(line, newline=""):  # old ones end lines with \r alone
-                raw.append(part)
-                yield part
-
-    # strict: or a quote that is never closed would make one field of all that follows
-    reader = csv.reader(read_lines(), strict=True)
-    header = None
-    n_lines = 0  # in the rows before
-    try:
-        for fields in reader:
-            check_quotes(fields, "".join(raw))
-            raw.clear()
-            row = ""
-            if not fields:
-                pass  # a blank line
-            elif header is None:
-                header = fields
-                if len(set(header)) < len(header):
-                    raise ValueError(f"two columns have the same name: {listing(header)}")
-                if len(header) == 1 and re.search("[;\t]", header[0]):
-                    raise ValueError(f"one column, {listing(header)}: a comma must separate fields")
-            else:
-                if len(fields) != len(header):
-                    raise ValueError(f"number of fields {len(fields)}, in the header {len(header)}: a field "
-                                     "with a comma or a line break needs quotes")
-                row = {name: field or None for name, field in zip(header, fields)}
-            yield row
-            yield from [""] * (reader.line_num - n_lines - 1)
-            n_lines = reader.line_num
-    except (csv.Error, ValueError) as error:
-        what = "not valid csv: " if isinstance(error, csv.Error) else ""
-        raise ValueError(f"line {n_lines + 1}: {what}{error}") from error
-
-
-def check_quotes(fields, raw):
-    """Raises a ValueError if a field of a csv row begins with a blank and a quote, and not because a quote
-    around it says so: csv takes such quotes for text, and the commas between them for ends of fields."""
-    for text in fields:
-        as_quoted = '"' + text.replace('"', '""') + '"'
-        if re.match(r'\s+"', text) and as_quoted not in raw:
-            raise ValueError(f"a blank before a quote: {listing([text])}: a field begins with its quote")
+        table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
+        batches = table.iter_batches(100, use_threads=False)
+        rows = (row for batch in batches for row in batch.to_pylist())
+    for row in rows:
+        yield {key: without_nulls(value) for key, value in row.items()}
 
 
 def stdlib_examples(file_type, held_out):
@@ -1725,77 +1595,41 @@ def stdlib_questions(name, text):
 
 def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
     """The folder in the cache with the documents of a value of --data. It is made if it is missing or
-    damaged. columns: see parse_example(). revisions: {name on the Hub: commit}, with which the run began that
-    is resumed. A name that is not in it is fetched as it is now, and its commit entered."""
-    source = source_of(spec, {} if revisions is None else revisions)
-    content = hash_of(source)
-    folder = cache_folder(content, source.file_type, held_out, columns, tokenizer)
+    damaged. Its name is a hash of all that the tokens depend on, data.py included: a fork that changes how a
+    file is read does not get the tokens of before. columns: see parse_example(). revisions: {name on the
+    Hub: commit}, with which the run began that is resumed. A name that is not in it is fetched as it is now,
+    and its commit entered."""
+    file_type, paths = files_of(spec, {} if revisions is None else revisions)
+    contents = [sha256_of(path) for path in (__file__, *paths)]
+    versions = sys.version, tokenizers.__version__, jinja2.__version__
+    made_of = json.dumps([contents, file_type, held_out, columns, tokenizer.made_of, versions])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oomph"
+    folder = cache / hashlib.sha256(made_of.encode()).hexdigest()[:32]
     if os.path.lexists(folder):
-        try:
-            check_cached(folder)
+        if is_intact(folder):
             return folder
-        except (OSError, TypeError, ValueError) as error:
-            say(f"{spec} is tokenized again: its cache does not fit its checksums: {error}")
-            remove(folder)
-    unfinished = unfinished_path(folder)
+        say(f"{spec} is tokenized again: {folder} in the cache is damaged")
+        remove(folder)
     try:
-        cache = folder.parent
         with writing(f"{spec}: {cache} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"):
-            remove_unfinished(cache)
-            unfinished.mkdir(parents=True)
-            report = tokenize(row_lists(source, held_out), tokenizer, unfinished, columns)
-            if hash_of(source) != content:
-                raise ValueError("changed while it was read: start again once nothing writes to it")
-            report.checksums = checksums_of(unfinished)
-            (unfinished / "report.json").write_text(json.dumps(with_checksum(vars(report))))
-            put_in_place(unfinished, folder, keep_older=True)
-    except (EOFError, RecursionError, ValueError, zlib.error, gzip.BadGzipFile) as error:
+            cache.mkdir(parents=True, exist_ok=True)
+            # of this process alone: other jobs may be making the same folder
+            with tempfile.TemporaryDirectory(dir=cache) as place:
+                unfinished = Path(place) / "documents"  # `place` itself is for this user's eyes only
+                unfinished.mkdir()
+                tokenize(rows_of(file_type, paths, held_out), tokenizer, unfinished, columns)
+                put_in_place(unfinished, folder, keep_older=True)
+    except ValueError as error:
         raise ValueError(f"{spec}: {error}") from error
-    finally:
-        remove(unfinished)
     return folder
 
 
-def hash_of(source):
-    """[SHA-256] of a source's files. Built-in data have none: Python's version in the key stands for them."""
-    hashes = []
-    for path in source.paths:
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while block := file.read(2**22):
-                digest.update(block)
-        hashes.append(digest.hexdigest())
-    return hashes
-
-
-def cache_root():
-    """The folder of all that oomph caches."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oomph"
-
-
-def cache_folder(content, file_type, held_out, columns, tokenizer):
-    """The folder of a source in the cache. Its name is a hash of all that the tokens depend on, data.py
-    included: a fork that changes how a file is read does not get the tokens of before. content: hash_of()
-    the source."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
-    others = (content, file_type, held_out, columns, tokenizer.made_of, sys.version, tokenizers.__version__,
-              jinja2.__version__)
-    digest.update(json.dumps(others).encode())
-    return cache_root() / digest.hexdigest()[:32]
-
-
-def unfinished_path(path):
-    """A name beside this one for this process alone: ranks of other jobs may be making the same file or
-    folder."""
-    return path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
-
-
-def remove_unfinished(cache):
-    """Removes what killed processes have left in the cache. Nobody writes to a folder for a day."""
-    for unfinished in cache.glob("*.part"):
-        with contextlib.suppress(OSError):  # its process has finished it at this moment
-            if time.time() - unfinished.stat().st_mtime > 24 * 3600:
-                remove(unfinished)
+def sha256_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def crc_of(path):
@@ -1824,19 +1658,17 @@ def read_report(folder):
     return FileReport(**content)
 
 
-def check_cached(folder):
-    """Raises an error if a folder in the cache is not as it was written, to the byte."""
-    expected = read_report(folder).checksums
-    found = checksums_of(folder)
-    damaged = [key for key in ARRAYS if found[key] != expected.get(key)]
-    if damaged:
-        raise ValueError(f"{folder}: damaged: {listing(damaged)}")
+def is_intact(folder):
+    """Whether a folder in the cache is as it was written, to the byte."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_report(folder).checksums == checksums_of(folder)
+    return False
 
 
 def checksums_of(folder):
     """{name: its crc_of()} of ARRAYS in a folder, on several cores: zlib lets other threads run."""
     with ThreadPoolExecutor() as threads:
-        return dict(zip(ARRAYS, threads.map(crc_of, (folder / key for key in ARRAYS))))
+        return dict(zip(ARRAYS, threads.map(crc_of, (folder / name for name in ARRAYS))))
 
 
 MAX_UNREAD = 100  # names of keys in a report: each line of a file may have other ones
@@ -1846,118 +1678,160 @@ MAX_UNREAD = 100  # names of keys in a report: each line of a file may have othe
 class FileReport:
     """What tokenizing a file has found. report.json in the cache has these fields."""
 
-    n_lines: int = 0
-    n_examples: int = 0  # lines that are not blank
+    n_examples: int = 0  # rows that are not blank
     n_bad: int = 0  # examples that could not be read
-    errors: str = ""  # what is wrong with the first five bad examples, a line each
+    errors: str = ""  # what is wrong with them, up to five kinds of errors, a line each
     formats: dict = field(default_factory=Counter)  # {one of FORMATS: number of examples}
     n_chats: int = 0
-    n_plain_prompts: int = 0  # examples with a prompt, or pairs, that are no messages
-    n_spells_special: int = 0  # examples that spell a special token
-    n_equal: int = 0  # pairs whose answers are the same tokens
-    n_empty: int = 0  # documents whose answers are nothing but their ends, or pairs with one of them
-    left_out: dict = field(default_factory=Counter)  # {what the template leaves out: number of answers}
-    n_further: int = 0  # documents of answers that the whole conversation rewrites
-    n_further_tok: int = 0  # their tokens
-    n_without_mask: int = 0  # answers that are not trained on: rewritten, or not to be delimited
-    n_without_end: int = 0  # answers that end without a special token
-    n_empty_thoughts: int = 0  # answers that are trained to begin with an empty thought
-    n_thoughtless: int = 0  # answers without the thought that a prompt opens
+    notes: dict = field(default_factory=Counter)  # {what the start says of examples: the number of them}
     renamed: list = field(default_factory=list)  # columns of --columns that an example has
     unread: list = field(default_factory=list)  # keys that an example has and its format does not read
     new_ids: list = field(default_factory=list)  # tokens of --add_tokens that occur
-    n_documents: int = 0
     n_tokens: int = 0
     largest_id: int = 0  # that occurs
     checksums: dict = field(default_factory=dict)  # see checksums_of()
     checksum: int = 0  # covers the fields above
 
+    def note(self, text, n=1):
+        """Counts n more of what the start says something of."""
+        if n:
+            self.notes[text] += int(n)
 
-def tokenize(row_lists, tokenizer, folder, columns):
-    """Writes the documents of a file into a folder, one file for each of ARRAYS. Returns the FileReport."""
+    def note_lines(self):
+        return "".join(f"\n  {n:,} {text}" for text, n in self.notes.items())
+
+
+def tokenize(rows, tokenizer, folder, columns):
+    """Writes the documents of the rows of a file into a folder: ARRAYS and report.json. Raises a ValueError
+    if there is nothing to train on."""
     report = FileReport()
-    for rows in tqdm(row_lists, "tokenizing", leave=False, disable=None):
-        for key, values in encode_rows(tokenizer, rows, report, columns).items():
-            with open(folder / key, "ab") as file:
-                file.write(values)
+    rows = tqdm(rows, "tokenizing", leave=False, disable=None)
+    examples = read_examples(rows, tokenizer, columns, report)
+    while some := take(examples, READ_CHARS):
+        encoded = tokenizer.encode([example for _, found in some for example in found])
+        documents = []
+        for line, found in some:
+            of_row = [(example, *next(encoded)) for example in found]
+            documents += documents_of(line, of_row, tokenizer, report)
+        if documents:
+            append(documents, folder, tokenizer, report)
     if not report.n_tokens:
-        notes = "".join(f"\n  {count:,} {note}" for count, note in dropped_rows(report) if count)
-        raise ValueError(f"nothing to train on{notes}{report.errors}")
-    return report
+        raise ValueError(f"nothing to train on{report.note_lines()}{report.errors}")
+    report.checksums = checksums_of(folder)
+    (folder / "report.json").write_text(json.dumps(with_checksum(vars(report))))
 
 
-def encode_rows(tokenizer, rows, report, columns):
-    """Rows -> {one of ARRAYS: its values}. Adds what it finds to the report."""
-    examples = []  # for each row that is read, a list
-    lines = []  # their numbers
-    for row in rows:
-        report.n_lines += 1
+def read_examples(rows, tokenizer, columns, report):
+    """Yields the (line, [Example]) of rows that can be read. The report counts them and the others."""
+    for line, row in rows:
         if isinstance(row, str) and not row.strip():
             continue
         report.n_examples += 1
         try:
             found = parse_example(row, tokenizer, columns)
         except TooSlow as error:
-            raise ValueError(f"line {report.n_lines}: {error}") from error
+            raise ValueError(f"line {line}: {error}") from error
         except ValueError as error:
-            count_bad(report, error)
+            count_bad(report, line, error)
             continue
         first = found[0]
         report.formats[first.form] += 1
         report.renamed = sorted({*report.renamed, *first.renamed})
         report.unread = sorted({*report.unread, *first.unread})[:MAX_UNREAD]
         if any(one.text is None for one in found):  # both answers of a pair go
-            report.n_spells_special += 1
+            report.note("spell a special token: dropped")
             continue
         report.n_chats += first.is_chat
-        report.n_plain_prompts += first.form in (PAIR, "prompt + completion") and not first.is_chat
-        report.n_without_mask += first.n_without_mask
+        if first.form in (PAIR, "prompt + completion") and not first.is_chat and tokenizer.has_template:
+            report.note("prompts are plain text, trained on as they stand: only lists of messages go "
+                        "through the chat template")
+        report.note("assistant turns not trained on: the template rewrites them later, or they cannot be "
+                    "delimited", first.n_without_mask)
         for one in found:
-            report.left_out.update(one.left_out)
-        examples.append(found)
-        lines.append(report.n_lines)
-    parts = {key: [np.zeros(0, dtype)] for key, dtype in ARRAYS.items()}
-    encoded = tokenizer.encode([one for found in examples for one in found])
-    for line, found in zip(lines, examples):
-        add_documents(parts, report, tokenizer, line, [(example, *next(encoded)) for example in found])
-    arrays = {key: np.concatenate(values, dtype=ARRAYS[key]) for key, values in parts.items()}
-    report.n_documents += len(arrays["lengths"])
-    report.n_tokens += len(arrays["tokens"])
-    report.largest_id = max(report.largest_id, int(arrays["tokens"].max(initial=0)))
-    if tokenizer.new_ids:
-        new_ids = np.intersect1d(arrays["tokens"], tokenizer.new_ids)
-        report.new_ids = sorted({*report.new_ids, *new_ids.tolist()})
-    return arrays
+            for what in one.left_out:
+                report.note(f"answers lose their {what}: the chat template leaves it out")
+        yield line, found
 
 
-def add_documents(parts, report, tokenizer, line, documents):
-    """Appends the documents of a row, [(Example, ids, mask)], to {one of ARRAYS: [its values]}."""
-    is_empty = [mask.any() and not says_anything(tokenizer, ids[mask]) for _, ids, mask in documents]
-    if documents[0][0].form == PAIR:
-        _, (ids, other_ids), (mask, other_mask) = zip(*documents)
+def count_bad(report, line, error):
+    """Counts a bad example. Raises a ValueError if all of the first 20 are bad: then the format is wrong, or
+    the template."""
+    report.n_bad += 1
+    # five long messages that are one would fill a screen
+    if report.errors.count("\n") < 5 and str(error) not in report.errors:
+        report.errors += f"\n  line {line}: {error}"
+    if report.n_bad == report.n_examples == 20:
+        raise ValueError(f"none of the first 20 examples can be trained on:{report.errors}")
+
+
+def take(examples, n_chars):
+    """A list of the next (line, [Example]) with about this much text."""
+    some = []
+    n_taken = 0
+    for line, found in examples:
+        some.append((line, found))
+        n_taken += sum(len(example.text) for example in found)
+        if n_taken >= n_chars:
+            break
+    return some
+
+
+NOTHING_SAID = "have answers of nothing but their ends: dropped"
+
+
+def documents_of(line, encoded, tokenizer, report):
+    """[(Example, ids, mask)] of a row -> [(ids, mask, row of DOCUMENT)] of those that are trained on."""
+    is_empty = [mask.any() and not says_anything(tokenizer, ids[mask]) for _, ids, mask in encoded]
+    if encoded[0][0].form == PAIR:
+        _, (ids, other_ids), (mask, other_mask) = zip(*encoded)
         if np.array_equal(ids, other_ids) and np.array_equal(mask, other_mask):
-            report.n_equal += 1
-            return
+            report.note("pairs have equal answers: dropped")
+            return []
         if any(is_empty) or not (mask.any() and other_mask.any()):
-            report.n_empty += 1
-            return
-    for (example, ids, mask), nothing_said in zip(documents, is_empty):
+            report.note(NOTHING_SAID)
+            return []
+    documents = []
+    for (example, ids, mask), nothing_said in zip(encoded, is_empty):
         if nothing_said:
-            report.n_empty += 1
+            report.note(NOTHING_SAID)
             continue
-        values_of = {"tokens": ids, "supervised": mask, "lengths": [len(ids)], "lines": [line],
-                     "hashes": [example.hash]}
-        for key, values in values_of.items():
-            parts[key].append(values)
-        if example.is_further:
-            report.n_further += 1
-            report.n_further_tok += len(ids)
-        if example.is_chat:
-            report.n_without_end += turns_without_end(tokenizer.is_special[ids], mask)
-        for start, stop in example.spans or ():
-            report.n_empty_thoughts += bool(EMPTY_THOUGHT.match(example.text, start, stop))
-            is_thoughtless = "</think>" not in example.text[start:stop]
-            report.n_thoughtless += is_thoughtless and example.is_chat and tokenizer.opens_thought
+        documents.append((ids, mask, (len(ids), line, example.hash)))
+        note_answers(example, ids, mask, tokenizer, report)
+    return documents
+
+
+def note_answers(example, ids, mask, tokenizer, report):
+    """Counts what a user should know of a document's answers."""
+    report.note("further documents: assistant turns that the template rewrites later (--train_on whole "
+                "leaves them out)", example.is_further)
+    if not example.is_chat:
+        return
+    report.note("assistant turns end without a special token: the model cannot learn to stop",
+                turns_without_end(tokenizer.is_special[ids], mask))
+    unlearns = "the model unlearns to think when it is asked in its default mode"
+    if "enable_thinking" in tokenizer.template_reads:
+        unlearns += "; --template_args enable_thinking=false puts the empty thought into the prompt"
+    for start, stop in example.spans or ():
+        if EMPTY_THOUGHT.match(example.text, start, stop):
+            report.note(f"answers begin with an empty thought: {unlearns}")
+        if tokenizer.opens_thought and "</think>" not in example.text[start:stop]:
+            report.note(f"answers begin without the thought of the prompt: {unlearns}")
+
+
+def append(documents, folder, tokenizer, report):
+    """Adds documents, [(ids, mask, row of DOCUMENT)], to the files in a folder."""
+    ids, masks, rows = zip(*documents)
+    tokens = np.concatenate(ids)
+    report.n_tokens += len(tokens)
+    report.largest_id = max(report.largest_id, int(tokens.max(initial=0)))
+    if tokenizer.new_ids:
+        new_ids = np.intersect1d(tokens, tokenizer.new_ids)
+        report.new_ids = sorted({*report.new_ids, *new_ids.tolist()})
+    table = np.array(list(rows), DOCUMENT)  # numpy wants a list of tuples
+    arrays = {"tokens": tokens, "supervised": np.concatenate(masks), "documents": table}
+    for name, values in arrays.items():
+        with open(folder / name, "ab") as file:
+            file.write(values)
 
 
 def says_anything(tokenizer, ids):
@@ -1968,21 +1842,15 @@ def says_anything(tokenizer, ids):
 
 def hash_of_text(text):
     """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out: of the text
-    that is trained on, so that it depends on nothing else in the row."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def count_bad(report, error):
-    """Counts a bad example. Raises a ValueError if all of the first 20 are bad: then the format is wrong, or
-    the template."""
-    report.n_bad += 1
-    if report.n_bad <= 5:
-        # five long messages that are one would fill a screen
-        earlier = re.search(rf"line (\d+): {re.escape(str(error))}$", report.errors, re.MULTILINE)
-        said = f"as line {earlier[1]}" if earlier else error
-        report.errors += f"\n  line {report.n_lines}: {said}"
-    if report.n_bad == report.n_examples == 20:
-        raise ValueError(f"none of the first 20 examples can be trained on:{report.errors}")
+    that is trained on, so that it depends on nothing else in the row. Raises a ValueError if the text cannot
+    be tokenized."""
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, as JSON may spell it, and see text_rows()
+        raise ValueError(f"not valid UTF-8: {error}: save it as UTF-8") from error
+    if len(raw) > MAX_TEXT_BYTES:
+        raise ValueError(f"larger than {MAX_TEXT_BYTES >> 20} MiB: split it")
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=7).digest(), "big")
 
 
 def turns_without_end(is_special, mask):
@@ -2090,6 +1958,16 @@ def in_thread(function, *args, limit_s=math.inf, **options):
 
 # ---------------- documents
 
+# A part is as much of a document as fits into a row. Its first token is no target.
+PART = np.dtype([
+    ("file", np.int64),  # the number of its file
+    ("start", np.int64),  # its first token
+    ("stop", np.int64),  # its last token + 1
+    ("n_targets", np.int64),
+    ("line", np.int64),  # of its example, in the file
+    ("hash", np.int64),  # of its example
+])
+
 
 class DataFile(NamedTuple):
     """A file of --data in a run, with counts that depend on the run's flags."""
@@ -2106,45 +1984,37 @@ class DataFile(NamedTuple):
     n_trained: int = 0  # supervised tokens
 
 
-class Parts(NamedTuple):
-    """The parts of a file's documents: columns of a table, [n] int64 with a number per part."""
-
-    start: np.ndarray  # its first token, which is no target
-    stop: np.ndarray  # its last token + 1
-    n_targets: np.ndarray
-    line: np.ndarray  # in the file, of its example
-    hash: np.ndarray  # of its example
-
-    def chosen(self, which):
-        return Parts(*(column[which] for column in self))
-
-
 class Documents:
-    """Parts of documents, each of which fits into a row, out of several files [DataFile]. file, start, stop,
-    n_targets and line are the columns of a table, [n] int64 with a number per part. The first token of a part
-    is no target."""
+    """Parts of documents, each of which fits into a row: a table [n] PART, out of files [DataFile]."""
 
-    def __init__(self, files, columns, checksum=0):
+    def __init__(self, files, parts):
         self.files = files
-        self.file, self.start, self.stop, self.n_targets, self.line = columns
+        self.parts = parts
         self.has_pairs = any(PAIR in file.report.formats for file in files)
-        # A resume compares it. Lines are only for messages, so the last column does not count.
-        self.checksum = zlib.crc32(np.ascontiguousarray(columns[:-1]), checksum)
+        # A resume compares it. The checksums stand for every token and mask.
+        checksums = [file.report.checksums for file in files]
+        self.checksum = zlib.crc32(json.dumps(checksums).encode(), zlib.crc32(parts))
 
     def part(self, number):
         """(tokens [n] int32, supervised [n] bool) of a part."""
-        file = self.files[self.file[number]]
-        tokens = slice(self.start[number], self.stop[number])
+        part = self.parts[number]
+        file = self.files[part["file"]]
+        tokens = slice(part["start"], part["stop"])
         return file.tokens[tokens], file.supervised[tokens]
 
     def n_examples(self):
         """How many examples the parts are from."""
-        is_next = (np.diff(self.file) != 0) | (np.diff(self.line) != 0)  # parts of an example are neighbours
-        return 1 + int(is_next.sum())
+        return len(np.unique(self.parts[["file", "line"]]))
 
     def place(self, number):
         """The "FILE:LINE" of a part."""
-        return f"{self.files[self.file[number]].name}:{self.line[number]}"
+        part = self.parts[number]
+        return f"{self.files[part['file']].name}:{part['line']}"
+
+
+def n_positions_of(parts):
+    """What parts need in a row, [n]: the last token of each is only a target."""
+    return parts["stop"] - parts["start"] - 1
 
 
 def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, hashes=range(HASHES)):
@@ -2152,44 +2022,66 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
     documents of more than seq_len positions; None splits texts and drops the others. Raises a ValueError if a
     file should not be trained on."""
     files = []
-    columns = []
-    checksum = 0
+    tables = []
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         file, parts = open_file(folder, name, seq_len, overflow)
         check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
-        parts = parts.chosen((parts.hash >= hashes.start) & (parts.hash < hashes.stop))
+        parts = parts[(parts["hash"] >= hashes.start) & (parts["hash"] < hashes.stop)]
+        parts["file"] = number
         # its other counts stay those of the whole file
-        n_tokens = int((parts.stop - parts.start - 1).sum())
-        file = file._replace(n_tokens=n_tokens, n_trained=int(parts.n_targets.sum()))
-        # stands for every byte of the arrays, which tokenized() has compared with these
-        checksum = zlib.crc32(json.dumps(file.report.checksums).encode(), checksum)
-        files.append(file)
-        columns.append(np.stack([np.full_like(parts.start, number), *parts[:-1]]))  # all but the hash
-    return Documents(files, np.concatenate(columns, 1), checksum)
+        n_tokens = int(n_positions_of(parts).sum())
+        files.append(file._replace(n_tokens=n_tokens, n_trained=int(parts["n_targets"].sum())))
+        tables.append(parts)
+    return Documents(files, np.concatenate(tables))
 
 
 def open_file(folder, name, seq_len, overflow):
-    """A folder of the cache -> (DataFile, Parts that have a target)."""
+    """A folder of the cache -> (DataFile, its parts that have a target, [n] PART)."""
     report = read_report(folder)
-    tokens, supervised, lengths, lines, hashes = (
+    tokens, supervised, documents = (
         np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
     if not overflow:  # half a text is a text, but half a conversation ends in the middle of an answer
         overflow = "split" if report.formats.keys() == {"text"} else "drop"
     # the two answers of a pair share a row, or neither is used
     n_together = 2 if PAIR in report.formats else 1
-    n_positions = (lengths - 1).reshape(-1, n_together).sum(1)
-    document, start, stop = parts_of(lengths, np.repeat(n_positions, n_together), seq_len, overflow)
+    n_positions = (documents["length"] - 1).reshape(-1, n_together).sum(1)
+    document, parts = parts_of(documents, np.repeat(n_positions, n_together), seq_len, overflow)
     # a first token is not predicted
-    n_targets = np.array([np.count_nonzero(supervised[i + 1 : j]) for i, j in zip(start, stop)], np.int64)
-    used = np.flatnonzero(n_targets)  # the rest would only make rows longer
+    parts["n_targets"] = [np.count_nonzero(supervised[start + 1 : stop])
+                          for start, stop in zip(parts["start"], parts["stop"])]
+    used = np.flatnonzero(parts["n_targets"])  # the rest would only make rows longer
+    n_untrained = len(np.setdiff1d(document, document[used]))
+    parts = parts[used]
     file = DataFile(
         name, report, tokens, supervised, overflow,
         n_long=int((n_positions > seq_len).sum()),
         longest=int(n_positions.max(initial=0)),
-        n_untrained=len(np.setdiff1d(document, document[used])),
-        n_tokens=int((stop - start - 1)[used].sum()),
-        n_trained=int(n_targets.sum()))
-    return file, Parts(start, stop, n_targets, lines[document], hashes[document]).chosen(used)
+        n_untrained=n_untrained,
+        n_tokens=int(n_positions_of(parts).sum()),
+        n_trained=int(parts["n_targets"].sum()))
+    return file, parts
+
+
+def parts_of(documents, n_positions, seq_len, overflow):
+    """[n] DOCUMENT -> (the number of the document of each part, the parts without their targets). A part
+    begins with the last token of the part before it, which is a target there and an input here. n_positions:
+    what a document needs in a row, for a pair what both need."""
+    length = documents["length"]
+    n_parts = np.ones(len(length), np.int64)  # also for "truncate", which takes the first part
+    if overflow == "split":
+        n_parts = np.maximum(nf4.ceil_div(length - 1, seq_len), 1)
+    elif overflow == "drop":
+        n_parts[n_positions > seq_len] = 0
+    document = np.repeat(np.arange(len(length)), n_parts)
+    first_part = np.cumsum(n_parts) - n_parts  # for each document
+    nth = np.arange(len(document)) - first_part[document]  # 0, 1, ... within a document
+    end = np.cumsum(length)
+    parts = np.zeros(len(document), PART)
+    parts["start"] = (end - length)[document] + nth * seq_len
+    parts["stop"] = np.minimum(parts["start"] + seq_len + 1, end[document])
+    parts["line"] = documents["line"][document]
+    parts["hash"] = documents["hash"][document]
+    return document, parts
 
 
 def check_file(file, seq_len, vocab_size):
@@ -2202,30 +2094,13 @@ def check_file(file, seq_len, vocab_size):
         why = f"token {report.largest_id} of {vocab_size} embeddings: the tokenizer belongs to another model"
     elif not file.n_trained:
         why = (f"nothing to train on: of {report.n_examples} examples {file.n_long} are longer than "
-               f"--seq_len {seq_len} (up to {file.longest}), {file.n_untrained} have no supervised token, "
-               f"{report.n_spells_special} spell a special token")
+               f"--seq_len {seq_len} (up to {file.longest}), {file.n_untrained} have no supervised "
+               f"token{report.note_lines()}")
     elif file.n_trained < 0.01 * file.n_tokens:  # then the template or the masks are wrong
         why = (f"only {file.n_trained:,} of {file.n_tokens:,} tokens are trained on: "
                "look at it with --inspect 3")
     if why:
         raise ValueError(f"{file.name}: {why}")
-
-
-def parts_of(lengths, n_positions, seq_len, overflow):
-    """Lengths of documents -> (document, first token, last token + 1) of each part, [n] each. A part begins
-    with the last token of the part before it, which is a target there and an input here. n_positions: what a
-    document needs in a row, for a pair what both need."""
-    n_parts = np.ones(len(lengths), np.int64)  # also for "truncate", which takes the first part
-    if overflow == "split":
-        n_parts = np.maximum(nf4.ceil_div(lengths - 1, seq_len), 1)
-    elif overflow == "drop":
-        n_parts[n_positions > seq_len] = 0
-    document = np.repeat(np.arange(len(lengths)), n_parts)
-    first_part = np.cumsum(n_parts) - n_parts  # for each document
-    nth = np.arange(len(document)) - first_part[document]  # 0, 1, ... within a document
-    end = np.cumsum(lengths)
-    start = (end - lengths)[document] + nth * seq_len
-    return document, start, np.minimum(start + seq_len + 1, end[document])
 
 
 # ---------------- packing and loading
@@ -2311,38 +2186,22 @@ class Loader:
         # decorator of the method would keep every loader in memory.
         self.order = functools.lru_cache(maxsize=2)(self.make_order)
 
-        n_positions = documents.stop - documents.start - 1  # in each part; its last token is only a target
-        self.rows = self.make_rows(n_positions)
-        self.per_row = self.count_rows(n_positions)
-        self.longest = seq_len if packing else int(self.per_row.tokens.max())
-
-    def make_rows(self, n_positions):
-        """n_positions of each part -> for each row the numbers of its parts."""
+        parts = documents.parts
         # the answers of a pair follow each other, and the loss compares them: they share a row
-        n_together = 2 if self.documents.has_pairs else 1
-        unpacked = np.arange(len(n_positions)).reshape(-1, n_together)
-        if not self.packing:
-            return unpacked
-        packed = pack_rows(n_positions[unpacked].sum(1), self.seq_len)
-        if not self.documents.has_pairs:
-            return packed  # row i of `unpacked` is part i
-        return [unpacked[pairs].flatten() for pairs in packed]
+        units = np.arange(len(parts)).reshape(-1, 2 if documents.has_pairs else 1)
+        n_positions = n_positions_of(parts)
+        self.rows = list(units)
+        if packing:
+            packed = pack_rows(n_positions[units].sum(1), seq_len)
+            self.rows = [units[numbers].flatten() for numbers in packed]
 
-    def count_rows(self, n_positions):
-        """n_positions of each part -> lm.Counts of arrays [rows]."""
-        parts = np.concatenate(self.rows)  # row by row
+        # the parts row by row, and the sums from each row's first part to the next row's
         n_parts = np.array([len(row) for row in self.rows])
-        first_part = np.cumsum(n_parts) - n_parts  # where each row begins in `parts`
-
-        def row_sums(numbers_of_parts):
-            # from each first part to the next one
-            return np.add.reduceat(numbers_of_parts[parts], first_part)
-
-        return lm.Counts(
-            targets=row_sums(self.documents.n_targets),
-            tokens=row_sums(n_positions),
-            squares=row_sums(n_positions**2),
-            documents=n_parts)
+        first_part = np.cumsum(n_parts) - n_parts
+        numbers = np.stack([parts["n_targets"], n_positions, n_positions**2, np.ones_like(n_positions)])
+        sums = np.add.reduceat(numbers[:, np.concatenate(self.rows)], first_part, axis=1)
+        self.per_row = lm.Counts(*sums)
+        self.longest = seq_len if packing else int(self.per_row.tokens.max())
 
     def make_order(self, epoch):
         """The row numbers in the order of an epoch, [rows] int64. The largest row of a run comes first:
@@ -2378,9 +2237,8 @@ class Loader:
     def places(self, step, grad_accum):
         """["FILE:LINE"] of what is in this rank's rows of a step."""
         _, numbers_by_batch = self.rows_of(step, grad_accum)
-        numbers = itertools.chain(*numbers_by_batch)
-        parts = np.concatenate([self.rows[number] for number in numbers])
-        return [self.documents.place(part) for part in parts]
+        return [self.documents.place(part) for numbers in numbers_by_batch for number in numbers
+                for part in self.rows[number]]
 
     def ahead(self, start, stop, grad_accum):
         """Yields step(start), ... step(stop - 1). A thread makes the next one while the caller trains."""
@@ -2426,7 +2284,7 @@ class Loader:
                 positions[start:stop] = np.arange(stop - start)
                 targets[start:stop] = np.where(supervised[1:], ids[1:], IGNORE)
                 pairs.append((start, stop))
-                n_targets.append(int(self.documents.n_targets[part]))
+                n_targets.append(int(self.documents.parts["n_targets"][part]))
         if self.n_shards > 1:  # a shard is one row: it may begin and end within the rows above
             B = 1
             T = n // self.n_shards
@@ -2465,7 +2323,8 @@ def held_out_hashes(share, folders):
         return range(0)
     if share < 1:
         return range(int(share * HASHES))
-    hashes = np.unique(np.concatenate([np.fromfile(folder / "hashes", np.int64) for folder in folders]))
+    tables = [np.fromfile(folder / "documents", DOCUMENT) for folder in folders]
+    hashes = np.unique(np.concatenate(tables)["hash"])
     if share >= len(hashes):
         raise ValueError(f"--eval_data {share}: --data has only {len(hashes):,} different examples, and some "
                          "must be left to train on")
@@ -2494,7 +2353,7 @@ def tokenized_everywhere(args, specs, held_out, tokenizer, ranks, revisions):
 def make_loader(args, specs, folders, hashes, vocab_size, ranks):
     """The Loader of the examples with these hashes, of files that are in the cache."""
     documents = open_documents(folders, specs, args.seq_len, args.overflow, vocab_size, hashes)
-    if not len(documents.start):
+    if not len(documents.parts):
         purpose = "train" if hashes.start else "evaluate"
         raise ValueError(f"--eval_data {args.eval_data[0]} leaves no example of --data to {purpose} on: give "
                          "another share, or more data (of a .txt file an example is a megabyte)")
@@ -2581,20 +2440,8 @@ def print_data(args, loader, eval_loader, tokenizer):
         say(line)
     if unused := unused_tokens(tokenizer, loader.documents.files):
         say(f"--add_tokens {listing(unused)}: in no row of the data, so that they are not learned")
-    n_plain = sum(file.report.n_plain_prompts for file in files)
-    if n_plain and tokenizer.has_template:
-        say(f"{n_plain:,} prompts are plain text, trained on as they stand: only lists of messages go "
-              "through the chat template")
-    n_empty = sum(file.report.n_empty_thoughts for file in loader.documents.files)
-    n_thoughtless = sum(file.report.n_thoughtless for file in loader.documents.files)
-    for n, how in [(n_empty, "with an empty thought"), (n_thoughtless, "without the thought of the prompt")]:
-        line = f"{n:,} answers begin {how}: the model unlearns to think when it is asked in its default mode"
-        if "enable_thinking" in tokenizer.template_reads:
-            line += "; --template_args enable_thinking=false puts the empty thought into the prompt"
-        if n:
-            say(line)
     documents = loader.documents
-    for i in range(min(args.inspect or 0, len(documents.start))):
+    for i in range(min(args.inspect or 0, len(documents.parts))):
         say(f"--- example {i + 1}, {documents.place(i)}, trained on: ⟦this⟧")
         say(f"{show(tokenizer, documents, i)}\n---")
 
@@ -2604,14 +2451,6 @@ def print_rows(loader):
     say(f"  {len(loader.rows):,} rows of at most {loader.seq_len} tokens, {full:.1%} full")
 
 
-def dropped_rows(report):
-    """[(number, what)] of rows that are not in the cache although they could be read."""
-    return [
-        (report.n_spells_special, "spell a special token: dropped"),
-        (report.n_equal, "pairs have equal answers: dropped"),
-        (report.n_empty, "have answers of nothing but their ends: dropped")]
-
-
 def print_file(file):
     """Prints what a file has, and each way in which examples were lost, if any were."""
     report = file.report
@@ -2619,21 +2458,14 @@ def print_file(file):
     say(f"{file.name}: {report.n_examples:,} examples ({formats})")
     # a small file may be held out as a whole
     say(f"  {file.n_tokens:,} tokens, {file.n_trained / max(file.n_tokens, 1):.1%} trained on")
-    notes = [
-        (file.n_long, f"longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}"),
-        (file.n_untrained, "without a token to train on: dropped"),
-        *dropped_rows(report),
-        *((n, f"answers lose their {what}: the chat template leaves it out")
-          for what, n in report.left_out.items()),
-        (report.n_further, f"further documents, {report.n_further_tok:,} tokens: assistant turns that the "
-         "template rewrites later (--train_on whole leaves them out)"),
-        (report.n_without_mask, "assistant turns not trained on: the template rewrites them later, or they "
-         "cannot be delimited"),
-        (report.n_without_end, "assistant turns end without a special token: the model cannot learn to stop"),
-        (report.n_bad, f"cannot be trained on: dropped{report.errors}")]
-    for count, note in notes:
-        if count:
-            say(f"  {count:,} {note}")
+    if file.n_long:
+        say(f"  {file.n_long:,} longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}")
+    if file.n_untrained:
+        say(f"  {file.n_untrained:,} without a token to train on: dropped")
+    if report.notes:
+        say(report.note_lines().lstrip("\n"))
+    if report.n_bad:
+        say(f"  {report.n_bad:,} cannot be trained on: dropped{report.errors}")
     if report.unread:
         say(f"  keys that are not read: {listing(report.unread)}")
 

@@ -442,10 +442,13 @@ def documents_of(tokens, supervised, starts):
     starts = np.asarray(starts[:-1])
     # a document's first token is nobody's target
     n_targets = [int(supervised[start + 1 : stop].sum()) for start, stop in zip(starts, stops)]
-    lines = np.arange(1, len(starts) + 1)
-    columns = np.stack([np.zeros_like(starts), starts, stops, n_targets, lines]).astype(np.int64)
+    parts = np.zeros(len(starts), data.PART)
+    parts["start"] = starts
+    parts["stop"] = stops
+    parts["n_targets"] = n_targets
+    parts["line"] = np.arange(1, len(starts) + 1)
     file = data.DataFile("file", data.FileReport(), tokens, supervised, n_tokens=len(tokens))
-    return data.Documents([file], columns)
+    return data.Documents([file], parts)
 
 
 def read_data(path, tokenizer, seq_len=1000, **options):
@@ -457,10 +460,15 @@ def read_data(path, tokenizer, seq_len=1000, **options):
     return documents, documents.files[0]
 
 
+def noted(file, words):
+    """How often a data.DataFile's report has a note with these words."""
+    return sum(n for text, n in file.report.notes.items() if words in text)
+
+
 def pieces(documents):
     """[(token ids, supervised)] of each part."""
     found = []
-    for i in range(len(documents.start)):
+    for i in range(len(documents.parts["start"])):
         ids, supervised = documents.part(i)
         found.append((ids.tolist(), supervised.tolist()))
     return found

@@ -8,7 +8,7 @@ import json
 import shutil
 
 import pytest
-from conftest import HERE, model_with_weights, read_data, run_ranks
+from conftest import HERE, model_with_weights, noted, read_data, run_ranks
 from safetensors.torch import load_file, save_file
 from test_formats import (
     AGENT, ANSWER, ANSWERED, ASKED, CALL, CHATML, END, LLAMA2, QUESTION, QWEN35, SCHEMA, SCHEMA_TURN, START, calling,
@@ -70,7 +70,7 @@ LOST = {  # name: (template, messages, tools, what is counted)
 def test_what_a_template_leaves_out_of_answers_is_counted_and_said(tmp_path, capsys, template, messages, tools, what):
     tokenizer = tokenizer_of(tmp_path, template)
     _, file = read_rows(tmp_path, tokenizer, chat(*messages, tools=tools), chat(*messages, tools=tools))
-    assert file.report.left_out == dict.fromkeys(what, 2)
+    assert [noted(file, f"lose their {one}:") for one in what] == [2] * len(what)
     data.print_file(file)
     said = capsys.readouterr().out
     for name in what:
@@ -203,7 +203,7 @@ def test_nulls_of_a_table_are_absent_at_every_depth(agent):
     for one in as_table["messages"]:
         one.setdefault("tool_calls", None)
     as_table["messages"][1]["tool_calls"][0]["function"]["arguments"]["at"] = {"lat": None}
-    (example,) = data.parse_example({key: data.from_arrow(value) for key, value in as_table.items()}, agent)
+    (example,) = data.parse_example({key: data.without_nulls(value) for key, value in as_table.items()}, agent)
     assert example.text == expected.replace('{"city": "Ulm"}', '{"city": "Ulm", "at": {}}')
 
 
@@ -211,9 +211,9 @@ def test_an_empty_cell_of_csv_has_no_value(tmp_path, tiny):
     path = tmp_path / "a.csv"
     path.write_text("instruction,input,output\nq,,a\n" + "q,i,a\n" * 200 + 'r,,\ns,,""\n')
     documents, file = read_data(path, tiny)
-    assert len(documents.line) == 201
+    assert len(documents.parts["line"]) == 201
     bad = "not valid example: no value for input, output; got the keys instruction"
-    assert file.report.errors == f"\n  line 203: {bad}\n  line 204: as line 203"
+    assert file.report.errors == f"\n  line 203: {bad}"
 
 
 @pytest.mark.parametrize("row", [
@@ -225,7 +225,7 @@ def test_what_trains_nothing_but_an_end_is_dropped_and_counted(tmp_path, tiny, c
     assert texts == [ASKED + ANSWERED]
     data.print_file(file)
     assert "1 have answers of nothing but their ends: dropped" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="nothing to train on\n  1 have answers of nothing but their ends: dropped"):
+    with pytest.raises(ValueError, match=r"(?s)nothing to train on\n.*  1 have answers of nothing but"):
         read_rows(tmp_path, tiny, row)
 
 
@@ -367,7 +367,8 @@ def test_ndjson_is_read(tmp_path, tiny):
     assert len(pieces(documents)) == 2
 
 
-VALUES = [datetime.date(2024, 7, 26), datetime.timedelta(1), decimal.Decimal("4.5"), 4, 4.5, True, b"\xff\xd8", ["a"]]
+VALUES = [
+    datetime.date(2024, 7, 26), datetime.timedelta(1), decimal.Decimal("4.5"), 4, 4.5, True, b"\xff\xd8", b"a b", ["a"]]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
@@ -375,7 +376,6 @@ VALUES = [datetime.date(2024, 7, 26), datetime.timedelta(1), decimal.Decimal("4.
 def test_a_value_of_a_table_that_is_no_text_is_refused_where_it_is_read(tiny, value, place):
     row = {"text": {"text": value}, "content": chat(QUESTION, message("assistant", value)),
            "unread": {"text": "a b", "made": value}}.get(place, {"instruction": "q", "output": "a", place: value})
-    row = {key: data.from_arrow(item) for key, item in row.items()}
     if place == "unread":
         assert data.parse_example(row, tiny)[0].unread == ("made",)
         return
@@ -383,21 +383,15 @@ def test_a_value_of_a_table_that_is_no_text_is_refused_where_it_is_read(tiny, va
         data.parse_example(row, tiny)
 
 
-def test_bytes_that_are_text_are_that_text(tiny):
-    row = {"messages": [{"role": b"user", "content": "é".encode()}, {"role": "assistant", "content": b"a"}]}
-    (example,) = data.parse_example({key: data.from_arrow(value) for key, value in row.items()}, tiny)
-    assert example.text == turn("user", "é") + turn("assistant", "a")
-
-
 @pytest.mark.parametrize("fields, answer", [
     ('q,"a, b"', "a, b"), ('q," ""a"" b"', ' "a" b'), ('q,say "a"', 'say "a"'), ("q, a", " a"),
-    ('q,"a\r\nb"', "a\r\nb"),
-    ('q, "a b"', None), ('q, "a, b"', None), ('q,\t"a"', None), (' "q",a', None), ('q,"a" ', None),
+    ('q,"a\r\nb"', "a\nb"),
+    ('q, "a, b"', None), ('q,"a" ', None),
 ])
 def test_quotes_of_csv_begin_and_end_their_fields(tmp_path, tiny, fields, answer):
     (tmp_path / "a.csv").write_bytes(f"instruction,output\n{fields}\n".encode())
     if answer is None:
-        with pytest.raises(ValueError, match=r"line 2: (a blank before a quote: .*: a field begins|not valid csv)"):
+        with pytest.raises(ValueError, match=r"a\.csv: cannot be read as csv"):
             read_data(tmp_path / "a.csv", tiny)
         return
     documents, _ = read_data(tmp_path / "a.csv", tiny)
@@ -407,20 +401,20 @@ def test_quotes_of_csv_begin_and_end_their_fields(tmp_path, tiny, fields, answer
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.csv", "a.jsonl.gz", "a.txt.gz"])
 def test_a_row_that_is_too_large_is_bad_and_the_others_are_read(tmp_path, tiny, monkeypatch, name):
-    monkeypatch.setattr(data, "MAX_ROW_BYTES", 1000)  # 16 MiB in a run
-    monkeypatch.setattr(data, "READ_BYTES", 1)
+    monkeypatch.setattr(data, "MAX_TEXT_BYTES", 1000)  # 16 MiB in a run
+    monkeypatch.setattr(data, "READ_CHARS", 1)
     texts = ["a b"] * 120 + ["c " * 600] + ["d e"]
     rows = [json.dumps({"text": text}) for text in texts]
     lines = {"csv": ["text", *texts], "json": [f"[{','.join(rows)}]"], "txt": texts}.get(name.split(".")[1], rows)
     raw = "\n".join(lines).encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
-    if name == "a.csv":  # a field that is cut has no end
-        with pytest.raises(ValueError, match=r"line 122: larger than 0 MiB: split it"):
+    if name == "a.csv":  # csv has a limit of its own, and cannot go on behind it
+        with pytest.raises(ValueError, match=r"cannot be read as csv: field larger than field limit \(1000\)"):
             read_data(tmp_path / name, tiny)
         return
     documents, file = read_data(tmp_path / name, tiny)
     assert len(pieces(documents)) == 121
-    assert file.report.errors == "\n  line 121: larger than 0 MiB: split it"
+    assert file.report.errors == "\n  line 121: not valid text: larger than 0 MiB: split it"
 
 
 # ---------------------------------------------------------------- 11: names given for the data
@@ -518,7 +512,7 @@ def test_a_prompt_that_opens_a_thought_ends_before_it_and_plain_answers_are_coun
     rows = [chat(QUESTION, ANSWER, QUESTION, ANSWER), chat(QUESTION, message("assistant", "<b>4</b>"))]
     texts, file = read_rows(tmp_path, tokenizer, *rows)
     assert texts == [2 * (ASKED + ANSWERED), ASKED + trained_turn("<b>4</b>")]
-    assert file.report.n_thoughtless == 3
+    assert noted(file, "without the thought of the prompt") == 3
     documents, _ = read_data(jsonl(tmp_path / "rows.jsonl", *rows), tokenizer)
     loader = data.Loader(documents, 1000, True, 1, 0, 0, 1)
     args = train.parse_args([])

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import tokenizers
-from conftest import HERE, pieces, read_data
+from conftest import HERE, noted, pieces, read_data
 from tokenizers.processors import TemplateProcessing
 
 import data
@@ -319,9 +319,9 @@ def test_answers_are_marked_to_the_token_and_counted_without_a_mask_or_an_end(tm
     (text,), file = read_rows(tmp_path, tokenizer, chat(*messages))
     assert re.findall("⟦(.*?)⟧", text, re.DOTALL) == expected
     n_answers = [one["role"] for one in messages].count("assistant")
-    assert file.report.n_without_mask == n_answers - len(expected)
+    assert noted(file, "not trained on") == n_answers - len(expected)
     without_end = [answer for answer in expected if not answer.endswith(END)]
-    assert file.report.n_without_end == len(without_end)
+    assert noted(file, "end without a special") == len(without_end)
 
 
 # Qwen3.5's template writes the thoughts of an answer only until the next question of the user.
@@ -368,11 +368,10 @@ def test_answers_that_later_turns_rewrite_are_trained_on_in_a_document_of_their_
     tokenizer = data.Tokenizer(model_folder(tmp_path, template))
     documents, file = read_data(jsonl(tmp_path / "a.jsonl", chat(*REWRITTEN)), tokenizer)
     assert [marked(tokenizer, *piece) for piece in pieces(documents)] == [WHOLE, FURTHER]
-    assert documents.line.tolist() == [1, 1]  # both are of the same line
-    assert file.report.n_without_mask == 0
+    assert documents.parts["line"].tolist() == [1, 1]  # both are of the same line
+    assert noted(file, "not trained on") == 0
     data.print_file(file)
-    n_tokens = len(pieces(documents)[1][0])
-    assert f"1 further documents, {n_tokens} tokens: " in capsys.readouterr().out
+    assert "1 further documents: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("train_on, expected, n_without_mask", [
@@ -383,7 +382,7 @@ def test_example_is_one_document_where_the_flag_says_so(tmp_path, train_on, expe
     tokenizer = data.Tokenizer(model_folder(tmp_path, QWEN35), train_on=train_on)
     texts, file = read_rows(tmp_path, tokenizer, chat(*REWRITTEN), {"prompt": "a", "completion": " b"})
     assert texts == expected
-    assert file.report.n_without_mask == n_without_mask
+    assert noted(file, "not trained on") == n_without_mask
 
 
 def test_message_that_a_template_leaves_out_is_named_and_one_that_it_changes_is_not(tmp_path):
@@ -648,9 +647,9 @@ def test_template_that_leaves_out_a_tool_is_refused(tmp_path):
 ], ids=["user", "assistant", "tool", "arguments", "arguments-text", "mark"])
 def test_conversation_that_spells_a_special_token_is_left_out_and_counted(agent, tmp_path, row):
     documents, file = read_data(jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER), row), agent)
-    assert documents.line.tolist() == [1]
+    assert documents.parts["line"].tolist() == [1]
     assert file.report.n_examples == 2
-    assert file.report.n_spells_special == 1
+    assert noted(file, "spell a special") == 1
     assert file.report.n_bad == 0
     assert file.report.n_chats == 1
 
@@ -694,7 +693,7 @@ def test_the_same_rows_are_the_same_documents_in_every_container(tiny, tmp_path,
     documents, _ = read_data(path, tiny)
     expected, _ = read_data(jsonl(tmp_path / "reference.jsonl", *rows), tiny)
     assert pieces(documents) == pieces(expected)
-    assert documents.line.tolist() == lines
+    assert documents.parts["line"].tolist() == lines
 
 
 def test_fields_of_csv_are_texts_of_any_length_and_lines_are_counted_as_an_editor_does(tiny, tmp_path):
@@ -703,18 +702,19 @@ def test_fields_of_csv_are_texts_of_any_length_and_lines_are_counted_as_an_edito
         {"instruction": "one\n\nline more", "output": "a, b", "history": [], "id": "1"},
         {"instruction": "q", "output": 'She said "no".', "history": [["q", "a"]], "id": "2"},
         {"instruction": "q", "output": long, "history": [], "id": "3"},
-        {"instruction": "q", "output": "\r\n of a web form", "history": [], "id": "4"},
+        {"instruction": "q", "output": "\n of a web form", "history": [], "id": "4"},
     ]
     header, others = csv_text(rows).split("\n", 1)
-    (tmp_path / "a.csv").write_bytes(f"{header}\n\n{others}\n".encode())  # with a blank line behind the header
+    text = f"{header}\n\n{others}\n"  # with a blank line behind the header
+    (tmp_path / "a.csv").write_bytes(text.replace("\n of", "\r\n of").encode())
     documents, _ = read_data(tmp_path / "a.csv", tiny, 10**6)
     expected, _ = read_data(jsonl(tmp_path / "a.jsonl", *rows), tiny, 10**6)
     assert pieces(documents) == pieces(expected)
-    assert documents.line.tolist() == [3, 6, 7, 8]
+    assert documents.parts["line"].tolist() == [3, 6, 7, 8]
 
 
 def test_long_text_is_a_document_for_each_chunk_of_whole_lines(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "READ_BYTES", 2000)
+    monkeypatch.setattr(data, "READ_CHARS", 2000)
     text = "".join(f"{data.__doc__[:90]}\n\n\n  größer ☃ {i}\n" for i in range(200))
     (tmp_path / "a.txt").write_text(text)
     documents, _ = read_data(tmp_path / "a.txt", tiny, 10**6)
@@ -779,7 +779,7 @@ def test_bad_line_is_left_out_and_named(agent, tmp_path, row, pattern):
     lines = [good, good, line_of(row), *[good] * 98]  # more than one bad line in a hundred would end the run
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     documents, file = read_data(tmp_path / "a.jsonl", agent)
-    assert documents.line.tolist() == [1, 2, *range(4, 102)]
+    assert documents.parts["line"].tolist() == [1, 2, *range(4, 102)]
     assert file.report.n_examples == 101
     assert file.report.n_bad == 1
     errors = file.report.errors
@@ -817,24 +817,23 @@ def zipped(text):
 LONG_PROMPT = b'{"prompt": "' + b"word " * 500 + b'", "completion": "x"}'
 BAD_ROLES = [line_of(chat(message(role, "q"))) + b"\n" for role in ("x5", "y7")]
 # the first five are named, and what is the same is not repeated
-FIRST_FIVE = r"20 examples[^\n]*\n  line 1: not [^:]*: [^\n]*(\n  line [2-5]: as line 1){4}$"
-FIRST_FIVE_OF_TWO = (r"20 examples[^\n]*\n  line 1: not [^\n]*5[^\n]*\n  line 2: not [^\n]*7[^\n]*\n  line 3: as line 1"
-                     r"\n  line 4: as line 2\n  line 5: as line 1$")
+FIRST_FIVE = r"20 examples[^\n]*\n  line 1: not [^:]*: [^\n]*$"
+FIRST_FIVE_OF_TWO = r"20 examples[^\n]*\n  line 1: not [^\n]*5[^\n]*\n  line 2: not [^\n]*7[^\n]*$"
 BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
     # names
     "no suffix": ("noextension", b"x", r"expected a \.jsonl"),
-    "another suffix": ("a.tsv", b"x", r"expected a \.jsonl, \.json, \.csv, \.parquet or \.txt.*org/name:split"),
+    "another suffix": ("a.tsv", b"x", r"expected a \.jsonl, \.json, \.csv or \.txt.*org/name:split"),
     # tables
     "csv without rows": ("a.csv", b"text", "nothing to train on"),
     "csv, odd columns": (
         "a.csv", b"Frage,answer\nq,a\n", r"line 2: .*got the keys Frage, answer$"),
     "csv, a comma without quotes": (
         "a.csv", b'id,text\n1,"a\nb"\n2,a, b\n', "line 4: number of fields 3, in the header 2: .*quotes"),
-    "csv, semicolons": ("a.csv", b"instruction;output\nq;a\n", "line 1: one column, instruction;output: a comma"),
+    "csv, semicolons": ("a.csv", b"instruction;output\nq;a\n", "line 2: .*got the keys instruction;output"),
     "csv, cut": ("a.csv", b"id,text\n1,a\n2\n", "line 3: number of fields 1, in the header 2"),
-    "csv, an open quote": ("a.csv", b'id,text\n1,"a\n2,b\n3,c\n', "line 2: not valid csv: unexpected end"),
+    "csv, an open quote": ("a.csv", b'id,text\n1,"a\n2,b\n3,c\n', "cannot be read as csv: unexpected end"),
     "csv, two of a name": ("a.csv", b"text,text\na,b\n", "line 1: two columns have the same name: text, text"),
-    "csv, latin-1": ("a.csv", b"text\n\xff\n", "'utf-8' codec can't decode byte 0xff.*: save it as UTF-8"),
+    "csv, latin-1": ("a.csv", b"text\n\xff\n", "not valid UTF-8.*: save it as UTF-8"),
     # containers that are damaged, empty or hold something else
     "not gzipped": ("a.json.gz", b'{"text": 1}', "Not a gzipped"),
     "gzip cut": ("a.txt.gz", zipped(b"text" * 999)[:-20], "ended before"),
@@ -844,7 +843,7 @@ BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
     "list cut": ("a.json", b'[{"text": "a"}, {"text": "b"]', "Expecting ',' delimiter: line 1 column 29"),
     "text behind a list": ("a.json", b'[{"text": "a"}]\ngarbage', "Extra data: line 2"),
     "nested list": ("a.json", b"[" * 100_000, "recursion"),
-    "latin-1": ("a.txt", b"abc\xff", "'utf-8' codec can't decode byte 0xff in position 3"),
+    "latin-1": ("a.txt", b"abc\xff", "not valid UTF-8"),
     # more than one bad line in a hundred ends the run, and the first five are shown
     "one bad row": ("a.jsonl", b'{"question": "q"}\n', r"nothing to train on\n  line 1: .*expected an object"),
     "a bad row in 99": (
@@ -873,7 +872,8 @@ def test_file_that_cannot_be_read_is_refused_by_name(tiny, tmp_path, name, conte
 ], ids=["not gzipped", "another checksum"])
 def test_file_that_is_no_gzip_is_not_taken_for_a_cache_that_cannot_be_written(tiny, tmp_path, content, what):
     (tmp_path / "a.jsonl.gz").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"a\.jsonl\.gz: {what}"):  # gzip's own is an OSError, as that of a disk
+    # gzip's own is an OSError, as that of a disk
+    with pytest.raises(ValueError, match=rf"a\.jsonl\.gz: cannot be read as jsonl: {what}"):
         read_data(tmp_path / "a.jsonl.gz", tiny)
 
 
@@ -1089,7 +1089,8 @@ def test_prompts_that_get_no_template_are_counted_if_the_model_has_one(tmp_path,
     # of a base model nobody expects one
     tiny_without = copy.copy(tiny)
     tiny_without.has_template = False
-    assert "plain text" not in start_up_text(tmp_path, tiny_without, row, capsys)
+    other_row = row | {"id": 1}  # or its notes would come from the cache
+    assert "plain text" not in start_up_text(tmp_path, tiny_without, other_row, capsys)
 
 
 def test_a_run_on_texts_says_nothing_of_a_template(tmp_path, tiny, capsys):
@@ -1196,8 +1197,8 @@ def check_random_conversations(tmp_path, tokenizer, n_bytes, seed):
     # a conversation that trains nothing, or only blanks and the ends of answers, is left out
     assert pieces(documents) == [(ids, mask) for ids, mask in expected if says_anything(ids, mask, plain)]
     assert file.report.n_bad == 0
-    assert file.report.n_without_mask == 0
-    assert file.report.n_without_end == 0
+    assert noted(file, "not trained on") == 0
+    assert noted(file, "end without a special") == 0
 
 
 def test_generation_blocks_give_random_conversations_the_ids_and_mask_made_by_hand(tmp_path, tiny):

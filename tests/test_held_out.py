@@ -46,7 +46,7 @@ def sides(tokenizer, paths, share, *flags):
 
 def lines_in(loader):
     """Counter of the lines that a loader's parts are from."""
-    return Counter(loader.documents.line.tolist())
+    return Counter(loader.documents.parts["line"].tolist())
 
 
 # ---------------------------------------------------------------- which examples
@@ -178,7 +178,7 @@ def test_pairs_of_dpo_stay_together(tmp_path, share):
     trained, held_out = open_data([jsonl(tmp_path / "a.jsonl", *rows)], share, *flags, tokenizer=tokenizer)
     # the chosen and the rejected answer of a line follow each other
     for loader in trained, held_out:
-        assert (loader.documents.line[::2] == loader.documents.line[1::2]).all()
+        assert (loader.documents.parts["line"][::2] == loader.documents.parts["line"][1::2]).all()
         assert set(lines_in(loader).values()) == {2}
     assert lines_in(trained).keys() | lines_in(held_out).keys() == set(range(1, 61))
     assert not lines_in(trained) & lines_in(held_out)
@@ -286,13 +286,13 @@ def check_sides_on_ranks(ranks, folder, expected):
     """Every rank counts the same examples on the same sides."""
     args = train.parse_args(["--data", f"{folder}/a.jsonl", "--eval_data", "0.25", "--seq_len", "64"])
     loaders = data.open_data(args, data.Tokenizer(HERE / "tiny"), 4096, ranks)
-    assert [loader.documents.line.tolist() for loader in loaders] == expected
+    assert [loader.documents.parts["line"].tolist() for loader in loaders] == expected
     assert loaders[0].world == ranks.world  # each still has rows of its own
 
 
 def test_sides_are_the_same_on_every_number_of_ranks(tmp_path):
     loaders = open_data([jsonl(tmp_path / "a.jsonl", *rows_of(200))], 0.25)
-    expected = [loader.documents.line.tolist() for loader in loaders]
+    expected = [loader.documents.parts["line"].tolist() for loader in loaders]
     on_ranks(3, check_sides_on_ranks, tmp_path, expected)
 
 

@@ -40,19 +40,16 @@ def lines(rows):
 class FakeParquetFile:
     """pyarrow.parquet.ParquetFile, as far as data.py uses it, of a file of JSON lines."""
 
-    def __init__(self, file, pre_buffer, buffer_size):
+    def __init__(self, path, pre_buffer, buffer_size):
         # pyarrow's defaults would read a row group whole, and so most files
         assert not pre_buffer
         assert 0 < buffer_size <= 2**24
-        if file.readline() != b"PAR1\n":
+        first, *others = path.read_bytes().split(b"\n")
+        if first != b"PAR1":
             raise OSError("Parquet magic bytes not found")  # pyarrow's class and words
-        self.rows = [json.loads(line) for line in file]
-        self.num_row_groups = 1
-        group = SimpleNamespace(num_rows=len(self.rows), total_byte_size=FakeBatch(self.rows).nbytes)
-        self.metadata = SimpleNamespace(row_group=lambda number: group)
+        self.rows = [json.loads(line) for line in others if line]
 
-    def iter_batches(self, batch_size, row_groups, use_threads):
-        assert row_groups == [0]
+    def iter_batches(self, batch_size, use_threads):
         assert not use_threads  # with threads the pages of a column are read ahead
         for start in range(0, len(self.rows), batch_size):
             yield FakeBatch(self.rows[start : start + batch_size])
@@ -61,11 +58,6 @@ class FakeParquetFile:
 class FakeBatch:
     def __init__(self, rows):
         self.rows = rows
-        self.num_rows = len(rows)
-        self.nbytes = len(lines(rows))
-
-    def slice(self, start, n_rows):
-        return FakeBatch(self.rows[start : start + n_rows])
 
     def to_pylist(self):
         return self.rows
@@ -117,13 +109,13 @@ def test_rows_of_parquet_have_the_tokens_and_masks_of_their_lines(pyarrow_or_fak
     from_lines, _ = read_data(jsonl(tmp_path / "a.jsonl", *rows), tiny)
     assert pieces(from_table) == pieces(from_lines)
     assert file.report.formats == {"messages": 250, "text": 1, "instruction + output": 1}
-    assert from_table.line.tolist() == list(range(1, 253))
+    assert from_table.parts["line"].tolist() == list(range(1, 253))
 
 
 @pytest.mark.parametrize("content", [b"", b'{"text": "a"}\n', b"PAR1 and no table"], ids=["empty", "lines", "cut"])
 def test_damaged_parquet_is_refused_by_name(pyarrow_or_fake, tiny, tmp_path, content):
     (tmp_path / "a.parquet").write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.parquet: (not valid parquet: |nothing to train on)") as error:
+    with pytest.raises(ValueError, match=r"a\.parquet: (cannot be read as parquet: |nothing to train on)") as error:
         read_data(tmp_path / "a.parquet", tiny)
     assert "tokens not written" not in str(error.value)  # pyarrow's OSErrors are not those of a full disk
 
@@ -456,9 +448,9 @@ def test_rows_that_the_library_cannot_read_are_refused_with_its_words(monkeypatc
         raise ImportError("To support decoding images, please install 'Pillow'.")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=SimpleNamespace(from_file=from_file)))
-    rows = data.arrow_rows(tmp_path / "a.arrow")
-    assert next(rows) == {"text": "a"}
-    with pytest.raises(ValueError, match="not valid rows of a data set: To support decoding images"):
+    rows = data.rows_of("arrow", [tmp_path / "a.arrow"], False)
+    assert next(rows) == (1, {"text": "a"})
+    with pytest.raises(ValueError, match="cannot be read as arrow: To support decoding images"):
         next(rows)
 
 

@@ -6,7 +6,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from conftest import HERE, read_data, run_ranks
+from conftest import HERE, noted, read_data, run_ranks
 from test_bad_input import assert_says
 from test_formats import (
     ANSWER,
@@ -171,7 +171,7 @@ def test_a_conversation_may_mix_answers_with_and_without_thoughts(tmp_path):
         f"{start}It is 4.{END}\n{start}<think>\n\n</think>\n\n⟦It is 4.{END}⟧\n",
         f"{start}<think>\n⟦hm\n</think>\n\nIt is 4.{END}⟧\n",
     ]
-    assert file.report.n_empty_thoughts == 0
+    assert noted(file, "begin with an empty thought") == 0
 
 
 def test_thoughts_that_are_preserved_need_no_document_of_their_own(tmp_path):
@@ -182,7 +182,7 @@ def test_thoughts_that_are_preserved_need_no_document_of_their_own(tmp_path):
     tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3.6"], {"preserve_thinking": True})
     texts, file = read_rows(tmp_path, tokenizer, *rows)
     assert texts == [thoughtful + thoughtful]
-    assert file.report.n_without_mask == 0
+    assert noted(file, "not trained on") == 0
 
 
 # ---------------------------------------------------------------- empty thoughts
@@ -198,7 +198,7 @@ def start_up_lines(path, tokenizer, rows, capsys):
     documents, _ = read_data(jsonl(path / "a.jsonl", *rows), tokenizer)
     loader = data.Loader(documents, 1000, True, 1, 0, 0, 1)
     data.print_data(SimpleNamespace(inspect=0), loader, None, tokenizer)
-    return capsys.readouterr().out.splitlines()
+    return [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.parametrize(("template", "args", "rows", "line"), [
@@ -225,7 +225,7 @@ def test_answers_that_begin_with_an_empty_thought_are_counted_at_the_start(
 def test_where_every_token_is_trained_on_no_answer_has_a_beginning(tmp_path):
     tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3"], train_on="all")
     _, file = read_rows(tmp_path, tokenizer, *PLAIN_AND_THOUGHTFUL)
-    assert file.report.n_empty_thoughts == 0
+    assert noted(file, "begin with an empty thought") == 0
 
 
 def test_both_answers_of_a_pair_may_begin_with_an_empty_thought(tmp_path):
@@ -233,7 +233,7 @@ def test_both_answers_of_a_pair_may_begin_with_an_empty_thought(tmp_path):
     for template_args, n_empty in ({}, 2), (NO_THINKING, 0):
         tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3"], template_args, train_on="pairs")
         _, file = read_rows(tmp_path, tokenizer, pair)
-        assert file.report.n_empty_thoughts == n_empty
+        assert noted(file, "begin with an empty thought") == n_empty
 
 
 # ---------------------------------------------------------------- a run

@@ -356,7 +356,7 @@ def test_epochs_and_overflow_say_how_many_steps_a_run_has(folder, chats, tmp_pat
     documents, _ = read_data(chats, data.Tokenizer(HERE / "tiny"), seq_len=32, overflow="truncate")
     n_rows = len(data.Loader(documents, 32, True, 4, 0, 0, 1).rows)
     fewer, _ = read_data(chats, data.Tokenizer(HERE / "tiny"), seq_len=32)  # long conversations are dropped by default
-    assert len(fewer.start) < 0.9 * len(documents.start)  # or the flag would not show
+    assert len(fewer.parts) < 0.9 * len(documents.parts["start"])  # or the flag would not show
     argv = ["--model", folder, "--random_init", "--data", chats, "--seq_len", 32, "--precision", "fp32", "--batch_size",
             4, "--overflow", "truncate", "--epochs", 0.25]
     rows, said, codes = run_ranks(1, argv, tmp_path / "run")
