@@ -2297,21 +2297,20 @@ class Loader:
 def share_of(eval_data):
     """The values of --eval_data -> the part of --data that it holds out, as a fraction or as a number of
     examples; None if it names files. Raises a ValueError for a number that is neither."""
+    numbers = []
     for word in eval_data or ():
-        try:
-            number = float(word)
-        except ValueError:  # a file
-            continue
-        if len(eval_data) > 1:
-            raise ValueError(f"--eval_data {' '.join(eval_data)}: expected files, or one number alone")
-        if 0 < number < 1:
-            return number
-        if number >= 2 and number.is_integer():
-            return int(number)
-        # 1 may mean all, one example or one percent
-        raise ValueError(f"--eval_data {word}: expected files, a share of --data above 0 and below 1, such "
-                         "as 0.02, or a number of its examples, 2 or more")
-    return None
+        with contextlib.suppress(ValueError):  # a file
+            numbers.append(float(word))
+    if not numbers:
+        return None
+    share = numbers[0]
+    if len(eval_data) == 1 and 0 < share < 1:
+        return share
+    # 1 may mean all, one example or one percent
+    if len(eval_data) == 1 and share >= 2 and share.is_integer():
+        return int(share)
+    raise ValueError(f"--eval_data {' '.join(eval_data)}: expected files, or one number alone: a share of "
+                     "--data above 0 and below 1, such as 0.02, or a number of its examples, 2 or more")
 
 
 def held_out_hashes(share, folders):
@@ -2329,25 +2328,6 @@ def held_out_hashes(share, folders):
         raise ValueError(f"--eval_data {share}: --data has only {len(hashes):,} different examples, and some "
                          "must be left to train on")
     return range(int(hashes[share]))
-
-
-def tokenized_everywhere(args, specs, held_out, tokenizer, ranks, revisions):
-    """Files of --data or --eval_data -> their folders in this machine's cache. Collective: one rank of each
-    machine tokenizes them. revisions: see tokenized()."""
-    folders = []
-    with ranks.agree():
-        if ranks.local == 0:
-            columns = args.columns or ()
-            folders = [tokenized(spec, held_out, tokenizer, columns, revisions) for spec in specs]
-    every = ranks.gather(folders)  # for each rank: empty but for the first one of a machine
-    folders = every[ranks.rank - ranks.local]
-    with ranks.agree():
-        # The name of a folder is a hash of all that its tokens depend on. Ranks with other tokens would train
-        # on other rows than rank 0 counts.
-        if [folder.name for folder in folders] != [folder.name for folder in every[0]]:
-            raise ValueError(f"--data: {os.uname().nodename} has other files or package versions "
-                             "than rank 0's machine")
-    return folders
 
 
 def make_loader(args, specs, folders, hashes, vocab_size, ranks):
@@ -2382,25 +2362,36 @@ def unused_tokens(tokenizer, files):
 
 
 def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
-    """-> (loader of --data, loader of --eval_data or None). revisions: see tokenized()."""
+    """-> (loader of --data, loader of --eval_data or None). One rank of each machine tokenizes what is not in
+    its cache, and all ranks open it. revisions: see tokenized()."""
     share = share_of(args.eval_data)
-    folders = tokenized_everywhere(args, args.data, False, tokenizer, ranks, revisions)
+    specs = [(spec, False) for spec in args.data]
+    if args.eval_data and share is None:
+        specs += [(spec, True) for spec in args.eval_data]
+    folders = []
     with ranks.agree():
+        if ranks.local == 0:
+            for spec, held_out in specs:
+                folders.append(tokenized(spec, held_out, tokenizer, args.columns or (), revisions))
+    every = ranks.gather(folders)  # for each rank: empty but for the first one of a machine
+    folders = every[ranks.rank - ranks.local]
+    with ranks.agree():
+        # The name of a folder is a hash of all that its tokens depend on. Ranks with other tokens would train
+        # on other rows than rank 0 counts.
+        if [folder.name for folder in folders] != [folder.name for folder in every[0]]:
+            raise ValueError(f"--data: {os.uname().nodename} has other files or package versions "
+                             "than rank 0's machine")
+        eval_folders = folders[len(args.data) :]
+        folders = folders[: len(args.data)]
         held_out = held_out_hashes(share, folders)
-        trained_on = range(held_out.stop, HASHES)
-        loader = make_loader(args, args.data, folders, trained_on, vocab_size, ranks)
-    files = loader.documents.files
-    eval_loader = None
-    if args.eval_data:
-        eval_specs = args.data
-        if share is None:
-            eval_specs = args.eval_data
-            folders = tokenized_everywhere(args, eval_specs, True, tokenizer, ranks, revisions)
-            held_out = range(HASHES)
-        with ranks.agree():
-            eval_loader = make_loader(args, eval_specs, folders, held_out, vocab_size, ranks)
-        files = files + eval_loader.documents.files
-    with ranks.agree():
+        loader = make_loader(args, args.data, folders, range(held_out.stop, HASHES), vocab_size, ranks)
+        files = loader.documents.files
+        eval_loader = None
+        if share is not None:
+            eval_loader = make_loader(args, args.data, folders, held_out, vocab_size, ranks)
+        elif args.eval_data:
+            eval_loader = make_loader(args, args.eval_data, eval_folders, range(HASHES), vocab_size, ranks)
+            files = files + eval_loader.documents.files
         check_columns(args.columns or (), files)
         unused_tokens(tokenizer, loader.documents.files)
     return loader, eval_loader

@@ -68,7 +68,7 @@ FLAGS = {  # flags: words of the message
     "--timeout 1e10": ["--timeout", "1e10: expected above 0, below 1e+08"],
 
     # a share of the data, which is held out
-    "--eval_data 0": ["--eval_data 0: expected files, a share", "0.02", "2 or more"],
+    "--eval_data 0": ["--eval_data 0: expected files, or one number alone: a share", "0.02", "2 or more"],
     "--eval_data 0.0": ["--eval_data 0.0: expected"],
     "--eval_data 1": ["--eval_data 1: expected"],
     "--eval_data 1.0": ["--eval_data 1.0: expected"],
