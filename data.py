@@ -2682,12 +2682,14 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U
 
 
 class Stored(NamedTuple):
-    """Where a tensor is on the disk, and what it is."""
+    """Where a matrix or vector is on the disk, and what it is."""
 
     path: Path | None  # None: random weights
     shape: tuple
     dtype: torch.dtype
-    name: str  # in its file, see OLD_PREFIXES
+    name: str  # of its tensor in the file, see OLD_PREFIXES
+    first_row: int = 0  # in this tensor
+    stack: tuple = ()  # the shape of this tensor if it has several matrices
 
     @property
     def row_shape(self):
@@ -2699,35 +2701,42 @@ class Stored(NamedTuple):
         return math.prod(self.shape) // math.prod(self.row_shape)
 
 
-def weight_map_of(index):
-    """{tensor: file in the same folder} of an index."""
+# Files of Qwen3.5 on the Hub have a tensor for the matrices of all experts, here in the order of its rows: of
+# each expert those of gate_proj come before those of up_proj. Only WeightFiles and write_safetensors() know
+# this: all else sees a matrix per expert, as other files have.
+STACKS = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
+
+
+def matrices_in(name, stored):
+    """Yields (name, Stored) of the matrices that a tensor of a file has."""
+    before, _, stack = name.partition(".experts.")
+    # others are left as they are, so that check_weights() names them
+    if stack not in STACKS or len(stored.shape) != 3 or 0 in stored.shape:
+        yield name, stored
+        return
+    n_experts, n_rows, width = stored.shape
+    layers = [(i, layer) for i in range(n_experts) for layer in STACKS[stack]]
+    n = n_rows // len(STACKS[stack])
+    for number, (i, layer) in enumerate(layers):
+        matrix = stored._replace(shape=(n, width), first_row=number * n, stack=stored.shape)
+        yield f"{before}.experts.{i}.{layer}.weight", matrix
+
+
+def weight_files_in(folder, single):
+    """The names of the files with a folder's weights: those that its index names, or else the single one."""
+    index = folder / f"{single}.index.json"
+    if not index.exists():
+        return [single]
     weight_map = read_json(index).get("weight_map")
+    names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
     # a name with a slash could read any file of this machine
     is_plain = re.compile(r"[\w.-]{1,200}[.]safetensors", re.ASCII).fullmatch
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: weight_map: expected {{tensor: name of its file}}")
-    if not all(is_plain(str(file)) for file in weight_map.values()):
-        raise ValueError(f"{index}: weight_map: expected plain names of files in the same folder")
-    return weight_map
-
-
-def files_without_index(folder, single):
-    """The names of a folder's files if it has no index: the single one, or else all N of a set with -of-N in
-    the names. transformers writes model-00001-of-00002.safetensors, and the Hub's Qwen3.5 has
-    model.safetensors-00001-of-00002.safetensors."""
-    if (folder / single).is_file():
-        return [single]
-    stem = re.escape(single.removesuffix(".safetensors"))
-    numbered = re.compile(rf"({stem}(?:[.]safetensors)?)-\d{{5}}-of-(\d{{5}})[.]safetensors", re.ASCII)
-    matches = list(filter(None, map(numbered.fullmatch, os.listdir(folder))))
-    sets = {(match[1], match[2]) for match in matches}  # (what the names begin with, N)
-    if len(sets) > 1:
-        names = listing([match[0] for match in matches])
-        raise ValueError(f"{folder}: {names}: several sets of files: keep one")
-    if not sets:
-        return [single]  # WeightFiles will say that it is missing
-    begin, n = sets.pop()
-    return [f"{begin}-{i:05}-of-{n}.safetensors" for i in range(1, int(n) + 1)]
+    if not names or not all(map(is_plain, names)):
+        raise ValueError(f"{index}: weight_map: expected {{tensor: file}} with plain names of files")
+    # transformers would read the one, and vLLM the other
+    if single not in names and (folder / single).exists():
+        raise ValueError(f"{index}: does not name {single}, which is there as well: remove one of the two")
+    return names
 
 
 def module_name(name):
@@ -2739,42 +2748,20 @@ def module_name(name):
 
 
 class WeightFiles:
-    """The weights of a folder, read by rows. tensors: {name: Stored}. Its safetensors files are those that
-    its index names, or else the single one, or else all of a set with -of-N in the names, and no other.
-
-    Raises a ValueError if a file or a tensor is missing, if a file is cut short or in another format, or if
-    a tensor is in two files."""
+    """The weights of a folder, read by rows. tensors: {name: Stored}. Raises a ValueError if a file is
+    missing, cut short or in another format, or if a tensor is in two files."""
 
     def __init__(self, folder, single="model.safetensors"):
-        folder = Path(folder)
-        index = folder / f"{single}.index.json"
-        weight_map = {}
-        if index.exists():
-            weight_map = weight_map_of(index)
-            names = set(weight_map.values())
-            # transformers would read the one, and vLLM the other
-            if single not in names and (folder / single).exists():
-                raise ValueError(
-                    f"{index}: does not name {single}, which is there as well: remove one of the two")
-        else:
-            names = files_without_index(folder, single)
-        self.files = [folder / name for name in sorted(names)]
+        self.files = [Path(folder) / name for name in weight_files_in(Path(folder), single)]
         self.tensors = {}
         self.readers = {}  # {path: its open file}
         for path in self.files:
             check_is_file(path)
-        missing = [str(path) for path in self.files if not path.exists()]
-        if missing:
-            raise ValueError(f"{listing(missing)}: no such file: the download is incomplete, or the weights "
-                             "are .bin files, which can run code (transformers' save_pretrained writes "
-                             "safetensors)")
-        for path in self.files:
+            if not path.exists():
+                raise ValueError(f"{path}: no such file: the download is incomplete (several files need "
+                                 f"their {single}.index.json), or the weights are .bin files, which can run "
+                                 "code (transformers' save_pretrained writes safetensors)")
             self.open_file(path)
-        found = {stored.name: stored.path.name for stored in self.tensors.values()}
-        lost = [name for name, file in weight_map.items() if found.get(name) != file]
-        if lost:
-            raise ValueError(f"{index}: {listing(lost)}: not in the files that it names: the download is "
-                             "incomplete, or the index belongs to other weights")
 
     def open_file(self, path):
         """Adds the tensors of a file."""
@@ -2791,22 +2778,27 @@ class WeightFiles:
             if dtype not in DTYPES:
                 raise ValueError(f"{path}: {listing([name])}: expected float32, float16 or bfloat16, got "
                                  f"{dtype}; for 4 bits use the unquantized model and --qlora")
-            module = module_name(name)
-            if module in self.tensors:
-                raise ValueError(f"{path}: {listing([name])} is in {self.tensors[module].path.name} as well")
-            self.tensors[module] = Stored(path, tuple(stored.get_shape()), DTYPES[dtype], name)
+            tensor = Stored(path, tuple(stored.get_shape()), DTYPES[dtype], name)
+            for module, matrix in matrices_in(module_name(name), tensor):
+                if module in self.tensors:
+                    other = self.tensors[module].path.name
+                    raise ValueError(f"{path}: {listing([name])} is in {other} as well")
+                self.tensors[module] = matrix
 
     def rows(self, name, start, stop):
         """Rows [start, stop) of a tensor, on the CPU."""
         stored = self.tensors[name]
+        shape = stored.stack or stored.shape
         if start == stop:  # the library refuses an empty range at the end of a tensor
             return torch.empty(0, *stored.row_shape, dtype=stored.dtype)
         try:
             entries = self.readers[stored.path].get_slice(stored.name)
-            if len(stored.shape) < 3:
+            start += stored.first_row
+            stop += stored.first_row
+            if len(shape) < 3:
                 return entries[start:stop]
             # a stack, or a convolution: all rows of the leading entries that have some of these
-            n_rows = math.prod(stored.shape[1:-1])
+            n_rows = math.prod(shape[1:-1])
             first = start // n_rows
             rows = entries[first : nf4.ceil_div(stop, n_rows)].flatten(0, -2)
             return rows[start - first * n_rows : stop - first * n_rows]
@@ -2879,115 +2871,56 @@ def random_rows(name, width, start, stop, seed, device, uniform=False):
     return out
 
 
-# The model has one matrix for a stack of E experts, of E * N rows. Files have a matrix per expert, or (those
-# of Qwen3.5 on the Hub) a stack experts.gate_up_proj [E, 2*F, D], in which an expert's rows of gate_proj come
-# before those of its up_proj, and a stack experts.down_proj [E, D, F]. An example, the up_proj of expert 3 of
-# 128 experts with F = 768:
-#
-#     in the model      experts.up_proj.weight [128 * 768, D], rows 3 * 768 to 4 * 768
-#     a matrix each     experts.3.up_proj.weight [768, D], all rows
-#     stacks            experts.gate_up_proj [128, 2 * 768, D], which is read as [128 * 2 * 768, D]: rows
-#                       (3 * 2 + 1) * 768 to (3 * 2 + 2) * 768
-
-
-class InStack(NamedTuple):
-    """Where a stack in files has the matrices of a layer: the nth of so many of an expert."""
-
-    stack: str
-    nth: int
-    n_matrices: int
-
-
-STACKS = {
-    "gate_proj": InStack("gate_up_proj", nth=0, n_matrices=2),
-    "up_proj": InStack("gate_up_proj", nth=1, n_matrices=2),
-    "down_proj": InStack("down_proj", nth=0, n_matrices=1),
-}
-
-
-class StoredMatrix(NamedTuple):
-    """A matrix as rows of a tensor in files. A parameter of the model is one of them, or one per expert."""
-
-    name: str  # what files call the tensor
-    first_row: int
-    n_rows: int
-    shape: tuple  # the whole tensor's
-
-
-def stored_matrix(name, shape, n_experts, tensors):
-    """Where a matrix, of one expert if there are several, is in files -> StoredMatrix. The names of
-    `tensors`, those in the files, tell how experts are stored; adapters have a matrix per expert."""
-    n_rows, *width = shape
-    before, is_expert, after = name.partition(".experts.")
-    if is_expert and ".lora_" not in name and f"{before}.experts.gate_up_proj" in tensors:
-        expert, layer, _ = after.split(".")
-        stack, nth, n = STACKS[layer]
-        first_row = (int(expert) * n + nth) * n_rows
-        return StoredMatrix(f"{before}.experts.{stack}", first_row, n_rows, (n_experts, n * n_rows, *width))
-    if name.endswith("conv1d.weight"):  # torch's Conv1d with a group per channel has [channels, 1, taps]
-        width = 1, *width
-    return StoredMatrix(name, 0, n_rows, (n_rows, *width))
-
-
-def stored_matrices(name, shape, config, tensors):
-    """What a parameter, or its NF4 codes, is made of: [StoredMatrix] in the order of its rows. tensors: see
-    stored_matrix()."""
+def names_in_files(name, config):
+    """The names in files of a parameter, or of its NF4 codes: one, or one for each expert, whose matrices it
+    has one below another."""
     # names that are the model's own: NF4's, and the module that computes Gated DeltaNet's decay
     name = name.removesuffix("_codes").replace(".decay.", ".")
     # a model with a vision tower has "model.language_model." in its place
     name = re.sub("^model[.]", config.prefix, name)
     before, is_stack, after = name.partition(".experts.")
-    E = config.num_experts
-    if not is_stack:
-        return [stored_matrix(name, shape, E, tensors)]
-    shape = shape[0] // E, *shape[1:]
-    return [stored_matrix(f"{before}.experts.{i}.{after}", shape, E, tensors) for i in range(E)]
+    return [f"{before}.experts.{i}.{after}" for i in range(config.num_experts)] if is_stack else [name]
 
 
-def shapes_in_files(model, tensors=()):
-    """{name: shape} of a model's parameters in files. tensors: see stored_matrix()."""
-    return {matrix.name: matrix.shape for name, p in model.named_parameters()
-            for matrix in stored_matrices(name, p.shape, model.config, tensors)}
+def shapes_in_files(model):
+    """{name: shape} of a model's parameters in files."""
+    shapes = {}
+    for parameter, p in model.named_parameters():
+        names = names_in_files(parameter, model.config)
+        n_rows, *width = p.shape
+        if parameter.endswith("conv1d.weight"):
+            width = 1, *width  # torch's Conv1d with a group per channel has [channels, 1, taps]
+        shapes |= dict.fromkeys(names, (n_rows // len(names), *width))
+    return shapes
 
 
-def stacked_rows(weights, matrices, start, stop):
-    """Rows [start, stop) of a parameter, which is matrices one below another. Yields the rows that are in one
-    of them at a time, and their slice of [start, stop)."""
-    n = matrices[0].n_rows  # all experts are of one size
+def stacked_rows(weights, names, n_rows, start, stop):
+    """Rows [start, stop) of a parameter of n_rows, the matrices of these names one below another. Yields the
+    rows that are in one of them at a time, and their slice of [start, stop)."""
+    n = n_rows // len(names)  # all experts are of one size
     for i in range(start // n, nf4.ceil_div(stop, n)):
         first = max(start, i * n)
         last = min(stop, i * n + n)
-        offset = matrices[i].first_row - i * n  # from rows of the parameter to rows of the tensor in files
-        rows = weights.rows(matrices[i].name, first + offset, last + offset)
-        yield rows, slice(first - start, last - start)
+        yield weights.rows(names[i], first - i * n, last - i * n), slice(first - start, last - start)
 
 
 def check_weights(model, weights, folder):
     """Raises a ValueError if the names or shapes in files are not those of the model, or of its LoRA
     layers if it has any."""
-    expected = shapes_in_files(model, weights.tensors)
-    is_adapter = any(".lora_" in name for name in expected)
-    if is_adapter:
-        trained = set(names_in_adapter(model))
-        layers = [name.removesuffix(".weight") for name in expected
-                  if name.endswith(".weight") and ".lora_" not in name]
-        if HEAD in trained:  # also of a tied pair
-            expected[HEAD] = (model.config.vocab_size, model.config.hidden_size)
+    expected = shapes_in_files(model)
+    advice = ""
+    vocabulary = model.config.vocab_size, model.config.hidden_size
+    if any(".lora_" in name for name in expected):
+        advice = f": {MERGE}"
+        trained = names_in_adapter(model)
+        expected |= dict.fromkeys(trained, vocabulary)  # the head also of a tied pair
         expected = {PEFT_PREFIX + name: shape for name, shape in expected.items()
                     if ".lora_" in name or name in trained}
     elif model.config.tie_word_embeddings and HEAD in weights.tensors:
-        # a duplicate: check_tied_head compares the values
-        expected[HEAD] = (model.config.vocab_size, model.config.hidden_size)
+        expected[HEAD] = vocabulary  # a duplicate: check_tied_head compares the values
     found = {name: stored.shape for name, stored in weights.tensors.items()
              if not name.endswith("rotary_emb.inv_freq")  # old Llama-2 files have it
              and not name.startswith(COPIED_PREFIXES)}
-    if is_adapter and expected.keys() != found.keys():
-        # on some layers only, with the names of another class of the model, with those of a vision tower
-        targets = read_json(f"{folder}/adapter_config.json").get("target_modules")
-        where = f"{folder}/adapter_config.json: target_modules = {lm.quoted(targets)}"
-        raise ValueError(f"{where}: expected adapters on all such layers of the decoder; the file of tensors "
-                         f"lacks {listing(expected.keys() - found) or 'none'}, and has besides "
-                         f"{listing(found.keys() - expected) or 'none'}: {MERGE}")
     differences = {
         "missing": expected.keys() - found,
         "unexpected": found.keys() - expected,
@@ -2996,9 +2929,7 @@ def check_weights(model, weights, folder):
     }
     if any(differences.values()):
         text = "; ".join(f"{what}: {listing(names)}" for what, names in differences.items() if names)
-        raise ValueError(f"{folder}: {text}")
-    if is_adapter:
-        check_targets(layers, weights, folder)
+        raise ValueError(f"{folder}: {text}{advice}")
 
 
 def embedding_in_files(config):
@@ -3011,29 +2942,6 @@ def names_in_adapter(model):
     if not model.model.embed_tokens.weight.requires_grad:
         return []
     return [embedding_in_files(model.config), HEAD]
-
-
-def check_targets(layers, adapter, folder):
-    """Raises a ValueError if a list of target_modules, in which a name is that of a layer or its end behind a
-    dot, names other ones of a model's layers than those that the tensors of an adapter adapt. For patterns
-    the tensors count alone."""
-    targets = read_json(f"{folder}/adapter_config.json").get("target_modules")
-    if targets is None or isinstance(targets, str):
-        return
-    where = f"{folder}/adapter_config.json: target_modules"
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise ValueError(f"{where} = {lm.quoted(targets)}: expected a list of names, all-linear or a regular "
-                         "expression")
-    adapted = {name.removeprefix(PEFT_PREFIX).split(".lora_")[0]
-               for name in adapter.tensors if ".lora_" in name}
-    endings = tuple(f".{target}" for target in targets)
-    named = {layer for layer in layers if f".{layer}".endswith(endings)}
-    if named - adapted:
-        raise ValueError(f"{where} names layers that adapter_model.safetensors does not adapt: "
-                         f"{listing(named - adapted)}: it is incomplete, or the names are wrong")
-    if adapted - named:
-        raise ValueError(f"{where} does not name layers that adapter_model.safetensors adapts: "
-                         f"{listing(adapted - named)}: both must be of the same training")
 
 
 def check_tied_head(weights, embedding, head, start, stop):
@@ -3052,7 +2960,7 @@ ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["non
 ADAPTER_FREE = (
     "r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path", "auto_mapping",
     "revision", "inference_mode", "peft_version", "megatron_core", "qalora_group_size", "use_rslora",
-    "modules_to_save",  # see has_embeddings()
+    "modules_to_save",
 )
 # what to do with an adapter that is not read: on transformers 5 PEFT trains stacked experts, for example
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that folder as --model"
@@ -3060,7 +2968,7 @@ MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) an
 
 def open_adapter(folder):
     """A PEFT LoRA adapter -> (WeightFiles, {flag: value}). A ValueError names a key that is not understood.
-    The names of the tensors decide which layers are adapted; check_weights() compares target_modules."""
+    The names of the tensors decide which layers are adapted."""
     where = f"{folder}/adapter_config.json"
     config = read_json(where)
     for key, value in config.items():
@@ -3076,6 +2984,13 @@ def open_adapter(folder):
     if not found or not found <= set(lm.LORA_TARGETS):
         raise ValueError(f"{folder}: adapter_model.safetensors has {listing(found)}, expected some of "
                          f"{', '.join(lm.LORA_TARGETS)}: {MERGE}")
+    # PEFT writes embedding and head where modules_to_save names them, or where the vocabulary was resized
+    whole = {name.split(".")[-2] for name in weights.tensors if ".lora_" not in name}
+    modules = config.get("modules_to_save")
+    if whole not in (set(), {"embed_tokens", "lm_head"}) or (modules and not whole):
+        raise ValueError(f"{where}: modules_to_save = {lm.quoted(modules)}, and beside adapters there is "
+                         f"{listing(whole) or 'nothing'}: expected embed_tokens and lm_head, or neither: "
+                         f"{MERGE}")
     # {key: (the flag with the same meaning, what the value may be)}
     numbers = {
         "r": ("lora_rank", lm.Bounds(int, 1, 4096)),
@@ -3085,24 +3000,8 @@ def open_adapter(folder):
     }
     flags = {flag: lm.read_field(config, key, bounds, where) for key, (flag, bounds) in numbers.items()}
     flags["lora_targets"] = [target for target in lm.LORA_TARGETS if target in found]
-    flags["train_embeddings"] = has_embeddings(weights, config, where)
+    flags["train_embeddings"] = bool(whole)
     return weights, flags
-
-
-def has_embeddings(weights, config, where):
-    """Whether an adapter has a whole embedding and head. PEFT writes them where modules_to_save names them,
-    or where the vocabulary was resized; of a tied pair both. It may save one of the two alone, or other
-    modules: that is refused."""
-    modules = config.get("modules_to_save") or []
-    whole = {name.split(".")[-2] for name in weights.tensors if ".lora_" not in name}
-    if not whole and not modules:
-        return False
-    # names may be short, or those of the modules in full
-    if (isinstance(modules, list) and whole == {"embed_tokens", "lm_head"}
-            and {str(name).rpartition(".")[2] for name in modules} <= whole):
-        return True
-    raise ValueError(f"{where}: modules_to_save = {lm.quoted(modules)}, and beside adapters there is "
-                     f"{listing(whole) or 'nothing'}: expected embed_tokens and lm_head, or neither: {MERGE}")
 
 
 @torch.no_grad()
@@ -3119,22 +3018,22 @@ def load_weights_(model, weights, adapter, seed, device, progress=False, frozen_
             continue  # written along with their codes
         out, start = nf4.local(params[name])
         stop = start + len(out)
-        matrices = stored_matrices(name, params[name].shape, model.config, weights.tensors)
+        names = names_in_files(name, model.config)
         reader = weights
         if ".lora_" in name or (adapter and name in (EMBEDDING, HEAD) and params[name].requires_grad):
             reader = adapter
-            matrices = [matrix._replace(name=PEFT_PREFIX + matrix.name) for matrix in matrices]
+            names = [PEFT_PREFIX + one for one in names]
         if name in (EMBEDDING, HEAD):  # see fill_new_rows_() for those that files do not have
-            stop = min(stop, reader.tensors[matrices[0].name].n_rows)
+            stop = min(stop, reader.tensors[names[0]].n_rows)
         if start >= stop:
             continue  # some ranks have no row of a small parameter
         if name.endswith("weight_codes"):
             scales, _ = nf4.local(params[name.removesuffix("codes") + "scales"])
-            for rows, out_rows in stacked_rows(reader, matrices, start, stop):
+            for rows, out_rows in stacked_rows(reader, names, len(params[name]), start, stop):
                 bits = out.shape[1] * 8 // rows.shape[1]
                 out[out_rows], scales[out_rows] = nf4.quantize(rows.to(device), bits, name)
         elif reader:
-            for rows, out_rows in stacked_rows(reader, matrices, start, stop):
+            for rows, out_rows in stacked_rows(reader, names, len(params[name]), start, stop):
                 out[out_rows] = rows
         elif name.endswith("lora_B.weight"):
             out.zero_()
@@ -3143,32 +3042,29 @@ def load_weights_(model, weights, adapter, seed, device, progress=False, frozen_
             width = out.shape[1]
             out.copy_(random_rows(name, width, start, stop, seed, "cpu", uniform=True) * width**-0.5)
         if name == EMBEDDING and HEAD not in params:
-            head = matrices[0].name.removesuffix(embedding_in_files(model.config)) + HEAD
+            head = names[0].removesuffix(embedding_in_files(model.config)) + HEAD
             if head in reader.tensors:
-                check_tied_head(reader, matrices[0].name, head, start, stop)
+                check_tied_head(reader, names[0], head, start, stop)
 
 
 @torch.no_grad()
-def fill_new_rows_(model, weights, new_ids, seed, ranks):
+def fill_new_rows_(model, weights, new_ids, seed):
     """Makes the rows of new tokens in embedding and head, and those that the files do not have: the mean
     of the old rows plus a tenth of their deviation, at random. A new token begins as no token in particular,
-    and no two are the same. Every number of ranks gets the same rows, but for rounding. Collective."""
+    and no two are the same. Each rank reads all old rows, so that every number of ranks gets the same."""
     params = dict(model.named_parameters())
-    n_stored = weights.tensors[embedding_in_files(model.config)].n_rows
+    embedding = embedding_in_files(model.config)
+    n_stored = weights.tensors[embedding].n_rows
     n_old = min(n_stored, new_ids.start)  # what follows are rows of no token
-    for name in (EMBEDDING, HEAD):
+    for name, in_files in {EMBEDDING: embedding, HEAD: HEAD}.items():
         if name not in params:
             continue  # the head of a tied pair
         out, first = nf4.local(params[name])
         sums = torch.zeros(2, out.shape[1], dtype=torch.float64)
-        old = out[: max(n_old - first, 0)]
-        for some in old.split(4096):  # in float64 all of them would take much memory
-            some = some.double()
-            sums += torch.stack([some.sum(0), some.square().sum(0)]).cpu()
-        # ranks with the same rows, as without FSDP2, count equally often
-        found = ranks.gather((len(old), sums))
-        n_counted = sum(n for n, _ in found)
-        mean, mean_square = sum(sums for _, sums in found) / n_counted
+        for i in range(0, n_old, 4096):  # in float64 all of them would take much memory
+            rows = weights.rows(in_files, i, min(i + 4096, n_old)).cpu().double()
+            sums += torch.stack([rows.sum(0), rows.square().sum(0)])
+        mean, mean_square = sums / n_old
         deviation = (mean_square - mean.square()).clamp_(min=0).sqrt()
         begin = max(first, n_old)
         end = min(first + len(out), new_ids.stop if new_ids.stop <= n_stored else params[name].shape[0])
@@ -3180,53 +3076,55 @@ def fill_new_rows_(model, weights, new_ids, seed, ranks):
 # ---------------- writing a model
 
 
-def full_tensors(model, trainable_only, tensors=()):
-    """Yields (name in files, full tensor on the CPU), one in memory at a time. Collective.
-    tensors: see stored_matrix()."""
+def full_tensors(model, trainable_only):
+    """Yields (name in files, full tensor on the CPU), one parameter in memory at a time. Collective."""
     lm.reshard_(model)
-    stacks = {}  # {name: tensor}, of which some matrices are still to come
+    shapes = shapes_in_files(model)
     for parameter, param in model.named_parameters():
         if trainable_only and not param.requires_grad:
             continue
         whole = param.full_tensor() if nf4.is_sharded(param) else param
-        matrices = stored_matrices(parameter, param.shape, model.config, tensors)
-        rows_of_each = whole.detach().cpu().split(matrices[0].n_rows)
-        for (name, first_row, n_rows, shape), rows in zip(matrices, rows_of_each):
-            if rows.numel() == math.prod(shape):  # it is the whole tensor
-                yield name, rows.view(shape)
-                continue
-            if name not in stacks:
-                stacks[name] = torch.empty(shape, dtype=rows.dtype)
-            stacks[name].flatten(0, 1)[first_row : first_row + n_rows] = rows
-        if stacks and not parameter.endswith("gate_proj.weight"):  # which shares a stack with up_proj
-            yield name, stacks.pop(name)
+        names = names_in_files(parameter, model.config)
+        for name, rows in zip(names, whole.detach().cpu().chunk(len(names))):
+            yield name, rows.view(shapes[name])
+
+
+def layout_of(tensors):
+    """{name: Stored} of {name: tensor}, for write_safetensors()."""
+    return {name: Stored(None, tuple(t.shape), t.dtype, name) for name, t in tensors.items()}
 
 
 def write_safetensors(path, layout, tensors, checksum=None):
-    """Writes tensors in the order of layout, {name: anything with the tensor's shape and dtype}, with one of
-    them in memory at a time: the library wants all at once. Returns [size of the file, its checksum by a
-    function like zlib.crc32, or 0]. An OSError names path and tensor."""
+    """Writes pairs (name, tensor) in any order, with one tensor in memory at a time: the library wants all at
+    once. layout: {name: Stored} in the order of the file. Returns [size of the file, its checksum by a
+    function like zlib.crc32 in the order of writing, or 0]. An OSError names the path."""
     header = {"__metadata__": {"format": "pt"}}  # older transformers need the format
+    places = {}  # {name: (its first byte behind the header, how many it has)}
     stop = 0
-    for name, tensor in layout.items():
-        start = stop
-        stop += math.prod(tensor.shape) * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+    for name, stored in layout.items():
+        n_bytes = math.prod(stored.shape) * stored.dtype.itemsize
+        places[name] = stop, n_bytes
+        entry = {"dtype": DTYPE_NAMES[stored.dtype], "shape": stored.stack or stored.shape}
+        entry = header.setdefault(stored.name, entry | {"data_offsets": [stop, stop]})
+        stop += n_bytes
+        entry["data_offsets"][1] = stop  # of a stack that of its last matrix
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as the library writes them
-    header_bytes = len(text).to_bytes(8, "little") + text
-    crc = 0
-    with open(path, "wb", buffering=0) as file:  # closing it has nothing to write, so a full disk fails once
-        for what, data in itertools.chain([("header", header_bytes)], zip(layout, map(bytes_of, tensors))):
+    text = len(text).to_bytes(8, "little") + text
+    crc = checksum(text) if checksum else 0
+    with writing(path, "tensors"), open(path, "wb") as file:
+        file.write(text)
+        for name, tensor in tensors:
+            data = bytes_of(tensor)
+            start, n_bytes = places.pop(name)
+            assert len(data) == n_bytes, f"{path}: {name}: another size than in the header"
+            file.seek(len(text) + start)
+            file.write(data)
             if checksum:
                 crc = checksum(data, crc)
-            data = memoryview(data)
-            with writing(path, what):
-                while data:  # without a buffer a write may end early
-                    data = data[file.write(data) :]
-        with writing(path, "end"):
-            os.fsync(file.fileno())
+        assert not places, f"{path}: not written: {listing(places)}"  # a hole in a file reads as zeros
+        file.flush()
+        os.fsync(file.fileno())
     return [path.stat().st_size, crc]
 
 
@@ -3236,8 +3134,8 @@ def bytes_of(tensor):
 
 
 def save_model(tensors, layout, out, raw_config, write):
-    """Writes config.json and model.safetensors from an iterator of tensors. Every rank iterates, as the
-    iterator may gather shards; the one with `write` writes."""
+    """Writes config.json and model.safetensors from an iterator of (name, tensor), see write_safetensors().
+    Every rank iterates, as the iterator may gather shards; the one with `write` writes."""
     try:
         if write:
             write_safetensors(out / "model.safetensors", layout, tensors)
@@ -3247,9 +3145,17 @@ def save_model(tensors, layout, out, raw_config, write):
             pass
 
 
-def as_in_files(layout):
-    """{name: Stored} with the names that the files have."""
-    return {stored.name: stored for stored in layout.values()}
+def layout_of_result(weights, config):
+    """{name: Stored} of a result: that of the files, with embedding and head as large as the model's, which
+    --add_tokens may have made larger."""
+    layout = {}
+    for name, stored in weights.tensors.items():
+        if name in (embedding_in_files(config), HEAD):
+            stored = stored._replace(shape=(config.vocab_size, config.hidden_size))
+        # a tied head that files repeat is left out: readers take the embedding
+        if name != HEAD or not config.tie_word_embeddings:
+            layout[name] = stored
+    return layout
 
 
 def with_both_ropes(raw):
@@ -3287,7 +3193,7 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False
         if is_tied:
             tensors = tensors | {HEAD: tensors[embedding[0]]}
     named = {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
-    write_safetensors(out / "adapter_model.safetensors", named, named.values())
+    write_safetensors(out / "adapter_model.safetensors", layout_of(named), named.items())
     if any(".experts." in name for name in tensors):
         dropout = 0.0  # on transformers 5 PEFT stacks experts, and a stack has no dropout
     write_config(out / "adapter_config.json", {
@@ -3319,23 +3225,19 @@ def export(args, model, weights, files, tokenizer, out, ranks):
             remove(unfinished)  # what a try before has left
             unfinished.mkdir()
             tokenizer.save(unfinished)
-    tensors = full_tensors(model, args.lora, weights.tensors)
+    tensors = full_tensors(model, args.lora)
     if args.lora:  # every rank goes through the tensors, which are gathered
         # embedding and head in the dtype of the base, as in a whole model
         adapter = {name: tensor if ".lora_" in name else tensor.to(weights.tensors[name].dtype)
                    for name, tensor in tensors if is_first}
     with ranks.agree(end_run=False):
         if not args.lora:
-            # only the rank that writes them reads them
-            copied = [name for name in weights.tensors if is_first and name.startswith(COPIED_PREFIXES)]
-            # --add_tokens may have made embedding and head larger than in the files
-            layout = {name: weights.tensors[name]._replace(shape=shape)
-                      for name, shape in shapes_in_files(model, weights.tensors).items()}
-            layout |= {name: weights.tensors[name] for name in copied}
-            trained = (tensor.to(layout[name].dtype) for name, tensor in tensors)
-            copies = (weights.rows(name, 0, layout[name].n_rows) for name in copied)
-            save_model(itertools.chain(trained, copies), as_in_files(layout), unfinished, files.config,
-                       write=is_first)
+            layout = layout_of_result(weights, model.config)
+            trained = ((name, tensor.to(layout[name].dtype)) for name, tensor in tensors)
+            # what the model does not have is copied, by the rank that writes it
+            others = sorted(layout.keys() - shapes_in_files(model)) if is_first else []
+            copies = ((name, weights.rows(name, 0, layout[name].n_rows)) for name in others)
+            save_model(itertools.chain(trained, copies), layout, unfinished, files.config, write=is_first)
         elif is_first:
             save_adapter(adapter, unfinished, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
                          modules_in(adapter, model.config, args.lora_targets), args.rslora)
@@ -3348,38 +3250,23 @@ def export(args, model, weights, files, tokenizer, out, ranks):
 def merge(weights, adapter, scale, files, tokenizer, out):
     """Writes merged/: the original weights, without NF4's error, plus scale * B A, summed in float32."""
     unfinished = out / "merged.part"
-    config = lm.parse_config(files.config)
-    # a tied head that files repeat is left out: readers take the embedding
-    layout = {name: stored for name, stored in weights.tensors.items()
-              if name != HEAD or not config.tie_word_embeddings}
-    whole = [name for name in (embedding_in_files(config), HEAD) if name in adapter]
-    # they may be larger than in the files
-    layout |= {name: weights.tensors[name]._replace(shape=adapter[name].shape) for name in whole}
-    others = [name for name in adapter
-              if ".lora_A." not in name and ".lora_B." not in name and name not in whole]
-    if others:
-        raise ValueError(f"--merge: {out}/final is complete, but merge() knows only LoRA and would lose "
-                         f"{listing(others)}")
-    products = defaultdict(list)  # {name in files: [(first row, A, B) of its layers in the adapter]}
-    for name, a_RD in adapter.items():  # each B is looked up with its A
-        layer, is_a, _ = name.partition(".lora_A.")
-        if is_a:
-            b_NR = adapter[f"{layer}.lora_B.weight"]
-            matrix = stored_matrix(f"{layer}.weight", b_NR.shape, config.num_experts, weights.tensors)
-            products[matrix.name].append((matrix.first_row, a_RD, b_NR))
+    layout = layout_of_result(weights, lm.parse_config(files.config))
     with writing(f"--merge, {out}/final is complete", "merged/"):
         unfinished.mkdir()
         tokenizer.save(unfinished)
-        tensors = (adapter[name] if name in whole else merged_weight(weights, name, products[name], scale)
-                   for name in layout)
-        save_model(tensors, as_in_files(layout), unfinished, files.config, write=True)
+        tensors = ((name, merged_weight(weights, name, adapter, scale)) for name in layout)
+        save_model(tensors, layout, unfinished, files.config, write=True)
         put_in_place(unfinished, out / "merged")
 
 
-def merged_weight(weights, name, products, scale):
-    """A tensor in files on the CPU, plus scale * B A from a first row on for each (first row, A, B)."""
+def merged_weight(weights, name, adapter, scale):
+    """A matrix or vector on the CPU: the adapter's own, or that of the files plus scale * B A."""
+    if name in adapter:
+        return adapter[name]
     weight = weights.rows(name, 0, weights.tensors[name].n_rows).cpu()  # random weights are made on the GPU
-    for first_row, a_RD, b_NR in products:
-        w_ND = weight[first_row : first_row + len(b_NR)]
-        w_ND.copy_(w_ND.float().add_(b_NR.float() @ a_RD.float(), alpha=scale))
+    layer = name.removesuffix(".weight")
+    if f"{layer}.lora_A.weight" in adapter:
+        a_RD = adapter[f"{layer}.lora_A.weight"]
+        b_NR = adapter[f"{layer}.lora_B.weight"]
+        weight.copy_(weight.float().add_(b_NR.float() @ a_RD.float(), alpha=scale))
     return weight

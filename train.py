@@ -146,7 +146,7 @@ def main(argv, progress, exits):
         data.load_weights_(model, opened.weights, opened.adapter, args.seed, device,
                            progress=ranks.rank == 0, frozen_only=bool(resumed))
     if args.add_tokens and not resumed:
-        data.fill_new_rows_(model, opened.weights, tokenizer.new_ids, args.seed, ranks)
+        data.fill_new_rows_(model, opened.weights, tokenizer.new_ids, args.seed)
     stream_(model, streamed, run, device)
     # on a CPU, activations are in host memory already
     if "activations" in args.offload and on_gpu:
@@ -3067,7 +3067,8 @@ def write_rows(path, rows_of):
     # Wide numbers come first, so that each tensor begins at a multiple of its element size.
     ordered = dict(sorted(rows_of.items(), key=lambda item: -item[1].dtype.itemsize))
     # a generator: one tensor at a time is on the host
-    return data.write_safetensors(path, ordered, (rows.cpu() for rows in ordered.values()), zlib.crc32)
+    tensors = ((name, rows.cpu()) for name, rows in ordered.items())
+    return data.write_safetensors(path, data.layout_of(ordered), tensors, zlib.crc32)
 
 
 def load_checkpoint(folder, files, tensors):

@@ -117,7 +117,7 @@ def write_model(folder, config):
         model = lm.Transformer(lm.parse_config(config))
     source, bf16 = data.RandomWeights(model, 0, torch.device("cpu")), torch.bfloat16
     layout = {name: stored._replace(dtype=bf16) for name, stored in source.tensors.items()}
-    weights = (source.rows(name, 0, stored.shape[0]).to(bf16) for name, stored in layout.items())
+    weights = ((name, source.rows(name, 0, stored.shape[0]).to(bf16)) for name, stored in layout.items())
     folder.mkdir(exist_ok=True)
     data.Tokenizer(TESTS / "tiny").save(folder)
     data.save_model(weights, layout, folder, config, write=True)

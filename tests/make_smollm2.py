@@ -250,7 +250,7 @@ def write_json(path, content):
 
 def write_folder(reader, folder):
     tensors = dict(read_tensors(reader))
-    data.write_safetensors(folder / "model.safetensors", tensors, tensors.values())
+    data.write_safetensors(folder / "model.safetensors", data.layout_of(tensors), tensors.items())
     config = make_config(reader.fields)
     write_json(folder / "config.json", config)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -53,7 +53,16 @@ def gradients_by_name(model, folder):
     """{name: gradient} with the names and the shapes that the weights have in the folder's files."""
     for p in model.parameters():
         p.data = p.grad  # full_tensors() takes gradients apart as it does weights
-    return dict(data.full_tensors(model, False, data.WeightFiles(folder).tensors))
+    gradients = {}
+    stored = data.WeightFiles(folder).tensors
+    for name, matrix in data.full_tensors(model, False):
+        place = stored[name]
+        if not place.stack:
+            gradients[name] = matrix
+            continue
+        whole = gradients.setdefault(data.module_name(place.name), torch.empty(place.stack))
+        whole.flatten(0, 1)[place.first_row : place.first_row + len(matrix)] = matrix
+    return gradients
 
 
 def check_packed_documents(folder):

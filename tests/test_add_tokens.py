@@ -86,13 +86,12 @@ def with_weights(found):
     return model
 
 
-ALONE = SimpleNamespace(gather=lambda value: [value])  # what fill_new_rows_() uses of train.Ranks
 
 
 def begun(found):
     """The same as training begins."""
     model = with_weights(found)
-    data.fill_new_rows_(model, found.weights, found.tokenizer.new_ids, SEED, ALONE)
+    data.fill_new_rows_(model, found.weights, found.tokenizer.new_ids, SEED)
     return model
 
 
@@ -226,8 +225,8 @@ def stored_and_filled(n_rows, new_ids, seed=0):
     """{name: (300 rows in files, the rows of the model)} of an embedding and a head with so many rows."""
     generator = torch.Generator().manual_seed(0)
     model = lm.Transformer(config_of(n_rows))
-    source = SimpleNamespace(tensors={})
     stored = {}
+    source = SimpleNamespace(tensors={}, rows=lambda name, start, stop: stored[name][start:stop])
     for name in (data.EMBEDDING, data.HEAD):
         noise = torch.randn(N_STORED, WIDTH, generator=generator)
         stored[name] = 3 + noise  # so that rows about the mean differ from rows about 0
@@ -236,7 +235,7 @@ def stored_and_filled(n_rows, new_ids, seed=0):
         rows = model.get_parameter(name).detach()
         rows[:N_STORED] = stored[name]
         rows[N_STORED:] = torch.nan  # not loaded
-    data.fill_new_rows_(model, source, new_ids, seed, ALONE)
+    data.fill_new_rows_(model, source, new_ids, seed)
     return {name: (rows, model.get_parameter(name).detach()) for name, rows in stored.items()}
 
 
@@ -305,7 +304,7 @@ def check_rows_on_ranks(ranks, folder, base, flags):
         train.shard_(model, args, ranks.device)
     model.to_empty(device="cpu").tie_()
     data.load_weights_(model, found.weights, None, SEED, ranks.device)
-    data.fill_new_rows_(model, found.weights, found.tokenizer.new_ids, SEED, ranks)
+    data.fill_new_rows_(model, found.weights, found.tokenizer.new_ids, SEED)
     for name, tensor in data.full_tensors(model, trainable_only=False):
         if name in (data.EMBEDDING, data.HEAD):
             assert torch.equal(tensor[:N_OLD], expected[name][:N_OLD]), name

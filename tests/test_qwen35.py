@@ -331,7 +331,7 @@ def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
     tokens = torch.arange(40)[None]
     expected = model(tokens)
 
-    adapter = dict(data.full_tensors(model, True, source.tensors))
+    adapter = dict(data.full_tensors(model, True))
     assert "model.language_model.layers.0.linear_attn.in_proj_qkv.lora_A.weight" in adapter
     assert "model.language_model.layers.0.mlp.experts.7.up_proj.lora_B.weight" in adapter
     data.merge(source, adapter, alpha / rank, model_files(EXPERTS), NoTokenizer(), tmp_path)

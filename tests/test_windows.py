@@ -232,7 +232,7 @@ def test_an_adapter_has_the_names_of_modules_and_merges_into_those_of_the_files(
             p.normal_(0, 0.2)
     tokens = torch.arange(40)[None]
     expected = model(tokens)
-    adapter = dict(data.full_tensors(model, True, source.tensors))
+    adapter = dict(data.full_tensors(model, True))
     # PEFT's names are those of the modules, also where files have older ones
     assert "model.language_model.layers.0.self_attn.q_proj.lora_A.weight" in adapter
     # the ends by which PEFT finds the layers: those of a tower, attention.q_proj, must not be among them
@@ -255,9 +255,6 @@ def test_an_index_with_old_names_is_that_of_its_files(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
     assert data.WeightFiles(tmp_path).tensors.keys() == data.WeightFiles(FOLDER / "mistral3").tensors.keys()
-    index.write_text(json.dumps({"weight_map": dict.fromkeys([*tensors, "language_model.x"], "model-1.safetensors")}))
-    with pytest.raises(ValueError, match=r"language_model\.x: not in the files"):
-        data.WeightFiles(tmp_path)
 
 
 # ---------------------------------------------------------------- config.json of each family
