@@ -262,14 +262,8 @@ def read_template_args(words):
         if name in variables:
             raise ValueError(f"{where}: {name} is given twice")
         variables[name] = text
-        try:
-            value = json.loads(text)
-            ast.literal_eval(repr(value))  # an error for NaN, which with_variables() could not write
-            variables[name] = value
-        except ValueError:  # a text, then
-            pass
-        except (MemoryError, RecursionError, SyntaxError) as error:  # Python's parser, for 200 brackets
-            raise ValueError(f"{where}: its brackets are nested too deeply") from error
+        with contextlib.suppress(ValueError):  # it is no JSON: a text
+            variables[name] = json.loads(text)
     return variables
 
 
@@ -289,14 +283,10 @@ class TextError(ValueError):
     """A template or a tokenizer fails on one text. Another rendering may succeed."""
 
 
-class TooSlow(ValueError):
-    """A template was stopped. It ends the file: each further rendering could cost as much time."""
-
-
 @contextlib.contextmanager
 def errors_of(source):
-    """Turns any error into a TextError or TooSlow that names the source. Templates may raise anything, and a
-    panic in the Rust code of tokenizers is a BaseException."""
+    """Turns any error into a TextError that names the source. Templates may raise anything, and a panic in
+    the Rust code of tokenizers is a BaseException."""
     try:
         yield
     except KeyboardInterrupt:  # Ctrl-C ends the run, and not this text alone
@@ -305,19 +295,15 @@ def errors_of(source):
         line = ""
         if isinstance(error, jinja2.TemplateSyntaxError):
             line = f", line {error.lineno}"
-        error_class = TooSlow if isinstance(error, TimeoutError) else TextError
-        raise error_class(f"{source}{line}: {listing([str(error) or repr(error)])}") from error
+        raise TextError(f"{source}{line}: {listing([str(error) or repr(error)])}") from error
 
 
 @contextlib.contextmanager
 def cpu_time_limit(seconds):
     """Raises a TimeoutError in the block after so much CPU time: a template may loop for ever."""
 
-    is_over = False
-
     def stop(*_):
-        if not is_over:
-            raise TimeoutError(f"took more than {seconds} seconds")
+        raise TimeoutError(f"took more than {seconds} seconds")
 
     # CPU time, because on a busy machine a good template may wait for seconds
     handler = signal.signal(signal.SIGVTALRM, stop)
@@ -325,7 +311,6 @@ def cpu_time_limit(seconds):
     try:
         yield
     finally:
-        is_over = True  # a timer that ends now must not raise between the next two lines
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, handler)
 
@@ -662,7 +647,7 @@ class Tokenizer:
             found = read_json(path) if path.exists() else {}
             if name == "config.json":
                 found = (found.get("text_config") or {}) | found
-                found = {key: found.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+                found = {"eos_token_id": found.get("eos_token_id")}
             generation |= {key: value for key, value in found.items() if value is not None}
         ids = generation.get("eos_token_id")
         ids = {one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
@@ -1044,8 +1029,8 @@ class Example(NamedTuple):
 
 def parse_example(row, tokenizer, columns=()):
     """A row of a data file -> [Example]. It is a dict or a line of JSON. columns: [(column, the key that it
-    stands for)]. Every error but TooSlow becomes a ValueError: a row may be anything, for example other types
-    or endless brackets."""
+    stands for)]. Every error becomes a ValueError: a row may be anything, for example other types or endless
+    brackets."""
     form = "JSON"  # for the message, until the format is known
     try:
         example = json.loads(row) if isinstance(row, str) else row
@@ -1073,8 +1058,6 @@ def parse_example(row, tokenizer, columns=()):
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
         hashes = [hash_of_text(one.text or "") for one in found]
         return [one._replace(renamed=renamed, unread=one.unread + unread, hash=hashes[0]) for one in found]
-    except TooSlow:
-        raise
     except Exception as error:
         raise ValueError(printable(f"not valid {form}: {str(error) or type(error).__name__}")) from error
 
@@ -1729,8 +1712,6 @@ def read_examples(rows, tokenizer, columns, report):
         report.n_examples += 1
         try:
             found = parse_example(row, tokenizer, columns)
-        except TooSlow as error:
-            raise ValueError(f"line {line}: {error}") from error
         except ValueError as error:
             count_bad(report, line, error)
             continue

@@ -89,8 +89,8 @@ def test_every_json_value_reaches_the_template_as_it_is(tmp_path, value):
 
 @pytest.mark.parametrize(("word", "value"), [
     ("x=1", 1), ("x=false", False), ("x=null", None), ("x=[1, {}]", [1, {}]), ('x="1"', "1"),
-    # what is no JSON is a text, and so are numbers that jinja cannot spell
-    ("x=1 May", "1 May"), ("x=", ""), ("x=a=b", "a=b"), ("x={", "{"), ("x=NaN", "NaN"), ("x=[1e999]", "[1e999]"),
+    # what is no JSON is a text
+    ("x=1 May", "1 May"), ("x=", ""), ("x=a=b", "a=b"), ("x={", "{"),
 ])
 def test_a_value_is_json_or_a_text(word, value):
     read = data.read_template_args([word])["x"]
