@@ -198,7 +198,7 @@ CHATML = """\
 # a private character that marks the start of a {% generation %} block in the rendered text
 OPEN = "\U00104000"
 CLOSE = "\U00104001"  # and one for its end
-MARK = "\U00104002"  # and one around the number of a field, see Tokenizer.left_out()
+MARK = "\U00104002"  # and one around the number of a tool or a call, see with_marks()
 # A template is a stranger's program: a loop of ten lines could fill the memory, or never end.
 MAX_RENDERED = 50_000_000  # characters that one conversation may become
 MAX_RENDER_S = 2  # seconds of CPU time that this may take
@@ -321,86 +321,61 @@ class Rendered(NamedTuple):
     text: str | None  # None: the messages spell a special token, and the text is not used
     spans: list | None  # [(start, stop)] of the characters to train on; None: all of them
     turns: list  # the numbers of the messages that are trained on in this text
-    left_out: tuple = ()  # what the template leaves out of answers of the conversation; only its first text
+    left_out: tuple = ()  # what the template leaves out of these answers
 
 
-class Item(NamedTuple):
-    """Something in a conversation that its text should depend on."""
+def said_by(message):
+    """Yields (what, text) of what an answer says beside its calls."""
+    thought, _, said = (message.get("content") or "").rpartition("</think>")
+    yield "content", said
+    yield "thought in content", thought.replace("<think>", "")
+    yield "thought", message.get("reasoning_content", "")
 
-    what: str  # for messages
-    answer: int | None  # the number of the message, if the assistant says it
+
+def is_in(part, text):
+    """Whether a text has all of a part: as it is, or at least its words, because templates trim, quote and
+    escape. A part that is left out is found nevertheless where others happen to have all of its words."""
+    return part.strip() in text or all(word in text for word in re.findall(r"\w+", part))
 
 
-def with_marks(messages, tools, thoughtful, only=None):
-    """-> (messages, tools, [Item]): the same with the number of each item in it, between two MARKs, or with
-    that of one item alone. A thought is an item in `thoughtful` messages: templates drop those of others."""
+def with_marks(messages, tools):
+    """-> (messages, tools, [(what, answer)]): the same with a number between two MARKs behind the name of
+    each tool and each call, and in its arguments. Their words prove nothing: prose may have them, too.
+    answer is the number of a message with arguments, and None of names, which no template may leave out."""
     items = []
 
     def mark(what, answer=None):
-        items.append(Item(what, answer))
-        number = len(items) - 1
-        return f"{MARK}{number}{MARK}" if only in (None, number) else ""
+        items.append((what, answer))
+        return f"{MARK}{len(items) - 1}{MARK}"
 
-    def in_tool(function):
-        name = function.get("name")
-        return function | {"name": f"{name}{mark(f'the tool {lm.quoted(name)}')}"}
-
-    def in_call(number, function):
-        name = function["name"] + mark(f"a call of the tool {lm.quoted(function['name'])}")
-        arguments = function["arguments"]
-        behind = mark("arguments", number) if arguments else ""
-        if behind:
-            arguments = arguments + behind if isinstance(arguments, str) else arguments | {behind: 0}
-        return function | {"name": name, "arguments": arguments}
-
-    tools = [in_function(tool, in_tool) for tool in tools or []] or None
-    marked = []
+    marked_tools = []
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        name = function.get("name", "")
+        function = function | {"name": name + mark(f"the tool {lm.quoted(name)}")}
+        marked_tools.append(tool | {"function": function} if "function" in tool else function)
+    marked_messages = []
     for i, message in enumerate(messages):
-        message = message.copy()
-        marked.append(message)
-        if "tool_calls" in message:
-            in_message = functools.partial(in_call, i)
-            message["tool_calls"] = [in_function(call, in_message) for call in message["tool_calls"]]
-        content = message.get("content") or ""
-        if message["role"] != "assistant":
-            if content.strip():
-                what = f"the {message['role']} message {lm.quoted(content[:200])} where an answer follows"
-                message["content"] += mark(what)
-            continue
-        thought, end, said = content.rpartition("</think>")
-        if i in thoughtful and thought.replace("<think>", "").strip():
-            thought += mark("thought in content", i)
-        if said.strip():
-            said += mark("content", i)
-        if content:
-            message["content"] = thought + end + said
-        name = name_of_thought(message)
-        if i in thoughtful and name:
-            message[name] += mark(name, i)
-    return marked, tools, items
-
-
-def in_function(call, change):
-    """A tool, or a call of one, with change() of the object that has its name."""
-    if "function" in call:
-        return call | {"function": change(call["function"])}
-    return change(call)
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = call["function"].copy()
+            function["name"] += mark(f"a call of the tool {lm.quoted(function['name'])}")
+            if isinstance(function["arguments"], str):  # see with_json_arguments()
+                function["arguments"] += mark("arguments", i)
+            elif function["arguments"]:
+                function["arguments"] = function["arguments"] | {mark("arguments", i): 0}
+            calls.append(call | {"function": function})
+        marked_messages.append(message | {"tool_calls": calls} if calls else message)
+    return marked_messages, marked_tools or None, items
 
 
 def with_json_arguments(message):
     """A message whose calls of tools have their arguments as JSON text."""
-
-    def as_text(function):
-        return function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-
-    if "tool_calls" not in message:
-        return message
-    return message | {"tool_calls": [in_function(call, as_text) for call in message["tool_calls"]]}
-
-
-def name_of_thought(message):
-    """The first of THOUGHTS that a message has, or None."""
-    return next((name for name in THOUGHTS if name in message), None)
+    calls = []
+    for call in message.get("tool_calls", ()):
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return message | {"tool_calls": calls} if calls else message
 
 
 TOKENIZER_FILES = (
@@ -737,13 +712,8 @@ class Tokenizer:
         template = self.templates["default"]
         if tools:
             template = self.templates.get("tool_use", template)
-        named = []
-        for message in messages:
-            if name := name_of_thought(message):  # templates read it by the first or by the second name
-                message = {"thinking": message[name], **message, "reasoning_content": message[name]}
-            named.append(message)
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
-            outputs = template.generate(messages=named, tools=tools, documents=None,
+            outputs = template.generate(messages=messages, tools=tools, documents=None,
                                         add_generation_prompt=generation_prompt, **self.variables)
             for output in outputs:
                 rendered += output
@@ -777,7 +747,7 @@ class Tokenizer:
         """Messages -> ([Rendered], number of answers without a span). The first text is the whole
         conversation up to its last answer, others repeat answers that it rewrites. Answers are trained on
         unless a key such as weight marks them as context. Raises a ValueError if no answer can be delimited,
-        or if the template leaves out a tool, a message, or all that an answer says."""
+        or if the template leaves out a tool, a call, a message, or all that an answer says."""
         if self.reserved.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
             return [Rendered(None, [], [])], 0
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -793,7 +763,7 @@ class Tokenizer:
             documents = [Rendered(text, without_untrained(spans, turns, trained), trained)]
         else:  # a template without generation blocks, as most models have
             documents = self.delimit_by_prefix(messages, tools, text, trained)
-        documents[0] = documents[0]._replace(left_out=self.check_complete(messages, tools, documents))
+        documents = self.check_complete(messages, tools, documents)
         if self.train_on == "all":
             return documents, 0
         n_spans = sum(len(document.spans) for document in documents)
@@ -814,46 +784,41 @@ class Tokenizer:
                 for thought, (start, stop) in zip(thoughts, spans)]
 
     def check_complete(self, messages, tools, documents):
-        """-> the names of what the texts leave out of answers, a name for each answer. Raises a ValueError if
-        a text leaves out a tool, a call, a message of somebody else, or all of an answer."""
-        left_out = set()
-        for number, document in enumerate(documents):
-            shown = messages
-            if number:  # the text up to an answer that the first document rewrites
-                shown = messages[: document.turns[0] + 1]
-            items, lost = self.left_out(shown, tools, document)
-            for item in lost:
-                if item.answer is None:
-                    raise ValueError(f"{self.source}: leaves out {item.what}")
-                if not number or item.answer in document.turns:  # for which a further document is there
-                    left_out.add(item)
-            n_items = Counter(item.answer for item in items)
-            n_items.subtract(item.answer for item in lost)
+        """-> the documents with the names of what the template leaves out of the answers that they train.
+        Raises a ValueError if it leaves out a tool, a call, a message of somebody else, or all of an answer."""
+        lost = self.lost_calls(messages, tools)
+        for what, answer in lost:
+            if answer is None:
+                raise ValueError(f"{self.source}: leaves out {what}")
+        for message in messages:
+            content = message.get("content") or ""
+            if message["role"] != "assistant" and not is_in(content, documents[0].text):
+                what = f"the {message['role']} message {lm.quoted(content[:200])}"
+                raise ValueError(f"{self.source}: leaves out {what} where an answer follows")
+        complete = []
+        for document in documents:
+            left_out = [what for what, answer in lost if answer in document.turns]
             for i in document.turns:
-                if n_items[i] == 0 and "tool_calls" not in messages[i]:
-                    gone = [item.what for item in lost if item.answer == i] + self.unread_keys(messages[i])
-                    if gone:  # or it is an answer that says nothing
-                        raise ValueError(f"{self.source}: leaves an answer nothing but its end: without "
-                                         f"{listing(gone)}")
-        return tuple(sorted(item.what for item in left_out))
+                parts = [(what, part) for what, part in said_by(messages[i]) if part.strip()]
+                gone = [what for what, part in parts if not is_in(part, document.text)]
+                if gone and len(gone) == len(parts) and "tool_calls" not in messages[i]:
+                    raise ValueError(f"{self.source}: leaves an answer nothing but its end: without "
+                                     f"{listing(gone)}")
+                left_out += gone
+            complete.append(document._replace(left_out=tuple(left_out)))
+        return complete
 
-    def left_out(self, messages, tools, document):
-        """-> ([Item] of a conversation, those on which its text does not depend). One rendering with marks in
-        all items finds nearly all that are in the text; only those whose marks are missing are marked one by
-        one, which for all of them would take time with the square of their number."""
-        thoughtful = set(document.turns)
-        *marked, items = with_marks(messages, tools, thoughtful)
-        found = set()
-        with contextlib.suppress(TextError):
-            found = set(re.findall(f"{MARK}(\\d+){MARK}", self.render(*marked)[0]))
-        lost = []
-        for number, item in enumerate(items):
-            if str(number) not in found:
-                *marked, _ = with_marks(messages, tools, thoughtful, only=number)
-                with contextlib.suppress(TextError):  # the template has looked at what it objects to
-                    if self.render(*marked)[0] == document.text:
-                        lost.append(item)
-        return items, lost
+    def lost_calls(self, messages, tools):
+        """The items of with_marks() that are not in a rendering."""
+        *marked, items = with_marks(messages, tools)
+        if not items:
+            return []
+        try:
+            text, _ = self.render(*marked)
+        except TextError:  # the template has looked at what it objects to
+            return []
+        found = re.findall(f"{MARK}(\\d+){MARK}", text)
+        return [item for number, item in enumerate(items) if str(number) not in found]
 
     def unread_keys(self, message):
         """The keys of a message that nobody reads, neither this file nor the template: also those that ask to
@@ -1000,15 +965,14 @@ BESIDE = {
 KEYS = {key for form, beside in BESIDE.items() for key in (*form.split(" + "), *beside)}
 ROLES = "system", "developer", "user", "assistant", "tool"
 # what ShareGPT, LLaMA-Factory and OpenAI's first calls of functions call them
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-OTHER_ROLES = {"observation": "tool", "function": "tool", "function_call": "assistant"}
+OTHER_ROLES = {
+    "human": "user", "gpt": "assistant", "observation": "tool", "function": "tool",
+    "function_call": "assistant",
+}
 # keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl and verl
 TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
-# Keys that are read of a message, of a call with its function, and of a part of a content. A template may
-# read more of them.
+# the keys that are read of a message; a template may read more of them
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *THOUGHTS, *TRAINED_KEYS}
-CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
-CONTENT_KEYS = {"type", "text"}
 EXPECTED_MESSAGE = "an object with 'role' and 'content', or 'from' and 'value'"
 
 
@@ -1222,13 +1186,15 @@ def read_example(example, form, tokenizer):
         text = prompt + text_in(example, "completion")
         return [Example(form, text, [(len(prompt), len(text))])]
     tools = read_tools(example)
-    raw = messages_of(example, form)
-    messages = check_messages(raw, tools)
-    (whole, *others), n_without_mask = tokenizer.conversation(messages, tools)
-    first = Example(form, whole.text, whole.spans, is_chat=True, n_without_mask=n_without_mask,
-                    left_out=whole.left_out, unread=unread_in(raw, messages, tokenizer))
-    others = [Example(form, other.text, other.spans, is_chat=True, is_further=True) for other in others]
-    return [first, *others]
+    messages = check_messages(messages_of(example, form), tools)
+    documents, n_without_mask = tokenizer.conversation(messages, tools)
+    examples = []
+    for document in documents:
+        examples.append(Example(form, document.text, document.spans, is_chat=True,
+                                is_further=bool(examples), left_out=document.left_out))
+    unread = {f"messages.{key}" for message in messages for key in tokenizer.unread_keys(message)}
+    examples[0] = examples[0]._replace(n_without_mask=n_without_mask, unread=tuple(sorted(unread)))
+    return examples
 
 
 def text_in(example, key):
@@ -1268,15 +1234,16 @@ def without_nulls(value, but=None):
 
 def read_tools(example):
     """The list of an example's tools, or None."""
-
-    def read_function(function):
-        function = json_in(function, dict, "a tool of 'tools' must be an object")
+    must = "a tool of 'tools' must be an object"
+    tools = []
+    for tool in json_in(example.get("tools") or [], list, "'tools' must be a list of JSON schemas"):
+        tool = json_in(tool, dict, must)
+        function = json_in(tool.get("function", tool), dict, must)
         text_in(function, "name")
-        return function | {key: from_json(function[key]) for key in ("parameters",) if key in function}
-
-    tools = json_in(example.get("tools") or [], list, "'tools' must be a list of JSON schemas")
-    tools = [json_in(tool, dict, "a tool of 'tools' must be an object") for tool in tools]
-    return without_nulls([in_function(tool, read_function) for tool in tools]) or None
+        if "parameters" in function:
+            function = function | {"parameters": from_json(function["parameters"])}
+        tools.append(tool | {"function": function} if "function" in tool else function)
+    return without_nulls(tools) or None
 
 
 def messages_of(example, form):
@@ -1314,42 +1281,46 @@ def turns_of(turns, key):
             raise ValueError(f"a message of {key!r} must be {EXPECTED_MESSAGE}, got {keys_of(turn)}")
         if "role" not in turn:
             others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-            role = SHAREGPT_ROLES.get(str(turn["from"]), turn["from"])
-            turn = {"role": role, "content": turn.get("value")} | others
+            turn = {"role": turn["from"], "content": turn.get("value")} | others
         messages.append(turn)
     return messages
 
 
 def check_messages(messages, tools=None):
-    """Messages as transformers gives them to templates: no None, texts joined, arguments as objects. Raises a
-    ValueError that names the key that is wrong."""
+    """Messages as transformers gives them to templates: no None, texts joined, calls of tools as objects.
+    Raises a ValueError that names the key that is wrong."""
     if not messages:
         raise ValueError("no messages")
-    functions = [function_of(tool) for tool in tools or []]
+    functions = [tool.get("function", tool) for tool in tools or ()]
     schemas = {function.get("name"): function.get("parameters") for function in functions}  # for arguments
-    checked = []
-    for message in messages:
-        # Nulls in arguments may mean something. Else what is empty says nothing, but for an empty answer.
-        message = {key: value for key, value in without_nulls(message, but="arguments").items()
-                   if key == "content" or value not in ("", [], {})}
-        message = with_calls(message, schemas)
-        role = message.get("role")
-        content = message.get("content")
-        if role not in ROLES:
-            raise ValueError(f"unknown role {lm.quoted(role)}; expected {', '.join(ROLES)}")
-        for key in TRAINED_KEYS:
-            if message.get(key, 1) not in (0, 1):
-                raise ValueError(f"{key!r} must be 0 or 1, got {lm.quoted(message[key])}")
-        if isinstance(content, list):  # OpenAI's items: {"type": "text", "text": ...}
-            with contextlib.suppress(KeyError, TypeError):  # an image has no text: the check below names it
-                content = "".join(item["text"] for item in content)
-                message["content"] = content
-        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
-            raise ValueError(f"'content' of a message of {role!r} must be text, got {lm.quoted(content)}")
-        for key in THOUGHTS:
-            text_in(message, key)
-        checked.append(message)
-    return checked
+    return [check_message(message, schemas) for message in messages]
+
+
+def check_message(message, schemas):
+    # Nulls in arguments may mean something. Else what is empty says nothing, but for an empty answer.
+    message = {key: value for key, value in without_nulls(message, but="arguments").items()
+               if key == "content" or value not in ("", [], {})}
+    calls = calls_of(message, schemas)
+    if calls:
+        message["tool_calls"] = calls
+    role = message.get("role")
+    if isinstance(role, str):
+        message["role"] = role = OTHER_ROLES.get(role, role)
+    if role not in ROLES:
+        raise ValueError(f"unknown role {lm.quoted(role)}; expected {', '.join(ROLES)}")
+    for key in TRAINED_KEYS:
+        if message.get(key, 1) not in (0, 1):
+            raise ValueError(f"{key!r} must be 0 or 1, got {lm.quoted(message[key])}")
+    content = message.get("content")
+    if isinstance(content, list):  # OpenAI's items: {"type": "text", "text": ...}
+        with contextlib.suppress(KeyError, TypeError):  # an image has no text: the check below names it
+            content = message["content"] = "".join(item["text"] for item in content)
+    if not isinstance(content, str) and (content is not None or not calls):
+        raise ValueError(f"'content' of a message of {role!r} must be text, got {lm.quoted(content)}")
+    thoughts = [text_in(message, key) for key in THOUGHTS if key in message]
+    if thoughts:  # templates read it by the first or by the second of these names
+        message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
+    return message
 
 
 def is_trained(message):
@@ -1357,32 +1328,31 @@ def is_trained(message):
     return all(message.get(key, 1) for key in TRAINED_KEYS)
 
 
-def with_calls(message, schemas):
-    """A message whose calls of tools are objects in `tool_calls`, in place of what other formats have."""
-    calls = json_in(message.get("tool_calls", []), list, "'tool_calls' must be a list of objects")
-    functions = []
+def calls_of(message, schemas):
+    """Takes the calls of tools out of the keys that formats have for them -> those calls, see read_call()."""
+    calls = json_in(message.pop("tool_calls", []), list, "'tool_calls' must be a list of objects")
     if message.get("role") == "function_call":  # LLaMA-Factory's: one or several as JSON in place of a text
         content = from_json(message.pop("content", None))
-        functions = content if isinstance(content, list) else [content]
+        calls = calls + (content if isinstance(content, list) else [content])
     if "function_call" in message:  # OpenAI's, before an answer could have several
-        functions = [*functions, message.pop("function_call")]
-    calls = calls + [{"type": "function", "function": function} for function in functions]
-    if message.get("role") in list(OTHER_ROLES):  # a list, because a role may be anything
-        message["role"] = OTHER_ROLES[message["role"]]
-    if not calls:
-        return message
+        calls = [*calls, message.pop("function_call")]
+    return [read_call(call, schemas) for call in calls]
 
-    def checked_function(function):
-        function = json_in(function, dict, "a call of a tool must be an object")
-        name = function.get("name")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"'name' of a call of a tool must be text, got {lm.quoted(name)}")
-        arguments = json_in(from_json(function.get("arguments")) or {}, dict,
-                            f"'arguments' of a call of {lm.quoted(name)} must be an object")
-        return function | {"arguments": without_unnamed_nulls(arguments, schemas.get(name))}
 
-    calls = [json_in(call, dict, "a call of a tool must be an object") for call in calls]
-    return message | {"tool_calls": [in_function(call, checked_function) for call in calls]}
+def read_call(call, schemas):
+    """A call of a tool, or its function alone, as objects or as JSON -> a call with arguments as an object."""
+    must = "a call of a tool must be an object"
+    call = json_in(call, dict, must)
+    if "function" not in call:
+        call = {"type": "function", "function": call}
+    function = json_in(call["function"], dict, must)
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"'name' of a call of a tool must be text, got {lm.quoted(name)}")
+    arguments = json_in(from_json(function.get("arguments")) or {}, dict,
+                        f"'arguments' of a call of {lm.quoted(name)} must be an object")
+    arguments = without_unnamed_nulls(arguments, schemas.get(name))
+    return call | {"function": function | {"arguments": arguments}}
 
 
 def without_unnamed_nulls(value, schema):
@@ -1395,25 +1365,6 @@ def without_unnamed_nulls(value, schema):
         return value
     return {key: without_unnamed_nulls(item, properties.get(key)) for key, item in value.items()
             if item is not None or key in properties}
-
-
-def function_of(call):
-    """The object with the name of a tool, or of a call of one."""
-    return call.get("function", call)
-
-
-def unread_in(raw, messages, tokenizer):
-    """The names of keys that nobody reads: of messages, of calls with their functions, and of the parts of
-    contents, which only the messages before check_messages() have."""
-    found = set()
-    for message in raw:
-        for part in message["content"] if isinstance(message.get("content"), list) else []:
-            found |= {f"content.{key}" for key in part if part[key] is not None and key not in CONTENT_KEYS}
-    for message in messages:
-        found |= {f"messages.{key}" for key in tokenizer.unread_keys(message)}
-        for call in message.get("tool_calls", []):
-            found |= {f"tool_calls.{key}" for key in (call.keys() | function_of(call).keys()) - CALL_KEYS}
-    return tuple(sorted(name for name in found if name.partition(".")[2] not in tokenizer.template_words))
 
 
 # ---------------- data files, tokenized once

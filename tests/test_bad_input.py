@@ -88,7 +88,6 @@ FLAGS = {  # flags: words of the message
     "--template_args bos_token=x": ["a template gets bos_token from", "tokenizer"],
     "--template_args enable_thinking=False": ["enable_thinking=False", "JSON: true, false or null"],
     "--template_args a=1 a=2": ['"a=2"', "a is given twice"],
-    f"--template_args x={'[' * 300}{']' * 300}": ['"x=[[[', "nested too deeply"],
     "--chat_template_kwargs x": ["mean --template_args?"],
     "--val_set_size 0.1": ["mean --eval_data?"],
 

@@ -52,8 +52,8 @@ DROPS_THE_SECOND_CALL = AGENT.replace("m.tool_calls or []", "(m.tool_calls or []
 DROPS_SYSTEM = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
 
 LOST = {  # name: (template, messages, tools, what is counted)
-    "a thought": (QWEN, [QUESTION, THOUGHTFUL], None, ["reasoning_content"]),
-    "a thought by another name": (QWEN, [QUESTION, {**ANSWER, "thinking": "hm"}], None, ["thinking"]),
+    "a thought": (QWEN, [QUESTION, THOUGHTFUL], None, ["thought"]),
+    "a thought by another name": (QWEN, [QUESTION, {**ANSWER, "thinking": "hm"}], None, ["thought"]),
     "a thought inside of the text": (NO_THOUGHTS, [QUESTION, IN_TEXT], None, ["thought in content"]),
     "text beside a call": (LLAMA31, [QUESTION, CALL_AND_TEXT, RESULT, ANSWER], None, ["content"]),
     "arguments": (AGENT.replace("(call.function or call) | tojson", "call.function.name"),
@@ -85,15 +85,13 @@ REFUSED = {  # name: (template, messages, tools, words of the refusal)
         CHATML, [message("user", "add"), CALL_AND_TEXT], None, 'a call of the tool "add"'),
     "the second call": (
         DROPS_THE_SECOND_CALL, calling({"function": CALL}, {"function": CALL}), None, 'a call of the tool "add"'),
-    "a system message whose text is in the answer": (
-        DROPS_SYSTEM, [message("system", "4"), QUESTION, ANSWER], None, 'the system message "4" where an answer'),
+    "a system message": (
+        DROPS_SYSTEM, [message("system", "Be brief."), QUESTION, ANSWER], None, 'the system message "Be brief." where'),
     # nothing would be trained on but <|im_end|>
     "a thought without an answer": (
-        QWEN, [QUESTION, message("assistant", "", thinking="hm")], None, "nothing but its end: without thinking"),
+        QWEN, [QUESTION, message("assistant", "", thinking="hm")], None, "nothing but its end: without thought"),
     "a thought in the text without an answer": (
         NO_THOUGHTS, [QUESTION, message("assistant", "<think>hm</think>")], None, "without thought in content"),
-    "a key that nobody reads": (
-        QWEN, [QUESTION, message("assistant", "", refusal="I can't.")], None, "nothing but its end: without refusal"),
 }
 
 
@@ -118,16 +116,13 @@ def test_a_turn_that_is_marked_as_context_is_not_trained_on(tmp_path, tiny, key,
     assert f"{key!r} must be 0 or 1, got \"no\"" in refusal(chat(QUESTION, {**ANSWER, key: "no"}), tiny)
 
 
-def test_keys_of_messages_calls_and_parts_that_nobody_reads_are_listed(tmp_path, agent, capsys):
-    parts = [{"type": "text", "text": "2 + é?", "cache_control": {}, "annotations": None}]
-    called = {"id": "1", "type": "function", "function": CALL, "result": 4}
+def test_keys_of_messages_that_nobody_reads_are_listed(tmp_path, agent, capsys):
     row = chat(
-        message("user", parts, emotion="curious"), {"role": "assistant", "content": None, "tool_calls": [called]},
-        message("tool", "4", tool_call_id="1"), {**ANSWER, "train": True, "score": None},
+        message("user", "2 + é?", emotion="curious"), {**ANSWER, "train": True, "score": None},
         message("user", "?", loss=True), {**ANSWER, "name": "x"})
     _, file = read_rows(tmp_path, agent, row)
     data.print_file(file)
-    expected = "content.cache_control, messages.emotion, messages.loss, messages.name, tool_calls.result"
+    expected = "messages.emotion, messages.loss, messages.name"
     assert f"\n  keys that are not read: {expected}\n" in capsys.readouterr().out
 
 

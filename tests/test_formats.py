@@ -746,7 +746,7 @@ BAD_LINES = {  # name: (the line, or its row, and a pattern of what is said of i
     "text-number": ({"text": 5}, "not valid text"),
     "half-a-surrogate": (r'{"text": "a\ud83d"}', "surrogates not allowed"),
     "messages-empty": ({"messages": []}, "no messages"),
-    "unknown-role": (chat(message("human", "q")), "unknown role \"human\"; expected system"),
+    "unknown-role": (chat(message("judge", "q")), "unknown role \"judge\"; expected system"),
     "long-role": (chat(message("x" * 300_000, "q")), "unknown role"),
     "weight": (chat(message("assistant", "a", weight=2)), "'weight' must be 0 or 1, got 2"),
     "image": (chat(message("user", [{"type": "image_url"}, {"text": "q"}])), "must be text, got .*image_url"),
