@@ -952,17 +952,11 @@ PAIR = "chosen + rejected"
 # An example's keys, as TRL ("messages", prompts, pairs), ShareGPT ("conversations") and Alpaca
 # ("instruction", "output") have them. The first that fits counts: pairs may have messages, too.
 FORMATS = PAIR, "messages", "conversations", "prompt + completion", "instruction + output", "text"
-# the other keys that each of them reads
-BESIDE = {
-    PAIR: ("prompt", "system", "tools"),
-    "messages": ("system", "tools"),
-    "conversations": ("system", "tools"),
-    "prompt + completion": ("system", "tools"),
-    "instruction + output": ("input", "history", "system", "tools"),
-    "text": (),
-}
-# all keys that the formats read
-KEYS = {key for form, beside in BESIDE.items() for key in (*form.split(" + "), *beside)}
+# what they call the question of a pair that is no conversation yet: Orca's and Alpaca's words for a prompt
+QUESTION_KEYS = ["question", "query", "instruction", "input"]
+# keys that some formats read beside their own, and all that are read
+BESIDE = {"prompt", "input", "history", "system", "tools"}
+KEYS = BESIDE | {*" + ".join(FORMATS).split(" + ")}
 ROLES = "system", "developer", "user", "assistant", "tool"
 # what ShareGPT, LLaMA-Factory and OpenAI's first calls of functions call them
 OTHER_ROLES = {
@@ -973,7 +967,6 @@ OTHER_ROLES = {
 TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
 # the keys that are read of a message; a template may read more of them
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *THOUGHTS, *TRAINED_KEYS}
-EXPECTED_MESSAGE = "an object with 'role' and 'content', or 'from' and 'value'"
 
 
 class Example(NamedTuple):
@@ -998,30 +991,28 @@ def parse_example(row, tokenizer, columns=()):
     form = "JSON"  # for the message, until the format is known
     try:
         example = json.loads(row) if isinstance(row, str) else row
-        renamed = ()
-        nulls = []
-        if isinstance(example, dict):
-            # A table has a cell for each column in every row: a key without a value is one that the row does
-            # not have.
-            nulls = [key for key in example if key in KEYS and example[key] is None]
-            example = {key: value for key, value in example.items() if value is not None}
-            example, renamed = with_columns(example, columns)
+        form = "example"
+        if not isinstance(example, dict):
+            raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {lm.quoted(example)}")
+        # a table has a cell for each column in every row: a null is what the row does not have
+        example = {key: value for key, value in example.items() if value is not None}
+        example, renamed = with_columns(example, columns)
         form = format_of(example, columns)
-        if form == "example":
-            if nulls:
-                raise ValueError(f"no value for {', '.join(nulls)}; got {keys_found(example)}")
-            raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {keys_found(example)}")
         if form == PAIR and tokenizer.train_on != "pairs":
             raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora")
         if form != PAIR and tokenizer.train_on == "pairs":
             raise ValueError("--dpo needs rows with 'chosen' and 'rejected'")
-        example = as_conversation(example, form)
-        read = read_pair if form == PAIR else read_example
-        unread = tuple(key for key in example if key not in BESIDE[form] and key not in form.split(" + "))
-        found = read(example, form, tokenizer)
+        found = []
+        for one, answer_form in answers_of(example, form):
+            found += read_example(one, answer_form, tokenizer)
+        read = {*BESIDE, *form.split(" + ")}
+        if form == PAIR:
+            read |= {*QUESTION_KEYS}
+        unread = tuple(key for key in example if key not in read)
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
         hashes = [hash_of_text(one.text or "") for one in found]
-        return [one._replace(renamed=renamed, unread=one.unread + unread, hash=hashes[0]) for one in found]
+        return [one._replace(form=form, renamed=renamed, unread=one.unread + unread, hash=hashes[0])
+                for one in found]
     except Exception as error:
         raise ValueError(printable(f"not valid {form}: {str(error) or type(error).__name__}")) from error
 
@@ -1036,155 +1027,72 @@ def with_columns(example, columns):
     return others | renamed, tuple(present)
 
 
-def format_of(example, columns=()):
-    """The first of FORMATS whose keys the example has, or "example"."""
+def format_of(example, columns):
+    """The first of FORMATS whose keys the example has."""
     wanted = {key for _, key in columns}
     # Who renames columns wants these: many rows also have messages, which would otherwise count first.
     for form in sorted(FORMATS, key=lambda form: wanted.isdisjoint(form.split(" + "))):
-        if isinstance(example, dict) and all(key in example for key in form.split(" + ")):
+        if all(key in example for key in form.split(" + ")):
             return form
-    return "example"
+    raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got the keys "
+                     f"{first_names(list(example), 20) or '(none)'}: --columns COLUMN=KEY renames them")
 
 
-# What data sets call the keys of FORMATS, in lower case. An error names them, nothing renames by itself.
-OTHER_KEYS = {
-    "chosen": ["accepted", "preferred", "response_j"],
-    "rejected": ["dispreferred", "response_k"],
-    "messages": ["conversation", "conversations", "dialogue", "dialog", "chat", "turns"],
-    "conversations": ["conversation", "messages", "dialogue", "dialog", "chat", "turns"],
-    "instruction": ["question", "query", "problem", "prompt", "input"],
-    "output": ["answer", "response", "solution", "completion", "target"],
-    "text": ["content", "document", "article", "passage"],
-}
-QUESTION_KEYS = ["question", "query", "instruction", "input"]  # what they call the prompt of a pair
+def question_in(example, asked):
+    """A row that asks by one of these keys -> the same with an `instruction` in its place."""
+    names = [key for key in asked if key != "input"] or asked  # Alpaca has it beside a question
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)}: --columns NAME=prompt has to say which is the question")
+    others = {key: value for key, value in example.items() if key != names[0]}
+    return others | {"instruction": example[names[0]]}
 
 
-def keys_found(example):
-    """What a row of no format has, for a message, with the --columns that would make it one."""
-    if not isinstance(example, dict):
-        return lm.quoted(example)
-    shown = [key[:40] for key in itertools.islice(example, 20)]
-    text = f"the keys {', '.join(shown) or '(none)'}"
-    if len(example) > len(shown):
-        text += f" and {len(example) - len(shown)} more"
-    for form in FORMATS:
-        columns = columns_for(form, example)
-        if columns:
-            return f"{text}: --columns {' '.join(columns)} would rename them"
-    for key, value in example.items():
-        if not (isinstance(value, list) and value):
-            continue
-        if format_of(value[0]) != "example":
-            return f"{text}: if {key[:40]} lists the examples, the file has to be that list alone"
-        if key.lower() in OTHER_KEYS["messages"]:
-            return f"{text}: a message of {key!r} must be {EXPECTED_MESSAGE}, got {keys_of(value[0])}"
-    return text
-
-
-def keys_of(value):
-    """What an object has, or another value is, for a message."""
-    return f"the keys {listing(value)}" if isinstance(value, dict) and value else lm.quoted(value)
-
-
-def columns_for(form, example):
-    """["COLUMN=KEY"] that would make a row one of this format. Empty if a key has no such column, or two."""
-    columns = []
-    for key in form.split(" + "):
-        if key in example:
-            continue
-        names = [key, *OTHER_KEYS.get(key, [])]
-        found = [name for name in example if name.lower() in names and could_be(key, example[name])]
-        if len(found) > 1 and key == "instruction":
-            found = [name for name in found if name.lower() != "input"]  # which Alpaca has beside a question
-        if len(found) != 1:
-            return []
-        columns.append(f"{found[0]}={key}")
-    # Dolly's name for Alpaca's input: without it questions would be trained on without what they are about
-    contexts = [name for name in example if name.lower() == "context" and isinstance(example[name], str)]
-    if columns and form == "instruction + output" and "input" not in example and len(contexts) == 1:
-        columns.append(f"{contexts[0]}=input")
-    return columns
-
-
-def could_be(key, value):
-    """Whether a value is what a key of FORMATS may have: messages, or ShareGPT's turns, or text."""
-    inside = {"messages": "role", "conversations": "from"}.get(key)
-    if inside is None:
-        return isinstance(value, str)
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and inside in value[0]
-
-
-def as_conversation(example, form):
-    """A pair, or a prompt and its completion, in texts that are a conversation, because tools or a system
-    message stand beside them or the prompt is called a question (Orca, Alpaca) -> the same row in messages.
-    Others stay as they are."""
-    answers = {PAIR: ["chosen", "rejected"], "prompt + completion": ["completion"]}.get(form)
-    if not answers or not all(isinstance(example[key], str) for key in answers):
-        return example
-    name = "prompt"
-    beside = ["system"]  # what becomes messages with the question
-    if name not in example:
-        asked = [key for key in example if key.lower() in QUESTION_KEYS]
-        names = [key for key in asked if key.lower() != "input"] or asked  # Alpaca has it beside a question
-        if len(names) > 1:
-            raise ValueError(f"{' and '.join(names)}: --columns NAME=prompt has to say which is the question")
-        if not names:
-            return example
-        name = names[0]
-        beside = ["system", "input", "history"]
-    elif not isinstance(example[name], str) or not (example.get("system") or example.get("tools")):
-        return example
-    alpaca = {key: example.get(key) or "" for key in beside}
-    *prompt, _ = messages_of(alpaca | {"instruction": example[name], "output": ""}, "instruction + output")
-    others = {key: value for key, value in example.items() if key not in (name, *beside)}
-    in_messages = {key: [{"role": "assistant", "content": example[key]}] for key in answers}
-    return others | {"prompt": prompt} | in_messages
-
-
-def read_pair(example, form, tokenizer):
-    """The [Example] of the chosen and of the rejected answer. A prompt that is not given is what both begin
-    with. It may raise any error."""
+def answers_of(example, form):
+    """Yields (a row with one answer, its format): a pair is two rows of prompt and completion, or Alpaca's.
+    A prompt that is not given is what both answers begin with."""
+    if form != PAIR:
+        yield example, form
+        return
     prompt = example.get("prompt")
-    answers = {key: example[key] for key in ("chosen", "rejected")}
-    in_messages = any(isinstance(value, list) for value in (prompt, *answers.values()))
-    for key, answer in answers.items():
-        if not isinstance(answer, list if in_messages else str):
-            expected = "a list of messages" if in_messages else "text or a list of messages"
-            raise ValueError(f"{key!r} must be {expected}, got {lm.quoted(answer)}")
-        answers[key] = turns_of(answer, key) if in_messages else answer
+    in_messages = any(isinstance(value, list) for value in (prompt, example["chosen"], example["rejected"]))
+    answers = []
+    for key in ("chosen", "rejected"):
+        answer = example[key]
+        if not isinstance(answer, str | list):
+            raise ValueError(f"{key!r} must be text or a list of messages, got {lm.quoted(answer)}")
+        answers.append(turns_of(answer, key) if in_messages else answer)
+    asked = [key for key in QUESTION_KEYS if key in example]
+    if prompt is None and asked and not in_messages:
+        question = question_in(example, asked)
+        for answer in answers:
+            yield question | {"output": answer}, "instruction + output"
+        return
+    # beside messages a prompt in text is a label: UltraFeedback's is the user's first message
     if prompt is None or (in_messages and isinstance(prompt, str)):
-        # both answers are whole conversations, or whole texts
-        equal = itertools.takewhile(lambda both: said(both[0]) == said(both[1]), zip(*answers.values()))
+        equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
         n = len(list(equal))
-        common = answers["chosen"][:n]
-        # beside messages a prompt in text is a label: UltraFeedback's is the user's first message
+        common = answers[0][:n]
+        answers = [answer[n:] for answer in answers]
         if in_messages and not any((prompt or "").strip() in str(one.get("content")) for one in common):
             raise ValueError(f"both answers begin with {n} equal messages, and "
                              f"'prompt' = {lm.quoted(prompt)} is in none of them")
         prompt = common
-        answers = {key: answer[n:] for key, answer in answers.items()}
-    found = []
-    for answer in answers.values():
-        one = example | {"prompt": prompt, "completion": answer}
-        found += read_example(one, "prompt + completion", tokenizer)
-    return [one._replace(form=form) for one in found]
-
-
-def said(message):
-    """What has to be equal in equal messages: not an id. Of a text it is each character."""
-    if isinstance(message, str):
-        return message
-    return [message.get(key) for key in ("role", "content", "tool_calls", *THOUGHTS)]
+    for answer in answers:
+        yield example | {"prompt": prompt, "completion": answer}, "prompt + completion"
 
 
 def read_example(example, form, tokenizer):
-    """The [Example] of a dict in one of FORMATS. It may raise any error."""
+    """The [Example] of a dict in one of FORMATS but PAIR. It may raise any error."""
     if form == "text":
         return [Example(form, text_in(example, "text"))]
     if form == "prompt + completion" and isinstance(example["prompt"], str):
         prompt = example["prompt"]
-        text = prompt + text_in(example, "completion")
-        return [Example(form, text, [(len(prompt), len(text))])]
+        completion = text_in(example, "completion")
+        if not example.get("system") and not example.get("tools"):
+            text = prompt + completion
+            return [Example(form, text, [(len(prompt), len(text))])]
+        example = example | {"instruction": prompt, "output": completion}  # only conversations have these
+        form = "instruction + output"
     tools = read_tools(example)
     messages = check_messages(messages_of(example, form), tools)
     documents, n_without_mask = tokenizer.conversation(messages, tools)
@@ -1278,7 +1186,8 @@ def turns_of(turns, key):
     messages = []
     for turn in json_in(turns, list, f"{key!r} must be a list of messages"):
         if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
-            raise ValueError(f"a message of {key!r} must be {EXPECTED_MESSAGE}, got {keys_of(turn)}")
+            raise ValueError(f"a message of {key!r} must be an object with 'role' and 'content', or 'from' "
+                             f"and 'value', got {lm.quoted(turn)}")
         if "role" not in turn:
             others = {name: value for name, value in turn.items() if name not in ("from", "value")}
             turn = {"role": turn["from"], "content": turn.get("value")} | others

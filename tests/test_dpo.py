@@ -283,7 +283,7 @@ def test_the_answers_of_a_pair_share_a_row(six_pairs, packing):
     ({"question": "q", "instruction": "r", "chosen": "a", "rejected": "b"},
      "question and instruction: --columns NAME=prompt has to say which is the question"),
     ({"question": "q", "response_j": "a", "response_k": "b"},
-     "--columns response_j=chosen response_k=rejected would rename them"),
+     "got the keys question, response_j, response_k: --columns COLUMN=KEY"),
     ({"prompt": "another", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
      "both answers begin with 1 equal messages, and 'prompt' = \"another\" is in none of them"),
     ({"prompt": "the file", "chosen": GOOD, "rejected": BAD}, "both answers begin with 0 equal messages"),
