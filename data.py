@@ -785,7 +785,8 @@ class Tokenizer:
 
     def check_complete(self, messages, tools, documents):
         """-> the documents with the names of what the template leaves out of the answers that they train.
-        Raises a ValueError if it leaves out a tool, a call, a message of somebody else, or all of an answer."""
+        Raises a ValueError if it leaves out a tool, a call, a message of somebody else, or all that an answer
+        says."""
         lost = self.lost_calls(messages, tools)
         for what, answer in lost:
             if answer is None:
@@ -1249,7 +1250,7 @@ def calls_of(message, schemas):
 
 
 def read_call(call, schemas):
-    """A call of a tool, or its function alone, as objects or as JSON -> a call with arguments as an object."""
+    """A call of a tool, or its function alone, as objects or JSON -> a call with arguments as an object."""
     must = "a call of a tool must be an object"
     call = json_in(call, dict, must)
     if "function" not in call:

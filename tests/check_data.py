@@ -134,8 +134,8 @@ def read_file(path, tokenizer):
     except (ValueError, OSError) as error:
         return None, None, str(error)
     report = data.read_report(folder)
-    tokens, lengths = (np.fromfile(folder / key, data.ARRAYS[key]) for key in ("tokens", "lengths"))
-    documents = np.split(tokens, np.cumsum(lengths)[:-1])
+    tokens, table = (np.fromfile(folder / key, data.ARRAYS[key]) for key in ("tokens", "documents"))
+    documents = np.split(tokens, np.cumsum(table["length"])[:-1])
     return [tokenizer.core.decode(ids, skip_special_tokens=False) for ids in documents], report, None
 
 
@@ -205,6 +205,9 @@ def check_left_out(n, folder):
     rule = Rule("1 what a template leaves out")
     for (name, template), _ in itertools.product(TEMPLATES.items(), range(max(2, n // 10))):
         messages, tools = conversation()
+        for i, message in enumerate(messages):
+            if message["content"]:  # its words alone tell that it is there: with one that no other has, they do
+                message["content"] += f" number{i}"
         tokenizer = own(template, folder)
         reference = peer(template)
         forms = [messages]  # as data.py gives them: with content, and with arguments as text
@@ -257,19 +260,10 @@ def check_keys(n, folder):
         added = set()
         for message in rng.sample(changed, min(2, len(changed))):
             key = rng.choice(unknown)
-            if rng.random() < 0.5:
-                message[key] = words()
-                added.add(f"messages.{key}")
-            elif message.get("tool_calls"):
-                rng.choice([message["tool_calls"][0], message["tool_calls"][0]["function"]])[key] = words()
-                added.add(f"tool_calls.{key}")
-            elif message["content"]:
-                message["content"] = [{"type": "text", "text": message["content"], key: words()}]
-                added.add(f"content.{key}")
-        joined = [message | {"content": message["content"][0]["text"]} if isinstance(message.get("content"), list)
-                  else message for message in changed]
-        if theirs(reference, joined, tools) != theirs(reference, messages, tools):
-            continue  # a template that reads these: it writes whole calls
+            message[key] = words()
+            added.add(f"messages.{key}")
+        if theirs(reference, changed, tools) != theirs(reference, messages, tools):
+            continue  # a template that reads these
         marks = {}
         for i, message in enumerate(changed):
             if message["role"] == "assistant" and rng.random() < 0.5:
@@ -525,13 +519,12 @@ def check_encodings(n, folder):
 
 
 def check_values(n, folder):
-    """Rule 7: bytes that are text are text, other values are refused by name; csv is strict."""
+    """Rule 7: values that are no text are refused by name, bytes among them; csv is strict."""
     rule = Rule("7 values that are no text")
     tokenizer = own(CHATML, folder)
     day = datetime.datetime(2024, 7, 26, 12, 30)
-    texts = ["café 4", b"caf\xc3\xa9 4", pyarrow.scalar(b"caf\xc3\xa9 4", pyarrow.large_binary()),
-             pyarrow.scalar("café 4", pyarrow.large_string())]
-    others = [b"\xff\xd8\xff", "café".encode("utf-16-le"), day.date(), day, datetime.timedelta(1),
+    texts = ["café 4", pyarrow.scalar("café 4", pyarrow.large_string())]
+    others = [b"caf\xc3\xa9 4", b"\xff\xd8\xff", "café".encode("utf-16-le"), day.date(), day, datetime.timedelta(1),
               decimal.Decimal("4.50"), 4, 4.5, True, ["a", "b"], {"a": "b"}]
     places = {
         "text": lambda value: {"text": value},
@@ -559,8 +552,8 @@ def check_values(n, folder):
             rule.holds((value, place), fine, "refused", refusal or found)
     rows = {  # a row of csv, and the answer in it, None: refused
         'q,a b': "a b", 'q,"a, b"': "a, b", 'q,"say ""a"""': 'say "a"', 'q," ""a"" b"': ' "a" b',
-        'q, "a, b"': None, 'q, "a b"': None, 'q,\t"a"': None, '  "q",a': None, 'q,"a" ': None, 'q,"a" b': None,
-        'q,"a': None, 'q,say "a"': 'say "a"', "q, a b": " a b", 'q,"a\nb"': "a\nb", 'q,"a\r\nb"': "a\r\nb",
+        'q, "a, b"': None, 'q, "a b"': ' "a b"', 'q,\t"a"': '\t"a"', '  "q",a': "a", 'q,"a" ': None, 'q,"a" b': None,
+        'q,"a': None, 'q,say "a"': 'say "a"', "q, a b": " a b", 'q,"a\nb"': "a\nb", 'q,"a\r\nb"': "a\nb",
         "q,a,b": None, "q": None, "q,": None, 'q,""': None, '"q","a" , b': None}
     for row, answer in rows.items():
         path = Path(folder) / f"values-{rule.n}.csv"
@@ -614,7 +607,7 @@ def check_sizes(n, folder):
                 file.writelines(f"{line}\n" for line in lines)
         said, peak = read_alone(path)
         # tokenizing it took 6,500
-        fine = "larger than 16 MiB" in said and peak < 500
+        fine = re.search("larger than (16 MiB|field limit)", said) and peak < 500
         rule.holds((path.name, path.stat().st_size), fine, f"{suffix} of {n_good + 1} rows", (said, peak))
         path.unlink()
     rule.end()
