@@ -71,9 +71,9 @@ from model import IGNORE, Spans
 
 # ---------------- files and messages
 
-# Control characters can clear a terminal and hide what was printed; the last two ranges reverse the order of
-# what follows (CVE-2021-42574).
-CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# Control characters can clear a terminal and hide what was printed; two ranges reverse the order of what
+# follows (CVE-2021-42574). The last one is halves of surrogate pairs, which no terminal takes.
+CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text):
@@ -335,7 +335,8 @@ def said_by(message):
 def is_in(part, text):
     """Whether a text has all of a part: as it is, or at least its words, because templates trim, quote and
     escape. A part that is left out is found nevertheless where others happen to have all of its words."""
-    return part.strip() in text or all(word in text for word in re.findall(r"\w+", part))
+    words = re.findall(r"\w+", part)
+    return part.strip() in text or all(word in text for word in words)
 
 
 def with_marks(messages, tools):
@@ -358,7 +359,7 @@ def with_marks(messages, tools):
     for i, message in enumerate(messages):
         calls = []
         for call in message.get("tool_calls", ()):
-            function = call["function"].copy()
+            function = call["function"].copy()  # what the row has stays as it is
             function["name"] += mark(f"a call of the tool {lm.quoted(function['name'])}")
             if isinstance(function["arguments"], str):  # see with_json_arguments()
                 function["arguments"] += mark("arguments", i)
@@ -789,7 +790,7 @@ class Tokenizer:
         says."""
         lost = self.lost_calls(messages, tools)
         for what, answer in lost:
-            if answer is None:
+            if answer is None:  # a name
                 raise ValueError(f"{self.source}: leaves out {what}")
         for message in messages:
             content = message.get("content") or ""
@@ -802,6 +803,7 @@ class Tokenizer:
             for i in document.turns:
                 parts = [(what, part) for what, part in said_by(messages[i]) if part.strip()]
                 gone = [what for what, part in parts if not is_in(part, document.text)]
+                # the model would be trained to say nothing
                 if gone and len(gone) == len(parts) and "tool_calls" not in messages[i]:
                     raise ValueError(f"{self.source}: leaves an answer nothing but its end: without "
                                      f"{listing(gone)}")
@@ -1012,8 +1014,9 @@ def parse_example(row, tokenizer, columns=()):
         unread = tuple(key for key in example if key not in read)
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
         hashes = [hash_of_text(one.text or "") for one in found]
-        return [one._replace(form=form, renamed=renamed, unread=one.unread + unread, hash=hashes[0])
-                for one in found]
+        # the two answers of a pair are on one side of --eval_data
+        of_row = {"form": form, "renamed": renamed, "hash": hashes[0]}
+        return [one._replace(unread=one.unread + unread, **of_row) for one in found]
     except Exception as error:
         raise ValueError(printable(f"not valid {form}: {str(error) or type(error).__name__}")) from error
 
@@ -1055,7 +1058,8 @@ def answers_of(example, form):
         yield example, form
         return
     prompt = example.get("prompt")
-    in_messages = any(isinstance(value, list) for value in (prompt, example["chosen"], example["rejected"]))
+    values = prompt, example["chosen"], example["rejected"]
+    in_messages = any(isinstance(value, list) for value in values)
     answers = []
     for key in ("chosen", "rejected"):
         answer = example[key]
@@ -1071,7 +1075,7 @@ def answers_of(example, form):
     # beside messages a prompt in text is a label: UltraFeedback's is the user's first message
     if prompt is None or (in_messages and isinstance(prompt, str)):
         equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
-        n = len(list(equal))
+        n = len(list(equal))  # messages, or of texts characters
         common = answers[0][:n]
         answers = [answer[n:] for answer in answers]
         if in_messages and not any((prompt or "").strip() in str(one.get("content")) for one in common):
@@ -1098,7 +1102,7 @@ def read_example(example, form, tokenizer):
     messages = check_messages(messages_of(example, form), tools)
     documents, n_without_mask = tokenizer.conversation(messages, tools)
     examples = []
-    for document in documents:
+    for document in documents:  # the first one is the whole conversation
         examples.append(Example(form, document.text, document.spans, is_chat=True,
                                 is_further=bool(examples), left_out=document.left_out))
     unread = {f"messages.{key}" for message in messages for key in tokenizer.unread_keys(message)}
@@ -1253,7 +1257,7 @@ def read_call(call, schemas):
     """A call of a tool, or its function alone, as objects or JSON -> a call with arguments as an object."""
     must = "a call of a tool must be an object"
     call = json_in(call, dict, must)
-    if "function" not in call:
+    if "function" not in call:  # a function alone, as older formats have it
         call = {"type": "function", "function": call}
     function = json_in(call["function"], dict, must)
     name = function.get("name")
@@ -1281,7 +1285,11 @@ def without_unnamed_nulls(value, schema):
 
 # The files of a folder in the cache: the tokens of all documents, one after the other, which of them are
 # trained on, and a table with a row for each document.
-DOCUMENT = np.dtype([("length", np.int64), ("line", np.int64), ("hash", np.int64)])
+DOCUMENT = np.dtype([
+    ("length", np.int64),  # its number of tokens
+    ("line", np.int64),  # in the file, of its example
+    ("hash", np.int64),  # hash_of_text() of its example
+])
 ARRAYS = {"tokens": np.int32, "supervised": bool, "documents": DOCUMENT}
 HASHES = 2**56  # hashes of examples are 0 to HASHES - 1: int64 has them all
 BUILT_IN = "stdlib:code", "stdlib:docs"
@@ -1548,7 +1556,7 @@ class FileReport:
 def tokenize(rows, tokenizer, folder, columns):
     """Writes the documents of the rows of a file into a folder: ARRAYS and report.json. Raises a ValueError
     if there is nothing to train on."""
-    report = FileReport()
+    report = FileReport()  # all functions below add to it what they find
     rows = tqdm(rows, "tokenizing", leave=False, disable=None)
     examples = read_examples(rows, tokenizer, columns, report)
     while some := take(examples, READ_CHARS):
@@ -1834,8 +1842,8 @@ class Documents:
         self.parts = parts
         self.has_pairs = any(PAIR in file.report.formats for file in files)
         # A resume compares it. The checksums stand for every token and mask.
-        checksums = [file.report.checksums for file in files]
-        self.checksum = zlib.crc32(json.dumps(checksums).encode(), zlib.crc32(parts))
+        checksums = json.dumps([file.report.checksums for file in files])
+        self.checksum = zlib.crc32(checksums.encode(), zlib.crc32(parts))
 
     def part(self, number):
         """(tokens [n] int32, supervised [n] bool) of a part."""
@@ -1868,11 +1876,13 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         file, parts = open_file(folder, name, seq_len, overflow)
         check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
-        parts = parts[(parts["hash"] >= hashes.start) & (parts["hash"] < hashes.stop)]
+        is_chosen = (parts["hash"] >= hashes.start) & (parts["hash"] < hashes.stop)
+        parts = parts[is_chosen]
         parts["file"] = number
         # its other counts stay those of the whole file
         n_tokens = int(n_positions_of(parts).sum())
-        files.append(file._replace(n_tokens=n_tokens, n_trained=int(parts["n_targets"].sum())))
+        n_trained = int(parts["n_targets"].sum())
+        files.append(file._replace(n_tokens=n_tokens, n_trained=n_trained))
         tables.append(parts)
     return Documents(files, np.concatenate(tables))
 
@@ -2030,19 +2040,20 @@ class Loader:
 
         parts = documents.parts
         # the answers of a pair follow each other, and the loss compares them: they share a row
-        units = np.arange(len(parts)).reshape(-1, 2 if documents.has_pairs else 1)
+        n_together = 2 if documents.has_pairs else 1
+        units = np.arange(len(parts)).reshape(-1, n_together)
         n_positions = n_positions_of(parts)
         self.rows = list(units)
         if packing:
             packed = pack_rows(n_positions[units].sum(1), seq_len)
             self.rows = [units[numbers].flatten() for numbers in packed]
 
-        # the parts row by row, and the sums from each row's first part to the next row's
+        # Sums of what parts have, taken row by row: from each row's first part to the next row's.
         n_parts = np.array([len(row) for row in self.rows])
         first_part = np.cumsum(n_parts) - n_parts
         numbers = np.stack([parts["n_targets"], n_positions, n_positions**2, np.ones_like(n_positions)])
-        sums = np.add.reduceat(numbers[:, np.concatenate(self.rows)], first_part, axis=1)
-        self.per_row = lm.Counts(*sums)
+        row_by_row = numbers[:, np.concatenate(self.rows)]
+        self.per_row = lm.Counts(*np.add.reduceat(row_by_row, first_part, axis=1))
         self.longest = seq_len if packing else int(self.per_row.tokens.max())
 
     def make_order(self, epoch):
@@ -2557,11 +2568,13 @@ def matrices_in(name, stored):
         yield name, stored
         return
     n_experts, n_rows, width = stored.shape
-    layers = [(i, layer) for i in range(n_experts) for layer in STACKS[stack]]
-    n = n_rows // len(STACKS[stack])
-    for number, (i, layer) in enumerate(layers):
-        matrix = stored._replace(shape=(n, width), first_row=number * n, stack=stored.shape)
-        yield f"{before}.experts.{i}.{layer}.weight", matrix
+    n = n_rows // len(STACKS[stack])  # rows of a matrix
+    first_row = 0
+    for i in range(n_experts):
+        for layer in STACKS[stack]:
+            matrix = stored._replace(shape=(n, width), first_row=first_row, stack=stored.shape)
+            yield f"{before}.experts.{i}.{layer}.weight", matrix
+            first_row += n
 
 
 def weight_files_in(folder, single):
@@ -2570,7 +2583,9 @@ def weight_files_in(folder, single):
     if not index.exists():
         return [single]
     weight_map = read_json(index).get("weight_map")
-    names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
+    names = []
+    if isinstance(weight_map, dict):
+        names = sorted({str(name) for name in weight_map.values()})
     # a name with a slash could read any file of this machine
     is_plain = re.compile(r"[\w.-]{1,200}[.]safetensors", re.ASCII).fullmatch
     if not names or not all(map(is_plain, names)):
@@ -2743,7 +2758,8 @@ def stacked_rows(weights, names, n_rows, start, stop):
     for i in range(start // n, nf4.ceil_div(stop, n)):
         first = max(start, i * n)
         last = min(stop, i * n + n)
-        yield weights.rows(names[i], first - i * n, last - i * n), slice(first - start, last - start)
+        rows = weights.rows(names[i], first - i * n, last - i * n)
+        yield rows, slice(first - start, last - start)
 
 
 def check_weights(model, weights, folder):
@@ -2927,13 +2943,17 @@ def full_tensors(model, trainable_only):
             continue
         whole = param.full_tensor() if nf4.is_sharded(param) else param
         names = names_in_files(parameter, model.config)
-        for name, rows in zip(names, whole.detach().cpu().chunk(len(names))):
-            yield name, rows.view(shapes[name])
+        matrices = whole.detach().cpu().chunk(len(names))  # all experts are of one size
+        for name, matrix in zip(names, matrices):
+            yield name, matrix.view(shapes[name])
 
 
 def layout_of(tensors):
     """{name: Stored} of {name: tensor}, for write_safetensors()."""
-    return {name: Stored(None, tuple(t.shape), t.dtype, name) for name, t in tensors.items()}
+    layout = {}
+    for name, tensor in tensors.items():
+        layout[name] = Stored(None, tuple(tensor.shape), tensor.dtype, name)
+    return layout
 
 
 def write_safetensors(path, layout, tensors, checksum=None):
@@ -3079,7 +3099,8 @@ def export(args, model, weights, files, tokenizer, out, ranks):
             # what the model does not have is copied, by the rank that writes it
             others = sorted(layout.keys() - shapes_in_files(model)) if is_first else []
             copies = ((name, weights.rows(name, 0, layout[name].n_rows)) for name in others)
-            save_model(itertools.chain(trained, copies), layout, unfinished, files.config, write=is_first)
+            tensors = itertools.chain(trained, copies)
+            save_model(tensors, layout, unfinished, files.config, write=is_first)
         elif is_first:
             save_adapter(adapter, unfinished, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
                          modules_in(adapter, model.config, args.lora_targets), args.rslora)
@@ -3110,5 +3131,6 @@ def merged_weight(weights, name, adapter, scale):
     if f"{layer}.lora_A.weight" in adapter:
         a_RD = adapter[f"{layer}.lora_A.weight"]
         b_NR = adapter[f"{layer}.lora_B.weight"]
-        weight.copy_(weight.float().add_(b_NR.float() @ a_RD.float(), alpha=scale))
+        product_ND = b_NR.float() @ a_RD.float()
+        weight.copy_(weight.float().add_(product_ND, alpha=scale))
     return weight

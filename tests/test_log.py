@@ -117,10 +117,10 @@ def test_streams_that_the_caller_has_closed_end_no_run_and_print_into_no_file(jo
 
 def test_text_from_files_and_flags_is_printed_without_control_characters(capsys):
     ALONE.say("a\x1b[2Jb\tc\nd")
-    data.say("\u202e", to_stderr=True)
+    data.say("\u202e\udcff", to_stderr=True)  # the second is a byte of a file that is not UTF-8
     said = capsys.readouterr()
     assert said.out == "a\\x1b[2Jb\tc\nd\n"
-    assert said.err == "\\u202e\n"
+    assert said.err == "\\u202e\\udcff\n"
 
 
 # ---------------------------------------------------------------- sinks
