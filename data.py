@@ -458,11 +458,6 @@ def check_has_tokenizer(path):
     check_is_file(path)
 
 
-# the key of tokenizer_config.json that lists the special tokens which messages may spell: those that
-# --add_tokens has added. transformers keeps a key that it does not know.
-IN_MESSAGES = "allowed_in_messages"
-
-
 def read_new_tokens(words):
     """The words of --add_tokens -> [token]: these words, or the lines of the one file that they name. Raises
     a ValueError that names the word."""
@@ -494,31 +489,16 @@ def ids_of_new_tokens(path, tokens):
 
 
 def add_new_tokens_(core, tokens):
-    """Appends special tokens to the library's tokenizer -> their ids, see ids_of_new_tokens()."""
+    """Appends tokens to the tokenizer -> their ids, see ids_of_new_tokens(). They are no special ones,
+    as Qwen's <tool_call> is none: messages may spell them, and answers are shown with them."""
     known = [token for token in tokens if core.token_to_id(token) is not None]
     if known:
         raise ValueError(f"--add_tokens: {listing(known)}: already in the model's tokenizer: leave it out")
-    core.add_special_tokens(list(tokens))
+    core.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in tokens])
     if not tokens:
         return range(0)
     first = core.token_to_id(tokens[0])
     return range(first, first + len(tokens))
-
-
-def config_with_new_tokens(config, tokens, first):
-    """The dict of tokenizer_config.json with special tokens appended: transformers lists them as such."""
-    # transformers 5 calls the list of special tokens extra_, 4 additional_; both read the second
-    key = "extra_special_tokens"
-    if not isinstance(config.get(key), list):
-        key = "additional_special_tokens"
-    config = config | {key: [*(config.get(key) or []), *tokens]}
-    config[IN_MESSAGES] = [*config.get(IN_MESSAGES, []), *tokens]
-    if config.get("added_tokens_decoder"):  # where it is missing, tokenizer.json counts
-        entries = [{"content": token, "single_word": False, "lstrip": False, "rstrip": False,
-                    "normalized": False, "special": True} for token in tokens]
-        by_id = {str(number): entry for number, entry in enumerate(entries, first)}
-        config["added_tokens_decoder"] = config["added_tokens_decoder"] | by_id
-    return config
 
 
 class Tokenizer:
@@ -545,15 +525,13 @@ class Tokenizer:
         self.changed = {}
         with errors_of(self.path):
             self.new_ids = add_new_tokens_(core, new_tokens or ())
-        if new_tokens:
-            config = config_with_new_tokens(config, new_tokens, self.new_ids.start)
-            self.changed = {self.path.name: json.loads(core.to_str()), "tokenizer_config.json": config}
-        in_messages = config.get(IN_MESSAGES, [])
-        if not isinstance(in_messages, list):
-            raise ValueError(f"{folder}/tokenizer_config.json: {IN_MESSAGES} = {lm.quoted(in_messages)}: "
-                             "expected a list")
-        with errors_of(self.path):
-            special = self.load_core(core, named, in_messages)
+            if new_tokens:
+                self.changed[self.path.name] = json.loads(core.to_str())
+                # transformers 5 would add no other tokens than those of this list; tokenizer.json has all
+                listed = config.pop("added_tokens_decoder", None)
+                if listed:
+                    self.changed["tokenizer_config.json"] = config
+            special = self.load_core(core, named)
         self.eos = self.core.token_to_id(self.variables.get("eos_token", ""))
         self.complete_ends(config)
         self.load_templates(config.get("chat_template"), template_file, template_args or {})
@@ -566,28 +544,22 @@ class Tokenizer:
         self.is_special[special_ids] = True
         self.stop_ids = self.complete_stops(turn_ends)
         # The library would make the token of its text: a message could end its turn and begin another.
-        spelled = [*special.values(), *{end_of_turn} - {"", *in_messages}]
+        spelled = [*special.values(), *{end_of_turn} - {""}]
         self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, MARK, *spelled])))
         # cache_folder() hashes this: what is missing here would leave old tokens in use after a change
         self.made_of = (self.core.to_str(), self.bos_ids, self.eos_ids, special_ids, self.variables,
                         self.template_texts, train_on)
 
-    def load_core(self, core, named, in_messages):
+    def load_core(self, core, named):
         """Completes the library's tokenizer. Returns {id: text} of its special tokens, which a file flags or
-        names as such. Those that messages may spell count as ordinary ones here: such a token is not
-        reserved, ends no turn, and is shown in an answer."""
-        if in_messages:
-            raw = json.loads(core.to_str())
-            for token in raw["added_tokens"]:
-                token["special"] = token["special"] and token["content"] not in in_messages
-            core = tokenizers.Tokenizer.from_str(json.dumps(raw))
+        names as such: messages may not spell them."""
         # the file also has the truncation and padding that its author used last
         core.no_truncation()
         core.no_padding()
         added = core.get_added_tokens_decoder()
         self.added = tuple(token.content for token in added.values())
         special = {number: token for number, token in added.items()
-                   if token.special or token.content in {*named} - {*in_messages}}
+                   if token.special or token.content in named}
         # Llama 2 normalizes its special tokens and so finds them only behind a blank (transformers #23833)
         as_written = [tokenizers.AddedToken(**(token.__getstate__() | {"normalized": False}))
                       for token in special.values()]

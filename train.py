@@ -885,7 +885,7 @@ def make_parser():
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
         "has a gate_proj, too, that name alone is the MLP's)",
         nargs="+", metavar="LAYER", fixed=True, needs="lora")
-    add(method, "--add_tokens", str, None, "special tokens to append to the vocabulary, which messages may "
+    add(method, "--add_tokens", str, None, "tokens to append to the vocabulary, which messages may "
         "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
         "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
         nargs="+", metavar="TOKEN", fixed=True)

@@ -286,9 +286,9 @@ ADAPTERS = {
     "layers_to_transform": Adapter(
         {"target_modules": ["q_proj"], "layers_to_transform": [0]}, words=("layers_to_transform", MERGE)),
     "a regular expression for one block": Adapter(
-        {"target_modules": r"model\.layers\.1\.self_attn\.q_proj"}, words=("target_modules", MERGE)),
+        {"target_modules": r"model\.layers\.1\.self_attn\.q_proj"}, words=("missing: ", "layers.0.", MERGE)),
     "names of one block": Adapter(
-        {"target_modules": ["layers.0.self_attn.q_proj"]}, words=("target_modules", MERGE)),
+        {"target_modules": ["layers.0.self_attn.q_proj"]}, words=("missing: ", "layers.1.", MERGE)),
     "DoRA": Adapter({"target_modules": ["q_proj"], "use_dora": True}, words=("use_dora", MERGE)),
     "rank_pattern": Adapter(
         {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 8}}, words=("rank_pattern", MERGE)),
@@ -300,11 +300,11 @@ ADAPTERS = {
     "trainable_token_indices": Adapter(
         {"target_modules": ["q_proj"], "trainable_token_indices": [1]}, words=("trainable_token_indices", MERGE)),
     "Qwen3.5 without language_model": Adapter(
-        {"target_modules": ["q_proj"]}, "qwen3.5 text", words=("target_modules", "language_model", MERGE)),
+        {"target_modules": ["q_proj"]}, "qwen3.5 text", words=("unexpected: ", "language_model", MERGE)),
     "Qwen3.5 with its tower": Adapter(
         {"target_modules": ["q_proj", "linear_fc1"]}, "qwen3.5", words=("linear_fc1", MERGE)),
     "Muse Glimmer with its tower": Adapter(
-        {"target_modules": ["q_proj"]}, "muse", words=("target_modules", "vision", MERGE)),
+        {"target_modules": ["q_proj"]}, "muse", words=("unexpected: ", "vision", MERGE)),
 }
 
 

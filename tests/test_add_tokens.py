@@ -166,30 +166,25 @@ def test_a_saved_tokenizer_is_read_with_the_same_tokens_also_twice(tmp_path):
     assert ids == [4096, 4097, 4098, 4099]
     assert not tokenizer.reserved.search("<call><more>")
 
-    # what other readers see: special tokens, in both files
+    # what other readers see: ordinary added tokens, which skip_special_tokens does not skip
     entries = data.read_json(second / "tokenizer.json")["added_tokens"]
-    special = [entry["content"] for entry in entries if entry["special"]]
-    assert special[-4:] == all_new
-    config = data.read_json(second / "tokenizer_config.json")
-    assert config["additional_special_tokens"] == all_new
+    assert [entry["content"] for entry in entries][-4:] == all_new
+    assert not any(entry["special"] or entry["normalized"] for entry in entries[-4:])
 
 
-def test_a_list_of_added_tokens_in_the_config_grows_as_well(tmp_path):
-    """tokenizer.json counts only where `added_tokens_decoder` is missing: a list without the new tokens would lose
-    them. Files of transformers 4 have it."""
+def test_a_list_of_added_tokens_in_the_config_gives_way_to_tokenizer_json(tmp_path):
+    """transformers 5 adds no other tokens than those of `added_tokens_decoder` if there is one, for classes such as
+    Qwen2Tokenizer: a list without the new tokens would lose them. Files of transformers 4 have it."""
     folder = random_model(tmp_path / "model")
     path = folder / "tokenizer_config.json"
     config = data.read_json(path)
-    entry = {"content": "<|im_start|>", "special": True}
-    config["added_tokens_decoder"] = {"0": entry}
-    config["extra_special_tokens"] = ["<|im_start|>"]
-    path.write_text(json.dumps(config))
+    listed = {"0": {"content": "<|im_start|>", "special": True}, "4096": {"content": "<listed>", "special": False}}
+    path.write_text(json.dumps(config | {"added_tokens_decoder": listed}))
     out = saved(folder, ["<call>"], tmp_path / "out")
-    written = data.read_json(out / "tokenizer_config.json")
-    decoder = written["added_tokens_decoder"]
-    assert decoder.keys() == {"0", "4096"}
-    assert decoder["4096"]["content"] == "<call>"
-    assert written["extra_special_tokens"] == ["<|im_start|>", "<call>"]
+    assert data.read_json(out / "tokenizer_config.json") == config
+    assert ids_in("<listed><call>", data.Tokenizer(out)) == [4096, 4097]
+    # without new tokens the file stays as it is
+    assert data.read_json(saved(folder, (), tmp_path / "same") / "tokenizer_config.json").keys() > config.keys()
 
 
 def test_the_cached_tokens_of_a_file_depend_on_the_list(calls):
