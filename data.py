@@ -1011,7 +1011,8 @@ def format_of(example, columns):
         if all(key in example for key in form.split(" + ")):
             return form
     raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got the keys "
-                     f"{first_names(list(example), 20) or '(none)'}: --columns COLUMN=KEY renames them")
+                     f"{first_names(list(example), 20) or '(none)'}: --columns COLUMN=KEY renames them. "
+                     "A message has 'role' and 'content', or 'from' and 'value'")
 
 
 def question_in(example, asked):

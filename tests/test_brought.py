@@ -209,7 +209,8 @@ def test_an_empty_cell_of_csv_has_no_value(tmp_path, tiny):
     assert len(documents.parts["line"]) == 201
     assert file.report.n_bad == 2
     assert file.report.errors.startswith("\n  line 203: not valid example: expected an object with")
-    assert file.report.errors.endswith("got the keys instruction: --columns COLUMN=KEY renames them")
+    assert file.report.errors.endswith("got the keys instruction: --columns COLUMN=KEY renames them. "
+                                       "A message has 'role' and 'content', or 'from' and 'value'")
 
 
 @pytest.mark.parametrize("row", [
