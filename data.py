@@ -546,7 +546,7 @@ class Tokenizer:
         # The library would make the token of its text: a message could end its turn and begin another.
         spelled = [*special.values(), *{end_of_turn} - {""}]
         self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, MARK, *spelled])))
-        # cache_folder() hashes this: what is missing here would leave old tokens in use after a change
+        # tokenized() hashes this: what is missing here would leave old tokens in use after a change
         self.made_of = (self.core.to_str(), self.bos_ids, self.eos_ids, special_ids, self.variables,
                         self.template_texts, train_on)
 
@@ -1603,7 +1603,8 @@ NOTHING_SAID = "have answers of nothing but their ends: dropped"
 
 
 def documents_of(line, encoded, tokenizer, report):
-    """[(Example, ids, mask)] of a row -> [(ids, mask, row of DOCUMENT)] of those that are trained on."""
+    """[(Example, ids, mask)] of a line -> [(ids, mask, row of DOCUMENT)], without answers that say nothing
+    and pairs of equal answers."""
     is_empty = [mask.any() and not says_anything(tokenizer, ids[mask]) for _, ids, mask in encoded]
     if encoded[0][0].form == PAIR:
         _, (ids, other_ids), (mask, other_mask) = zip(*encoded)
@@ -1664,9 +1665,9 @@ def says_anything(tokenizer, ids):
 
 
 def hash_of_text(text):
-    """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out: of the text
-    that is trained on, so that it depends on nothing else in the row. Raises a ValueError if the text cannot
-    be tokenized."""
+    """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It is made
+    of the text as the model sees it, so that it depends on nothing else in the row. Raises a ValueError if
+    the text cannot be tokenized."""
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, as JSON may spell it, and see text_rows()

@@ -26,7 +26,7 @@ class Failure(NamedTuple):
 
 
 FAILURES = {failure.name: failure for failure in (
-    Failure(data, "tokenized", 0, "main > open_data > tokenized_everywhere (data.py:"),
+    Failure(data, "tokenized", 0, "main > open_data (data.py:"),
     Failure(data, "load_weights_", 0, "main (train.py:"),
     Failure(lm.Transformer, "forward", 2, "main > loss_of (train.py:"),
     Failure(torch.Tensor, "backward", 2, "main (train.py:"),
