@@ -378,7 +378,9 @@ def check_shards_of_rows(ranks, folder, cases):
                 similarity = F.cosine_similarity(one.flatten(), other.flatten(), 0)
                 assert similarity > 0.999  # each rank rounds its part of a sum to 8 bits
             else:
-                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)  # another order of sums
+                # Sums in another order: 1.3e-6 seen. By the norm, because a single gradient is a sum of what nearly
+                # cancels, and by how much depends on the machine.
+                assert (one - other).norm() < 1e-5 * other.norm()
 
 
 # {ranks: [(query heads, key heads)]}: a key head for each rank, for several, or one that several ranks need
