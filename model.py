@@ -1790,6 +1790,7 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
 ATEN = torch.ops.aten
 PRODUCTS = (ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.baddbmm.default,
             ATEN._grouped_mm.default)
+CPU = torch.device("cpu")
 FORMS = {}  # {operator and its arguments, tensors by their form: (shape, strides, dtype) of the new tensor}
 
 
@@ -1812,18 +1813,34 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.alive = 0
         self.sizes = {}  # {id of a storage: its bytes}
+        self.on_host = set()  # ids of storages that stand for host memory
         self.most = {}
         self.in_backward = False
         self.is_compiled = False
         self.begin("before")
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """A private name of torch. Without it each operator passes through torch.compile's wrapper, which
+        makes plans a tenth slower."""
+        return False
 
     def begin(self, part):
         self.part = self.most[part] = {"start": self.alive}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if types:  # FSDP2's DTensors
+            out = func(*args, **kwargs)
+            made = out if isinstance(out, tuple | list) else [out]
+            self.see(func, nf4.rows_of(t for t in made if nf4.is_sharded(t)))
+            return out
         if func.is_view:
             return func(*args, **kwargs)
+        if func is ATEN._to_copy.default and kwargs.get("device") == CPU:
+            out = torch.empty_like(args[0])
+            self.on_host.add(id(out.untyped_storage()))
+            return out
         if self.in_backward and is_sum_of_gradients(func, args):
             return args[0]
         out = self.result_of(func, args, kwargs)
@@ -1857,6 +1874,8 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(t, torch.Tensor) and t.is_meta:
                 storage = t.untyped_storage()
                 n_bytes = storage.nbytes()
+                if id(storage) in self.on_host:
+                    continue
                 if fused:
                     n_bytes = self.sizes.get(id(storage), 0)
                 self.count(storage, n_bytes)
@@ -2051,15 +2070,22 @@ def on_paper():
         (torch, "compile", functools.partial(compile_on_paper, live)),
         (torch.UntypedStorage, "resize_", resize_on_paper_),
     ]
-    replaced = [getattr(place, name) for place, name, _ in calls]
+    with replaced(calls), live:
+        yield live
+
+
+@contextlib.contextmanager
+def replaced(calls):
+    """A context in which stand-ins are in the place of `calls`, (module, name in it, stand-in). It raises an
+    AttributeError where there is no such name."""
+    originals = [getattr(place, name) for place, name, _ in calls]
     try:
         for place, name, stand_in in calls:
             setattr(place, name, stand_in)
-        with live:
-            yield live
+        yield
     finally:
-        for (place, name, _), function in zip(calls, replaced):
-            setattr(place, name, function)
+        for (place, name, _), original in zip(calls, originals):
+            setattr(place, name, original)
 
 
 # ---------------- reading a config.json

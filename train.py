@@ -213,12 +213,7 @@ def main(argv, progress, exits):
         dpo_sums = 0  # becomes a tensor: four sums, or none without --dpo
         for i, batch in enumerate(batches):
             if args.fsdp2:
-                # Gradients of whole weights are too large to wait unsharded for the last micro-batch, so each
-                # one reduces them. Where the vocabulary is not trained there are only adapters: theirs wait,
-                # and so does the exchange between replicas, as once a step is enough.
-                last = i == len(batches) - 1
-                model.set_requires_gradient_sync(last or run.trains_vocabulary)
-                model.set_requires_all_reduce(last)
+                reduce_gradients_(model, i == len(batches) - 1, run.trains_vocabulary)
             b = batch.to(device)
             progress.update(step=step, tokens_of_micro_batch=b.tokens.numel())
             loss, dpo = loss_of(model, b, args.beta)
@@ -1493,6 +1488,14 @@ def shard_(model, args, device, n_resident=0):
         head = shard(model.lm_head, reshard_after_forward=args.chunked_ce)
         head.set_unshard_in_backward(not args.chunked_ce)
     shard(model, reshard_after_forward=False)
+
+
+def reduce_gradients_(model, is_last, trains_vocabulary):
+    """Says which gradients FSDP2 reduces in a micro-batch. Those of whole weights are too large to wait
+    unsharded for the last one, so each reduces them. Where the vocabulary is not trained there are only
+    adapters: theirs wait, and so does the exchange between replicas, as once a step is enough."""
+    model.set_requires_gradient_sync(is_last or trains_vocabulary)
+    model.set_requires_all_reduce(is_last)
 
 
 def offload_trained_(block, pin_memory):
@@ -3218,16 +3221,16 @@ def fixed_settings(args, config, rows_a_step, loader, weights):
 
 # ---------------- the memory plan
 
-# A step is played on paper before anything is allocated. trace() runs the model's own code on the meta
-# device, with one block of each variant, and counts the bytes that are alive in each part of the step: the
-# embedding, the block, and the head with the loss. play_step() strings these parts together to the step of
-# the whole model, and adds what the code of one rank does not show: what FSDP2 gathers and reduces, and what
-# --offload moves. The event with the most bytes says what a GPU needs.
+# A step runs on paper before anything is allocated. main's own functions build, wrap and shard a model on the
+# meta device, among ranks that are not there, and a step of it runs: the model's own code, FSDP2's and the
+# optimizer's. LiveBytes counts what is alive in each part of the step: the embedding, a block, and the head
+# with the loss. Most blocks are alike, so few of each variant run, and events_of_step() adds them up to the
+# whole model. What lies on the GPU or in host memory for the whole step is added by where_weights_lie().
 
 GIB = 2**30
 OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
-KINDS = ("weights", "quantized weights", "adapters", "optimizer", "gradients", "saved activations",
-         "block workspace", "logits chunk", "unsharded units")
+KINDS = ("weights", "quantized weights", "adapters", "optimizer", "gradients", "kept for backward",
+         "workspace")
 
 
 def plan(run, blocks):
@@ -3240,20 +3243,21 @@ def plan(run, blocks):
 
 
 def events_and_host(run, blocks):
-    """-> (the Events of play_step(), {kind: bytes of host memory})."""
+    """-> (the Events of a step, {kind: bytes of host memory})."""
     args = run.args
-    sharding = sharding_of(run)
-    variants = variants_of_blocks(run, blocks)
-    parts = [parts_of_step(run, variant) for variant in variants]
-    units = units_of(run, variants, sharding)
-    on_device, host = where_weights_lie(run, units, blocks.n_resident)
-    # a micro-batch on this rank
-    n_tokens = nf4.ceil_div(args.batch_size * run.length, args.sequence_parallel)
-    itemsize = 4 if args.precision == "fp32" else 2
-    input_bytes = n_tokens * run.config.hidden_size * itemsize  # what a block reads
-    if "activations" in args.offload:  # the input of each block but the last
-        host["activations"] = (run.config.num_hidden_layers - 1) * bytes_in_pages(input_bytes)
-    return play_step(run, units, sharding, parts, on_device, input_bytes), host
+    traces = []
+    for variant, place in variants_of_blocks(run, blocks):
+        weights = weights_of(run, variant.config)
+        traces.append(BlockTrace(traced(run, variant, run.length), weights, place))
+    on_device, host = where_weights_lie(run, traces, blocks.n_resident)
+    input_bytes = 0  # of a block, that --offload activations moves
+    if "activations" in args.offload:
+        # a micro-batch on this rank
+        n_tokens = nf4.ceil_div(args.batch_size * run.length, args.sequence_parallel)
+        itemsize = 4 if args.precision == "fp32" else 2
+        input_bytes = n_tokens * run.config.hidden_size * itemsize
+        host["activations"] = (len(traces) - 1) * bytes_in_pages(input_bytes)  # all but the last block's
+    return events_of_step(run, traces, on_device, input_bytes), host
 
 
 # ---- the parts of a step, traced
@@ -3262,42 +3266,90 @@ def events_and_host(run, blocks):
 class Variant(NamedTuple):
     """What the memory of a block depends on beside the flags. Blocks of one variant are traced once."""
 
-    config: lm.Config  # describes a model with this block alone
-    keeps: "Blocks"  # what this block keeps
+    config: lm.Config  # describes a model of such blocks alone
+    keeps: "Blocks"  # what they keep
     has_input_gradient: bool  # something below the block is trained
 
 
-class Part(NamedTuple):
-    """Bytes of a part of a step beside what there is when its forward begins. All count from that start: the
-    part's own input is in none of them, and `backward` includes `left`."""
+class Weight(NamedTuple):
+    """This rank's rows of a parameter."""
 
-    forward: int  # the most in its forward
-    left: int  # what the forward leaves, the input of the next part included
-    backward: int  # the most in its backward, without gradients of the parts above; 0 if it has no backward
+    name: str
+    kind: str  # one of KINDS
+    n_bytes: int
+    n_dims: int
+    is_trained: bool
+    state_bytes: int  # of the optimizer
+    update_bytes: int  # temporaries of its update, if --optim_in_backward makes that one by one
 
 
-class Parts(NamedTuple):
-    embedding: Part
-    block: Part
-    head: Part  # with the loss
+class TracedWeights(NamedTuple):
+    rows: list  # [Weight]
+    step_bytes: int  # temporaries of the optimizer's step
+
+
+class BlockTrace(NamedTuple):
+    """What is known of a block of the model."""
+
+    trace: dict  # see trace_step()
+    weights: TracedWeights
+    place: int  # the number, in these, of the block that stands for this one
+
+    def rows(self):
+        beginning = f"model.layers.{self.place}."
+        return [weight for weight in self.weights.rows if weight.name.startswith(beginning)]
+
+
+class Stretch(NamedTuple):
+    """Bytes of the forward or the backward of a part, beside what there is when it begins."""
+
+    peak: int  # the most in it
+    left: int  # what it leaves: what a forward saves, a backward frees
+    gradients: int  # those among `left` that are for the optimizer
 
 
 def variants_of_blocks(run, blocks):
-    """-> [Variant of each block]. Blocks may differ in what they keep, in whether their input has a gradient,
-    and in the lists of the config, each of which has an entry for each block."""
+    """-> [(Variant, number in it of the block that stands for this one)] of each block. Blocks may differ in
+    what they keep, in whether their input has a gradient, and in the lists of the config, each of which has
+    an entry for each block."""
     config = run.config
-    lists = [field.name for field in dataclasses.fields(config)
-             if isinstance(getattr(config, field.name), list)]
+    lists = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)
+             if isinstance(getattr(config, field.name), list)}
     n_layers = config.num_hidden_layers
+    trained = [trains_block(run, layer_type) for layer_type in config.layer_types]
     variants = []
-    has_input_gradient = run.trains_vocabulary
-    for i, layer_type in enumerate(config.layer_types):
-        entries = {name: [getattr(config, name)[i]] for name in lists}
-        # Untied: that the gradient of a tied pair's head waits for the embedding's is for play_step().
-        alone = dataclasses.replace(config, num_hidden_layers=1, tie_word_embeddings=False, **entries)
-        variants.append(Variant(alone, blocks.kept_by(i, n_layers), has_input_gradient))
-        has_input_gradient |= trains_block(run, layer_type)
+    for i in range(n_layers):
+        numbers = range(i, i + 1)
+        place = 0
+        has_input_gradient = run.trains_vocabulary or any(trained[:i])
+        if run.args.fsdp2:
+            numbers, place = place_among_others(i, lists.values(), trained)
+            has_input_gradient = run.trains_vocabulary
+        entries = {name: [values[number] for number in numbers] for name, values in lists.items()}
+        alone = dataclasses.replace(config, num_hidden_layers=len(numbers), **entries)
+        variants.append((Variant(alone, blocks.kept_by(i, n_layers), has_input_gradient), place))
     return variants
+
+
+def place_among_others(i, lists, trained):
+    """FSDP2 gathers and reduces other blocks while one runs, and has the first and the last one longer. So
+    blocks run together: -> (numbers of the first blocks of a model, which of them stands for block i).
+
+    Behind the first trained block the model repeats itself: every block, or every four in a hybrid. All that
+    is left out are whole repetitions, so that each block has the neighbours that it has in the model, and
+    none but the first and the last stand for these."""
+    n_layers = len(trained)
+    period = next(n for n in range(1, n_layers + 1) if all(values[n:] == values[:-n] for values in lists))
+    first = trained.index(True) if any(trained) else 0
+    n_left_out = (n_layers - first - period - 2) // period * period
+    n_traced = n_layers - max(0, n_left_out)
+    if i == n_layers - 1:
+        place = n_traced - 1
+    elif i <= first or n_traced == n_layers:
+        place = i
+    else:
+        place = first + 1 + (i - first - 1) % period
+    return range(n_traced), place
 
 
 def trains_block(run, layer_type):
@@ -3308,50 +3360,35 @@ def trains_block(run, layer_type):
     return any(name in run.args.lora_targets for name in targets)
 
 
-def parts_of_step(run, variant):
-    """-> Parts of a model with one block of this variant."""
-    most = traced(run, variant, run.length)
-    starts = [most["forward", name]["start"] for name in Parts._fields]
-    starts.append(most["backward", "head"]["start"])  # it follows the forward of the head
-    parts = []
-    for name, (start, next_start) in zip(Parts._fields, itertools.pairwise(starts)):
-        forward = max(most["forward", name].values()) - start
-        backward = 0
-        if ("backward", name) in most:
-            backward = max(most["backward", name].values()) - start
-        parts.append(Part(forward, next_start - start, backward))
-    return Parts(*parts)
-
-
 TRACES = {}  # {what a trace depends on: its result}
 # Flags that choose_blocks() and ladder() turn and that make no difference to a trace of the model, or to one
-# of the optimizer: what they make a block keep is Variant.keeps, and the rest is for play_step(). Any other
-# flag, and any that a fork adds, makes another trace.
+# of the optimizer: what they make a block keep is Variant.keeps. Any other flag, and any that a fork adds,
+# makes another trace.
 UNSEEN = "activation_checkpointing", "resident_blocks", "offload", "clip"
-UNSEEN_BY_OPTIMIZER = (*UNSEEN, "fsdp2", "tiled_mlp", "chunked_ce", "ce_chunk", "batch_size", "grad_accum",
-                       "sequence_parallel", "optim_in_backward")
+UNSEEN_BY_OPTIMIZER = (*UNSEEN, "tiled_mlp", "chunked_ce", "ce_chunk", "batch_size", "grad_accum",
+                       "sequence_parallel")
 
 
 def once(function, run, unseen, *rest):
-    """function(run, *rest), which runs once for the same `rest` and the same flags but for those in
-    `unseen`."""
+    """function(run, *rest), which runs once for the same `rest`, as many ranks, and the same flags but for
+    those in `unseen`."""
     flags = [flag for flag in vars(run.args).items() if flag[0] not in unseen]
-    key = repr((function.__name__, flags, rest))
+    key = repr((function.__name__, flags, "params" in run.args.offload, run.world, rest))
     if key not in TRACES:
         TRACES[key] = function(run, *rest)
     return TRACES[key]
 
 
 def traced(run, variant, length):
-    """As trace(), for rows of any length, and once for each variant and length."""
+    """As trace_step(), for rows of any length, and once for each variant and length."""
     unseen = UNSEEN
-    if run.args.fsdp2 or not run.args.optim_in_backward:  # no update is in the trace
+    if not run.args.optim_in_backward:  # no update is in the trace
         unseen += ("optim", "stochastic_rounding")
     return once(trace_rows, run, unseen, variant, length)
 
 
 def trace_rows(run, variant, length):
-    """As trace(), but of long rows by two traces of short ones: every number of a trace is linear in the
+    """As trace_step(), but of long rows by two traces of short ones: every number of a trace is linear in the
     tokens once each loop over tokens has run two pieces. A layer that loops over tokens in pieces of its own
     adds their size here."""
     args = run.args
@@ -3364,7 +3401,7 @@ def trace_rows(run, variant, length):
         piece = max(piece, variant.config.sliding_window)
     short, long = (math.ceil(n_pieces * piece) for n_pieces in (2, 3))
     if length <= long:
-        return trace(run, variant, length)
+        return trace_step(run, variant, length)
     times = (length - long) / (long - short)
     return extended(traced(run, variant, short), traced(run, variant, long), times)
 
@@ -3380,62 +3417,150 @@ def extended(short, long, times):
     return longest
 
 
-def trace(run, variant, length):
-    """Runs a step of a model with one block on the meta device -> LiveBytes.most of each (pass, part): the
-    passes are "forward" and "backward", the parts those of Parts. A part without a backward has no entry for
-    one."""
+def trace_step(run, variant, length):
+    """Runs a model of such blocks forward and backward on the meta device -> {(number of the micro-batch,
+    pass, part): LiveBytes.most}, in the order of the step. The last entry is where it ends; a part without a
+    backward has none for that."""
     args = run.args
-    with lm.on_paper() as live:
+    with on_paper(run) as live:
         model = model_on_paper(variant.config, args, variant.keeps)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if args.optim_in_backward and not args.fsdp2:
-            update_in_backward(trained, args)
-        freed = trained.values()
-        # Gradients of an earlier micro-batch. Under FSDP2 in full training they are reduced by now, and
-        # counted by play_step().
-        if args.grad_accum > 1 and not (args.fsdp2 and run.trains_vocabulary):
-            freed = ()
-            for p in trained.values():
-                p.grad = torch.empty_like(p)
-        if variant.has_input_gradient:  # as if a block were there whose output needs a gradient
-            model.model.embed_tokens.weight.requires_grad_()
-        begin_parts_at(model, live, freed)
-        live.begin(("forward", "embedding"))
-        loss, _ = loss_of(model, batch_on_paper(args, length), args.beta)
-        live.begin(("backward", "head"))
-        live.in_backward = True
-        if loss.requires_grad:
-            loss.backward()
+        if args.fsdp2:
+            shard_(model, args, torch.device("meta"))
+        if run.streams and not run.trains_vocabulary:
+            StreamedVocabulary(model, torch.device("meta"))
+        if args.optim_in_backward:
+            update_in_backward(model, weights_of(run, variant.config))
+        if variant.has_input_gradient and not run.trains_vocabulary:
+            # as if a block were there whose output needs a gradient
+            leaf = torch.zeros((), device="meta", requires_grad=True)
+            model.model.embed_tokens.register_forward_hook(lambda _, __, x: x.add_(leaf))
+        marks = Marks(live, model)
+        lengths = [length]
+        if args.grad_accum > 1:  # what an earlier micro-batch leaves does not depend on its tokens
+            lengths = [min(length, 128), length]
+        for i, its_length in enumerate(lengths):
+            marks.micro_batch = i
+            if args.fsdp2:
+                reduce_gradients_(model, i == len(lengths) - 1, run.trains_vocabulary)
+            run_on_paper(model, marks, batch_on_paper(args, its_length), args.beta)
+        marks.begin("end")
+    del live.most["before"]  # the step
     return live.most
 
 
-def begin_parts_at(model, live, freed):
-    """Hooks that begin a part of the step where the model gets there. A backward begins when the gradient of
-    the part's output is there. freed: parameters whose gradients are freed then: those of the part above,
-    and what becomes of them is for play_step()."""
+def weights_of(run, config):
+    """As trace_weights(), once for each config."""
+    return once(trace_weights, run, UNSEEN_BY_OPTIMIZER, config)
 
-    def begin_forward(name, below, _, inputs):
-        live.begin(("forward", name))
-        if inputs[0].requires_grad:
-            inputs[0].register_hook(functools.partial(begin_backward, below))
 
-    def begin_backward(name, _):
-        for p in freed:
-            p.grad = None
-        live.begin(("backward", name))
+def trace_weights(run, config):
+    """Runs the optimizer on the weights of such a model -> TracedWeights. What a fork's optimizer gathers
+    from other ranks is not in it."""
+    args = run.args
+    with on_paper(run) as live:
+        model = lm.on_meta(config, args)
+        if args.fsdp2:
+            shard_(model, args, torch.device("meta"))
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = make_optimizer(trained, args, torch.zeros((), device="meta"))
+        updates = {}  # {name: bytes}
+        if args.optim_in_backward:
+            for name, p in trained.items():
+                updates[name] = bytes_of_step(live, optimizer, [p])
+        step_bytes = bytes_of_step(live, optimizer, trained.values())
+        rows = [weight_of(name, p, optimizer, updates.get(name, 0)) for name, p in model.named_parameters()]
+    if "params" in args.offload:  # the CPU updates the weights
+        step_bytes = 0
+        rows = [weight._replace(update_bytes=0) for weight in rows]
+    return TracedWeights(rows, step_bytes)
 
-    (block,) = model.model.layers
-    block.register_forward_pre_hook(functools.partial(begin_forward, "block", "embedding"))
-    model.model.norm.register_forward_pre_hook(functools.partial(begin_forward, "head", "block"))
+
+def bytes_of_step(live, optimizer, params):
+    """-> the most that an optimizer allocates to update some parameters."""
+    for p in params:
+        p.grad = torch.empty_like(p)
+    live.begin("step")
+    optimizer.step()
+    for p in params:
+        p.grad = None
+    return max(live.most["step"].values()) - live.most["step"]["start"]
+
+
+@contextlib.contextmanager
+def on_paper(run):
+    """As lm.on_paper(), among ranks that are not there if the run has FSDP2."""
+    ranks = ranks_on_paper(run.world) if run.args.fsdp2 else contextlib.nullcontext()
+    with lm.on_paper() as live, ranks:
+        yield live
+
+
+def run_on_paper(model, marks, batch, beta):
+    """The forward and the backward of a micro-batch."""
+    marks.begin("forward", "embedding")
+    loss, _ = loss_of(model, batch, beta)
+    marks.begin("backward", "head")
+    marks.live.in_backward = True
+    if loss.requires_grad:
+        loss.backward()
+    marks.live.in_backward = False
+
+
+class Marks:
+    """Begins parts of LiveBytes where a model gets there: in a forward the embedding, each block, and the
+    head with the norm below it, in a backward the same from the end. A backward begins when the gradient of
+    the part's output is there.
+
+    Its hooks come before FSDP2's, so that what these gather for a part is counted in the part.
+
+    Set from outside: micro_batch, its number."""
+
+    def __init__(self, live, model):
+        self.live = live
+        self.without_gradient = [p for p in model.parameters() if p.requires_grad]
+        self.gradient_bytes = 0
+        for i, block in enumerate(model.model.layers):
+            block.register_forward_pre_hook(functools.partial(self.before_block, i), prepend=True)
+            block.register_forward_hook(functools.partial(self.after_block, i), prepend=True)
+        model.model.norm.register_forward_pre_hook(lambda _, __: self.begin("forward", "head"), prepend=True)
+
+    def before_block(self, i, _, inputs):
+        self.shared = inputs[1:]  # RoPE's angles, for example: blocks below need them, too
+        if i == 0:
+            self.begin_backward_at(inputs[0], "embedding")
+        self.begin("forward", i)
+
+    def after_block(self, i, _, __, x):
+        self.begin_backward_at(x, i)
+
+    def begin_backward_at(self, x, part):
+        if x.requires_grad:
+            x.register_hook(lambda _: self.begin("backward", part))
+
+    def begin(self, direction, part=None):
+        self.live.begin((self.micro_batch, direction, part))
+        new = [p for p in self.without_gradient if p.grad is not None]
+        if new:
+            self.without_gradient = [p for p in self.without_gradient if p.grad is None]
+            for rows in nf4.rows_of(p.grad for p in new):
+                # --offload params has gradients in host memory, where LiveBytes counts none
+                if id(rows.untyped_storage()) in self.live.sizes:
+                    self.gradient_bytes += rows.nbytes
+        self.live.part["gradients"] = self.gradient_bytes
+
+
+def stretches_of(trace):
+    """-> {(number of the micro-batch, pass, part): Stretch}."""
+    stretches = {}
+    for (mark, most), (_, behind) in itertools.pairwise(trace.items()):
+        start = most["start"]
+        stretches[mark] = Stretch(
+            max(most.values()) - start, behind["start"] - start, behind["gradients"] - most["gradients"])
+    return stretches
 
 
 def model_on_paper(config, args, keeps):
-    """The model as main wraps it. With --fsdp2 its weights are in the dtype in which they are gathered."""
+    """The model as main wraps it, but for FSDP2."""
     model = lm.on_meta(config, args)
-    if args.fsdp2:
-        for name, p in model.named_parameters():
-            if p.is_floating_point() and ".decay." not in name:
-                p.data = p.data.to(model.compute_dtype)
     if args.sequence_parallel > 1:
         model.sequence_group = argparse.Namespace(size=lambda: args.sequence_parallel, rank=lambda: 0)
     if args.compile:
@@ -3444,16 +3569,85 @@ def model_on_paper(config, args, keeps):
     return model
 
 
-def update_in_backward(named, args):
-    """What StepInBackward does without FSDP2."""
-    optimizer = make_optimizer(named, args, torch.zeros((), device="meta"))
+def update_in_backward(model, weights):
+    """What StepInBackward does on one rank. weights: TracedWeights of the model."""
+    n_bytes = {weight.name: weight.update_bytes for weight in weights.rows}
 
-    def update(p):
-        optimizer.step()
+    def update(name, p):
+        torch.empty(n_bytes[name], dtype=torch.uint8, device="meta")
         p.grad = None
 
-    for p in named.values():
-        p.register_post_accumulate_grad_hook(update)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(functools.partial(update, name))
+
+
+def weight_of(name, p, optimizer, update_bytes):
+    """-> Weight."""
+    kind = "adapters" if "lora_" in name else "weights"
+    if p.dtype is torch.uint8:
+        kind = "quantized weights"
+    # the number of steps may be a tensor on the CPU
+    state = [t for t in optimizer.state[p].values() if t.is_meta] if p.requires_grad else []
+    state_bytes = sum(rows.nbytes for rows in nf4.rows_of(state))
+    n_bytes = nf4.local(p).rows.nbytes
+    return Weight(name, kind, n_bytes, p.dim(), p.requires_grad, state_bytes, update_bytes)
+
+
+class StreamOnPaper:
+    """A stream of the meta device, or an event: nothing runs there, so nothing waits."""
+
+    def __init__(self, **_):
+        pass
+
+    def record_event(self):
+        return self
+
+    def ignore(self, *_):
+        pass
+
+    record = wait = wait_event = wait_stream = synchronize = ignore
+
+
+# torch.meta, which torch does not have: FSDP2 asks a module that is called like the device, torch.cuda for
+# example, for its streams, and DeviceMesh asks it for the number of the device
+META = argparse.Namespace(
+    Stream=StreamOnPaper, Event=StreamOnPaper, current_stream=StreamOnPaper, stream=contextlib.nullcontext,
+    current_device=lambda: 0, is_initialized=lambda: True)
+GROUP_NAMES = itertools.count(10**9, 10**4)  # those of real groups are small numbers
+
+
+@contextlib.contextmanager
+def ranks_on_paper(world):
+    """A context in which this process is rank 0 of a group whose other ranks are not there, beside the group
+    of the run if there is one. In it FSDP2 shards a model on the meta device, and "moves" to host memory what
+    --offload params has there, see LiveBytes.
+
+    The names of torch that begin with _ are private, and the same in torch 2.11, 2.13 and 2.14. For each that
+    a later one lacks, tests/test_trace_plan.py says what to do."""
+    from torch.distributed import distributed_c10d
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    calls = [
+        (distributed_c10d, "_world", distributed_c10d._World()),
+        # Ranks name groups by counting them, and rank 0 alone may print a plan.
+        (distributed_c10d, "_group_count", next(GROUP_NAMES)),
+        (torch._C._distributed_c10d, "_set_global_rank", lambda rank: None),  # for log lines of C++
+        (sys, "excepthook", sys.excepthook),  # each new group puts a "[rank0]" before all errors
+        # of a block that FSDP2 has gathered and no backward has used
+        (torch.accelerator, "current_stream", StreamOnPaper),
+        # these two refuse weights on the meta device
+        (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+        (FSDPParamGroup, "_validate_cpu_offload_params", lambda group: None),
+    ]
+    with lm.replaced(calls):
+        torch.meta = META
+        try:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+            yield
+        finally:
+            del torch.meta
 
 
 def batch_on_paper(args, length):
@@ -3481,214 +3675,58 @@ def batch_on_paper(args, length):
         n_targets=n_targets)
 
 
-# ---- weights, gradients and optimizer of this rank, and what FSDP2 does with them
+# ---- what lies somewhere for the whole step
 
 
-class Sharding(NamedTuple):
-    """What FSDP2 does with gathered weights and reduced gradients, see shard_(). Without FSDP2: nothing."""
-
-    tied: bool  # embedding and head are one weight
-    vocabulary_in_root: bool  # it is gathered from the forward to the backward, and reduced last
-    head_waits: bool  # the head's gradient stays as it is until the embedding's is there
-    gradients_stay: bool  # on the device, from a block's backward to the optimizer's step
-
-
-def sharding_of(run):
-    args = run.args
-    tied = run.config.tie_word_embeddings
-    # FSDP2 keeps a shared parameter shared only inside one unit, so a tied pair belongs to its root unit. So
-    # do embedding and head with --no-shard_embeddings. The root is gathered by the forward and freed by the
-    # end of the backward, where its gradients are reduced together.
-    vocabulary_in_root = args.fsdp2 and (tied or not args.shard_embeddings)
-    # The optimizer takes a gradient as soon as it is there, or the host does. But FSDP2 holds what replicas
-    # exchange until the end of the backward.
-    is_taken = args.optim_in_backward or "params" in args.offload
-    gradients_stay = args.replicas > 1 or not is_taken
-    return Sharding(tied, vocabulary_in_root, vocabulary_in_root or tied, gradients_stay)
-
-
-@dataclasses.dataclass
-class Unit:
-    """Bytes of what FSDP2 gathers and reduces at once, on rank 0, which has the most: FSDP2 cuts rows like
-    torch.chunk. Without FSDP2 nothing is gathered or reduced."""
-
-    rows: dict  # {name: parameter on the meta device} of this rank
-    optimizer: int = 0  # its state
-    workspace: int = 0  # temporaries of the optimizer, where it updates this unit alone
-    unsharded: int = 0  # as gathered, in the dtype of products
-    arriving: int = 0  # beside `unsharded`, until that is filled
-    new_gradient: int = 0  # as the backward makes it; with FSDP2 of all rows, in the dtype of products
-    last_gradient: int = 0  # the last parameter's, which FSDP2's foreach_reduce() has until its end
-    reduce_input: int = 0  # all rows in the dtype of the reduce-scatter; 0 without FSDP2
-    gradient: int = 0  # this rank's rows, which the reduce-scatter leaves for the step
-    # {kind: bytes} of frozen matrices that streams bring, and FSDP2 does not see
-    streamed: Counter = dataclasses.field(default_factory=Counter)
-
-    def reduced(self):
-        """What there is of a gradient when it has been reduced."""
-        return self.last_gradient + self.reduce_input + self.gradient
-
-    def reduction(self):
-        """The most of a gradient on its way from the backward to the step: FSDP2 frees what the backward has
-        made when the input of the reduce-scatter is filled, and allocates the output then."""
-        return max(self.new_gradient + self.reduce_input, self.reduced())
-
-
-class Units(NamedTuple):
-    """The units of a model. Those of two blocks that have the same parameters are one object."""
-
-    blocks: list
-    embedding: Unit
-    head: Unit
-    vocabulary: list  # embedding and head; one unit if they are tied or in the root
-    step_workspace: int  # temporaries of the optimizer's step
-
-    def all(self):
-        return [*self.blocks, *self.vocabulary]
-
-
-def units_of(run, variants, sharding):
-    """-> Units of a model with such blocks."""
-    made = {}
-    for variant in variants:
-        name = repr(variant.config)
-        if name not in made:
-            made[name] = units_of_one(run, variant.config, sharding)
-    by_block = [made[repr(variant.config)] for variant in variants]
-    return by_block[0]._replace(
-        blocks=[units.blocks[0] for units in by_block],
-        # the largest, as an optimizer updates one weight after the other
-        step_workspace=max(units.step_workspace for units in by_block))
-
-
-def units_of_one(run, config, sharding):
-    """-> Units of a model with one block."""
-    model = lm.on_meta(config, run.args)
-    rows = {}
-    for name, p in model.named_parameters():
-        if name != data.HEAD or not sharding.tied:
-            n_rows = nf4.ceil_div(len(p), run.shards)
-            rows[name] = nn.Parameter(p.new_empty(n_rows, *p.shape[1:]), p.requires_grad)
-    state, step_workspace = optimizer_bytes(run, rows)
-
-    def unit(*beginnings):
-        rows_of_unit = {name: p for name, p in rows.items() if name.startswith(beginnings)}
-        made = unit_of(run, rows_of_unit, model.compute_dtype)
-        made.optimizer = sum(state[name] for name in rows_of_unit if name in state)
-        return made
-
-    embedding = unit(data.EMBEDDING)
-    head = embedding if sharding.tied else unit(data.HEAD)
-    vocabulary = [embedding] if sharding.tied else [embedding, head]
-    if sharding.vocabulary_in_root:
-        vocabulary = [unit(data.EMBEDDING, "model.norm.", data.HEAD)]
-    block = unit("model.layers.")
-    return Units([block], embedding, head, vocabulary, step_workspace)
-
-
-def unit_of(run, rows, dtype):
-    """-> Unit of some parameters, whose products are in `dtype`, without the state of the optimizer."""
-    args = run.args
-    unit = Unit(rows)
-    trained = {name: p for name, p in rows.items() if p.requires_grad}
-    for p in trained.values():
-        unit.gradient += p.nbytes
-    if not args.fsdp2:
-        unit.new_gradient = unit.gradient
-        return unit
-    if run.streams:
-        unit.streamed = frozen_matrices(rows)
-    for p in rows.values():
-        if p.requires_grad or not run.streams:
-            # bytes of NF4 are gathered as they are, and dequantized by their layer
-            itemsize = 1 if p.dtype is torch.uint8 else dtype.itemsize
-            unit.unsharded += run.shards * p.numel() * itemsize
-            if "params" in args.offload:  # on one rank FSDP2 copies one weight after the other
-                unit.arriving = max(unit.arriving, p.nbytes)
-    for p in trained.values():
-        unit.last_gradient = run.shards * p.numel() * dtype.itemsize
-        unit.new_gradient += unit.last_gradient
-    if run.shards > 1:
-        unit.arriving = unit.unsharded  # the buffer of the all-gather
-    else:
-        unit.last_gradient = 0
-    unit.reduce_input = run.shards * unit.gradient  # --precision bf16 reduces in bf16, the others in float32
-    if args.optim_in_backward:
-        _, unit.workspace = optimizer_bytes(run, trained)
-    return unit
-
-
-def optimizer_bytes(run, rows):
-    """-> ({name: bytes of the optimizer's state}, the most that a step of it allocates on the GPU)."""
-    forms = [(name, tuple(p.shape), p.dtype) for name, p in rows.items() if p.requires_grad]
-    state, workspace = once(trace_optimizer, run, UNSEEN_BY_OPTIMIZER, forms)
-    if "params" in run.args.offload:  # the CPU updates the weights
-        workspace = 0
-    return state, workspace
-
-
-def trace_optimizer(run, forms):
-    """Runs a step of the optimizer on this rank's rows, [(name, shape, dtype)], on the meta device -> as
-    optimizer_bytes(). What a fork's optimizer gathers from other ranks is not in it."""
-    with lm.on_paper() as live:
-        trained = {name: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-                   for name, shape, dtype in forms}
-        optimizer = make_optimizer(trained, run.args, torch.zeros((), device="meta"))
-        for p in trained.values():
-            p.grad = torch.empty_like(p)
-        live.begin("step")
-        optimizer.step()
-    # the number of steps may be a tensor on the CPU
-    state = {name: sum(t.nbytes for t in optimizer.state[p].values() if t.is_meta)
-             for name, p in trained.items()}
-    return state, max(live.most["step"].values()) - live.most["step"]["start"]
-
-
-def where_weights_lie(run, units, n_resident):
+def where_weights_lie(run, traces, n_resident):
     """-> ({kind: bytes on the GPU} of weights and optimizer, {kind: bytes of host memory} of these and of
-    gradients)."""
+    gradients). A flag that keeps a tensor for a whole step adds it here, under one of KINDS."""
     on_device = Counter()
     host = Counter()
-    streamed = streamed_blocks(len(units.blocks), n_resident)
-    tied = units.head is units.embedding
-    for i, unit in enumerate(units.all()):  # blocks come first
-        for name, p in unit.rows.items():
-            kind = kind_of_bytes(name, p)
-            # frozen weights of blocks may be resident, see allocate_()
-            may_stay = run.args.lora and not p.requires_grad and i < len(units.blocks)
-            stays = may_stay and (i not in streamed or (run.streams and p.dim() < 2))
-            if stays or "params" not in run.args.offload:
-                on_device[kind] += p.nbytes
-            elif may_stay and run.streams:
-                host["pinned weights"] += bytes_in_pages(p.nbytes)
-            elif run.streams and name == data.EMBEDDING and not p.requires_grad and not tied:
-                host[kind] += p.nbytes  # StreamedVocabulary pins the head alone
-            else:
-                host[kind] += pinned_bytes(p.nbytes)
-                if p.requires_grad:
-                    host["gradients"] += pinned_bytes(p.nbytes)
-        state = host if "params" in run.args.offload else on_device
-        state["optimizer"] += unit.optimizer
+    offloads = "params" in run.args.offload
+    streamed = streamed_blocks(len(traces), n_resident)
+    is_tied = run.config.tie_word_embeddings
+    for i, weight in weights_of_model(traces):
+        # frozen weights of blocks may be resident, see allocate_()
+        may_stay = run.args.lora and not weight.is_trained and i is not None
+        stays = may_stay and (i not in streamed or (run.streams and weight.n_dims < 2))
+        if stays or not offloads:
+            on_device[weight.kind] += weight.n_bytes
+        elif may_stay and run.streams:
+            host["pinned weights"] += bytes_in_pages(weight.n_bytes)
+        elif run.streams and weight.name == data.EMBEDDING and not weight.is_trained and not is_tied:
+            host[weight.kind] += weight.n_bytes  # StreamedVocabulary pins the head alone
+        else:
+            host[weight.kind] += pinned_bytes(weight.n_bytes)
+            if weight.is_trained:
+                host["gradients"] += pinned_bytes(weight.n_bytes)
+        state = host if offloads else on_device
+        state["optimizer"] += weight.state_bytes
     if run.streams:
         # the two slots, each as large as the largest block that is streamed
+        sizes = [frozen_matrices(traces[i]) for i in streamed]
         for _ in streamed[:2]:
-            on_device += max((units.blocks[i].streamed for i in streamed), key=Counter.total)
+            on_device += max(sizes, key=Counter.total)
     return on_device, dict(+host)
 
 
-def frozen_matrices(rows):
-    """{kind: bytes} of the matrices among {name: parameter} that are not trained."""
+def weights_of_model(traces):
+    """Yields (number of the block or None, Weight) of the whole model. traces: of each block."""
+    for weight in traces[0].weights.rows:
+        if not weight.name.startswith("model.layers."):
+            yield None, weight
+    for i, trace in enumerate(traces):
+        for weight in trace.rows():
+            yield i, weight
+
+
+def frozen_matrices(trace):
+    """{kind: bytes} of the matrices of a block that are not trained."""
     kinds = Counter()
-    for name, p in rows.items():
-        if not p.requires_grad and p.dim() > 1:
-            kinds[kind_of_bytes(name, p)] += p.nbytes
+    for weight in trace.rows():
+        if not weight.is_trained and weight.n_dims > 1:
+            kinds[weight.kind] += weight.n_bytes
     return kinds
-
-
-def kind_of_bytes(name, p):
-    if p.dtype is torch.uint8:
-        return "quantized weights"
-    return "adapters" if "lora_" in name else "weights"
 
 
 def pinned_bytes(n_bytes):
@@ -3705,19 +3743,6 @@ def bytes_in_pages(n_bytes):
 # ---- the step of the whole model, event by event
 
 
-def gathered_in_blocks(run, units):
-    """-> (bytes of gathered weights that the forward of each block leaves for its backward, bytes that its
-    backward adds to them)."""
-    n_layers = len(units.blocks)
-    weights = max(unit.unsharded for unit in units.blocks)
-    if not run.args.reshard_after_forward:
-        return [weights] * n_layers, [0] * n_layers
-    # One block is gathered at a time, from the forward of the first block to its backward. In the backward
-    # FSDP2 gathers the next block while one runs; with one shard it has nothing to gather.
-    prefetched = weights if run.shards > 1 else 0
-    return [weights] + [0] * (n_layers - 1), [0] + [prefetched] * (n_layers - 1)
-
-
 class Event(NamedTuple):
     """What is on the GPU at an instant of the step that may be its peak."""
 
@@ -3725,148 +3750,65 @@ class Event(NamedTuple):
     kinds: Counter  # {kind: bytes}
 
 
-def event(moment, alive, more):
-    """-> Event with `more` beside what is alive."""
-    return Event(moment, alive + Counter(more))
+class PlacedPart(NamedTuple):
+    """A part of the whole model, and what stands for it."""
+
+    moment: str  # "block 3"
+    stretches: dict  # see stretches_of()
+    part: str | int  # of a trace
+    moved: int  # bytes of its input that --offload activations moves to host memory
 
 
-def play_step(run, units, sharding, parts, always, input_bytes):
-    """Plays a training step on paper, in the order of main. Yields an Event for each instant that may be the
-    peak. parts: Parts of each block. always: what is on the GPU in every event, that of the optimizer's step
-    included; a flag that keeps a tensor for a whole step adds it in where_weights_lie(), under one of KINDS.
-    input_bytes: of a block's input."""
-    embedding = parts[0].embedding
-    blocks = [its_parts.block for its_parts in parts]
-    head = parts[-1].head
-    all_gradients = sum(unit.gradient for unit in units.all())
-    # What is on the GPU between two events. An event is a moment between them, in which a kernel has its
-    # inputs, outputs and temporaries as well: `alive` and these together are one candidate for the peak.
-    alive = always.copy()
-    if run.args.grad_accum > 1 and run.args.fsdp2 and not run.trains_vocabulary:
-        # adapters are reduced after the last micro-batch
-        alive["gradients"] = run.shards * all_gradients
-    elif run.args.grad_accum > 1 and sharding.gradients_stay:
-        alive["gradients"] = all_gradients  # earlier micro-batches have left them, and this one adds to them
-    if sharding.vocabulary_in_root:
-        (root,) = units.vocabulary
-        alive["unsharded units"] = root.unsharded
-        yield event("head and loss", alive, {"unsharded units": root.arriving})
+def parts_of_model(run, traces, input_bytes):
+    """-> [PlacedPart], in the order of the forward. traces: of each block."""
+    made = {}  # once for all blocks of a variant
+    for block in traces:
+        if id(block.trace) not in made:
+            made[id(block.trace)] = stretches_of(block.trace)
+    stretches = [made[id(block.trace)] for block in traces]
+    parts = [PlacedPart("embedding", stretches[0], "embedding", 0)]
+    for i, block in enumerate(traces):
+        # Two inputs are on the GPU: one in use, and one on its way to the host or back.
+        moved = input_bytes if 0 < i < len(traces) - 1 else 0
+        parts.append(PlacedPart(f"block {i}", stretches[i], block.place, moved))
+    parts.append(PlacedPart("head and loss", stretches[-1], "head", 0))
+    return parts
 
-    # ---- forward: `alive` grows by what each part leaves
-    gathered, fetched = gathered_in_blocks(run, units)
-    left = [block.left for block in blocks]
-    # two inputs are on the GPU: one in use, and one on its way to the host or back
-    if "activations" in run.args.offload:
-        left[1:-1] = [n_bytes - input_bytes for n_bytes in left[1:-1]]
-    alive["saved activations"] += embedding.left
-    yield from play_forward_(run, units, blocks, gathered, left, alive)
 
-    # ---- the loss, then the backward of the head
-    yield from play_head_(run, units, sharding, head, alive, input_bytes)
+def events_of_step(run, traces, always, input_bytes):
+    """Yields the Events of a step: each part adds to what is alive what its forward saves, and its backward
+    frees that. traces: of each block. always: {kind: bytes} that are on the GPU all the time. input_bytes: of
+    a block, if --offload activations moves them."""
+    parts = parts_of_model(run, traces, input_bytes)
+    alive = 0
+    gradients = 0
 
-    # ---- backward of the blocks, each while the unit before it is reduced: FSDP2 runs the reduce-scatter of
-    # a unit on a stream of its own, so its input is still there while the next block computes
-    being_reduced = 0 if sharding.head_waits else units.head.reduce_input
-    for i in reversed(range(len(blocks))):
-        alive["saved activations"] -= left[i]
-        if blocks[i].backward:  # the block does not lie below the first adapter
-            yield event(f"block {i}", alive, {
-                "saved activations": blocks[i].left,
-                "block workspace": blocks[i].backward - blocks[i].left,
-                "unsharded units": fetched[i],
-                "gradients": being_reduced})
-            yield from play_reduction_(run, sharding, f"block {i}", units.blocks[i], alive, input_bytes)
-            being_reduced = units.blocks[i].reduce_input
-        alive["unsharded units"] -= gathered[i]
+    def event(moment, n_bytes):
+        kinds = always.copy()
+        kinds.update({"gradients": gradients, "kept for backward": alive - gradients, "workspace": n_bytes})
+        return Event(moment, kinds)
 
-    # ---- backward of the embedding, which adapters do not need; optimizer.step()
-    if run.trains_vocabulary:
-        yield from play_backward_of_embedding(run, units, sharding, embedding, alive)
-    # No activation is left by now. This is the peak of a large model that is trained in full on short rows.
+    for micro_batch in range(min(2, run.args.grad_accum)):
+        for part in parts:
+            stretch = part.stretches[micro_batch, "forward", part.part]
+            yield event(part.moment, stretch.peak)
+            alive += stretch.left - part.moved
+        for part in reversed(parts):
+            stretch = part.stretches.get((micro_batch, "backward", part.part))
+            if stretch:  # the part does not lie below the first adapter
+                alive += part.moved
+                yield event(part.moment, stretch.peak)
+                alive += stretch.left
+                gradients += stretch.gradients
+    alive = gradients  # FSDP2 frees at the end what replicas have exchanged
     if not run.args.optim_in_backward:
-        gradients = 0 if "params" in run.args.offload else all_gradients
-        yield event("step", always, {"block workspace": units.step_workspace, "gradients": gradients})
-
-
-def play_forward_(run, units, blocks, gathered, left, alive):
-    """Yields the events of the blocks' forwards, and adds to `alive` what each block leaves: `gathered` bytes
-    of weights, and `left` bytes of activations."""
-    # Several ranks: FSDP2 copies a unit out of the buffer of its all-gather, and frees the buffer of the unit
-    # before it only then. So it has three times a unit for a moment, and twice while a block runs.
-    buffer = units.vocabulary[0].arriving if run.shards > 1 else 0
-    for i, block in enumerate(blocks):
-        unit = units.blocks[i]
-        alive["unsharded units"] += gathered[i]
-        if i == len(blocks) - 1:
-            alive.update(units.head.streamed)  # on its way from here on, see StreamedVocabulary
-        yield event(f"block {i}", alive, {"unsharded units": buffer + unit.arriving})
-        buffer = unit.arriving if run.shards > 1 else 0
-        yield event(f"block {i}", alive, {"block workspace": block.forward, "unsharded units": buffer})
-        alive["saved activations"] += left[i]
-
-
-def play_head_(run, units, sharding, part, alive, input_bytes):
-    """Yields the events of the loss and of the head's backward, and adds to `alive` the head's gradient."""
-    unit = units.head
-    buffer = 0  # what the last all-gather filled: FSDP2 keeps it until the forward ends
-    if run.shards > 1:
-        buffer = units.blocks[-1].arriving
-    weights = 0
-    if not sharding.vocabulary_in_root:
-        weights = unit.unsharded
-        yield event("head and loss", alive, {
-            "saved activations": input_bytes,  # the output of the norm
-            "unsharded units": weights + unit.arriving + buffer})
-        if run.shards > 1:
-            buffer = unit.arriving
-    in_loss = {"logits chunk": part.forward, "unsharded units": weights + buffer}
-    yield event("head and loss", alive, in_loss)
-    if run.args.chunked_ce:  # the backward needs no weights, see shard_()
-        weights = 0
-        alive.subtract(unit.streamed)
-    yield event("head and loss", alive, {"logits chunk": part.backward, "unsharded units": weights})
-    if not run.args.chunked_ce:
-        alive.subtract(unit.streamed)
-    if sharding.head_waits:
-        alive["gradients"] += unit.new_gradient
-    else:
-        yield from play_reduction_(run, sharding, "head and loss", unit, alive, input_bytes)
-
-
-def play_reduction_(run, sharding, moment, unit, alive, input_bytes):
-    """Yields the event behind a part's backward in which FSDP2 reduces its gradients and --optim_in_backward
-    updates its weights, and adds to `alive` what stays of the gradients for the step."""
-    if run.args.fsdp2:
-        yield event(moment, alive, {
-            "saved activations": input_bytes,  # the gradient of the part's input
-            "gradients": unit.reduction(),
-            "block workspace": unit.workspace})
-    if sharding.gradients_stay and run.args.grad_accum == 1:
-        alive["gradients"] += unit.gradient
-
-
-def play_backward_of_embedding(run, units, sharding, part, alive):
-    """Yields the events behind the first block's backward, where the embedding, or a tied pair, gets its
-    gradient: [V, D] numbers, although a step has seen few of the V tokens."""
-    yield event("embedding", alive, {"block workspace": part.backward - part.left})
-    if not run.args.fsdp2:
-        return
-    here = alive.copy()
-    here["saved activations"] -= part.left
-    unit = units.vocabulary[0]  # the embedding's, or the root
-    if sharding.vocabulary_in_root:
-        # its weights are freed first, and of a tied pair there is one gradient by now
-        here["unsharded units"] -= unit.unsharded
-        here["gradients"] -= units.head.new_gradient
-    yield event("embedding", here, {"gradients": unit.reduction()})
-    # what is reduced by then is all there is of gradients
-    yield event("embedding", here, {"gradients": unit.reduced(), "block workspace": unit.workspace})
+        yield event("step", max(block.weights.step_bytes for block in traces))
 
 
 def largest_moments(events):
     """{moment: {kind: bytes}} of the largest event of each phase: one of the blocks, for example."""
     largest = {}
-    # play_step() has hundreds of events, and a reader wants one column for each phase
+    # a step has hundreds of events, and a reader wants one column for each phase
     for event in events:
         phase = event.moment.split()[0]  # "block 3" -> "block"
         if phase not in largest or event.kinds.total() >= largest[phase].kinds.total():
@@ -3898,10 +3840,11 @@ class Blocks(NamedTuple):
     segment: int = lm.SEGMENT  # tokens that Gated DeltaNet mixes at a time
 
     def kept_by(self, i, n_layers):
-        """-> Blocks of block i alone."""
+        """-> Blocks of a model of blocks like block i."""
         is_recomputed = i < self.n_recomputed
+        keeps_weights = i >= n_layers - self.n_weights_kept
         keeps_attention = is_recomputed and i >= self.n_recomputed - self.n_attention_kept
-        return Blocks(int(is_recomputed), int(i >= n_layers - self.n_weights_kept), int(keeps_attention),
+        return Blocks(*(n_layers * keeps for keeps in (is_recomputed, keeps_weights, keeps_attention)),
                       segment=self.segment)
 
     def describe(self, n_layers):

@@ -250,8 +250,8 @@ STEPS = [  # name, flags, GiB that one H100 took on 2026-11-22 (tests/LOG.md), w
 ]
 DRAWN = {  # kind of memory: (colour that reads on white and on black, its names in the plan)
     "weights": ("#2f81f7", ("weights", "quantized weights", "adapters")), "optimizer": ("#e5534b", ("optimizer",)),
-    "gradients": ("#bf8700", ("gradients",)), "activations": ("#2da44e", ("saved activations", "block workspace")),
-    "logits": ("#a371f7", ("logits chunk",)), "1 for CUDA": ("#848d97", ("overhead",))}
+    "gradients": ("#bf8700", ("gradients",)), "activations": ("#2da44e", ("kept for backward", "workspace")),
+    "1 for CUDA": ("#848d97", ("overhead",))}
 
 
 BAR_X, BAR_Y, ROW, PIXELS_A_GIB = 300, 68, 24, 2.6  # of the picture

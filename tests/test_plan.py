@@ -479,21 +479,33 @@ def test_offload_params_takes_off_the_device_what_it_adds_to_the_host(model, fla
     blocks = train.blocks_as_asked(run)
     kept, _ = train.events_and_host(without_offloaded_params(run), blocks)
     offloaded, host = train.events_and_host(run, blocks)
+    kept = list(kept)
+    offloaded = list(offloaded)
     gradients = host.pop("gradients")
-    n_arrived = []  # bytes of gradients that the host has at each event
+    n_arrived = []  # bytes of gradients that the host has when the part of each event begins
     for before, after in zip(kept, offloaded, strict=True):
-        moved = {kind: before.kinds[kind] - after.kinds[kind] for kind in train.KINDS}
-        n_arrived.append(moved.pop("gradients"))
-        workspace = moved.pop("block workspace")
+        moved = {kind: before.kinds[kind] - after.kinds[kind] for kind in LIE_STILL}
         assert {kind: n_bytes for kind, n_bytes in moved.items() if n_bytes} == host, before.moment
-        if "step" not in before.moment and not args.optim_in_backward:
-            assert workspace == 0  # only updates have moved
-    at_first = 0
-    if args.grad_accum > 1 and not args.lora and args.replicas == 1:
-        at_first = gradients  # of an earlier micro-batch
-    assert n_arrived[0] == at_first
-    if not args.optim_in_backward:  # which frees them
-        assert n_arrived[-1] == gradients
+        n_arrived.append(alive(before) - alive(after))
+    assert n_arrived[0] == 0
+    if args.optim_in_backward:  # which frees them
+        return
+    assert n_arrived[-1] == pytest.approx(gradients, rel=1e-3)  # a vector's rows are padded
+    assert offloaded[-1].kinds["workspace"] == 0  # of the update
+    if args.grad_accum > 1:
+        at_first = 0
+        if not args.lora and args.replicas == 1:
+            at_first = gradients  # of the earlier micro-batch
+        n_events = (len(kept) - 1) // 2  # of a micro-batch
+        assert n_arrived[n_events] == pytest.approx(at_first, rel=1e-3, abs=1e4)
+
+
+LIE_STILL = "weights", "quantized weights", "adapters", "optimizer"  # kinds of bytes
+
+
+def alive(event):
+    """Bytes that the parts of a step before this event have left."""
+    return event.kinds["gradients"] + event.kinds["kept for backward"]
 
 
 @pytest.mark.parametrize("preset", ["llama-3.1-8b", "llama-3.2-3b"])  # the second one is tied
@@ -502,13 +514,17 @@ def test_a_streamed_head_is_on_the_gpu_once_and_an_embedding_on_the_host(preset)
     n_bytes = config.vocab_size * config.hidden_size * 2
     argv = ["--model", preset, "--qlora", "--seq_len", "512", "--fsdp2", "--offload", "params"]
     plan = planned([*argv, "--resident_blocks", "0"], config, 1)
-    at_the_loss = plan.moments["head and loss"]
-    vectors = 1 << 20  # of norms, which are on the GPU all the time
-    assert n_bytes <= at_the_loss["weights"] < n_bytes + vectors
-    assert at_the_loss["unsharded units"] < vectors * 64  # adapters of a block, as FSDP2 gathers them
+    events, _ = train.events_and_host(plan.run, blocks_of(plan.run))
+    last_block = f"block {config.num_hidden_layers - 1}"
+    forward, head, _, backward = (
+        alive(event) for event in events if event.moment in (last_block, "head and loss"))
+    small = 1 << 25  # a row's activations, and adapters of a block, as FSDP2 gathers them
+    assert n_bytes <= head - forward < n_bytes + small
+    assert abs(backward - forward) < small
+    assert plan.moments["head and loss"]["weights"] < 1 << 20  # of norms, which are on the GPU all the time
     pinned_head = 1 << (n_bytes - 1).bit_length()
     embedding = 0 if config.tie_word_embeddings else n_bytes
-    assert 0 <= plan.host["weights"] - embedding - pinned_head < vectors
+    assert 0 <= plan.host["weights"] - embedding - pinned_head < 1 << 20
 
 
 def test_fsdp2_pins_a_power_of_two_of_bytes_for_each_weight():
@@ -522,14 +538,17 @@ def test_fsdp2_pins_a_power_of_two_of_bytes_for_each_weight():
 
 
 # Float32 shards of 8 billion parameters over 4 ranks are 7.5 GiB. The embedding's, 0.5 of these, come last, unless an
-# earlier micro-batch has brought them; and over 8 ranks, without replicas, this one is smaller by 0.25.
-@pytest.mark.parametrize("more, gib", [("", 7.25), ("--grad_accum 2", 7.75)])
+# earlier micro-batch has brought them.
+@pytest.mark.parametrize("more, gib", [("", 7.0), ("--grad_accum 2", 7.5)])
 def test_what_goes_between_replicas_waits_on_the_device(more, gib):
     def gradients_gib(flags):
-        """At the end of the backward, while the embedding's are reduced."""
+        """At the end of the backward, before the embedding's are there."""
         argv = ["--model", "llama-3-8b", "--seq_len", "2048", "--fsdp2", "--offload", "params", *flags.split()]
-        moments = planned(argv, config_of("llama-3-8b"), 8).moments
-        return moments["embedding"]["gradients"] / train.GIB
+        plan = planned(argv, config_of("llama-3-8b"), 8)
+        events, _ = train.events_and_host(plan.run, blocks_of(plan.run))
+        *_, before_last, _ = events
+        assert before_last.moment == "embedding"
+        return alive(before_last) / train.GIB
 
     # without replicas all are on the host by then
     assert gradients_gib(f"--replicas 2 {more}") - gradients_gib(more) == pytest.approx(gib, abs=0.05)
@@ -611,7 +630,7 @@ def test_a_forks_optimizer_is_planned_without_an_edit(monkeypatch):
     (step,) = (kinds for moment, kinds in planned(["--model", "llama-3.2-1b"], config, 1).moments.items()
                if moment == "step")
     assert step["optimizer"] == step["weights"]
-    assert step["block workspace"] == 4 * config.vocab_size * config.hidden_size  # float32, of the largest weight
+    assert step["workspace"] == 4 * config.vocab_size * config.hidden_size  # float32, of the largest weight
 
 
 @pytest.mark.parametrize("preset, flags", [

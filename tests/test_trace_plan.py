@@ -143,11 +143,12 @@ def planned_bytes(args, config, blocks):
 
 def traced_bytes(args, config, blocks):
     """The same of a step that runs in one piece."""
+    weights = train.weights_of(train.Run(args, config, 1, args.seq_len), config)
     with lm.on_paper() as live:
         model = train.model_on_paper(config, args, blocks)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if args.optim_in_backward:
-            train.update_in_backward(trained, args)
+            train.update_in_backward(model, weights)
         before = live.alive
         if args.grad_accum > 1:  # gradients of an earlier micro-batch
             for p in trained.values():
