@@ -30,6 +30,7 @@ a block keeps for its backward has the verb keep."""
 
 import contextlib
 import functools
+import gc
 import inspect
 import itertools
 import json
@@ -2070,8 +2071,15 @@ def on_paper():
         (torch, "compile", functools.partial(compile_on_paper, live)),
         (torch.UntypedStorage, "resize_", resize_on_paper_),
     ]
-    with replaced(calls), live:
-        yield live
+    # Python's collector frees what refers to itself whenever it runs, so without it a trace is the same again.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with replaced(calls), live:
+            yield live
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -56,6 +56,7 @@ import resource
 import shutil
 import textwrap
 import time
+import warnings
 import traceback
 import zlib
 from collections import Counter
@@ -3310,46 +3311,70 @@ class Stretch(NamedTuple):
 
 def variants_of_blocks(run, blocks):
     """-> [(Variant, number in it of the block that stands for this one)] of each block. Blocks may differ in
-    what they keep, in whether their input has a gradient, and in the lists of the config, each of which has
-    an entry for each block."""
+    what they keep, in whether their input has a gradient, and in the lists of the config."""
     config = run.config
-    lists = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)
-             if isinstance(getattr(config, field.name), list)}
     n_layers = config.num_hidden_layers
     trained = [trains_block(run, layer_type) for layer_type in config.layer_types]
+    if run.args.fsdp2:
+        n_in_unit = once(blocks_in_unit, run, (*UNSEEN_BY_OPTIMIZER, "optim", "stochastic_rounding"))
     variants = []
     for i in range(n_layers):
-        numbers = range(i, i + 1)
-        place = 0
-        has_input_gradient = run.trains_vocabulary or any(trained[:i])
         if run.args.fsdp2:
-            numbers, place = place_among_others(i, lists.values(), trained)
+            numbers, place = place_among_others(i, lists_of(config).values(), trained, n_in_unit)
             has_input_gradient = run.trains_vocabulary
-        entries = {name: [values[number] for number in numbers] for name, values in lists.items()}
-        alone = dataclasses.replace(config, num_hidden_layers=len(numbers), **entries)
-        variants.append((Variant(alone, blocks.kept_by(i, n_layers), has_input_gradient), place))
+        else:
+            numbers = [i]
+            place = 0
+            has_input_gradient = run.trains_vocabulary or any(trained[:i])
+        keeps = blocks.kept_by(i, n_layers)
+        variants.append((Variant(of_blocks(config, numbers), keeps, has_input_gradient), place))
     return variants
 
 
-def place_among_others(i, lists, trained):
-    """FSDP2 gathers and reduces other blocks while one runs, and has the first and the last one longer. So
+def lists_of(config):
+    """{name: list} of a config, each of which has an entry for each block."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in fields.items() if isinstance(value, list)}
+
+
+def of_blocks(config, numbers):
+    """-> Config of a model that has some of the blocks alone."""
+    entries = {name: [values[i] for i in numbers] for name, values in lists_of(config).items()}
+    return dataclasses.replace(config, num_hidden_layers=len(numbers), **entries)
+
+
+def place_among_others(i, lists, trained, n_in_unit):
+    """FSDP2 gathers and reduces other units while one runs, and has the first and the last one longer. So
     blocks run together: -> (numbers of the first blocks of a model, which of them stands for block i).
 
     Behind the first trained block the model repeats itself: every block, or every four in a hybrid. All that
     is left out are whole repetitions, so that each block has the neighbours that it has in the model, and
-    none but the first and the last stand for these."""
+    none but those of the first and the last unit stand for these."""
     n_layers = len(trained)
     period = next(n for n in range(1, n_layers + 1) if all(values[n:] == values[:-n] for values in lists))
-    first = trained.index(True) if any(trained) else 0
-    n_left_out = (n_layers - first - period - 2) // period * period
-    n_traced = n_layers - max(0, n_left_out)
-    if i == n_layers - 1:
-        place = n_traced - 1
-    elif i <= first or n_traced == n_layers:
-        place = i
-    else:
-        place = first + 1 + (i - first - 1) % period
-    return range(n_traced), place
+    period = math.lcm(period, n_in_unit)
+    begin = trained.index(True) if any(trained) else 0
+    begin = nf4.ceil_div(begin + 1, n_in_unit) * n_in_unit  # of what repeats itself
+    end = n_layers - n_in_unit
+    n_left_out = max(0, (end - begin) // period - 1) * period
+    place = i
+    if i >= end:
+        place = i - n_left_out
+    elif i >= begin and n_left_out:
+        place = begin + (i - begin) % period
+    return range(n_layers - n_left_out), place
+
+
+def blocks_in_unit(run):
+    """How many blocks FSDP2 gathers together: one, but a fork's shard_() may have chosen more."""
+    from torch.distributed.fsdp import FSDPModule
+
+    few = range(min(8, run.config.num_hidden_layers))
+    with on_paper(run):
+        model = lm.on_meta(of_blocks(run.config, few), run.args)
+        shard_(model, run.args, torch.device("meta"))
+        units = [id(block._get_fsdp_state()) for block in model.model.layers if isinstance(block, FSDPModule)]
+    return max(Counter(units).values(), default=1)
 
 
 def trains_block(run, layer_type):
@@ -3422,6 +3447,7 @@ def trace_step(run, variant, length):
     pass, part): LiveBytes.most}, in the order of the step. The last entry is where it ends; a part without a
     backward has none for that."""
     args = run.args
+    weights = weights_of(run, variant.config) if args.optim_in_backward else None
     with on_paper(run) as live:
         model = model_on_paper(variant.config, args, variant.keeps)
         if args.fsdp2:
@@ -3429,7 +3455,7 @@ def trace_step(run, variant, length):
         if run.streams and not run.trains_vocabulary:
             StreamedVocabulary(model, torch.device("meta"))
         if args.optim_in_backward:
-            update_in_backward(model, weights_of(run, variant.config))
+            update_in_backward(model, weights)
         if variant.has_input_gradient and not run.trains_vocabulary:
             # as if a block were there whose output needs a gradient
             leaf = torch.zeros((), device="meta", requires_grad=True)
@@ -3641,7 +3667,8 @@ def ranks_on_paper(world):
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         (FSDPParamGroup, "_validate_cpu_offload_params", lambda group: None),
     ]
-    with lm.replaced(calls):
+    with lm.replaced(calls), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP2's, about what a block returns: real runs print it
         torch.meta = META
         try:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

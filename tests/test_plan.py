@@ -19,6 +19,8 @@ import pytest
 import standins
 import torch
 from conftest import random_model, start_fake_group, start_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import profile
 
 import data
@@ -455,6 +457,43 @@ def test_a_forks_model_is_planned_without_an_edit(tmp_path, monkeypatch, name, c
     run = functools.partial(count_fork, name, changed)
     plan, counted = planned_and_counted(folder, 1, f"--seq_len 1024 {flags}", tmp_path, run)
     assert plan == pytest.approx(counted, rel=0.01)
+
+
+def shard_in_pairs_(model, args, device, n_resident=0):
+    """A fork's shard_(): two blocks are one unit of FSDP2, and embedding and head belong to the root."""
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(
+        param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
+    layers = list(model.model.layers)
+    for i in range(0, len(layers), 2):
+        shard(layers[i : i + 2], reshard_after_forward=i + 2 < len(layers))  # the last pair stays gathered
+    shard(model, reshard_after_forward=False)
+
+
+def count_pairs(*args):
+    train.shard_ = shard_in_pairs_
+    return count(*args)
+
+
+@pytest.mark.bf16
+@pytest.mark.parametrize("flags", ["--ce_chunk 64", "--lora --activation_checkpointing 5 --ce_chunk 64"])
+def test_a_forks_sharding_is_planned_without_an_edit(tmp_path, monkeypatch, flags):
+    monkeypatch.setattr(train, "TRACES", {})  # what is in it was made with another sharding
+    monkeypatch.setattr(train, "shard_", shard_in_pairs_)
+    folder = folder_of("deep", tmp_path / "model")
+    plan, counted = planned_and_counted(folder, 4, f"--seq_len 512 --fsdp2 {flags}", tmp_path, count_pairs)
+    assert plan == pytest.approx(counted, rel=0.02)
+
+
+def test_a_run_on_a_cpu_plans_nothing(monkeypatch):
+    monkeypatch.setattr(train, "TRACES", {})
+    args = train.parse_args(["--model", "qwen3.5-9b", "--lora", "--fsdp2", "--dry_run"])
+    run = train.Run(args, config_of("qwen3.5-9b"), 1, 1024)
+    ranks = argparse.Namespace(device=torch.device("cpu"), gather=lambda value: [value])
+    blocks = train.choose_blocks(run, train.smallest_memory(None, ranks))
+    train.limit_gpu(run, blocks, ranks)
+    assert not train.TRACES
 
 
 @pytest.mark.parametrize("flags", [

@@ -1,15 +1,18 @@
 """The memory plan against a trace of whole steps, at the real sizes of every preset. The plan puts traces of single
-blocks together and extends short rows to long ones; here a model of three blocks runs in one piece. What no trace sees,
-FSDP2, --offload and optimizer.step(), test_plan.py counts."""
+blocks together and extends short rows to long ones; here a model of three blocks runs in one piece, and with FSDP2 one
+of sixteen. What no trace sees, --offload activations, test_plan.py counts."""
 
 import dataclasses
 import itertools
 import math
+import pkgutil
 import re
+import sys
 
 import conftest  # noqa: F401  (puts train.py on the path)
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
@@ -202,6 +205,40 @@ def test_long_rows_are_told_by_short_ones(preset, length, setting):
     assert_plan_is_whole_step(f"--model {preset} --seq_len {length} --world 2 {setting}")
 
 
+# With FSDP2 the blocks that stand for all others run together. Of a dense model, of one whose blocks differ, and of
+# those that are below the first adapter.
+SHARDED = [
+    ("llama-3.1-8b", "--world 4"),
+    ("llama-3.2-3b", "--world 3 --no-reshard_after_forward --grad_accum 2"),
+    ("llama-3.1-8b", "--world 8 --replicas 2 --grad_accum 2 --offload params"),
+    ("qwen3-30b-a3b", "--world 2 --qlora --offload params --grad_accum 2"),
+    ("qwen3-4b", "--world 4 --replicas 2 --lora --grad_accum 2"),
+    ("qwen3.5-9b", "--world 2 --lora"),
+    ("qwen3.5-9b", "--world 2 --lora --lora_targets q_proj v_proj --activation_checkpointing 0"),
+    ("qwen3.5-35b-a3b", "--world 4 --optim_in_backward --optim adamw8bit"),
+    ("muse-glimmer-30b", "--world 1 --qlora --offload params"),
+]
+
+
+@pytest.mark.parametrize("preset, setting", SHARDED)
+def test_few_sharded_blocks_tell_of_all(preset, setting):
+    args = train.parse_args(f"--model {preset} --seq_len {N_TOKENS} --fsdp2 {setting} --dry_run".split())
+    config = train.open_config(args, args.world, device=None, random_init=True).config
+    config = train.of_blocks(config, range(16))
+    run = train.Run(args, config, args.world, args.seq_len)
+    blocks = train.blocks_as_asked(run)
+    variants = train.variants_of_blocks(run, blocks)
+    assert all(variant.config.num_hidden_layers < 16 for variant, _ in variants)
+    moments, _ = train.plan(run, blocks)
+    planned = max(kinds.total() - sum(kinds[kind] for kind in NOT_TRACED)
+                  for moment, kinds in moments.items() if moment != "step")
+    whole = train.trace_step(
+        run, train.Variant(config, blocks, run.trains_vocabulary), run.length)
+    before = next(iter(whole.values()))["start"]
+    traced = max(max(most.values()) for most in whole.values()) - before
+    assert planned == pytest.approx(traced, rel=0.002)
+
+
 class Float32Products(TorchDispatchMode):
     """Collects the names of operators that multiply float32 matrices."""
 
@@ -244,3 +281,42 @@ def test_a_name_of_torch_that_is_private_is_there():
     same = t.view(3, 1)
     assert lm.n_holders(t.untyped_storage()) == 3
     del same
+
+
+# What FSDP2 runs on the meta device with: ranks_on_paper() replaces these. If a later torch lacks one, a plan with
+# --fsdp2 ends with an AttributeError that names it. What to do:
+PRIVATE = {
+    "torch.distributed.distributed_c10d._world": "find where init_process_group() puts what it makes",
+    "torch.distributed.distributed_c10d._World": "the class of _world",
+    "torch.distributed.distributed_c10d._group_count": "find what numbers the groups: see the test below",
+    "torch._C._distributed_c10d._set_global_rank": "leave it out: it is for log lines",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._validate_no_meta_params":
+        "find what refuses parameters on the meta device",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._validate_cpu_offload_params":
+        "find what refuses parameters that are not on the CPU with --offload params",
+    "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo":
+        "leave LiveBytes' out: plans are a tenth slower",
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_a_private_name_that_a_plan_assigns_is_there(name):
+    assert pkgutil.resolve_name(name) is not None, PRIVATE[name]
+
+
+def test_a_missing_name_is_an_error_and_not_assigned():
+    with pytest.raises(AttributeError, match="no_such_name"), lm.replaced([(torch, "no_such_name", None)]):
+        pass
+    assert not hasattr(torch, "no_such_name")
+
+
+def test_a_plan_beside_a_run_leaves_no_trace_in_torch():
+    """Rank 0 alone may print a plan, and its next groups must have the names that they have on the other ranks."""
+    before = sys.excepthook, distributed_c10d._world, distributed_c10d._group_count
+    args, config = opened("--model llama-3.1-8b --world 2 --qlora")
+    args.fsdp2 = True
+    run = train.Run(args, config, 2, 1024)
+    train.trace_step(run, train.Variant(few_blocks(config), train.Blocks(0), False), 128)
+    assert before == (sys.excepthook, distributed_c10d._world, distributed_c10d._group_count)
+    assert not hasattr(torch, "meta")
+    assert not torch.distributed.is_initialized()
