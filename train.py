@@ -3629,6 +3629,9 @@ class StreamOnPaper:
     def record_event(self):
         return self
 
+    def is_capturing(self):  # torch's optimizers ask
+        return False
+
     def ignore(self, *_):
         pass
 
@@ -3639,7 +3642,7 @@ class StreamOnPaper:
 # example, for its streams, and DeviceMesh asks it for the number of the device
 META = argparse.Namespace(
     Stream=StreamOnPaper, Event=StreamOnPaper, current_stream=StreamOnPaper, stream=contextlib.nullcontext,
-    current_device=lambda: 0, is_initialized=lambda: True)
+    current_device=lambda: 0, device_count=lambda: 1, is_initialized=lambda: True)
 GROUP_NAMES = itertools.count(10**9, 10**4)  # those of real groups are small numbers
 
 

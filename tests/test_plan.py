@@ -113,6 +113,7 @@ CASES = [
     Case("tied", 256, 1, "--ce_chunk 64"),
     Case("tied", 1024, 1, "--optim_in_backward --ce_chunk 64"),
     Case("tied", 512, 3, "--fsdp2"),
+    Case("gqa", 64, 2, "--fsdp2 --no-fused_adamw --ce_chunk 64"),
     Case("gqa", 1024, 2, "--fsdp2 --ce_chunk 64"),
     Case("gqa", 1024, 2, "--fsdp2 --no-reshard_after_forward --no-shard_embeddings --ce_chunk 64"),
     Case("gqa", 1024, 2, "--fsdp2 --grad_accum 2 --no-activation_checkpointing"),
