@@ -2071,7 +2071,7 @@ def on_paper():
         (torch, "compile", functools.partial(compile_on_paper, live)),
         (torch.UntypedStorage, "resize_", resize_on_paper_),
     ]
-    # Python's collector frees what refers to itself whenever it runs, so without it a trace is the same again.
+    # Python's collector frees what refers to itself whenever it runs: without it, traces are alike.
     collects = gc.isenabled()
     gc.disable()
     try:

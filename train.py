@@ -3652,8 +3652,8 @@ def ranks_on_paper(world):
     of the run if there is one. In it FSDP2 shards a model on the meta device, and "moves" to host memory what
     --offload params has there, see LiveBytes.
 
-    The names of torch that begin with _ are private, and the same in torch 2.11, 2.13 and 2.14. For each that
-    a later one lacks, tests/test_trace_plan.py says what to do."""
+    The names of torch that begin with _ are private, and the same in torch 2.11, 2.13 and 2.14. If a later
+    one lacks some, this is an AttributeError, and tests/test_trace_plan.py says what to do."""
     from torch.distributed import distributed_c10d
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
