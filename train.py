@@ -13,7 +13,7 @@ main. "Where to edit" in tests/README.md says which lines a new loss, optimizer,
 
 A reading tour, in the order of a run:
 
-    play_step                   plays a step on paper before anything is allocated
+    trace_step                  runs a step on paper before anything is allocated
     Tokenizer.conversation      (data.py) makes the mask of trained tokens out of spans of characters
     shard_                      lets FSDP2 gather a block before it runs, and free it after
     load_weights_               (data.py) reads and quantizes a rank's own rows only
