@@ -383,6 +383,8 @@ TOKENIZER_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )
+# files of JSON that are written in another place, or that a result has no use for
+NOT_DESCRIPTIONS = (*TOKENIZER_FILES, "config.json", "chat_template.json", "adapter_config.json")
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for rows with tools, where transformers has it
 
 
@@ -447,6 +449,32 @@ def text_of_token(key, token):
     return text
 
 
+def templates_in(folder):
+    """-> (the file that has the chat templates of a folder, {name: text}), or (None, {}). Names are "default",
+    and maybe "tool_use". A family keeps them in a file of their own, in one of JSON, as Mistral Small 3.1
+    does, or in tokenizer_config.json; transformers, too, prefers them in this order."""
+    path = folder / "chat_template.jinja"
+    files = {"default": path, "tool_use": folder / TOOL_TEMPLATE}
+    if path.exists():
+        found = {}
+        for name, file in files.items():
+            check_is_file(file)
+            with errors_of(f"chat template ({file})"):
+                if file.exists():
+                    found[name] = file.read_text("utf-8-sig")
+        return path, found
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        path = folder / name
+        found = read_json(path).get("chat_template") if path.exists() else None
+        if isinstance(found, list):  # several with names, such as "tool_use" and "rag"
+            given = [one for one in found if isinstance(one, dict)]
+            return name, {"default": None} | {
+                key: one.get("template") for key in files for one in given if one.get("name") == key}
+        if found is not None:
+            return name, {"default": found}
+    return None, {}
+
+
 def check_has_tokenizer(path):
     """Raises a ValueError that says how to make tokenizer.json if a model folder has none."""
     if not path.exists():
@@ -505,8 +533,9 @@ class Tokenizer:
     """The tokens and the chat template of a model folder. Works in the main thread only: a signal stops slow
     templates.
 
-    core is the library's tokenizer, train_on the flag. bos_ids and eos_ids enclose a plain text, stop_ids end
-    an answer. variables are what templates see beside the messages, reserved finds what no example may spell.
+    A template counts before the folder's own if it is in template_file, or in the folder `adapter`. core is
+    the library's tokenizer, train_on the flag. bos_ids and eos_ids enclose a plain text, stop_ids end an
+    answer. variables are what templates see beside the messages, reserved finds what no example may spell.
     new_tokens are appended to those of the folder and get new_ids, a range. save() writes `changed`, {name of
     a file: its dict}, in place of the folder's own.
     templates are compiled, by name: "default", and maybe "tool_use" for rows with tools. template_texts are
@@ -517,24 +546,29 @@ class Tokenizer:
     depend on."""
 
     def __init__(self, folder, template_file=None, train_on="targets", template_args=None,
-                 new_tokens=()):
+                 new_tokens=(), adapter=None):
         self.folder = Path(folder)
         self.train_on = train_on
         self.path = self.folder / "tokenizer.json"
         core, config, self.variables, named = read_tokenizer(self.folder)
         self.changed = {}
+        # What tokenizer_config.json loses: the template stands in a file of its own.
+        outdated = {"chat_template"}
+        if not self.code():
+            outdated.add("auto_map")
         with errors_of(self.path):
             self.new_ids = add_new_tokens_(core, new_tokens or ())
             if new_tokens:
                 self.changed[self.path.name] = json.loads(core.to_str())
                 # transformers 5 would add no other tokens than those of this list; tokenizer.json has all
-                listed = config.pop("added_tokens_decoder", None)
-                if listed:
-                    self.changed["tokenizer_config.json"] = config
+                outdated.add("added_tokens_decoder")
             special = self.load_core(core, named)
+        if outdated & config.keys():
+            self.changed["tokenizer_config.json"] = {
+                key: value for key, value in config.items() if key not in outdated}
         self.eos = self.core.token_to_id(self.variables.get("eos_token", ""))
         self.complete_ends(config)
-        self.load_templates(config.get("chat_template"), template_file, template_args or {})
+        self.load_templates(template_file, adapter, template_args or {})
         end_of_turn, self.opens_thought = self.try_template()
         turn_ends = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
         # Masks depend on is_special, but the cache's key does not depend on generation_config.json: the ids
@@ -603,29 +637,25 @@ class Tokenizer:
             self.changed["generation_config.json"] = generation | {"eos_token_id": sorted(turn_ends | ids)}
         return turn_ends | ids
 
-    def load_templates(self, configured, template_file, template_args):
-        """Compiles --chat_template, or else what the folder has, or else ChatML. configured: the value in
-        tokenizer_config.json, or None."""
-        path = Path(template_file or self.folder / "chat_template.jinja")
-        has_file = template_file or path.exists()
-        check_is_file(path)
-        self.source = f"chat template ({path if has_file else 'tokenizer_config.json'})"
+    def load_templates(self, template_file, adapter, template_args):
+        """Compiles --chat_template, or else what the folder of the adapter has, or else the model's, or else
+        ChatML."""
+        if template_file:
+            check_is_file(Path(template_file))
+            with errors_of(f"chat template ({template_file})"):
+                found = {"default": Path(template_file).read_text("utf-8-sig")}
+            self.source = template_file
+        else:
+            self.source, found = templates_in(Path(adapter)) if adapter else (None, {})
+            if not found:  # an adapter's base may have another one than it was trained on
+                self.source, found = templates_in(self.folder)
+        self.has_template = bool(found)  # its own
+        self.source = f"chat template ({self.source})"
+        if not found:
+            self.source = "ChatML (the model has no template)"
+            found = {"default": self.chatml()}
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
-            self.has_template = bool(has_file or configured)  # its own
-            named = {"default": configured}
-            if has_file:  # transformers, too, prefers files to tokenizer_config.json
-                named = {"default": path.read_text("utf-8-sig")}
-                if path.name == "chat_template.jinja" and (path.parent / TOOL_TEMPLATE).exists():
-                    named["tool_use"] = (path.parent / TOOL_TEMPLATE).read_text("utf-8-sig")
-            elif configured is None:
-                self.source = "ChatML (the model has no template)"
-                named = {"default": self.chatml()}
-            elif isinstance(configured, list):  # several with names, such as "tool_use" and "rag"
-                named = {"default": None}
-                for one in configured:
-                    if isinstance(one, dict) and one.get("name") in ("default", "tool_use"):
-                        named[one["name"]] = one.get("template")
-            self.compile_templates(named, template_args)
+            self.compile_templates(found, template_args)
 
     def compile_templates(self, named, template_args):
         """named: {name of a template: its text}."""
@@ -868,15 +898,20 @@ class Tokenizer:
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
 
+    def code(self):
+        """The files of Python code in the folder, which its auto_map may name. Results get copies of them:
+        nothing here reads or runs them."""
+        return sorted(self.folder.glob("*.py"))
+
     def save(self, out):
         """Copies the tokenizer's files, and writes the chat template that training has used."""
         with writing(out, "tokenizer"):
-            for name in TOKENIZER_FILES:
+            for name in [*TOKENIZER_FILES, *[path.name for path in self.code()]]:
                 if name in self.changed:
                     write_config(out / name, self.changed[name])
                 elif (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, out / name)
-            # readers prefer these files to templates in tokenizer_config.json
+            # here alone: gguf-py and Ollama would read another one in tokenizer_config.json, transformers not
             for name, text in self.template_texts.items():
                 (out / name).parent.mkdir(exist_ok=True)
                 (out / name).write_text(text, "utf-8")
@@ -2460,12 +2495,6 @@ def find_result(name):
     return name, None
 
 
-def template_of(adapter):
-    """The file with the chat template that an adapter was trained on, or None. Its base may have another."""
-    path = Path(adapter or "") / "chat_template.jinja"
-    return path if adapter and path.exists() else None
-
-
 def find_model(name, random_init, revisions=None):
     """--model -> ModelFiles. A Hub id is downloaded. revisions: see tokenized()."""
     if name in PRESETS:
@@ -2491,7 +2520,7 @@ def download(name, random_init, revision):
     revision: the commit to use, or None for the newest one."""
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
+    wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model"]
     if not random_init:
         wanted.append("model*.safetensors")  # consolidated.safetensors would be the same weights once more
     try:
@@ -2683,6 +2712,28 @@ def with_vocab_size(raw, n):
     if "vocab_size" in raw or "text_config" not in raw:
         raw = raw | {"vocab_size": n}
     return raw
+
+
+def has_two_matrices(adapter, config):
+    """Whether the embedding and the head of an adapter differ although its base ties them: PEFT trains and
+    loads each by itself then."""
+    names = [PEFT_PREFIX + name for name in (embedding_in_files(config), HEAD)]
+    if not config.tie_word_embeddings or not adapter.tensors.keys() >= {*names}:
+        return False
+    if adapter.tensors[names[0]].shape != adapter.tensors[names[1]].shape:
+        return True
+    for i in range(0, adapter.tensors[names[0]].n_rows, 4096):
+        stop = min(i + 4096, adapter.tensors[names[0]].n_rows)
+        if not torch.equal(*(adapter.rows(name, i, stop) for name in names)):
+            return True
+    return False
+
+
+def untied(raw):
+    """The dict of a config.json of a tied model -> that of a model with a head of its own."""
+    if "text_config" in raw:
+        raw = raw | {"text_config": raw["text_config"] | {"tie_word_embeddings": False}}
+    return raw | {"tie_word_embeddings": False}
 
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):
@@ -2975,10 +3026,23 @@ def save_model(tensors, layout, out, raw_config, write):
     try:
         if write:
             write_safetensors(out / "model.safetensors", layout, tensors)
+            if not any(out.glob("*.py")):  # auto_map would name code that the result does not have
+                raw_config = {key: value for key, value in raw_config.items() if key != "auto_map"}
             write_config(out / "config.json", with_both_ropes(raw_config))
     finally:  # also where the disk is full: the other ranks wait in the iterator's collectives
         for _ in tensors:
             pass
+
+
+def copy_descriptions(base, out):
+    """Copies what else describes the base: no reader starts a copied vision tower without the sizes of its
+    pictures, in preprocessor_config.json. base: a folder, or None."""
+    with writing(out, "description"):
+        for path in sorted(base.glob("*.json")) if base else ():
+            # what describes tokens or adapters is another's, and an index is about files with other weights
+            is_other = path.name.endswith(".index.json") or path.name in NOT_DESCRIPTIONS
+            if not is_other and path.is_file():
+                shutil.copyfile(path, out / path.name)
 
 
 def layout_of_result(weights, config):
@@ -3003,9 +3067,11 @@ def with_both_ropes(raw):
     if "text_config" in raw:
         return raw | {"text_config": with_both_ropes(raw["text_config"])}
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    # numbers as the file has them: not every reader takes 8.0 for an 8
+    scaling = {key: given.get(key, value) for key, value in config.rope_scaling.items()}
     # what images need of it, and text does not
-    scaling = config.rope_scaling | {key: given[key] for key in lm.ROPE_OF_IMAGES if key in given}
-    theta = config.rope_theta
+    scaling |= {key: given[key] for key in lm.ROPE_OF_IMAGES if key in given}
+    theta = raw.get("rope_theta") or given.get("rope_theta") or config.rope_theta
     old = None if scaling == {"rope_type": "default"} else scaling
     new = {**scaling, "rope_theta": theta}
     return raw | {"rope_theta": theta, "rope_scaling": old, "rope_parameters": new}
@@ -3032,6 +3098,8 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False
     write_safetensors(out / "adapter_model.safetensors", layout_of(named), named.items())
     if any(".experts." in name for name in tensors):
         dropout = 0.0  # on transformers 5 PEFT stacks experts, and a stack has no dropout
+    if float(alpha).is_integer():
+        alpha = int(alpha)  # Ollama refuses 64.0
     write_config(out / "adapter_config.json", {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
         "bias": "none", "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets),
@@ -3061,6 +3129,8 @@ def export(args, model, weights, files, tokenizer, out, ranks):
             remove(unfinished)  # what a try before has left
             unfinished.mkdir()
             tokenizer.save(unfinished)
+            if not args.lora:
+                copy_descriptions(files.weights, unfinished)
     tensors = full_tensors(model, args.lora)
     if args.lora:  # every rank goes through the tensors, which are gathered
         # embedding and head in the dtype of the base, as in a whole model
@@ -3091,6 +3161,7 @@ def merge(weights, adapter, scale, files, tokenizer, out):
     with writing(f"--merge, {out}/final is complete", "merged/"):
         unfinished.mkdir()
         tokenizer.save(unfinished)
+        copy_descriptions(files.weights, unfinished)
         tensors = ((name, merged_weight(weights, name, adapter, scale)) for name in layout)
         save_model(tensors, layout, unfinished, files.config, write=True)
         put_in_place(unfinished, out / "merged")

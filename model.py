@@ -2111,6 +2111,7 @@ IMPLIED = {
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096},
     "ministral3": {"head_dim": 128, "rms_norm_eps": 1e-5},
+    "qwen3": {"head_dim": 128},
     "qwen3_vl_text": {"head_dim": 128},
     "qwen3_5_text": {"head_dim": 256},
     # no block has a dense MLP
@@ -2300,7 +2301,7 @@ def with_implied_values(raw, name, family):
         given.setdefault("moe_intermediate_size", 1)
     if name == "llama":  # Llama-2 7B and 13B leave it out
         given.setdefault("num_key_value_heads", H)
-    if name != "qwen3" and type(D) is type(H) is int and H > 0 and D % H == 0:
+    if type(D) is type(H) is int and H > 0 and D % H == 0:
         given.setdefault("head_dim", D // H)
     return given
 
@@ -2334,7 +2335,7 @@ ROPE_OTHERS = (
 )
 ROPE_IGNORED = "attn_factor", "finetuned"  # in the first YaRN files: transformers does not read them either
 ROPE_KEYS = "rope_scaling", "rope_parameters"  # as transformers 4 and 5 write
-IMPLIED_THETAS = {"smollm3": 2e6}  # where transformers has a safe default
+IMPLIED_THETAS = {"smollm3": 2e6, "cwm": 1e6}  # where transformers has a safe default
 
 
 def read_rope_numbers(rope, rope_type, where):

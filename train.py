@@ -348,6 +348,8 @@ def open_config(args, world, device, random_init, revisions=None):
     adapter_settings = {}
     if args.adapter:
         adapter, adapter_settings = data.open_adapter(args.adapter)
+        if data.has_two_matrices(adapter, config):
+            files = files._replace(config=data.untied(files.config))
     complete_for_model(args, config, adapter_settings, device)
     stored_config = config
     files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter)
@@ -448,6 +450,9 @@ def open_model(args, ranks, revisions=None):
         else:
             weights = data.RandomWeights(vanilla, args.seed, ranks.device)
         data.check_weights(vanilla, weights, args.model)
+        if not config.tie_word_embeddings and stored_config.tie_word_embeddings:  # see has_two_matrices()
+            stored = weights.tensors[data.embedding_in_files(config)]
+            weights.tensors[data.HEAD] = stored._replace(name=data.HEAD)  # what a merged model writes
         model = lm.on_meta(config, args)
         if args.flash_attention:
             use_flash_attention_4_(model, ranks.device)
@@ -455,10 +460,9 @@ def open_model(args, ranks, revisions=None):
             data.check_weights(model, adapter, args.adapter)
         # no value of --train_on: with it the tokenizer refuses rows that are not pairs
         train_on = "pairs" if args.dpo else args.train_on
-        # an adapter goes on with the template that it was trained on, even if the base has another
-        template_file = args.chat_template or data.template_of(args.adapter)
         variables = data.read_template_args(args.template_args)
-        tokenizer = data.Tokenizer(files.tokenizer, template_file, train_on, variables, args.add_tokens)
+        tokenizer = data.Tokenizer(
+            files.tokenizer, args.chat_template, train_on, variables, args.add_tokens, args.adapter)
         return OpenedModel(files, config, model, weights, adapter, tokenizer)
 
 

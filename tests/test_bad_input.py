@@ -262,7 +262,6 @@ def refusal_of_config(family, key, value):
     ("qwen3-moe", "mlp_only_layers", [1], ["[1]"]),
     ("qwen3-moe", "decoder_sparse_step", 2, ["2", "only 1"]),
     ("qwen3-moe", "output_router_logits", True, ["true"]),
-    ("qwen3-tied", "head_dim", None, []),
     ("qwen3-tied", "head_dim", 15, ["even"]),
     ("llama2", "mlp_bias", True, []),
     ("llama2", "attention_bias", True, []),

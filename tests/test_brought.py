@@ -535,6 +535,14 @@ def test_smollm3_is_read_as_the_hub_has_it():
     assert lm.parse_config(raw).rope_theta == 2e6
 
 
+def test_what_a_config_leaves_out_is_what_transformers_takes():
+    raw = golden_config("qwen3-tied", "goldens")
+    del raw["head_dim"]
+    assert lm.parse_config(raw).head_dim == 128 != raw["hidden_size"] // raw["num_attention_heads"]
+    raw = golden_config("cwm", "goldens-windows") | {"vocab_size": 512, "rope_parameters": {"rope_type": "default"}}
+    assert lm.parse_config(raw).rope_theta == 1e6
+
+
 def test_keys_of_the_first_yarn_files_are_ignored_and_said(tmp_path, chats):
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     raw = golden_config("qwen2", "goldens") | {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": scaling}

@@ -111,20 +111,20 @@ def test_an_adapter_with_embeddings_is_read_and_written_byte_for_byte(base, chat
     assert filecmp.cmp(final / name, tmp_path / "run/final" / name, shallow=False)
 
 
+def logits_of(folder):
+    """Those of a model's folder, or of an adapter's with its base."""
+    args = train.parse_args(["--model", str(folder), "--precision", "fp32", "--dry_run"])
+    opened = train.open_model(args, train.Ranks(False, 1800))
+    opened.model.to_empty(device="cpu").tie_()
+    data.load_weights_(opened.model, opened.weights, opened.adapter, 0, torch.device("cpu"))
+    with torch.no_grad():
+        return opened.model(torch.arange(40)[None])
+
+
 @pytest.mark.rounding
 def test_the_merged_model_computes_what_base_and_adapter_do(plain):
     out = plain[2]
-
-    def logits(*flags):
-        args = train.parse_args([*flags, "--precision", "fp32", "--dry_run"])
-        opened = train.open_model(args, train.Ranks(False, 1800))
-        opened.model.to_empty(device="cpu").tie_()
-        data.load_weights_(opened.model, opened.weights, opened.adapter, 0, torch.device("cpu"))
-        with torch.no_grad():
-            return opened.model(torch.arange(40)[None])
-
-    merged = logits("--model", str(out / "merged"))
-    torch.testing.assert_close(logits("--model", str(out / "final")), merged, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(out / "final"), logits_of(out / "merged"), atol=1e-4, rtol=1e-4)
 
 
 def changed_adapter(final, folder, tensors=None, **keys):
@@ -148,17 +148,21 @@ def test_embedding_and_head_are_read_together_and_other_modules_are_refused(plai
         data.open_adapter(bad)
 
 
-def test_another_head_than_the_embedding_is_refused_where_they_are_tied(base, chats, plain, tmp_path):
+def test_an_adapter_with_another_head_than_its_embedding_has_both(base, chats, plain, tmp_path):
     tensors = adapter_of(plain[2])
     tensors[HEAD] = tensors[HEAD] + 1
     folder = changed_adapter(plain[2] / "final", tmp_path / "adapter", tensors)
-    flags = ["--adapter", folder, "--steps", 1, "--seq_len", 96]
-    _, text, codes = run_ranks(1, ["--model", base, "--data", chats, *flags], tmp_path / "run")
-    if "untied" in base.name:
-        assert codes == [0], text
-    else:
-        assert codes == [1]
-        assert "config.json ties the head to the embedding" in text
+    flags = ["--adapter", folder, "--steps", 1, "--seq_len", 96, "--lr", 0, "--merge", "--precision", "fp32"]
+    out = tmp_path / "run"
+    losses(1, ["--model", base, "--data", chats, *flags], out)
+    written = adapter_of(out)
+    merged = load_file(out / "merged/model.safetensors")
+    for name in (EMBEDDING, HEAD):
+        assert torch.equal(written[name], tensors[name])
+        assert torch.equal(merged[name.removeprefix(data.PEFT_PREFIX)], tensors[name])
+    # as PEFT loads them: two matrices, and a base that is not tied any more
+    assert not data.read_json(out / "merged/config.json").get("tie_word_embeddings")
+    torch.testing.assert_close(logits_of(out / "final"), logits_of(out / "merged"), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("flags, message", [

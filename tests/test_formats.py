@@ -995,6 +995,47 @@ def test_prompt_with_half_a_surrogate_pair_is_refused(tiny):
             tiny.prompt(prompt)
 
 
+WRITTEN = {  # how a folder may have a template
+    "chat_template.jinja": lambda text: text,
+    "chat_template.json": lambda text: json.dumps({"chat_template": text}),  # Mistral Small 3.1 has no other
+    "tokenizer_config.json": lambda text: json.dumps({"chat_template": text, "eos_token": END}),
+}
+
+
+@pytest.mark.parametrize("file", WRITTEN)
+@pytest.mark.parametrize("is_adapters", [False, True], ids=["model", "adapter"])
+def test_a_template_is_found_where_its_family_keeps_it(tmp_path, file, is_adapters):
+    adapter = tmp_path / "adapter"
+    base = tmp_path / "base"
+    for folder in (base, adapter):
+        folder.mkdir()
+    model_folder(base, CHATML if is_adapters else None)  # an adapter's own counts
+    ((adapter if is_adapters else base) / file).write_text(WRITTEN[file](AGENT))
+    tokenizer = data.Tokenizer(base, adapter=adapter)
+    assert tokenizer.template_texts == {"chat_template.jinja": AGENT}
+    assert tokenizer.has_template
+
+
+def test_a_result_has_one_template_for_every_reader(tmp_path):
+    base = tmp_path / "base"
+    out = tmp_path / "out"
+    for folder in (base, out):
+        folder.mkdir()
+    model_folder(base)
+    edit_json(base / "tokenizer_config.json", {"chat_template": CHATML, "model_max_length": 10**30})
+    (base / "chat_template.json").write_text(WRITTEN["chat_template.json"](CHATML))
+    own = tmp_path / "own.jinja"
+    own.write_text(AGENT)
+    data.Tokenizer(base, own).save(out)
+    data.copy_descriptions(base, out)
+    # gguf-py and Ollama read the one in tokenizer_config.json, transformers the file
+    assert (out / "chat_template.jinja").read_text() == AGENT
+    assert not (out / "chat_template.json").exists()
+    before = json.loads((base / "tokenizer_config.json").read_text())
+    del before["chat_template"]
+    assert json.loads((out / "tokenizer_config.json").read_text()) == before
+
+
 @pytest.mark.parametrize("of_model, of_flag, processor", [
     (None, None, None),
     (None, None, BOS),

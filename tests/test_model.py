@@ -741,6 +741,18 @@ def test_exported_config_has_rope_as_transformers_4_and_5_spell_it(tmp_path, fam
     assert lm.parse_config(written) == lm.parse_config(config)
 
 
+def test_numbers_are_written_as_they_were_given(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}
+    given = data.read_json(HERE / "goldens/qwen3-yarn/config.json") | {"rope_parameters": yarn, "rope_theta": 1000000}
+    data.save_model(iter([]), {}, tmp_path, given, write=True)
+    written = (tmp_path / "config.json").read_text()
+    assert '"factor": 4,' in written
+    assert '"rope_theta": 1000000\n' in written
+    for alpha, text in {64.0: "64", 0.5: "0.5"}.items():
+        data.save_adapter({}, tmp_path, "base", 4, alpha, 0.1, [])
+        assert f'"lora_alpha": {text},' in (tmp_path / "adapter_config.json").read_text()  # Ollama refuses 64.0
+
+
 def test_a_run_or_an_adapter_is_a_model_and_folders_are_named_absolutely(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert data.find_result("tiny") == ("tiny", None)

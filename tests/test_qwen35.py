@@ -2,6 +2,7 @@
 transformers, which computed each alone (make_goldens_qwen35.py)."""
 
 import contextlib
+import json
 import shutil
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -313,6 +314,35 @@ def test_a_whole_result_has_the_names_forms_and_other_parts_of_the_files(change,
 
     check_result_is(tensors, tmp_path / "base", model_files(EXPERTS), tmp_path)
     assert data.read_json(tmp_path / "final/config.json") == data.read_json(EXPERTS / "config.json")
+
+
+@pytest.mark.unperturbed
+@pytest.mark.parametrize("code", [None, "modeling.py"])
+def test_a_whole_result_has_all_that_describes_the_model(code, tmp_path):
+    base = tmp_path / "base"
+    tensors = write_in_float32(EXPERTS, base, keep_stacks)
+    # without the first of them vLLM and transformers do not start the tower that the result has
+    described = {"preprocessor_config.json", "video_preprocessor_config.json", "params.json"}
+    of_others = {"model.safetensors.index.json", "adapter_config.json", "chat_template.json"}
+    for name in described | of_others:
+        places = dict.fromkeys(tensors, "model.safetensors")
+        (base / name).write_text(json.dumps({"chat_template": "a", "weight_map": places}))
+    if code:
+        (base / code).write_text("raise SystemExit('nobody runs this')")
+    config = data.read_json(base / "config.json")
+    auto_map = {"auto_map": {"AutoModel": "modeling.Other"}}
+    files = model_files(base)._replace(config=config | auto_map)
+
+    check_result_is(tensors, base, files, tmp_path)
+    assert {path.name for path in (tmp_path / "final").iterdir()} == described | {"config.json", "model.safetensors"}
+    assert data.read_json(tmp_path / "final/config.json") == config  # nor code that the result does not have
+
+    (base / "tokenizer.json").symlink_to(data.TINY / "tokenizer.json")
+    data.merge(data.WeightFiles(base), {}, 1.0, files, data.Tokenizer(base), tmp_path)
+    names = {path.name for path in (tmp_path / "merged").iterdir()}
+    assert names >= described
+    assert not names & of_others
+    assert ("auto_map" in data.read_json(tmp_path / "merged/config.json")) == (code in names)
 
 
 @pytest.mark.rounding
