@@ -127,9 +127,10 @@ def main(argv, progress, exits):
     steps = state["steps"]
     # after the data, because the longest row decides how much the blocks must recompute
     run = Run(args, config, ranks.world, loader.longest)
-    blocks = choose_blocks(run, smallest_memory(args.gpu_gib, ranks))
+    room = smallest_memory(args.gpu_gib, ranks)
+    blocks = choose_blocks(run, room)
     print_start(args, model, tokenizer.new_ids, blocks, ranks)
-    limit_gpu(run, blocks, ranks)
+    limit_gpu(run, blocks, room, ranks)
 
     # ---- the model: each feature wraps what is there, from the inside out, and the weights come last
     if args.compile:
@@ -440,8 +441,10 @@ def open_model(args, ranks, revisions=None):
     revisions: see take_folder()."""
     # each rank reads the files by itself: a node may lack one
     with ranks.agree():
+        # --inspect looks at data alone: it downloads no weights for them
+        without_weights = args.random_init or bool(args.inspect)
         files, config, adapter, stored_config = open_config(
-            args, ranks.world, ranks.device, args.random_init, revisions)
+            args, ranks.world, ranks.device, without_weights, revisions)
         # Names and shapes in files are those of the vanilla model, without NF4's codes and without adapters.
         with torch.device("meta"):
             vanilla = lm.Transformer(stored_config)
@@ -458,12 +461,15 @@ def open_model(args, ranks, revisions=None):
             use_flash_attention_4_(model, ranks.device)
         if adapter:
             data.check_weights(model, adapter, args.adapter)
-        # no value of --train_on: with it the tokenizer refuses rows that are not pairs
-        train_on = "pairs" if args.dpo else args.train_on
-        variables = data.read_template_args(args.template_args)
-        tokenizer = data.Tokenizer(
-            files.tokenizer, args.chat_template, train_on, variables, args.add_tokens, args.adapter)
-        return OpenedModel(files, config, model, weights, adapter, tokenizer)
+        return OpenedModel(files, config, model, weights, adapter, open_tokenizer(args, files))
+
+
+def open_tokenizer(args, files):
+    # no value of --train_on: with it the tokenizer refuses rows that are not pairs
+    train_on = "pairs" if args.dpo else args.train_on
+    variables = data.read_template_args(args.template_args)
+    return data.Tokenizer(
+        files.tokenizer, args.chat_template, train_on, variables, args.add_tokens, args.adapter)
 
 
 def default_precision(is_chat, device):
@@ -548,16 +554,8 @@ def open_run(args, config, loader, eval_loader, weights, resumed, ranks):
     """-> the state of the run at its start: all that it carries from step to step beside its tensors;
     trainer_state.json holds it. evaluated: the step of the newest evaluation. best_eval: the best one's row
     of metrics.jsonl. eval_data: the checksum of what they read. metrics_bytes: the size of metrics.jsonl."""
-    # the ranks of a --sequence_parallel group share their rows
-    rows_a_step = args.batch_size * args.grad_accum * ranks.world // args.sequence_parallel
     with ranks.agree():
-        if len(loader.rows) < rows_a_step:
-            raise ValueError(
-                f"a step needs {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
-                f"{len(loader.rows)}: lower one of them or --seq_len, or give more data")
-    # rounded up: the last step may take some rows of one more epoch
-    steps = args.steps or math.ceil(args.epochs * len(loader.rows) / rows_a_step)
-    with ranks.agree():
+        rows_a_step, steps = count_steps(args, len(loader.rows), ranks.world)
         settings = fixed_settings(args, config, rows_a_step, loader, weights)
         eval_data = eval_loader.documents.checksum if eval_loader else None
         state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": eval_data,
@@ -579,6 +577,18 @@ def open_run(args, config, loader, eval_loader, weights, resumed, ranks):
         # the best loss so far says nothing about losses on other data
         state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None}
     return state
+
+
+def count_steps(args, n_rows, world):
+    """-> (rows of a step, steps). Raises a ValueError if the data have too few rows."""
+    # the ranks of a --sequence_parallel group share their rows
+    rows_a_step = args.batch_size * args.grad_accum * world // args.sequence_parallel
+    if n_rows < rows_a_step:
+        raise ValueError(
+            f"a step needs {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
+            f"{n_rows}: lower one of them or --seq_len, or give more data")
+    # rounded up: the last step may take some rows of one more epoch
+    return rows_a_step, args.steps or math.ceil(args.epochs * n_rows / rows_a_step)
 
 
 def say_notes(args, config, steps, ranks):
@@ -773,33 +783,65 @@ AMOUNT = number(float)
 AMOUNT_OR_0 = number(float, zero_too=True)
 SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
-# flags of TRL, axolotl, torchtune and Unsloth that difflib does not find, and ours
+DEMO_DATA = ["stdlib:docs"]
+# flags of TRL, axolotl, torchtune, litgpt and Unsloth that difflib does not find, and ours
 OTHER_NAMES = {
     "model_name_or_path": "--model",
+    "tokenizer": "--model",
+    "attn_implementation": "--flash_attention",
     "use_peft": "--lora",
+    "peft_type": "--lora",
     "load_in_4bit": "--qlora",
+    "use_4bit": "--qlora",
+    "lora_r": "--lora_rank",
+    "target_modules": "--lora_targets",
+    "modules_to_save": "--train_embeddings",
+    "dpo_beta": "--beta",
+    "checkpoint_dir": "--model",
+    "dataset": "--data",
     "dataset_name": "--data",
     "train_file": "--data",
-    "max_length": "--seq_len",
-    "bf16": "--precision",
-    "fp16": "--precision",
-    "output_dir": "--out",
-    "enable_activation_offloading": "--offload",
-    "per_device_train_batch_size": "--batch_size",
-    "learning_rate": "--lr",
-    "gradient_accumulation_steps": "--grad_accum",
-    "num_train_epochs": "--epochs",
-    "max_grad_norm": "--clip",
-    "gradient_clipping": "--clip",
-    "save_total_limit": "--keep",
+    "eval_dataset": "--eval_data",
     "val_set_size": "--eval_data",
     "test_size": "--eval_data",
+    "max_length": "--seq_len",
+    "max_seq_length": "--seq_len",
+    "sequence_len": "--seq_len",
+    "sample_packing": "--packing",
+    "assistant_only_loss": "--train_on",
+    "train_on_inputs": "--train_on",
     "chat_template_kwargs": "--template_args",
     "enable_thinking": "--template_args",
+    "bf16": "--precision",
+    "fp16": "--precision",
+    "dtype": "--precision",
+    "torch_dtype": "--precision",
+    "fsdp": "--fsdp2",
+    "deepspeed": "--fsdp2",
+    "cpu_offload": "--offload",
+    "enable_activation_offloading": "--offload",
+    "gradient_checkpointing": "--activation_checkpointing",
+    "torch_compile": "--compile",
+    "per_device_train_batch_size": "--batch_size",
+    "micro_batch_size": "--batch_size",
+    "gradient_accumulation_steps": "--grad_accum",
+    "max_steps": "--steps",
+    "num_train_epochs": "--epochs",
+    "learning_rate": "--lr",
+    "warmup_ratio": "--warmup",
+    "warmup_steps": "--warmup",
+    "lr_scheduler_type": "--schedule",
+    "max_grad_norm": "--clip",
+    "gradient_clipping": "--clip",
+    "output_dir": "--out",
     "resume_from_checkpoint": "--resume",
-    "eval_steps": "--eval_every",
+    "save_total_limit": "--keep",
     "save_steps": "--save_every",
+    "eval_steps": "--eval_every",
     "logging_steps": "--log_every",
+    "log_interval": "--log_every",
+    "report_to": "--wandb",
+    "run_name": "--wandb",
 }
 # why --optim_in_backward does not go with --precision fp16
 WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, and here a part of its "
@@ -864,7 +906,7 @@ def make_parser():
            feature=True, everyday=True)
     add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight; they cost a model a "
         "quarter of what 4 bits cost it (default: none; without a value: all)",
-        nargs="*", metavar="LAYER", fixed=True, needs="qlora", feature=True)
+        nargs="*", metavar="LAYER", fixed=True, needs="qlora", feature=True, everyday=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True,
         needs="lora", everyday=True)
     add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True,
@@ -923,9 +965,11 @@ def add_data_flags(parser):
         "rewrites in later turns gets a document of its own; whole: without such documents; all: every token "
         "of the whole conversations and texts",
         choices=("targets", "whole", "all"), fixed=True)
-    add(dataset, "--chat_template", str, None, "jinja file, in place of the model's own (default: none)")
+    add(dataset, "--chat_template", str, None, "jinja file, in place of the model's own (default: none)",
+        everyday=True)
     add(dataset, "--template_args", str, None, "variables of the chat template, in JSON or as text, such as "
-        "enable_thinking=false; final/ has them (default: none)", nargs="+", metavar="KEY=VALUE", fixed=True)
+        "enable_thinking=false; final/ has them (default: none)", nargs="+", metavar="KEY=VALUE", fixed=True,
+        everyday=True)
     add(dataset, "--inspect", WHOLE, None,
         "print N examples, with the trained tokens in brackets, and exit (default: off)", everyday=True)
 
@@ -952,7 +996,7 @@ def add_memory_flags(parser):
     add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "recompute the first N blocks (or all) "
         "in the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping "
         "even dequantized NF4 weights to recomputing even attention; all blocks on a CPU without --gpu_gib, "
-        "and with --offload activations", nargs="?", const="all", feature=True)
+        "and with --offload activations", nargs="?", const="all", feature=True, everyday=True)
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: least time, most memory")
     switch(memory, "--chunked_ce",
@@ -1024,12 +1068,13 @@ def add_run_flags(parser):
     add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)",
         needs="eval_data")
     switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
-    add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)", needs="dry_run")
-    add(run, "--gpu_gib", AMOUNT, None, "GiB per GPU that the run or the plan may use (default: all)",
+    add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)", needs="dry_run",
         everyday=True)
+    add(run, "--gpu_gib", AMOUNT, None, "GiB per GPU that the run or the plan may use; a card of 24 GB has "
+        "23.6 (default: all)", everyday=True)
     switch(run, "--tensorboard", "write metrics for TensorBoard, too (pip install tensorboard)")
     switch(run, "--wandb", "send metrics to Weights & Biases, too, set up by WANDB_PROJECT, WANDB_NAME, "
-           "WANDB_MODE and so on (pip install wandb)")
+           "WANDB_MODE and so on (pip install wandb)", everyday=True)
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot",
            "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
@@ -1123,7 +1168,7 @@ def complete(args):
         refuse(f"--columns: {', '.join(names)}: a column can have one key")
     refuse_conflicts(args)  # from here on, defaults look like values that were given
 
-    args.data = args.data or ["stdlib:docs"]
+    args.data = args.data or DEMO_DATA
     if not args.chunked_ce:
         args.ce_chunk = 0  # the head sees all tokens at once
     if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
@@ -3234,6 +3279,9 @@ def fixed_settings(args, config, rows_a_step, loader, weights):
 
 GIB = 2**30
 OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
+CONTEXT = 0.75 * GIB
+# What CUDA reports of a card of so many GB: its firmware and ECC take 2 to 6 % of them.
+CARDS = {4: 3.8, 6: 5.8, 8: 7.7, 12: 11.6, 16: 15.6, 24: 23.6, 32: 31.3, 48: 47.4, 80: 79.2}
 KINDS = ("weights", "quantized weights", "adapters", "optimizer", "gradients", "kept for backward",
          "workspace")
 
@@ -3250,10 +3298,12 @@ def plan(run, blocks):
 def events_and_host(run, blocks):
     """-> (the Events of a step, {kind: bytes of host memory})."""
     args = run.args
+    made = {}  # {id of a Variant: its trace and weights}
     traces = []
     for variant, place in variants_of_blocks(run, blocks):
-        weights = weights_of(run, variant.config)
-        traces.append(BlockTrace(traced(run, variant, run.length), weights, place))
+        if id(variant) not in made:
+            made[id(variant)] = traced(run, variant, run.length), weights_of(run, variant.config)
+        traces.append(BlockTrace(*made[id(variant)], place))
     on_device, host = where_weights_lie(run, traces, blocks.n_resident)
     input_bytes = 0  # of a block, that --offload activations moves
     if "activations" in args.offload:
@@ -3315,23 +3365,27 @@ class Stretch(NamedTuple):
 
 def variants_of_blocks(run, blocks):
     """-> [(Variant, number in it of the block that stands for this one)] of each block. Blocks may differ in
-    what they keep, in whether their input has a gradient, and in the lists of the config."""
+    what they keep, in whether their input has a gradient, and in the lists of the config. Equal ones are one
+    object."""
     config = run.config
     n_layers = config.num_hidden_layers
+    lists = list(lists_of(config).values())
     trained = [trains_block(run, layer_type) for layer_type in config.layer_types]
+    numbers = [(i,) for i in range(n_layers)]  # of the blocks that are traced together for block i
+    places = [0] * n_layers
     if run.args.fsdp2:
         n_in_unit = once(blocks_in_unit, run, (*UNSEEN_BY_OPTIMIZER, "optim", "stochastic_rounding"))
+        few, places = places_among_others(lists, trained, n_in_unit)
+        numbers = [few] * n_layers
+    made = {}
     variants = []
     for i in range(n_layers):
-        if run.args.fsdp2:
-            numbers, place = place_among_others(i, lists_of(config).values(), trained, n_in_unit)
-            has_input_gradient = run.trains_vocabulary
-        else:
-            numbers = [i]
-            place = 0
-            has_input_gradient = run.trains_vocabulary or any(trained[:i])
-        keeps = blocks.kept_by(i, n_layers)
-        variants.append((Variant(of_blocks(config, numbers), keeps, has_input_gradient), place))
+        has_input_gradient = run.trains_vocabulary or (not run.args.fsdp2 and any(trained[:i]))
+        entries = tuple(values[j] for values in lists for j in numbers[i])
+        key = entries, blocks.kept_by(i, n_layers), has_input_gradient
+        if key not in made:
+            made[key] = Variant(of_blocks(config, numbers[i]), *key[1:])
+        variants.append((made[key], places[i]))
     return variants
 
 
@@ -3347,9 +3401,9 @@ def of_blocks(config, numbers):
     return dataclasses.replace(config, num_hidden_layers=len(numbers), **entries)
 
 
-def place_among_others(i, lists, trained, n_in_unit):
+def places_among_others(lists, trained, n_in_unit):
     """FSDP2 gathers and reduces other units while one runs, and has the first and the last one longer. So
-    blocks run together: -> (numbers of the first blocks of a model, which of them stands for block i).
+    blocks run together: -> (numbers of the first blocks of a model, [which of them stands for each block]).
 
     Behind the first trained block the model repeats itself: every block, or every four in a hybrid. All that
     is left out are whole repetitions, so that each block has the neighbours that it has in the model, and
@@ -3361,12 +3415,11 @@ def place_among_others(i, lists, trained, n_in_unit):
     begin = nf4.ceil_div(begin + 1, n_in_unit) * n_in_unit  # of what repeats itself
     end = n_layers - n_in_unit
     n_left_out = max(0, (end - begin) // period - 1) * period
-    place = i
-    if i >= end:
-        place = i - n_left_out
-    elif i >= begin and n_left_out:
-        place = begin + (i - begin) % period
-    return range(n_layers - n_left_out), place
+    places = list(range(n_layers - n_left_out))
+    if n_left_out:
+        repeated = [begin + (i - begin) % period for i in range(begin, end)]
+        places = [*places[:begin], *repeated, *places[end - n_left_out :]]
+    return range(n_layers - n_left_out), places
 
 
 def blocks_in_unit(run):
@@ -3980,9 +4033,10 @@ def segment_choices(n_tokens, choices):
 
 
 def rungs_of(args):
-    """Flags that may lower the peak, cheapest in time first, as they are typed behind the command line. Each
-    rung has the flags that it needs. What the user has switched off stays off, but for --chunked_ce. None
-    changes the number of rows per step, except under --optim_in_backward, which cannot accumulate."""
+    """-> (rungs, last rungs): flags that may lower the peak, cheapest in time first, as they are typed behind
+    the command line; the last ones take much host memory or 4-bit weights, too. Each rung has the flags that
+    it needs. What the user has switched off stays off, but for --chunked_ce. None changes the number of rows
+    per step, except under --optim_in_backward, which cannot accumulate."""
     offloaded = " ".join(["", *args.offload])  # the words of one --offload replace those of another
     rows = args.batch_size * args.grad_accum / args.sequence_parallel  # a step's, per rank
     most_accum = 1 if args.optim_in_backward else math.inf
@@ -4000,6 +4054,7 @@ def rungs_of(args):
           for n in (1, 2, 4, 8)),
         "--optim_in_backward --clip 0",
         *halves,
+    ], [
         f"--fsdp2 --offload params{offloaded}",
         "--fsdp2 --activation_checkpointing all --offload activations params",
         "--qlora",
@@ -4032,9 +4087,12 @@ def ladder(run, room):
     peak = need(added)
     # Greedy, and not the best of all sets of rungs: the first flags that are named are those that cost the
     # least time, in the order in which a user would try them.
-    for rung in 2 * rungs_of(run.args):  # what does not help at first may help beside later ones
+    rungs, last = rungs_of(run.args)
+    for rung in 2 * [*rungs, *rungs, *last]:  # what does not help at first may help beside later ones
         if peak <= room:
             break
+        if rung in added:
+            continue
         lower = need([*added, rung])
         if lower < 0.99 * peak:  # less is not worth a flag
             added.append(rung)
@@ -4069,12 +4127,17 @@ def print_plan(run, blocks, room):
         if run.args.dpo:
             data.say("  --dpo: the reference's forward comes first, keeps nothing and is no peak")
         data.say(f"  host memory: {host_text}")
+        of, verdict = "", ""
+        if room < math.inf:
+            of = f" of {room / GIB:.2f}"
+            verdict = ": fits" if need <= room else ": does not fit"
+        # at once: ladder() may take some seconds
+        data.say(f"  needs {need / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL){verdict}")
+        least = planned_bytes(run, blocks_as_asked(run))
+        if least < need:
+            data.say(f"  auto takes what is there: the least that it can do with is {least / GIB:.2f} GiB")
     if math.isinf(room):
         return
-    if not is_short:
-        verdict = "fits" if need <= room else "does not fit"
-        needs = f"  needs {need / GIB:.2f} GiB of {room / GIB:.2f} (including 1 GiB for CUDA and NCCL)"
-        data.say(f"{needs}: {verdict}")  # at once: ladder() may take some seconds
     if need > room:
         print_ladder(run, room)
     elif fits_unsharded(run, moments[name], room):
@@ -4118,12 +4181,14 @@ def fits_unsharded(run, kinds, room):
 
 
 def dry_run(args):
-    """Prints the plan of --world ranks without weights, data or a GPU."""
+    """Prints the plan of --world ranks, and how many steps --data are, without weights or a GPU."""
     world = args.world or 1
     room = (args.gpu_gib or math.inf) * GIB
     data.say(f"planning {args.model}")
+    if args.gpu_gib in CARDS:
+        data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {CARDS[args.gpu_gib]}")
     try:
-        config = open_config(args, world, device=None, random_init=True).config
+        files, config, *_ = open_config(args, world, device=None, random_init=True)
         run = Run(args, config, world, args.seq_len)
         blocks = choose_blocks(run, room)
         if args.activation_checkpointing == "auto":
@@ -4134,8 +4199,23 @@ def dry_run(args):
         if "linear_attention" in config.layer_types:
             data.say(blocks.describe_segment())
         print_plan(run, blocks, room)
+        if args.data != DEMO_DATA:
+            print_steps(args, files, config, world)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
+
+
+def print_steps(args, files, config, world):
+    """Prints what the data of a run are, in rows, tokens and steps."""
+    ranks = Ranks(want_group=False, timeout=args.timeout)
+    ranks.world = world
+    tokenizer = open_tokenizer(args, files)
+    if files.tokenizer == data.TINY and args.model != "tiny":
+        data.say("note: the data are counted in tokens of the built-in model; a folder or Hub id has its own")
+    loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
+    data.print_data(args, loader, eval_loader, tokenizer)
+    rows_a_step, steps = count_steps(args, len(loader.rows), world)
+    data.say(f"{steps:,} steps of {rows_a_step} rows")
 
 
 # ---------------- limits of the memory
@@ -4156,28 +4236,33 @@ def use_tf32(precision):
     torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
 
 
-def memory_of(gpu_gib, ranks):
-    """Bytes of the GPU that a run may use. On a CPU only --gpu_gib is a limit."""
-    # all of the card, also where another process uses a part of it now
+def memory_of(gpu_gib, device):
+    """Bytes of the GPU that a run may use: what no other process, a desktop for example, holds now. On a CPU
+    only --gpu_gib is a limit."""
     room = (gpu_gib or math.inf) * GIB
-    if ranks.device.type == "cuda":
-        room = min(room, torch.cuda.get_device_properties(ranks.device).total_memory)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        # OVERHEAD counts this process's own context, which is not free any more
+        room = min(room, total, free + torch.cuda.memory_reserved(device) + CONTEXT)
     return room
 
 
 def smallest_memory(gpu_gib, ranks):
     """Bytes of the smallest GPU, which decides for all: ranks that recompute other blocks than the others
     would wait for one another. Collective."""
-    return min(ranks.gather(memory_of(gpu_gib, ranks)))
+    return min(ranks.gather(memory_of(gpu_gib, ranks.device)))
 
 
-def limit_gpu(run, blocks, ranks):
+def limit_gpu(run, blocks, room, ranks):
     """Limits the process to --gpu_gib of its GPU, if it has one. Rank 0 prints the plan."""
     if ranks.device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(ranks.device).total_memory
-    room = memory_of(run.args.gpu_gib, ranks)
-    torch.cuda.set_per_process_memory_fraction(room / total, ranks.device)
+    limit = min(total, (run.args.gpu_gib or math.inf) * GIB)
+    torch.cuda.set_per_process_memory_fraction(limit / total, ranks.device)
+    if room < limit - 0.1 * GIB:
+        ranks.say(f"note: {(limit - room) / GIB:.2f} GiB of a GPU are another process's, or of a smaller card: "
+                  "the plan leaves them out")
     if ranks.rank == 0:
         print_plan(run, blocks, room)
 

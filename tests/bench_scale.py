@@ -1,11 +1,10 @@
-"""Past one card: what a step sends, what that costs on paper, the longest rows. Run by hand:
+"""Past one card: what a step sends, and what that costs on paper. Run by hand:
 
     python tests/bench_scale.py traffic    # bytes that the collectives of a step move, beside the formula; a minute
     python tests/bench_scale.py paper      # 8 to 256 GPUs: that formula's bytes over assumed links, beside the products
-    python tests/bench_scale.py contexts   # the longest row that the plan fits into cards of 24, 48 and 80 GB
 
 None needs a GPU. `traffic` runs train.py as rank 0 of N on a small model in torch's fake process group, which moves
-nothing; the sizes are those that the collectives are called with. The others only calculate.
+nothing; the sizes are those that the collectives are called with. `paper` only calculates.
 """
 
 import argparse
@@ -13,7 +12,6 @@ import dataclasses
 import math
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from bench_harness import be_rank_0, in_processes, run_steps, table, write_model
 from bench_memory import planned
@@ -239,83 +237,8 @@ def on_paper(name, flags, seq_len, world, replicas, speed):
     return cell, products_s
 
 
-# ---------------------------------------------------------------- the longest rows
-
-
-class Context(NamedTuple):
-    name: str
-    flags: str
-    sharded: str = ""  # more flags with several ranks
-    others: dict = {}  # other projects' figures, {(GB, ranks): tokens}
-
-
-CONTEXTS = [
-    Context(
-        "8B QLoRA, rank 32",
-        "--qlora --lora_rank 32 --offload activations --tiled_mlp 4096", "--fsdp2",
-        {(24, 1): "Unsloth 78k", (48, 1): "Unsloth 192k", (80, 1): "Unsloth 343k"}),
-    Context(
-        "8B, all weights, on the GPU",
-        "--offload activations --tiled_mlp 4096 --precision bf16 --optim adamw8bit --optim_in_backward", "--fsdp2"),
-    Context(
-        "8B, all weights, on the host",
-        "--offload activations params --tiled_mlp 4096 --precision bf16 --optim adamw8bit --fsdp2",
-        others={(80, 1): "ALST 500k", (80, 8): "ALST 3.7M"}),
-]
-WORLDS = 1, 2, 4, 8
-CARDS = 24, 48, 80  # GB
-HOST = 1.9e12 / 8  # bytes: a rank's part of the host of 8 GPUs, as ALST's
-
-
-def longest(flags, world, gib):
-    """(tokens of the longest row, whether the host's memory ends first): a multiple of 1,024 that the plan fits into a
-    card of `gib`."""
-    def fits(n):
-        """Whether 1,024 * n tokens fit into the card, and into the host."""
-        peak, host = planned([*flags, "--seq_len", str(n * 1024)], world)
-        return peak + 2**30 <= gib * 2**30 * 0.99, host <= HOST
-
-    low = 0
-    high = 1
-    while all(fits(high)):
-        low = high
-        high *= 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        if all(fits(middle)):
-            low = middle
-        else:
-            high = middle
-    fits_card, _ = fits(high)
-    return low * 1024, fits_card
-
-
-def cell_of(context, world, gib):
-    flags = ["--model", "llama-3.1-8b", *context.flags.split()]
-    if world > 1:
-        flags += [*context.sharded.split(), "--sequence_parallel", str(world)]
-    n, host_ends = longest(flags, world, gib)
-    cell = f"{n / 1000:,.0f}k" if n else "-"
-    if n and host_ends:
-        cell += " (host)"
-    if (gib, world) in context.others:
-        cell += f"; {context.others[gib, world]}"
-    return cell
-
-
-def contexts():
-    rows = []
-    for context in CONTEXTS:
-        more = f"; with several also {context.sharded}" if context.sharded else ""
-        print(f"{context.name}: {context.flags}{more}")
-        for gib in CARDS:
-            rows.append([context.name, gib, *(cell_of(context, world, gib) for world in WORLDS)])
-    table("tokens of the longest row, Llama-3.1-8B, --sequence_parallel over all ranks, planned; host memory of a rank "
-          f"{HOST / 2**30:.0f} GiB", ["", "GB", *(f"GPUs: {world}" for world in WORLDS)], rows)
-
-
 def main():
-    commands = {"traffic": traffic, "paper": paper, "contexts": contexts}
+    commands = {"traffic": traffic, "paper": paper}
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("command", choices=commands)
     commands[parser.parse_args().command]()

@@ -155,8 +155,10 @@ def start_fork_server():
     it looks in the folder that it starts in. Ranks go back to that of this process."""
     folder = os.getcwd()
     os.chdir(HERE)
-    forkserver.ensure_running()
-    os.chdir(folder)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(folder)
 
 
 def start_ranks(world, function, args, logs, gpu=False):

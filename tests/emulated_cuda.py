@@ -165,6 +165,7 @@ def replace_memory(device):
 
     torch.UntypedStorage.resize_ = resize
     replace(torch.cuda, {
+        "mem_get_info": lambda _=None: (TOTAL_BYTES - live.value, TOTAL_BYTES),
         "memory_allocated": lambda _=None: live.value,
         "memory_reserved": lambda _=None: live.value,
         "max_memory_allocated": lambda _=None: peak.value,

@@ -821,7 +821,8 @@ class RemoteProtocolError(Exception):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ConnectionError, RemoteProtocolError])
-def test_broken_download_is_one_line_with_the_model_and_what_to_do(monkeypatch, capsys, error):
+def test_broken_download_is_one_line_with_the_model_and_what_to_do(tmp_path, monkeypatch, capsys, error):
+    monkeypatch.chdir(tmp_path)  # a run without --out begins in out/
     def fail(*_, **__):
         raise error("peer closed\n\nconnection " + "x" * LONG)
 

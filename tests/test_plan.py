@@ -493,7 +493,7 @@ def test_a_run_on_a_cpu_plans_nothing(monkeypatch):
     run = train.Run(args, config_of("qwen3.5-9b"), 1, 1024)
     ranks = argparse.Namespace(device=torch.device("cpu"), gather=lambda value: [value])
     blocks = train.choose_blocks(run, train.smallest_memory(None, ranks))
-    train.limit_gpu(run, blocks, ranks)
+    train.limit_gpu(run, blocks, math.inf, ranks)
     assert not train.TRACES
 
 

@@ -19,7 +19,6 @@ SCRIPTS = [
     "bench_precision.py --steps 2 --svg OUT/precision.svg",
     f"bench_quality.py --model {TINY} --out OUT/quality --seeds 1 --tasks dates --methods lora",
     "bench_scale.py paper",
-    "bench_scale.py contexts",
     "bench_speed.py --shape nano --rounds 1 --methods lora qlora --arms oomph",
     "by_card.py --copies",
     "count_launches.py llama-3.1-8b --lora",
