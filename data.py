@@ -450,9 +450,9 @@ def text_of_token(key, token):
 
 
 def templates_in(folder):
-    """-> (the file that has the chat templates of a folder, {name: text}), or (None, {}). Names are "default",
-    and maybe "tool_use". A family keeps them in a file of their own, in one of JSON, as Mistral Small 3.1
-    does, or in tokenizer_config.json; transformers, too, prefers them in this order."""
+    """-> (the file that has the chat templates of a folder, {name: text}), or (None, {}). Names are
+    "default", and maybe "tool_use". A family keeps them in a file of their own, in one of JSON, as Mistral
+    Small 3.1 does, or in tokenizer_config.json; transformers, too, prefers them in this order."""
     path = folder / "chat_template.jinja"
     files = {"default": path, "tool_use": folder / TOOL_TEMPLATE}
     if path.exists():

@@ -4261,8 +4261,8 @@ def limit_gpu(run, blocks, room, ranks):
     limit = min(total, (run.args.gpu_gib or math.inf) * GIB)
     torch.cuda.set_per_process_memory_fraction(limit / total, ranks.device)
     if room < limit - 0.1 * GIB:
-        ranks.say(f"note: {(limit - room) / GIB:.2f} GiB of a GPU are another process's, or of a smaller card: "
-                  "the plan leaves them out")
+        ranks.say(f"note: {(limit - room) / GIB:.2f} GiB of a GPU are another process's, or one card is "
+                  "smaller: the plan leaves them out")
     if ranks.rank == 0:
         print_plan(run, blocks, room)
 

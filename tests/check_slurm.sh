@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs README's SLURM script, as it is printed there but on CPUs, on a throw-away cluster of two nodes on this machine.
+# Runs job.slurm, but on CPUs, on a throw-away cluster of two nodes on this machine.
 # Debian: apt-get install slurm-wlm munge faketime; then, with the Python that has torch first in PATH:
 #
 #     bash tests/check_slurm.sh
@@ -74,7 +74,7 @@ for node in "${nodes[@]}"; do
     daemons+=($!)
 done
 
-# ---- README's script: a smaller job, and the paths of this folder
+# ---- job.slurm: a smaller job, and the paths of this folder
 
 python - "$here" "$work" << END || exit 1
 import random
@@ -87,12 +87,7 @@ from conftest import random_chats, random_model
 
 random_model(work / "llama", num_hidden_layers=1, hidden_size=32)
 random_chats(work / "chats.jsonl", random.Random(0))
-_, _, text = (here / "README.md").read_text().partition("    #!/bin/bash\n")
-script = "#!/bin/bash\n"
-for line in text.splitlines():
-    if not line.startswith("    "):
-        break
-    script += line.removeprefix("    ") + "\n"
+script = (here / "tests/job.slurm").read_text()
 changes = {
     "--nodes=4": "--nodes=2",
     " --gpus-per-node=8": "",
@@ -105,7 +100,7 @@ changes = {
 }
 for old, new in changes.items():
     if old not in script:
-        sys.exit(f"README's SLURM script no longer has {old!r}")
+        sys.exit(f"job.slurm no longer has {old!r}")
     script = script.replace(old, new)
 (work / "job.sh").write_text(script)
 END
