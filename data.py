@@ -35,6 +35,7 @@ import contextlib
 import csv
 import errno
 import functools
+import glob
 import gzip
 import hashlib
 import heapq
@@ -1277,6 +1278,15 @@ SKIPPED = {
     "site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
     "pydoc_data",
 }
+
+
+def files_matching(names):
+    """The values of --data or --eval_data, in which the sorted files of a pattern replace it."""
+    found = []
+    for name in names:
+        files = [] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+        found += files or [name]
+    return found
 
 
 def files_of(name, revisions):

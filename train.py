@@ -767,6 +767,7 @@ WHOLE = number(int)
 WHOLE_OR_0 = number(int, zero_too=True)
 AMOUNT = number(float)
 AMOUNT_OR_0 = number(float, zero_too=True)
+PATH = os.path.expanduser  # a shell leaves the ~ of --out=~/run as it is
 SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
 # flags of TRL, axolotl, torchtune and Unsloth that difflib does not find, and ours
@@ -797,6 +798,11 @@ OTHER_NAMES = {
     "save_steps": "--save_every",
     "logging_steps": "--log_every",
 }
+# flags of launchers: torch.distributed.launch gave the first one to each process
+OF_LAUNCHERS = ("local_rank", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port",
+                "num_processes")
+# what each rank of a process group needs, and torchrun sets
+OF_GROUP = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # why --optim_in_backward does not go with --precision fp16
 WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, and here a part of its "
                "updates is done by then: leave it out, or use --precision fp32")
@@ -818,7 +824,7 @@ def add(group, flag, value_type, default, text, **options):
     """Adds a flag that has a value. Where the default is None, the text says what that means."""
     if default is not None:
         text += f" (default: {default})"
-    if value_type is not str:
+    if value_type not in (str, PATH):
         options.setdefault("metavar", "N")
     declare(group, flag, type=value_type, default=default, help=text, **options)
 
@@ -842,14 +848,14 @@ def make_parser():
             help="print the most used flags, with --help_all all flags, and exit")
 
     model = parser.add_argument_group("model")
-    add(model, "--model", str, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
+    add(model, "--model", PATH, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
         "run, or with --random_init one of " + ", ".join(data.PRESETS), everyday=True)
     switch(model, "--random_init", "start from random weights in the shapes of --model", fixed=True)
     add(model, "--precision", str, None,
         "mixed: train in float32, multiply in bf16; fp16: the same in fp16, with a loss scale; bf16, fp32: "
         "do both in that format (default: mixed; without bf16 instructions fp16 on a GPU, fp32 on a CPU)",
         choices=("mixed", "bf16", "fp16", "fp32"), fixed=True, feature=True)
-    add(model, "--adapter", str, None,
+    add(model, "--adapter", PATH, None,
         "folder of a PEFT adapter to train further, with its rank, alpha, rsLoRA and targets (default: "
         "none)")
 
@@ -881,7 +887,7 @@ def make_parser():
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
         "has a gate_proj, too, that name alone is the MLP's)",
         nargs="+", metavar="LAYER", fixed=True, needs="lora")
-    add(method, "--add_tokens", str, None, "tokens to append to the vocabulary, which messages may "
+    add(method, "--add_tokens", PATH, None, "tokens to append to the vocabulary, which messages may "
         "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
         "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
         nargs="+", metavar="TOKEN", fixed=True)
@@ -895,12 +901,12 @@ def make_parser():
 
 def add_data_flags(parser):
     dataset = parser.add_argument_group("data")
-    add(dataset, "--data", str, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
+    add(dataset, "--data", PATH, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
         ".gz of these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split "
         "train if none is named) or folders of datasets' save_to_disk(), or the built-in stdlib:docs and "
-        "stdlib:code; a file given twice is read twice per epoch (default: stdlib:docs)", nargs="+",
-        everyday=True)
-    add(dataset, "--eval_data", str, None,
+        "stdlib:code; a pattern in quotes stands for the files that it matches; a file given twice is read "
+        "twice per epoch (default: stdlib:docs)", nargs="+", everyday=True)
+    add(dataset, "--eval_data", PATH, None,
         "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
         "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
         "different ones (default: none)",
@@ -919,7 +925,7 @@ def add_data_flags(parser):
         "rewrites in later turns gets a document of its own; whole: without such documents; all: every token "
         "of the whole conversations and texts",
         choices=("targets", "whole", "all"), fixed=True)
-    add(dataset, "--chat_template", str, None, "jinja file, in place of the model's own (default: none)")
+    add(dataset, "--chat_template", PATH, None, "jinja file, in place of the model's own (default: none)")
     add(dataset, "--template_args", str, None, "variables of the chat template, in JSON or as text, such as "
         "enable_thinking=false; final/ has them (default: none)", nargs="+", metavar="KEY=VALUE", fixed=True)
     add(dataset, "--inspect", WHOLE, None,
@@ -1003,12 +1009,12 @@ def add_schedule_flags(parser):
 
 def add_run_flags(parser):
     run = parser.add_argument_group("run")
-    add(run, "--out", str, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
+    add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
     add(run, "--save_every", WHOLE_OR_0, 500,
         "steps between checkpoints; the last step is saved, too. 0: save only on a signal",
         feature=True, everyday=True)
     add(run, "--keep", WHOLE, 2, "newest checkpoints to keep, besides the one with the best evaluation")
-    add(run, "--resume", str, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
+    add(run, "--resume", PATH, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
         "checkpoint of --out or of the newest run in out/, or start a new one if there is none (default: "
         "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN", everyday=True)
     add(run, "--timeout", SECONDS, 1800.0,
@@ -1076,11 +1082,14 @@ def refuse(message):
 
 
 def refuse_unknown(word, flags):
-    """Names the flag that was probably meant by a word: another trainer's flag, - for _, or a misspelling."""
+    """Names the flag that was probably meant by a word: another trainer's flag, - for _, or a misspelling. A
+    launcher's flag stands before train.py."""
     name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
     known = OTHER_NAMES | {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
     similar = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {known[similar[0]]}?" if similar else "--help_all lists all"
+    if name in OF_LAUNCHERS:
+        hint = "torchrun --nproc_per_node N train.py starts N ranks, and tells each its own"
     refuse(f"{word}: no such flag; {hint}")
 
 
@@ -1119,7 +1128,8 @@ def complete(args):
         refuse(f"--columns: {', '.join(names)}: a column can have one key")
     refuse_conflicts(args)  # from here on, defaults look like values that were given
 
-    args.data = args.data or ["stdlib:docs"]
+    args.data = data.files_matching(args.data or ["stdlib:docs"])
+    args.eval_data = args.eval_data and data.files_matching(args.eval_data)
     if not args.chunked_ce:
         args.ce_chunk = 0  # the head sees all tokens at once
     if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
@@ -1242,9 +1252,10 @@ class Ranks:
         self.rank = 0
         self.world = 1
         self.control = None
+        environment = os.environ if "RANK" in os.environ else {}
         # among the ranks of this machine: the number of its GPU
-        self.local = int(os.environ.get("LOCAL_RANK", 0))
-        n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.local = int(environment.get("LOCAL_RANK", 0))
+        n_local = int(environment.get("LOCAL_WORLD_SIZE", 1))
         self.choose_device(n_local)
         if os.environ.get("OMP_NUM_THREADS", "1") in ("1", ""):
             # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
@@ -1276,11 +1287,18 @@ class Ranks:
         store = dist.HashStore()  # belongs to this process alone: no port has to be free
         if under_torchrun:
             # init_process_group() would do the same by itself, but with names that nobody can change
-            store, self.rank, self.world = next(rendezvous("env://", timeout=self.step_limit))
+            try:
+                store, self.rank, self.world = next(rendezvous("env://", timeout=self.step_limit))
+            except ValueError as error:  # a variable is missing, or no number
+                raise SystemExit(f"RANK is set, so that this is one of several ranks. {error}. torchrun sets "
+                                 f"{data.listing(OF_GROUP)}: start with it, or unset RANK") from error
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # torchrun keeps its store when it restarts the ranks, and the store keeps the addresses of
                 # the dead processes, so each start gets names of its own (pytorch #135712)
                 store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        elif os.environ.get("SLURM_NTASKS", "1") != "1":  # of the job, or of the srun that started this
+            data.say(f"note: SLURM has {os.environ['SLURM_NTASKS']} tasks, and this one trains alone: "
+                     "`srun torchrun ... train.py` makes them ranks of one run", to_stderr=True)
         if under_torchrun or want_group:
             # NCCL cannot move tensors on the CPU (offloaded parameters, signals), so gloo stands beside it
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -4257,7 +4275,8 @@ def launch(argv=None):
     torch.set_flush_denormal(True)
     progress = dict(out=None, step=0, tokens_of_micro_batch=0, is_written=False)
     code = 1
-    speaks = os.environ.get("RANK", "0") == "0"
+    # without a group there is no rank 0 that could say it for this one
+    speaks = os.environ.get("RANK", "0") == "0" or not OF_GROUP <= os.environ.keys()
     try:
         with contextlib.ExitStack() as exits:
             main(sys.argv[1:] if argv is None else argv, progress, exits)

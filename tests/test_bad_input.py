@@ -16,6 +16,7 @@ import torch
 from conftest import HERE, MUSE, SHAPE
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from torch.distributed import HashStore
 
 import model as lm
 import data
@@ -42,6 +43,9 @@ FLAGS = {  # flags: words of the message
     "--no_compile": ["mean --no-compile?"],
     "--no_packing": ["mean --no-packing?"],
     "tiny": ["tiny: no such flag"],
+    "--local_rank=0": ["--local_rank=0: no such flag", "torchrun --nproc_per_node N train.py"],
+    "--local-rank 0": ["--local-rank: no such flag", "torchrun"],
+    "--nproc_per_node 2": ["torchrun --nproc_per_node N train.py"],
 
     # values
     "--activation_checkpointing some": ["--activation_checkpointing", "some", "all or auto"],
@@ -144,6 +148,42 @@ def test_bad_flags_end_with_the_flag_to_change(flags, capsys):
     assert message.startswith("train.py: error: ")
     assert message.count("\n") == 1
     assert_says(message, FLAGS[flags])
+
+
+OF_RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("changes", [
+    {"RANK": "1", "WORLD_SIZE": None},  # no other rank will say it
+    {"RANK": "1", "MASTER_ADDR": None},
+    {"RANK": "1", "MASTER_PORT": None},
+    {"WORLD_SIZE": "two"},
+], ids=str)
+def test_half_of_the_environment_of_a_rank_is_one_message(monkeypatch, capsys, changes):
+    for name, value in (OF_RANK_0 | changes).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert train.launch([]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("train.py: error: RANK is set")
+    assert said.count("\n") == 1
+    name, value = list(changes.items())[-1]
+    assert_says(said, [value or name, "torchrun sets", "unset RANK"])
+
+
+@pytest.mark.parametrize("tasks, rank, is_said", [("4", None, True), ("1", None, False), ("4", "0", False)])
+def test_tasks_of_slurm_without_torchrun_hear_that_each_trains_alone(monkeypatch, capsys, tasks, rank, is_said):
+    monkeypatch.setenv("SLURM_NTASKS", tasks)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank:
+        for name, value in OF_RANK_0.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(train, "rendezvous", lambda *_, **__: iter([(HashStore(), 0, 1)]))
+    ranks = train.Ranks(want_group=False, timeout=1800)
+    ranks.leave()
+    assert ("note: SLURM has 4 tasks, and this one trains alone" in capsys.readouterr().err) == is_said
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])

@@ -326,6 +326,29 @@ def test_help_is_short_and_help_all_has_every_flag(capsys):
     assert names == shown["--help_all"] - {"--no"}  # the pattern cuts --no-activation_checkpointing there
 
 
+def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
+    """A shell leaves that of --out=~/run, and the second one of a list in quotes."""
+    monkeypatch.setenv("HOME", "/home/ann")
+    paths = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume", "add_tokens"}
+    assert {action.dest for action in train.make_parser()._actions if action.type is train.PATH} == paths
+    args = train.parse_args(["--data", "~/a.jsonl", "org/b", "--eval_data=~/c.jsonl", "--out=~/run", "--model=~/m"])
+    assert args.data == ["/home/ann/a.jsonl", "org/b"]
+    assert args.eval_data == ["/home/ann/c.jsonl"]
+    assert (args.out, args.model) == ("/home/ann/run", "/home/ann/m")
+
+
+def test_a_pattern_in_quotes_stands_for_its_files_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.jsonl", "a.jsonl", "a[1].jsonl", "a1.jsonl", "sub/c.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch()
+    given = ["**/[bc].jsonl", "a[1].jsonl", "stdlib:docs", "none*.jsonl"]
+    args = train.parse_args(["--data", *given, "--eval_data", "a?.*"])
+    # the file of this very name, and not the one that it would match; what matches nothing is named by its own error
+    assert args.data == ["b.jsonl", "sub/c.jsonl", "a[1].jsonl", "stdlib:docs", "none*.jsonl"]
+    assert args.eval_data == ["a1.jsonl"]
+
+
 def test_plain_python_finds_a_hub_id_in_the_cache_and_names_a_fresh_folder(tmp_path, chats):
     cached = tmp_path / "hub/models--someone--tiny"
     shutil.copytree(HERE / "tiny", cached / "snapshots/abc")
@@ -834,7 +857,8 @@ def test_one_rank_says_what_is_wrong_for_torchrun_to_end_with(
     if rank is None:
         monkeypatch.delenv("RANK", raising=False)
     else:
-        monkeypatch.setenv("RANK", rank)
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
     assert train.launch(argv) in (1, 2)
     said = capsys.readouterr().err
     assert said.count("train.py: error: ") == printed
