@@ -874,8 +874,8 @@ def make_parser():
     switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True,
            needs="lora")
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
-        "fraction of an adapter's inputs that is zeroed in training; which ones depends on the number of "
-        "ranks and micro-batches, as with any other trainer (default: 0)", fixed=True, needs="lora")
+        "fraction of an adapter's inputs that is zeroed in training; which ones depends on --tiled_mlp and "
+        "the number of ranks and micro-batches (default: 0)", fixed=True, needs="lora")
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
            "reference is the model without adapters", fixed=True, needs="lora", feature=True, everyday=True)
     add(method, "--beta", AMOUNT, None, "with a smaller one --dpo takes the model further from its reference "
@@ -2849,6 +2849,12 @@ def end_not_finite(model, loader, step, args, ranks):
 STATE = "trainer_state.json"  # a folder without it is not a checkpoint
 OURS = {"written_by": "oomph"}  # in args.json: a folder without it is not a run's
 REMOVE = "remove this checkpoint to continue from an older one"
+OTHER_VERSION = "another version of oomph has written this checkpoint"
+# what open_run() and Saver put into a state; there may be no evaluation yet, and no data for it
+STATE_TYPES = {
+    "step": int, "tokens": int, "best_eval": dict | None, "evaluated": int, "eval_data": int | None,
+    "metrics_bytes": int, "steps": int, "rows_a_step": int, "settings": dict, "files": dict,
+}
 
 
 def step_of(checkpoint):
@@ -2899,7 +2905,8 @@ class RunFolder:
             self.path = checkpoint.parent
         else:
             self.path = Path("out") / datetime.now().strftime("%Y%m%d-%H%M%S")
-        check_folder(self.path, checkpoint)  # before anything is written to somebody's files
+        if not (self.path / "lock").exists():
+            check_folder(self.path, checkpoint)  # before anything is written to somebody's files
         self.is_new = not self.path.exists()
         self.lock = lock_folder(self.path)
         check_folder(self.path, checkpoint)  # once more: another run may have come and gone
@@ -2936,6 +2943,10 @@ def check_folder(folder, checkpoint):
     if not is_run(folder):
         raise ValueError(f"--out {folder}: contains files, and no args.json of a run that has made them: "
                          "give a new or an empty folder")
+    for name in names:
+        # whoever opens a pipe waits for its other end, for ever
+        if not (name.endswith(".part") or (folder / name).is_dir()):
+            data.check_is_file(folder / name)
     newest = newest_checkpoint(folder)
     if newest and checkpoint and newest.samefile(checkpoint):
         return
@@ -2948,17 +2959,29 @@ def check_folder(folder, checkpoint):
 
 def lock_folder(out):
     """Makes the run's folder and locks it for this process for as long as the returned file is open."""
-    with data.writing(f"--out {out}", "folder, or the file lock in it,"):
-        out.mkdir(parents=True, exist_ok=True)
-        # "a" empties nothing if this is a link, "+" refuses a pipe, where others wait for its reader for ever
-        lock = open(out / "lock", "a+")  # noqa: SIM115
-    try:
-        # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
-        with data.where_supported(f"--out {out}: its disk has no file locks: let no second job write there"):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
-    return lock
+    path = out / "lock"
+    # RunFolder.leave() of another start may remove folder and file at any moment: then all begins again
+    for n_tries in itertools.count(1):
+        with data.writing(f"--out {out}", "folder, or the file lock in it,"):
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                # "a" empties nothing if this is a link, "+" refuses a pipe, where others wait for its reader
+                lock = open(path, "a+")  # noqa: SIM115
+            except (FileNotFoundError, FileExistsError):
+                if n_tries > 100:  # a link to nowhere, a file in the place of the folder
+                    raise
+                continue
+        try:
+            # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
+            with data.where_supported(
+                    f"--out {out}: its disk has no file locks: let no second job write there"):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samefile(path, lock.fileno()):  # or it has no name any more, and keeps nobody out
+                return lock
+        lock.close()
 
 
 def replace_file(path, text):
@@ -3014,12 +3037,29 @@ def read_metrics(out, last_step):
     return rows
 
 
+def odd_keys(state):
+    """The keys that a state does not have, or whose values are of another type than in this version."""
+    odd = [key for key, kind in STATE_TYPES.items() if not isinstance(state.get(key, ...), kind)]
+    best = state.get("best_eval")
+    if isinstance(best, dict) and not {"step", "eval_loss"} <= best.keys():
+        odd.append("best_eval")
+    return odd
+
+
+def names_in(settings):
+    """The names that all settings of one version have."""
+    return {name for name in settings if name.startswith(("--", "config.json's "))}
+
+
 def read_state(folder, settings, ranks):
     """Returns the state in trainer_state.json. ValueError names a file that is not as it was saved, to the
     byte, or the settings in which this run differs from the checkpoint's."""
     state = data.read_json(folder / STATE)
     if state != data.with_checksum(state):
         raise ValueError(f"{folder / STATE}: damaged; {REMOVE}")
+    if odd := odd_keys(state):
+        raise ValueError(f"{folder / STATE}: {data.listing(odd)}: missing or of another type: "
+                         f"{OTHER_VERSION}: continue with that one, or start a new run with another --out")
     for name in state["files"]:  # one with a folder in it would be a file outside of the checkpoint
         if not re.fullmatch(r"rank-\d+-of-\d+\.safetensors", name):
             raise ValueError(f"{folder / STATE}: {name} is no name of a checkpoint's file; {REMOVE}")
@@ -3040,8 +3080,14 @@ def read_state(folder, settings, ranks):
         if name.startswith("--") and name not in defaults and value:
             changed.append(f"{name} was {brief(str(value))}, which this version does not have")
     if changed:
+        hint = ""
+        # each version has the same flags and fields of a config in all its runs, and one format of NF4
+        formats = [name for name in settings if name.startswith("the format of ") and name in saved]
+        other_format = any(saved[name] != settings[name] for name in formats)
+        if other_format or names_in(state["settings"]) != names_in(settings):
+            hint = f" ({OTHER_VERSION})"
         raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, "
-                         "or start a new run with another --out")
+                         f"or start a new run with another --out{hint}")
     return state
 
 
@@ -4276,7 +4322,7 @@ def launch(argv=None):
     progress = dict(out=None, step=0, tokens_of_micro_batch=0, is_written=False)
     code = 1
     # without a group there is no rank 0 that could say it for this one
-    speaks = os.environ.get("RANK", "0") == "0" or not OF_GROUP <= os.environ.keys()
+    speaks = os.environ.get("RANK", "0") == "0" or not os.environ.keys() >= OF_GROUP
     try:
         with contextlib.ExitStack() as exits:
             main(sys.argv[1:] if argv is None else argv, progress, exits)

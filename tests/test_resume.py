@@ -1,7 +1,9 @@
 """Resume is exact: k steps, a new process, the rest: bit for bit the uninterrupted run; on another world within
 rounding."""
 
+import fcntl
 import json
+import os
 import shutil
 import time
 import zlib
@@ -12,7 +14,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from conftest import HANG_S, HERE, QWEN35, on_ranks, random_model, run_ranks, state_of
+from conftest import HANG_S, HERE, QWEN35, on_ranks, random_model, run_ranks, start_ranks, state_of
 from test_train import ROOT, shell
 
 import model as lm
@@ -397,7 +399,8 @@ def test_a_flag_that_this_version_does_not_have_is_refused_if_it_was_given(lora_
     state = data.with_checksum(state | {"settings": settings | {"--nf4_skip": was}})
     (folder / train.STATE).write_text(json.dumps(state))
     if is_refused:
-        with pytest.raises(ValueError, match=r"--nf4_skip was \['k_proj'\], which this version does not have"):
+        words = r"--nf4_skip was \['k_proj'\], which this version does not have.*another version of oomph has written"
+        with pytest.raises(ValueError, match=words):
             train.read_state(folder, settings, ALONE)
     else:
         assert train.read_state(folder, settings, ALONE)["step"] == 2
@@ -622,6 +625,50 @@ def test_an_empty_folder_becomes_a_runs_and_is_given_back_as_it_was(tmp_path, le
     (tmp_path / "a/b/metrics.jsonl").touch()  # the first step has been logged
     folder.leave()
     assert train.is_run(tmp_path / "a/b")
+
+
+def test_a_lock_on_a_file_that_is_given_back_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    first = train.RunFolder(str(tmp_path / "run"), None)
+    flock = fcntl.flock
+
+    def give_back_and_lock(file, how):
+        first.leave()  # file is open by now, and has no name any more
+        flock(file, how)
+
+    monkeypatch.setattr(train.fcntl, "flock", give_back_and_lock)
+    second = train.RunFolder(str(tmp_path / "run"), None)
+    with pytest.raises(ValueError, match="another process writes to it"):
+        train.RunFolder(str(tmp_path / "run"), None)
+    second.leave()
+
+
+def take_and_give_back(folder, seconds):
+    """Starts in one folder, one behind the other, all of which end before their first step."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            run = train.RunFolder(str(folder / "run"), None)
+        except ValueError as error:
+            assert "another process writes to it" in str(error)
+            continue
+        (folder / "taken").mkdir()  # raises if somebody else has taken it
+        (folder / "taken").rmdir()
+        run.leave()
+
+
+def test_starts_and_ends_at_once_share_no_folder(tmp_path):
+    """With a lock on the file that another start has just removed, two had the folder 26 times a minute."""
+    logs = [tmp_path / f"log{i}" for i in range(3)]
+    codes = start_ranks(3, take_and_give_back, (tmp_path, 2), logs)
+    assert codes == [0, 0, 0], "".join(log.read_text() for log in logs)
+
+
+@pytest.mark.parametrize("name", ["args.json", "metrics.jsonl", "loss.svg", "trace.json.gz"])
+def test_a_pipe_in_the_folder_of_a_run_is_named_and_not_waited_for(runs, name):
+    (runs / "run" / name).unlink(missing_ok=True)
+    os.mkfifo(runs / "run" / name)
+    with pytest.raises(ValueError, match=f"{name}: not a file|{FOREIGN}"):
+        find("run", "auto")
 
 
 def test_starts_in_one_second_share_no_folder(tmp_path, monkeypatch):

@@ -770,6 +770,12 @@ def test_a_lock_that_is_no_file_is_refused_by_name(tmp_path, make):
 # ---------------------------------------------------------------- the folder of a run
 
 
+def test_a_lock_that_is_a_link_to_nowhere_is_refused(tmp_path):
+    (tmp_path / "lock").symlink_to("nowhere/lock")
+    with pytest.raises(OSError, match="lock in it, not written: No such file"):
+        train.lock_folder(tmp_path)
+
+
 def test_a_lock_that_is_a_link_empties_nothing(tmp_path):
     (tmp_path / "mine").write_text("work")
     (tmp_path / "lock").symlink_to("mine")
