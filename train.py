@@ -96,11 +96,13 @@ def main(argv, progress, exits):
     """A training run from top to bottom. `progress` is kept up to date for launch(), and `exits` is its stack
     of what has to be closed, however the run ends."""
     args = parse_args(argv)
-    # these two train nothing, and --dry_run needs neither weights nor a device
+    # these three train nothing, and --dry_run needs neither weights nor a device
     if args.dry_run:
         return dry_run(args)
     if args.chat:
         return chat(args)
+    if not args.data:
+        return merge_result(args, exits)
 
     # ---- what the user gave: everything is checked before anything large is allocated
     stop = StopSignal()
@@ -290,9 +292,8 @@ def main(argv, progress, exits):
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
-            lora_scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
-            data.merge(opened.weights, adapter_tensors, lora_scale, opened.files, tokenizer, out)
-    say_done(args, model, out, ranks)
+            merge(args, opened, adapter_tensors, out)
+    say_done(args, model, out, state, ranks)
 
 
 class OpenedModel(NamedTuple):
@@ -342,12 +343,18 @@ class Run(NamedTuple):
 def open_config(args, world, device, random_init, revisions=None):
     """-> OpenedConfig. `args` is complete after it. device: None if the run is only planned. revisions: see
     take_folder()."""
-    files = data.find_model(args.model, random_init, revisions)
-    config = lm.parse_config(files.config, f"{args.model}: config.json")
+    revisions = {} if revisions is None else revisions
     adapter = None
     adapter_settings = {}
     if args.adapter:
-        adapter, adapter_settings = data.open_adapter(args.adapter)
+        folder = data.find_adapter(args.adapter, revisions)
+        adapter, adapter_settings = data.open_adapter(folder)
+        # the commit of the base that a run has trained the adapter on
+        commits = revisions_of(folder) if is_run(folder.parent) else {}
+        if args.model in commits:
+            revisions.setdefault(args.model, commits[args.model])
+    files = data.find_model(args.model, random_init, revisions)
+    config = lm.parse_config(files.config, f"{args.model}: config.json")
     complete_for_model(args, config, adapter_settings, device)
     stored_config = config
     files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter)
@@ -456,7 +463,7 @@ def open_model(args, ranks, revisions=None):
         # no value of --train_on: with it the tokenizer refuses rows that are not pairs
         train_on = "pairs" if args.dpo else args.train_on
         # an adapter goes on with the template that it was trained on, even if the base has another
-        template_file = args.chat_template or data.template_of(args.adapter)
+        template_file = args.chat_template or data.template_of(adapter and adapter.folder)
         variables = data.read_template_args(args.template_args)
         tokenizer = data.Tokenizer(files.tokenizer, template_file, train_on, variables, args.add_tokens)
         return OpenedModel(files, config, model, weights, adapter, tokenizer)
@@ -707,11 +714,17 @@ def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
             end_if_signalled()
 
 
-def say_done(args, model, out, ranks):
-    """The last line of a run: what was written, and the command that talks with it. That command opens the
-    adapter by the same functions, so a fork whose adapter it would refuse hears why here."""
+def say_done(args, model, out, state, ranks):
+    """The last lines of a run: which checkpoint was better than the last one, what was written, and the
+    command that talks with it. That command opens the adapter by the same functions, so a fork whose adapter
+    it would refuse hears why here."""
     if ranks.rank:
         return
+    best = state["best_eval"]
+    if best and best["step"] < state["step"] and best["step"] in checkpoints(out):
+        checkpoint = checkpoints(out)[best["step"]]
+        ranks.say(f"the best evaluation was that of step {best['step']}, {best['eval_loss']:.4f}: the same "
+                  f"command with {export_of(checkpoint)} writes its model, best/final")
     written = f"{out}/final"
     if args.merge:
         written += f" and {out}/merged"
@@ -725,6 +738,32 @@ def say_done(args, model, out, ranks):
         if args.random_init:
             next_step = "--chat cannot talk with it: only --merge saves the random weights under it"
     ranks.say(f"done: {written}; {next_step}")
+
+
+def merge(args, opened, adapter, out):
+    """Writes merged/. adapter: {name: tensor}, see data.export()."""
+    scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
+    data.merge(opened.weights, adapter, scale, opened.files, opened.tokenizer, out)
+
+
+def merge_result(args, exits):
+    """--merge of an adapter without --data: writes merged/ as --merge in its training would have done, to the
+    folder of its run or to --out, and trains nothing."""
+    ranks = Ranks(want_group=False, timeout=args.timeout)
+    opened = open_model(args, ranks)
+    with ranks.agree():
+        final = opened.adapter.folder
+        out = final.parent
+        is_meant = not args.out or out.resolve() == Path(args.out).resolve()
+        if is_meant and is_run(out) and final.name == "final":
+            exits.callback(lock_folder(out).close)
+        else:
+            folder = RunFolder(args.out, None)
+            exits.callback(folder.leave)
+            out = folder.path
+        merge(args, opened, data.tensors_of_adapter(opened.adapter), out)
+    ranks.say(f"done: {out}/merged, and nothing was trained, as there is no --data; --chat --model {out} "
+              "talks with it")
 
 
 # ---------------- flags
@@ -856,8 +895,8 @@ def make_parser():
         "do both in that format (default: mixed; without bf16 instructions fp16 on a GPU, fp32 on a CPU)",
         choices=("mixed", "bf16", "fp16", "fp32"), fixed=True, feature=True)
     add(model, "--adapter", PATH, None,
-        "folder of a PEFT adapter to train further, with its rank, alpha, rsLoRA and targets (default: "
-        "none)")
+        "folder or Hub id of a PEFT adapter, or the folder of a run, to train further with its rank, alpha, "
+        "rsLoRA and targets (default: none)")
 
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
@@ -1035,8 +1074,8 @@ def add_run_flags(parser):
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot",
            "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
-    switch(run, "--merge", "also write the 16-bit model with the adapter merged in",
-           needs="lora", everyday=True)
+    switch(run, "--merge", "also write the 16-bit model with the adapter merged in; with a given adapter and "
+           "without --data that alone", needs="lora", everyday=True)
     add(run, "--sample", str, None,
         "text to continue or question to answer before training, at each evaluation and after training "
         "(default: one for built-in data)")
@@ -1099,13 +1138,7 @@ def complete(args):
     that."""
     if not args.model:  # it would be the folder that the command runs in
         refuse("--model: expected a name, got an empty text")
-    # The folder of a run may stand for its model and adapter. This comes first, because an adapter decides
-    # which other flags make sense.
-    if not args.adapter:
-        try:
-            args.model, args.adapter = data.find_result(args.model)
-        except (ValueError, OSError) as error:
-            refuse(str(error))
+    find_results(args)  # this comes first, because an adapter decides which other flags make sense
     try:
         data.share_of(args.eval_data)
         variables = data.read_template_args(args.template_args)
@@ -1128,7 +1161,9 @@ def complete(args):
         refuse(f"--columns: {', '.join(names)}: a column can have one key")
     refuse_conflicts(args)  # from here on, defaults look like values that were given
 
-    args.data = data.files_matching(args.data or ["stdlib:docs"])
+    # --merge of an adapter needs none: main trains nothing then
+    default = [] if args.merge and args.adapter else ["stdlib:docs"]
+    args.data = data.files_matching(args.data or default)
     args.eval_data = args.eval_data and data.files_matching(args.eval_data)
     if not args.chunked_ce:
         args.ce_chunk = 0  # the head sees all tokens at once
@@ -1141,8 +1176,42 @@ def complete(args):
         args.lora_targets = args.lora_targets or list(lm.LORA_TARGETS)
     if args.dpo:
         args.beta = args.beta or 0.1
-    if args.sample is None and not args.random_init:
+    if args.sample is None and args.data and not args.random_init:
         args.sample = SAMPLES.get(args.data[0], "")
+
+
+def find_results(args):
+    """Puts results in the place of the folders of runs that stand for them in --model and --adapter."""
+    given = f"--model {args.model}"
+    try:
+        args.model, adapter = data.find_result(args.model)
+    except (ValueError, OSError) as error:
+        refuse(str(error))
+    if args.adapter:
+        if adapter:
+            refuse(f"{given} is an adapter: leave out --adapter, or merge this one first (--merge {given}) "
+                   "and give the merged/ that it writes")
+        given += f" --adapter {args.adapter}"
+        adapter = str(data.result_in(args.adapter, data.ADAPTER_CONFIG) or args.adapter)
+    args.adapter = adapter
+    for flag in ("model", "adapter"):
+        if os.path.isdir(getattr(args, flag) or ""):
+            refuse_checkpoint(flag, Path(getattr(args, flag)))
+    # the reference of --dpo is the model without adapters, and new tokens need rows in its embedding
+    for flag in ("dpo", "add_tokens"):
+        if args.adapter and getattr(args, flag):
+            refuse(f"--{flag} needs a whole model: merge the adapter first (--merge {given}) and give the "
+                   "merged/ that it writes as --model")
+
+
+def refuse_checkpoint(flag, folder):
+    """A checkpoint has the rows of ranks, and no model that could be read. If one is given, or a run that has
+    no result yet, this names the command that makes a model of it."""
+    checkpoint = folder if (folder / STATE).is_file() else newest_checkpoint(folder)
+    # transformers writes a state of this name, too, beside a model
+    if checkpoint and not any(data.result_in(one, *data.CONFIGS) for one in (folder, checkpoint)):
+        refuse(f"--{flag} {folder}: a run's checkpoint is no model yet: the command of that run with "
+               f"{export_of(checkpoint)} makes one, best/final")
 
 
 def layer_names(flag, words):
@@ -1160,24 +1229,22 @@ def refuse_conflicts(args):
     if args.train_embeddings and not args.lora:
         refuse("--train_embeddings: full fine-tuning trains them already: leave it out, or add --lora or "
                "--qlora")
-    if args.add_tokens and args.adapter:
-        refuse("--add_tokens and --adapter: leave one out, or merge the adapter first (--merge) and give "
-               "merged/ as --model")
     if args.add_tokens and args.chat:
         refuse("--add_tokens: leave it out with --chat: the model has not learned these tokens")
     if args.add_tokens and args.lora and not args.train_embeddings:
         refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
                "tokens are never learned")
+    if args.merge and not args.lora and os.path.isdir(args.model):
+        refuse(f"--merge: {args.model} is a whole model: leave it out, or add --lora")
     for flag in flags_with("needs"):
         if getattr(args, flag.dest) and not getattr(args, flag.needs):
             refuse(f"--{flag.dest} needs --{flag.needs}")
     for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
         if getattr(args, flag) and args.adapter:
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
-    others = args.adapter or args.overflow or args.train_on != "targets"
-    if args.dpo and (others or args.sequence_parallel > 1 or not args.chunked_ce):
-        refuse("--dpo: leave out --adapter (merge it first), --overflow, --train_on, --sequence_parallel and "
-               "--no-chunked_ce")
+    others = args.overflow or args.train_on != "targets" or args.sequence_parallel > 1
+    if args.dpo and (others or not args.chunked_ce):
+        refuse("--dpo: leave out --overflow, --train_on, --sequence_parallel and --no-chunked_ce")
     # The reference is this model without adapters. With other embeddings it would need the old ones as well,
     # and the loss of each token, which --dpo needs, has no gradient of the head.
     if args.dpo and args.train_embeddings:
@@ -1191,6 +1258,8 @@ def refuse_conflicts(args):
     # a chat has one terminal, and one process that reads from it
     if args.chat and (args.fsdp2 or "RANK" in os.environ):
         refuse("--chat needs one device: no torchrun, no --fsdp2")
+    if args.merge and args.adapter and not args.data and "RANK" in os.environ:
+        refuse("--merge without --data needs one process: no torchrun")
     if args.optim_in_backward and args.precision == "fp16":
         refuse(f"--optim_in_backward: {WHOLE_STEPS}")
     for flag in ("tensorboard", "wandb"):
@@ -2873,6 +2942,11 @@ def newest_checkpoint(run):
     """Returns the folder of the newest complete checkpoint, or None."""
     found = checkpoints(run)
     return found[max(found)] if found else None
+
+
+def export_of(checkpoint):
+    """The flags with which the command of a run writes the model of a checkpoint, and trains no further."""
+    return f"--resume {checkpoint} --steps {step_of(checkpoint.resolve())} --out best"
 
 
 def checkpoint_to_resume(out, resume):

@@ -133,7 +133,7 @@ FLAGS = {  # flags: words of the message
     # DPO
     "--dpo": ["needs --lora"],
     "--lora --beta 1": ["--beta needs --dpo"],
-    "--dpo --adapter X": ["merge it first"],
+    "--dpo --adapter X": ["--merge --model tiny --adapter X", "as --model"],
     "--dpo --lora --no-chunked_ce": ["--no-chunked_ce", "leave out"],
     "--dpo --lora --overflow split": ["--overflow", "leave out"],
     "--dpo --lora --train_on all": ["--train_on", "leave out"],
@@ -407,7 +407,7 @@ def later(function):
 
 @later
 def write(name, content):
-    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(name).write_text(content)
 
 
@@ -561,6 +561,14 @@ MODELS = {
     "no such id": Case(
         flags="--model nobody/nothing-at-all",
         says=["--model nobody/nothing-at-all", "not fetched from the Hub"]),
+    "the upper folder of the Hub's cache": Case(
+        spoil=[write("models--a--b/snapshots/abc/config.json", "{}")],
+        flags="--model models--a--b",
+        says=["models--a--b: no config.json: give --model models--a--b/snapshots/abc"]),
+    "the upper folder of an adapter in the Hub's cache": Case(
+        spoil=[write("models--a--b/snapshots/abc/adapter_config.json", "{}")],
+        flags="--adapter models--a--b",
+        says=["no adapter_config.json: give --adapter models--a--b/snapshots/abc"]),
     "no config": Case(
         spoil=[rename(CONFIG, "gone")],
         says=["model", "no config.json"]),
@@ -662,7 +670,13 @@ WITH_ADAPTER = "--lora --adapter adapter"
 ADAPTERS = {
     "no adapter": Case(
         flags=WITH_ADAPTER,
-        says=[ADAPTER_CONFIG]),
+        says=["--adapter adapter: no such folder", "Hub id"]),
+    "no such adapter on the Hub": Case(
+        flags="--adapter nobody/nothing-at-all",
+        says=["--adapter nobody/nothing-at-all", "not fetched from the Hub"]),
+    "a model as an adapter": Case(
+        flags="--adapter model",
+        says=["model: no adapter_config.json: give --model model"]),
     "a pipe as an adapter": Case(
         spoil=[write_adapter(), pipe(ADAPTER_CONFIG)],
         flags=WITH_ADAPTER,
@@ -825,7 +839,7 @@ RUNS = {
         says=["12", "of 8"]),
     "plan without an adapter": Case(
         flags=f"--dry_run {WITH_ADAPTER}",
-        says=[ADAPTER_CONFIG]),
+        says=["--adapter adapter: no such folder"]),
 }
 FILES = MODELS | TENSORS | PARTS | ADAPTERS | TEXTS | RUNS
 CHAT = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]}

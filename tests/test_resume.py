@@ -2,6 +2,7 @@
 rounding."""
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -699,6 +700,38 @@ def test_a_start_that_loads_keeps_others_out_of_its_folder(job, tmp_path, monkey
     assert json.loads((out / "args.json").read_text())["seed"] == 0
 
 
+@pytest.mark.parametrize("method", [[], ["--lora"]], ids=["full", "lora"])
+def test_the_best_checkpoint_is_named_at_the_end_and_its_command_writes_its_model(
+        folder, six_rows, tmp_path, monkeypatch, capsys, method):
+    losses = itertools.cycle([2.0, 1.0, 3.0])  # of the evaluations after steps 1, 2 and 3
+    monkeypatch.setattr(train, "evaluate", lambda *_: train.Evaluation(next(losses), [], 9))
+    out = tmp_path / "run"
+    argv = ["--model", folder, "--random_init", "--data", six_rows, "--eval_data", six_rows, "--eval_every", 1]
+    argv = [*map(str, argv), *method, *"--seq_len 64 --batch_size 2 --precision fp32".split()]
+    argv += "--lr 1e-2 --schedule constant --warmup 0".split()  # a shorter run has the same rates
+    assert train.launch([*argv, "--steps", "3", "--save_every", "1", "--keep", "1", "--out", str(out)]) == 0
+    command = f"--resume {out}/checkpoint-2 --steps 2 --out best"
+    said = capsys.readouterr().out
+    assert f"best evaluation was that of step 2, 1.0000: the same command with {command} writes its model" in said
+
+    # what says so, too, is a checkpoint that is given as a model, also by its run if that has no other result
+    for name in ("run/checkpoint-2", "run/checkpoint-3"):
+        assert train.launch(["--chat", "--model", str(tmp_path / name)]) == 2
+        step = name[-1]
+        words = f"no model yet: the command of that run with --resume {tmp_path / name} --steps {step} --out best makes"
+        assert words in capsys.readouterr().err
+    shutil.rmtree(out / "final")
+    assert train.launch(["--chat", "--adapter", str(out)]) == 2
+    assert f"--resume {out}/checkpoint-3 --steps 3" in capsys.readouterr().err
+
+    monkeypatch.chdir(tmp_path)
+    assert train.launch([*argv, *command.split()]) == 0
+    assert "best evaluation" not in capsys.readouterr().out
+    assert train.launch([*argv, "--steps", "2", "--out", str(tmp_path / "two")]) == 0
+    name = "adapter_model.safetensors" if method else "model.safetensors"
+    assert (tmp_path / "best/final" / name).read_bytes() == (tmp_path / "two/final" / name).read_bytes()
+
+
 # ---------------------------------------------------------------- names on the Hub
 
 
@@ -724,6 +757,33 @@ def test_a_run_resumes_on_the_commit_of_the_model_that_it_began_with(six_rows, t
     assert train.launch([*argv, "--steps", "2"]) == 0
     assert asked == [None, COMMIT]
     assert data.read_json(tmp_path / "run/args.json")["revisions"] == {"a/b": COMMIT}
+
+
+def test_an_adapter_of_the_hub_is_fetched_and_pinned_as_its_base_is(six_rows, tmp_path, monkeypatch):
+    """Its base, too, when the adapter of the run is used again."""
+    asked = []
+    newest = {"a/base": COMMIT, "a/adapter": "a" * 40}  # commits
+    argv = ["--data", str(six_rows), "--seq_len", "64", "--save_every", "1", "--schedule", "constant", "--sample", ""]
+    assert train.launch([*argv, "--lora", "--steps", "1", "--out", str(tmp_path / "first")]) == 0
+    sources = {"a/base": HERE / "tiny", "a/adapter": tmp_path / "first/final"}
+
+    def snapshot_download(name, revision, **_):
+        asked.append((name, revision))
+        folder = tmp_path / "snapshots" / (revision or newest[name])
+        shutil.copytree(sources[name], folder, dirs_exist_ok=True)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    out = tmp_path / "run"
+    argv += ["--model", "a/base", "--adapter", "a/adapter", "--resume", "--out", str(out)]
+    assert train.launch([*argv, "--steps", "1"]) == 0
+    assert data.read_json(out / "args.json")["revisions"] == newest
+    newest = {"a/base": "e" * 40, "a/adapter": "f" * 40}
+    assert train.launch([*argv, "--steps", "2"]) == 0
+    assert asked == [("a/adapter", None), ("a/base", None), ("a/adapter", "a" * 40), ("a/base", COMMIT)]
+    asked.clear()
+    assert train.launch(["--merge", "--model", str(out)]) == 0
+    assert asked == [("a/base", COMMIT)]
 
 
 def test_a_resume_refuses_revisions_that_are_none(tmp_path):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import HANG_S, HERE, TRAIN, build, losses, read_data, run_ranks
+from conftest import HANG_S, HERE, TRAIN, build, check_merges_later, losses, read_data, run_ranks
 from safetensors.torch import load_file, save_file
 from test_formats import byte_level_tokenizer
 
@@ -183,6 +183,42 @@ def test_merged_model_is_base_plus_adapter(main_job):
             assert not torch.equal(merged[name], w)
         # bf16 keeps 8 bits: half a unit of the last, and a rounding of the float32 sum that may tip it over
         torch.testing.assert_close(merged[name].float(), expected, rtol=0.0041, atol=1e-7)
+
+
+@pytest.mark.bf16
+def test_a_qlora_run_is_merged_later_into_the_16_bit_weights_to_the_same_bytes(main_job, tmp_path, capsys):
+    check_merges_later(main_job.out, tmp_path)
+    said = capsys.readouterr().out
+    assert f"done: {tmp_path}/later/merged, and nothing was trained, as there is no --data" in said
+    assert "stdlib:docs" not in said
+    # that is what the run stands for now
+    assert data.find_result(str(tmp_path / "later")) == (str(tmp_path / "later/merged"), None)
+    assert train.launch(["--merge", "--model", str(tmp_path / "later")]) == 2
+    assert f"--merge: {tmp_path}/later/merged is a whole model" in capsys.readouterr().err
+
+
+@pytest.mark.bf16
+def test_a_merge_goes_to_out_if_it_is_given_and_a_run_is_not_written_to_by_two(main_job, tmp_path, capsys):
+    final = shutil.copytree(main_job.out / "final", tmp_path / "run/final")
+    shutil.copy(main_job.out / "args.json", tmp_path / "run")
+    argv = ["--merge", "--adapter", str(tmp_path / "run")]  # of the built-in model
+    assert train.launch([*argv, "--out", str(tmp_path / "m")]) == 0
+    assert names_in(tmp_path / "m") == {"args.json", "lock", "merged"}
+    lock = train.lock_folder(tmp_path / "run")
+    assert train.launch(argv) == 1
+    assert "another process writes to it" in capsys.readouterr().err
+    lock.close()
+    assert names_in(tmp_path / "run") == {"args.json", "lock", "final"}
+    assert names_in(final) == names_in(main_job.out / "final")
+
+
+@pytest.mark.bf16
+@pytest.mark.parametrize("flags", ["--dpo", "--add_tokens <call> --train_embeddings"])
+def test_what_needs_a_whole_model_says_how_to_make_one_of_a_run(main_job, tmp_path, capsys, flags):
+    run = tmp_path / "run"
+    shutil.copytree(main_job.out / "final", run / "final")
+    assert train.launch([*flags.split(), "--model", str(run)]) == 2
+    assert f"merge the adapter first (--merge --model {run})" in capsys.readouterr().err
 
 
 @pytest.mark.rounding
