@@ -2924,6 +2924,7 @@ STATE_TYPES = {
     "step": int, "tokens": int, "best_eval": dict | None, "evaluated": int, "eval_data": int | None,
     "metrics_bytes": int, "steps": int, "rows_a_step": int, "settings": dict, "files": dict,
 }
+BEST_EVAL_TYPES = {"step": int, "eval_loss": float | int}
 
 
 def step_of(checkpoint):
@@ -3111,13 +3112,9 @@ def read_metrics(out, last_step):
     return rows
 
 
-def odd_keys(state):
-    """The keys that a state does not have, or whose values are of another type than in this version."""
-    odd = [key for key, kind in STATE_TYPES.items() if not isinstance(state.get(key, ...), kind)]
-    best = state.get("best_eval")
-    if isinstance(best, dict) and not {"step", "eval_loss"} <= best.keys():
-        odd.append("best_eval")
-    return odd
+def odd_keys(content, types):
+    """The keys of `types` that a dict does not have, or has with a value of another type."""
+    return [key for key, kind in types.items() if not isinstance(content.get(key, ...), kind)]
 
 
 def names_in(settings):
@@ -3131,7 +3128,10 @@ def read_state(folder, settings, ranks):
     state = data.read_json(folder / STATE)
     if state != data.with_checksum(state):
         raise ValueError(f"{folder / STATE}: damaged; {REMOVE}")
-    if odd := odd_keys(state):
+    odd = odd_keys(state, STATE_TYPES)
+    if not odd and state["best_eval"] is not None and odd_keys(state["best_eval"], BEST_EVAL_TYPES):
+        odd = ["best_eval"]
+    if odd:
         raise ValueError(f"{folder / STATE}: {data.listing(odd)}: missing or of another type: "
                          f"{OTHER_VERSION}: continue with that one, or start a new run with another --out")
     for name in state["files"]:  # one with a folder in it would be a file outside of the checkpoint

@@ -232,7 +232,7 @@ def test_a_state_of_another_version_is_refused_by_key(saved, key):
     without = {name: value for name, value in good.items() if name != key}
     states = [without, good | {key: "a text"}]
     if key == "best_eval":
-        states.append(good | {key: {}})  # of no step
+        states += [good | {key: {}}, good | {key: {"step": 2, "eval_loss": "low"}}]
     for state in states:
         path.write_text(json.dumps(data.with_checksum(state)))
         with pytest.raises(ValueError, match=f"{path}: {key}: missing or of another type: another version of oomph"):
