@@ -2491,11 +2491,10 @@ def find_model(name, random_init, revisions=None):
     """--model -> ModelFiles. A Hub id is downloaded. revisions: see tokenized()."""
     if name in PRESETS:
         return ModelFiles(PRESETS[name], TINY, None, name)
-    is_local = name == "tiny" or Path(name).is_dir()
     # consolidated.safetensors would be the same weights once more
     weight_files = [] if random_init else ["model*.safetensors"]
-    folder = folder_of("model", str(TINY) if name == "tiny" else name, CONFIG, weight_files, revisions)
-    base = str(folder.resolve()) if is_local else name
+    folder = folder_of("model", name, CONFIG, weight_files, revisions)
+    base = str(folder.resolve()) if folder in (Path(name), TINY) else name
     return ModelFiles(read_json(folder / CONFIG), folder, None if random_init else folder, base)
 
 
@@ -2506,7 +2505,7 @@ def find_adapter(name, revisions=None):
 
 def folder_of(flag, name, config, weight_files, revisions):
     """The folder of a model or an adapter, which has a file `config`. A Hub id is downloaded."""
-    folder = Path(name)
+    folder = TINY if name == "tiny" else Path(name)
     if not folder.is_dir():
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             others = f", tiny or, with --random_init, {' '.join(PRESETS)}" if flag == "model" else ""
