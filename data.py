@@ -35,6 +35,7 @@ import contextlib
 import csv
 import errno
 import functools
+import glob
 import gzip
 import hashlib
 import heapq
@@ -1314,6 +1315,15 @@ SKIPPED = {
 }
 
 
+def files_matching(names):
+    """The values of --data or --eval_data, in which the sorted files of a pattern replace it."""
+    found = []
+    for name in names:
+        files = [] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+        found += files or [name]
+    return found
+
+
 def files_of(name, revisions):
     """A value of --data -> (the type of its files, their paths in the order in which they are read). The type
     is one of FILE_TYPES, "arrow" of a data set, or the name itself if it is BUILT_IN, which has no files. A
@@ -2483,53 +2493,84 @@ class ModelFiles(NamedTuple):
     base: str  # what a PEFT adapter names as its base
 
 
+# the files by which the folders of models and of adapters are known
+CONFIGS = CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+
+
+def result_in(name, *files):
+    """The folder that has one of these files: the one of this name, or of a run merged/, or else final/; or
+    None."""
+    for folder in (Path(name), Path(name) / "merged", Path(name) / "final"):
+        if any((folder / file).exists() for file in files):
+            return folder
+    return None
+
+
 def find_result(name):
     """--model -> (model, adapter or None). The name may be the folder of a run, which stands for its merged/,
     or else its final/, or the folder of an adapter, which stands for the adapter and its base model."""
-    for folder in (Path(name), Path(name) / "merged", Path(name) / "final"):
-        if (folder / "config.json").exists():
-            return str(folder), None
-        if (folder / "adapter_config.json").exists():
-            config = read_json(folder / "adapter_config.json")
-            return str(config.get("base_model_name_or_path"))[:1000], str(folder)
-    return name, None
+    folder = result_in(name, *CONFIGS)
+    if folder is None or (folder / CONFIG).exists():
+        return str(folder or name), None
+    config = read_json(folder / ADAPTER_CONFIG)
+    return str(config.get("base_model_name_or_path"))[:1000], str(folder)
 
 
 def find_model(name, random_init, revisions=None):
     """--model -> ModelFiles. A Hub id is downloaded. revisions: see tokenized()."""
     if name in PRESETS:
         return ModelFiles(PRESETS[name], TINY, None, name)
+    # consolidated.safetensors would be the same weights once more
+    weight_files = [] if random_init else ["model*.safetensors"]
+    folder = folder_of("model", name, CONFIG, weight_files, revisions)
+    base = str(folder.resolve()) if folder in (Path(name), TINY) else name
+    return ModelFiles(read_json(folder / CONFIG), folder, None if random_init else folder, base)
+
+
+def find_adapter(name, revisions=None):
+    """--adapter -> its folder. A Hub id is downloaded. revisions: see tokenized()."""
+    return folder_of("adapter", name, ADAPTER_CONFIG, ["adapter_model*.safetensors"], revisions)
+
+
+def folder_of(flag, name, config, weight_files, revisions):
+    """The folder of a model or an adapter, which has a file `config`. A Hub id is downloaded."""
     folder = TINY if name == "tiny" else Path(name)
-    if folder.is_dir():
-        name = str(folder.resolve())
-    elif name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ValueError(f"--model {name}: no such folder; expected tiny, a folder, a Hub id (Qwen/Qwen3-4B) "
-                         f"or, with --random_init, {' '.join(PRESETS)}")
-    else:
-        revisions = {} if revisions is None else revisions
-        folder = download(name, random_init, revisions.get(name))
-        revisions[name] = folder.name
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder}: no config.json: expected a model folder as transformers saves it")
-    weights = None if random_init else folder
-    return ModelFiles(read_json(folder / "config.json"), folder, weights, name)
+    if not folder.is_dir():
+        if name.count("/") != 1 or name.startswith((".", "/", "~")):
+            others = f", tiny or, with --random_init, {' '.join(PRESETS)}" if flag == "model" else ""
+            raise ValueError(f"--{flag} {name}: no such folder; expected a folder, or a Hub id such as "
+                             f"Qwen/Qwen3-4B{others}")
+        folder = download(flag, name, weight_files, {} if revisions is None else revisions)
+    if not (folder / config).exists():
+        raise ValueError(f"{folder}: no {config}: {results_below(folder)}")
+    return folder
 
 
-def download(name, random_init, revision):
-    """Fetches a model from the Hub -> its folder in the Hub's cache, which has the name of its commit.
-    revision: the commit to use, or None for the newest one."""
+def results_below(folder):
+    """What to give in the place of a folder that is none of a model or adapter: such as are in it, or two
+    levels below it, as in the Hub's cache."""
+    found = []
+    for flag, config in (("model", CONFIG), ("adapter", ADAPTER_CONFIG)):
+        for levels in ("", "*/", "*/*/"):
+            found += [f"--{flag} {path.parent}" for path in folder.glob(levels + config)]
+    return f"give {listing(found)}" if found else "expected a folder as transformers or PEFT save it"
+
+
+def download(flag, name, weight_files, revisions):
+    """Fetches a model or an adapter from the Hub -> its folder in the Hub's cache, which has the name of its
+    commit. revisions: see tokenized()."""
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model"]
-    if not random_init:
-        wanted.append("model*.safetensors")  # consolidated.safetensors would be the same weights once more
+    wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model", *weight_files]
     try:
-        return Path(from_hub(snapshot_download, name, revision=revision, allow_patterns=wanted,
-                             ignore_patterns=["onnx/*", "original/*"]))
+        folder = Path(from_hub(snapshot_download, name, revision=revisions.get(name), allow_patterns=wanted,
+                               ignore_patterns=["onnx/*", "original/*"]))
     except Exception as error:  # its HTTP library has others, which another version does not have
         line = " ".join(str(error).split())
-        raise ValueError(f"--model {name}: no such folder, and not fetched from the Hub; the next start "
+        raise ValueError(f"--{flag} {name}: no such folder, and not fetched from the Hub; the next start "
                          f"continues: {type(error).__name__}: {listing([line])}") from error
+    revisions[name] = folder.name
+    return folder
 
 
 # Names as safetensors has them. Weights are read in these types; U8 is for a run's own checkpoints.
@@ -2612,7 +2653,8 @@ class WeightFiles:
     missing, cut short or in another format, or if a tensor is in two files."""
 
     def __init__(self, folder, single="model.safetensors"):
-        self.files = [Path(folder) / name for name in weight_files_in(Path(folder), single)]
+        self.folder = Path(folder)
+        self.files = [self.folder / name for name in weight_files_in(self.folder, single)]
         self.tensors = {}
         self.readers = {}  # {path: its open file}
         for path in self.files:
@@ -2852,7 +2894,7 @@ MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) an
 def open_adapter(folder):
     """A PEFT LoRA adapter -> (WeightFiles, {flag: value}). A ValueError names a key that is not understood.
     The names of the tensors decide which layers are adapted."""
-    where = f"{folder}/adapter_config.json"
+    where = f"{folder}/{ADAPTER_CONFIG}"
     config = read_json(where)
     for key, value in config.items():
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
@@ -2885,6 +2927,12 @@ def open_adapter(folder):
     flags["lora_targets"] = [target for target in lm.LORA_TARGETS if target in found]
     flags["train_embeddings"] = bool(whole)
     return weights, flags
+
+
+def tensors_of_adapter(adapter):
+    """WeightFiles of an adapter -> {name in files of the model: tensor}, as export() returns them."""
+    return {name.removeprefix(PEFT_PREFIX): adapter.rows(name, 0, stored.n_rows)
+            for name, stored in adapter.tensors.items()}
 
 
 @torch.no_grad()
@@ -3158,7 +3206,9 @@ def merge(weights, adapter, scale, files, tokenizer, out):
     """Writes merged/: the original weights, without NF4's error, plus scale * B A, summed in float32."""
     unfinished = out / "merged.part"
     layout = layout_of_result(weights, lm.parse_config(files.config))
-    with writing(f"--merge, {out}/final is complete", "merged/"):
+    where = f"--merge, {out}/final is complete" if (out / "final").exists() else f"--merge, {out}"
+    with writing(where, "merged/"):
+        remove(unfinished)  # of a merge that was killed
         unfinished.mkdir()
         tokenizer.save(unfinished)
         copy_descriptions(files.weights, unfinished)
@@ -3170,7 +3220,7 @@ def merge(weights, adapter, scale, files, tokenizer, out):
 def merged_weight(weights, name, adapter, scale):
     """A matrix or vector on the CPU: the adapter's own, or that of the files plus scale * B A."""
     if name in adapter:
-        return adapter[name]
+        return adapter[name].to(weights.tensors[name].dtype)
     weight = weights.rows(name, 0, weights.tensors[name].n_rows).cpu()  # random weights are made on the GPU
     layer = name.removesuffix(".weight")
     if f"{layer}.lora_A.weight" in adapter:

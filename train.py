@@ -96,11 +96,13 @@ def main(argv, progress, exits):
     """A training run from top to bottom. `progress` is kept up to date for launch(), and `exits` is its stack
     of what has to be closed, however the run ends."""
     args = parse_args(argv)
-    # these two train nothing, and --dry_run needs neither weights nor a device
+    # these three train nothing, and --dry_run needs neither weights nor a device
     if args.dry_run:
         return dry_run(args)
     if args.chat:
         return chat(args)
+    if not args.data:
+        return merge_result(args, exits)
 
     # ---- what the user gave: everything is checked before anything large is allocated
     stop = StopSignal()
@@ -291,9 +293,8 @@ def main(argv, progress, exits):
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
-            lora_scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
-            data.merge(opened.weights, adapter_tensors, lora_scale, opened.files, tokenizer, out)
-    say_done(args, model, out, ranks)
+            merge(args, opened, adapter_tensors, out)
+    say_done(args, model, out, state, ranks)
 
 
 class OpenedModel(NamedTuple):
@@ -343,14 +344,25 @@ class Run(NamedTuple):
 def open_config(args, world, device, random_init, revisions=None):
     """-> OpenedConfig. `args` is complete after it. device: None if the run is only planned. revisions: see
     take_folder()."""
-    files = data.find_model(args.model, random_init, revisions)
-    config = lm.parse_config(files.config, f"{args.model}: config.json")
+    revisions = {} if revisions is None else revisions
     adapter = None
     adapter_settings = {}
+    folder = None
     if args.adapter:
-        adapter, adapter_settings = data.open_adapter(args.adapter)
-        if data.has_two_matrices(adapter, config):
-            files = files._replace(config=data.untied(files.config))
+        folder = data.find_adapter(args.adapter, revisions)
+        adapter, adapter_settings = data.open_adapter(folder)
+        # the commit of the base that a run has trained the adapter on
+        commits = revisions_of(folder) if is_run(folder.parent) else {}
+        if args.model in commits:
+            revisions.setdefault(args.model, commits[args.model])
+    try:
+        files = data.find_model(args.model, random_init, revisions)
+    except ValueError as error:
+        moved = f"; if the base in {folder}/adapter_config.json has moved: --adapter {folder} --model BASE"
+        raise ValueError(f"{error}{moved if adapter else ''}") from error
+    config = lm.parse_config(files.config, f"{args.model}: config.json")
+    if adapter and data.has_two_matrices(adapter, config):
+        files = files._replace(config=data.untied(files.config))
     complete_for_model(args, config, adapter_settings, device)
     stored_config = config
     files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter)
@@ -461,15 +473,16 @@ def open_model(args, ranks, revisions=None):
             use_flash_attention_4_(model, ranks.device)
         if adapter:
             data.check_weights(model, adapter, args.adapter)
-        return OpenedModel(files, config, model, weights, adapter, open_tokenizer(args, files))
+        return OpenedModel(files, config, model, weights, adapter, open_tokenizer(args, files, adapter))
 
 
-def open_tokenizer(args, files):
+def open_tokenizer(args, files, adapter):
     # no value of --train_on: with it the tokenizer refuses rows that are not pairs
     train_on = "pairs" if args.dpo else args.train_on
     variables = data.read_template_args(args.template_args)
-    return data.Tokenizer(
-        files.tokenizer, args.chat_template, train_on, variables, args.add_tokens, args.adapter)
+    # an adapter goes on with the template that it was trained on, even if the base has another
+    return data.Tokenizer(files.tokenizer, args.chat_template, train_on, variables, args.add_tokens,
+                          adapter and adapter.folder)
 
 
 def default_precision(is_chat, device):
@@ -721,11 +734,17 @@ def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
             end_if_signalled()
 
 
-def say_done(args, model, out, ranks):
-    """The last line of a run: what was written, and the command that talks with it. That command opens the
-    adapter by the same functions, so a fork whose adapter it would refuse hears why here."""
+def say_done(args, model, out, state, ranks):
+    """The last lines of a run: which checkpoint was better than the last one, what was written, and the
+    command that talks with it. That command opens the adapter by the same functions, so a fork whose adapter
+    it would refuse hears why here."""
     if ranks.rank:
         return
+    best = state["best_eval"]
+    if best and best["step"] < state["step"] and best["step"] in checkpoints(out):
+        checkpoint = checkpoints(out)[best["step"]]
+        ranks.say(f"the best evaluation was that of step {best['step']}, {best['eval_loss']:.4f}: the same "
+                  f"command with {export_of(checkpoint)} writes its model, best/final")
     written = f"{out}/final"
     if args.merge:
         written += f" and {out}/merged"
@@ -739,6 +758,32 @@ def say_done(args, model, out, ranks):
         if args.random_init:
             next_step = "--chat cannot talk with it: only --merge saves the random weights under it"
     ranks.say(f"done: {written}; {next_step}")
+
+
+def merge(args, opened, adapter, out):
+    """Writes merged/. adapter: {name: tensor}, see data.export()."""
+    scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
+    data.merge(opened.weights, adapter, scale, opened.files, opened.tokenizer, out)
+
+
+def merge_result(args, exits):
+    """--merge of an adapter without --data: writes merged/ as --merge in its training would have done, to the
+    folder of its run or to --out, and trains nothing."""
+    ranks = Ranks(want_group=False, timeout=args.timeout)
+    opened = open_model(args, ranks)
+    with ranks.agree():
+        final = opened.adapter.folder
+        out = final.parent
+        is_meant = not args.out or out.resolve() == Path(args.out).resolve()
+        if is_meant and is_run(out) and final.name == "final":
+            exits.callback(lock_folder(out).close)
+        else:
+            folder = RunFolder(args.out, None)
+            exits.callback(folder.leave)
+            out = folder.path
+        merge(args, opened, data.tensors_of_adapter(opened.adapter), out)
+    ranks.say(f"done: {out}/merged, and nothing was trained, as there is no --data; --chat --model {out} "
+              "talks with it")
 
 
 # ---------------- flags
@@ -781,6 +826,7 @@ WHOLE = number(int)
 WHOLE_OR_0 = number(int, zero_too=True)
 AMOUNT = number(float)
 AMOUNT_OR_0 = number(float, zero_too=True)
+PATH = os.path.expanduser  # a shell leaves the ~ of --out=~/run as it is
 SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
 DEMO_DATA = ["stdlib:docs"]
@@ -843,6 +889,11 @@ OTHER_NAMES = {
     "report_to": "--wandb",
     "run_name": "--wandb",
 }
+# flags of launchers: torch.distributed.launch gave the first one to each process
+OF_LAUNCHERS = ("local_rank", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port",
+                "num_processes")
+# what each rank of a process group needs, and torchrun sets
+OF_GROUP = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # why --optim_in_backward does not go with --precision fp16
 WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, and here a part of its "
                "updates is done by then: leave it out, or use --precision fp32")
@@ -864,7 +915,7 @@ def add(group, flag, value_type, default, text, **options):
     """Adds a flag that has a value. Where the default is None, the text says what that means."""
     if default is not None:
         text += f" (default: {default})"
-    if value_type is not str:
+    if value_type not in (str, PATH):
         options.setdefault("metavar", "N")
     declare(group, flag, type=value_type, default=default, help=text, **options)
 
@@ -888,16 +939,16 @@ def make_parser():
             help="print the most used flags, with --help_all all flags, and exit")
 
     model = parser.add_argument_group("model")
-    add(model, "--model", str, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
+    add(model, "--model", PATH, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
         "run, or with --random_init one of " + ", ".join(data.PRESETS), everyday=True)
     switch(model, "--random_init", "start from random weights in the shapes of --model", fixed=True)
     add(model, "--precision", str, None,
         "mixed: train in float32, multiply in bf16; fp16: the same in fp16, with a loss scale; bf16, fp32: "
         "do both in that format (default: mixed; without bf16 instructions fp16 on a GPU, fp32 on a CPU)",
         choices=("mixed", "bf16", "fp16", "fp32"), fixed=True, feature=True)
-    add(model, "--adapter", str, None,
-        "folder of a PEFT adapter to train further, with its rank, alpha, rsLoRA and targets (default: "
-        "none)")
+    add(model, "--adapter", PATH, None,
+        "folder or Hub id of a PEFT adapter, or the folder of a run, to train further with its rank, alpha, "
+        "rsLoRA and targets (default: none)")
 
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
@@ -914,8 +965,8 @@ def make_parser():
     switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True,
            needs="lora")
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
-        "fraction of an adapter's inputs that is zeroed in training; which ones depends on the number of "
-        "ranks and micro-batches, as with any other trainer (default: 0)", fixed=True, needs="lora")
+        "fraction of an adapter's inputs that is zeroed in training; which ones depends on --tiled_mlp and "
+        "the number of ranks and micro-batches (default: 0)", fixed=True, needs="lora")
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
            "reference is the model without adapters", fixed=True, needs="lora", feature=True, everyday=True)
     add(method, "--beta", AMOUNT, None, "with a smaller one --dpo takes the model further from its reference "
@@ -927,7 +978,7 @@ def make_parser():
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
         "has a gate_proj, too, that name alone is the MLP's)",
         nargs="+", metavar="LAYER", fixed=True, needs="lora")
-    add(method, "--add_tokens", str, None, "tokens to append to the vocabulary, which messages may "
+    add(method, "--add_tokens", PATH, None, "tokens to append to the vocabulary, which messages may "
         "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
         "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
         nargs="+", metavar="TOKEN", fixed=True)
@@ -941,12 +992,12 @@ def make_parser():
 
 def add_data_flags(parser):
     dataset = parser.add_argument_group("data")
-    add(dataset, "--data", str, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
+    add(dataset, "--data", PATH, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
         ".gz of these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split "
         "train if none is named) or folders of datasets' save_to_disk(), or the built-in stdlib:docs and "
-        "stdlib:code; a file given twice is read twice per epoch (default: stdlib:docs)", nargs="+",
-        everyday=True)
-    add(dataset, "--eval_data", str, None,
+        "stdlib:code; a pattern in quotes stands for the files that it matches; a file given twice is read "
+        "twice per epoch (default: stdlib:docs)", nargs="+", everyday=True)
+    add(dataset, "--eval_data", PATH, None,
         "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
         "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
         "different ones (default: none)",
@@ -965,7 +1016,7 @@ def add_data_flags(parser):
         "rewrites in later turns gets a document of its own; whole: without such documents; all: every token "
         "of the whole conversations and texts",
         choices=("targets", "whole", "all"), fixed=True)
-    add(dataset, "--chat_template", str, None, "jinja file, in place of the model's own (default: none)",
+    add(dataset, "--chat_template", PATH, None, "jinja file, in place of the model's own (default: none)",
         everyday=True)
     add(dataset, "--template_args", str, None, "variables of the chat template, in JSON or as text, such as "
         "enable_thinking=false; final/ has them (default: none)", nargs="+", metavar="KEY=VALUE", fixed=True,
@@ -1051,12 +1102,12 @@ def add_schedule_flags(parser):
 
 def add_run_flags(parser):
     run = parser.add_argument_group("run")
-    add(run, "--out", str, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
+    add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
     add(run, "--save_every", WHOLE_OR_0, 500,
         "steps between checkpoints; the last step is saved, too. 0: save only on a signal",
         feature=True, everyday=True)
     add(run, "--keep", WHOLE, 2, "newest checkpoints to keep, besides the one with the best evaluation")
-    add(run, "--resume", str, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
+    add(run, "--resume", PATH, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
         "checkpoint of --out or of the newest run in out/, or start a new one if there is none (default: "
         "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN", everyday=True)
     add(run, "--timeout", SECONDS, 1800.0,
@@ -1078,8 +1129,8 @@ def add_run_flags(parser):
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot",
            "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
-    switch(run, "--merge", "also write the 16-bit model with the adapter merged in",
-           needs="lora", everyday=True)
+    switch(run, "--merge", "also write the 16-bit model with the adapter merged in; with a given adapter and "
+           "without --data that alone", needs="lora", everyday=True)
     add(run, "--sample", str, None,
         "text to continue or question to answer before training, at each evaluation and after training "
         "(default: one for built-in data)")
@@ -1125,11 +1176,14 @@ def refuse(message):
 
 
 def refuse_unknown(word, flags):
-    """Names the flag that was probably meant by a word: another trainer's flag, - for _, or a misspelling."""
+    """Names the flag that was probably meant by a word: another trainer's flag, - for _, or a misspelling. A
+    launcher's flag stands before train.py."""
     name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
     known = OTHER_NAMES | {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
     similar = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {known[similar[0]]}?" if similar else "--help_all lists all"
+    if name in OF_LAUNCHERS:
+        hint = "torchrun --nproc_per_node N train.py starts N ranks, and tells each its own"
     refuse(f"{word}: no such flag; {hint}")
 
 
@@ -1139,13 +1193,7 @@ def complete(args):
     that."""
     if not args.model:  # it would be the folder that the command runs in
         refuse("--model: expected a name, got an empty text")
-    # The folder of a run may stand for its model and adapter. This comes first, because an adapter decides
-    # which other flags make sense.
-    if not args.adapter:
-        try:
-            args.model, args.adapter = data.find_result(args.model)
-        except (ValueError, OSError) as error:
-            refuse(str(error))
+    find_results(args)  # this comes first, because an adapter decides which other flags make sense
     try:
         data.share_of(args.eval_data)
         variables = data.read_template_args(args.template_args)
@@ -1168,7 +1216,10 @@ def complete(args):
         refuse(f"--columns: {', '.join(names)}: a column can have one key")
     refuse_conflicts(args)  # from here on, defaults look like values that were given
 
-    args.data = args.data or DEMO_DATA
+    # --merge of an adapter needs none: main trains nothing then
+    default = [] if args.merge and args.adapter else DEMO_DATA
+    args.data = data.files_matching(args.data or default)
+    args.eval_data = args.eval_data and data.files_matching(args.eval_data)
     if not args.chunked_ce:
         args.ce_chunk = 0  # the head sees all tokens at once
     if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
@@ -1180,8 +1231,42 @@ def complete(args):
         args.lora_targets = args.lora_targets or list(lm.LORA_TARGETS)
     if args.dpo:
         args.beta = args.beta or 0.1
-    if args.sample is None and not args.random_init:
+    if args.sample is None and args.data and not args.random_init:
         args.sample = SAMPLES.get(args.data[0], "")
+
+
+def find_results(args):
+    """Puts results in the place of the folders of runs that stand for them in --model and --adapter."""
+    given = f"--model {args.model}"
+    try:
+        args.model, adapter = data.find_result(args.model)
+    except (ValueError, OSError) as error:
+        refuse(str(error))
+    if args.adapter:
+        if adapter:
+            refuse(f"{given} is an adapter: leave out --adapter, or merge this one first (--merge {given}) "
+                   "and give the merged/ that it writes")
+        given += f" --adapter {args.adapter}"
+        adapter = str(data.result_in(args.adapter, data.ADAPTER_CONFIG) or args.adapter)
+    args.adapter = adapter
+    for flag in ("model", "adapter"):
+        if os.path.isdir(getattr(args, flag) or ""):
+            refuse_checkpoint(flag, Path(getattr(args, flag)))
+    # the reference of --dpo is the model without adapters, and new tokens need rows in its embedding
+    for flag in ("dpo", "add_tokens"):
+        if args.adapter and getattr(args, flag):
+            refuse(f"--{flag} needs a whole model: merge the adapter first (--merge {given}) and give the "
+                   "merged/ that it writes as --model")
+
+
+def refuse_checkpoint(flag, folder):
+    """A checkpoint has the rows of ranks, and no model that could be read. If one is given, or a run that has
+    no result yet, this names the command that makes a model of it."""
+    checkpoint = folder if (folder / STATE).is_file() else newest_checkpoint(folder)
+    # transformers writes a state of this name, too, beside a model
+    if checkpoint and not any(data.result_in(one, *data.CONFIGS) for one in (folder, checkpoint)):
+        refuse(f"--{flag} {folder}: a run's checkpoint is no model yet: the command of that run with "
+               f"{export_of(checkpoint)} makes one, best/final")
 
 
 def layer_names(flag, words):
@@ -1199,24 +1284,22 @@ def refuse_conflicts(args):
     if args.train_embeddings and not args.lora:
         refuse("--train_embeddings: full fine-tuning trains them already: leave it out, or add --lora or "
                "--qlora")
-    if args.add_tokens and args.adapter:
-        refuse("--add_tokens and --adapter: leave one out, or merge the adapter first (--merge) and give "
-               "merged/ as --model")
     if args.add_tokens and args.chat:
         refuse("--add_tokens: leave it out with --chat: the model has not learned these tokens")
     if args.add_tokens and args.lora and not args.train_embeddings:
         refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
                "tokens are never learned")
+    if args.merge and not args.lora and os.path.isdir(args.model):
+        refuse(f"--merge: {args.model} is a whole model: leave it out, or add --lora")
     for flag in flags_with("needs"):
         if getattr(args, flag.dest) and not getattr(args, flag.needs):
             refuse(f"--{flag.dest} needs --{flag.needs}")
     for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
         if getattr(args, flag) and args.adapter:
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
-    others = args.adapter or args.overflow or args.train_on != "targets"
-    if args.dpo and (others or args.sequence_parallel > 1 or not args.chunked_ce):
-        refuse("--dpo: leave out --adapter (merge it first), --overflow, --train_on, --sequence_parallel and "
-               "--no-chunked_ce")
+    others = args.overflow or args.train_on != "targets" or args.sequence_parallel > 1
+    if args.dpo and (others or not args.chunked_ce):
+        refuse("--dpo: leave out --overflow, --train_on, --sequence_parallel and --no-chunked_ce")
     # The reference is this model without adapters. With other embeddings it would need the old ones as well,
     # and the loss of each token, which --dpo needs, has no gradient of the head.
     if args.dpo and args.train_embeddings:
@@ -1230,6 +1313,8 @@ def refuse_conflicts(args):
     # a chat has one terminal, and one process that reads from it
     if args.chat and (args.fsdp2 or "RANK" in os.environ):
         refuse("--chat needs one device: no torchrun, no --fsdp2")
+    if args.merge and args.adapter and not args.data and "RANK" in os.environ:
+        refuse("--merge without --data needs one process: no torchrun")
     if args.optim_in_backward and args.precision == "fp16":
         refuse(f"--optim_in_backward: {WHOLE_STEPS}")
     for flag in ("tensorboard", "wandb"):
@@ -1291,9 +1376,10 @@ class Ranks:
         self.rank = 0
         self.world = 1
         self.control = None
+        environment = os.environ if "RANK" in os.environ else {}
         # among the ranks of this machine: the number of its GPU
-        self.local = int(os.environ.get("LOCAL_RANK", 0))
-        n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.local = int(environment.get("LOCAL_RANK", 0))
+        n_local = int(environment.get("LOCAL_WORLD_SIZE", 1))
         self.choose_device(n_local)
         if os.environ.get("OMP_NUM_THREADS", "1") in ("1", ""):
             # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
@@ -1325,11 +1411,18 @@ class Ranks:
         store = dist.HashStore()  # belongs to this process alone: no port has to be free
         if under_torchrun:
             # init_process_group() would do the same by itself, but with names that nobody can change
-            store, self.rank, self.world = next(rendezvous("env://", timeout=self.step_limit))
+            try:
+                store, self.rank, self.world = next(rendezvous("env://", timeout=self.step_limit))
+            except ValueError as error:  # a variable is missing, or no number
+                raise SystemExit(f"RANK is set, so that this is one of several ranks. {error}. torchrun sets "
+                                 f"{data.listing(OF_GROUP)}: start with it, or unset RANK") from error
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # torchrun keeps its store when it restarts the ranks, and the store keeps the addresses of
                 # the dead processes, so each start gets names of its own (pytorch #135712)
                 store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        elif os.environ.get("SLURM_NTASKS", "1") != "1":  # of the job, or of the srun that started this
+            data.say(f"note: SLURM has {os.environ['SLURM_NTASKS']} tasks, and this one trains alone: "
+                     "`srun torchrun ... train.py` makes them ranks of one run", to_stderr=True)
         if under_torchrun or want_group:
             # NCCL cannot move tensors on the CPU (offloaded parameters, signals), so gloo stands beside it
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -2880,6 +2973,13 @@ def end_not_finite(model, loader, step, args, ranks):
 STATE = "trainer_state.json"  # a folder without it is not a checkpoint
 OURS = {"written_by": "oomph"}  # in args.json: a folder without it is not a run's
 REMOVE = "remove this checkpoint to continue from an older one"
+OTHER_VERSION = "another version of oomph has written this checkpoint"
+# what open_run() and Saver put into a state; there may be no evaluation yet, and no data for it
+STATE_TYPES = {
+    "step": int, "tokens": int, "best_eval": dict | None, "evaluated": int, "eval_data": int | None,
+    "metrics_bytes": int, "steps": int, "rows_a_step": int, "settings": dict, "files": dict,
+}
+BEST_EVAL_TYPES = {"step": int, "eval_loss": float | int}
 
 
 def step_of(checkpoint):
@@ -2898,6 +2998,11 @@ def newest_checkpoint(run):
     """Returns the folder of the newest complete checkpoint, or None."""
     found = checkpoints(run)
     return found[max(found)] if found else None
+
+
+def export_of(checkpoint):
+    """The flags with which the command of a run writes the model of a checkpoint, and trains no further."""
+    return f"--resume {checkpoint} --steps {step_of(checkpoint.resolve())} --out best"
 
 
 def checkpoint_to_resume(out, resume):
@@ -2930,7 +3035,8 @@ class RunFolder:
             self.path = checkpoint.parent
         else:
             self.path = Path("out") / datetime.now().strftime("%Y%m%d-%H%M%S")
-        check_folder(self.path, checkpoint)  # before anything is written to somebody's files
+        if not (self.path / "lock").exists():
+            check_folder(self.path, checkpoint)  # before anything is written to somebody's files
         self.is_new = not self.path.exists()
         self.lock = lock_folder(self.path)
         check_folder(self.path, checkpoint)  # once more: another run may have come and gone
@@ -2967,6 +3073,10 @@ def check_folder(folder, checkpoint):
     if not is_run(folder):
         raise ValueError(f"--out {folder}: contains files, and no args.json of a run that has made them: "
                          "give a new or an empty folder")
+    for name in names:
+        # whoever opens a pipe waits for its other end, for ever
+        if not (name.endswith(".part") or (folder / name).is_dir()):
+            data.check_is_file(folder / name)
     newest = newest_checkpoint(folder)
     if newest and checkpoint and newest.samefile(checkpoint):
         return
@@ -2979,17 +3089,29 @@ def check_folder(folder, checkpoint):
 
 def lock_folder(out):
     """Makes the run's folder and locks it for this process for as long as the returned file is open."""
-    with data.writing(f"--out {out}", "folder, or the file lock in it,"):
-        out.mkdir(parents=True, exist_ok=True)
-        # "a" empties nothing if this is a link, "+" refuses a pipe, where others wait for its reader for ever
-        lock = open(out / "lock", "a+")  # noqa: SIM115
-    try:
-        # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
-        with data.where_supported(f"--out {out}: its disk has no file locks: let no second job write there"):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
-    return lock
+    path = out / "lock"
+    # RunFolder.leave() of another start may remove folder and file at any moment: then all begins again
+    for n_tries in itertools.count(1):
+        with data.writing(f"--out {out}", "folder, or the file lock in it,"):
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                # "a" empties nothing if this is a link, "+" refuses a pipe, where others wait for its reader
+                lock = open(path, "a+")  # noqa: SIM115
+            except (FileNotFoundError, FileExistsError):
+                if n_tries > 100:  # a link to nowhere, a file in the place of the folder
+                    raise
+                continue
+        try:
+            # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
+            with data.where_supported(
+                    f"--out {out}: its disk has no file locks: let no second job write there"):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samefile(path, lock.fileno()):  # or it has no name any more, and keeps nobody out
+                return lock
+        lock.close()
 
 
 def replace_file(path, text):
@@ -3045,12 +3167,28 @@ def read_metrics(out, last_step):
     return rows
 
 
+def odd_keys(content, types):
+    """The keys of `types` that a dict does not have, or has with a value of another type."""
+    return [key for key, kind in types.items() if not isinstance(content.get(key, ...), kind)]
+
+
+def names_in(settings):
+    """The names that all settings of one version have."""
+    return {name for name in settings if name.startswith(("--", "config.json's "))}
+
+
 def read_state(folder, settings, ranks):
     """Returns the state in trainer_state.json. ValueError names a file that is not as it was saved, to the
     byte, or the settings in which this run differs from the checkpoint's."""
     state = data.read_json(folder / STATE)
     if state != data.with_checksum(state):
         raise ValueError(f"{folder / STATE}: damaged; {REMOVE}")
+    odd = odd_keys(state, STATE_TYPES)
+    if not odd and state["best_eval"] is not None and odd_keys(state["best_eval"], BEST_EVAL_TYPES):
+        odd = ["best_eval"]
+    if odd:
+        raise ValueError(f"{folder / STATE}: {data.listing(odd)}: missing or of another type: "
+                         f"{OTHER_VERSION}: continue with that one, or start a new run with another --out")
     for name in state["files"]:  # one with a folder in it would be a file outside of the checkpoint
         if not re.fullmatch(r"rank-\d+-of-\d+\.safetensors", name):
             raise ValueError(f"{folder / STATE}: {name} is no name of a checkpoint's file; {REMOVE}")
@@ -3071,8 +3209,14 @@ def read_state(folder, settings, ranks):
         if name.startswith("--") and name not in defaults and value:
             changed.append(f"{name} was {brief(str(value))}, which this version does not have")
     if changed:
+        hint = ""
+        # each version has the same flags and fields of a config in all its runs, and one format of NF4
+        formats = [name for name in settings if name.startswith("the format of ") and name in saved]
+        other_format = any(saved[name] != settings[name] for name in formats)
+        if other_format or names_in(state["settings"]) != names_in(settings):
+            hint = f" ({OTHER_VERSION})"
         raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, "
-                         "or start a new run with another --out")
+                         f"or start a new run with another --out{hint}")
     return state
 
 
@@ -4188,7 +4332,7 @@ def dry_run(args):
     if args.gpu_gib in CARDS:
         data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {CARDS[args.gpu_gib]}")
     try:
-        files, config, *_ = open_config(args, world, device=None, random_init=True)
+        files, config, adapter, _ = open_config(args, world, device=None, random_init=True)
         run = Run(args, config, world, args.seq_len)
         blocks = choose_blocks(run, room)
         if args.activation_checkpointing == "auto":
@@ -4199,20 +4343,19 @@ def dry_run(args):
         if "linear_attention" in config.layer_types:
             data.say(blocks.describe_segment())
         print_plan(run, blocks, room)
-        if args.data != DEMO_DATA:
-            print_steps(args, files, config, world)
+        if args.data not in ([], DEMO_DATA):
+            print_steps(args, open_tokenizer(args, files, adapter), config.vocab_size, world)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
 
 
-def print_steps(args, files, config, world):
+def print_steps(args, tokenizer, vocab_size, world):
     """Prints what the data of a run are, in rows, tokens and steps."""
     ranks = Ranks(want_group=False, timeout=args.timeout)
     ranks.world = world
-    tokenizer = open_tokenizer(args, files)
-    if files.tokenizer == data.TINY and args.model != "tiny":
+    if tokenizer.folder == data.TINY and args.model != "tiny":
         data.say("note: the data are counted in tokens of the built-in model; a folder or Hub id has its own")
-    loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
+    loader, eval_loader = data.open_data(args, tokenizer, vocab_size, ranks)
     data.print_data(args, loader, eval_loader, tokenizer)
     rows_a_step, steps = count_steps(args, len(loader.rows), world)
     data.say(f"{steps:,} steps of {rows_a_step} rows")
@@ -4346,7 +4489,8 @@ def launch(argv=None):
     torch.set_flush_denormal(True)
     progress = dict(out=None, step=0, tokens_of_micro_batch=0, is_written=False)
     code = 1
-    speaks = os.environ.get("RANK", "0") == "0"
+    # without a group there is no rank 0 that could say it for this one
+    speaks = os.environ.get("RANK", "0") == "0" or not os.environ.keys() >= OF_GROUP
     try:
         with contextlib.ExitStack() as exits:
             main(sys.argv[1:] if argv is None else argv, progress, exits)

@@ -215,6 +215,18 @@ def run_ranks(world, argv, out, gpu=False):
     return rows, text, codes
 
 
+def check_merges_later(run, folder):
+    """--merge of a finished run, without --data, writes the bytes that --merge in the run itself has written."""
+    shutil.copytree(run, folder / "later", ignore=shutil.ignore_patterns("merged"))
+    assert train_main(["--merge", "--model", str(folder / "later")]) == 0
+    names = {path.name for path in (run / "merged").iterdir()}
+    assert {path.name for path in (folder / "later/merged").iterdir()} == names
+    for name in names:
+        # compared outside of `assert`, where pytest would show how megabytes differ
+        are_same = (run / "merged" / name).read_bytes() == (folder / "later/merged" / name).read_bytes()
+        assert are_same, name
+
+
 def state_of(step):
     """The state of a run after a step, as train.py hands it to its Saver, of a run without settings."""
     return {"step": step, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": None, "metrics_bytes": 0,

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HERE, curve, model_with_weights, on_ranks, random_chats, random_model, run_ranks
+from conftest import (
+    HERE, check_merges_later, curve, model_with_weights, on_ranks, random_chats, random_model, run_ranks,
+)
 from safetensors.torch import load_file, save_file
 
 import data
@@ -339,6 +341,10 @@ def test_the_merged_model_and_the_adapter_load_again_with_the_same_tokens(adapte
     logits = logits_of(*merged)
     expected = logits_of(*adapter)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_new_tokens_are_merged_later_to_the_same_bytes(adapted, tmp_path):
+    check_merges_later(adapted, tmp_path)
 
 
 def test_rows_of_tokens_in_the_data_are_learned(base, adapted):

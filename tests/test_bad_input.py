@@ -16,6 +16,7 @@ import torch
 from conftest import HERE, MUSE, SHAPE
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from torch.distributed import HashStore
 
 import model as lm
 import data
@@ -42,6 +43,9 @@ FLAGS = {  # flags: words of the message
     "--no_compile": ["mean --no-compile?"],
     "--no_packing": ["mean --no-packing?"],
     "tiny": ["tiny: no such flag"],
+    "--local_rank=0": ["--local_rank=0: no such flag", "torchrun --nproc_per_node N train.py"],
+    "--local-rank 0": ["--local-rank: no such flag", "torchrun"],
+    "--nproc_per_node 2": ["torchrun --nproc_per_node N train.py"],
 
     # values
     "--activation_checkpointing some": ["--activation_checkpointing", "some", "all or auto"],
@@ -129,7 +133,7 @@ FLAGS = {  # flags: words of the message
     # DPO
     "--dpo": ["needs --lora"],
     "--lora --beta 1": ["--beta needs --dpo"],
-    "--dpo --adapter X": ["merge it first"],
+    "--dpo --adapter X": ["--merge --model tiny --adapter X", "as --model"],
     "--dpo --lora --no-chunked_ce": ["--no-chunked_ce", "leave out"],
     "--dpo --lora --overflow split": ["--overflow", "leave out"],
     "--dpo --lora --train_on all": ["--train_on", "leave out"],
@@ -144,6 +148,42 @@ def test_bad_flags_end_with_the_flag_to_change(flags, capsys):
     assert message.startswith("train.py: error: ")
     assert message.count("\n") == 1
     assert_says(message, FLAGS[flags])
+
+
+OF_RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("changes", [
+    {"RANK": "1", "WORLD_SIZE": None},  # no other rank will say it
+    {"RANK": "1", "MASTER_ADDR": None},
+    {"RANK": "1", "MASTER_PORT": None},
+    {"WORLD_SIZE": "two"},
+], ids=str)
+def test_half_of_the_environment_of_a_rank_is_one_message(monkeypatch, capsys, changes):
+    for name, value in (OF_RANK_0 | changes).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert train.launch([]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("train.py: error: RANK is set")
+    assert said.count("\n") == 1
+    name, value = list(changes.items())[-1]
+    assert_says(said, [value or name, "torchrun sets", "unset RANK"])
+
+
+@pytest.mark.parametrize("tasks, rank, is_said", [("4", None, True), ("1", None, False), ("4", "0", False)])
+def test_tasks_of_slurm_without_torchrun_hear_that_each_trains_alone(monkeypatch, capsys, tasks, rank, is_said):
+    monkeypatch.setenv("SLURM_NTASKS", tasks)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank:
+        for name, value in OF_RANK_0.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(train, "rendezvous", lambda *_, **__: iter([(HashStore(), 0, 1)]))
+    ranks = train.Ranks(want_group=False, timeout=1800)
+    ranks.leave()
+    assert ("note: SLURM has 4 tasks, and this one trains alone" in capsys.readouterr().err) == is_said
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -366,7 +406,7 @@ def later(function):
 
 @later
 def write(name, content):
-    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(name).write_text(content)
 
 
@@ -520,6 +560,14 @@ MODELS = {
     "no such id": Case(
         flags="--model nobody/nothing-at-all",
         says=["--model nobody/nothing-at-all", "not fetched from the Hub"]),
+    "the upper folder of the Hub's cache": Case(
+        spoil=[write("models--a--b/snapshots/abc/config.json", "{}")],
+        flags="--model models--a--b",
+        says=["models--a--b: no config.json: give --model models--a--b/snapshots/abc"]),
+    "the upper folder of an adapter in the Hub's cache": Case(
+        spoil=[write("models--a--b/snapshots/abc/adapter_config.json", "{}")],
+        flags="--adapter models--a--b",
+        says=["no adapter_config.json: give --adapter models--a--b/snapshots/abc"]),
     "no config": Case(
         spoil=[rename(CONFIG, "gone")],
         says=["model", "no config.json"]),
@@ -621,7 +669,13 @@ WITH_ADAPTER = "--lora --adapter adapter"
 ADAPTERS = {
     "no adapter": Case(
         flags=WITH_ADAPTER,
-        says=[ADAPTER_CONFIG]),
+        says=["--adapter adapter: no such folder", "Hub id"]),
+    "no such adapter on the Hub": Case(
+        flags="--adapter nobody/nothing-at-all",
+        says=["--adapter nobody/nothing-at-all", "not fetched from the Hub"]),
+    "a model as an adapter": Case(
+        flags="--adapter model",
+        says=["model: no adapter_config.json: give --model model"]),
     "a pipe as an adapter": Case(
         spoil=[write_adapter(), pipe(ADAPTER_CONFIG)],
         flags=WITH_ADAPTER,
@@ -784,7 +838,7 @@ RUNS = {
         says=["12", "of 8"]),
     "plan without an adapter": Case(
         flags=f"--dry_run {WITH_ADAPTER}",
-        says=[ADAPTER_CONFIG]),
+        says=["--adapter adapter: no such folder"]),
 }
 FILES = MODELS | TENSORS | PARTS | ADAPTERS | TEXTS | RUNS
 CHAT = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]}

@@ -9,7 +9,8 @@ import shutil
 import pytest
 import torch
 from conftest import (
-    build, check_same_gradients, check_same_weights, curve, losses, model_with_weights, norm_of_update, run_ranks)
+    build, check_merges_later, check_same_gradients, check_same_weights, curve, losses, model_with_weights,
+    norm_of_update, run_ranks)
 from safetensors.torch import load_file, save_file
 
 import data
@@ -109,6 +110,10 @@ def test_an_adapter_with_embeddings_is_read_and_written_byte_for_byte(base, chat
     losses(world, ["--model", base, "--data", chats, *flags], tmp_path / "run")
     name = "adapter_model.safetensors"
     assert filecmp.cmp(final / name, tmp_path / "run/final" / name, shallow=False)
+
+
+def test_embeddings_are_merged_later_to_the_same_bytes(plain, tmp_path):
+    check_merges_later(plain[2], tmp_path)
 
 
 def logits_of(folder):

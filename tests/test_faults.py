@@ -225,6 +225,20 @@ def test_a_checkpoint_renamed_to_another_step_is_refused(saved):
         train.read_state(renamed, {}, ALONE)
 
 
+@pytest.mark.parametrize("key", train.STATE_TYPES)
+def test_a_state_of_another_version_is_refused_by_key(saved, key):
+    path = saved / train.STATE
+    good = data.read_json(path)
+    without = {name: value for name, value in good.items() if name != key}
+    states = [without, good | {key: "a text"}]
+    if key == "best_eval":
+        states += [good | {key: {}}, good | {key: {"step": 2, "eval_loss": "low"}}]
+    for state in states:
+        path.write_text(json.dumps(data.with_checksum(state)))
+        with pytest.raises(ValueError, match=f"{path}: {key}: missing or of another type: another version of oomph"):
+            train.read_state(saved, {}, ALONE)
+
+
 @pytest.mark.parametrize("name", ["../other/rank-00000-of-00002.safetensors", "a.safetensors"])
 def test_a_state_that_names_a_file_outside_of_the_checkpoint_is_refused(saved, name):
     path = saved / train.STATE

@@ -1,7 +1,10 @@
 """Resume is exact: k steps, a new process, the rest: bit for bit the uninterrupted run; on another world within
 rounding."""
 
+import fcntl
+import itertools
 import json
+import os
 import shutil
 import time
 import zlib
@@ -12,7 +15,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from conftest import HANG_S, HERE, QWEN35, on_ranks, random_model, run_ranks, state_of
+from conftest import HANG_S, HERE, QWEN35, on_ranks, random_model, run_ranks, start_ranks, state_of
 from test_train import ROOT, shell
 
 import model as lm
@@ -397,7 +400,8 @@ def test_a_flag_that_this_version_does_not_have_is_refused_if_it_was_given(lora_
     state = data.with_checksum(state | {"settings": settings | {"--nf4_skip": was}})
     (folder / train.STATE).write_text(json.dumps(state))
     if is_refused:
-        with pytest.raises(ValueError, match=r"--nf4_skip was \['k_proj'\], which this version does not have"):
+        words = r"--nf4_skip was \['k_proj'\], which this version does not have.*another version of oomph has written"
+        with pytest.raises(ValueError, match=words):
             train.read_state(folder, settings, ALONE)
     else:
         assert train.read_state(folder, settings, ALONE)["step"] == 2
@@ -624,6 +628,50 @@ def test_an_empty_folder_becomes_a_runs_and_is_given_back_as_it_was(tmp_path, le
     assert train.is_run(tmp_path / "a/b")
 
 
+def test_a_lock_on_a_file_that_is_given_back_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    first = train.RunFolder(str(tmp_path / "run"), None)
+    flock = fcntl.flock
+
+    def give_back_and_lock(file, how):
+        first.leave()  # file is open by now, and has no name any more
+        flock(file, how)
+
+    monkeypatch.setattr(train.fcntl, "flock", give_back_and_lock)
+    second = train.RunFolder(str(tmp_path / "run"), None)
+    with pytest.raises(ValueError, match="another process writes to it"):
+        train.RunFolder(str(tmp_path / "run"), None)
+    second.leave()
+
+
+def take_and_give_back(folder, seconds):
+    """Starts in one folder, one behind the other, all of which end before their first step."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            run = train.RunFolder(str(folder / "run"), None)
+        except ValueError as error:
+            assert "another process writes to it" in str(error)
+            continue
+        (folder / "taken").mkdir()  # raises if somebody else has taken it
+        (folder / "taken").rmdir()
+        run.leave()
+
+
+def test_starts_and_ends_at_once_share_no_folder(tmp_path):
+    """With a lock on the file that another start has just removed, two had the folder 26 times a minute."""
+    logs = [tmp_path / f"log{i}" for i in range(3)]
+    codes = start_ranks(3, take_and_give_back, (tmp_path, 2), logs)
+    assert codes == [0, 0, 0], "".join(log.read_text() for log in logs)
+
+
+@pytest.mark.parametrize("name", ["args.json", "metrics.jsonl", "loss.svg", "trace.json.gz"])
+def test_a_pipe_in_the_folder_of_a_run_is_named_and_not_waited_for(runs, name):
+    (runs / "run" / name).unlink(missing_ok=True)
+    os.mkfifo(runs / "run" / name)
+    with pytest.raises(ValueError, match=f"{name}: not a file|{FOREIGN}"):
+        find("run", "auto")
+
+
 def test_starts_in_one_second_share_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 1)))
@@ -652,6 +700,38 @@ def test_a_start_that_loads_keeps_others_out_of_its_folder(job, tmp_path, monkey
     assert json.loads((out / "args.json").read_text())["seed"] == 0
 
 
+@pytest.mark.parametrize("method", [[], ["--lora"]], ids=["full", "lora"])
+def test_the_best_checkpoint_is_named_at_the_end_and_its_command_writes_its_model(
+        folder, six_rows, tmp_path, monkeypatch, capsys, method):
+    losses = itertools.cycle([2.0, 1.0, 3.0])  # of the evaluations after steps 1, 2 and 3
+    monkeypatch.setattr(train, "evaluate", lambda *_: train.Evaluation(next(losses), [], 9))
+    out = tmp_path / "run"
+    argv = ["--model", folder, "--random_init", "--data", six_rows, "--eval_data", six_rows, "--eval_every", 1]
+    argv = [*map(str, argv), *method, *"--seq_len 64 --batch_size 2 --precision fp32".split()]
+    argv += "--lr 1e-2 --schedule constant --warmup 0".split()  # a shorter run has the same rates
+    assert train.launch([*argv, "--steps", "3", "--save_every", "1", "--keep", "1", "--out", str(out)]) == 0
+    command = f"--resume {out}/checkpoint-2 --steps 2 --out best"
+    said = capsys.readouterr().out
+    assert f"best evaluation was that of step 2, 1.0000: the same command with {command} writes its model" in said
+
+    # what says so, too, is a checkpoint that is given as a model, also by its run if that has no other result
+    for name in ("run/checkpoint-2", "run/checkpoint-3"):
+        assert train.launch(["--chat", "--model", str(tmp_path / name)]) == 2
+        step = name[-1]
+        words = f"no model yet: the command of that run with --resume {tmp_path / name} --steps {step} --out best makes"
+        assert words in capsys.readouterr().err
+    shutil.rmtree(out / "final")
+    assert train.launch(["--chat", "--adapter", str(out)]) == 2
+    assert f"--resume {out}/checkpoint-3 --steps 3" in capsys.readouterr().err
+
+    monkeypatch.chdir(tmp_path)
+    assert train.launch([*argv, *command.split()]) == 0
+    assert "best evaluation" not in capsys.readouterr().out
+    assert train.launch([*argv, "--steps", "2", "--out", str(tmp_path / "two")]) == 0
+    name = "adapter_model.safetensors" if method else "model.safetensors"
+    assert (tmp_path / "best/final" / name).read_bytes() == (tmp_path / "two/final" / name).read_bytes()
+
+
 # ---------------------------------------------------------------- names on the Hub
 
 
@@ -677,6 +757,33 @@ def test_a_run_resumes_on_the_commit_of_the_model_that_it_began_with(six_rows, t
     assert train.launch([*argv, "--steps", "2"]) == 0
     assert asked == [None, COMMIT]
     assert data.read_json(tmp_path / "run/args.json")["revisions"] == {"a/b": COMMIT}
+
+
+def test_an_adapter_of_the_hub_is_fetched_and_pinned_as_its_base_is(six_rows, tmp_path, monkeypatch):
+    """Its base, too, when the adapter of the run is used again."""
+    asked = []
+    newest = {"a/base": COMMIT, "a/adapter": "a" * 40}  # commits
+    argv = ["--data", str(six_rows), "--seq_len", "64", "--save_every", "1", "--schedule", "constant", "--sample", ""]
+    assert train.launch([*argv, "--lora", "--steps", "1", "--out", str(tmp_path / "first")]) == 0
+    sources = {"a/base": HERE / "tiny", "a/adapter": tmp_path / "first/final"}
+
+    def snapshot_download(name, revision, **_):
+        asked.append((name, revision))
+        folder = tmp_path / "snapshots" / (revision or newest[name])
+        shutil.copytree(sources[name], folder, dirs_exist_ok=True)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    out = tmp_path / "run"
+    argv += ["--model", "a/base", "--adapter", "a/adapter", "--resume", "--out", str(out)]
+    assert train.launch([*argv, "--steps", "1"]) == 0
+    assert data.read_json(out / "args.json")["revisions"] == newest
+    newest = {"a/base": "e" * 40, "a/adapter": "f" * 40}
+    assert train.launch([*argv, "--steps", "2"]) == 0
+    assert asked == [("a/adapter", None), ("a/base", None), ("a/adapter", "a" * 40), ("a/base", COMMIT)]
+    asked.clear()
+    assert train.launch(["--merge", "--model", str(out)]) == 0
+    assert asked == [("a/base", COMMIT)]
 
 
 def test_a_resume_refuses_revisions_that_are_none(tmp_path):

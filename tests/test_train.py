@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import HANG_S, HERE, TRAIN, build, losses, read_data, run_ranks
+from conftest import HANG_S, HERE, TRAIN, build, check_merges_later, losses, read_data, run_ranks
 from safetensors.torch import load_file, save_file
 from test_formats import byte_level_tokenizer
 
@@ -185,6 +185,42 @@ def test_merged_model_is_base_plus_adapter(main_job):
         torch.testing.assert_close(merged[name].float(), expected, rtol=0.0041, atol=1e-7)
 
 
+@pytest.mark.bf16
+def test_a_qlora_run_is_merged_later_into_the_16_bit_weights_to_the_same_bytes(main_job, tmp_path, capsys):
+    check_merges_later(main_job.out, tmp_path)
+    said = capsys.readouterr().out
+    assert f"done: {tmp_path}/later/merged, and nothing was trained, as there is no --data" in said
+    assert "stdlib:docs" not in said
+    # that is what the run stands for now
+    assert data.find_result(str(tmp_path / "later")) == (str(tmp_path / "later/merged"), None)
+    assert train.launch(["--merge", "--model", str(tmp_path / "later")]) == 2
+    assert f"--merge: {tmp_path}/later/merged is a whole model" in capsys.readouterr().err
+
+
+@pytest.mark.bf16
+def test_a_merge_goes_to_out_if_it_is_given_and_a_run_is_not_written_to_by_two(main_job, tmp_path, capsys):
+    final = shutil.copytree(main_job.out / "final", tmp_path / "run/final")
+    shutil.copy(main_job.out / "args.json", tmp_path / "run")
+    argv = ["--merge", "--adapter", str(tmp_path / "run")]  # of the built-in model
+    assert train.launch([*argv, "--out", str(tmp_path / "m")]) == 0
+    assert names_in(tmp_path / "m") == {"args.json", "lock", "merged"}
+    lock = train.lock_folder(tmp_path / "run")
+    assert train.launch(argv) == 1
+    assert "another process writes to it" in capsys.readouterr().err
+    lock.close()
+    assert names_in(tmp_path / "run") == {"args.json", "lock", "final"}
+    assert names_in(final) == names_in(main_job.out / "final")
+
+
+@pytest.mark.bf16
+@pytest.mark.parametrize("flags", ["--dpo", "--add_tokens <call> --train_embeddings"])
+def test_what_needs_a_whole_model_says_how_to_make_one_of_a_run(main_job, tmp_path, capsys, flags):
+    run = tmp_path / "run"
+    shutil.copytree(main_job.out / "final", run / "final")
+    assert train.launch([*flags.split(), "--model", str(run)]) == 2
+    assert f"merge the adapter first (--merge --model {run})" in capsys.readouterr().err
+
+
 @pytest.mark.rounding
 def test_rslora_is_merged_written_and_brought_by_an_adapter(tmp_path, chats):
     settings = ["--data", chats, "--seq_len", 128, "--precision", "fp32", "--steps", 1, "--warmup", 0, "--merge",
@@ -324,6 +360,29 @@ def test_help_is_short_and_help_all_has_every_flag(capsys):
     assert len(shown["--help"]) <= 33
     names = {f"--{name}" for name in vars(train.parse_args([]))}
     assert names == shown["--help_all"] - {"--no"}  # the pattern cuts --no-activation_checkpointing there
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
+    """A shell leaves that of --out=~/run, and the second one of a list in quotes."""
+    monkeypatch.setenv("HOME", "/home/ann")
+    paths = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume", "add_tokens"}
+    assert {action.dest for action in train.make_parser()._actions if action.type is train.PATH} == paths
+    args = train.parse_args(["--data", "~/a.jsonl", "org/b", "--eval_data=~/c.jsonl", "--out=~/run", "--model=~/m"])
+    assert args.data == ["/home/ann/a.jsonl", "org/b"]
+    assert args.eval_data == ["/home/ann/c.jsonl"]
+    assert (args.out, args.model) == ("/home/ann/run", "/home/ann/m")
+
+
+def test_a_pattern_in_quotes_stands_for_its_files_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.jsonl", "a.jsonl", "a[1].jsonl", "a1.jsonl", "sub/c.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch()
+    given = ["**/[bc].jsonl", "a[1].jsonl", "stdlib:docs", "none*.jsonl"]
+    args = train.parse_args(["--data", *given, "--eval_data", "a?.*"])
+    # the file of this very name, and not the one that it would match; what matches nothing is named by its own error
+    assert args.data == ["b.jsonl", "sub/c.jsonl", "a[1].jsonl", "stdlib:docs", "none*.jsonl"]
+    assert args.eval_data == ["a1.jsonl"]
 
 
 def test_plain_python_finds_a_hub_id_in_the_cache_and_names_a_fresh_folder(tmp_path, chats):
@@ -747,6 +806,12 @@ def test_a_lock_that_is_no_file_is_refused_by_name(tmp_path, make):
 # ---------------------------------------------------------------- the folder of a run
 
 
+def test_a_lock_that_is_a_link_to_nowhere_is_refused(tmp_path):
+    (tmp_path / "lock").symlink_to("nowhere/lock")
+    with pytest.raises(OSError, match="lock in it, not written: No such file"):
+        train.lock_folder(tmp_path)
+
+
 def test_a_lock_that_is_a_link_empties_nothing(tmp_path):
     (tmp_path / "mine").write_text("work")
     (tmp_path / "lock").symlink_to("mine")
@@ -835,7 +900,8 @@ def test_one_rank_says_what_is_wrong_for_torchrun_to_end_with(
     if rank is None:
         monkeypatch.delenv("RANK", raising=False)
     else:
-        monkeypatch.setenv("RANK", rank)
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
     assert train.launch(argv) in (1, 2)
     said = capsys.readouterr().err
     assert said.count("train.py: error: ") == printed
