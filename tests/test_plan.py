@@ -432,7 +432,18 @@ class ScaledBlock(lm.Block):
         return x + branch.to(x.dtype)
 
 
+class ZLossHead(lm.LMHead):
+    """Another loss, whose gradient autograd makes."""
+
+    def __init__(self, c):
+        super().__init__(c)
+        self.loss = lambda logits_CV, targets_C: (
+            torch.nn.functional.cross_entropy(logits_CV, targets_C, reduction="none")
+            + logits_CV.logsumexp(-1).square())
+
+
 FORKS = {
+    "LMHead": [ZLossHead],
     "MLP": [TwoMLPs, SquaredGELU],
     "Attention": [NormedAttention],
     "Block": [ScaledBlock],
