@@ -1124,7 +1124,7 @@ class Block(nn.Module):
 # ---------------- the loss
 
 FLOAT32_TOKENS = 256  # tokens of a chunk whose logits are in float32 at once
-AUTOGRAD_TOKENS = 64  # the same of a fork's loss, for which autograd has four or five copies of them
+AUTOGRAD_TOKENS = 64  # the same of a fork's loss, of which autograd has four or five copies
 
 
 def losses_and_gradient(logits_CV, targets_C1):
@@ -1212,16 +1212,8 @@ class LMHead(nn.Module):
     """The head and its loss are one module, because under FSDP2 the weight exists inside this forward only.
     Muse Glimmer's and Granite's logits are multiplied by a factor, Muse Glimmer's are capped.
 
-    Another loss is a function loss(logits_CV, targets_C) -> [C], one number a token, from float32 logits:
-
-        def with_z_loss(logits_CV, targets_C):
-            losses_C = F.cross_entropy(logits_CV, targets_C, reduction="none")
-            return losses_C + 1e-4 * logits_CV.logsumexp(-1).square()
-
-        model.lm_head.loss = with_z_loss  # in on_meta
-
-    Set from outside: chunk and per_token (on_meta), loss (a fork, in on_meta), loss_and_grad and losses
-    (compile_)."""
+    Set from outside: chunk and per_token (on_meta), loss (a fork, in on_meta: from float32 logits_CV and
+    targets_C to one number a token, [C]), loss_and_grad and losses (compile_)."""
 
     def __init__(self, c):
         super().__init__()
@@ -1245,25 +1237,20 @@ class LMHead(nn.Module):
         return losses_C1, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
 
     def losses(self, logits_CV, targets_C):
-        """[C] of a fork's loss, and 0 where the target is IGNORE: no loss has to know of these."""
+        """A fork's loss, [C], and 0 where the target is IGNORE: no loss has to know of these."""
         losses_C = self.loss(logits_CV, targets_C.clamp_min(0))
         return torch.where(targets_C == IGNORE, 0, losses_C)
 
     def losses_and_autograd(self, logits_CV, targets_C1):
-        """As losses_and_gradient(), of a fork's loss. The gradient comes from autograd, a few tokens at a
-        time, and takes the place of the logits."""
-        pieces = zip(logits_CV.split(AUTOGRAD_TOKENS), targets_C1.split(AUTOGRAD_TOKENS))
-        losses = [self.replace_by_gradient_(*piece) for piece in pieces]
+        """As losses_and_gradient(), of a fork's loss. The gradient takes the place of the logits."""
+        losses = []
+        for logits, targets in zip(logits_CV.split(AUTOGRAD_TOKENS), targets_C1.split(AUTOGRAD_TOKENS)):
+            leaf = logits.detach().float().requires_grad_()
+            with torch.enable_grad():  # off inside of forward(), and in evaluations
+                losses_C = self.losses(leaf, targets[:, 0])
+                logits.copy_(*torch.autograd.grad(losses_C.sum(), leaf))
+            losses.append(losses_C.detach()[:, None])
         return torch.cat(losses), logits_CV
-
-    def replace_by_gradient_(self, logits_CV, targets_C1):
-        """-> [C, 1], the losses. What autograd has saved for their gradient is free after this call."""
-        leaf_CV = logits_CV.detach().float().requires_grad_()
-        with torch.enable_grad():  # off inside of forward(), and in evaluations
-            losses_C = self.losses(leaf_CV, targets_C1[:, 0])
-            (grad_CV,) = torch.autograd.grad(losses_C.sum(), leaf_CV)
-        logits_CV.copy_(grad_CV)
-        return losses_C.detach()[:, None]
 
     def logits(self, x, w_VD):
         """float32, for generation and for a loss that is not chunked."""
@@ -1289,8 +1276,9 @@ class LMHead(nn.Module):
         targets_S = targets_BT.flatten()[supervised_S]
         targets_S[S:] = IGNORE  # in a copy, which indexing by a tensor has made
         if self.chunk:
+            with_grad = torch.is_grad_enabled()
             loss = ChunkedCrossEntropy.apply(
-                h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(), self.loss_and_grad, self.per_token)
+                h_SD, w_VD, targets_S, self.chunk, with_grad, self.loss_and_grad, self.per_token)
         elif self.loss:
             losses_S = self.losses(self.logits(h_SD, w_VD), targets_S)
             loss = losses_S if self.per_token else losses_S.sum()
@@ -1779,7 +1767,7 @@ class Counts(NamedTuple):
     targets: int  # supervised tokens
     tokens: int
     squares: int  # of the lengths of documents, summed: twice the pairs of tokens that attend to each other
-    documents: int = 1
+    terms: int = 0  # what the loss is a mean over: supervised tokens, or pairs of answers
 
 
 def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):

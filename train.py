@@ -184,7 +184,7 @@ def main(argv, progress, exits):
 
     def evaluate_now():
         with log.paused():
-            evaluation = evaluate(model, eval_loader, ranks, args.beta, stop)
+            evaluation = evaluate(model, eval_loader, ranks, args, stop)
         if evaluation is None:  # a signal came: the run that continues this one evaluates this step
             end_if_signalled()
         log.write_eval(evaluation)
@@ -203,28 +203,23 @@ def main(argv, progress, exits):
             evaluate_now()
         n_done = state["step"]  # data, dropout and schedule count from 0
         step = n_done + 1  # as it is logged
-        # supervised tokens of this step, or its pairs, over all micro-batches and ranks
-        n_terms = counts.documents // 2 if args.dpo else counts.targets
         ranks.alive()  # one of several ranks has --timeout seconds from here to the next call
         lr = set_rates_(optimizer, n_done, steps, args, loss_scale)
         seed_dropout(args.seed, n_done, ranks.rank)
 
         # forward and backward of each micro-batch
-        loss_sum = 0
-        dpo_sums = 0  # becomes a tensor: four sums, or none without --dpo
+        sums = {}  # of the loss and of each metric, on the device
         for i, batch in enumerate(batches):
             if args.fsdp2:
                 reduce_gradients_(model, i == len(batches) - 1, run.trains_vocabulary)
             b = batch.to(device)
             progress.update(step=step, tokens_of_micro_batch=b.tokens.numel())
-            loss, dpo = loss_of(model, b, args.beta)
-            # The loss is a sum. We divide it by the targets of all micro-batches and ranks, so each token
-            # counts the same however a step is split; `ranks.world` undoes the mean over ranks that is taken
-            # of gradients.
-            (loss_scale.of(loss) * (ranks.world / n_terms)).backward()
-            # detached: the log keeps the sum until it writes a row, and would keep the graph with it
-            loss_sum = loss_sum + loss.detach()
-            dpo_sums = dpo_sums + dpo
+            loss, metrics = loss_of(model, b, args)
+            # The loss is a sum. We divide it by the supervised tokens (or pairs) of all micro-batches and
+            # ranks, so each counts the same however a step is split; `ranks.world` undoes the mean over ranks
+            # that is taken of gradients.
+            (loss_scale.of(loss) * (ranks.world / counts.terms)).backward()
+            add_(sums, {"loss": loss, **metrics})
 
         # update the weights
         if in_backward:
@@ -245,7 +240,7 @@ def main(argv, progress, exits):
         state["tokens"] += counts.targets
         # `counts` is of all ranks, and mfu compares with the peak of one device
         flops = lm.step_flops(config, counts, args.lora, args.dpo, run.trains_vocabulary) / ranks.world
-        log.count(loss_sum, dpo_sums, n_terms, counts.tokens, flops)
+        log.count(sums, counts, flops)
 
         # once in a while: log, and see whether the numbers are still finite. This comes before each save,
         # too, so that no checkpoint counts a step that ends the run.
@@ -257,14 +252,14 @@ def main(argv, progress, exits):
         # the first steps show whether a run learns, and one after a resume whether it goes on where it was
         log_due = step <= 10 or step == log.start_step + 1 or step == steps or step % args.log_every == 0
         if log_due or overdue or save_due or stopped:
-            losses, dpo_means = log.means()
             # the only host sync of the step
-            losses, dpo_means, (norm,), (lr,), (n_found,), loss_scales = to_host(
-                device, losses, dpo_means, norm, lr, nonfinite.take_count_(), loss_scale.current())
-            bad_step = index_of_bad_step(step, losses, n_found, *loss_scales)
+            numbers = to_host(device, {
+                **log.means(), "lr": lr, "grad_norm": norm, **loss_scale.current(),
+                "skipped_steps": nonfinite.take_count_()})
+            bad_step = index_of_bad_step(step, numbers)
             if bad_step is not None:
                 end_not_finite(model, loader, bad_step, args, ranks)
-            log.write(losses, dpo_means, norm, lr, n_found, *loss_scales)
+            log.write(numbers)
         if profiler:
             profiler.step()
 
@@ -1165,9 +1160,8 @@ def refuse_conflicts(args):
         if getattr(args, flag) and args.adapter:
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
     others = args.adapter or args.overflow or args.train_on != "targets"
-    if args.dpo and (others or args.sequence_parallel > 1 or not args.chunked_ce):
-        refuse("--dpo: leave out --adapter (merge it first), --overflow, --train_on, --sequence_parallel and "
-               "--no-chunked_ce")
+    if args.dpo and (others or args.sequence_parallel > 1):
+        refuse("--dpo: leave out --adapter (merge it first), --overflow, --train_on and --sequence_parallel")
     # The reference is this model without adapters. With other embeddings it would need the old ones as well,
     # and the loss of each token, which --dpo needs, has no gradient of the head.
     if args.dpo and args.train_embeddings:
@@ -1972,8 +1966,8 @@ class LossScale:
             self.found_inf.zero_()
 
     def current(self):
-        """-> the scale, on the device, or no number where there is none."""
-        return self.found_inf.new_zeros(0) if self.value is None else self.value
+        """-> {name: the scale, on the device}, or {} where there is none."""
+        return {} if self.value is None else {"loss_scale": self.value}
 
     def tensors(self):
         """What a checkpoint needs, {name: tensor}: a run that resumed at the first scale would skip its steps
@@ -2032,41 +2026,50 @@ def seed_dropout(seed, step, rank):
     torch.manual_seed(nf4.scramble(nf4.scramble(nf4.scramble(seed) + step) + rank))
 
 
-# what a run with --dpo logs, means over pairs
-DPO_FIGURES = "reward_margin", "reward_accuracy", "logp_chosen", "logp_rejected"
-
-
-def loss_of(model, b, beta):
-    """-> (summed loss of a batch, sums of DPO_FIGURES [4]). Without beta there are no such figures, [0]. The
-    reference of --dpo is the same model with its adapters switched off, so no second one is in memory."""
+def loss_of(model, b, args):
+    """-> (summed loss of a batch, {name: sum of a metric}). A sum is a tensor on the device, and the names are
+    those of all batches and ranks. The log has its mean over supervised tokens or pairs, as the loss."""
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
-    if beta is None:
-        loss_sum = model(*inputs)
-        return loss_sum, loss_sum.new_zeros(0)
+    if not args.dpo:
+        return model(*inputs), {}
+    # the reference is the same model with its adapters switched off, so no second one is in memory
     with torch.no_grad():
         lm.switch_adapters_(model, on=False)
         reference_S = model(*inputs)
         lm.switch_adapters_(model, on=True)
-    return preferences(model(*inputs), reference_S, b.n_targets, beta)
+    return preferences(model(*inputs), reference_S, b.n_targets, args.beta)
+
+
+def add_(sums, more):
+    """Adds {name: tensor} to a dict of sums. Detached, because the log keeps these until it writes a row, and
+    would keep the graph with them."""
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0) + value.detach()
 
 
 def preferences(losses_S, reference_S, n_targets, beta):
-    """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, sums of
-    DPO_FIGURES). n_targets: of each document, a chosen one before its rejected one. P pairs. The log of a
-    sigmoid() would be log(0) for a pair that the model gets very wrong, hence logsigmoid()."""
-    if not n_targets:  # an evaluation's rank without rows
-        return losses_S.sum(), losses_S.new_zeros(len(DPO_FIGURES))
+    """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, metrics).
+    n_targets: of each document, a chosen one before its rejected one; an evaluation's rank without rows has
+    none. P pairs. The log of a sigmoid() would be log(0) for a pair that the model gets very wrong, hence
+    logsigmoid()."""
     logp_P2 = log_probabilities(losses_S, n_targets)
     reference_P2 = log_probabilities(reference_S, n_targets)
     rewards_P2 = beta * (logp_P2 - reference_P2)
     margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
     loss_sum = -nn.functional.logsigmoid(margins_P).sum()
-    figures = torch.stack([margins_P.sum(), (margins_P > 0).float().sum(), *logp_P2.sum(0)])
-    return loss_sum, figures.detach()
+    logp_chosen, logp_rejected = logp_P2.sum(0)
+    return loss_sum, {
+        "reward_margin": margins_P.sum(),
+        "reward_accuracy": (margins_P > 0).float().sum(),
+        "logp_chosen": logp_chosen,
+        "logp_rejected": logp_rejected,
+    }
 
 
 def log_probabilities(losses_S, n_targets):
     """Losses of tokens -> the log of the probability of each answer, [P, 2]: chosen, rejected."""
+    if not n_targets:
+        return losses_S.new_zeros(0, 2)
     # not index_add: on a GPU it adds in another order, with other bits, in each run
     answers = losses_S.split(n_targets)
     return -torch.stack([answer.sum() for answer in answers]).view(-1, 2)
@@ -2079,12 +2082,6 @@ def evaluation_is_due(eval_every, state):
     return eval_every and n % eval_every == 0 and state["evaluated"] < n < state["steps"]
 
 
-class Evaluation(NamedTuple):
-    loss: float  # mean over supervised tokens or pairs
-    dpo_means: list  # one for each of DPO_FIGURES; empty without --dpo
-    n_terms: int  # supervised tokens, or pairs
-
-
 @contextlib.contextmanager
 def evaluating(model):
     """No dropout inside, and nothing compiled: see compile_() in model.py."""
@@ -2094,12 +2091,10 @@ def evaluating(model):
     lm.reshard_(model)  # FSDP2 keeps what it has gathered for a backward, which does not come
 
 
-def evaluate(model, loader, ranks, beta=None, stop=None):
-    """-> Evaluation of all rows. None if any rank got a signal: an evaluation may take longer than a cluster
-    waits before it kills."""
-    loss_sum = 0
-    dpo_sums = 0
-    n_terms = 0
+def evaluate(model, loader, ranks, args, stop=None):
+    """-> {"eval_loss": mean of all rows, and all else that metrics.jsonl has of it}. None if any rank got a
+    signal: an evaluation may take longer than a cluster waits before it kills."""
+    sums = {}
     stopped = 0
     with evaluating(model), torch.no_grad():
         for batch in loader.once():
@@ -2108,29 +2103,28 @@ def evaluate(model, loader, ranks, beta=None, stop=None):
             (stopped,) = ranks.largest(stop.number if stop else 0)
             if stopped:
                 break
-            b = batch.to(ranks.device)
-            loss, dpo = loss_of(model, b, beta)
+            loss, metrics = loss_of(model, batch.to(ranks.device), args)
             # float64, so that the digits that are printed do not depend on the number of ranks
-            loss_sum = loss_sum + loss.double()
-            dpo_sums = dpo_sums + dpo.double()
-            n_terms += len(b.n_targets) // 2 if beta else len(b.supervised_S)
+            add_(sums, {name: value.double() for name, value in {"loss": loss, **metrics}.items()})
     if stopped:
         return None
-    loss_sums, dpo_of_ranks, counts = zip(*ranks.gather((loss_sum.item(), dpo_sums.tolist(), n_terms)))
-    if model.compute_dtype is torch.float16 and not math.isfinite(sum(loss_sums)):
+    sums_of_ranks = ranks.gather(to_host(ranks.device, sums))
+    if model.compute_dtype is torch.float16 and not math.isfinite(sum(one["loss"] for one in sums_of_ranks)):
         ranks.leave()
         raise FloatingPointError(f"evaluation: the loss is not finite: {FP16_ENDS}")
-    n_terms = sum(counts)
-    dpo_means = [sum(figures) / n_terms for figures in zip(*dpo_of_ranks)]
-    return Evaluation(sum(loss_sums) / n_terms, dpo_means, n_terms)
+    n_terms = int(loader.per_row.terms.sum())  # each row is in one batch of one rank
+    means = {f"eval_{name}": sum(one[name] for one in sums_of_ranks) / n_terms for name in sums}
+    return means | {f"eval_{loader.term}": n_terms}
 
 
-def to_host(device, *tensors):
-    """[numbers of each tensor], for which the host waits once. Plain numbers count as tensors."""
+def to_host(device, tensors):
+    """{name: tensor} -> {name: its number, or a list of them}, for which the host waits once. Plain numbers
+    count as tensors."""
     # float64, because a learning rate is a Python float
-    tensors = [torch.as_tensor(tensor, dtype=torch.float64).to(device) for tensor in tensors]
-    numbers = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-    return [part.tolist() for part in numbers.split([tensor.numel() for tensor in tensors])]
+    wide = {name: torch.as_tensor(tensor, dtype=torch.float64).to(device) for name, tensor in tensors.items()}
+    numbers = torch.cat([tensor.flatten() for tensor in wide.values()]).cpu()
+    parts = numbers.split([tensor.numel() for tensor in wide.values()])
+    return {name: part.view(wide[name].shape).tolist() for name, part in zip(wide, parts)}
 
 
 # ---------------- the log, trackers, traces
@@ -2231,7 +2225,7 @@ class Log:
         self.waited_s = self.loader.waited_s
         self.loss_sums = []
         self.n_terms = []
-        self.dpo_sums = None
+        self.metrics = {}  # {name: sum} of the last step
         self.n_tokens = 0
         self.flops = 0.0
 
@@ -2248,34 +2242,38 @@ class Log:
         """Since the last row, without pauses."""
         return time.perf_counter() - self.mark
 
-    def count(self, loss_sum, dpo_sums, n_terms, n_tokens, flops):
-        """Adds a step to the row. Sums and flops are this rank's, n_terms and n_tokens those of all ranks."""
+    def count(self, sums, counts, flops):
+        """Adds a step to the row. Sums and flops are this rank's, counts are those of all ranks."""
         # tensors on the device: their numbers are fetched once a row, so that no step waits for the GPU
-        self.loss_sums.append(loss_sum)
-        self.n_terms.append(n_terms)
+        self.loss_sums.append(sums.pop("loss"))
         # only the last step's are kept: loss.svg draws every step's loss, and none of these
-        self.dpo_sums = dpo_sums
-        self.n_tokens += n_tokens
+        self.metrics = sums
+        self.n_terms.append(counts.terms)
+        self.n_tokens += counts.tokens
         self.flops += flops
 
     def means(self):
-        """-> (mean loss of each step since the last row, means of DPO_FIGURES in the last one), on the
-        device. Collective."""
+        """-> {"losses": of each step since the last row, and the name of a metric: its mean in the last one},
+        on the device. Collective."""
         # In float64 the sum over ranks is exact. In float32 it would depend on the order in which a backend
         # adds ranks, which depends on the number of steps: a run that stops and resumes would log other
         # losses.
-        sums = torch.cat([torch.stack(self.loss_sums), self.dpo_sums]).double()
+        sums = torch.stack([*self.loss_sums, *self.metrics.values()]).double()
         if self.ranks.world > 1:
             dist.all_reduce(sums)
-        loss_sums, dpo_sums = sums.float().split([len(self.loss_sums), len(self.dpo_sums)])
-        losses = [loss_sum / n for loss_sum, n in zip(loss_sums, self.n_terms, strict=True)]
-        return torch.stack(losses), dpo_sums / self.n_terms[-1]
+        n_terms = self.n_terms + self.n_terms[-1:] * len(self.metrics)
+        means = [total / n for total, n in zip(sums.float(), n_terms, strict=True)]
+        n_steps = len(self.loss_sums)
+        return {"losses": torch.stack(means[:n_steps]), **dict(zip(self.metrics, means[n_steps:]))}
 
-    def write(self, losses, dpo_means, norm, lr, n_skipped=0, loss_scale=None):
-        """Writes the row of this step. losses: of each step since the last row, which loss.svg needs. With
-        fp16 it has the loss scale, and how many of these steps were skipped."""
+    def write(self, numbers):
+        """Writes the row of this step: {name: number} of what main has fetched, and what is known here.
+        "losses" are those of each step since the last row, which loss.svg needs. skipped_steps is how many of
+        these were skipped, which happens with a loss_scale only."""
         seconds = self.seconds()
+        losses = numbers["losses"]
         n_steps = len(losses)
+        n_skipped = int(numbers.pop("skipped_steps"))
         step = self.state["step"]
         steps = self.state["steps"]
         mem_gib, mem_reserved_gib = memory_gib(self.ranks.device)
@@ -2283,9 +2281,7 @@ class Log:
             "step": step,
             "epoch": step * self.state["rows_a_step"] / len(self.loader.rows),
             "loss": losses[-1],
-            "losses": losses,
-            "lr": lr,
-            "grad_norm": norm if math.isfinite(norm) else None,  # JSON has neither inf nor nan
+            **numbers,
             "tokens": self.state["tokens"],
             "tokens_per_s": self.n_tokens / seconds,
             "mfu": self.flops / seconds / self.peak_flops if self.peak_flops else None,
@@ -2293,38 +2289,42 @@ class Log:
             "mem_reserved_gib": mem_reserved_gib,
             "step_s": seconds / n_steps,
             "data_s": (self.loader.waited_s - self.waited_s) / n_steps,
-            **dict(zip(DPO_FIGURES, dpo_means)),
         }
-        if loss_scale is not None:
-            row |= {"loss_scale": loss_scale, "skipped_steps": int(n_skipped)}
+        if "loss_scale" in numbers:
+            row["skipped_steps"] = n_skipped
         # with pauses: what is left has evaluations and saves as well
         left_s = (steps - step) * (time.perf_counter() - self.start) / (step - self.start_step)
         # The line has 80 columns. What follows from the flags (lr) and from tok/s (mfu) stands in the row
         # alone
-        self.append(row, f"step {step:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}  norm {norm:<5.3g}  "
-                         f"{row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
-                         f"{timedelta(seconds=int(left_s))}")
+        self.append(row, f"step {step:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}  "
+                         f"norm {numbers['grad_norm']:<5.3g}  {row['tokens_per_s']:,.0f} tok/s  "
+                         f"{mem_gib:.2f} GiB  {timedelta(seconds=int(left_s))}", self.metrics)
         if n_skipped:
-            self.n_skipped += int(n_skipped)
-            self.ranks.say(f"step {step}: skipped {n_skipped:.0f} of the last {n_steps} steps: gradients "
-                           f"overflowed; loss scale {loss_scale:,.0f}")
+            self.n_skipped += n_skipped
+            self.ranks.say(f"step {step}: skipped {n_skipped} of the last {n_steps} steps: gradients "
+                           f"overflowed; loss scale {numbers['loss_scale']:,.0f}")
         self.reset()
 
     def write_eval(self, evaluation):
-        """Writes the row of an Evaluation and enters it in `state`."""
-        loss, dpo_means, n_terms = evaluation
-        terms = "pairs" if dpo_means else "tokens"
-        row = {"step": self.state["step"], "eval_loss": loss, f"eval_{terms}": n_terms}
-        row |= {f"eval_{name}": mean for name, mean in zip(DPO_FIGURES, dpo_means)}
+        """Writes the row that evaluate() has made and enters it in `state`."""
+        row = {"step": self.state["step"], **evaluation}
+        term = self.loader.term
+        metrics = evaluation.keys() - {"eval_loss", f"eval_{term}"}
         # Saver keeps the checkpoint of this step; of two equal losses the earlier one counts
         best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
         self.state["best_eval"] = best
         self.state["evaluated"] = row["step"]
-        accuracy = f", accuracy {row['eval_reward_accuracy']:.3f}" if dpo_means else ""
-        self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_terms:,} {terms}{accuracy}, best "
-                         f"{best['eval_loss']:.4f} at step {best['step']}")
+        n_terms = row[f"eval_{term}"]
+        self.append(row, f"step {row['step']}  eval loss {row['eval_loss']:.4f} over {n_terms:,} {term}, best "
+                         f"{best['eval_loss']:.4f} at step {best['step']}", metrics)
 
-    def append(self, row, line):
+    def append(self, row, line, metrics):
+        """Writes a row, and prints a line and below it those of its numbers that are named in `metrics`."""
+        if metrics:
+            line += "\n  " + "  ".join(f"{name} {row[name]:.4g}" for name in row if name in metrics)
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                row[name] = None  # JSON has neither inf nor nan
         self.ranks.say(line)
         if self.ranks.rank:
             return
@@ -2760,11 +2760,13 @@ class NonFinite:
         return n_steps
 
 
-def index_of_bad_step(step, losses, n_found, loss_scale=None):
+def index_of_bad_step(step, numbers):
     """-> index, from 0, of the step that was not finite and ends the run, or None. step: the number, from 1,
-    of the newest one. losses: of the steps since the last row, in n_found of which a gradient was inf or
-    nan."""
-    if loss_scale is None:
+    of the newest one. numbers: those of a row, see main. In skipped_steps of the steps since the last row a
+    gradient was inf or nan."""
+    losses = numbers["losses"]
+    n_found = numbers["skipped_steps"]
+    if "loss_scale" not in numbers:
         # found_inf stays 1 from the first such step on, so their number tells which step that was
         is_over = n_found or not math.isfinite(sum(losses))
         return step - max(int(n_found), 1) if is_over else None
@@ -2773,7 +2775,7 @@ def index_of_bad_step(step, losses, n_found, loss_scale=None):
         if not math.isfinite(loss):
             return index
     # GradScaler would halve it for ever. At 1 even the gradients of the plain mean loss overflow.
-    return step - 1 if loss_scale < 1 else None
+    return step - 1 if numbers["loss_scale"] < 1 else None
 
 
 def numbers_here(tensor):
@@ -3468,7 +3470,7 @@ def trace_step(run, variant, length):
             marks.micro_batch = i
             if args.fsdp2:
                 reduce_gradients_(model, i == len(lengths) - 1, run.trains_vocabulary)
-            run_on_paper(model, marks, batch_on_paper(args, its_length), args.beta)
+            run_on_paper(model, marks, batch_on_paper(args, its_length), args)
         marks.begin("end")
     del live.most["before"]  # the step
     return live.most
@@ -3520,10 +3522,10 @@ def on_paper(run):
         yield live
 
 
-def run_on_paper(model, marks, batch, beta):
+def run_on_paper(model, marks, batch, args):
     """The forward and the backward of a micro-batch."""
     marks.begin("forward", "embedding")
-    loss, _ = loss_of(model, batch, beta)
+    loss, _ = loss_of(model, batch, args)
     marks.begin("backward", "head")
     marks.live.in_backward = True
     if loss.requires_grad:
