@@ -1276,9 +1276,8 @@ class LMHead(nn.Module):
         targets_S = targets_BT.flatten()[supervised_S]
         targets_S[S:] = IGNORE  # in a copy, which indexing by a tensor has made
         if self.chunk:
-            with_grad = torch.is_grad_enabled()
-            loss = ChunkedCrossEntropy.apply(
-                h_SD, w_VD, targets_S, self.chunk, with_grad, self.loss_and_grad, self.per_token)
+            loss = ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(),
+                                             self.loss_and_grad, self.per_token)
         elif self.loss:
             losses_S = self.losses(self.logits(h_SD, w_VD), targets_S)
             loss = losses_S if self.per_token else losses_S.sum()
@@ -1584,10 +1583,8 @@ def compile_(model, packing):
         if isinstance(module, MoE):
             module.start_experts = in_training(module.start_experts, not packing, can_compile_experts)
     head = model.lm_head
-    # dynamic, because the last tokens are fewer
-    if head.loss:  # autograd, which calls it, cannot be compiled
-        head.losses = in_training(head.losses, dynamic=True)
-    else:
+    head.losses = in_training(head.losses, dynamic=True)  # a fork's; dynamic, as the last tokens are fewer
+    if not head.loss:  # torch.autograd.grad() cannot be compiled
         head.loss_and_grad = in_training(head.loss_and_grad, dynamic=True)
 
 

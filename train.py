@@ -139,7 +139,7 @@ def main(argv, progress, exits):
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.step_limit)
     if args.fsdp2:
-        shard_(model, args, device, blocks.n_resident)
+        shard_(model, args, device, blocks.streamed(config.num_hidden_layers))
     # until here the model is on the meta device, so a rank allocates no more than its own shard
     streamed = allocate_(model, args, blocks, device)
     with ranks.agree():
@@ -208,7 +208,7 @@ def main(argv, progress, exits):
         seed_dropout(args.seed, n_done, ranks.rank)
 
         # forward and backward of each micro-batch
-        sums = {}  # of the loss and of each metric, on the device
+        sums = Counter()  # of the loss and of each metric, on the device
         for i, batch in enumerate(batches):
             if args.fsdp2:
                 reduce_gradients_(model, i == len(batches) - 1, run.trains_vocabulary)
@@ -219,7 +219,8 @@ def main(argv, progress, exits):
             # ranks, so each counts the same however a step is split; `ranks.world` undoes the mean over ranks
             # that is taken of gradients.
             (loss_scale.of(loss) * (ranks.world / counts.terms)).backward()
-            add_(sums, {"loss": loss, **metrics})
+            # detached, or the log would keep the graph until it writes a row
+            sums.update({name: value.detach() for name, value in [("loss", loss), *metrics.items()]})
 
         # update the weights
         if in_backward:
@@ -1425,15 +1426,14 @@ def shard_bytes_on_old_torch_():
     _fsdp_param.FSDPParam.init_dtype_attrs = init_dtypes
 
 
-def shard_(model, args, device, n_resident=0):
+def shard_(model, args, device, streamed=None):
     """FSDP2 (arXiv:2304.11277) shards each parameter on dim 0. A block is gathered before it runs and freed
     after it, in the forward and in the backward.
 
     One unit per block, one for the embedding and one for the head. The last norm belongs to the root unit,
     which stays gathered from forward to backward. With --replicas N, weights are gathered inside a replica
-    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. n_resident: the number
-    of blocks whose frozen shards stay on the GPU where --offload params has those of others in host memory.
-    Where a rank has all rows, FSDP2 ignores frozen weights: see streams_weights()."""
+    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. streamed: see Blocks;
+    by default all blocks. Where a rank has all rows, FSDP2 ignores frozen weights: see streams_weights()."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shard_bytes_on_old_torch_()
@@ -1453,15 +1453,15 @@ def shard_(model, args, device, n_resident=0):
     ignored = set()
     if streams_weights(args, dist.get_world_size()):
         ignored.update(frozen_of(model))
-        # FSDP2 has what is trained alone, and all of that is in host memory, whichever blocks are resident
-        n_resident = 0
+        # FSDP2 has what is trained alone, and all of that is in host memory, whichever blocks are streamed
+        streamed = None
     shard = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
     in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
     layers = model.model.layers
-    in_host_memory = streamed_blocks(len(layers), n_resident)
     for i, block in enumerate(layers):
-        block_offload = offload if i in in_host_memory else stay
+        stays = streamed is not None and i not in streamed
+        block_offload = stay if stays else offload
         # FSDP2 casts the floats of a unit to one dtype (bytes of NF4 stay as they are), so the vectors of a
         # DecayGate, which are float32, are a unit of their own.
         for module in block.modules():
@@ -1470,7 +1470,7 @@ def shard_(model, args, device, n_resident=0):
         # the last block stays gathered: the backward needs it first, and freeing it would gather it twice
         reshard = args.reshard_after_forward and i < len(layers) - 1
         shard(block, offload_policy=block_offload, reshard_after_forward=reshard)
-        if i not in in_host_memory:
+        if stays:
             offload_trained_(block, pin_memory)
     # Said here, because FSDP2's own order counts a DecayGate as a unit between two blocks.
     for before, block in itertools.pairwise(layers):
@@ -1523,15 +1523,6 @@ def frozen_of(module):
     return [p for p in module.parameters() if not p.requires_grad]
 
 
-def streamed_blocks(n_layers, n_resident):
-    """Numbers of the blocks whose frozen weights come from host memory. They are spread evenly over the
-    model: a copy then hides behind the blocks between two streamed ones as well, so that a step takes the
-    longer of all compute and all copies. Were they in a row, each copy had the time of its own block alone,
-    and the compute of the resident ones would hide two copies in all. The last block is always one."""
-    n_streamed = n_layers - n_resident
-    return [i for i in range(n_layers) if (i + 1) * n_streamed // n_layers > i * n_streamed // n_layers]
-
-
 def allocate_(model, args, blocks, device):
     """Allocates all parameters of a model on the meta device -> the blocks whose frozen weights are for
     StreamedWeights as soon as they are loaded."""
@@ -1539,7 +1530,7 @@ def allocate_(model, args, blocks, device):
     if not offloads_frozen(args):
         return []
     layers = model.model.layers
-    streamed = [layers[i] for i in streamed_blocks(len(layers), blocks.n_resident)]
+    streamed = [layers[i] for i in blocks.streamed(len(layers))]
     streams_here = streams_weights(args, dist.get_world_size())
     # the last norm as well: FSDP2, which would bring it, ignores all that is frozen then
     modules = [*layers, model.model.norm] if streams_here else layers
@@ -2027,8 +2018,8 @@ def seed_dropout(seed, step, rank):
 
 
 def loss_of(model, b, args):
-    """-> (summed loss of a batch, {name: sum of a metric}). A sum is a tensor on the device, and the names are
-    those of all batches and ranks. The log has its mean over supervised tokens or pairs, as the loss."""
+    """-> (summed loss of a batch, {name: sum of a metric}). A sum is a tensor on the device; all batches have
+    the same names. The log has means, over what the loss is a mean over: supervised tokens, or pairs."""
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
     if not args.dpo:
         return model(*inputs), {}
@@ -2040,18 +2031,10 @@ def loss_of(model, b, args):
     return preferences(model(*inputs), reference_S, b.n_targets, args.beta)
 
 
-def add_(sums, more):
-    """Adds {name: tensor} to a dict of sums. Detached, because the log keeps these until it writes a row, and
-    would keep the graph with them."""
-    for name, value in more.items():
-        sums[name] = sums.get(name, 0) + value.detach()
-
-
 def preferences(losses_S, reference_S, n_targets, beta):
     """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, metrics).
-    n_targets: of each document, a chosen one before its rejected one; an evaluation's rank without rows has
-    none. P pairs. The log of a sigmoid() would be log(0) for a pair that the model gets very wrong, hence
-    logsigmoid()."""
+    n_targets: of each document, a chosen one before its rejected one. P pairs. log(sigmoid()) would be log(0)
+    for a pair that the model gets very wrong."""
     logp_P2 = log_probabilities(losses_S, n_targets)
     reference_P2 = log_probabilities(reference_S, n_targets)
     rewards_P2 = beta * (logp_P2 - reference_P2)
@@ -2068,7 +2051,7 @@ def preferences(losses_S, reference_S, n_targets, beta):
 
 def log_probabilities(losses_S, n_targets):
     """Losses of tokens -> the log of the probability of each answer, [P, 2]: chosen, rejected."""
-    if not n_targets:
+    if not n_targets:  # an evaluation's rank without rows
         return losses_S.new_zeros(0, 2)
     # not index_add: on a GPU it adds in another order, with other bits, in each run
     answers = losses_S.split(n_targets)
@@ -2094,7 +2077,7 @@ def evaluating(model):
 def evaluate(model, loader, ranks, args, stop=None):
     """-> {"eval_loss": mean of all rows, and all else that metrics.jsonl has of it}. None if any rank got a
     signal: an evaluation may take longer than a cluster waits before it kills."""
-    sums = {}
+    sums = Counter()
     stopped = 0
     with evaluating(model), torch.no_grad():
         for batch in loader.once():
@@ -2105,21 +2088,20 @@ def evaluate(model, loader, ranks, args, stop=None):
                 break
             loss, metrics = loss_of(model, batch.to(ranks.device), args)
             # float64, so that the digits that are printed do not depend on the number of ranks
-            add_(sums, {name: value.double() for name, value in {"loss": loss, **metrics}.items()})
+            sums.update({name: value.double() for name, value in [("loss", loss), *metrics.items()]})
     if stopped:
         return None
     sums_of_ranks = ranks.gather(to_host(ranks.device, sums))
-    if model.compute_dtype is torch.float16 and not math.isfinite(sum(one["loss"] for one in sums_of_ranks)):
-        ranks.leave()
-        raise FloatingPointError(f"evaluation: the loss is not finite: {FP16_ENDS}")
     n_terms = int(loader.per_row.terms.sum())  # each row is in one batch of one rank
     means = {f"eval_{name}": sum(one[name] for one in sums_of_ranks) / n_terms for name in sums}
+    if model.compute_dtype is torch.float16 and not math.isfinite(means["eval_loss"]):
+        ranks.leave()
+        raise FloatingPointError(f"evaluation: the loss is not finite: {FP16_ENDS}")
     return means | {f"eval_{loader.term}": n_terms}
 
 
 def to_host(device, tensors):
-    """{name: tensor} -> {name: its number, or a list of them}, for which the host waits once. Plain numbers
-    count as tensors."""
+    """{name: tensor or number} -> {name: number, or list of them}, for which the host waits once."""
     # float64, because a learning rate is a Python float
     wide = {name: torch.as_tensor(tensor, dtype=torch.float64).to(device) for name, tensor in tensors.items()}
     numbers = torch.cat([tensor.flatten() for tensor in wide.values()]).cpu()
@@ -2267,9 +2249,8 @@ class Log:
         return {"losses": torch.stack(means[:n_steps]), **dict(zip(self.metrics, means[n_steps:]))}
 
     def write(self, numbers):
-        """Writes the row of this step: {name: number} of what main has fetched, and what is known here.
-        "losses" are those of each step since the last row, which loss.svg needs. skipped_steps is how many of
-        these were skipped, which happens with a loss_scale only."""
+        """Writes the row of this step: the numbers that main has fetched and what is known here. "losses" are
+        of each step since the last row, for loss.svg. Some of these may be skipped with a loss_scale."""
         seconds = self.seconds()
         losses = numbers["losses"]
         n_steps = len(losses)
@@ -2294,8 +2275,7 @@ class Log:
             row["skipped_steps"] = n_skipped
         # with pauses: what is left has evaluations and saves as well
         left_s = (steps - step) * (time.perf_counter() - self.start) / (step - self.start_step)
-        # The line has 80 columns. What follows from the flags (lr) and from tok/s (mfu) stands in the row
-        # alone
+        # 80 columns: what follows from the flags (lr) and from tok/s (mfu) stands in the row alone
         self.append(row, f"step {step:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}  "
                          f"norm {numbers['grad_norm']:<5.3g}  {row['tokens_per_s']:,.0f} tok/s  "
                          f"{mem_gib:.2f} GiB  {timedelta(seconds=int(left_s))}", self.metrics)
@@ -2308,23 +2288,22 @@ class Log:
     def write_eval(self, evaluation):
         """Writes the row that evaluate() has made and enters it in `state`."""
         row = {"step": self.state["step"], **evaluation}
-        term = self.loader.term
-        metrics = evaluation.keys() - {"eval_loss", f"eval_{term}"}
+        n_terms = f"eval_{self.loader.term}"
         # Saver keeps the checkpoint of this step; of two equal losses the earlier one counts
         best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
         self.state["best_eval"] = best
         self.state["evaluated"] = row["step"]
-        n_terms = row[f"eval_{term}"]
-        self.append(row, f"step {row['step']}  eval loss {row['eval_loss']:.4f} over {n_terms:,} {term}, best "
-                         f"{best['eval_loss']:.4f} at step {best['step']}", metrics)
+        self.append(row, f"step {row['step']}  eval loss {row['eval_loss']:.4f} over {row[n_terms]:,} "
+                         f"{self.loader.term}, best {best['eval_loss']:.4f} at step {best['step']}",
+                    evaluation.keys() - {"eval_loss", n_terms})
 
     def append(self, row, line, metrics):
         """Writes a row, and prints a line and below it those of its numbers that are named in `metrics`."""
         if metrics:
             line += "\n  " + "  ".join(f"{name} {row[name]:.4g}" for name in row if name in metrics)
-        for name, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                row[name] = None  # JSON has neither inf nor nan
+        # JSON has neither inf nor nan
+        row = row | {name: None for name, value in row.items()
+                     if isinstance(value, float) and not math.isfinite(value)}
         self.ranks.say(line)
         if self.ranks.rank:
             return
@@ -2499,7 +2478,6 @@ def words_of(args, model, blocks, ranks):
     trained = "bfloat16" if args.precision == "bf16" else "float32"
     other_dtype = str(model.compute_dtype).removeprefix("torch.")
     n_shards = ranks.world // args.replicas
-    n_blocks = model.config.num_hidden_layers
     # the other optimizers have no fused kernel, see make_optimizer()
     fused = args.fused_adamw and args.optim == "adamw" and not args.stochastic_rounding
     words = {
@@ -2507,15 +2485,14 @@ def words_of(args, model, blocks, ranks):
         "qlora": (args.qlora, "train low-rank adapters and freeze all else, the blocks in NF4"),
         "compile": (args.compile, "half a minute in the first step, cached for the next run"),
         "fsdp2": (args.fsdp2, f"parameters, gradients and optimizer state in {n_shards} shards"),
-        "resident_blocks": (offloads_frozen(args), blocks.describe_resident(n_blocks)),
-        "activation_checkpointing": (args.activation_checkpointing, blocks.describe(n_blocks)),
         "chunked_ce": (args.chunked_ce, f"head and loss see {args.ce_chunk} tokens at a time"),
         "fused_adamw": (fused, "one kernel updates all weights"),
         "packing": (args.packing,
                     f"documents share rows of {args.seq_len} tokens, and see only themselves"),
         "save_every": (args.save_every, f"the newest {args.keep} checkpoints are kept"),
     }
-    return {flag: text if is_on else "" for flag, (is_on, text) in words.items()}
+    on = {flag: text if is_on else "" for flag, (is_on, text) in words.items()}
+    return on | blocks.words(args, model.config.num_hidden_layers)
 
 
 def words_of_help(action, value):
@@ -3252,7 +3229,7 @@ def events_and_host(run, blocks):
     for variant, place in variants_of_blocks(run, blocks):
         weights = weights_of(run, variant.config)
         traces.append(BlockTrace(traced(run, variant, run.length), weights, place))
-    on_device, host = where_weights_lie(run, traces, blocks.n_resident)
+    on_device, host = where_weights_lie(run, traces, blocks.streamed(len(traces)))
     input_bytes = 0  # of a block, that --offload activations moves
     if "activations" in args.offload:
         # a micro-batch on this rank
@@ -3710,16 +3687,15 @@ def batch_on_paper(args, length):
 # ---- what lies somewhere for the whole step
 
 
-def where_weights_lie(run, traces, n_resident):
+def where_weights_lie(run, traces, streamed):
     """-> ({kind: bytes on the GPU} of weights and optimizer, {kind: bytes of host memory} of these and of
     gradients). A flag that keeps a tensor for a whole step adds it here, under one of KINDS."""
     on_device = Counter()
     host = Counter()
     offloads = "params" in run.args.offload
-    streamed = streamed_blocks(len(traces), n_resident)
     is_tied = run.config.tie_word_embeddings
     for i, weight in weights_of_model(traces):
-        # frozen weights of blocks may be resident, see allocate_()
+        # frozen weights of blocks may stay, see allocate_()
         may_stay = run.args.lora and not weight.is_trained and i is not None
         stays = may_stay and (i not in streamed or (run.streams and weight.n_dims < 2))
         if stays or not offloads:
@@ -3879,16 +3855,24 @@ class Blocks(NamedTuple):
         return Blocks(*(n_layers * keeps for keeps in (is_recomputed, keeps_weights, keeps_attention)),
                       segment=self.segment)
 
-    def describe(self, n_layers):
+    def streamed(self, n_layers):
+        """Numbers of the blocks whose frozen weights --offload params has in host memory: the last one, and
+        others spread evenly. A copy then hides behind the blocks between two streamed ones as well, so that a
+        step takes the longer of all compute and all copies. In a row, each copy would have the time of its
+        own block alone, and the compute of all resident ones would hide two copies."""
+        n_streamed = n_layers - self.n_resident
+        return [i for i in range(n_layers) if (i + 1) * n_streamed // n_layers > i * n_streamed // n_layers]
+
+    def words(self, args, n_layers):
+        """{flag: what it does in this run, or "" if it is off}."""
         text = f"the backward recomputes {self.n_recomputed} of {n_layers} blocks"
         if self.n_attention_kept:
             text += f", in {self.n_attention_kept} of them all but attention"
         if self.n_weights_kept:
             text += f"; {self.n_weights_kept} keep their NF4 weights in 16 bits"
-        return text
-
-    def describe_resident(self, n_layers):
-        return f"frozen weights of {self.n_resident} of {n_layers} blocks stay on the GPU"
+        resident = f"frozen weights of {self.n_resident} of {n_layers} blocks stay on the GPU"
+        return {"activation_checkpointing": text if args.activation_checkpointing else "",
+                "resident_blocks": resident if offloads_frozen(args) else ""}
 
     def describe_segment(self):
         return f"Gated DeltaNet mixes {self.segment:,} tokens at a time"
@@ -4064,8 +4048,6 @@ def print_plan(run, blocks, room):
         print_moments(moments, name)
         if run.args.compile:
             data.say("  --compile: what torch's partitioner saves; an H100 took within 1 % of it")
-        if run.args.dpo:
-            data.say("  --dpo: the reference's forward comes first, keeps nothing and is no peak")
         data.say(f"  host memory: {host_text}")
     if math.isinf(room):
         return
@@ -4124,11 +4106,9 @@ def dry_run(args):
         config = open_config(args, world, device=None, random_init=True).config
         run = Run(args, config, world, args.seq_len)
         blocks = choose_blocks(run, room)
-        if args.activation_checkpointing == "auto":
-            data.say(f"--activation_checkpointing auto: {blocks.describe(config.num_hidden_layers)}")
-        if offloads_frozen(args):
-            resident = blocks.describe_resident(config.num_hidden_layers)
-            data.say(f"--resident_blocks {args.resident_blocks}: {resident}")
+        for flag, text in blocks.words(args, config.num_hidden_layers).items():
+            if text:
+                data.say(f"--{flag} {getattr(args, flag)}: {text}")
         if "linear_attention" in config.layer_types:
             data.say(blocks.describe_segment())
         print_plan(run, blocks, room)
