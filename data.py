@@ -2060,6 +2060,8 @@ class Loader:
         parts = documents.parts
         # the answers of a pair follow each other, and the loss compares them: they share a row
         n_together = 2 if documents.has_pairs else 1
+        self.term = "pairs" if documents.has_pairs else "tokens"  # what the loss is a mean over
+        n_terms = np.arange(len(parts)) % 2 if documents.has_pairs else parts["n_targets"]
         units = np.arange(len(parts)).reshape(-1, n_together)
         n_positions = n_positions_of(parts)
         self.rows = list(units)
@@ -2070,7 +2072,7 @@ class Loader:
         # Sums of what parts have, taken row by row: from each row's first part to the next row's.
         n_parts = np.array([len(row) for row in self.rows])
         first_part = np.cumsum(n_parts) - n_parts
-        numbers = np.stack([parts["n_targets"], n_positions, n_positions**2, np.ones_like(n_positions)])
+        numbers = np.stack([parts["n_targets"], n_positions, n_positions**2, n_terms])
         row_by_row = numbers[:, np.concatenate(self.rows)]
         self.per_row = lm.Counts(*np.add.reduceat(row_by_row, first_part, axis=1))
         self.longest = seq_len if packing else int(self.per_row.tokens.max())

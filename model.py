@@ -1124,6 +1124,7 @@ class Block(nn.Module):
 # ---------------- the loss
 
 FLOAT32_TOKENS = 256  # tokens of a chunk whose logits are in float32 at once
+AUTOGRAD_TOKENS = 64  # the same of a fork's loss, of which autograd has four or five copies
 
 
 def losses_and_gradient(logits_CV, targets_C1):
@@ -1211,35 +1212,45 @@ class LMHead(nn.Module):
     """The head and its loss are one module, because under FSDP2 the weight exists inside this forward only.
     Muse Glimmer's and Granite's logits are multiplied by a factor, Muse Glimmer's are capped.
 
-    Set from outside: chunk and per_token (on_meta), losses_and_gradient (a fork with another loss, in
-    on_meta), loss_and_grad (compile_)."""
+    Set from outside: chunk and per_token (on_meta), loss (a fork, in on_meta: from float32 logits_CV and
+    targets_C to one number a token, [C]), loss_and_grad and losses (compile_)."""
 
     def __init__(self, c):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        # tokens; 0 computes all logits at once by F.cross_entropy, without losses_and_gradient
-        self.chunk = 1024
+        self.chunk = 1024  # tokens; 0 computes all logits at once, and leaves their gradient to autograd
         self.per_token = False
         self.factor = c.output_multiplier / c.logits_scaling
         self.cap = c.final_logit_softcapping
-        self.losses_and_gradient = losses_and_gradient
-
-    def check_loss(self):
-        """Raises a ValueError where another losses_and_gradient would be ignored, or make a wrong DPO."""
-        if self.losses_and_gradient is not losses_and_gradient and (self.per_token or not self.chunk):
-            raise ValueError("--no-chunked_ce computes plain cross-entropy, and --dpo needs it: leave them "
-                             "out with another losses_and_gradient")
+        self.loss = None  # cross-entropy, with a gradient by hand: losses_and_gradient()
 
     def loss_and_grad(self, logits_CV, targets_C1):
         """losses_and_gradient() of the capped logits, with the gradient of the uncapped ones. The cap stands
         around the loss and not in it, so that another loss cannot lose it."""
+        function = self.losses_and_autograd if self.loss else losses_and_gradient
         if not self.cap:
-            return self.losses_and_gradient(logits_CV, targets_C1)
+            return function(logits_CV, targets_C1)
         tanh_CV = (logits_CV.float() / self.cap).tanh_()
-        losses_C1, grad_CV = self.losses_and_gradient(tanh_CV * self.cap, targets_C1)
+        losses_C1, grad_CV = function(tanh_CV * self.cap, targets_C1)
         # chain rule: the derivative of cap * tanh(z / cap) is 1 - tanh(z / cap)**2
         slope_CV = tanh_CV.square_().neg_().add_(1)
         return losses_C1, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
+
+    def losses(self, logits_CV, targets_C):
+        """A fork's loss, [C], and 0 where the target is IGNORE: no loss has to know of these."""
+        losses_C = self.loss(logits_CV, targets_C.clamp_min(0))
+        return torch.where(targets_C == IGNORE, 0, losses_C)
+
+    def losses_and_autograd(self, logits_CV, targets_C1):
+        """As losses_and_gradient(), of a fork's loss. The gradient takes the place of the logits."""
+        losses = []
+        for logits, targets in zip(logits_CV.split(AUTOGRAD_TOKENS), targets_C1.split(AUTOGRAD_TOKENS)):
+            leaf = logits.detach().float().requires_grad_()
+            with torch.enable_grad():  # off inside of forward(), and in evaluations
+                losses_C = self.losses(leaf, targets[:, 0])
+                logits.copy_(*torch.autograd.grad(losses_C.sum(), leaf))
+            losses.append(losses_C.detach()[:, None])
+        return torch.cat(losses), logits_CV
 
     def logits(self, x, w_VD):
         """float32, for generation and for a loss that is not chunked."""
@@ -1264,12 +1275,16 @@ class LMHead(nn.Module):
         h_SD = x.flatten(0, 1)[supervised_S]
         targets_S = targets_BT.flatten()[supervised_S]
         targets_S[S:] = IGNORE  # in a copy, which indexing by a tensor has made
-        self.check_loss()
-        if not self.chunk:
-            return F.cross_entropy(self.logits(h_SD, w_VD), targets_S, reduction="sum")
-        loss = ChunkedCrossEntropy.apply(
-            h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(), self.loss_and_grad, self.per_token)
-        return loss[:S, 0] if self.per_token else loss
+        if self.chunk:
+            loss = ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(),
+                                             self.loss_and_grad, self.per_token)
+        elif self.loss:
+            losses_S = self.losses(self.logits(h_SD, w_VD), targets_S)
+            loss = losses_S if self.per_token else losses_S.sum()
+        else:
+            reduction = "none" if self.per_token else "sum"
+            loss = F.cross_entropy(self.logits(h_SD, w_VD), targets_S, reduction=reduction)
+        return loss.flatten()[:S] if self.per_token else loss
 
 
 # ---------------- the decoder
@@ -1532,7 +1547,6 @@ def on_meta(config, args):
     set_precision_(model, args.precision)
     model.lm_head.chunk = args.ce_chunk
     model.lm_head.per_token = args.dpo
-    model.lm_head.check_loss()  # here, too: a run should not find it out after it has loaded the weights
     return model
 
 
@@ -1569,7 +1583,9 @@ def compile_(model, packing):
         if isinstance(module, MoE):
             module.start_experts = in_training(module.start_experts, not packing, can_compile_experts)
     head = model.lm_head
-    head.loss_and_grad = in_training(head.loss_and_grad, dynamic=True)  # the last tokens are fewer
+    head.losses = in_training(head.losses, dynamic=True)  # a fork's; dynamic, as the last tokens are fewer
+    if not head.loss:  # torch.autograd.grad() cannot be compiled
+        head.loss_and_grad = in_training(head.loss_and_grad, dynamic=True)
 
 
 def saving_as_usual():
@@ -1748,7 +1764,7 @@ class Counts(NamedTuple):
     targets: int  # supervised tokens
     tokens: int
     squares: int  # of the lengths of documents, summed: twice the pairs of tokens that attend to each other
-    documents: int = 1
+    terms: int = 0  # what the loss is a mean over: supervised tokens, or pairs of answers
 
 
 def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):

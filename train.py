@@ -142,7 +142,7 @@ def main(argv, progress, exits):
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.step_limit)
     if args.fsdp2:
-        shard_(model, args, device, blocks.n_resident)
+        shard_(model, args, device, blocks.streamed(config.num_hidden_layers))
     # until here the model is on the meta device, so a rank allocates no more than its own shard
     streamed = allocate_(model, args, blocks, device)
     with ranks.agree():
@@ -187,7 +187,7 @@ def main(argv, progress, exits):
 
     def evaluate_now():
         with log.paused():
-            evaluation = evaluate(model, eval_loader, ranks, args.beta, stop)
+            evaluation = evaluate(model, eval_loader, ranks, args, stop)
         if evaluation is None:  # a signal came: the run that continues this one evaluates this step
             end_if_signalled()
         log.write_eval(evaluation)
@@ -206,28 +206,24 @@ def main(argv, progress, exits):
             evaluate_now()
         n_done = state["step"]  # data, dropout and schedule count from 0
         step = n_done + 1  # as it is logged
-        # supervised tokens of this step, or its pairs, over all micro-batches and ranks
-        n_terms = counts.documents // 2 if args.dpo else counts.targets
         ranks.alive()  # one of several ranks has --timeout seconds from here to the next call
         lr = set_rates_(optimizer, n_done, steps, args, loss_scale)
         seed_dropout(args.seed, n_done, ranks.rank)
 
         # forward and backward of each micro-batch
-        loss_sum = 0
-        dpo_sums = 0  # becomes a tensor: four sums, or none without --dpo
+        sums = Counter()  # of the loss and of each metric, on the device
         for i, batch in enumerate(batches):
             if args.fsdp2:
                 reduce_gradients_(model, i == len(batches) - 1, run.trains_vocabulary)
             b = batch.to(device)
             progress.update(step=step, tokens_of_micro_batch=b.tokens.numel())
-            loss, dpo = loss_of(model, b, args.beta)
-            # The loss is a sum. We divide it by the targets of all micro-batches and ranks, so each token
-            # counts the same however a step is split; `ranks.world` undoes the mean over ranks that is taken
-            # of gradients.
-            (loss_scale.of(loss) * (ranks.world / n_terms)).backward()
-            # detached: the log keeps the sum until it writes a row, and would keep the graph with it
-            loss_sum = loss_sum + loss.detach()
-            dpo_sums = dpo_sums + dpo
+            loss, metrics = loss_of(model, b, args)
+            # The loss is a sum. We divide it by the supervised tokens (or pairs) of all micro-batches and
+            # ranks, so each counts the same however a step is split; `ranks.world` undoes the mean over ranks
+            # that is taken of gradients.
+            (loss_scale.of(loss) * (ranks.world / counts.terms)).backward()
+            # detached, or the log would keep the graph until it writes a row
+            sums.update({name: value.detach() for name, value in [("loss", loss), *metrics.items()]})
 
         # update the weights
         if in_backward:
@@ -248,7 +244,7 @@ def main(argv, progress, exits):
         state["tokens"] += counts.targets
         # `counts` is of all ranks, and mfu compares with the peak of one device
         flops = lm.step_flops(config, counts, args.lora, args.dpo, run.trains_vocabulary) / ranks.world
-        log.count(loss_sum, dpo_sums, n_terms, counts.tokens, flops)
+        log.count(sums, counts, flops)
 
         # once in a while: log, and see whether the numbers are still finite. This comes before each save,
         # too, so that no checkpoint counts a step that ends the run.
@@ -260,14 +256,14 @@ def main(argv, progress, exits):
         # the first steps show whether a run learns, and one after a resume whether it goes on where it was
         log_due = step <= 10 or step == log.start_step + 1 or step == steps or step % args.log_every == 0
         if log_due or overdue or save_due or stopped:
-            losses, dpo_means = log.means()
             # the only host sync of the step
-            losses, dpo_means, (norm,), (lr,), (n_found,), loss_scales = to_host(
-                device, losses, dpo_means, norm, lr, nonfinite.take_count_(), loss_scale.current())
-            bad_step = index_of_bad_step(step, losses, n_found, *loss_scales)
+            numbers = to_host(device, {
+                **log.means(), "lr": lr, "grad_norm": norm, **loss_scale.current(),
+                "skipped_steps": nonfinite.take_count_()})
+            bad_step = index_of_bad_step(step, numbers)
             if bad_step is not None:
                 end_not_finite(model, loader, bad_step, args, ranks)
-            log.write(losses, dpo_means, norm, lr, n_found, *loss_scales)
+            log.write(numbers)
         if profiler:
             profiler.step()
 
@@ -1297,9 +1293,8 @@ def refuse_conflicts(args):
     for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
         if getattr(args, flag) and args.adapter:
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
-    others = args.overflow or args.train_on != "targets" or args.sequence_parallel > 1
-    if args.dpo and (others or not args.chunked_ce):
-        refuse("--dpo: leave out --overflow, --train_on, --sequence_parallel and --no-chunked_ce")
+    if args.dpo and (args.overflow or args.train_on != "targets" or args.sequence_parallel > 1):
+        refuse("--dpo: leave out --overflow, --train_on and --sequence_parallel")
     # The reference is this model without adapters. With other embeddings it would need the old ones as well,
     # and the loss of each token, which --dpo needs, has no gradient of the head.
     if args.dpo and args.train_embeddings:
@@ -1573,15 +1568,14 @@ def shard_bytes_on_old_torch_():
     _fsdp_param.FSDPParam.init_dtype_attrs = init_dtypes
 
 
-def shard_(model, args, device, n_resident=0):
+def shard_(model, args, device, streamed=None):
     """FSDP2 (arXiv:2304.11277) shards each parameter on dim 0. A block is gathered before it runs and freed
     after it, in the forward and in the backward.
 
     One unit per block, one for the embedding and one for the head. The last norm belongs to the root unit,
     which stays gathered from forward to backward. With --replicas N, weights are gathered inside a replica
-    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. n_resident: the number
-    of blocks whose frozen shards stay on the GPU where --offload params has those of others in host memory.
-    Where a rank has all rows, FSDP2 ignores frozen weights: see streams_weights()."""
+    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. streamed: see Blocks;
+    by default all blocks. Where a rank has all rows, FSDP2 ignores frozen weights: see streams_weights()."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shard_bytes_on_old_torch_()
@@ -1601,15 +1595,15 @@ def shard_(model, args, device, n_resident=0):
     ignored = set()
     if streams_weights(args, dist.get_world_size()):
         ignored.update(frozen_of(model))
-        # FSDP2 has what is trained alone, and all of that is in host memory, whichever blocks are resident
-        n_resident = 0
+        # FSDP2 has what is trained alone, and all of that is in host memory, whichever blocks are streamed
+        streamed = None
     shard = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
     in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
     layers = model.model.layers
-    in_host_memory = streamed_blocks(len(layers), n_resident)
     for i, block in enumerate(layers):
-        block_offload = offload if i in in_host_memory else stay
+        stays = streamed is not None and i not in streamed
+        block_offload = stay if stays else offload
         # FSDP2 casts the floats of a unit to one dtype (bytes of NF4 stay as they are), so the vectors of a
         # DecayGate, which are float32, are a unit of their own.
         for module in block.modules():
@@ -1618,7 +1612,7 @@ def shard_(model, args, device, n_resident=0):
         # the last block stays gathered: the backward needs it first, and freeing it would gather it twice
         reshard = args.reshard_after_forward and i < len(layers) - 1
         shard(block, offload_policy=block_offload, reshard_after_forward=reshard)
-        if i not in in_host_memory:
+        if stays:
             offload_trained_(block, pin_memory)
     # Said here, because FSDP2's own order counts a DecayGate as a unit between two blocks.
     for before, block in itertools.pairwise(layers):
@@ -1671,15 +1665,6 @@ def frozen_of(module):
     return [p for p in module.parameters() if not p.requires_grad]
 
 
-def streamed_blocks(n_layers, n_resident):
-    """Numbers of the blocks whose frozen weights come from host memory. They are spread evenly over the
-    model: a copy then hides behind the blocks between two streamed ones as well, so that a step takes the
-    longer of all compute and all copies. Were they in a row, each copy had the time of its own block alone,
-    and the compute of the resident ones would hide two copies in all. The last block is always one."""
-    n_streamed = n_layers - n_resident
-    return [i for i in range(n_layers) if (i + 1) * n_streamed // n_layers > i * n_streamed // n_layers]
-
-
 def allocate_(model, args, blocks, device):
     """Allocates all parameters of a model on the meta device -> the blocks whose frozen weights are for
     StreamedWeights as soon as they are loaded."""
@@ -1687,7 +1672,7 @@ def allocate_(model, args, blocks, device):
     if not offloads_frozen(args):
         return []
     layers = model.model.layers
-    streamed = [layers[i] for i in streamed_blocks(len(layers), blocks.n_resident)]
+    streamed = [layers[i] for i in blocks.streamed(len(layers))]
     streams_here = streams_weights(args, dist.get_world_size())
     # the last norm as well: FSDP2, which would bring it, ignores all that is frozen then
     modules = [*layers, model.model.norm] if streams_here else layers
@@ -2114,8 +2099,8 @@ class LossScale:
             self.found_inf.zero_()
 
     def current(self):
-        """-> the scale, on the device, or no number where there is none."""
-        return self.found_inf.new_zeros(0) if self.value is None else self.value
+        """-> {name: the scale, on the device}, or {} where there is none."""
+        return {} if self.value is None else {"loss_scale": self.value}
 
     def tensors(self):
         """What a checkpoint needs, {name: tensor}: a run that resumed at the first scale would skip its steps
@@ -2174,41 +2159,42 @@ def seed_dropout(seed, step, rank):
     torch.manual_seed(nf4.scramble(nf4.scramble(nf4.scramble(seed) + step) + rank))
 
 
-# what a run with --dpo logs, means over pairs
-DPO_FIGURES = "reward_margin", "reward_accuracy", "logp_chosen", "logp_rejected"
-
-
-def loss_of(model, b, beta):
-    """-> (summed loss of a batch, sums of DPO_FIGURES [4]). Without beta there are no such figures, [0]. The
-    reference of --dpo is the same model with its adapters switched off, so no second one is in memory."""
+def loss_of(model, b, args):
+    """-> (summed loss of a batch, {name: sum of a metric}). A sum is a tensor on the device; all batches have
+    the same names. The log has means, over what the loss is a mean over: supervised tokens, or pairs."""
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
-    if beta is None:
-        loss_sum = model(*inputs)
-        return loss_sum, loss_sum.new_zeros(0)
+    if not args.dpo:
+        return model(*inputs), {}
+    # the reference is the same model with its adapters switched off, so no second one is in memory
     with torch.no_grad():
         lm.switch_adapters_(model, on=False)
         reference_S = model(*inputs)
         lm.switch_adapters_(model, on=True)
-    return preferences(model(*inputs), reference_S, b.n_targets, beta)
+    return preferences(model(*inputs), reference_S, b.n_targets, args.beta)
 
 
 def preferences(losses_S, reference_S, n_targets, beta):
-    """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, sums of
-    DPO_FIGURES). n_targets: of each document, a chosen one before its rejected one. P pairs. The log of a
-    sigmoid() would be log(0) for a pair that the model gets very wrong, hence logsigmoid()."""
-    if not n_targets:  # an evaluation's rank without rows
-        return losses_S.sum(), losses_S.new_zeros(len(DPO_FIGURES))
+    """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, metrics).
+    n_targets: of each document, a chosen one before its rejected one. P pairs. log(sigmoid()) would be log(0)
+    for a pair that the model gets very wrong."""
     logp_P2 = log_probabilities(losses_S, n_targets)
     reference_P2 = log_probabilities(reference_S, n_targets)
     rewards_P2 = beta * (logp_P2 - reference_P2)
     margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
     loss_sum = -nn.functional.logsigmoid(margins_P).sum()
-    figures = torch.stack([margins_P.sum(), (margins_P > 0).float().sum(), *logp_P2.sum(0)])
-    return loss_sum, figures.detach()
+    logp_chosen, logp_rejected = logp_P2.sum(0)
+    return loss_sum, {
+        "reward_margin": margins_P.sum(),
+        "reward_accuracy": (margins_P > 0).float().sum(),
+        "logp_chosen": logp_chosen,
+        "logp_rejected": logp_rejected,
+    }
 
 
 def log_probabilities(losses_S, n_targets):
     """Losses of tokens -> the log of the probability of each answer, [P, 2]: chosen, rejected."""
+    if not n_targets:  # an evaluation's rank without rows
+        return losses_S.new_zeros(0, 2)
     # not index_add: on a GPU it adds in another order, with other bits, in each run
     answers = losses_S.split(n_targets)
     return -torch.stack([answer.sum() for answer in answers]).view(-1, 2)
@@ -2221,12 +2207,6 @@ def evaluation_is_due(eval_every, state):
     return eval_every and n % eval_every == 0 and state["evaluated"] < n < state["steps"]
 
 
-class Evaluation(NamedTuple):
-    loss: float  # mean over supervised tokens or pairs
-    dpo_means: list  # one for each of DPO_FIGURES; empty without --dpo
-    n_terms: int  # supervised tokens, or pairs
-
-
 @contextlib.contextmanager
 def evaluating(model):
     """No dropout inside, and nothing compiled: see compile_() in model.py."""
@@ -2236,12 +2216,10 @@ def evaluating(model):
     lm.reshard_(model)  # FSDP2 keeps what it has gathered for a backward, which does not come
 
 
-def evaluate(model, loader, ranks, beta=None, stop=None):
-    """-> Evaluation of all rows. None if any rank got a signal: an evaluation may take longer than a cluster
-    waits before it kills."""
-    loss_sum = 0
-    dpo_sums = 0
-    n_terms = 0
+def evaluate(model, loader, ranks, args, stop=None):
+    """-> {"eval_loss": mean of all rows, and all else that metrics.jsonl has of it}. None if any rank got a
+    signal: an evaluation may take longer than a cluster waits before it kills."""
+    sums = Counter()
     stopped = 0
     with evaluating(model), torch.no_grad():
         for batch in loader.once():
@@ -2250,29 +2228,27 @@ def evaluate(model, loader, ranks, beta=None, stop=None):
             (stopped,) = ranks.largest(stop.number if stop else 0)
             if stopped:
                 break
-            b = batch.to(ranks.device)
-            loss, dpo = loss_of(model, b, beta)
+            loss, metrics = loss_of(model, batch.to(ranks.device), args)
             # float64, so that the digits that are printed do not depend on the number of ranks
-            loss_sum = loss_sum + loss.double()
-            dpo_sums = dpo_sums + dpo.double()
-            n_terms += len(b.n_targets) // 2 if beta else len(b.supervised_S)
+            sums.update({name: value.double() for name, value in [("loss", loss), *metrics.items()]})
     if stopped:
         return None
-    loss_sums, dpo_of_ranks, counts = zip(*ranks.gather((loss_sum.item(), dpo_sums.tolist(), n_terms)))
-    if model.compute_dtype is torch.float16 and not math.isfinite(sum(loss_sums)):
+    sums_of_ranks = ranks.gather(to_host(ranks.device, sums))
+    n_terms = int(loader.per_row.terms.sum())  # each row is in one batch of one rank
+    means = {f"eval_{name}": sum(one[name] for one in sums_of_ranks) / n_terms for name in sums}
+    if model.compute_dtype is torch.float16 and not math.isfinite(means["eval_loss"]):
         ranks.leave()
         raise FloatingPointError(f"evaluation: the loss is not finite: {FP16_ENDS}")
-    n_terms = sum(counts)
-    dpo_means = [sum(figures) / n_terms for figures in zip(*dpo_of_ranks)]
-    return Evaluation(sum(loss_sums) / n_terms, dpo_means, n_terms)
+    return means | {f"eval_{loader.term}": n_terms}
 
 
-def to_host(device, *tensors):
-    """[numbers of each tensor], for which the host waits once. Plain numbers count as tensors."""
+def to_host(device, tensors):
+    """{name: tensor or number} -> {name: number, or list of them}, for which the host waits once."""
     # float64, because a learning rate is a Python float
-    tensors = [torch.as_tensor(tensor, dtype=torch.float64).to(device) for tensor in tensors]
-    numbers = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-    return [part.tolist() for part in numbers.split([tensor.numel() for tensor in tensors])]
+    wide = {name: torch.as_tensor(tensor, dtype=torch.float64).to(device) for name, tensor in tensors.items()}
+    numbers = torch.cat([tensor.flatten() for tensor in wide.values()]).cpu()
+    parts = numbers.split([tensor.numel() for tensor in wide.values()])
+    return {name: part.view(wide[name].shape).tolist() for name, part in zip(wide, parts)}
 
 
 # ---------------- the log, trackers, traces
@@ -2373,7 +2349,7 @@ class Log:
         self.waited_s = self.loader.waited_s
         self.loss_sums = []
         self.n_terms = []
-        self.dpo_sums = None
+        self.metrics = {}  # {name: sum} of the last step
         self.n_tokens = 0
         self.flops = 0.0
 
@@ -2390,34 +2366,37 @@ class Log:
         """Since the last row, without pauses."""
         return time.perf_counter() - self.mark
 
-    def count(self, loss_sum, dpo_sums, n_terms, n_tokens, flops):
-        """Adds a step to the row. Sums and flops are this rank's, n_terms and n_tokens those of all ranks."""
+    def count(self, sums, counts, flops):
+        """Adds a step to the row. Sums and flops are this rank's, counts are those of all ranks."""
         # tensors on the device: their numbers are fetched once a row, so that no step waits for the GPU
-        self.loss_sums.append(loss_sum)
-        self.n_terms.append(n_terms)
+        self.loss_sums.append(sums.pop("loss"))
         # only the last step's are kept: loss.svg draws every step's loss, and none of these
-        self.dpo_sums = dpo_sums
-        self.n_tokens += n_tokens
+        self.metrics = sums
+        self.n_terms.append(counts.terms)
+        self.n_tokens += counts.tokens
         self.flops += flops
 
     def means(self):
-        """-> (mean loss of each step since the last row, means of DPO_FIGURES in the last one), on the
-        device. Collective."""
+        """-> {"losses": of each step since the last row, and the name of a metric: its mean in the last one},
+        on the device. Collective."""
         # In float64 the sum over ranks is exact. In float32 it would depend on the order in which a backend
         # adds ranks, which depends on the number of steps: a run that stops and resumes would log other
         # losses.
-        sums = torch.cat([torch.stack(self.loss_sums), self.dpo_sums]).double()
+        sums = torch.stack([*self.loss_sums, *self.metrics.values()]).double()
         if self.ranks.world > 1:
             dist.all_reduce(sums)
-        loss_sums, dpo_sums = sums.float().split([len(self.loss_sums), len(self.dpo_sums)])
-        losses = [loss_sum / n for loss_sum, n in zip(loss_sums, self.n_terms, strict=True)]
-        return torch.stack(losses), dpo_sums / self.n_terms[-1]
+        n_terms = self.n_terms + self.n_terms[-1:] * len(self.metrics)
+        means = [total / n for total, n in zip(sums.float(), n_terms, strict=True)]
+        n_steps = len(self.loss_sums)
+        return {"losses": torch.stack(means[:n_steps]), **dict(zip(self.metrics, means[n_steps:]))}
 
-    def write(self, losses, dpo_means, norm, lr, n_skipped=0, loss_scale=None):
-        """Writes the row of this step. losses: of each step since the last row, which loss.svg needs. With
-        fp16 it has the loss scale, and how many of these steps were skipped."""
+    def write(self, numbers):
+        """Writes the row of this step: the numbers that main has fetched and what is known here. "losses" are
+        of each step since the last row, for loss.svg. Some of these may be skipped with a loss_scale."""
         seconds = self.seconds()
+        losses = numbers["losses"]
         n_steps = len(losses)
+        n_skipped = int(numbers.pop("skipped_steps"))
         step = self.state["step"]
         steps = self.state["steps"]
         mem_gib, mem_reserved_gib = memory_gib(self.ranks.device)
@@ -2425,9 +2404,7 @@ class Log:
             "step": step,
             "epoch": step * self.state["rows_a_step"] / len(self.loader.rows),
             "loss": losses[-1],
-            "losses": losses,
-            "lr": lr,
-            "grad_norm": norm if math.isfinite(norm) else None,  # JSON has neither inf nor nan
+            **numbers,
             "tokens": self.state["tokens"],
             "tokens_per_s": self.n_tokens / seconds,
             "mfu": self.flops / seconds / self.peak_flops if self.peak_flops else None,
@@ -2435,38 +2412,40 @@ class Log:
             "mem_reserved_gib": mem_reserved_gib,
             "step_s": seconds / n_steps,
             "data_s": (self.loader.waited_s - self.waited_s) / n_steps,
-            **dict(zip(DPO_FIGURES, dpo_means)),
         }
-        if loss_scale is not None:
-            row |= {"loss_scale": loss_scale, "skipped_steps": int(n_skipped)}
+        if "loss_scale" in numbers:
+            row["skipped_steps"] = n_skipped
         # with pauses: what is left has evaluations and saves as well
         left_s = (steps - step) * (time.perf_counter() - self.start) / (step - self.start_step)
-        # The line has 80 columns. What follows from the flags (lr) and from tok/s (mfu) stands in the row
-        # alone
-        self.append(row, f"step {step:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}  norm {norm:<5.3g}  "
-                         f"{row['tokens_per_s']:,.0f} tok/s  {mem_gib:.2f} GiB  "
-                         f"{timedelta(seconds=int(left_s))}")
+        # 80 columns: what follows from the flags (lr) and from tok/s (mfu) stands in the row alone
+        self.append(row, f"step {step:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}  "
+                         f"norm {numbers['grad_norm']:<5.3g}  {row['tokens_per_s']:,.0f} tok/s  "
+                         f"{mem_gib:.2f} GiB  {timedelta(seconds=int(left_s))}", self.metrics)
         if n_skipped:
-            self.n_skipped += int(n_skipped)
-            self.ranks.say(f"step {step}: skipped {n_skipped:.0f} of the last {n_steps} steps: gradients "
-                           f"overflowed; loss scale {loss_scale:,.0f}")
+            self.n_skipped += n_skipped
+            self.ranks.say(f"step {step}: skipped {n_skipped} of the last {n_steps} steps: gradients "
+                           f"overflowed; loss scale {numbers['loss_scale']:,.0f}")
         self.reset()
 
     def write_eval(self, evaluation):
-        """Writes the row of an Evaluation and enters it in `state`."""
-        loss, dpo_means, n_terms = evaluation
-        terms = "pairs" if dpo_means else "tokens"
-        row = {"step": self.state["step"], "eval_loss": loss, f"eval_{terms}": n_terms}
-        row |= {f"eval_{name}": mean for name, mean in zip(DPO_FIGURES, dpo_means)}
+        """Writes the row that evaluate() has made and enters it in `state`."""
+        row = {"step": self.state["step"], **evaluation}
+        n_terms = f"eval_{self.loader.term}"
         # Saver keeps the checkpoint of this step; of two equal losses the earlier one counts
         best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
         self.state["best_eval"] = best
         self.state["evaluated"] = row["step"]
-        accuracy = f", accuracy {row['eval_reward_accuracy']:.3f}" if dpo_means else ""
-        self.append(row, f"step {row['step']}  eval loss {loss:.4f} over {n_terms:,} {terms}{accuracy}, best "
-                         f"{best['eval_loss']:.4f} at step {best['step']}")
+        self.append(row, f"step {row['step']}  eval loss {row['eval_loss']:.4f} over {row[n_terms]:,} "
+                         f"{self.loader.term}, best {best['eval_loss']:.4f} at step {best['step']}",
+                    evaluation.keys() - {"eval_loss", n_terms})
 
-    def append(self, row, line):
+    def append(self, row, line, metrics):
+        """Writes a row, and prints a line and below it those of its numbers that are named in `metrics`."""
+        if metrics:
+            line += "\n  " + "  ".join(f"{name} {row[name]:.4g}" for name in row if name in metrics)
+        # JSON has neither inf nor nan
+        row = row | {name: None for name, value in row.items()
+                     if isinstance(value, float) and not math.isfinite(value)}
         self.ranks.say(line)
         if self.ranks.rank:
             return
@@ -2641,7 +2620,6 @@ def words_of(args, model, blocks, ranks):
     trained = "bfloat16" if args.precision == "bf16" else "float32"
     other_dtype = str(model.compute_dtype).removeprefix("torch.")
     n_shards = ranks.world // args.replicas
-    n_blocks = model.config.num_hidden_layers
     # the other optimizers have no fused kernel, see make_optimizer()
     fused = args.fused_adamw and args.optim == "adamw" and not args.stochastic_rounding
     words = {
@@ -2649,15 +2627,14 @@ def words_of(args, model, blocks, ranks):
         "qlora": (args.qlora, "train low-rank adapters and freeze all else, the blocks in NF4"),
         "compile": (args.compile, "half a minute in the first step, cached for the next run"),
         "fsdp2": (args.fsdp2, f"parameters, gradients and optimizer state in {n_shards} shards"),
-        "resident_blocks": (offloads_frozen(args), blocks.describe_resident(n_blocks)),
-        "activation_checkpointing": (args.activation_checkpointing, blocks.describe(n_blocks)),
         "chunked_ce": (args.chunked_ce, f"head and loss see {args.ce_chunk} tokens at a time"),
         "fused_adamw": (fused, "one kernel updates all weights"),
         "packing": (args.packing,
                     f"documents share rows of {args.seq_len} tokens, and see only themselves"),
         "save_every": (args.save_every, f"the newest {args.keep} checkpoints are kept"),
     }
-    return {flag: text if is_on else "" for flag, (is_on, text) in words.items()}
+    on = {flag: text if is_on else "" for flag, (is_on, text) in words.items()}
+    return on | blocks.words(args, model.config.num_hidden_layers)
 
 
 def words_of_help(action, value):
@@ -2902,11 +2879,13 @@ class NonFinite:
         return n_steps
 
 
-def index_of_bad_step(step, losses, n_found, loss_scale=None):
+def index_of_bad_step(step, numbers):
     """-> index, from 0, of the step that was not finite and ends the run, or None. step: the number, from 1,
-    of the newest one. losses: of the steps since the last row, in n_found of which a gradient was inf or
-    nan."""
-    if loss_scale is None:
+    of the newest one. numbers: those of a row, see main. In skipped_steps of the steps since the last row a
+    gradient was inf or nan."""
+    losses = numbers["losses"]
+    n_found = numbers["skipped_steps"]
+    if "loss_scale" not in numbers:
         # found_inf stays 1 from the first such step on, so their number tells which step that was
         is_over = n_found or not math.isfinite(sum(losses))
         return step - max(int(n_found), 1) if is_over else None
@@ -2915,7 +2894,7 @@ def index_of_bad_step(step, losses, n_found, loss_scale=None):
         if not math.isfinite(loss):
             return index
     # GradScaler would halve it for ever. At 1 even the gradients of the plain mean loss overflow.
-    return step - 1 if loss_scale < 1 else None
+    return step - 1 if numbers["loss_scale"] < 1 else None
 
 
 def numbers_here(tensor):
@@ -3448,7 +3427,7 @@ def events_and_host(run, blocks):
         if id(variant) not in made:
             made[id(variant)] = traced(run, variant, run.length), weights_of(run, variant.config)
         traces.append(BlockTrace(*made[id(variant)], place))
-    on_device, host = where_weights_lie(run, traces, blocks.n_resident)
+    on_device, host = where_weights_lie(run, traces, blocks.streamed(len(traces)))
     input_bytes = 0  # of a block, that --offload activations moves
     if "activations" in args.offload:
         # a micro-batch on this rank
@@ -3669,7 +3648,7 @@ def trace_step(run, variant, length):
             marks.micro_batch = i
             if args.fsdp2:
                 reduce_gradients_(model, i == len(lengths) - 1, run.trains_vocabulary)
-            run_on_paper(model, marks, batch_on_paper(args, its_length), args.beta)
+            run_on_paper(model, marks, batch_on_paper(args, its_length), args)
         marks.begin("end")
     del live.most["before"]  # the step
     return live.most
@@ -3721,10 +3700,10 @@ def on_paper(run):
         yield live
 
 
-def run_on_paper(model, marks, batch, beta):
+def run_on_paper(model, marks, batch, args):
     """The forward and the backward of a micro-batch."""
     marks.begin("forward", "embedding")
-    loss, _ = loss_of(model, batch, beta)
+    loss, _ = loss_of(model, batch, args)
     marks.begin("backward", "head")
     marks.live.in_backward = True
     if loss.requires_grad:
@@ -3909,16 +3888,15 @@ def batch_on_paper(args, length):
 # ---- what lies somewhere for the whole step
 
 
-def where_weights_lie(run, traces, n_resident):
+def where_weights_lie(run, traces, streamed):
     """-> ({kind: bytes on the GPU} of weights and optimizer, {kind: bytes of host memory} of these and of
     gradients). A flag that keeps a tensor for a whole step adds it here, under one of KINDS."""
     on_device = Counter()
     host = Counter()
     offloads = "params" in run.args.offload
-    streamed = streamed_blocks(len(traces), n_resident)
     is_tied = run.config.tie_word_embeddings
     for i, weight in weights_of_model(traces):
-        # frozen weights of blocks may be resident, see allocate_()
+        # frozen weights of blocks may stay, see allocate_()
         may_stay = run.args.lora and not weight.is_trained and i is not None
         stays = may_stay and (i not in streamed or (run.streams and weight.n_dims < 2))
         if stays or not offloads:
@@ -4078,16 +4056,24 @@ class Blocks(NamedTuple):
         return Blocks(*(n_layers * keeps for keeps in (is_recomputed, keeps_weights, keeps_attention)),
                       segment=self.segment)
 
-    def describe(self, n_layers):
+    def streamed(self, n_layers):
+        """Numbers of the blocks whose frozen weights --offload params has in host memory: the last one, and
+        others spread evenly. A copy then hides behind the blocks between two streamed ones as well, so that a
+        step takes the longer of all compute and all copies. In a row, each copy would have the time of its
+        own block alone, and the compute of all resident ones would hide two copies."""
+        n_streamed = n_layers - self.n_resident
+        return [i for i in range(n_layers) if (i + 1) * n_streamed // n_layers > i * n_streamed // n_layers]
+
+    def words(self, args, n_layers):
+        """{flag: what it does in this run, or "" if it is off}."""
         text = f"the backward recomputes {self.n_recomputed} of {n_layers} blocks"
         if self.n_attention_kept:
             text += f", in {self.n_attention_kept} of them all but attention"
         if self.n_weights_kept:
             text += f"; {self.n_weights_kept} keep their NF4 weights in 16 bits"
-        return text
-
-    def describe_resident(self, n_layers):
-        return f"frozen weights of {self.n_resident} of {n_layers} blocks stay on the GPU"
+        resident = f"frozen weights of {self.n_resident} of {n_layers} blocks stay on the GPU"
+        return {"activation_checkpointing": text if args.activation_checkpointing else "",
+                "resident_blocks": resident if offloads_frozen(args) else ""}
 
     def describe_segment(self):
         return f"Gated DeltaNet mixes {self.segment:,} tokens at a time"
@@ -4268,8 +4254,6 @@ def print_plan(run, blocks, room):
         print_moments(moments, name)
         if run.args.compile:
             data.say("  --compile: what torch's partitioner saves; an H100 took within 1 % of it")
-        if run.args.dpo:
-            data.say("  --dpo: the reference's forward comes first, keeps nothing and is no peak")
         data.say(f"  host memory: {host_text}")
         of, verdict = "", ""
         if room < math.inf:
@@ -4335,11 +4319,9 @@ def dry_run(args):
         files, config, adapter, _ = open_config(args, world, device=None, random_init=True)
         run = Run(args, config, world, args.seq_len)
         blocks = choose_blocks(run, room)
-        if args.activation_checkpointing == "auto":
-            data.say(f"--activation_checkpointing auto: {blocks.describe(config.num_hidden_layers)}")
-        if offloads_frozen(args):
-            resident = blocks.describe_resident(config.num_hidden_layers)
-            data.say(f"--resident_blocks {args.resident_blocks}: {resident}")
+        for flag, text in blocks.words(args, config.num_hidden_layers).items():
+            if text:
+                data.say(f"--{flag} {getattr(args, flag)}: {text}")
         if "linear_attention" in config.layer_types:
             data.say(blocks.describe_segment())
         print_plan(run, blocks, room)

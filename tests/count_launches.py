@@ -59,7 +59,7 @@ def launches_of(preset, flags, n_tokens, n_blocks):
         model = train.model_on_paper(config, args, train.Blocks(n_blocks, segment=n_tokens))
         model.model.embed_tokens.weight.requires_grad_()  # as if another block were below the first
         with Launches() as launches:
-            loss, _ = train.loss_of(model, train.batch_on_paper(args, n_tokens), args.beta)
+            loss, _ = train.loss_of(model, train.batch_on_paper(args, n_tokens), args)
             loss.backward()
     return launches.counts
 

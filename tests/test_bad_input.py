@@ -134,7 +134,6 @@ FLAGS = {  # flags: words of the message
     "--dpo": ["needs --lora"],
     "--lora --beta 1": ["--beta needs --dpo"],
     "--dpo --adapter X": ["--merge --model tiny --adapter X", "as --model"],
-    "--dpo --lora --no-chunked_ce": ["--no-chunked_ce", "leave out"],
     "--dpo --lora --overflow split": ["--overflow", "leave out"],
     "--dpo --lora --train_on all": ["--train_on", "leave out"],
     "--dpo --lora --sequence_parallel 2": ["--sequence_parallel", "leave out"],

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from conftest import FAILED_TO_COMPILE, MOE, MUSE, QWEN35, SHAPE, curve, on_ranks, random_model, start_ranks
 from test_model import build_random
 from torch._dynamo.backends.common import aot_autograd
@@ -229,8 +230,7 @@ def test_rows_of_other_lengths_compile_nothing_more(tracing):
 
 
 def scaled(logits, targets, factor):
-    loss, grad = lm.losses_and_gradient(logits, targets)
-    return factor * loss, factor * grad
+    return factor * F.cross_entropy(logits, targets, reduction="none")
 
 
 # a loss with a setting, such as the coefficient of a z-loss, is likely to be a partial
@@ -240,11 +240,11 @@ DOUBLED = functools.partial(scaled, factor=2)
 def test_a_loss_that_a_fork_puts_on_the_head_is_the_one_that_is_compiled(tracing):
     plain = three_steps(build_random())
     model = build_random()
-    model.lm_head.losses_and_gradient = DOUBLED
+    model.lm_head.loss = DOUBLED
     eager = three_steps(model)
 
     model = build_random()
-    model.lm_head.losses_and_gradient = DOUBLED
+    model.lm_head.loss = DOUBLED
     lm.compile_(model, packing=True)
     compiled = three_steps(model)
     check_same_bits(compiled, eager)
@@ -297,18 +297,20 @@ def test_a_backward_that_cannot_be_compiled_is_known_in_the_forward(monkeypatch)
 def unsupported(logits, targets):
     """A fork's loss, which torch.compile does not take whole."""
     torch._dynamo.graph_break()
-    return lm.losses_and_gradient(logits, targets)
+    return scaled(logits, targets, 1)
 
 
 def test_one_part_that_cannot_be_compiled_leaves_the_others_compiled(tracing):
-    eager = three_steps(build_random())
+    model = build_random()
+    model.lm_head.loss = unsupported
+    eager = three_steps(model)
     model = build("full", compiled=False)
-    model.lm_head.losses_and_gradient = unsupported
+    model.lm_head.loss = unsupported
     lm.compile_(model, packing=True)
-    with pytest.warns(UserWarning, match="failed on LMHead.loss_and_grad: Unsupported: "):
+    with pytest.warns(UserWarning, match="failed on LMHead.losses: Unsupported: "):
         compiled = three_steps(model)
     check_same_bits(compiled, eager)
-    assert set(nf4.Compiled.failed) == {lm.LMHead.loss_and_grad}
+    assert set(nf4.Compiled.failed) == {lm.LMHead.losses}
     assert n_graphs() >= 2  # both parts of a block
 
 
@@ -317,10 +319,10 @@ def test_errors_of_what_is_compiled_are_raised(tracing, error):
     def wrong_loss(logits, targets):
         if not torch.compiler.is_compiling():
             raise error
-        return lm.losses_and_gradient(logits, targets.view(-1, 12345))  # fails while it is traced, too
+        return scaled(logits, targets.view(-1, 12345), 1)  # fails while it is traced, too
 
     model = build_random()
-    model.lm_head.losses_and_gradient = wrong_loss
+    model.lm_head.loss = wrong_loss
     lm.compile_(model, packing=True)
     with pytest.warns(UserWarning, match=FAILED_TO_COMPILE), pytest.raises(type(error), match=str(error)):
         three_steps(model)

@@ -491,7 +491,7 @@ def count(batches):
         targets=sum(len(batch.supervised_S) for batch in batches),
         tokens=sum(lengths),
         squares=sum(length**2 for length in lengths),
-        documents=len(lengths),
+        terms=sum(len(batch.supervised_S) for batch in batches),
     )
 
 

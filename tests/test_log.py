@@ -41,7 +41,7 @@ def steps_with(key, rows):
 def log(tmp_path):
     """A Log at step 4 of 9, without sinks."""
     state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1}
-    loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0)
+    loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0, term="tokens")
     return train.Log(tmp_path, state, loader, ALONE, sinks=[])
 
 
@@ -140,7 +140,7 @@ def test_a_sink_that_fails_is_dropped_with_one_message_and_the_others_get_all_ro
     log.sinks = [failing, working]
     with closing(log.sinks):
         for loss in (3.0, 2.0):
-            log.write_eval(train.Evaluation(loss, [], 10))
+            log.write_eval({"eval_loss": loss, "eval_tokens": 10})
     said = capsys.readouterr().out
     assert said.count("Sink has failed") == 1
     assert "ConnectionError: no route to host" in said
@@ -156,7 +156,7 @@ def test_a_row_for_sinks_has_numbers_alone(log):
     log.sinks = [sink]
     log.n_tokens = 100
     log.state["step"] = 5
-    log.write([3.0, 2.0], [], 0.5, 1e-3)
+    log.write({"losses": [3.0, 2.0], "lr": 1e-3, "grad_norm": 0.5, "skipped_steps": 0.0})
     (row,) = sink.rows
     assert row["step"] == 5
     assert row["loss"] == 2.0
@@ -509,3 +509,38 @@ def test_a_model_is_back_in_training_after_an_answer(sample_of):
     sample = sample_of("words")
     sample.answer()
     assert sample.model.training  # or adapters would have no dropout from here on
+
+
+# ---------------------------------------------------------------- a fork's metric
+
+
+def with_a_metric(argv):
+    """train.py of a fork, whose loss_of() also has the number of documents of a batch."""
+    plain = train.loss_of
+
+    def loss_of(model, b, args):
+        loss_sum, metrics = plain(model, b, args)
+        return loss_sum, metrics | {"documents": b.tokens.new_full((), len(b.n_targets))}
+
+    train.loss_of = loss_of
+    return train.launch(argv)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_metric_that_loss_of_returns_is_in_rows_and_on_the_console(job, chats, tmp_path, world):
+    out = tmp_path / "run"
+    argv = [*job, "--eval_data", chats, "--no-packing", "--batch_size", 4 // world, "--steps", 2, "--out", out]
+    logs = [tmp_path / f"{rank}.log" for rank in range(world)]
+    codes = start_ranks(world, with_a_metric, ([str(word) for word in argv],), logs)
+    said = logs[0].read_text()
+    assert codes == [0] * world, said
+    *rows, evaluation = json_lines(out / "metrics.jsonl")
+    for row in rows:  # 4 documents a step, over their supervised tokens
+        n_targets = 4 / row["documents"]
+        assert n_targets == pytest.approx(round(n_targets), rel=1e-6)
+        assert f"\n  documents {row['documents']:.4g}\n" in said
+    n_documents = evaluation["eval_documents"] * evaluation["eval_tokens"]
+    # without packing a row is a document
+    n_rows = int(re.findall(r"(\d+) rows of at most", said)[-1])
+    assert n_documents == pytest.approx(n_rows, rel=1e-6)
+    assert f"\n  eval_documents {evaluation['eval_documents']:.4g}\n" in said

@@ -397,12 +397,51 @@ def test_a_sure_targets_gradient_is_not_rounded_away_in_16_bits():
     assert grad_CV[0, 3].item() == pytest.approx(exact, rel=0.01)  # bf16 has 8 bits, float32's 1 - 4e-5 another 8
 
 
-def with_z_loss(logits_CV, targets_C1):
+def plain_cross_entropy(logits_CV, targets_C):
+    """Ours, as a fork would write it."""
+    return F.cross_entropy(logits_CV, targets_C, reduction="none")
+
+
+@pytest.mark.rounding
+@pytest.mark.bf16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [0, 7, 300, 1024])  # all at once without chunks, several, a chunk in two parts, one
+@pytest.mark.parametrize("name", ["per_token", "trained head", "capped", "without a target"])
+def test_a_loss_written_as_a_plain_function_is_ours(name, chunk, dtype):
+    config = lm.parse_config(conftest.SHAPE)
+    if name == "capped":
+        config = lm.parse_config(data.read_json(HERE / "goldens-windows/muse-glimmer/config.json"))
+    n_tokens = 400
+    generator = torch.Generator().manual_seed(0)
+    head = lm.LMHead(config).to(dtype)
+    torch.nn.init.normal_(head.weight, std=0.3, generator=generator)
+    head.weight.requires_grad_(name != "per_token")  # in chunks, a loss of each token has no gradient of the head
+    head.per_token = name == "per_token"
+    head.chunk = chunk
+    x = torch.randn(1, n_tokens, config.hidden_size, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(config.vocab_size, (1, n_tokens), generator=generator)
+    supervised_S = torch.arange(3, n_tokens - 5)
+    if name == "without a target":
+        supervised_S = supervised_S[:0]
+    weights = torch.rand(len(supervised_S), generator=generator)  # as --dpo has them, of each token
+    trained = [p for p in (x, head.weight) if p.requires_grad]
+
+    def loss_and_gradients():
+        loss = head(x, targets, supervised_S)
+        total = loss @ weights if head.per_token else loss
+        return [loss.detach(), *torch.autograd.grad(total, trained)]
+
+    ours = loss_and_gradients()
+    head.loss = plain_cross_entropy
+    rounding = 2**-7 if dtype is torch.bfloat16 else 1e-6  # gradients of logits are in that dtype
+    for got, expected in zip(loss_and_gradients(), ours, strict=True):
+        assert got.dtype == expected.dtype
+        assert (got - expected).norm() <= rounding * expected.norm()
+
+
+def with_z_loss(logits_CV, targets_C):
     """A fork's loss: cross-entropy plus the squared log of the softmax's total (PaLM, arXiv:2204.02311)."""
-    losses_C1, grad_CV = lm.losses_and_gradient(logits_CV.clone(), targets_C1)
-    log_total_C1 = logits_CV.float().logsumexp(-1, keepdim=True)
-    slope_CV = 2 * log_total_C1 * logits_CV.softmax(-1)
-    return losses_C1 + log_total_C1.square(), grad_CV + slope_CV
+    return plain_cross_entropy(logits_CV, targets_C) + logits_CV.logsumexp(-1).square()
 
 
 @pytest.mark.rounding
@@ -411,7 +450,7 @@ def test_a_forks_loss_sees_capped_logits_and_its_gradient_passes_the_cap():
     torch.manual_seed(0)
     head = lm.LMHead(config)
     torch.nn.init.normal_(head.weight)
-    head.losses_and_gradient = with_z_loss
+    head.loss = with_z_loss
     x = torch.randn(1, 20, config.hidden_size, requires_grad=True)
     targets = torch.arange(20)
     loss = head(x, targets[None], torch.arange(20))
@@ -424,19 +463,6 @@ def test_a_forks_loss_sees_capped_logits_and_its_gradient_passes_the_cap():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)  # float32 sums in another order
     for got, want in zip(grads, expected_grads):
         assert (got - want).norm() < 1e-6 * want.norm()
-
-
-@pytest.mark.parametrize("name, value", [
-    ("chunk", 0),  # --no-chunked_ce
-    ("per_token", True),  # --dpo
-])
-def test_a_forks_loss_is_refused_where_only_cross_entropy_is_computed(name, value):
-    head = lm.LMHead(lm.parse_config(conftest.SHAPE))
-    head.losses_and_gradient = with_z_loss
-    setattr(head, name, value)
-    targets = torch.arange(4)[None]
-    with pytest.raises(ValueError, match="--no-chunked_ce computes plain cross-entropy"):
-        head(torch.zeros(1, 4, 64), targets, torch.arange(4))
 
 
 def test_no_supervised_token_gives_zero_loss_and_a_working_backward():

@@ -460,7 +460,30 @@ def test_a_forks_model_is_planned_without_an_edit(tmp_path, monkeypatch, name, c
     assert plan == pytest.approx(counted, rel=0.01)
 
 
-def shard_in_pairs_(model, args, device, n_resident=0):
+class ZLossHead(lm.LMHead):
+    """Another loss, whose gradient autograd makes."""
+
+    def __init__(self, c):
+        super().__init__(c)
+        self.loss = self.z_loss
+
+    def z_loss(self, logits_CV, targets_C):
+        losses_C = torch.nn.functional.cross_entropy(logits_CV, targets_C, reduction="none")
+        return losses_C + logits_CV.logsumexp(-1).square()
+
+
+@pytest.mark.bf16
+@pytest.mark.parametrize("flags", ["--lora --ce_chunk 512", "--ce_chunk 512 --batch_size 2", "--lora --no-chunked_ce"])
+def test_a_forks_loss_is_planned_without_an_edit(tmp_path, monkeypatch, flags):
+    monkeypatch.setattr(train, "TRACES", {})  # what is in it was made with another loss
+    monkeypatch.setattr(lm, "LMHead", ZLossHead)
+    folder = folder_of("words", tmp_path / "model")  # the peak is in the head
+    run = functools.partial(count_fork, "LMHead", ZLossHead)
+    plan, counted = planned_and_counted(folder, 1, f"--seq_len 1024 {flags}", tmp_path, run)
+    assert plan == pytest.approx(counted, rel=0.02)
+
+
+def shard_in_pairs_(model, args, device, streamed=None):
     """A fork's shard_(): two blocks are one unit of FSDP2, and embedding and head belong to the root."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(

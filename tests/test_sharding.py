@@ -336,7 +336,7 @@ def test_collectives_move_the_bytes_that_they_have_to(tmp_path, flags, world):
 def results_of(loader, ranks, group, shape, dtype):
     """[loss, gradients, evaluation, logits] of a loader's first two rows. With a group each of its ranks has a part of
     the rows, and losses and gradients are summed over it."""
-    model, _ = build(**shape)
+    model, args = build(**shape)
     model.compute_dtype = dtype
     model.sequence_group = group
     b = loader.batch([0, 1])
@@ -347,9 +347,9 @@ def results_of(loader, ranks, group, shape, dtype):
         dist.all_reduce(loss)
         train.average_gradients_(list(model.parameters()), 1)  # a "mean" over 1: their sum
     grads = [p.grad for p in model.parameters()]
-    evaluation = train.evaluate(model, loader, ranks)
+    evaluation = train.evaluate(model, loader, ranks, args)
     logits = model(torch.arange(20)[None])  # a sample: every rank runs all of it
-    return [loss, *grads, torch.tensor([evaluation.loss, evaluation.n_terms]), logits]
+    return [loss, *grads, torch.tensor([evaluation["eval_loss"], evaluation["eval_tokens"]]), logits]
 
 
 def check_shards_of_rows(ranks, folder, cases):

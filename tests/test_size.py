@@ -94,6 +94,66 @@ def test_the_readme_is_short_and_its_text_is_narrow():
     assert not [line for line in text if len(line) > README_WIDTH]
 
 
+# ---------------------------------------------------------------- what a fork deletes with a feature
+
+# {flag: the names in code that go with it, behind that of their file where others have another meaning}
+FEATURES = {
+    "dpo": "dpo|train.py beta|preferences|log_probabilities|has_reference|PAIR|has_pairs|answers_of",
+    "resident_blocks": "resident_blocks|n_resident|resident|resident_choices",
+    "tiled_mlp": "tiled_mlp|tile_mlp_|run_in_tiles|Tiles|tiles?",
+    "wandb": "wandb|WandB",
+}
+
+
+def names_in(node):
+    """[(line, name)] of the code of a function, a class or a file, without the functions and classes inside of it."""
+    found = []
+    for part in ast.iter_child_nodes(node):
+        if isinstance(part, ast.FunctionDef | ast.ClassDef):
+            continue
+        if isinstance(part, ast.Name):
+            found.append((part.lineno, part.id))
+        elif isinstance(part, ast.Attribute):
+            found.append((part.end_lineno, part.attr))
+        elif isinstance(part, ast.arg | ast.keyword):
+            found.append((part.lineno, str(part.arg)))  # None is **
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            # a name in quotes, or the flags in a message
+            words = [part.value, *re.findall(r"--(\w+)", part.value)]
+            found += [(part.lineno, word) for word in words]
+        found += names_in(part)
+    return found
+
+
+def places_of(feature):
+    """{(file, the number of a line that begins it): (its name, its lines that mention the feature)} of the functions
+    and classes that do, and of files outside of these."""
+    places = {}
+    for file in FILES:
+        for node in ast.walk(syntax_tree(file)):
+            if not isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+                continue
+            place = getattr(node, "name", "outside of functions")
+            first = getattr(node, "lineno", 1)
+            lines = set()
+            for line, name in [(first, place), *names_in(node)]:
+                if any(re.fullmatch(FEATURES[feature], text) for text in (name, f"{file} {name}")):
+                    lines.add(line)
+            lines &= lines_of_code(file)  # what a docstring mentions breaks nothing
+            if lines:
+                places[file, first] = place, sorted(lines)
+    return places
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_table_of_what_a_fork_deletes_is_true(feature):
+    table = (HERE / "README.md").read_text().split("\n## What a fork deletes\n")[1].split("\n## ")[0]
+    (row,) = re.findall(rf"^\| `--{feature}` \| (\d+) \| (\d+) \|", table, re.MULTILINE)
+    places = places_of(feature)
+    n_lines = sum(len(lines) for _, lines in places.values())
+    assert row == (str(len(places)), str(n_lines)), places
+
+
 # ---------------------------------------------------------------- tests/README.md
 
 N_PROMISES = 12

@@ -157,7 +157,7 @@ def traced_bytes(args, config, blocks):
             for p in trained.values():
                 p.grad = torch.empty_like(p)
         live.begin("step")
-        loss, _ = train.loss_of(model, train.batch_on_paper(args, args.seq_len), args.beta)
+        loss, _ = train.loss_of(model, train.batch_on_paper(args, args.seq_len), args)
         live.in_backward = True
         loss.backward()
     return max(live.most["step"].values()) - before
@@ -267,7 +267,7 @@ def test_gated_deltanet_alone_has_float32_products(preset, setting):
         model = train.model_on_paper(few_blocks(config), args, train.Blocks(1))
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         with Float32Products() as found:
-            loss, _ = train.loss_of(model, train.batch_on_paper(args, args.seq_len), args.beta)
+            loss, _ = train.loss_of(model, train.batch_on_paper(args, args.seq_len), args)
             loss.backward()
             train.make_optimizer(named, args, torch.zeros((), device="meta")).step()
     has_deltanet = "linear_attention" in config.layer_types

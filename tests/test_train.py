@@ -440,12 +440,12 @@ def test_evaluation_is_the_training_loss(folder, few_chats, tmp_path):
 @pytest.mark.rounding
 def test_unpacked_rows_have_the_loss_and_the_gradients_of_packed_ones(chats):
     def numbers(packing):
-        model, _ = build()
+        model, args = build()
         for b in loader_of(chats, packing).once():
             model(b.tokens, b.targets, b.positions, b.spans, b.supervised_S).backward()
-        loss, _, n_targets = train.evaluate(model, loader_of(chats, packing), ALONE)
+        evaluation = train.evaluate(model, loader_of(chats, packing), ALONE, args)
         gradients = [p.grad for p in model.parameters()]
-        return [torch.tensor([loss, n_targets]), *gradients]
+        return [torch.tensor([evaluation["eval_loss"], evaluation["eval_tokens"]]), *gradients]
 
     for packed, unpacked in zip(numbers(packing=True), numbers(packing=False), strict=True):
         # sums in another order, of some 2,000 tokens
@@ -579,7 +579,7 @@ def log(tmp_path, monkeypatch):
     """A Log at step 4 of 9, with a Board."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
     state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1}
-    loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0)  # all that a Log asks of its loader
+    loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0, term="tokens")  # all that a Log asks of its loader
     args = SimpleNamespace(tensorboard=True, wandb=False)
     sinks = train.open_sinks(args, tmp_path, tmp_path / "checkpoint-4", ALONE, contextlib.ExitStack())
     return train.Log(tmp_path, state, loader, ALONE, sinks)
@@ -591,16 +591,17 @@ def test_an_evaluation_between_log_lines_does_not_count_as_training(log, tmp_pat
 
     def train_for_5_seconds(loss_sum):
         clock.now += 5.0
-        log.count(torch.tensor(loss_sum), torch.zeros(0), n_terms=10, n_tokens=100, flops=0)
+        counts = lm.Counts(targets=10, tokens=100, squares=0, terms=10)
+        log.count({"loss": torch.tensor(loss_sum)}, counts, flops=0)
 
     train_for_5_seconds(loss_sum=20.0)
     with log.paused():
         clock.now += 20.0
-        log.write_eval(train.Evaluation(1.0, [], 5))
+        log.write_eval({"eval_loss": 1.0, "eval_tokens": 5})
     train_for_5_seconds(loss_sum=10.0)
     log.state["step"] = 6
-    losses, _ = log.means()
-    log.write(losses.tolist(), [], norm=1e-3, lr=1.0)
+    losses = log.means()["losses"].tolist()
+    log.write({"losses": losses, "lr": 1.0, "grad_norm": 1e-3, "skipped_steps": 0.0})
 
     row = metrics_of(tmp_path)[-1]
     assert row["losses"] == [2.0, 1.0]
@@ -616,7 +617,7 @@ def test_a_line_of_a_long_run_on_a_large_gpu_has_80_columns(log, monkeypatch, ca
     in_a_second = log.mark + 1.0  # a clock that stands still: a busy machine is as fast as any other
     monkeypatch.setattr(train.time, "perf_counter", lambda: in_a_second)
     monkeypatch.setattr(train, "memory_gib", lambda device: (139.51, 140.0))
-    log.write([12.3456], [], norm=0.0123, lr=2e-4)
+    log.write({"losses": [12.3456], "lr": 2e-4, "grad_norm": 0.0123, "skipped_steps": 0.0})
     line = capsys.readouterr().out.strip()
     assert "step  2000/10000  loss 12.3456  norm 0.0123  123,000 tok/s" in line
     assert "139.51 GiB  11:" in line
@@ -624,13 +625,15 @@ def test_a_line_of_a_long_run_on_a_large_gpu_has_80_columns(log, monkeypatch, ca
 
 
 def test_an_evaluation_of_pairs_says_how_often_the_chosen_answer_wins(log, capsys):
-    log.write_eval(train.Evaluation(0.5, [1.25, 0.75, -10.0, -20.0], 40))
+    log.loader.term = "pairs"
+    log.write_eval({"eval_loss": 0.5, "eval_reward_margin": 1.25, "eval_reward_accuracy": 0.75, "eval_pairs": 40})
     said = capsys.readouterr().out
-    assert said == "step 4  eval loss 0.5000 over 40 pairs, accuracy 0.750, best 0.5000 at step 4\n"
+    assert said == ("step 4  eval loss 0.5000 over 40 pairs, best 0.5000 at step 4\n"
+                    "  eval_reward_margin 1.25  eval_reward_accuracy 0.75\n")
 
 
 def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
-    log.write_eval(train.Evaluation(2.5, [], 100))
+    log.write_eval({"eval_loss": 2.5, "eval_tokens": 100})
     (sink,) = log.sinks
     assert sink.writer.purge_step == 5  # what a killed run has shown of later steps disappears
     assert sink.writer.scalars == {("eval_loss", 2.5, 4), ("eval_tokens", 100, 4)}
@@ -973,13 +976,13 @@ def test_the_curve_survives_strange_rows(tmp_path):
 def test_a_row_that_a_full_disk_has_cut_ends_no_run_and_does_not_swallow_the_next(log, tmp_path, capsys):
     metrics = tmp_path / "metrics.jsonl"
     metrics.symlink_to("/dev/full")
-    log.write_eval(train.Evaluation(3.0, [], 10))
+    log.write_eval({"eval_loss": 3.0, "eval_tokens": 10})
     assert f"{metrics}: not written: [Errno 28]" in capsys.readouterr().out
 
     metrics.unlink()
     metrics.write_text('{"step": 4, "eval_lo')  # what a disk may take before it is full
-    log.write_eval(train.Evaluation(2.0, [], 10))
-    log.write_eval(train.Evaluation(1.0, [], 10))
+    log.write_eval({"eval_loss": 2.0, "eval_tokens": 10})
+    log.write_eval({"eval_loss": 1.0, "eval_tokens": 10})
     assert [row["eval_loss"] for row in train.read_metrics(tmp_path, 4)] == [2.0, 1.0]
     assert len(metrics.read_text().splitlines()) == 3  # the cut row has a line of its own, and no empty one follows
 
