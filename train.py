@@ -1212,9 +1212,11 @@ def complete(args):
         refuse(f"--columns: {', '.join(names)}: a column can have one key")
     refuse_conflicts(args)  # from here on, defaults look like values that were given
 
-    # --merge of an adapter needs none: main trains nothing then
-    default = [] if args.merge and args.adapter else DEMO_DATA
-    args.data = data.files_matching(args.data or default)
+    if args.merge and args.adapter and not args.data:  # main trains nothing
+        args.data = []
+        args.sample = ""
+    else:
+        args.data = data.files_matching(args.data or DEMO_DATA)
     args.eval_data = args.eval_data and data.files_matching(args.eval_data)
     if not args.chunked_ce:
         args.ce_chunk = 0  # the head sees all tokens at once
@@ -1227,7 +1229,7 @@ def complete(args):
         args.lora_targets = args.lora_targets or list(lm.LORA_TARGETS)
     if args.dpo:
         args.beta = args.beta or 0.1
-    if args.sample is None and args.data and not args.random_init:
+    if args.sample is None and not args.random_init:
         args.sample = SAMPLES.get(args.data[0], "")
 
 
