@@ -32,6 +32,7 @@ transformers and PEFT read them.
 import ast
 import bisect
 import contextlib
+import copy
 import csv
 import errno
 import functools
@@ -202,7 +203,7 @@ MARK = "\U00104002"  # and one around the number of a tool or a call, see with_m
 # A template is a stranger's program: a loop of ten lines could fill the memory, or never end.
 MAX_RENDERED = 50_000_000  # characters that one conversation may become
 MAX_RENDER_S = 2  # seconds of CPU time that this may take
-# what every reader of a template gives it, so that it cannot be a variable of --template_args
+# what every reader of a template gives it: no variable of --template_args or of a row has such a name
 GIVEN_TO_TEMPLATES = "messages", "tools", "documents", "add_generation_prompt"
 NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thought
@@ -211,6 +212,7 @@ THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thou
 EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\n*")
 # what a prompt ends with that opens a thought, and closes it at once where the model is asked not to think
 OPENED_THOUGHT = re.compile(r"(<think>\n?)\s*(</think>\s*)?\Z")
+SHORT_QUESTION = {"role": "user", "content": "a"}  # for trials
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
 
 
@@ -246,6 +248,12 @@ def template_environment():
     return env
 
 
+def check_is_variable(name, where):
+    """Raises a ValueError if templates get what has this name from elsewhere."""
+    if name in GIVEN_TO_TEMPLATES or name in NAMED_TOKENS:
+        raise ValueError(f"{where}: a template gets {name} from each conversation, or from the tokenizer")
+
+
 def read_template_args(words):
     """The words of --template_args, such as "enable_thinking=false", -> {name: value}. A value is JSON, or
     else text. Raises a ValueError that names the word."""
@@ -255,8 +263,7 @@ def read_template_args(words):
         where = f"--template_args {lm.quoted(word)}"
         if not equals or not name.isidentifier():
             raise ValueError(f"{where}: expected a name, = and a value, such as enable_thinking=false")
-        if name in GIVEN_TO_TEMPLATES or name in NAMED_TOKENS:
-            raise ValueError(f"{where}: a template gets {name} from each conversation, or from the tokenizer")
+        check_is_variable(name, where)
         if text in ("True", "False", "None"):  # as texts these would all be true
             raise ValueError(f"{where}: values are JSON: true, false or null")
         if name in variables:
@@ -506,14 +513,15 @@ class Tokenizer:
     templates.
 
     core is the library's tokenizer, train_on the flag. bos_ids and eos_ids enclose a plain text, stop_ids end
-    an answer. variables are what templates see beside the messages, reserved finds what no example may spell.
+    an answer. variables are what templates see beside the messages, row_variables those of one row, see
+    for_row(). reserved finds what no example may spell.
     new_tokens are appended to those of the folder and get new_ids, a range. save() writes `changed`, {name of
     a file: its dict}, in place of the folder's own.
     templates are compiled, by name: "default", and maybe "tool_use" for rows with tools. template_texts are
     their texts by the names of their files, and begin with the values of template_args, {name: value}, so
     that what save() writes has them, too. template_reads are the names that the templates look up,
     template_words all names in them: a key of a message that is not among these is not read.
-    opens_thought says whether a prompt asks for a thought. made_of is all that the tokens and masks of a text
+    opens_thought: whether a prompt asks for a thought. made_of is all that the tokens and masks of a text
     depend on."""
 
     def __init__(self, folder, template_file=None, train_on="targets", template_args=None,
@@ -522,6 +530,7 @@ class Tokenizer:
         self.train_on = train_on
         self.path = self.folder / "tokenizer.json"
         core, config, self.variables, named = read_tokenizer(self.folder)
+        self.row_variables = {}
         self.changed = {}
         with errors_of(self.path):
             self.new_ids = add_new_tokens_(core, new_tokens or ())
@@ -535,7 +544,8 @@ class Tokenizer:
         self.eos = self.core.token_to_id(self.variables.get("eos_token", ""))
         self.complete_ends(config)
         self.load_templates(config.get("chat_template"), template_file, template_args or {})
-        end_of_turn, self.opens_thought = self.try_template()
+        end_of_turn = self.try_template()
+        self.opens_thought = self.prompt_opens_thought()
         turn_ends = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
         # Masks depend on is_special, but the cache's key does not depend on generation_config.json: the ids
         # that this file adds may stop an answer, and change no mask.
@@ -665,19 +675,33 @@ class Tokenizer:
         return template.replace("bos", json.dumps(bos, ensure_ascii=False), 1)
 
     def try_template(self):
-        """-> (the token that the template writes behind an answer, as text; whether its prompt for an answer
-        opens a thought)."""
+        """-> the token that the template writes behind an answer, as text."""
         end = self.default_end()
-        prompt = ""
-        question = {"role": "user", "content": "a"}
         with contextlib.suppress(ValueError):  # a template may want other messages
-            text, _ = self.render([question, {"role": "assistant", "content": MARK}])
+            text, _ = self.render([SHORT_QUESTION, {"role": "assistant", "content": MARK}])
             _, is_there, behind = text.rpartition(MARK)
             if is_there:
                 end = max(filter(behind.lstrip().startswith, self.added), key=len, default=end)
-            prompt, _ = self.render([question], generation_prompt=True)
+        return end
+
+    def prompt_opens_thought(self):
+        """Whether the template's prompt for an answer opens a thought, and does not close it."""
+        prompt = ""
+        with contextlib.suppress(ValueError):
+            prompt, _ = self.render([SHORT_QUESTION], generation_prompt=True)
         opened = OPENED_THOUGHT.search(prompt)
-        return end, bool(opened) and not opened[2]
+        return bool(opened) and not opened[2]
+
+    def for_row(self, variables):
+        """The same tokenizer with variables of one row, which come before those of --template_args."""
+        if not variables:
+            return self
+        for name in variables:
+            check_is_variable(name, "'chat_template_kwargs'")
+        of_row = copy.copy(self)
+        of_row.row_variables = {name: variables[name] for name in self.template_reads & variables.keys()}
+        of_row.opens_thought = of_row.prompt_opens_thought()
+        return of_row
 
     def render(self, messages, tools=None, generation_prompt=False):
         """Messages -> (text, [(start, stop) of each generation block]). ValueError if the template raises."""
@@ -686,8 +710,9 @@ class Tokenizer:
         if tools:
             template = self.templates.get("tool_use", template)
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
+            variables = self.variables | self.row_variables
             outputs = template.generate(messages=messages, tools=tools, documents=None,
-                                        add_generation_prompt=generation_prompt, **self.variables)
+                                        add_generation_prompt=generation_prompt, **variables)
             for output in outputs:
                 rendered += output
                 if len(rendered) > MAX_RENDERED:
@@ -721,7 +746,8 @@ class Tokenizer:
         conversation up to its last answer, others repeat answers that it rewrites. Answers are trained on
         unless a key such as weight marks them as context. Raises a ValueError if no answer can be delimited,
         or if the template leaves out a tool, a call, a message, or all that an answer says."""
-        if self.reserved.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+        given = [messages, tools, self.row_variables]
+        if self.reserved.search(json.dumps(given, ensure_ascii=False, default=str)):
             return [Rendered(None, [], [])], 0
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if is_trained(messages[i])]
@@ -929,9 +955,13 @@ PAIR = "chosen + rejected"
 FORMATS = PAIR, "messages", "conversations", "prompt + completion", "instruction + output", "text"
 # what they call the question of a pair that is no conversation yet: Orca's and Alpaca's words for a prompt
 QUESTION_KEYS = ["question", "query", "instruction", "input"]
-# keys that some formats read beside their own, and all that are read
-BESIDE = {"prompt", "input", "history", "system", "tools"}
-KEYS = BESIDE | {*" + ".join(FORMATS).split(" + ")}
+# What only conversations have: a prompt in text that stands beside one of these begins a conversation.
+OF_CONVERSATIONS = {"system", "tools", "functions", "chat_template_kwargs"}
+# the keys that formats read beside their own, and all that are read
+BESIDE = {form: {*OF_CONVERSATIONS, "label"} for form in FORMATS}
+BESIDE["instruction + output"] |= {"input", "history"}
+BESIDE["text"] = set()
+KEYS = {*" + ".join(FORMATS).split(" + ")}.union(*BESIDE.values())
 ROLES = "system", "developer", "user", "assistant", "tool"
 # what ShareGPT, LLaMA-Factory and OpenAI's first calls of functions call them
 OTHER_ROLES = {
@@ -940,8 +970,11 @@ OTHER_ROLES = {
 }
 # keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl and verl
 TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
+TOOLS_KEYS = "tools", "functions"  # OpenAI called tools functions first
 # the keys that are read of a message; a template may read more of them
-MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *THOUGHTS, *TRAINED_KEYS}
+MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *TOOLS_KEYS, *THOUGHTS, *TRAINED_KEYS}
+# the types of OpenAI's parts of a content that are text
+TEXT_PARTS = "text", "input_text", "output_text", "refusal"
 
 
 class Example(NamedTuple):
@@ -953,6 +986,7 @@ class Example(NamedTuple):
     is_chat: bool = False  # the template has written BOS, EOS and the ends of turns
     n_without_mask: int = 0  # answers of the row that are not trained on
     is_further: bool = False  # it has answers that the row's first document rewrites
+    opens_thought: bool = False  # the prompt for its answers asks for a thought
     left_out: tuple = ()  # what the template leaves out of answers, see Tokenizer.check_complete()
     renamed: tuple = ()  # the columns of --columns that the row has
     unread: tuple = ()  # keys of the row that its format does not read
@@ -977,10 +1011,12 @@ def parse_example(row, tokenizer, columns=()):
             raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora")
         if form != PAIR and tokenizer.train_on == "pairs":
             raise ValueError("--dpo needs rows with 'chosen' and 'rejected'")
+        if form != "text":
+            check_is_good(example)
         found = []
         for one, answer_form in answers_of(example, form):
             found += read_example(one, answer_form, tokenizer)
-        read = {*BESIDE, *form.split(" + ")}
+        read = {*BESIDE[found[0].form], *form.split(" + "), *answer_form.split(" + ")}
         if form == PAIR:
             read |= {*QUESTION_KEYS}
         unread = tuple(key for key in example if key not in read)
@@ -1013,6 +1049,14 @@ def format_of(example, columns):
     raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got the keys "
                      f"{first_names(list(example), 20) or '(none)'}: --columns COLUMN=KEY renames them. "
                      "A message has 'role' and 'content', or 'from' and 'value'")
+
+
+def check_is_good(example):
+    """Raises a ValueError if a row says of itself that nobody should learn its answer."""
+    for key in ("label", *TRAINED_KEYS):  # TRL's unpaired preferences have a label
+        if example.get(key) in (False, "False", "false"):
+            raise ValueError(f"{key!r} is {lm.quoted(example[key])}: nobody should learn this answer: leave "
+                             f"such rows out of the file, or {key!r} if it means something else")
 
 
 def question_in(example, asked):
@@ -1066,19 +1110,25 @@ def read_example(example, form, tokenizer):
     if form == "prompt + completion" and isinstance(example["prompt"], str):
         prompt = example["prompt"]
         completion = text_in(example, "completion")
-        if not example.get("system") and not example.get("tools"):
+        if not any(example.get(key) for key in (*OF_CONVERSATIONS, "history")):
             text = prompt + completion
             return [Example(form, text, [(len(prompt), len(text))])]
-        example = example | {"instruction": prompt, "output": completion}  # only conversations have these
+        example = example | {"instruction": prompt, "output": completion}
         form = "instruction + output"
-    tools = read_tools(example)
-    messages = check_messages(messages_of(example, form), tools)
+    variables = json_in(example.get("chat_template_kwargs") or {}, dict,
+                        "'chat_template_kwargs' must be an object")
+    tokenizer = tokenizer.for_row(variables)
+    messages = messages_of(example, form)
+    reads_tools_of_messages = "tools" in tokenizer.template_words
+    tools = read_tools([example] if reads_tools_of_messages else [example, *messages])
+    messages = check_messages(messages, tools)
     documents, n_without_mask = tokenizer.conversation(messages, tools)
     examples = []
     for document in documents:  # the first one is the whole conversation
-        examples.append(Example(form, document.text, document.spans, is_chat=True,
-                                is_further=bool(examples), left_out=document.left_out))
+        examples.append(Example(form, document.text, document.spans, is_chat=True, is_further=bool(examples),
+                                left_out=document.left_out, opens_thought=tokenizer.opens_thought))
     unread = {f"messages.{key}" for message in messages for key in tokenizer.unread_keys(message)}
+    unread |= {f"chat_template_kwargs.{name}" for name in variables.keys() - tokenizer.template_reads}
     examples[0] = examples[0]._replace(n_without_mask=n_without_mask, unread=tuple(sorted(unread)))
     return examples
 
@@ -1118,11 +1168,15 @@ def without_nulls(value, but=None):
             for key, item in value.items() if item is not None}
 
 
-def read_tools(example):
-    """The list of an example's tools, or None."""
+def read_tools(places):
+    """The list of tools of an example, or None. They stand in one of these places: the row, or a message, as
+    GLM's and DeepSeek's do."""
     must = "a tool of 'tools' must be an object"
+    given = [from_json(place[key]) for place in places for key in TOOLS_KEYS if place.get(key)]
+    if any(others != given[0] for others in given):
+        raise ValueError("'tools' or 'functions' of the row and of its messages are not the same")
     tools = []
-    for tool in json_in(example.get("tools") or [], list, "'tools' must be a list of JSON schemas"):
+    for tool in json_in(given[0] if given else [], list, "'tools' must be a list of JSON schemas"):
         tool = json_in(tool, dict, must)
         function = json_in(tool.get("function", tool), dict, must)
         text_in(function, "name")
@@ -1140,9 +1194,8 @@ def messages_of(example, form):
         prompt = [{**message, "weight": 0} for message in turns_of(example["prompt"], "prompt")]
         messages = prompt + turns_of(example["completion"], "completion")
     elif form == "instruction + output":
-        question = text_in(example, "instruction")
-        if example.get("input"):
-            question += "\n" + text_in(example, "input")
+        parts = text_in(example, "instruction"), text_in(example, "input")
+        question = "\n".join(filter(None, parts))
         turns = json_in(example.get("history") or [], list, "'history' must be a list of pairs of texts")
         for turn in [*turns, [question, text_in(example, "output")]]:
             if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
@@ -1198,16 +1251,31 @@ def check_message(message, schemas):
     for key in TRAINED_KEYS:
         if message.get(key, 1) not in (0, 1):
             raise ValueError(f"{key!r} must be 0 or 1, got {lm.quoted(message[key])}")
+    if not message.get("content") and "refusal" in message:  # OpenAI's answers have the one or the other
+        message["content"] = message.pop("refusal")
     content = message.get("content")
-    if isinstance(content, list):  # OpenAI's items: {"type": "text", "text": ...}
-        with contextlib.suppress(KeyError, TypeError):  # an image has no text: the check below names it
-            content = message["content"] = "".join(item["text"] for item in content)
+    must = f"'content' of a message of {role!r} must be text"
+    if isinstance(content, list):
+        content = message["content"] = "".join(text_of_part(part, must) for part in content)
     if not isinstance(content, str) and (content is not None or not calls):
-        raise ValueError(f"'content' of a message of {role!r} must be text, got {lm.quoted(content)}")
+        raise ValueError(f"{must}, got {lm.quoted(content)}; its keys: {listing(message)}")
     thoughts = [text_in(message, key) for key in THOUGHTS if key in message]
     if thoughts:  # templates read it by the first or by the second of these names
         message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
     return message
+
+
+def text_of_part(part, must):
+    """The text of one of OpenAI's parts of a content: {"type": "text", "text": ...}. must: words of an
+    error."""
+    if not isinstance(part, dict):
+        raise ValueError(f"{must}, got a part {lm.quoted(part)}")
+    kind = part.get("type", "text")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in TEXT_PARTS or not isinstance(text, str):
+        raise ValueError(f"{must}, got a part of the type {lm.quoted(kind)}: {lm.quoted(part)}; expected are "
+                         "calls of tools in 'tool_calls', and each result in a message of the role 'tool'")
+    return text
 
 
 def is_trained(message):
@@ -1638,7 +1706,7 @@ def note_answers(example, ids, mask, tokenizer, report):
     for start, stop in example.spans or ():
         if EMPTY_THOUGHT.match(example.text, start, stop):
             report.note(f"answers begin with an empty thought: {unlearns}")
-        if tokenizer.opens_thought and "</think>" not in example.text[start:stop]:
+        if example.opens_thought and "</think>" not in example.text[start:stop]:
             report.note(f"answers begin without the thought of the prompt: {unlearns}")
 
 

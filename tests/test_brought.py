@@ -459,6 +459,20 @@ READ = {  # rows of public sets: the text that they become
     "each call as text": (
         chat(QUESTION, message("assistant", "", tool_calls=[json.dumps({"function": CALL_IN_TEXT})])), CALLED),
     "each tool as text": (chat(QUESTION, ANSWER, tools=[json.dumps(SCHEMA)]), SCHEMA_TURN + ASKED + ANSWERED),
+    "functions, as tools were called": (chat(QUESTION, ANSWER, functions=[SCHEMA]), SCHEMA_TURN + ASKED + ANSWERED),
+    "GLM's tools": (
+        chat(message("system", "s", tools=[SCHEMA]), QUESTION, ANSWER),
+        SCHEMA_TURN + turn("system", "s") + ASKED + ANSWERED),
+    "tools of the row and the same of a message": (
+        chat(message("system", "s", tools=json.dumps([SCHEMA])), QUESTION, ANSWER, tools=[SCHEMA]),
+        SCHEMA_TURN + turn("system", "s") + ASKED + ANSWERED),
+    "a refusal": (chat(QUESTION, message("assistant", None, refusal="It is 4.")), ASKED + ANSWERED),
+    "a refusal as a part": (
+        chat(QUESTION, message("assistant", [{"type": "refusal", "refusal": "It is 4."}])), ASKED + ANSWERED),
+    "KTO's good answer": ({"prompt": [QUESTION], "completion": [ANSWER], "label": True}, ASKED + ANSWERED),
+    "a history beside a text": (
+        {"prompt": "2 + é?", "completion": "It is 4.", "history": [["a", "b"]]},
+        turn("user", "a") + trained_turn("b") + ASKED + ANSWERED),
     "no tools as text": (chat(QUESTION, ANSWER, tools="[]"), ASKED + ANSWERED),
     "from in messages": (
         chat({"from": "human", "value": "2 + é?"}, {"from": "gpt", "value": "It is 4."}), ASKED + ANSWERED),
@@ -469,8 +483,16 @@ READ = {  # rows of public sets: the text that they become
 
 @pytest.mark.parametrize("row, expected", READ.values(), ids=READ)
 def test_calls_tools_and_roles_are_read_in_every_spelling(tmp_path, agent, row, expected):
-    texts, _ = read_rows(tmp_path, agent, row)
+    texts, file = read_rows(tmp_path, agent, row)
     assert texts == [expected]
+    assert file.report.unread == []
+
+
+def test_a_template_that_reads_the_tools_of_a_message_gets_them_there_alone(tmp_path):
+    in_message = "{%- for m in messages %}{%- if m.tools %}{{- m.tools[0].function.name }}{%- endif %}{%- endfor %}"
+    tokenizer = tokenizer_of(tmp_path, in_message + AGENT)
+    texts, _ = read_rows(tmp_path, tokenizer, chat(message("system", "s", tools=[SCHEMA]), QUESTION, ANSWER))
+    assert texts == ["add" + turn("system", "s") + ASKED + ANSWERED]
 
 
 WITH_KEYS = "must be an object with 'role' and 'content', or 'from' and 'value', got"
@@ -494,6 +516,25 @@ NAMED = {  # rows: words of the refusal
     "a function_call": (
         chat(QUESTION, message("function_call", "f(x)")), "a call of a tool must be an object, got \"f(x)\""),
     "a thought": (chat(QUESTION, {**ANSWER, "reasoning_content": 7}), "'reasoning_content' must be text, got 7"),
+    # what stands beside the messages, or in place of a text
+    "variables": (chat(QUESTION, ANSWER, chat_template_kwargs=["a"]), "'chat_template_kwargs' must be an object, got"),
+    "other tools in a message": (
+        chat(message("system", "s", tools=[SCHEMA]), QUESTION, ANSWER, tools=[SEARCH]), "'tools' or 'functions' of"),
+    "Anthropic's call": (
+        chat(QUESTION, message("assistant", [{"type": "text", "text": "So: "}, {
+            "id": "1", "input": {}, "name": "add", "type": "tool_use"}])),
+        "must be text, got a part of the type \"tool_use\": {\"id\": \"1\""),
+    "Anthropic's result": (
+        chat(message("user", [{"type": "tool_result", "tool_use_id": "1", "content": "4"}]), ANSWER),
+        "expected are calls of tools in 'tool_calls', and each result in a message of the role 'tool'"),
+    "a part of another type": (
+        chat(QUESTION, message("assistant", [{"type": "thinking", "text": "hm"}])), "a part of the type \"thinking\""),
+    "an answer that is no text": (
+        chat(QUESTION, {"role": "assistant", "audio": {"id": "1"}}), "must be text, got null; its keys: audio, role"),
+    "KTO's bad answer": ({"prompt": "q", "completion": "a", "label": False}, "'label' is false: nobody should learn"),
+    "KTO's bad answer of csv": (
+        {"prompt": "q", "completion": "a", "label": "False"}, "'label' is \"False\": nobody should learn"),
+    "a row that is not trained on": (chat(QUESTION, ANSWER, train=False), "'train' is false: nobody should learn this"),
 }
 
 
