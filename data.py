@@ -953,7 +953,7 @@ PAIR = "chosen + rejected"
 # An example's keys, as TRL ("messages", prompts, pairs), ShareGPT ("conversations") and Alpaca
 # ("instruction", "output") have them. The first that fits counts: pairs may have messages, too.
 FORMATS = PAIR, "messages", "conversations", "prompt + completion", "instruction + output", "text"
-# what they call the question of a pair that is no conversation yet: Orca's and Alpaca's words for a prompt
+# Orca's and Alpaca's words for the prompt of a pair
 QUESTION_KEYS = ["question", "query", "instruction", "input"]
 # What only conversations have: a prompt in text that stands beside one of these begins a conversation.
 OF_CONVERSATIONS = {"system", "tools", "functions", "chat_template_kwargs"}
@@ -1006,6 +1006,7 @@ def parse_example(row, tokenizer, columns=()):
         # a table has a cell for each column in every row: a null is what the row does not have
         example = {key: value for key, value in example.items() if value is not None}
         example, renamed = with_columns(example, columns)
+        example = from_openai(example)
         form = format_of(example, columns)
         if form == PAIR and tokenizer.train_on != "pairs":
             raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora")
@@ -1016,10 +1017,8 @@ def parse_example(row, tokenizer, columns=()):
         found = []
         for one, answer_form in answers_of(example, form):
             found += read_example(one, answer_form, tokenizer)
-        read = {*BESIDE[found[0].form], *form.split(" + "), *answer_form.split(" + ")}
-        if form == PAIR:
-            read |= {*QUESTION_KEYS}
-        unread = tuple(key for key in example if key not in read)
+        read = {*BESIDE[found[0].form], *answer_form.split(" + ")}
+        unread = tuple(key for key in one if key not in read)
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
         hashes = [hash_of_text(one.text or "") for one in found]
         # the two answers of a pair are on one side of --eval_data
@@ -1059,48 +1058,103 @@ def check_is_good(example):
                              f"such rows out of the file, or {key!r} if it means something else")
 
 
-def question_in(example, asked):
-    """A row that asks by one of these keys -> the same with an `instruction` in its place."""
-    names = [key for key in asked if key != "input"] or asked  # Alpaca has it beside a question
-    if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)}: --columns NAME=prompt has to say which is the question")
-    others = {key: value for key, value in example.items() if key != names[0]}
-    return others | {"instruction": example[names[0]]}
+def from_openai(example):
+    """A pair as OpenAI has it -> the same under our keys: its `input` has the messages and the tools."""
+    if not {"input", "preferred_output", "non_preferred_output"} <= example.keys():
+        return example
+    others = dict(example)
+    asked = json_in(others.pop("input"), dict, "'input' beside 'preferred_output' must be an object")
+    asked = {"prompt" if key == "messages" else key: value for key, value in asked.items()}
+    answers = {"chosen": others.pop("preferred_output"), "rejected": others.pop("non_preferred_output")}
+    return others | asked | answers
 
 
 def answers_of(example, form):
-    """Yields (a row with one answer, its format): a pair is two rows of prompt and completion, or Alpaca's.
-    A prompt that is not given is what both answers begin with."""
+    """Yields (a row with one answer, its format): a pair is two rows of prompt and completion."""
     if form != PAIR:
         yield example, form
         return
-    prompt = example.get("prompt")
-    values = prompt, example["chosen"], example["rejected"]
-    in_messages = any(isinstance(value, list) for value in values)
-    answers = []
-    for key in ("chosen", "rejected"):
-        answer = example[key]
-        if not isinstance(answer, str | list):
-            raise ValueError(f"{key!r} must be text or a list of messages, got {lm.quoted(answer)}")
-        answers.append(turns_of(answer, key) if in_messages else answer)
-    asked = [key for key in QUESTION_KEYS if key in example]
-    if prompt is None and asked and not in_messages:
-        question = question_in(example, asked)
-        for answer in answers:
-            yield question | {"output": answer}, "instruction + output"
-        return
-    # beside messages a prompt in text is a label: UltraFeedback's is the user's first message
-    if prompt is None or (in_messages and isinstance(prompt, str)):
-        equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
-        n = len(list(equal))  # messages, or of texts characters
-        common = answers[0][:n]
-        answers = [answer[n:] for answer in answers]
-        if in_messages and not any((prompt or "").strip() in str(one.get("content")) for one in common):
-            raise ValueError(f"both answers begin with {n} equal messages, and "
-                             f"'prompt' = {lm.quoted(prompt)} is in none of them")
-        prompt = common
+    prompt, answers, others = read_pair(example)
     for answer in answers:
-        yield example | {"prompt": prompt, "completion": answer}, "prompt + completion"
+        yield others | {"prompt": prompt, "completion": answer}, "prompt + completion"
+
+
+def read_pair(example):
+    """A pair -> (its prompt, its two answers, the rest of the row): texts, or messages if one of them is a
+    list. A prompt that is not given is a question by another name, or what both answers begin with."""
+    others = dict(example)
+    prompt = text_or_turns(others.pop("prompt", ""), "prompt") or ""
+    answers = [text_or_turns(others.pop(key), key) for key in ("chosen", "rejected")]
+    in_messages = any(isinstance(value, list) for value in (prompt, *answers))
+    if prompt and not in_messages:
+        return prompt, answers, others
+    equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
+    n = len(list(equal))  # messages, or of texts characters
+    common = answers[0][:n]
+    ends = [answer[n:] for answer in answers]
+    if not isinstance(prompt, list) and any(begins_with_question(answer) for answer in answers):
+        # beside whole conversations a prompt in text is a label: UltraFeedback's is the user's first message
+        contents = [str(message.get("content")) for message in common]
+        if not begins_with_question(common) or not any(prompt.strip() in content for content in contents):
+            what = f"'prompt' = {lm.quoted(prompt)}" if prompt else "the user's question"
+            raise ValueError(f"both answers begin with {n} equal messages, and {what} is in none of them")
+        return common, ends, others
+    if not prompt:
+        key = question_in(others, in_messages)
+        if not key:
+            return common, ends, others
+        prompt = text_or_turns(others.pop(key), key)
+    if isinstance(prompt, str):
+        asked = others | {"instruction": prompt, "output": ""}
+        prompt = messages_of(asked, "instruction + output")[:-1]
+        others = {key: value for key, value in others.items() if key not in ("input", "history")}
+    answers = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in answers]
+    return prompt, answers, others
+
+
+def text_or_turns(value, key):
+    """A text as it is, a list of messages, also as JSON, by turns_of()."""
+    if isinstance(value, list) or are_messages(value):
+        return turns_of(value, key)
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} must be text or a list of messages, got {lm.quoted(value)}")
+    return value
+
+
+def are_messages(value):
+    """Whether a value is a list of messages, also as JSON."""
+    turns = from_json(value)
+    if not isinstance(turns, list):
+        return False
+    return bool(turns) and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in turns)
+
+
+def begins_with_question(answer):
+    """Whether the first message of an answer, but for a system message, is the user's. A text has none."""
+    roles = [one["role"] for one in answer if isinstance(one, dict)]
+    first = next((role for role in roles if role not in ("system", "developer")), None)
+    return first in ("user", "human")
+
+
+def question_in(row, in_messages):
+    """The key by which a pair without a prompt asks, or None if its answers are texts that may begin with the
+    question. Raises a ValueError if only the user can tell."""
+    names = [key for key in QUESTION_KEYS if key in row]
+    names = [key for key in names if key != "input"] or names  # Alpaca has it beside a question
+    if len(names) == 1:
+        return names[0]
+    is_conversation = in_messages or any(row.get(key) for key in OF_CONVERSATIONS)
+    fewest = 1 if is_conversation else 2  # words: the names of sources and models have one
+    for key, value in row.items():
+        has_words = isinstance(value, str) and len(value.split()) >= fewest
+        if key not in BESIDE[PAIR] | {*names} and (has_words or key == "history" or are_messages(value)):
+            names.append(key)
+    if names or is_conversation:
+        name = names[0] if len(names) == 1 else "NAME"
+        found = first_names(names, 5) or "no text"
+        raise ValueError(f"no prompt, but {found}: --columns {name}=prompt has to say which is the question, "
+                         "and what is none has to go")
+    return None
 
 
 def read_example(example, form, tokenizer):

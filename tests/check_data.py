@@ -636,6 +636,10 @@ def check_pairs(n, folder):
             "a label": {"prompt": question, "chosen": head + chosen, "rejected": head + rejected, "score": 8.5},
             "a question": {name: question, "chosen": good, "rejected": bad, **beside},
             "a question that is a label": {name: question, "chosen": head + chosen, "rejected": head + rejected},
+            "a question and messages": {name: question, "chosen": chosen, "rejected": rejected, **beside},
+            "a prompt in messages and texts": {"prompt": head, "chosen": good, "rejected": rejected},
+            "OpenAI": {"input": {"messages": head, "tools": []}, "preferred_output": chosen,
+                       "non_preferred_output": rejected},
             "ShareGPT": {key: [{"from": {"user": "human", "assistant": "gpt"}.get(one["role"], one["role"]),
                                 "value": one["content"]} for one in head + answer]
                          for key, answer in (("chosen", chosen), ("rejected", rejected))},
@@ -656,6 +660,15 @@ def check_pairs(n, folder):
                "rejected": [{"role": "user", "content": words()}, *rejected]}
         examples, refusal = read(row, tokenizer)
         rule.holds(row, refusal and "'prompt'" in refusal, "labels of nothing, refused", examples)
+        name = rng.choice(["messages", "history", "context", "turns"])
+        answers = rng.choice([{"chosen": good, "rejected": bad}, {"chosen": chosen, "rejected": rejected},
+                              {"chosen": chosen, "rejected": bad}])
+        row = {name: asked, "source": "web", **answers}
+        _, refusal = read(row, tokenizer)
+        fine = refusal and name in refusal and "--columns" in refusal
+        examples, refusal = read(row, tokenizer, [(name, "prompt")])
+        fine = fine and examples and question in examples[0].text and question in examples[1].text
+        rule.holds(row, fine, "questions by other names", refusal or examples)
     rule.end()
 
 
