@@ -514,7 +514,8 @@ class Tokenizer:
 
     core is the library's tokenizer, train_on the flag. bos_ids and eos_ids enclose a plain text, stop_ids end
     an answer. variables are what templates see beside the messages, row_variables those of one row, see
-    for_row(). reserved finds what no example may spell.
+    for_row(). markers are the texts of the tokens that templates write around turns, is_marker [V] says which
+    these are, and reserved finds what no conversation may spell: them. Other special tokens it may.
     new_tokens are appended to those of the folder and get new_ids, a range. save() writes `changed`, {name of
     a file: its dict}, in place of the folder's own.
     templates are compiled, by name: "default", and maybe "tool_use" for rows with tools. template_texts are
@@ -544,25 +545,28 @@ class Tokenizer:
         self.eos = self.core.token_to_id(self.variables.get("eos_token", ""))
         self.complete_ends(config)
         self.load_templates(config.get("chat_template"), template_file, template_args or {})
-        end_of_turn = self.try_template()
+        end_of_turn, written = self.try_template()
         self.opens_thought = self.prompt_opens_thought()
         turn_ends = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
-        # Masks depend on is_special, but the cache's key does not depend on generation_config.json: the ids
+        of_texts = {*self.bos_ids, *self.eos_ids}
+        of_texts |= {self.core.token_to_id(self.variables.get(name, "")) for name in NAMED_TOKENS}
+        markers = {number for number, token in special.items() if number in of_texts or token in written}
+        # Masks depend on is_marker, but the cache's key does not depend on generation_config.json: the ids
         # that this file adds may stop an answer, and change no mask.
-        special_ids = sorted({*special, *turn_ends})
-        self.is_special = np.zeros(1 + max(self.core.get_vocab().values()), bool)
-        self.is_special[special_ids] = True
+        marker_ids = sorted(markers | turn_ends)
+        self.is_marker = np.zeros(1 + max(self.core.get_vocab().values()), bool)
+        self.is_marker[marker_ids] = True
         self.stop_ids = self.complete_stops(turn_ends)
         # The library would make the token of its text: a message could end its turn and begin another.
-        spelled = [*special.values(), *{end_of_turn} - {""}]
-        self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, MARK, *spelled])))
+        self.markers = tuple(self.core.id_to_token(number) for number in marker_ids)
+        self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, MARK, *self.markers])))
         # tokenized() hashes this: what is missing here would leave old tokens in use after a change
-        self.made_of = (self.core.to_str(), self.bos_ids, self.eos_ids, special_ids, self.variables,
+        self.made_of = (self.core.to_str(), self.bos_ids, self.eos_ids, marker_ids, self.variables,
                         self.template_texts, train_on)
 
     def load_core(self, core, named):
         """Completes the library's tokenizer. Returns {id: text} of its special tokens, which a file flags or
-        names as such: messages may not spell them."""
+        names as such."""
         # the file also has the truncation and padding that its author used last
         core.no_truncation()
         core.no_padding()
@@ -675,14 +679,20 @@ class Tokenizer:
         return template.replace("bos", json.dumps(bos, ensure_ascii=False), 1)
 
     def try_template(self):
-        """-> the token that the template writes behind an answer, as text."""
+        """-> (the token that the template writes behind an answer, as text; its source and what it writes in
+        trials: all tokens that it writes stand in one of these)."""
         end = self.default_end()
-        with contextlib.suppress(ValueError):  # a template may want other messages
-            text, _ = self.render([SHORT_QUESTION, {"role": "assistant", "content": MARK}])
-            _, is_there, behind = text.rpartition(MARK)
-            if is_there:
-                end = max(filter(behind.lstrip().startswith, self.added), key=len, default=end)
-        return end
+        written = "".join(self.template_texts.values())
+        conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
+        # Phi's source has '<|' + role + '|>': only a trial with each role tells these tokens
+        for first in (*([{"role": role, "content": "a"}] for role in ROLES), []):
+            with contextlib.suppress(ValueError):  # a template may want other messages
+                text, _ = self.render(first + conversation)
+                written += text
+                _, is_there, behind = text.rpartition(MARK)
+                if is_there:
+                    end = max(filter(behind.lstrip().startswith, self.added), key=len, default=end)
+        return end, written
 
     def prompt_opens_thought(self):
         """Whether the template's prompt for an answer opens a thought, and does not close it."""
@@ -867,7 +877,7 @@ class Tokenizer:
         for prompt in prompts:
             if text.startswith(prompt):
                 stop = len(text)
-                if text.rstrip().endswith(self.added):
+                if text.rstrip().endswith(self.markers):
                     stop = len(text.rstrip())  # generation stops at the end of the turn, before its newline
                 return Rendered(text, [(len(prompt), stop)], [i])
         return None
@@ -889,7 +899,7 @@ class Tokenizer:
                     eos = self.eos_ids
             mask = np.ones(len(ids), bool)
             if example.spans is not None and self.train_on != "all":
-                mask = tokens_in(encoding, example.spans, self.is_special)
+                mask = tokens_in(encoding, example.spans, self.is_marker)
             # nothing predicts BOS, and EOS is how a model learns to stop
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
@@ -921,9 +931,9 @@ class Tokenizer:
         return ids
 
 
-def tokens_in(encoding, spans, is_special):
-    """[n] bool: the tokens that overlap a span, except a special one that absorbed the blanks before it.
-    is_special: [V] bool."""
+def tokens_in(encoding, spans, is_marker):
+    """[n] bool: the tokens that overlap a span, except a marker that absorbed the blanks before it.
+    is_marker: [V] bool."""
     ids = encoding.ids
     offsets = encoding.offsets
     mask = np.zeros(len(ids), bool)
@@ -931,8 +941,8 @@ def tokens_in(encoding, spans, is_special):
         # a character may belong to no token (a blank that a normalizer drops) or to several (an emoji)
         first = bisect.bisect_right(offsets, start, key=lambda token: token[1])
         last = bisect.bisect_left(offsets, stop, key=lambda token: token[0])
-        # This token began before the span. Special ones absorb blanks (lstrip), and an empty answer has none.
-        if first < last and offsets[first][0] < start and (is_special[ids[first]] or start == stop):
+        # This token began before the span. Markers absorb blanks (lstrip), and an empty answer has none.
+        if first < last and offsets[first][0] < start and (is_marker[ids[first]] or start == stop):
             first += 1
         mask[first:last] = True
     return mask
@@ -1753,7 +1763,7 @@ def note_answers(example, ids, mask, tokenizer, report):
     if not example.is_chat:
         return
     report.note("assistant turns end without a special token: the model cannot learn to stop",
-                turns_without_end(tokenizer.is_special[ids], mask))
+                turns_without_end(tokenizer.is_marker[ids], mask))
     unlearns = "the model unlearns to think when it is asked in its default mode"
     if "enable_thinking" in tokenizer.template_reads:
         unlearns += "; --template_args enable_thinking=false puts the empty thought into the prompt"
@@ -1782,8 +1792,8 @@ def append(documents, folder, tokenizer, report):
 
 def says_anything(tokenizer, ids):
     """Whether tokens are more than ends of turns and blanks."""
-    ordinary = ids[~tokenizer.is_special[ids]]
-    return any(tokenizer.core.decode([number]).strip() for number in ordinary)
+    others = ids[~tokenizer.is_marker[ids]]
+    return any(tokenizer.core.decode([number], skip_special_tokens=False).strip() for number in others)
 
 
 def hash_of_text(text):
@@ -1799,11 +1809,11 @@ def hash_of_text(text):
     return int.from_bytes(hashlib.blake2b(raw, digest_size=7).digest(), "big")
 
 
-def turns_without_end(is_special, mask):
-    """How many trained turns end without a special token. The last trained token of a turn should be one, or
-    the token before it, if a newline follows that. [n] bool each."""
+def turns_without_end(is_marker, mask):
+    """How many trained turns end without a marker. The last trained token of a turn should be one, or the
+    token before it, if a newline follows that. [n] bool each."""
     ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # a trained token before one that is not
-    return int((~(is_special[ends] | is_special[ends - 1])).sum())
+    return int((~(is_marker[ends] | is_marker[ends - 1])).sum())
 
 
 # ---------------- data sets of the Hub

@@ -48,7 +48,7 @@ import data
 
 HERE = Path(__file__).parent
 TINY = HERE / "tiny"
-END = "<|im_end|>"
+START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in [
     *sorted((HERE / "goldens-chat").glob("*.jinja")),
     *sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))]}
@@ -419,11 +419,23 @@ def check_tokens(n, folder):
         named = tokenizer.variables == reference.special_tokens_map
         special = set(reference.all_special_tokens) | {
             str(token) for token in reference.added_tokens_decoder.values() if token.special}
-        spelled = all(tokenizer.reserved.search(token) for token in special)
+        # messages may spell those that neither ChatML nor the ends of a text have
+        kept = {START, END, *(named_token for key, named_token in reference.special_tokens_map.items()
+                              if key in data.NAMED_TOKENS)}
+        spelled = all(bool(tokenizer.reserved.search(token)) == (token in kept) for token in special)
+        reference.chat_template = tokenizer.template_texts["chat_template.jinja"]
+        answer = "so" + "".join(token for token in sorted(special) if token not in kept)
+        messages = [{"role": "user", "content": f"a {answer}"}, {"role": "assistant", "content": answer}]
+        ((chat_ids, mask),) = tokenizer.encode(read({"messages": messages}, tokenizer)[0])
+        theirs = reference.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True)
+        n = len(chat_ids)
+        same = chat_ids.tolist() == theirs["input_ids"][:n] and mask.tolist() == [
+            value == 1 for value in theirs["assistant_masks"][:n]]
         ((text_ids, _),) = tokenizer.encode([data.Example("text", "a now")])
         has_end = reference.eos_token_id is None or text_ids[-1] == reference.eos_token_id
         has_ids = ids == reference(text, add_special_tokens=False)["input_ids"]
-        fine = has_ids and named and spelled and has_end
+        fine = has_ids and named and spelled and has_end and same
         rule.holds(shape, fine, shape[1], (ids, tokenizer.variables, reference.special_tokens_map))
     rule.end()
 

@@ -244,25 +244,74 @@ def tokenizer_files(path, named=(), **files):
 CALL_TOKEN = {"content": "<call>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
 IN_DECODER = {"4096": CALL_TOKEN | {"special": True}}
 ORDINARY_IN_DECODER = {"4096": CALL_TOKEN | {"special": False}}
-TOKEN_FILES = {  # what the files say: whether the token is a special one, which messages may not spell
-    "added_tokens_decoder": ({"tokenizer_config": {"added_tokens_decoder": IN_DECODER}}, True),
+TOKEN_FILES = {  # what the files say: whether the token is one around turns or texts, which messages may not spell
+    "added_tokens_decoder": ({"tokenizer_config": {"added_tokens_decoder": IN_DECODER}}, False),
     "an ordinary one": ({"tokenizer_config": {"added_tokens_decoder": ORDINARY_IN_DECODER}}, False),
     "added_tokens.json": ({"added_tokens": {"<call>": 4096}}, False),
     "added_tokens.json and special_tokens_map.json": (
-        {"added_tokens": {"<call>": 4096}, "special_tokens_map": {"additional_special_tokens": ["<call>"]}}, True),
-    "additional_special_tokens": ({"tokenizer_config": {"additional_special_tokens": ["<call>"]}}, True),
-    "extra_special_tokens": ({"tokenizer_config": {"extra_special_tokens": ["<call>"]}}, True),
-    "a named one": ({"tokenizer_config": {"image_token": "<call>"}}, True),
+        {"added_tokens": {"<call>": 4096}, "special_tokens_map": {"additional_special_tokens": ["<call>"]}}, False),
+    "additional_special_tokens": ({"tokenizer_config": {"additional_special_tokens": ["<call>"]}}, False),
+    "extra_special_tokens": ({"tokenizer_config": {"extra_special_tokens": ["<call>"]}}, False),
+    "a named one": ({"tokenizer_config": {"image_token": "<call>"}}, False),
     "pad_token": ({"special_tokens_map": {"pad_token": CALL_TOKEN}}, True),
+    "one that the template writes": (
+        {"tokenizer_config": {"extra_special_tokens": ["<call>"], "chat_template": "<call>" + CHATML}}, True),
+    "one that the template writes of pieces": (
+        {"tokenizer_config": {"extra_special_tokens": ["<call>"], "chat_template": "{{ '<' + 'call>' }}" + CHATML}},
+        True),
+    "one of a role": (
+        {"tokenizer_config": {"extra_special_tokens": ["<system>"], "chat_template": CHATML.replace(
+            "m.role +", "'<' + m.role + '>' +")}}, True),
 }
 
 
-@pytest.mark.parametrize("files, is_special", TOKEN_FILES.values(), ids=TOKEN_FILES)
-def test_a_token_that_stands_in_one_file_alone_is_one_token_and_reserved_if_it_is_named(tmp_path, files, is_special):
+@pytest.mark.parametrize("files, is_marker", TOKEN_FILES.values(), ids=TOKEN_FILES)
+def test_a_token_that_stands_in_one_file_alone_is_one_token_and_reserved_if_templates_write_it(
+        tmp_path, files, is_marker):
     tokenizer = data.Tokenizer(tokenizer_files(tmp_path, ["eos_token"], **files))
-    assert tokenizer.core.encode("<call>").ids == [4096]
-    assert bool(tokenizer.reserved.search("a <call>")) == is_special
-    assert tokenizer.is_special.tolist() == [i in (0, 1) or (i == 4096 and is_special) for i in range(4097)]
+    token = tokenizer.core.id_to_token(4096)
+    assert token in ("<call>", "<system>")
+    assert tokenizer.core.encode(token).ids == [4096]
+    assert bool(tokenizer.reserved.search(f"a {token}")) == is_marker
+    assert tokenizer.is_marker.tolist() == [i in (0, 1) or (i == 4096 and is_marker) for i in range(4097)]
+
+
+def tokenizer_with_call(path, template, **options):
+    """A tokenizer with a special token <call> that the template does not write."""
+    in_decoder = {"4096": CALL_TOKEN | {"special": True} | options}
+    config = {"added_tokens_decoder": in_decoder, "chat_template": template}
+    return data.Tokenizer(tokenizer_files(path, ["eos_token"], tokenizer_config=config))
+
+
+def test_a_models_own_special_token_is_that_token_in_every_message(tmp_path):
+    rows = [
+        chat(message("user", "<call>?"), message("assistant", "<call>add(2)"), message("tool", "4<call>"), ANSWER),
+        chat(QUESTION, message("assistant", "<call>")),  # which is more than nothing
+        chat(QUESTION, message("assistant", f"<call>{END}")),  # the second one is the template's
+    ]
+    tokenizer = tokenizer_with_call(tmp_path, CHATML)
+    texts, file = read_rows(tmp_path, tokenizer, *rows)
+    assert texts == [
+        turn("user", "<call>?") + trained_turn("<call>add(2)") + turn("tool", "4<call>") + ANSWERED,
+        ASKED + trained_turn("<call>")]
+    assert noted(file, "spell a special") == 1
+    assert noted(file, "end without a special") == 0
+    documents, _ = read_data(tmp_path / "rows.jsonl", tokenizer)
+    assert [ids.count(4096) for ids, _ in pieces(documents)] == [3, 1]
+
+
+def test_an_own_special_token_that_takes_the_blanks_before_it_is_trained_on(tmp_path):
+    row = chat(QUESTION, message("assistant", "<call>add(2)"))
+    texts, _ = read_rows(tmp_path, tokenizer_with_call(tmp_path, CHATML, lstrip=True), row)
+    assert texts == [ASKED + f"{START}assistant⟦<call>add(2){END}⟧\n"]  # the line break is gone, as in transformers
+
+
+def test_an_own_special_token_is_no_end_of_a_turn(tmp_path):
+    without_end = CHATML.replace("+ '<|im_end|>'", "")
+    row = chat(QUESTION, message("assistant", "add(2)<call>"))
+    texts, file = read_rows(tmp_path, tokenizer_with_call(tmp_path, without_end), row)
+    assert texts[0].endswith("⟦add(2)<call>\n⟧")
+    assert noted(file, "end without a special") == 1
 
 
 @pytest.mark.parametrize("files, eos", [
