@@ -966,9 +966,9 @@ FORMATS = PAIR, "messages", "conversations", "prompt + completion", "instruction
 # Orca's and Alpaca's words for the prompt of a pair
 QUESTION_KEYS = ["question", "query", "instruction", "input"]
 # What only conversations have: a prompt in text that stands beside one of these begins a conversation.
-OF_CONVERSATIONS = {"system", "tools", "functions", "chat_template_kwargs"}
+OF_CONVERSATIONS = {"system", "tools", "functions", "chat_template_kwargs", "history"}
 # the keys that formats read beside their own, and all that are read
-BESIDE = {form: {*OF_CONVERSATIONS, "label"} for form in FORMATS}
+BESIDE = {form: {*OF_CONVERSATIONS, "label"} - {"history"} for form in FORMATS}
 BESIDE["instruction + output"] |= {"input", "history"}
 BESIDE["text"] = set()
 KEYS = {*" + ".join(FORMATS).split(" + ")}.union(*BESIDE.values())
@@ -1063,7 +1063,7 @@ def format_of(example, columns):
 def check_is_good(example):
     """Raises a ValueError if a row says of itself that nobody should learn its answer."""
     for key in ("label", *TRAINED_KEYS):  # TRL's unpaired preferences have a label
-        if example.get(key) in (False, "False", "false"):
+        if str(example.get(key)).lower() in ("false", "0", "0.0"):  # csv has texts
             raise ValueError(f"{key!r} is {lm.quoted(example[key])}: nobody should learn this answer: leave "
                              f"such rows out of the file, or {key!r} if it means something else")
 
@@ -1090,13 +1090,14 @@ def answers_of(example, form):
 
 
 def read_pair(example):
-    """A pair -> (its prompt, its two answers, the rest of the row): texts, or messages if one of them is a
-    list. A prompt that is not given is a question by another name, or what both answers begin with."""
+    """A pair -> (its prompt, its two answers, the rest of the row): texts, or messages in a conversation. A
+    prompt that is not given is a question by another name, or what both answers begin with."""
     others = dict(example)
     prompt = text_or_turns(others.pop("prompt", ""), "prompt") or ""
     answers = [text_or_turns(others.pop(key), key) for key in ("chosen", "rejected")]
     in_messages = any(isinstance(value, list) for value in (prompt, *answers))
-    if prompt and not in_messages:
+    is_conversation = in_messages or any(others.get(key) for key in OF_CONVERSATIONS)
+    if prompt and not is_conversation:
         return prompt, answers, others
     equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
     n = len(list(equal))  # messages, or of texts characters
@@ -1110,7 +1111,7 @@ def read_pair(example):
             raise ValueError(f"both answers begin with {n} equal messages, and {what} is in none of them")
         return common, ends, others
     if not prompt:
-        key = question_in(others, in_messages)
+        key = question_in(others, is_conversation)
         if not key:
             return common, ends, others
         prompt = text_or_turns(others.pop(key), key)
@@ -1146,24 +1147,25 @@ def begins_with_question(answer):
     return first in ("user", "human")
 
 
-def question_in(row, in_messages):
+def question_in(row, is_conversation):
     """The key by which a pair without a prompt asks, or None if its answers are texts that may begin with the
     question. Raises a ValueError if only the user can tell."""
     names = [key for key in QUESTION_KEYS if key in row]
     names = [key for key in names if key != "input"] or names  # Alpaca has it beside a question
     if len(names) == 1:
         return names[0]
-    is_conversation = in_messages or any(row.get(key) for key in OF_CONVERSATIONS)
     fewest = 1 if is_conversation else 2  # words: the names of sources and models have one
     for key, value in row.items():
-        has_words = isinstance(value, str) and len(value.split()) >= fewest
-        if key not in BESIDE[PAIR] | {*names} and (has_words or key == "history" or are_messages(value)):
+        text = json.dumps(value, separators=(",", ":"), default=str)
+        has_words = '"' in text and len(text.split()) >= fewest
+        if key not in BESIDE[PAIR] | {*names} and (has_words or are_messages(value)):
             names.append(key)
-    if names or is_conversation:
+    if names:
         name = names[0] if len(names) == 1 else "NAME"
-        found = first_names(names, 5) or "no text"
-        raise ValueError(f"no prompt, but {found}: --columns {name}=prompt has to say which is the question, "
-                         "and what is none has to go")
+        raise ValueError(f"no prompt, but {first_names(names, 5)}: --columns {name}=prompt has to say which "
+                         "is the question, and keys that are none have to go")
+    if is_conversation:
+        raise ValueError("no prompt: expected 'prompt', or answers that both begin with the user's question")
     return None
 
 
@@ -1174,7 +1176,7 @@ def read_example(example, form, tokenizer):
     if form == "prompt + completion" and isinstance(example["prompt"], str):
         prompt = example["prompt"]
         completion = text_in(example, "completion")
-        if not any(example.get(key) for key in (*OF_CONVERSATIONS, "history")):
+        if not any(example.get(key) for key in OF_CONVERSATIONS):
             text = prompt + completion
             return [Example(form, text, [(len(prompt), len(text))])]
         example = example | {"instruction": prompt, "output": completion}
@@ -1338,7 +1340,7 @@ def text_of_part(part, must):
     text = part.get("refusal" if kind == "refusal" else "text")
     if kind not in TEXT_PARTS or not isinstance(text, str):
         raise ValueError(f"{must}, got a part of the type {lm.quoted(kind)}: {lm.quoted(part)}; expected are "
-                         "calls of tools in 'tool_calls', and each result in a message of the role 'tool'")
+                         "calls in 'tool_calls', and each result in a message of the role 'tool'")
     return text
 
 

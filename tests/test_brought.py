@@ -575,14 +575,14 @@ NAMED = {  # rows: words of the refusal
         "must be text, got a part of the type \"tool_use\": {\"id\": \"1\""),
     "Anthropic's result": (
         chat(message("user", [{"type": "tool_result", "tool_use_id": "1", "content": "4"}]), ANSWER),
-        "expected are calls of tools in 'tool_calls', and each result in a message of the role 'tool'"),
+        "expected are calls in 'tool_calls', and each result in a message of the role 'tool'"),
     "a part of another type": (
         chat(QUESTION, message("assistant", [{"type": "thinking", "text": "hm"}])), "a part of the type \"thinking\""),
     "an answer that is no text": (
         chat(QUESTION, {"role": "assistant", "audio": {"id": "1"}}), "must be text, got null; its keys: audio, role"),
     "KTO's bad answer": ({"prompt": "q", "completion": "a", "label": False}, "'label' is false: nobody should learn"),
     "KTO's bad answer of csv": (
-        {"prompt": "q", "completion": "a", "label": "False"}, "'label' is \"False\": nobody should learn"),
+        {"prompt": "q", "completion": "a", "label": "FALSE"}, "'label' is \"FALSE\": nobody should learn"),
     "a row that is not trained on": (chat(QUESTION, ANSWER, train=False), "'train' is false: nobody should learn this"),
 }
 

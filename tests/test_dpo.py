@@ -233,6 +233,8 @@ TEXTS = [f"def f⟦(x): pass{END}⟧", f"def f⟦[]{END}⟧"]
     ({"prompt": "the file", "chosen": GOOD, "rejected": BAD, "system": "s"},
      [turn("system", "s") + chat for chat in CHATS]),
     # what came before the question is context in both documents
+    ({"prompt": "the file", "history": [["a", "b"]], "chosen": "is read from disk", "rejected": "import None"},
+     [turn("user", "a") + turn("assistant", "b") + chat for chat in CHATS]),
     ({"instruction": "the file", "history": [["a", "b"]], "chosen": GOOD, "rejected": BAD},
      [turn("user", "a") + turn("assistant", "b") + chat for chat in CHATS]),
     # OpenAI's
@@ -244,7 +246,7 @@ TEXTS = [f"def f⟦(x): pass{END}⟧", f"def f⟦[]{END}⟧"]
 ], ids=["prompt", "common messages", "system", "text", "common text", "UltraFeedback", "UltraFeedback question",
         "question", "instruction and input", "Orca", "Orca renamed", "text and messages", "question and messages",
         "messages by another name", "messages and texts", "text, text, messages", "messages in csv",
-        "system, text and messages", "history", "OpenAI", "the same letters"])
+        "system, text and messages", "history, texts", "history", "OpenAI", "the same letters"])
 def test_answers_alone_are_trained_on(pairs, tmp_path, row, shown):
     path = jsonl(tmp_path / "rows.jsonl", row)
     documents, _ = read_data(path, pairs)
@@ -305,7 +307,8 @@ def test_the_answers_of_a_pair_share_a_row(six_pairs, packing):
      "both answers begin with 1 equal messages, and 'prompt' = \"another\" is in none of them"),
     ({"chosen": [message("system", "s"), *QUESTION, *GOOD], "rejected": [message("system", "s"), *BAD]},
      "both answers begin with 1 equal messages, and the user's question is in none of them"),
-    ({"chosen": GOOD, "rejected": BAD, "score": 4}, "no prompt, but no text: --columns NAME=prompt has to say"),
+    ({"chosen": GOOD, "rejected": BAD, "score": 4}, "no prompt: expected 'prompt', or answers that both begin with"),
+    ({"system": "s", "chosen": "It is 4.", "rejected": "It is 5."}, "no prompt: expected 'prompt', or answers"),
     # LLaMA-Factory's
     ({"conversations": QUESTION, "chosen": GOOD[0], "rejected": BAD[0]},
      "'chosen' must be text or a list of messages, got .*is read from disk"),
@@ -324,8 +327,9 @@ ANSWERS = [
 
 @pytest.mark.parametrize("answers", ANSWERS, ids=["texts", "messages", "both"])
 @pytest.mark.parametrize("name", ["messages", "conversations", "context", "history"])
-@pytest.mark.parametrize("question", ["the file", QUESTION, [{"from": "human", "value": "the file"}]],
-                         ids=["text", "messages", "ShareGPT"])
+@pytest.mark.parametrize("question", [
+    "the file", QUESTION, [{"from": "human", "value": "the file"}], json.dumps(QUESTION)],
+    ids=["text", "messages", "ShareGPT", "csv"])
 def test_a_question_by_a_name_that_nobody_reads_is_named_and_its_column_can_be_given(
         pairs, tmp_path, name, question, answers):
     row = {"id": 7, "source": "web", name: question, **answers}
@@ -333,8 +337,7 @@ def test_a_question_by_a_name_that_nobody_reads_is_named_and_its_column_can_be_g
     with pytest.raises(ValueError, match=words):
         data.parse_example(row, pairs)
     chosen, rejected = data.parse_example(row, pairs, [(name, "prompt")])
-    is_text = isinstance(question, str) and isinstance(answers["chosen"], str) and isinstance(answers["rejected"], str)
-    if is_text:  # a prompt and a completion in texts are trained on as they stand
+    if question == "the file" and answers == ANSWERS[0]:  # texts are trained on as they stand
         assert (chosen.text, rejected.text) == ("the fileis read from disk", "the fileimport None")
     else:
         assert [chosen.text, rejected.text] == [one.replace("⟦", "").replace("⟧", "") for one in CHATS]
@@ -342,7 +345,7 @@ def test_a_question_by_a_name_that_nobody_reads_is_named_and_its_column_can_be_g
 
 
 def test_texts_that_begin_alike_may_have_names_beside_them(pairs):
-    row = {"chosen": "def f(x): pass", "rejected": "def f[]", "source": "web", "score": 4, "tags": ["a b"]}
+    row = {"chosen": "def f(x): pass", "rejected": "def f[]", "source": "web", "tags": ["a", "b"], "scores": [4, 5]}
     chosen, _ = data.parse_example(row, pairs)
     assert chosen.spans == [(5, 14)]
     with pytest.raises(ValueError, match="no prompt, but source: --columns source=prompt has to say"):
