@@ -32,6 +32,7 @@ transformers and PEFT read them.
 import ast
 import bisect
 import contextlib
+import copy
 import csv
 import errno
 import functools
@@ -203,7 +204,7 @@ MARK = "\U00104002"  # and one around the number of a tool or a call, see with_m
 # A template is a stranger's program: a loop of ten lines could fill the memory, or never end.
 MAX_RENDERED = 50_000_000  # characters that one conversation may become
 MAX_RENDER_S = 2  # seconds of CPU time that this may take
-# what every reader of a template gives it, so that it cannot be a variable of --template_args
+# what every reader of a template gives it: no variable of --template_args or of a row has such a name
 GIVEN_TO_TEMPLATES = "messages", "tools", "documents", "add_generation_prompt"
 NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thought
@@ -212,6 +213,7 @@ THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thou
 EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\n*")
 # what a prompt ends with that opens a thought, and closes it at once where the model is asked not to think
 OPENED_THOUGHT = re.compile(r"(<think>\n?)\s*(</think>\s*)?\Z")
+SHORT_QUESTION = {"role": "user", "content": "a"}  # for trials
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
 
 
@@ -247,6 +249,12 @@ def template_environment():
     return env
 
 
+def check_is_variable(name, where):
+    """Raises a ValueError if templates get what has this name from elsewhere."""
+    if name in GIVEN_TO_TEMPLATES or name in NAMED_TOKENS:
+        raise ValueError(f"{where}: a template gets {name} from each conversation, or from the tokenizer")
+
+
 def read_template_args(words):
     """The words of --template_args, such as "enable_thinking=false", -> {name: value}. A value is JSON, or
     else text. Raises a ValueError that names the word."""
@@ -256,8 +264,7 @@ def read_template_args(words):
         where = f"--template_args {lm.quoted(word)}"
         if not equals or not name.isidentifier():
             raise ValueError(f"{where}: expected a name, = and a value, such as enable_thinking=false")
-        if name in GIVEN_TO_TEMPLATES or name in NAMED_TOKENS:
-            raise ValueError(f"{where}: a template gets {name} from each conversation, or from the tokenizer")
+        check_is_variable(name, where)
         if text in ("True", "False", "None"):  # as texts these would all be true
             raise ValueError(f"{where}: values are JSON: true, false or null")
         if name in variables:
@@ -536,14 +543,16 @@ class Tokenizer:
 
     A template counts before the folder's own if it is in template_file, or in the folder `adapter`. core is
     the library's tokenizer, train_on the flag. bos_ids and eos_ids enclose a plain text, stop_ids end an
-    answer. variables are what templates see beside the messages, reserved finds what no example may spell.
+    answer. variables are what templates see beside the messages, row_variables those of one row, see
+    for_row(). markers are the texts of the tokens that templates write around turns, is_marker [V] says which
+    these are, and reserved finds what no conversation may spell: them. Other special tokens it may.
     new_tokens are appended to those of the folder and get new_ids, a range. save() writes `changed`, {name of
     a file: its dict}, in place of the folder's own.
     templates are compiled, by name: "default", and maybe "tool_use" for rows with tools. template_texts are
     their texts by the names of their files, and begin with the values of template_args, {name: value}, so
     that what save() writes has them, too. template_reads are the names that the templates look up,
     template_words all names in them: a key of a message that is not among these is not read.
-    opens_thought says whether a prompt asks for a thought. made_of is all that the tokens and masks of a text
+    opens_thought: whether a prompt asks for a thought. made_of is all that the tokens and masks of a text
     depend on."""
 
     def __init__(self, folder, template_file=None, train_on="targets", template_args=None,
@@ -552,6 +561,7 @@ class Tokenizer:
         self.train_on = train_on
         self.path = self.folder / "tokenizer.json"
         core, config, self.variables, named = read_tokenizer(self.folder)
+        self.row_variables = {}
         self.changed = {}
         # What tokenizer_config.json loses: the template stands in a file of its own.
         outdated = {"chat_template"}
@@ -570,24 +580,28 @@ class Tokenizer:
         self.eos = self.core.token_to_id(self.variables.get("eos_token", ""))
         self.complete_ends(config)
         self.load_templates(template_file, adapter, template_args or {})
-        end_of_turn, self.opens_thought = self.try_template()
+        end_of_turn, written = self.try_template()
+        self.opens_thought = self.prompt_opens_thought()
         turn_ends = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
-        # Masks depend on is_special, but the cache's key does not depend on generation_config.json: the ids
+        of_texts = {*self.bos_ids, *self.eos_ids}
+        of_texts |= {self.core.token_to_id(self.variables.get(name, "")) for name in NAMED_TOKENS}
+        markers = {number for number, token in special.items() if number in of_texts or token in written}
+        # Masks depend on is_marker, but the cache's key does not depend on generation_config.json: the ids
         # that this file adds may stop an answer, and change no mask.
-        special_ids = sorted({*special, *turn_ends})
-        self.is_special = np.zeros(1 + max(self.core.get_vocab().values()), bool)
-        self.is_special[special_ids] = True
+        marker_ids = sorted(markers | turn_ends)
+        self.is_marker = np.zeros(1 + max(self.core.get_vocab().values()), bool)
+        self.is_marker[marker_ids] = True
         self.stop_ids = self.complete_stops(turn_ends)
         # The library would make the token of its text: a message could end its turn and begin another.
-        spelled = [*special.values(), *{end_of_turn} - {""}]
-        self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, MARK, *spelled])))
+        self.markers = tuple(self.core.id_to_token(number) for number in marker_ids)
+        self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, MARK, *self.markers])))
         # tokenized() hashes this: what is missing here would leave old tokens in use after a change
-        self.made_of = (self.core.to_str(), self.bos_ids, self.eos_ids, special_ids, self.variables,
+        self.made_of = (self.core.to_str(), self.bos_ids, self.eos_ids, marker_ids, self.variables,
                         self.template_texts, train_on)
 
     def load_core(self, core, named):
         """Completes the library's tokenizer. Returns {id: text} of its special tokens, which a file flags or
-        names as such: messages may not spell them."""
+        names as such."""
         # the file also has the truncation and padding that its author used last
         core.no_truncation()
         core.no_padding()
@@ -696,19 +710,39 @@ class Tokenizer:
         return template.replace("bos", json.dumps(bos, ensure_ascii=False), 1)
 
     def try_template(self):
-        """-> (the token that the template writes behind an answer, as text; whether its prompt for an answer
-        opens a thought)."""
+        """-> (the token that the template writes behind an answer, as text; its source and what it writes in
+        trials: all tokens that it writes stand in one of these)."""
         end = self.default_end()
+        written = "".join(self.template_texts.values())
+        conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
+        # Phi's source has '<|' + role + '|>': only a trial with each role tells these tokens
+        for first in (*([{"role": role, "content": "a"}] for role in ROLES), []):
+            with contextlib.suppress(ValueError):  # a template may want other messages
+                text, _ = self.render(first + conversation)
+                written += text
+                _, is_there, behind = text.rpartition(MARK)
+                if is_there:
+                    end = max(filter(behind.lstrip().startswith, self.added), key=len, default=end)
+        return end, written
+
+    def prompt_opens_thought(self):
+        """Whether the template's prompt for an answer opens a thought, and does not close it."""
         prompt = ""
-        question = {"role": "user", "content": "a"}
-        with contextlib.suppress(ValueError):  # a template may want other messages
-            text, _ = self.render([question, {"role": "assistant", "content": MARK}])
-            _, is_there, behind = text.rpartition(MARK)
-            if is_there:
-                end = max(filter(behind.lstrip().startswith, self.added), key=len, default=end)
-            prompt, _ = self.render([question], generation_prompt=True)
+        with contextlib.suppress(ValueError):
+            prompt, _ = self.render([SHORT_QUESTION], generation_prompt=True)
         opened = OPENED_THOUGHT.search(prompt)
-        return end, bool(opened) and not opened[2]
+        return bool(opened) and not opened[2]
+
+    def for_row(self, variables):
+        """The same tokenizer with variables of one row, which come before those of --template_args."""
+        if not variables:
+            return self
+        for name in variables:
+            check_is_variable(name, "'chat_template_kwargs'")
+        of_row = copy.copy(self)
+        of_row.row_variables = {name: variables[name] for name in self.template_reads & variables.keys()}
+        of_row.opens_thought = of_row.prompt_opens_thought()
+        return of_row
 
     def render(self, messages, tools=None, generation_prompt=False):
         """Messages -> (text, [(start, stop) of each generation block]). ValueError if the template raises."""
@@ -717,8 +751,9 @@ class Tokenizer:
         if tools:
             template = self.templates.get("tool_use", template)
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
+            variables = self.variables | self.row_variables
             outputs = template.generate(messages=messages, tools=tools, documents=None,
-                                        add_generation_prompt=generation_prompt, **self.variables)
+                                        add_generation_prompt=generation_prompt, **variables)
             for output in outputs:
                 rendered += output
                 if len(rendered) > MAX_RENDERED:
@@ -752,7 +787,8 @@ class Tokenizer:
         conversation up to its last answer, others repeat answers that it rewrites. Answers are trained on
         unless a key such as weight marks them as context. Raises a ValueError if no answer can be delimited,
         or if the template leaves out a tool, a call, a message, or all that an answer says."""
-        if self.reserved.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+        given = [messages, tools, self.row_variables]
+        if self.reserved.search(json.dumps(given, ensure_ascii=False, default=str)):
             return [Rendered(None, [], [])], 0
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if is_trained(messages[i])]
@@ -872,7 +908,7 @@ class Tokenizer:
         for prompt in prompts:
             if text.startswith(prompt):
                 stop = len(text)
-                if text.rstrip().endswith(self.added):
+                if text.rstrip().endswith(self.markers):
                     stop = len(text.rstrip())  # generation stops at the end of the turn, before its newline
                 return Rendered(text, [(len(prompt), stop)], [i])
         return None
@@ -894,7 +930,7 @@ class Tokenizer:
                     eos = self.eos_ids
             mask = np.ones(len(ids), bool)
             if example.spans is not None and self.train_on != "all":
-                mask = tokens_in(encoding, example.spans, self.is_special)
+                mask = tokens_in(encoding, example.spans, self.is_marker)
             # nothing predicts BOS, and EOS is how a model learns to stop
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
@@ -931,9 +967,9 @@ class Tokenizer:
         return ids
 
 
-def tokens_in(encoding, spans, is_special):
-    """[n] bool: the tokens that overlap a span, except a special one that absorbed the blanks before it.
-    is_special: [V] bool."""
+def tokens_in(encoding, spans, is_marker):
+    """[n] bool: the tokens that overlap a span, except a marker that absorbed the blanks before it.
+    is_marker: [V] bool."""
     ids = encoding.ids
     offsets = encoding.offsets
     mask = np.zeros(len(ids), bool)
@@ -941,8 +977,8 @@ def tokens_in(encoding, spans, is_special):
         # a character may belong to no token (a blank that a normalizer drops) or to several (an emoji)
         first = bisect.bisect_right(offsets, start, key=lambda token: token[1])
         last = bisect.bisect_left(offsets, stop, key=lambda token: token[0])
-        # This token began before the span. Special ones absorb blanks (lstrip), and an empty answer has none.
-        if first < last and offsets[first][0] < start and (is_special[ids[first]] or start == stop):
+        # This token began before the span. Markers absorb blanks (lstrip), and an empty answer has none.
+        if first < last and offsets[first][0] < start and (is_marker[ids[first]] or start == stop):
             first += 1
         mask[first:last] = True
     return mask
@@ -963,11 +999,15 @@ PAIR = "chosen + rejected"
 # An example's keys, as TRL ("messages", prompts, pairs), ShareGPT ("conversations") and Alpaca
 # ("instruction", "output") have them. The first that fits counts: pairs may have messages, too.
 FORMATS = PAIR, "messages", "conversations", "prompt + completion", "instruction + output", "text"
-# what they call the question of a pair that is no conversation yet: Orca's and Alpaca's words for a prompt
+# Orca's and Alpaca's words for the prompt of a pair
 QUESTION_KEYS = ["question", "query", "instruction", "input"]
-# keys that some formats read beside their own, and all that are read
-BESIDE = {"prompt", "input", "history", "system", "tools"}
-KEYS = BESIDE | {*" + ".join(FORMATS).split(" + ")}
+# What only conversations have: a prompt in text that stands beside one of these begins a conversation.
+OF_CONVERSATIONS = {"system", "tools", "functions", "chat_template_kwargs", "history"}
+# the keys that formats read beside their own, and all that are read
+BESIDE = {form: {*OF_CONVERSATIONS, "label"} - {"history"} for form in FORMATS}
+BESIDE["instruction + output"] |= {"input", "history"}
+BESIDE["text"] = set()
+KEYS = {*" + ".join(FORMATS).split(" + ")}.union(*BESIDE.values())
 ROLES = "system", "developer", "user", "assistant", "tool"
 # what ShareGPT, LLaMA-Factory and OpenAI's first calls of functions call them
 OTHER_ROLES = {
@@ -976,8 +1016,11 @@ OTHER_ROLES = {
 }
 # keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl and verl
 TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
+TOOLS_KEYS = "tools", "functions"  # OpenAI called tools functions first
 # the keys that are read of a message; a template may read more of them
-MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *THOUGHTS, *TRAINED_KEYS}
+MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *TOOLS_KEYS, *THOUGHTS, *TRAINED_KEYS}
+# the types of OpenAI's parts of a content that are text
+TEXT_PARTS = "text", "input_text", "output_text", "refusal"
 
 
 class Example(NamedTuple):
@@ -989,6 +1032,7 @@ class Example(NamedTuple):
     is_chat: bool = False  # the template has written BOS, EOS and the ends of turns
     n_without_mask: int = 0  # answers of the row that are not trained on
     is_further: bool = False  # it has answers that the row's first document rewrites
+    opens_thought: bool = False  # the prompt for its answers asks for a thought
     left_out: tuple = ()  # what the template leaves out of answers, see Tokenizer.check_complete()
     renamed: tuple = ()  # the columns of --columns that the row has
     unread: tuple = ()  # keys of the row that its format does not read
@@ -1008,18 +1052,19 @@ def parse_example(row, tokenizer, columns=()):
         # a table has a cell for each column in every row: a null is what the row does not have
         example = {key: value for key, value in example.items() if value is not None}
         example, renamed = with_columns(example, columns)
+        example = from_openai(example)
         form = format_of(example, columns)
         if form == PAIR and tokenizer.train_on != "pairs":
             raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora")
         if form != PAIR and tokenizer.train_on == "pairs":
             raise ValueError("--dpo needs rows with 'chosen' and 'rejected'")
+        if form != "text":
+            check_is_good(example)
         found = []
         for one, answer_form in answers_of(example, form):
             found += read_example(one, answer_form, tokenizer)
-        read = {*BESIDE, *form.split(" + ")}
-        if form == PAIR:
-            read |= {*QUESTION_KEYS}
-        unread = tuple(key for key in example if key not in read)
+        read = {*BESIDE[found[0].form], *answer_form.split(" + ")}
+        unread = tuple(key for key in one if key not in read)
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
         hashes = [hash_of_text(one.text or "") for one in found]
         # the two answers of a pair are on one side of --eval_data
@@ -1051,48 +1096,113 @@ def format_of(example, columns):
                      "A message has 'role' and 'content', or 'from' and 'value'")
 
 
-def question_in(example, asked):
-    """A row that asks by one of these keys -> the same with an `instruction` in its place."""
-    names = [key for key in asked if key != "input"] or asked  # Alpaca has it beside a question
-    if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)}: --columns NAME=prompt has to say which is the question")
-    others = {key: value for key, value in example.items() if key != names[0]}
-    return others | {"instruction": example[names[0]]}
+def check_is_good(example):
+    """Raises a ValueError if a row says of itself that nobody should learn its answer."""
+    for key in ("label", *TRAINED_KEYS):  # TRL's unpaired preferences have a label
+        if str(example.get(key)).lower() in ("false", "0", "0.0"):  # csv has texts
+            raise ValueError(f"{key!r} is {lm.quoted(example[key])}: nobody should learn this answer: leave "
+                             f"such rows out of the file, or {key!r} if it means something else")
+
+
+def from_openai(example):
+    """A pair as OpenAI has it -> the same under our keys: its `input` has the messages and the tools."""
+    if not {"input", "preferred_output", "non_preferred_output"} <= example.keys():
+        return example
+    others = dict(example)
+    asked = json_in(others.pop("input"), dict, "'input' beside 'preferred_output' must be an object")
+    asked = {"prompt" if key == "messages" else key: value for key, value in asked.items()}
+    answers = {"chosen": others.pop("preferred_output"), "rejected": others.pop("non_preferred_output")}
+    return others | asked | answers
 
 
 def answers_of(example, form):
-    """Yields (a row with one answer, its format): a pair is two rows of prompt and completion, or Alpaca's.
-    A prompt that is not given is what both answers begin with."""
+    """Yields (a row with one answer, its format): a pair is two rows of prompt and completion."""
     if form != PAIR:
         yield example, form
         return
-    prompt = example.get("prompt")
-    values = prompt, example["chosen"], example["rejected"]
-    in_messages = any(isinstance(value, list) for value in values)
-    answers = []
-    for key in ("chosen", "rejected"):
-        answer = example[key]
-        if not isinstance(answer, str | list):
-            raise ValueError(f"{key!r} must be text or a list of messages, got {lm.quoted(answer)}")
-        answers.append(turns_of(answer, key) if in_messages else answer)
-    asked = [key for key in QUESTION_KEYS if key in example]
-    if prompt is None and asked and not in_messages:
-        question = question_in(example, asked)
-        for answer in answers:
-            yield question | {"output": answer}, "instruction + output"
-        return
-    # beside messages a prompt in text is a label: UltraFeedback's is the user's first message
-    if prompt is None or (in_messages and isinstance(prompt, str)):
-        equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
-        n = len(list(equal))  # messages, or of texts characters
-        common = answers[0][:n]
-        answers = [answer[n:] for answer in answers]
-        if in_messages and not any((prompt or "").strip() in str(one.get("content")) for one in common):
-            raise ValueError(f"both answers begin with {n} equal messages, and "
-                             f"'prompt' = {lm.quoted(prompt)} is in none of them")
-        prompt = common
+    prompt, answers, others = read_pair(example)
     for answer in answers:
-        yield example | {"prompt": prompt, "completion": answer}, "prompt + completion"
+        yield others | {"prompt": prompt, "completion": answer}, "prompt + completion"
+
+
+def read_pair(example):
+    """A pair -> (its prompt, its two answers, the rest of the row): texts, or messages in a conversation. A
+    prompt that is not given is a question by another name, or what both answers begin with."""
+    others = dict(example)
+    prompt = text_or_turns(others.pop("prompt", ""), "prompt") or ""
+    answers = [text_or_turns(others.pop(key), key) for key in ("chosen", "rejected")]
+    in_messages = any(isinstance(value, list) for value in (prompt, *answers))
+    is_conversation = in_messages or any(others.get(key) for key in OF_CONVERSATIONS)
+    if prompt and not is_conversation:
+        return prompt, answers, others
+    equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
+    n = len(list(equal))  # messages, or of texts characters
+    common = answers[0][:n]
+    ends = [answer[n:] for answer in answers]
+    if not isinstance(prompt, list) and any(begins_with_question(answer) for answer in answers):
+        # beside whole conversations a prompt in text is a label: UltraFeedback's is the user's first message
+        contents = [str(message.get("content")) for message in common]
+        if not begins_with_question(common) or not any(prompt.strip() in content for content in contents):
+            what = f"'prompt' = {lm.quoted(prompt)}" if prompt else "the user's question"
+            raise ValueError(f"both answers begin with {n} equal messages, and {what} is in none of them")
+        return common, ends, others
+    if not prompt:
+        key = question_in(others, is_conversation)
+        if not key:
+            return common, ends, others
+        prompt = text_or_turns(others.pop(key), key)
+    if isinstance(prompt, str):
+        asked = others | {"instruction": prompt, "output": ""}
+        prompt = messages_of(asked, "instruction + output")[:-1]
+        others = {key: value for key, value in others.items() if key not in ("input", "history")}
+    answers = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in answers]
+    return prompt, answers, others
+
+
+def text_or_turns(value, key):
+    """A text as it is, a list of messages, also as JSON, by turns_of()."""
+    if isinstance(value, list) or are_messages(value):
+        return turns_of(value, key)
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} must be text or a list of messages, got {lm.quoted(value)}")
+    return value
+
+
+def are_messages(value):
+    """Whether a value is a list of messages, also as JSON."""
+    turns = from_json(value)
+    if not isinstance(turns, list):
+        return False
+    return bool(turns) and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in turns)
+
+
+def begins_with_question(answer):
+    """Whether the first message of an answer, but for a system message, is the user's. A text has none."""
+    roles = [one["role"] for one in answer if isinstance(one, dict)]
+    first = next((role for role in roles if role not in ("system", "developer")), None)
+    return first in ("user", "human")
+
+
+def question_in(row, is_conversation):
+    """The key by which a pair without a prompt asks, or None if its answers are texts that may begin with the
+    question. Raises a ValueError if only the user can tell."""
+    names = [key for key in QUESTION_KEYS if key in row]
+    names = [key for key in names if key != "input"] or names  # Alpaca has it beside a question
+    if len(names) == 1:
+        return names[0]
+    fewest = 1 if is_conversation else 2  # words: the names of sources and models have one
+    for key, value in row.items():
+        text = json.dumps(value, separators=(",", ":"), default=str)
+        has_words = '"' in text and len(text.split()) >= fewest
+        if key not in BESIDE[PAIR] | {*names} and (has_words or are_messages(value)):
+            names.append(key)
+    if names:
+        name = names[0] if len(names) == 1 else "NAME"
+        raise ValueError(f"no prompt, but {first_names(names, 5)}: --columns {name}=prompt has to say which "
+                         "is the question, and keys that are none have to go")
+    if is_conversation:
+        raise ValueError("no prompt: expected 'prompt', or answers that both begin with the user's question")
+    return None
 
 
 def read_example(example, form, tokenizer):
@@ -1102,19 +1212,25 @@ def read_example(example, form, tokenizer):
     if form == "prompt + completion" and isinstance(example["prompt"], str):
         prompt = example["prompt"]
         completion = text_in(example, "completion")
-        if not example.get("system") and not example.get("tools"):
+        if not any(example.get(key) for key in OF_CONVERSATIONS):
             text = prompt + completion
             return [Example(form, text, [(len(prompt), len(text))])]
-        example = example | {"instruction": prompt, "output": completion}  # only conversations have these
+        example = example | {"instruction": prompt, "output": completion}
         form = "instruction + output"
-    tools = read_tools(example)
-    messages = check_messages(messages_of(example, form), tools)
+    variables = json_in(example.get("chat_template_kwargs") or {}, dict,
+                        "'chat_template_kwargs' must be an object")
+    tokenizer = tokenizer.for_row(variables)
+    messages = messages_of(example, form)
+    reads_tools_of_messages = "tools" in tokenizer.template_words
+    tools = read_tools([example] if reads_tools_of_messages else [example, *messages])
+    messages = check_messages(messages, tools)
     documents, n_without_mask = tokenizer.conversation(messages, tools)
     examples = []
     for document in documents:  # the first one is the whole conversation
-        examples.append(Example(form, document.text, document.spans, is_chat=True,
-                                is_further=bool(examples), left_out=document.left_out))
+        examples.append(Example(form, document.text, document.spans, is_chat=True, is_further=bool(examples),
+                                left_out=document.left_out, opens_thought=tokenizer.opens_thought))
     unread = {f"messages.{key}" for message in messages for key in tokenizer.unread_keys(message)}
+    unread |= {f"chat_template_kwargs.{name}" for name in variables.keys() - tokenizer.template_reads}
     examples[0] = examples[0]._replace(n_without_mask=n_without_mask, unread=tuple(sorted(unread)))
     return examples
 
@@ -1154,11 +1270,15 @@ def without_nulls(value, but=None):
             for key, item in value.items() if item is not None}
 
 
-def read_tools(example):
-    """The list of an example's tools, or None."""
+def read_tools(places):
+    """The list of tools of an example, or None. They stand in one of these places: the row, or a message, as
+    GLM's and DeepSeek's do."""
     must = "a tool of 'tools' must be an object"
+    given = [from_json(place[key]) for place in places for key in TOOLS_KEYS if place.get(key)]
+    if any(others != given[0] for others in given):
+        raise ValueError("'tools' or 'functions' of the row and of its messages are not the same")
     tools = []
-    for tool in json_in(example.get("tools") or [], list, "'tools' must be a list of JSON schemas"):
+    for tool in json_in(given[0] if given else [], list, "'tools' must be a list of JSON schemas"):
         tool = json_in(tool, dict, must)
         function = json_in(tool.get("function", tool), dict, must)
         text_in(function, "name")
@@ -1176,9 +1296,8 @@ def messages_of(example, form):
         prompt = [{**message, "weight": 0} for message in turns_of(example["prompt"], "prompt")]
         messages = prompt + turns_of(example["completion"], "completion")
     elif form == "instruction + output":
-        question = text_in(example, "instruction")
-        if example.get("input"):
-            question += "\n" + text_in(example, "input")
+        parts = text_in(example, "instruction"), text_in(example, "input")
+        question = "\n".join(filter(None, parts))
         turns = json_in(example.get("history") or [], list, "'history' must be a list of pairs of texts")
         for turn in [*turns, [question, text_in(example, "output")]]:
             if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
@@ -1234,16 +1353,31 @@ def check_message(message, schemas):
     for key in TRAINED_KEYS:
         if message.get(key, 1) not in (0, 1):
             raise ValueError(f"{key!r} must be 0 or 1, got {lm.quoted(message[key])}")
+    if not message.get("content") and "refusal" in message:  # OpenAI's answers have the one or the other
+        message["content"] = message.pop("refusal")
     content = message.get("content")
-    if isinstance(content, list):  # OpenAI's items: {"type": "text", "text": ...}
-        with contextlib.suppress(KeyError, TypeError):  # an image has no text: the check below names it
-            content = message["content"] = "".join(item["text"] for item in content)
+    must = f"'content' of a message of {role!r} must be text"
+    if isinstance(content, list):
+        content = message["content"] = "".join(text_of_part(part, must) for part in content)
     if not isinstance(content, str) and (content is not None or not calls):
-        raise ValueError(f"'content' of a message of {role!r} must be text, got {lm.quoted(content)}")
+        raise ValueError(f"{must}, got {lm.quoted(content)}; its keys: {listing(message)}")
     thoughts = [text_in(message, key) for key in THOUGHTS if key in message]
     if thoughts:  # templates read it by the first or by the second of these names
         message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
     return message
+
+
+def text_of_part(part, must):
+    """The text of one of OpenAI's parts of a content: {"type": "text", "text": ...}. must: words of an
+    error."""
+    if not isinstance(part, dict):
+        raise ValueError(f"{must}, got a part {lm.quoted(part)}")
+    kind = part.get("type", "text")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in TEXT_PARTS or not isinstance(text, str):
+        raise ValueError(f"{must}, got a part of the type {lm.quoted(kind)}: {lm.quoted(part)}; expected are "
+                         "calls in 'tool_calls', and each result in a message of the role 'tool'")
+    return text
 
 
 def is_trained(message):
@@ -1676,14 +1810,14 @@ def note_answers(example, ids, mask, tokenizer, report):
     if not example.is_chat:
         return
     report.note("assistant turns end without a special token: the model cannot learn to stop",
-                turns_without_end(tokenizer.is_special[ids], mask))
+                turns_without_end(tokenizer.is_marker[ids], mask))
     unlearns = "the model unlearns to think when it is asked in its default mode"
     if "enable_thinking" in tokenizer.template_reads:
         unlearns += "; --template_args enable_thinking=false puts the empty thought into the prompt"
     for start, stop in example.spans or ():
         if EMPTY_THOUGHT.match(example.text, start, stop):
             report.note(f"answers begin with an empty thought: {unlearns}")
-        if tokenizer.opens_thought and "</think>" not in example.text[start:stop]:
+        if example.opens_thought and "</think>" not in example.text[start:stop]:
             report.note(f"answers begin without the thought of the prompt: {unlearns}")
 
 
@@ -1705,8 +1839,8 @@ def append(documents, folder, tokenizer, report):
 
 def says_anything(tokenizer, ids):
     """Whether tokens are more than ends of turns and blanks."""
-    ordinary = ids[~tokenizer.is_special[ids]]
-    return any(tokenizer.core.decode([number]).strip() for number in ordinary)
+    others = ids[~tokenizer.is_marker[ids]]
+    return any(tokenizer.core.decode([number], skip_special_tokens=False).strip() for number in others)
 
 
 def hash_of_text(text):
@@ -1722,11 +1856,11 @@ def hash_of_text(text):
     return int.from_bytes(hashlib.blake2b(raw, digest_size=7).digest(), "big")
 
 
-def turns_without_end(is_special, mask):
-    """How many trained turns end without a special token. The last trained token of a turn should be one, or
-    the token before it, if a newline follows that. [n] bool each."""
+def turns_without_end(is_marker, mask):
+    """How many trained turns end without a marker. The last trained token of a turn should be one, or the
+    token before it, if a newline follows that. [n] bool each."""
     ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # a trained token before one that is not
-    return int((~(is_special[ends] | is_special[ends - 1])).sum())
+    return int((~(is_marker[ends] | is_marker[ends - 1])).sum())
 
 
 # ---------------- data sets of the Hub

@@ -48,7 +48,7 @@ import data
 
 HERE = Path(__file__).parent
 TINY = HERE / "tiny"
-END = "<|im_end|>"
+START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in [
     *sorted((HERE / "goldens-chat").glob("*.jinja")),
     *sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))]}
@@ -419,11 +419,23 @@ def check_tokens(n, folder):
         named = tokenizer.variables == reference.special_tokens_map
         special = set(reference.all_special_tokens) | {
             str(token) for token in reference.added_tokens_decoder.values() if token.special}
-        spelled = all(tokenizer.reserved.search(token) for token in special)
+        # messages may spell those that neither ChatML nor the ends of a text have
+        kept = {START, END, *(named_token for key, named_token in reference.special_tokens_map.items()
+                              if key in data.NAMED_TOKENS)}
+        spelled = all(bool(tokenizer.reserved.search(token)) == (token in kept) for token in special)
+        reference.chat_template = tokenizer.template_texts["chat_template.jinja"]
+        answer = "so" + "".join(token for token in sorted(special) if token not in kept)
+        messages = [{"role": "user", "content": f"a {answer}"}, {"role": "assistant", "content": answer}]
+        ((chat_ids, mask),) = tokenizer.encode(read({"messages": messages}, tokenizer)[0])
+        theirs = reference.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True)
+        n = len(chat_ids)
+        same = chat_ids.tolist() == theirs["input_ids"][:n] and mask.tolist() == [
+            value == 1 for value in theirs["assistant_masks"][:n]]
         ((text_ids, _),) = tokenizer.encode([data.Example("text", "a now")])
         has_end = reference.eos_token_id is None or text_ids[-1] == reference.eos_token_id
         has_ids = ids == reference(text, add_special_tokens=False)["input_ids"]
-        fine = has_ids and named and spelled and has_end
+        fine = has_ids and named and spelled and has_end and same
         rule.holds(shape, fine, shape[1], (ids, tokenizer.variables, reference.special_tokens_map))
     rule.end()
 
@@ -636,6 +648,10 @@ def check_pairs(n, folder):
             "a label": {"prompt": question, "chosen": head + chosen, "rejected": head + rejected, "score": 8.5},
             "a question": {name: question, "chosen": good, "rejected": bad, **beside},
             "a question that is a label": {name: question, "chosen": head + chosen, "rejected": head + rejected},
+            "a question and messages": {name: question, "chosen": chosen, "rejected": rejected, **beside},
+            "a prompt in messages and texts": {"prompt": head, "chosen": good, "rejected": rejected},
+            "OpenAI": {"input": {"messages": head, "tools": []}, "preferred_output": chosen,
+                       "non_preferred_output": rejected},
             "ShareGPT": {key: [{"from": {"user": "human", "assistant": "gpt"}.get(one["role"], one["role"]),
                                 "value": one["content"]} for one in head + answer]
                          for key, answer in (("chosen", chosen), ("rejected", rejected))},
@@ -656,6 +672,15 @@ def check_pairs(n, folder):
                "rejected": [{"role": "user", "content": words()}, *rejected]}
         examples, refusal = read(row, tokenizer)
         rule.holds(row, refusal and "'prompt'" in refusal, "labels of nothing, refused", examples)
+        name = rng.choice(["messages", "history", "context", "turns"])
+        answers = rng.choice([{"chosen": good, "rejected": bad}, {"chosen": chosen, "rejected": rejected},
+                              {"chosen": chosen, "rejected": bad}])
+        row = {name: asked, "source": "web", **answers}
+        _, refusal = read(row, tokenizer)
+        fine = refusal and name in refusal and "--columns" in refusal
+        examples, refusal = read(row, tokenizer, [(name, "prompt")])
+        fine = fine and examples and question in examples[0].text and question in examples[1].text
+        rule.holds(row, fine, "questions by other names", refusal or examples)
     rule.end()
 
 

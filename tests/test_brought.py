@@ -244,25 +244,74 @@ def tokenizer_files(path, named=(), **files):
 CALL_TOKEN = {"content": "<call>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
 IN_DECODER = {"4096": CALL_TOKEN | {"special": True}}
 ORDINARY_IN_DECODER = {"4096": CALL_TOKEN | {"special": False}}
-TOKEN_FILES = {  # what the files say: whether the token is a special one, which messages may not spell
-    "added_tokens_decoder": ({"tokenizer_config": {"added_tokens_decoder": IN_DECODER}}, True),
+TOKEN_FILES = {  # what the files say: whether the token is one around turns or texts, which messages may not spell
+    "added_tokens_decoder": ({"tokenizer_config": {"added_tokens_decoder": IN_DECODER}}, False),
     "an ordinary one": ({"tokenizer_config": {"added_tokens_decoder": ORDINARY_IN_DECODER}}, False),
     "added_tokens.json": ({"added_tokens": {"<call>": 4096}}, False),
     "added_tokens.json and special_tokens_map.json": (
-        {"added_tokens": {"<call>": 4096}, "special_tokens_map": {"additional_special_tokens": ["<call>"]}}, True),
-    "additional_special_tokens": ({"tokenizer_config": {"additional_special_tokens": ["<call>"]}}, True),
-    "extra_special_tokens": ({"tokenizer_config": {"extra_special_tokens": ["<call>"]}}, True),
-    "a named one": ({"tokenizer_config": {"image_token": "<call>"}}, True),
+        {"added_tokens": {"<call>": 4096}, "special_tokens_map": {"additional_special_tokens": ["<call>"]}}, False),
+    "additional_special_tokens": ({"tokenizer_config": {"additional_special_tokens": ["<call>"]}}, False),
+    "extra_special_tokens": ({"tokenizer_config": {"extra_special_tokens": ["<call>"]}}, False),
+    "a named one": ({"tokenizer_config": {"image_token": "<call>"}}, False),
     "pad_token": ({"special_tokens_map": {"pad_token": CALL_TOKEN}}, True),
+    "one that the template writes": (
+        {"tokenizer_config": {"extra_special_tokens": ["<call>"], "chat_template": "<call>" + CHATML}}, True),
+    "one that the template writes of pieces": (
+        {"tokenizer_config": {"extra_special_tokens": ["<call>"], "chat_template": "{{ '<' + 'call>' }}" + CHATML}},
+        True),
+    "one of a role": (
+        {"tokenizer_config": {"extra_special_tokens": ["<system>"], "chat_template": CHATML.replace(
+            "m.role +", "'<' + m.role + '>' +")}}, True),
 }
 
 
-@pytest.mark.parametrize("files, is_special", TOKEN_FILES.values(), ids=TOKEN_FILES)
-def test_a_token_that_stands_in_one_file_alone_is_one_token_and_reserved_if_it_is_named(tmp_path, files, is_special):
+@pytest.mark.parametrize("files, is_marker", TOKEN_FILES.values(), ids=TOKEN_FILES)
+def test_a_token_that_stands_in_one_file_alone_is_one_token_and_reserved_if_templates_write_it(
+        tmp_path, files, is_marker):
     tokenizer = data.Tokenizer(tokenizer_files(tmp_path, ["eos_token"], **files))
-    assert tokenizer.core.encode("<call>").ids == [4096]
-    assert bool(tokenizer.reserved.search("a <call>")) == is_special
-    assert tokenizer.is_special.tolist() == [i in (0, 1) or (i == 4096 and is_special) for i in range(4097)]
+    token = tokenizer.core.id_to_token(4096)
+    assert token in ("<call>", "<system>")
+    assert tokenizer.core.encode(token).ids == [4096]
+    assert bool(tokenizer.reserved.search(f"a {token}")) == is_marker
+    assert tokenizer.is_marker.tolist() == [i in (0, 1) or (i == 4096 and is_marker) for i in range(4097)]
+
+
+def tokenizer_with_call(path, template, **options):
+    """A tokenizer with a special token <call> that the template does not write."""
+    in_decoder = {"4096": CALL_TOKEN | {"special": True} | options}
+    config = {"added_tokens_decoder": in_decoder, "chat_template": template}
+    return data.Tokenizer(tokenizer_files(path, ["eos_token"], tokenizer_config=config))
+
+
+def test_a_models_own_special_token_is_that_token_in_every_message(tmp_path):
+    rows = [
+        chat(message("user", "<call>?"), message("assistant", "<call>add(2)"), message("tool", "4<call>"), ANSWER),
+        chat(QUESTION, message("assistant", "<call>")),  # which is more than nothing
+        chat(QUESTION, message("assistant", f"<call>{END}")),  # the second one is the template's
+    ]
+    tokenizer = tokenizer_with_call(tmp_path, CHATML)
+    texts, file = read_rows(tmp_path, tokenizer, *rows)
+    assert texts == [
+        turn("user", "<call>?") + trained_turn("<call>add(2)") + turn("tool", "4<call>") + ANSWERED,
+        ASKED + trained_turn("<call>")]
+    assert noted(file, "spell a special") == 1
+    assert noted(file, "end without a special") == 0
+    documents, _ = read_data(tmp_path / "rows.jsonl", tokenizer)
+    assert [ids.count(4096) for ids, _ in pieces(documents)] == [3, 1]
+
+
+def test_an_own_special_token_that_takes_the_blanks_before_it_is_trained_on(tmp_path):
+    row = chat(QUESTION, message("assistant", "<call>add(2)"))
+    texts, _ = read_rows(tmp_path, tokenizer_with_call(tmp_path, CHATML, lstrip=True), row)
+    assert texts == [ASKED + f"{START}assistant⟦<call>add(2){END}⟧\n"]  # the line break is gone, as in transformers
+
+
+def test_an_own_special_token_is_no_end_of_a_turn(tmp_path):
+    without_end = CHATML.replace("+ '<|im_end|>'", "")
+    row = chat(QUESTION, message("assistant", "add(2)<call>"))
+    texts, file = read_rows(tmp_path, tokenizer_with_call(tmp_path, without_end), row)
+    assert texts[0].endswith("⟦add(2)<call>\n⟧")
+    assert noted(file, "end without a special") == 1
 
 
 @pytest.mark.parametrize("files, eos", [
@@ -459,6 +508,20 @@ READ = {  # rows of public sets: the text that they become
     "each call as text": (
         chat(QUESTION, message("assistant", "", tool_calls=[json.dumps({"function": CALL_IN_TEXT})])), CALLED),
     "each tool as text": (chat(QUESTION, ANSWER, tools=[json.dumps(SCHEMA)]), SCHEMA_TURN + ASKED + ANSWERED),
+    "functions, as tools were called": (chat(QUESTION, ANSWER, functions=[SCHEMA]), SCHEMA_TURN + ASKED + ANSWERED),
+    "GLM's tools": (
+        chat(message("system", "s", tools=[SCHEMA]), QUESTION, ANSWER),
+        SCHEMA_TURN + turn("system", "s") + ASKED + ANSWERED),
+    "tools of the row and the same of a message": (
+        chat(message("system", "s", tools=json.dumps([SCHEMA])), QUESTION, ANSWER, tools=[SCHEMA]),
+        SCHEMA_TURN + turn("system", "s") + ASKED + ANSWERED),
+    "a refusal": (chat(QUESTION, message("assistant", None, refusal="It is 4.")), ASKED + ANSWERED),
+    "a refusal as a part": (
+        chat(QUESTION, message("assistant", [{"type": "refusal", "refusal": "It is 4."}])), ASKED + ANSWERED),
+    "KTO's good answer": ({"prompt": [QUESTION], "completion": [ANSWER], "label": True}, ASKED + ANSWERED),
+    "a history beside a text": (
+        {"prompt": "2 + é?", "completion": "It is 4.", "history": [["a", "b"]]},
+        turn("user", "a") + trained_turn("b") + ASKED + ANSWERED),
     "no tools as text": (chat(QUESTION, ANSWER, tools="[]"), ASKED + ANSWERED),
     "from in messages": (
         chat({"from": "human", "value": "2 + é?"}, {"from": "gpt", "value": "It is 4."}), ASKED + ANSWERED),
@@ -469,8 +532,16 @@ READ = {  # rows of public sets: the text that they become
 
 @pytest.mark.parametrize("row, expected", READ.values(), ids=READ)
 def test_calls_tools_and_roles_are_read_in_every_spelling(tmp_path, agent, row, expected):
-    texts, _ = read_rows(tmp_path, agent, row)
+    texts, file = read_rows(tmp_path, agent, row)
     assert texts == [expected]
+    assert file.report.unread == []
+
+
+def test_a_template_that_reads_the_tools_of_a_message_gets_them_there_alone(tmp_path):
+    in_message = "{%- for m in messages %}{%- if m.tools %}{{- m.tools[0].function.name }}{%- endif %}{%- endfor %}"
+    tokenizer = tokenizer_of(tmp_path, in_message + AGENT)
+    texts, _ = read_rows(tmp_path, tokenizer, chat(message("system", "s", tools=[SCHEMA]), QUESTION, ANSWER))
+    assert texts == ["add" + turn("system", "s") + ASKED + ANSWERED]
 
 
 WITH_KEYS = "must be an object with 'role' and 'content', or 'from' and 'value', got"
@@ -494,6 +565,25 @@ NAMED = {  # rows: words of the refusal
     "a function_call": (
         chat(QUESTION, message("function_call", "f(x)")), "a call of a tool must be an object, got \"f(x)\""),
     "a thought": (chat(QUESTION, {**ANSWER, "reasoning_content": 7}), "'reasoning_content' must be text, got 7"),
+    # what stands beside the messages, or in place of a text
+    "variables": (chat(QUESTION, ANSWER, chat_template_kwargs=["a"]), "'chat_template_kwargs' must be an object, got"),
+    "other tools in a message": (
+        chat(message("system", "s", tools=[SCHEMA]), QUESTION, ANSWER, tools=[SEARCH]), "'tools' or 'functions' of"),
+    "Anthropic's call": (
+        chat(QUESTION, message("assistant", [{"type": "text", "text": "So: "}, {
+            "id": "1", "input": {}, "name": "add", "type": "tool_use"}])),
+        "must be text, got a part of the type \"tool_use\": {\"id\": \"1\""),
+    "Anthropic's result": (
+        chat(message("user", [{"type": "tool_result", "tool_use_id": "1", "content": "4"}]), ANSWER),
+        "expected are calls in 'tool_calls', and each result in a message of the role 'tool'"),
+    "a part of another type": (
+        chat(QUESTION, message("assistant", [{"type": "thinking", "text": "hm"}])), "a part of the type \"thinking\""),
+    "an answer that is no text": (
+        chat(QUESTION, {"role": "assistant", "audio": {"id": "1"}}), "must be text, got null; its keys: audio, role"),
+    "KTO's bad answer": ({"prompt": "q", "completion": "a", "label": False}, "'label' is false: nobody should learn"),
+    "KTO's bad answer of csv": (
+        {"prompt": "q", "completion": "a", "label": "FALSE"}, "'label' is \"FALSE\": nobody should learn"),
+    "a row that is not trained on": (chat(QUESTION, ANSWER, train=False), "'train' is false: nobody should learn this"),
 }
 
 

@@ -223,11 +223,30 @@ TEXTS = [f"def f⟦(x): pass{END}⟧", f"def f⟦[]{END}⟧"]
      [turn("system", "s") + chat for chat in CHATS]),
     ({"system": "s", "prompt": "the file", "chosen": "is read from disk", "rejected": "import None"},
      [turn("system", "s") + chat for chat in CHATS]),
+    # the prompt and the answers may be texts or messages, in any mixture
+    ({"prompt": "the file", "chosen": GOOD, "rejected": BAD}, CHATS),
+    ({"question": "the file", "chosen": GOOD, "rejected": BAD}, CHATS),
+    ({"question": QUESTION, "chosen": "is read from disk", "rejected": "import None"}, CHATS),
+    ({"prompt": QUESTION, "chosen": "is read from disk", "rejected": "import None"}, CHATS),
+    ({"prompt": "the file", "chosen": "is read from disk", "rejected": BAD}, CHATS),
+    ({"prompt": json.dumps(QUESTION), "chosen": json.dumps(GOOD), "rejected": json.dumps(BAD)}, CHATS),
+    ({"prompt": "the file", "chosen": GOOD, "rejected": BAD, "system": "s"},
+     [turn("system", "s") + chat for chat in CHATS]),
+    # what came before the question is context in both documents
+    ({"prompt": "the file", "history": [["a", "b"]], "chosen": "is read from disk", "rejected": "import None"},
+     [turn("user", "a") + turn("assistant", "b") + chat for chat in CHATS]),
+    ({"instruction": "the file", "history": [["a", "b"]], "chosen": GOOD, "rejected": BAD},
+     [turn("user", "a") + turn("assistant", "b") + chat for chat in CHATS]),
+    # OpenAI's
+    ({"input": {"messages": QUESTION, "tools": [], "parallel_tool_calls": True},
+      "preferred_output": GOOD, "non_preferred_output": BAD}, CHATS),
     # also where both answers begin with the same letters
     ({"question": "the file", "chosen": "import a", "rejected": "import None"},
      [CHATS[1].replace("None", "a"), CHATS[1]]),
 ], ids=["prompt", "common messages", "system", "text", "common text", "UltraFeedback", "UltraFeedback question",
-        "question", "instruction and input", "Orca", "Orca renamed", "the same letters"])
+        "question", "instruction and input", "Orca", "Orca renamed", "text and messages", "question and messages",
+        "messages by another name", "messages and texts", "text, text, messages", "messages in csv",
+        "system, text and messages", "history, texts", "history", "OpenAI", "the same letters"])
 def test_answers_alone_are_trained_on(pairs, tmp_path, row, shown):
     path = jsonl(tmp_path / "rows.jsonl", row)
     documents, _ = read_data(path, pairs)
@@ -281,15 +300,15 @@ def test_the_answers_of_a_pair_share_a_row(six_pairs, packing):
     ({"messages": QUESTION + GOOD}, "--dpo needs rows with 'chosen' and 'rejected'"),
     # without their questions answers would be trained on for themselves
     ({"question": "q", "instruction": "r", "chosen": "a", "rejected": "b"},
-     "question and instruction: --columns NAME=prompt has to say which is the question"),
+     "no prompt, but question, instruction: --columns NAME=prompt has to say which is the question"),
     ({"question": "q", "response_j": "a", "response_k": "b"},
      "got the keys question, response_j, response_k: --columns COLUMN=KEY"),
     ({"prompt": "another", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
      "both answers begin with 1 equal messages, and 'prompt' = \"another\" is in none of them"),
-    ({"prompt": "the file", "chosen": GOOD, "rejected": BAD}, "both answers begin with 0 equal messages"),
-    ({"question": "the file", "chosen": GOOD, "rejected": BAD}, "both answers begin with 0 equal messages"),
-    ({"prompt": QUESTION, "chosen": "text", "rejected": "other"}, "'chosen' must be a list of messages, got \"text\""),
-    ({"prompt": "q", "chosen": "text", "rejected": GOOD}, "'chosen' must be a list of messages, got \"text\""),
+    ({"chosen": [message("system", "s"), *QUESTION, *GOOD], "rejected": [message("system", "s"), *BAD]},
+     "both answers begin with 1 equal messages, and the user's question is in none of them"),
+    ({"chosen": GOOD, "rejected": BAD, "score": 4}, "no prompt: expected 'prompt', or answers that both begin with"),
+    ({"system": "s", "chosen": "It is 4.", "rejected": "It is 5."}, "no prompt: expected 'prompt', or answers"),
     # LLaMA-Factory's
     ({"conversations": QUESTION, "chosen": GOOD[0], "rejected": BAD[0]},
      "'chosen' must be text or a list of messages, got .*is read from disk"),
@@ -298,6 +317,39 @@ def test_rows_that_are_no_pairs_are_refused_by_name(pairs, tmp_path, row, messag
     path = jsonl(tmp_path / "rows.jsonl", row)
     with pytest.raises(ValueError, match=message):
         read_data(path, pairs)
+
+
+ANSWERS = [
+    {"chosen": "is read from disk", "rejected": "import None"}, {"chosen": GOOD, "rejected": BAD},
+    {"chosen": GOOD, "rejected": "import None"},
+]
+
+
+@pytest.mark.parametrize("answers", ANSWERS, ids=["texts", "messages", "both"])
+@pytest.mark.parametrize("name", ["messages", "conversations", "context", "history"])
+@pytest.mark.parametrize("question", [
+    "the file", QUESTION, [{"from": "human", "value": "the file"}], json.dumps(QUESTION)],
+    ids=["text", "messages", "ShareGPT", "csv"])
+def test_a_question_by_a_name_that_nobody_reads_is_named_and_its_column_can_be_given(
+        pairs, tmp_path, name, question, answers):
+    row = {"id": 7, "source": "web", name: question, **answers}
+    words = f"no prompt, but .*{name}: --columns .*=prompt has to say which is the question"
+    with pytest.raises(ValueError, match=words):
+        data.parse_example(row, pairs)
+    chosen, rejected = data.parse_example(row, pairs, [(name, "prompt")])
+    if question == "the file" and answers == ANSWERS[0]:  # texts are trained on as they stand
+        assert (chosen.text, rejected.text) == ("the fileis read from disk", "the fileimport None")
+    else:
+        assert [chosen.text, rejected.text] == [one.replace("⟦", "").replace("⟧", "") for one in CHATS]
+    assert chosen.unread == ("id", "source")
+
+
+def test_texts_that_begin_alike_may_have_names_beside_them(pairs):
+    row = {"chosen": "def f(x): pass", "rejected": "def f[]", "source": "web", "tags": ["a", "b"], "scores": [4, 5]}
+    chosen, _ = data.parse_example(row, pairs)
+    assert chosen.spans == [(5, 14)]
+    with pytest.raises(ValueError, match="no prompt, but source: --columns source=prompt has to say"):
+        data.parse_example(row | {"source": "the web"}, pairs)
 
 
 @pytest.mark.parametrize("row, n_equal, n_empty", [

@@ -238,6 +238,9 @@ EXAMPLES = {  # name: (row, the text that it becomes)
     "alpaca": (
         {"instruction": "Add.", "input": "2, 2", "output": "4"},
         turn("user", "Add.\n2, 2") + trained_turn("4")),
+    "alpaca-without-instruction": (
+        {"instruction": "", "input": "2, 2", "output": "4"},
+        turn("user", "2, 2") + trained_turn("4")),
     "alpaca-history": (
         {"instruction": "And?", "input": None, "output": "8", "history": [["a", "b"]], "system": "s"},
         turn("system", "s") + turn("user", "a") + trained_turn("b") + turn("user", "And?") + trained_turn("8")),
@@ -1100,7 +1103,7 @@ def test_keys_that_are_not_read_are_listed(tmp_path, agent, capsys):
     rows = [chat(QUESTION, ANSWER, tools=[SCHEMA], system="s", id=7), {"text": "a b", "id": 8, "input": "c"}]
     _, file = read_rows(tmp_path, agent, *rows)
     data.print_file(file)
-    assert "\n  keys that are not read: id\n" in capsys.readouterr().out
+    assert "\n  keys that are not read: id, input\n" in capsys.readouterr().out
 
     read = [chat(QUESTION, ANSWER, tools=[SCHEMA], system="s"), {"instruction": "q", "input": "i", "output": "a"}]
     _, file = read_rows(tmp_path, agent, *read)

@@ -236,6 +236,60 @@ def test_both_answers_of_a_pair_may_begin_with_an_empty_thought(tmp_path):
         assert noted(file, "begin with an empty thought") == n_empty
 
 
+# ---------------------------------------------------------------- variables of a row
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen3, with blocks", "qwen3.5, large"])
+def test_the_variables_of_a_row_are_those_of_its_template_before_the_flags(tmp_path, template):
+    source = WITH_BLOCKS if template == "qwen3, with blocks" else TEMPLATES[template]
+    tokenizer = tokenizer_of(tmp_path, source, {"enable_thinking": True})
+    rows = [
+        chat(QUESTION, ANSWER, chat_template_kwargs=NO_THINKING),
+        chat(QUESTION, ANSWER, chat_template_kwargs=json.dumps(NO_THINKING)),  # as a cell of csv
+        chat(QUESTION, ANSWER),
+        # only conversations have variables
+        {"prompt": "2 + é?", "completion": "It is 4.", "chat_template_kwargs": NO_THINKING},
+    ]
+    texts, file = read_rows(tmp_path, tokenizer, *rows)
+    thoughtful, _ = MASKS[template][""]
+    without, _ = MASKS[template]["enable_thinking=false"]
+    start = f"{ASKED}<|im_start|>assistant\n"
+    assert texts == [f"{start}{one.replace('END', END)}\n" for one in (without, without, thoughtful, without)]
+    assert noted(file, "begin with an empty thought") == 1
+    assert file.report.unread == []
+
+
+def test_a_row_may_close_the_thought_that_prompts_open(tmp_path):
+    opens = "{{ '<think>' if enable_thinking is not defined }}"
+    tokenizer = tokenizer_of(tmp_path, CHATML.replace("assistant\n' }}", "assistant\n' }}" + opens))
+    rows = [chat(QUESTION, ANSWER), chat(QUESTION, ANSWER, chat_template_kwargs=NO_THINKING)]
+    _, file = read_rows(tmp_path, tokenizer, *rows)
+    assert noted(file, "begin without the thought of the prompt") == 1
+
+
+def test_a_variable_of_a_row_that_the_template_does_not_read_is_listed(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3"])
+    row = chat(QUESTION, ANSWER, chat_template_kwargs={**NO_THINKING, "enable_thinkng": 1, "self": 2})
+    _, file = read_rows(tmp_path, tokenizer, row)
+    assert file.report.unread == ["chat_template_kwargs.enable_thinkng", "chat_template_kwargs.self"]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt", "eos_token"])
+def test_a_row_cannot_replace_what_every_template_gets(tmp_path, name):
+    row = chat(QUESTION, ANSWER, chat_template_kwargs={name: []})
+    with pytest.raises(ValueError, match=f"'chat_template_kwargs': a template gets {name} from"):
+        data.parse_example(row, tokenizer_of(tmp_path, CHATML))
+
+
+def test_a_variable_of_a_row_cannot_spell_a_special_token(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, "{{ custom }}" + CHATML)
+    texts, file = read_rows(
+        tmp_path, tokenizer, chat(QUESTION, ANSWER, chat_template_kwargs={"custom": "s "}),
+        chat(QUESTION, ANSWER, chat_template_kwargs={"custom": END}))
+    assert texts == [f"s {ASKED}<|im_start|>assistant\n⟦It is 4.{END}⟧\n"]
+    assert noted(file, "spell a special") == 1
+
+
 # ---------------------------------------------------------------- a run
 
 
