@@ -5,11 +5,12 @@ memory.
     python train.py --qlora --model Qwen/Qwen3-4B --data chats.jsonl                                 # one GPU
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chats.jsonl
 
-In the order of this file: `main`, a run from top to bottom; flags; then what main uses: ranks, FSDP2 and
-activation offload, optimizers, the loss of a batch, the log, what a start prints, samples and chats, numbers
-that are not finite, checkpoints; and last the memory plan, a fifth of this file, and the limits of the
-memory. A memory feature is one function or small class that edits a finished vanilla module, and one call in
-main. "Where to edit" in tests/README.md says which lines a new loss, optimizer, flag or model changes.
+In the order of this file: `main`, a run from top to bottom; flags; then what main uses: ranks, opening a
+model and a run, FSDP2 and activation offload, optimizers, the loss of a batch, the log, what a start prints,
+samples and chats, numbers that are not finite, the result, checkpoints; and last the memory plan, a fifth of
+this file, and the limits of the memory. A memory feature is one function or small class that edits a finished
+vanilla module, and one call in main. "Where to edit" in tests/README.md says which lines a new loss,
+optimizer, flag or model changes.
 
 A reading tour, in the order of a run:
 
@@ -291,495 +292,6 @@ def main(argv, progress, exits):
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
             merge(args, opened, adapter_tensors, out)
     say_done(args, model, out, state, ranks)
-
-
-class OpenedModel(NamedTuple):
-    """What --model and --adapter stand for."""
-
-    files: data.ModelFiles
-    config: lm.Config
-    model: lm.Transformer  # with its features, on the meta device
-    weights: data.WeightFiles | data.RandomWeights  # where the weights come from
-    adapter: data.WeightFiles | None
-    tokenizer: data.Tokenizer
-
-
-class OpenedConfig(NamedTuple):
-    """What can be known of --model and --adapter without their weights."""
-
-    files: data.ModelFiles
-    config: lm.Config
-    adapter: data.WeightFiles | None
-    stored_config: lm.Config  # what the files have: the vocabulary may be smaller
-
-
-class Run(NamedTuple):
-    """What the memory of a run depends on, all of it known before anything is allocated."""
-
-    args: argparse.Namespace  # the final value of every flag
-    config: lm.Config
-    world: int  # ranks
-    length: int  # tokens of the longest row
-
-    @property
-    def shards(self):
-        """Ranks that share the rows of a weight: replicas have the same shards."""
-        return self.world // self.args.replicas if self.args.fsdp2 else 1
-
-    @property
-    def trains_vocabulary(self):
-        """Whether embedding and head are trained."""
-        return not self.args.lora or self.args.train_embeddings
-
-    @property
-    def streams(self):
-        """Whether frozen weights come from host memory on a side stream, and not by FSDP2."""
-        return streams_weights(self.args, self.world)
-
-
-def open_config(args, world, device, random_init, revisions=None):
-    """-> OpenedConfig. `args` is complete after it. device: None if the run is only planned. revisions: see
-    take_folder()."""
-    revisions = {} if revisions is None else revisions
-    adapter = None
-    adapter_settings = {}
-    folder = None
-    if args.adapter:
-        folder = data.find_adapter(args.adapter, revisions)
-        adapter, adapter_settings = data.open_adapter(folder)
-        # the commit of the base that a run has trained the adapter on
-        commits = revisions_of(folder) if is_run(folder.parent) else {}
-        if args.model in commits:
-            revisions.setdefault(args.model, commits[args.model])
-    try:
-        files = data.find_model(args.model, random_init, revisions)
-    except ValueError as error:
-        moved = f"; if the base in {folder}/adapter_config.json has moved: --adapter {folder} --model BASE"
-        raise ValueError(f"{error}{moved if adapter else ''}") from error
-    config = lm.parse_config(files.config, f"{args.model}: config.json")
-    if adapter and data.has_two_matrices(adapter, config):
-        files = files._replace(config=data.untied(files.config))
-    complete_for_model(args, config, adapter_settings, device)
-    stored_config = config
-    files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter)
-    # read again: --add_tokens or the adapter may have made the vocabulary larger
-    config = lm.parse_config(files.config, f"{args.model}: config.json")
-    check_sizes(args, config, world)
-    return OpenedConfig(files, config, adapter, stored_config)
-
-
-def with_vocabulary(files, n_stored, new_tokens, adapter):
-    """ModelFiles with the tokenizer, and in config the vocabulary, of a run. An adapter with an embedding of
-    its own brings both: it may come from a run with --add_tokens. n_stored: rows of the model's embedding."""
-    n_rows = n_stored
-    if new_tokens:
-        new_ids = data.ids_of_new_tokens(files.tokenizer / "tokenizer.json", new_tokens)
-        if new_ids.stop > n_stored:
-            n_rows = 128 * math.ceil(new_ids.stop / 128)  # kernels are fast with such sizes
-    for name, stored in adapter.tensors.items() if adapter else ():
-        # only the end: PEFT puts a prefix before it, and models with a vision tower have a longer name
-        if name.endswith("embed_tokens.weight"):
-            n_rows = max(n_rows, stored.shape[0])
-            folder = stored.path.parent
-            if (folder / "tokenizer.json").exists():
-                files = files._replace(tokenizer=folder)
-            elif stored.shape[0] > n_stored:
-                raise ValueError(
-                    f"{folder}: an embedding of {n_rows:,} rows for a model of {n_stored:,}, and no "
-                    "tokenizer.json: save the tokenizer of its training there")
-    if n_rows > n_stored:
-        files = files._replace(config=data.with_vocab_size(files.config, n_rows))
-    return files
-
-
-def complete_for_model(args, config, adapter_settings, device):
-    """Writes the final value of flags that depend on the model or the device. Nothing writes to `args` after
-    it. Rank, alpha, rsLoRA and targets of an adapter become those of the run, and so does its dropout unless
-    --lora_dropout is given."""
-    for name, value in adapter_settings.items():
-        # a switch that was not given is False; and `is`, because a dropout of 0 that was given equals it
-        if getattr(args, name) is None or getattr(args, name) is False:
-            setattr(args, name, value)
-    for flag in ("lora_targets", "nf5"):
-        names = getattr(args, flag)
-        if not names:
-            continue
-        found = lm.targets_in(config)
-        absent = set(names) - set(found)
-        if names == list(lm.LORA_TARGETS):  # all-linear
-            setattr(args, flag, found)
-        elif absent:
-            raise ValueError(f"--{flag} {', '.join(sorted(absent))}: the model has no such layer, only "
-                             + ", ".join(found))
-    if config.rope_scaling["rope_type"] == "dynamic" and args.seq_len > config.max_position_embeddings:
-        raise ValueError(f"--seq_len {args.seq_len}: beyond {config.max_position_embeddings} tokens RoPE of "
-                         "the type dynamic depends on the length of a row, which is not implemented")
-    if args.precision is None:
-        args.precision = default_precision(args.chat, device)
-        if args.precision == "fp16" and args.optim_in_backward:  # or refuse_conflicts() has said so
-            raise ValueError(f"--optim_in_backward: this GPU has no bf16, and {WHOLE_STEPS}")
-    if args.compile is None:
-        args.compile = compiles_by_default(config, device)
-    missing = missing_for_compile(device)
-    if args.compile and missing:
-        raise ValueError(f"--compile needs {missing}: leave it out, and nothing is compiled")
-    if args.lr is None:
-        args.lr = default_rate(config, args.lora, args.dpo)
-    if args.embedding_lr and not args.train_embeddings:
-        raise ValueError("--embedding_lr needs --train_embeddings, or an --adapter with an embedding")
-    if args.train_embeddings and args.embedding_lr is None:
-        args.embedding_lr = args.lr / 10  # as the default rate of full fine-tuning to that of adapters
-
-
-def default_rate(config, lora, dpo):
-    """--lr where it is not given. The rule is fitted to the best rates of LoRA on Llama and Qwen of many
-    sizes (get_lr() in github.com/thinking-machines-lab/tinker-cookbook, whose adapters are scaled as ours):
-    wider models want a smaller rate, of Qwen hardly. Nobody has published one for other families."""
-    exponent = 0.0775 if config.model_type.startswith("qwen") else 0.781
-    rate = 5e-4 * (2000 / config.hidden_size) ** exponent
-    if not lora:
-        rate /= 10
-    if dpo:
-        rate /= 10
-    return float(f"{rate:.3g}")  # what the start prints, and can be typed
-
-
-def open_model(args, ranks, revisions=None):
-    """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated.
-    revisions: see take_folder()."""
-    # each rank reads the files by itself: a node may lack one
-    with ranks.agree():
-        # --inspect looks at data alone: it downloads no weights for them
-        without_weights = args.random_init or bool(args.inspect)
-        files, config, adapter, stored_config = open_config(
-            args, ranks.world, ranks.device, without_weights, revisions)
-        # Names and shapes in files are those of the vanilla model, without NF4's codes and without adapters.
-        with torch.device("meta"):
-            vanilla = lm.Transformer(stored_config)
-        if files.weights:
-            weights = data.WeightFiles(files.weights)
-        else:
-            weights = data.RandomWeights(vanilla, args.seed, ranks.device)
-        data.check_weights(vanilla, weights, args.model)
-        if not config.tie_word_embeddings and stored_config.tie_word_embeddings:  # see has_two_matrices()
-            stored = weights.tensors[data.embedding_in_files(config)]
-            weights.tensors[data.HEAD] = stored._replace(name=data.HEAD)  # what a merged model writes
-        model = lm.on_meta(config, args)
-        if args.flash_attention:
-            use_flash_attention_4_(model, ranks.device)
-        if adapter:
-            data.check_weights(model, adapter, args.adapter)
-        return OpenedModel(files, config, model, weights, adapter, open_tokenizer(args, files, adapter))
-
-
-def open_tokenizer(args, files, adapter):
-    # no value of --train_on: with it the tokenizer refuses rows that are not pairs
-    train_on = "pairs" if args.dpo else args.train_on
-    variables = data.read_template_args(args.template_args)
-    # an adapter goes on with the template that it was trained on, even if the base has another
-    return data.Tokenizer(files.tokenizer, args.chat_template, train_on, variables, args.add_tokens,
-                          adapter and adapter.folder)
-
-
-def default_precision(is_chat, device):
-    """bf16 that is emulated takes several times as long as float32. A GPU without bf16 (Turing, Volta) has
-    fp16, 8 times as fast as float32; a CPU without it has neither. device: None if the run is only planned,
-    for GPUs that have bf16."""
-    if device is None:
-        return "mixed"
-    if not has_bf16(device):
-        return "fp16" if device.type == "cuda" else "fp32"
-    return "bf16" if is_chat else "mixed"  # a chat trains nothing, so it needs no float32 masters
-
-
-def has_bf16(device):
-    """Whether the device computes in bf16. By default, torch also says yes to a GPU that emulates it."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported()
-
-
-COMPILES_FROM = 300_000_000  # parameters; on less a GPU saves little time in a step
-
-
-def compiles_by_default(config, device):
-    """--compile where it is not given. device: None if the run is only planned, for GPUs that can compile."""
-    if device is not None and (device.type != "cuda" or missing_for_compile(device)):
-        return False
-    with torch.device("meta"):
-        return sum(p.numel() for p in lm.Transformer(config).parameters()) >= COMPILES_FROM
-
-
-def missing_for_compile(device):
-    """What torch.compile needs on a GPU and does not find, or None. Triton has the code that launches its
-    kernels compiled by $CC, gcc or clang."""
-    if device is None or device.type != "cuda":
-        return None
-    if not is_installed("triton"):
-        return "the package triton"
-    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if not any(map(shutil.which, compilers)):
-        return f"a C compiler, {' or '.join(compilers)}"
-    if torch.cuda.get_device_capability(device) < (7, 0):
-        return "a GPU of compute capability 7.0 or higher"
-    return None
-
-
-def take_folder(out, resume, inspect, ranks, exits):
-    """-> (the folder of the run, which is this job's own from here on; the checkpoint to resume from or None;
-    revisions). With --inspect nothing is written, so there is no folder. Collective.
-
-    revisions: {name on the Hub: commit}, what each name stood for when the resumed run began. A resume uses
-    it again: a data set that has got a row since would be other data. The commits of other names are entered
-    as they are fetched, and args.json gets all of them."""
-    found = None
-    with ranks.agree():
-        # Only rank 0 looks for them: other nodes may see what it writes a moment later.
-        if ranks.rank == 0:
-            checkpoint = checkpoint_to_resume(out, resume)
-            folder = None
-            if not inspect:
-                run_folder = RunFolder(out, checkpoint)
-                exits.callback(run_folder.leave)
-                folder = run_folder.path
-            found = folder, checkpoint, revisions_of(checkpoint)
-    return ranks.gather(found)[0]
-
-
-def revisions_of(checkpoint):
-    """The revisions in the args.json of a checkpoint's run. Where somebody has moved the checkpoint alone
-    there are none, and names stand for what they stand for now: a resume compares what comes of them."""
-    path = checkpoint and checkpoint.parent / "args.json"
-    if not path or not path.exists():
-        return {}
-    revisions = data.read_json(path).get("revisions", {})
-    commits = revisions.values() if isinstance(revisions, dict) else [revisions]
-    if not all(re.fullmatch("[0-9a-f]{40}", str(commit)) for commit in commits):
-        raise ValueError(f"{path}: revisions: expected {{name on the Hub: commit of 40 digits}}")
-    return revisions
-
-
-def open_run(args, config, loader, eval_loader, weights, resumed, ranks):
-    """-> the state of the run at its start: all that it carries from step to step beside its tensors;
-    trainer_state.json holds it. evaluated: the step of the newest evaluation. best_eval: the best one's row
-    of metrics.jsonl. eval_data: the checksum of what they read. metrics_bytes: the size of metrics.jsonl."""
-    with ranks.agree():
-        rows_a_step, steps = count_steps(args, len(loader.rows), ranks.world)
-        settings = fixed_settings(args, config, rows_a_step, loader, weights)
-        eval_data = eval_loader.documents.checksum if eval_loader else None
-        state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": eval_data,
-                 "metrics_bytes": 0, "steps": steps, "rows_a_step": rows_a_step, "settings": settings}
-        # the saved state counts, but for `steps`: a run may be made longer or shorter
-        if resumed:
-            state = read_state(resumed, settings, ranks)
-        if state["step"] > steps:
-            raise ValueError(
-                f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
-    say_notes(args, config, steps, ranks)
-    if state["steps"] != steps:
-        ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate "
-                  "changes")
-        state["steps"] = steps
-    if eval_data not in (None, state["eval_data"]):
-        if state["evaluated"]:
-            ranks.say(f"note: {resumed} was evaluated on other --eval_data: its best evaluation is forgotten")
-        # the best loss so far says nothing about losses on other data
-        state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None}
-    return state
-
-
-def count_steps(args, n_rows, world):
-    """-> (rows of a step, steps). Raises a ValueError if the data have too few rows."""
-    # the ranks of a --sequence_parallel group share their rows
-    rows_a_step = args.batch_size * args.grad_accum * world // args.sequence_parallel
-    if n_rows < rows_a_step:
-        raise ValueError(
-            f"a step needs {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
-            f"{n_rows}: lower one of them or --seq_len, or give more data")
-    # rounded up: the last step may take some rows of one more epoch
-    return rows_a_step, args.steps or math.ceil(args.epochs * n_rows / rows_a_step)
-
-
-def say_notes(args, config, steps, ranks):
-    """Says what works and is probably not what the user wants."""
-    dropouts = [f"{key} {getattr(config, key):g}" for key in ("attention_dropout", "residual_dropout")
-                if getattr(config, key)]
-    if dropouts:
-        ranks.say(f"note: nothing is dropped at random, although config.json has {', '.join(dropouts)}")
-    if config.shared_expert_intermediate_size and args.lora and not args.merge:
-        ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
-    missing = missing_for_compile(ranks.device)
-    if missing and steps > 200 and not args.compile:
-        ranks.say(f"note: --compile needs {missing}; with it a step is about 1.2 times as fast")
-    if args.min_lr > args.lr and args.schedule != "constant":
-        ranks.say(f"note: --min_lr {args.min_lr:g} is above --lr {args.lr:g}: the learning rate rises")
-    if 1 <= args.warmup >= steps:
-        ranks.say(f"note: --warmup {args.warmup:g} is not shorter than the run, {steps} steps: the learning "
-                  "rate does not reach --lr")
-    # evaluations on built-in data have other rows than the training
-    trained_on = {os.path.realpath(name) for name in args.data if name not in data.BUILT_IN}
-    both = [name for name in args.eval_data or () if os.path.realpath(name) in trained_on]
-    if both:
-        ranks.say(f"note: {data.listing(both)} is in --data and --eval_data: evaluations are about rows that "
-                  "are trained on")
-    # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
-    if steps < 20 and not args.steps:
-        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
-
-
-def use_flash_attention_4_(model, device):
-    """Puts the kernels of the package flash-attn-4 in the place of torch's FlashAttention 2, for the whole
-    process, and tries them with the heads of this model: what they do not do ends the run at its start."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        raise ValueError("--flash_attention 4 needs a GPU of compute capability 9.0 or higher, a Hopper or "
-                         "Blackwell: leave it out")
-    if model.compute_dtype is torch.float32:
-        raise ValueError("--flash_attention 4 needs 16 bits a number: leave it out, or use --precision mixed")
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    if activate is None:
-        raise ValueError(f"--flash_attention 4: torch {torch.__version__} has no other kernels than its own: "
-                         "leave it out, or install a newer torch")
-    try:
-        activate("FA4")
-        try_attention(model.config, model.compute_dtype, device)
-    except Exception as error:  # they are compiled here, by packages that may raise anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"--flash_attention 4 does not run attention of this model: {why}; leave it out, or "
-                         "pip install --pre -U flash-attn-4") from error
-
-
-def try_attention(config, dtype, device):
-    """Attention over two documents, forward and backward, with the heads and windows of a model."""
-    bounds = torch.tensor([0, 100, 256], dtype=torch.int32, device=device)
-    spans = lm.Spans([(0, 100), (100, 256)], bounds, longest=156)
-    windows = [lm.NO_WINDOW]
-    if "sliding_attention" in config.layer_types:
-        windows.append(64)
-    for window in windows:
-        n_heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-        q, k, v = (torch.ones(1, 256, n, config.head_dim, dtype=dtype, device=device, requires_grad=True)
-                   for n in n_heads)
-        lm.attend(q, k, v, spans, window).sum().backward()
-
-
-def wrap_blocks_(model, tiled_mlp, blocks):
-    """Makes the blocks recompute and keep what `blocks` says, with tiles of the MLP and segments of Gated
-    DeltaNet inside of what is recomputed. The memory plan traces a model with these wraps."""
-    if tiled_mlp:
-        lm.tile_mlp_(model, tiled_mlp)
-    for module in model.modules():
-        if isinstance(module, lm.GatedDeltaNet):
-            module.segment = blocks.segment
-    if blocks.n_recomputed:
-        lm.recompute_blocks_(model, blocks.n_recomputed, blocks.n_attention_kept)
-    # The last blocks, because the backward comes to them first: what they keep is free again soonest.
-    if blocks.n_weights_kept:
-        lm.keep_weights_(model.model.layers[-blocks.n_weights_kept :])
-
-
-def describe_run(lr, state, resumed, out):
-    """The line before the first step: how long the run is, where it begins and where it writes."""
-    begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
-    return (f"{state['steps']:,} steps of {state['rows_a_step']} rows, learning rate {lr:.2g}, {begin}\n"
-            f"writing to {out}")
-
-
-def end_if_stopped(save, saver, state, stop, ranks):
-    """Saves and ends the run, by SystemExit, if a signal has reached any rank. All ranks must call it."""
-    (number,) = ranks.largest(stop.number)
-    if not number:
-        return
-    save()  # does nothing if this step is saved
-    number = signal.Signals(number)
-    # the disk may have been full
-    is_saved = saver.last_step == state["step"]
-    outcome = "NOT saved, see above"
-    if is_saved:
-        outcome = f"saved: the same command with --resume {saver.out} continues"
-    ranks.say(f"stopped by {number.name} after step {state['step']} of {state['steps']}, {outcome}")
-    ranks.leave()
-    if not is_saved:
-        raise SystemExit(1)
-    # torchrun relays its own signal, and would take another exit code as a reason to start the run again
-    raise SystemExit(0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + number)
-
-
-RETRY_S = 60  # between two tries to write a result that is nowhere else
-
-
-def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
-    """-> what export() returns, which raises the same OSError on all ranks if final/ cannot be written. If
-    the last step is in no checkpoint either, because the disk was full then, too, this process has the only
-    copy of the weights. So that somebody can make room, it tries again each minute, for `timeout` seconds or
-    until a signal."""
-    n_tries = math.ceil(timeout / RETRY_S)
-    while True:
-        try:
-            return export()
-        except OSError as error:
-            data.remove(saver.out / "final.part")  # what could be written of it would keep the disk full
-            if saver.safe_step == steps or n_tries == 0:
-                ranks.leave()
-                raise SystemExit(str(error)) from error
-            ranks.say(f"final/ was NOT written: {error}. Only this process has the weights of step {steps}: "
-                      f"make room on the disk. It tries again every {RETRY_S} s, {n_tries} times, or until a "
-                      "signal")
-        n_tries -= 1
-        for _ in range(RETRY_S):
-            time.sleep(1)
-            end_if_signalled()
-
-
-def say_done(args, model, out, state, ranks):
-    """The last lines of a run: which checkpoint was better than the last one, what was written, and the
-    command that talks with it. That command opens the adapter by the same functions, so a fork whose adapter
-    it would refuse hears why here."""
-    if ranks.rank:
-        return
-    best = state["best_eval"]
-    if best and best["step"] < state["step"] and best["step"] in checkpoints(out):
-        checkpoint = checkpoints(out)[best["step"]]
-        ranks.say(f"the best evaluation was that of step {best['step']}, {best['eval_loss']:.4f}: the same "
-                  f"command with {export_of(checkpoint)} writes its model, best/final")
-    written = f"{out}/final"
-    if args.merge:
-        written += f" and {out}/merged"
-    next_step = f"--chat --model {out} talks with it"
-    if args.lora and not args.merge:
-        try:
-            adapter, _ = data.open_adapter(out / "final")
-            data.check_weights(model, adapter, out / "final")
-        except (ValueError, OSError) as error:
-            next_step = f"--chat cannot talk with it: {error}"
-        if args.random_init:
-            next_step = "--chat cannot talk with it: only --merge saves the random weights under it"
-    ranks.say(f"done: {written}; {next_step}")
-
-
-def merge(args, opened, adapter, out):
-    """Writes merged/. adapter: {name: tensor}, see data.export()."""
-    scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
-    data.merge(opened.weights, adapter, scale, opened.files, opened.tokenizer, out)
-
-
-def merge_result(args, exits):
-    """--merge of an adapter without --data: writes merged/ as --merge in its training would have done, to the
-    folder of its run or to --out, and trains nothing."""
-    ranks = Ranks(want_group=False, timeout=args.timeout)
-    opened = open_model(args, ranks)
-    with ranks.agree():
-        final = opened.adapter.folder
-        out = final.parent
-        is_meant = not args.out or out.resolve() == Path(args.out).resolve()
-        if is_meant and is_run(out) and final.name == "final":
-            exits.callback(lock_folder(out).close)
-        else:
-            folder = RunFolder(args.out, None)
-            exits.callback(folder.leave)
-            out = folder.path
-        merge(args, opened, data.tensors_of_adapter(opened.adapter), out)
-    ranks.say(f"done: {out}/merged, and nothing was trained, as there is no --data; --chat --model {out} "
-              "talks with it")
 
 
 # ---------------- flags
@@ -1524,6 +1036,378 @@ class StopSignal:
         self.number = number
 
 
+# ---------------- opening a model and a run
+
+
+class OpenedModel(NamedTuple):
+    """What --model and --adapter stand for."""
+
+    files: data.ModelFiles
+    config: lm.Config
+    model: lm.Transformer  # with its features, on the meta device
+    weights: data.WeightFiles | data.RandomWeights  # where the weights come from
+    adapter: data.WeightFiles | None
+    tokenizer: data.Tokenizer
+
+
+class OpenedConfig(NamedTuple):
+    """What can be known of --model and --adapter without their weights."""
+
+    files: data.ModelFiles
+    config: lm.Config
+    adapter: data.WeightFiles | None
+    stored_config: lm.Config  # what the files have: the vocabulary may be smaller
+
+
+class Run(NamedTuple):
+    """What the memory of a run depends on, all of it known before anything is allocated."""
+
+    args: argparse.Namespace  # the final value of every flag
+    config: lm.Config
+    world: int  # ranks
+    length: int  # tokens of the longest row
+
+    @property
+    def shards(self):
+        """Ranks that share the rows of a weight: replicas have the same shards."""
+        return self.world // self.args.replicas if self.args.fsdp2 else 1
+
+    @property
+    def trains_vocabulary(self):
+        """Whether embedding and head are trained."""
+        return not self.args.lora or self.args.train_embeddings
+
+    @property
+    def streams(self):
+        """Whether frozen weights come from host memory on a side stream, and not by FSDP2."""
+        return streams_weights(self.args, self.world)
+
+
+def open_config(args, world, device, random_init, revisions=None):
+    """-> OpenedConfig. `args` is complete after it. device: None if the run is only planned. revisions: see
+    take_folder()."""
+    revisions = {} if revisions is None else revisions
+    adapter = None
+    adapter_settings = {}
+    folder = None
+    if args.adapter:
+        folder = data.find_adapter(args.adapter, revisions)
+        adapter, adapter_settings = data.open_adapter(folder)
+        # the commit of the base that a run has trained the adapter on
+        commits = revisions_of(folder) if is_run(folder.parent) else {}
+        if args.model in commits:
+            revisions.setdefault(args.model, commits[args.model])
+    try:
+        files = data.find_model(args.model, random_init, revisions)
+    except ValueError as error:
+        moved = f"; if the base in {folder}/adapter_config.json has moved: --adapter {folder} --model BASE"
+        raise ValueError(f"{error}{moved if adapter else ''}") from error
+    config = lm.parse_config(files.config, f"{args.model}: config.json")
+    if adapter and data.has_two_matrices(adapter, config):
+        files = files._replace(config=data.untied(files.config))
+    complete_for_model(args, config, adapter_settings, device)
+    stored_config = config
+    files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter)
+    # read again: --add_tokens or the adapter may have made the vocabulary larger
+    config = lm.parse_config(files.config, f"{args.model}: config.json")
+    check_sizes(args, config, world)
+    return OpenedConfig(files, config, adapter, stored_config)
+
+
+def with_vocabulary(files, n_stored, new_tokens, adapter):
+    """ModelFiles with the tokenizer, and in config the vocabulary, of a run. An adapter with an embedding of
+    its own brings both: it may come from a run with --add_tokens. n_stored: rows of the model's embedding."""
+    n_rows = n_stored
+    if new_tokens:
+        new_ids = data.ids_of_new_tokens(files.tokenizer / "tokenizer.json", new_tokens)
+        if new_ids.stop > n_stored:
+            n_rows = 128 * math.ceil(new_ids.stop / 128)  # kernels are fast with such sizes
+    for name, stored in adapter.tensors.items() if adapter else ():
+        # only the end: PEFT puts a prefix before it, and models with a vision tower have a longer name
+        if name.endswith("embed_tokens.weight"):
+            n_rows = max(n_rows, stored.shape[0])
+            folder = stored.path.parent
+            if (folder / "tokenizer.json").exists():
+                files = files._replace(tokenizer=folder)
+            elif stored.shape[0] > n_stored:
+                raise ValueError(
+                    f"{folder}: an embedding of {n_rows:,} rows for a model of {n_stored:,}, and no "
+                    "tokenizer.json: save the tokenizer of its training there")
+    if n_rows > n_stored:
+        files = files._replace(config=data.with_vocab_size(files.config, n_rows))
+    return files
+
+
+def complete_for_model(args, config, adapter_settings, device):
+    """Writes the final value of flags that depend on the model or the device. Nothing writes to `args` after
+    it. Rank, alpha, rsLoRA and targets of an adapter become those of the run, and so does its dropout unless
+    --lora_dropout is given."""
+    for name, value in adapter_settings.items():
+        # a switch that was not given is False; and `is`, because a dropout of 0 that was given equals it
+        if getattr(args, name) is None or getattr(args, name) is False:
+            setattr(args, name, value)
+    for flag in ("lora_targets", "nf5"):
+        names = getattr(args, flag)
+        if not names:
+            continue
+        found = lm.targets_in(config)
+        absent = set(names) - set(found)
+        if names == list(lm.LORA_TARGETS):  # all-linear
+            setattr(args, flag, found)
+        elif absent:
+            raise ValueError(f"--{flag} {', '.join(sorted(absent))}: the model has no such layer, only "
+                             + ", ".join(found))
+    if config.rope_scaling["rope_type"] == "dynamic" and args.seq_len > config.max_position_embeddings:
+        raise ValueError(f"--seq_len {args.seq_len}: beyond {config.max_position_embeddings} tokens RoPE of "
+                         "the type dynamic depends on the length of a row, which is not implemented")
+    if args.precision is None:
+        args.precision = default_precision(args.chat, device)
+        if args.precision == "fp16" and args.optim_in_backward:  # or refuse_conflicts() has said so
+            raise ValueError(f"--optim_in_backward: this GPU has no bf16, and {WHOLE_STEPS}")
+    if args.compile is None:
+        args.compile = compiles_by_default(config, device)
+    missing = missing_for_compile(device)
+    if args.compile and missing:
+        raise ValueError(f"--compile needs {missing}: leave it out, and nothing is compiled")
+    if args.lr is None:
+        args.lr = default_rate(config, args.lora, args.dpo)
+    if args.embedding_lr and not args.train_embeddings:
+        raise ValueError("--embedding_lr needs --train_embeddings, or an --adapter with an embedding")
+    if args.train_embeddings and args.embedding_lr is None:
+        args.embedding_lr = args.lr / 10  # as the default rate of full fine-tuning to that of adapters
+
+
+def default_rate(config, lora, dpo):
+    """--lr where it is not given. The rule is fitted to the best rates of LoRA on Llama and Qwen of many
+    sizes (get_lr() in github.com/thinking-machines-lab/tinker-cookbook, whose adapters are scaled as ours):
+    wider models want a smaller rate, of Qwen hardly. Nobody has published one for other families."""
+    exponent = 0.0775 if config.model_type.startswith("qwen") else 0.781
+    rate = 5e-4 * (2000 / config.hidden_size) ** exponent
+    if not lora:
+        rate /= 10
+    if dpo:
+        rate /= 10
+    return float(f"{rate:.3g}")  # what the start prints, and can be typed
+
+
+def open_model(args, ranks, revisions=None):
+    """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated.
+    revisions: see take_folder()."""
+    # each rank reads the files by itself: a node may lack one
+    with ranks.agree():
+        # --inspect looks at data alone: it downloads no weights for them
+        without_weights = args.random_init or bool(args.inspect)
+        files, config, adapter, stored_config = open_config(
+            args, ranks.world, ranks.device, without_weights, revisions)
+        # Names and shapes in files are those of the vanilla model, without NF4's codes and without adapters.
+        with torch.device("meta"):
+            vanilla = lm.Transformer(stored_config)
+        if files.weights:
+            weights = data.WeightFiles(files.weights)
+        else:
+            weights = data.RandomWeights(vanilla, args.seed, ranks.device)
+        data.check_weights(vanilla, weights, args.model)
+        if not config.tie_word_embeddings and stored_config.tie_word_embeddings:  # see has_two_matrices()
+            stored = weights.tensors[data.embedding_in_files(config)]
+            weights.tensors[data.HEAD] = stored._replace(name=data.HEAD)  # what a merged model writes
+        model = lm.on_meta(config, args)
+        if args.flash_attention:
+            use_flash_attention_4_(model, ranks.device)
+        if adapter:
+            data.check_weights(model, adapter, args.adapter)
+        return OpenedModel(files, config, model, weights, adapter, open_tokenizer(args, files, adapter))
+
+
+def open_tokenizer(args, files, adapter):
+    # no value of --train_on: with it the tokenizer refuses rows that are not pairs
+    train_on = "pairs" if args.dpo else args.train_on
+    variables = data.read_template_args(args.template_args)
+    # an adapter goes on with the template that it was trained on, even if the base has another
+    return data.Tokenizer(files.tokenizer, args.chat_template, train_on, variables, args.add_tokens,
+                          adapter and adapter.folder)
+
+
+def default_precision(is_chat, device):
+    """bf16 that is emulated takes several times as long as float32. A GPU without bf16 (Turing, Volta) has
+    fp16, 8 times as fast as float32; a CPU without it has neither. device: None if the run is only planned,
+    for GPUs that have bf16."""
+    if device is None:
+        return "mixed"
+    if not has_bf16(device):
+        return "fp16" if device.type == "cuda" else "fp32"
+    return "bf16" if is_chat else "mixed"  # a chat trains nothing, so it needs no float32 masters
+
+
+def has_bf16(device):
+    """Whether the device computes in bf16. By default, torch also says yes to a GPU that emulates it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+COMPILES_FROM = 300_000_000  # parameters; on less a GPU saves little time in a step
+
+
+def compiles_by_default(config, device):
+    """--compile where it is not given. device: None if the run is only planned, for GPUs that can compile."""
+    if device is not None and (device.type != "cuda" or missing_for_compile(device)):
+        return False
+    with torch.device("meta"):
+        return sum(p.numel() for p in lm.Transformer(config).parameters()) >= COMPILES_FROM
+
+
+def missing_for_compile(device):
+    """What torch.compile needs on a GPU and does not find, or None. Triton has the code that launches its
+    kernels compiled by $CC, gcc or clang."""
+    if device is None or device.type != "cuda":
+        return None
+    if not is_installed("triton"):
+        return "the package triton"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"a C compiler, {' or '.join(compilers)}"
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return "a GPU of compute capability 7.0 or higher"
+    return None
+
+
+def take_folder(out, resume, inspect, ranks, exits):
+    """-> (the folder of the run, which is this job's own from here on; the checkpoint to resume from or None;
+    revisions). With --inspect nothing is written, so there is no folder. Collective.
+
+    revisions: {name on the Hub: commit}, what each name stood for when the resumed run began. A resume uses
+    it again: a data set that has got a row since would be other data. The commits of other names are entered
+    as they are fetched, and args.json gets all of them."""
+    found = None
+    with ranks.agree():
+        # Only rank 0 looks for them: other nodes may see what it writes a moment later.
+        if ranks.rank == 0:
+            checkpoint = checkpoint_to_resume(out, resume)
+            folder = None
+            if not inspect:
+                run_folder = RunFolder(out, checkpoint)
+                exits.callback(run_folder.leave)
+                folder = run_folder.path
+            found = folder, checkpoint, revisions_of(checkpoint)
+    return ranks.gather(found)[0]
+
+
+def revisions_of(checkpoint):
+    """The revisions in the args.json of a checkpoint's run. Where somebody has moved the checkpoint alone
+    there are none, and names stand for what they stand for now: a resume compares what comes of them."""
+    path = checkpoint and checkpoint.parent / "args.json"
+    if not path or not path.exists():
+        return {}
+    revisions = data.read_json(path).get("revisions", {})
+    commits = revisions.values() if isinstance(revisions, dict) else [revisions]
+    if not all(re.fullmatch("[0-9a-f]{40}", str(commit)) for commit in commits):
+        raise ValueError(f"{path}: revisions: expected {{name on the Hub: commit of 40 digits}}")
+    return revisions
+
+
+def open_run(args, config, loader, eval_loader, weights, resumed, ranks):
+    """-> the state of the run at its start: all that it carries from step to step beside its tensors;
+    trainer_state.json holds it. evaluated: the step of the newest evaluation. best_eval: the best one's row
+    of metrics.jsonl. eval_data: the checksum of what they read. metrics_bytes: the size of metrics.jsonl."""
+    with ranks.agree():
+        rows_a_step, steps = count_steps(args, len(loader.rows), ranks.world)
+        settings = fixed_settings(args, config, rows_a_step, loader, weights)
+        eval_data = eval_loader.documents.checksum if eval_loader else None
+        state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": eval_data,
+                 "metrics_bytes": 0, "steps": steps, "rows_a_step": rows_a_step, "settings": settings}
+        # the saved state counts, but for `steps`: a run may be made longer or shorter
+        if resumed:
+            state = read_state(resumed, settings, ranks)
+        if state["step"] > steps:
+            raise ValueError(
+                f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
+    say_notes(args, config, steps, ranks)
+    if state["steps"] != steps:
+        ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate "
+                  "changes")
+        state["steps"] = steps
+    if eval_data not in (None, state["eval_data"]):
+        if state["evaluated"]:
+            ranks.say(f"note: {resumed} was evaluated on other --eval_data: its best evaluation is forgotten")
+        # the best loss so far says nothing about losses on other data
+        state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None}
+    return state
+
+
+def count_steps(args, n_rows, world):
+    """-> (rows of a step, steps). Raises a ValueError if the data have too few rows."""
+    # the ranks of a --sequence_parallel group share their rows
+    rows_a_step = args.batch_size * args.grad_accum * world // args.sequence_parallel
+    if n_rows < rows_a_step:
+        raise ValueError(
+            f"a step needs {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
+            f"{n_rows}: lower one of them or --seq_len, or give more data")
+    # rounded up: the last step may take some rows of one more epoch
+    return rows_a_step, args.steps or math.ceil(args.epochs * n_rows / rows_a_step)
+
+
+def say_notes(args, config, steps, ranks):
+    """Says what works and is probably not what the user wants."""
+    dropouts = [f"{key} {getattr(config, key):g}" for key in ("attention_dropout", "residual_dropout")
+                if getattr(config, key)]
+    if dropouts:
+        ranks.say(f"note: nothing is dropped at random, although config.json has {', '.join(dropouts)}")
+    if config.shared_expert_intermediate_size and args.lora and not args.merge:
+        ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
+    missing = missing_for_compile(ranks.device)
+    if missing and steps > 200 and not args.compile:
+        ranks.say(f"note: --compile needs {missing}; with it a step is about 1.2 times as fast")
+    if args.min_lr > args.lr and args.schedule != "constant":
+        ranks.say(f"note: --min_lr {args.min_lr:g} is above --lr {args.lr:g}: the learning rate rises")
+    if 1 <= args.warmup >= steps:
+        ranks.say(f"note: --warmup {args.warmup:g} is not shorter than the run, {steps} steps: the learning "
+                  "rate does not reach --lr")
+    # evaluations on built-in data have other rows than the training
+    trained_on = {os.path.realpath(name) for name in args.data if name not in data.BUILT_IN}
+    both = [name for name in args.eval_data or () if os.path.realpath(name) in trained_on]
+    if both:
+        ranks.say(f"note: {data.listing(both)} is in --data and --eval_data: evaluations are about rows that "
+                  "are trained on")
+    # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
+    if steps < 20 and not args.steps:
+        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
+
+
+def use_flash_attention_4_(model, device):
+    """Puts the kernels of the package flash-attn-4 in the place of torch's FlashAttention 2, for the whole
+    process, and tries them with the heads of this model: what they do not do ends the run at its start."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        raise ValueError("--flash_attention 4 needs a GPU of compute capability 9.0 or higher, a Hopper or "
+                         "Blackwell: leave it out")
+    if model.compute_dtype is torch.float32:
+        raise ValueError("--flash_attention 4 needs 16 bits a number: leave it out, or use --precision mixed")
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if activate is None:
+        raise ValueError(f"--flash_attention 4: torch {torch.__version__} has no other kernels than its own: "
+                         "leave it out, or install a newer torch")
+    try:
+        activate("FA4")
+        try_attention(model.config, model.compute_dtype, device)
+    except Exception as error:  # they are compiled here, by packages that may raise anything
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"--flash_attention 4 does not run attention of this model: {why}; leave it out, or "
+                         "pip install --pre -U flash-attn-4") from error
+
+
+def try_attention(config, dtype, device):
+    """Attention over two documents, forward and backward, with the heads and windows of a model."""
+    bounds = torch.tensor([0, 100, 256], dtype=torch.int32, device=device)
+    spans = lm.Spans([(0, 100), (100, 256)], bounds, longest=156)
+    windows = [lm.NO_WINDOW]
+    if "sliding_attention" in config.layer_types:
+        windows.append(64)
+    for window in windows:
+        n_heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+        q, k, v = (torch.ones(1, 256, n, config.head_dim, dtype=dtype, device=device, requires_grad=True)
+                   for n in n_heads)
+        lm.attend(q, k, v, spans, window).sum().backward()
+
+
 # ---------------- FSDP2, activation offload
 
 # Where a frozen weight of a block is, under adapters, and what brings it to the block:
@@ -1665,6 +1549,21 @@ def streams_weights(args, world):
 
 def frozen_of(module):
     return [p for p in module.parameters() if not p.requires_grad]
+
+
+def wrap_blocks_(model, tiled_mlp, blocks):
+    """Makes the blocks recompute and keep what `blocks` says, with tiles of the MLP and segments of Gated
+    DeltaNet inside of what is recomputed. The memory plan traces a model with these wraps."""
+    if tiled_mlp:
+        lm.tile_mlp_(model, tiled_mlp)
+    for module in model.modules():
+        if isinstance(module, lm.GatedDeltaNet):
+            module.segment = blocks.segment
+    if blocks.n_recomputed:
+        lm.recompute_blocks_(model, blocks.n_recomputed, blocks.n_attention_kept)
+    # The last blocks, because the backward comes to them first: what they keep is free again soonest.
+    if blocks.n_weights_kept:
+        lm.keep_weights_(model.model.layers[-blocks.n_weights_kept :])
 
 
 def allocate_(model, args, blocks, device):
@@ -2937,6 +2836,114 @@ def end_not_finite(model, loader, step, args, ranks):
         f"step {step + 1}: not finite: the loss or a gradient; {changed}, checkpoints are as they were. "
         f"{advice}, or look at the documents of that step:"
         + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
+
+
+# ---------------- the end of a run, the result
+
+
+def describe_run(lr, state, resumed, out):
+    """The line before the first step: how long the run is, where it begins and where it writes."""
+    begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
+    return (f"{state['steps']:,} steps of {state['rows_a_step']} rows, learning rate {lr:.2g}, {begin}\n"
+            f"writing to {out}")
+
+
+def end_if_stopped(save, saver, state, stop, ranks):
+    """Saves and ends the run, by SystemExit, if a signal has reached any rank. All ranks must call it."""
+    (number,) = ranks.largest(stop.number)
+    if not number:
+        return
+    save()  # does nothing if this step is saved
+    number = signal.Signals(number)
+    # the disk may have been full
+    is_saved = saver.last_step == state["step"]
+    outcome = "NOT saved, see above"
+    if is_saved:
+        outcome = f"saved: the same command with --resume {saver.out} continues"
+    ranks.say(f"stopped by {number.name} after step {state['step']} of {state['steps']}, {outcome}")
+    ranks.leave()
+    if not is_saved:
+        raise SystemExit(1)
+    # torchrun relays its own signal, and would take another exit code as a reason to start the run again
+    raise SystemExit(0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + number)
+
+
+RETRY_S = 60  # between two tries to write a result that is nowhere else
+
+
+def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
+    """-> what export() returns, which raises the same OSError on all ranks if final/ cannot be written. If
+    the last step is in no checkpoint either, because the disk was full then, too, this process has the only
+    copy of the weights. So that somebody can make room, it tries again each minute, for `timeout` seconds or
+    until a signal."""
+    n_tries = math.ceil(timeout / RETRY_S)
+    while True:
+        try:
+            return export()
+        except OSError as error:
+            data.remove(saver.out / "final.part")  # what could be written of it would keep the disk full
+            if saver.safe_step == steps or n_tries == 0:
+                ranks.leave()
+                raise SystemExit(str(error)) from error
+            ranks.say(f"final/ was NOT written: {error}. Only this process has the weights of step {steps}: "
+                      f"make room on the disk. It tries again every {RETRY_S} s, {n_tries} times, or until a "
+                      "signal")
+        n_tries -= 1
+        for _ in range(RETRY_S):
+            time.sleep(1)
+            end_if_signalled()
+
+
+def say_done(args, model, out, state, ranks):
+    """The last lines of a run: which checkpoint was better than the last one, what was written, and the
+    command that talks with it. That command opens the adapter by the same functions, so a fork whose adapter
+    it would refuse hears why here."""
+    if ranks.rank:
+        return
+    best = state["best_eval"]
+    if best and best["step"] < state["step"] and best["step"] in checkpoints(out):
+        checkpoint = checkpoints(out)[best["step"]]
+        ranks.say(f"the best evaluation was that of step {best['step']}, {best['eval_loss']:.4f}: the same "
+                  f"command with {export_of(checkpoint)} writes its model, best/final")
+    written = f"{out}/final"
+    if args.merge:
+        written += f" and {out}/merged"
+    next_step = f"--chat --model {out} talks with it"
+    if args.lora and not args.merge:
+        try:
+            adapter, _ = data.open_adapter(out / "final")
+            data.check_weights(model, adapter, out / "final")
+        except (ValueError, OSError) as error:
+            next_step = f"--chat cannot talk with it: {error}"
+        if args.random_init:
+            next_step = "--chat cannot talk with it: only --merge saves the random weights under it"
+    ranks.say(f"done: {written}; {next_step}")
+
+
+def merge(args, opened, adapter, out):
+    """Writes merged/. adapter: {name: tensor}, see data.export()."""
+    scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
+    data.merge(opened.weights, adapter, scale, opened.files, opened.tokenizer, out)
+
+
+def merge_result(args, exits):
+    """--merge of an adapter without --data: writes merged/ as --merge in its training would have done, to the
+    folder of its run or to --out, and trains nothing."""
+    ranks = Ranks(want_group=False, timeout=args.timeout)
+    opened = open_model(args, ranks)
+    with ranks.agree():
+        final = opened.adapter.folder
+        out = final.parent
+        is_meant = not args.out or out.resolve() == Path(args.out).resolve()
+        if is_meant and is_run(out) and final.name == "final":
+            exits.callback(lock_folder(out).close)
+        else:
+            folder = RunFolder(args.out, None)
+            exits.callback(folder.leave)
+            out = folder.path
+        merge(args, opened, data.tensors_of_adapter(opened.adapter), out)
+    ranks.say(f"done: {out}/merged, and nothing was trained, as there is no --data; --chat --model {out} "
+              "talks with it")
 
 
 # ---------------- checkpoints

@@ -1,7 +1,7 @@
 """From tokens to batches, in the order in which data.py does it: what becomes of long documents, the cache of tokenized
 files, packing, how rows are ordered and dealt out to ranks, and what is in a batch.
 
-The last section holds promise 5 of DESIGN section 6, no contamination. Each of its claims is a test:
+The last section holds promise 5 (README.md), no contamination. Each of its claims is a test:
 
     documents cannot see each other through attention,     test_packed_documents_do_not_see_each_other
       convolution or a recurrent state                     test_no_gradient_crosses_into_another_document
@@ -159,7 +159,7 @@ def test_files_follow_each_other_in_the_documents_and_may_come_twice(tiny, tmp_p
 
 
 # ---------------------------------------------------------------- the cache
-# Promise 4 of DESIGN section 6: what is read from a cache is what was written there, or it is made again.
+# Promise 4 (README.md): what is read from a cache is what was written there, or it is made again.
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Limits that keep the four files and the README readable (DESIGN section 1), and that tests/README.md tells the truth.
+"""Limits that keep the four files and the README readable, and that tests/README.md tells the truth.
 There is no limit on how much code there is.
 
 They hold for this project and not for a fork: .ci/run sets OOMPH_CI, README's test command does not, and then
