@@ -447,8 +447,9 @@ def make_parser():
             help="print the most used flags, with --help_all all flags, and exit")
 
     model = parser.add_argument_group("model")
-    add(model, "--model", PATH, "tiny", "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
-        "run, or with --random_init one of " + ", ".join(data.PRESETS), everyday=True)
+    add(model, "--model", PATH, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
+        "run, or with --random_init one of " + ", ".join(data.PRESETS) + " (default: tiny, or the base of "
+        "--adapter)", everyday=True)
     switch(model, "--random_init", "start from random weights in the shapes of --model", fixed=True)
     add(model, "--precision", str, None,
         "mixed: train in float32, multiply in bf16; fp16: the same in fp16, with a loss scale; bf16, fp32: "
@@ -699,7 +700,7 @@ def complete(args):
     """Refuses what cannot work, and writes the final value of flags that depend on other flags alone. What
     depends on the model or the device is written by complete_for_model(), and nothing writes to `args` after
     that."""
-    if not args.model:  # it would be the folder that the command runs in
+    if args.model == "":  # it would be the folder that the command runs in
         refuse("--model: expected a name, got an empty text")
     find_results(args)  # this comes first, because an adapter decides which other flags make sense
     try:
@@ -747,6 +748,11 @@ def complete(args):
 
 def find_results(args):
     """Puts results in the place of the folders of runs that stand for them in --model and --adapter."""
+    if args.model is None and args.adapter and not os.path.isdir(args.adapter):
+        refuse(f"--adapter {args.adapter}: no such folder; if it is on the Hub, give its base, too, as --model")
+    if args.model is None:  # an adapter names its base
+        args.model = args.adapter or "tiny"
+        args.adapter = None
     given = f"--model {args.model}"
     try:
         args.model, adapter = data.find_result(args.model)

@@ -491,7 +491,7 @@ def test_a_token_that_cannot_be_right_is_refused(tokens, message):
     # adapters alone would leave the rows of the new tokens as they began
     (["--lora"], "needs --train_embeddings"),
     (["--qlora"], "needs --train_embeddings"),
-    (["--adapter", "folder"], "merge the adapter first"),
+    (["--model", "tiny", "--adapter", "folder"], "merge the adapter first"),
     (["--chat"], "leave it out with --chat"),
 ])
 def test_what_cannot_work_is_refused(others, message):

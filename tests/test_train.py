@@ -1,5 +1,6 @@
 """train.py as people start it: whole runs, what they print and what they write."""
 
+import argparse
 import contextlib
 import errno
 import fcntl
@@ -360,6 +361,16 @@ def test_help_is_short_and_help_all_has_every_flag(capsys):
     assert len(shown["--help"]) <= 33
     names = {f"--{name}" for name in vars(train.parse_args([]))}
     assert names == shown["--help_all"] - {"--no"}  # the pattern cuts --no-activation_checkpointing there
+
+
+def test_an_adapter_names_its_base(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "ann/base"}))
+    args = train.parse_args(["--adapter", str(tmp_path)])
+    assert (args.model, args.adapter) == ("ann/base", str(tmp_path))
+    args = train.parse_args(["--adapter", str(tmp_path), "--model", "tiny"])  # or another one is given
+    assert (args.model, args.adapter) == ("tiny", str(tmp_path))
+    with pytest.raises(argparse.ArgumentError, match="if it is on the Hub, give its base, too, as --model"):
+        train.parse_args(["--adapter", "ann/adapter"])
 
 
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
