@@ -4129,7 +4129,9 @@ def choose_blocks(run, room):
         n_tokens += -n_tokens % args.sequence_parallel  # shards are equal, see Loader.batch()
         choices = segment_choices(n_tokens, choices)
     # Every choice needs at most the memory of the one before it, so we bisect: about ten plans, each of which
-    # plays a whole step.
+    # plays a whole step. The last choice comes first: often not even that fits.
+    if planned_bytes(run, choices[-1]) > 0.9 * room:
+        return choices[-1]
     first = 0
     last = len(choices) - 1
     while first < last:
