@@ -4234,12 +4234,14 @@ def ladder(run, room):
     peak = need(added)
     # Greedy, and not the best of all sets of rungs: the first flags that are named are those that cost the
     # least time, in the order in which a user would try them.
+    tried = set()
     rungs, last = rungs_of(run.args)
     for rung in 2 * [*rungs, *rungs, *last]:  # what does not help at first may help beside later ones
         if peak <= room:
             break
-        if rung in added:
+        if rung in added or (rung, len(added)) in tried:
             continue
+        tried.add((rung, len(added)))
         lower = need([*added, rung])
         if lower < 0.99 * peak:  # less is not worth a flag
             added.append(rung)

@@ -100,41 +100,52 @@ def script(environment, log, argv):
         runpy.run_path(str(HERE.parent / "train.py"), run_name="__main__")
 
 
-def test_a_signal_ends_a_download_at_once_and_the_next_start_continues_it(hub, tmp_path):
-    def start():
-        process = processes.Process(target=script, args=(environment, log, argv), daemon=True)
-        process.start()
-        return process
-
-    def ends(process):
-        process.join(60)  # seconds that a busy machine may need; the server would go on for days
-        if process.is_alive():
-            process.kill()
-            pytest.fail(f"still downloading: {log.read_text()}")
-        return process.exitcode
-
+def start(hub, log, *flags):
+    """The process of a run on a model of the hub; `log` gets what it prints."""
     environment = {
-        "HF_HOME": str(tmp_path / "hub"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(log.parent / "hub"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
         "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    rows = jsonl(log.parent / "chat.jsonl", chat(QUESTION, ANSWER))
+    argv = ["--model", "a/b", "--data", rows, "--seq_len", "64", *map(str, flags)]
+    process = processes.Process(target=script, args=(environment, log, argv), daemon=True)
+    process.start()
+    return process
+
+
+def ends(process, log):
+    process.join(60)  # seconds that a busy machine may need; the server would go on for days
+    if process.is_alive():
+        process.kill()
+        pytest.fail(f"still downloading: {log.read_text()}")
+    return process.exitcode
+
+
+def test_a_look_at_the_data_fetches_no_weights(hub, tmp_path):
     log = tmp_path / "log"
-    rows = jsonl(tmp_path / "chat.jsonl", chat(QUESTION, ANSWER))
-    argv = ["--model", "a/b", "--data", rows, "--seq_len", "64", "--inspect", "1"]
+    assert ends(start(hub, log, "--inspect", 1), log) == 0, log.read_text()
+    assert f"⟦{ANSWER['content']}" in log.read_text()
+    assert "tokenizer.json" in hub.fetched and WEIGHTS not in hub.fetched
+
+
+def test_a_signal_ends_a_download_at_once_and_the_next_start_continues_it(hub, tmp_path):
+    log = tmp_path / "log"
+    flags = ["--lora", "--steps", 1, "--sample", "", "--out", tmp_path / "run"]
     others = {name for name in FILES if name.endswith((".json", ".jinja"))}
     for number in (signal.SIGTERM, signal.SIGINT):
         hub.is_slow.set()
         hub.in_the_middle.clear()
-        process = start()
+        process = start(hub, log, *flags)
         while not hub.in_the_middle.wait(1):
             assert process.is_alive(), log.read_text()
         while others - {path.name for path in tmp_path.glob("hub/hub/*/snapshots/*/*")}:
             assert process.is_alive(), log.read_text()
             time.sleep(0.1)
         os.kill(process.pid, number)
-        assert ends(process) == 130
+        assert ends(process, log) == 130
         said = log.read_text()
         assert said.endswith("\ntrain.py: error: interrupted, nothing saved\n") and "Traceback" not in said, said
     hub.is_slow.clear()
-    assert ends(start()) == 0, log.read_text()
-    assert f"⟦{ANSWER['content']}" in log.read_text()  # --inspect
+    assert ends(start(hub, log, *flags), log) == 0, log.read_text()
+    assert (tmp_path / "run/final").exists()
     assert [hub.fetched.count(name) for name in sorted(others)] == [1] * len(others)
     assert hub.fetched.count(WEIGHTS) == 3

@@ -6,7 +6,6 @@ import math
 import shutil
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import conftest
@@ -584,7 +583,7 @@ def test_an_adapter_of_experts_lists_its_modules_and_has_no_dropout(tmp_path):
 
 def test_merging_takes_what_is_trained_in_full(tmp_path):
     source = data.WeightFiles(HERE / "tiny")
-    files = SimpleNamespace(config=data.read_json(HERE / "tiny" / "config.json"))
+    files = data.find_model("tiny", False)
     norm = source.tensors["model.norm.weight"]
     adapter = {"model.norm.weight": torch.zeros(norm.shape, dtype=norm.dtype)}  # a fork trains the last norm
     data.merge(source, adapter, 1.0, files, data.Tokenizer(HERE / "tiny"), tmp_path)

@@ -704,7 +704,7 @@ def test_a_start_that_loads_keeps_others_out_of_its_folder(job, tmp_path, monkey
 def test_the_best_checkpoint_is_named_at_the_end_and_its_command_writes_its_model(
         folder, six_rows, tmp_path, monkeypatch, capsys, method):
     losses = itertools.cycle([2.0, 1.0, 3.0])  # of the evaluations after steps 1, 2 and 3
-    monkeypatch.setattr(train, "evaluate", lambda *_: train.Evaluation(next(losses), [], 9))
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"eval_loss": next(losses), "eval_tokens": 9})
     out = tmp_path / "run"
     argv = ["--model", folder, "--random_init", "--data", six_rows, "--eval_data", six_rows, "--eval_every", 1]
     argv = [*map(str, argv), *method, *"--seq_len 64 --batch_size 2 --precision fp32".split()]
