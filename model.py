@@ -1856,7 +1856,9 @@ class LiveBytes(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is ATEN._to_copy.default and kwargs.get("device") == CPU:
             out = torch.empty_like(args[0])
-            self.on_host.add(id(out.untyped_storage()))
+            storage = out.untyped_storage()
+            self.on_host.add(id(storage))
+            weakref.finalize(storage, self.on_host.discard, id(storage))  # a later one may get the same
             return out
         if self.in_backward and is_sum_of_gradients(func, args):
             return args[0]

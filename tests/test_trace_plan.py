@@ -239,6 +239,16 @@ def test_few_sharded_blocks_tell_of_all(preset, setting):
     assert planned == pytest.approx(traced, rel=0.002)
 
 
+def test_memory_that_has_stood_for_the_hosts_is_counted_when_it_is_used_again():
+    with lm.on_paper() as live:
+        for _ in range(100):  # a new storage often gets the id of the last one that has gone
+            torch.ones(8, device="meta").to("cpu")
+            before = live.alive
+            on_device = torch.empty(64, device="meta")
+            assert live.alive == before + on_device.nbytes
+            del on_device
+
+
 class Float32Products(TorchDispatchMode):
     """Collects the names of operators that multiply float32 matrices."""
 
