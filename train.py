@@ -749,7 +749,8 @@ def complete(args):
 def find_results(args):
     """Puts results in the place of the folders of runs that stand for them in --model and --adapter."""
     if args.model is None and args.adapter and not os.path.isdir(args.adapter):
-        refuse(f"--adapter {args.adapter}: no such folder; if it is on the Hub, give its base, too, as --model")
+        refuse(f"--adapter {args.adapter}: no such folder; if it is on the Hub, give its base, too, as "
+               "--model")
     if args.model is None:  # an adapter names its base
         args.model = args.adapter or "tiny"
         args.adapter = None
