@@ -966,6 +966,12 @@ class Tokenizer:
             raise ValueError(f"{self.source}: makes no token of the question")
         return ids
 
+    def text_of(self, ids):
+        """The text of ids that a model has generated, with its own special tokens and without markers."""
+        # a model may have more rows than there are tokens
+        ids = [number for number in ids if number >= len(self.is_marker) or not self.is_marker[number]]
+        return self.core.decode(ids, skip_special_tokens=False)
+
 
 def tokens_in(encoding, spans, is_marker):
     """[n] bool: the tokens that overlap a span, except a marker that absorbed the blanks before it.

@@ -2661,7 +2661,7 @@ class Sample:
                 (stopped,) = self.ranks.largest(self.stop.number)
                 if stopped:
                     break
-        return textwrap.shorten(self.tokenizer.core.decode(tokens), 400)
+        return textwrap.shorten(self.tokenizer.text_of(tokens), 400)
 
     def say_answer(self, log):
         """Prints the answer of this step, and above the first one the question. After the last step
@@ -2716,7 +2716,7 @@ def chat(args):
                 check_length(len(prompt), opened.config.n_positions)
                 tokens = lm.generate(model, prompt, args.max_new_tokens or 512, tokenizer.stop_ids,
                                      ranks.device, args.temperature)
-                said = print_answer(tokenizer.core, tokens)
+                said = print_answer(tokenizer, tokens)
                 messages = [*asked, {"role": "assistant", "content": said}]
         except ValueError as error:  # the conversation goes on without this question
             data.say(f"train.py: error: {error}", to_stderr=True)
@@ -2735,7 +2735,7 @@ def check_length(n_tokens, n_trained):
                  "positions: answers may make no sense; /reset starts a new one", to_stderr=True)
 
 
-def print_answer(core, tokens):
+def print_answer(tokenizer, tokens):
     """Prints the text of the ids while they arrive -> the text, also when Ctrl-C ends it. All ids are decoded
     each time, as the next one may change what is there: bytes become a character, or turn out to be none.
     DecodeStream, which looks at the last ids alone, raises then."""
@@ -2745,7 +2745,7 @@ def print_answer(core, tokens):
     with contextlib.suppress(KeyboardInterrupt):
         for token in tokens:
             ids.append(token)
-            text = core.decode(ids)
+            text = tokenizer.text_of(ids)
             complete = text.rstrip("\N{REPLACEMENT CHARACTER}")  # that may be the beginning of a character
             data.say(complete[n_shown:], end="")
             n_shown = max(n_shown, len(complete))

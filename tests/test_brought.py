@@ -300,6 +300,12 @@ def test_a_models_own_special_token_is_that_token_in_every_message(tmp_path):
     assert [ids.count(4096) for ids, _ in pieces(documents)] == [3, 1]
 
 
+def test_what_a_model_says_is_shown_with_its_own_special_tokens_and_without_markers(tmp_path):
+    tokenizer = tokenizer_with_call(tmp_path, CHATML)
+    ids = [4096, *tokenizer.core.encode("add(2)").ids, tokenizer.eos, 5000]  # the last one is no token's
+    assert tokenizer.text_of(ids) == "<call>add(2)"
+
+
 def test_an_own_special_token_that_takes_the_blanks_before_it_is_trained_on(tmp_path):
     row = chat(QUESTION, message("assistant", "<call>add(2)"))
     texts, _ = read_rows(tmp_path, tokenizer_with_call(tmp_path, CHATML, lstrip=True), row)
