@@ -666,6 +666,8 @@ class Tokenizer:
                 self.source, found = templates_in(self.folder)
         self.has_template = bool(found)  # its own
         self.source = f"chat template ({self.source})"
+        if self.folder == TINY and not template_file and not adapter:
+            self.source = "the built-in model's chat template (another --model has its own)"
         if not found:
             self.source = "ChatML (the model has no template)"
             found = {"default": self.chatml()}

@@ -829,6 +829,8 @@ def refuse_conflicts(args):
     # a chat has one terminal, and one process that reads from it
     if args.chat and (args.fsdp2 or "RANK" in os.environ):
         refuse("--chat needs one device: no torchrun, no --fsdp2")
+    if args.dry_run and "RANK" in os.environ:
+        refuse("--dry_run needs one process: no torchrun; --world N plans for N GPUs")
     if args.merge and args.adapter and not args.data and "RANK" in os.environ:
         refuse("--merge without --data needs one process: no torchrun")
     if args.optim_in_backward and args.precision == "fp16":

@@ -1019,6 +1019,13 @@ def test_a_template_is_found_where_its_family_keeps_it(tmp_path, file, is_adapte
     assert tokenizer.has_template
 
 
+def test_what_the_built_in_template_leaves_out_is_said_of_it():
+    tokenizer = data.Tokenizer(data.TINY)
+    call = {"function": {"name": "add", "arguments": {"a": 2}}}
+    with pytest.raises(ValueError, match=r"the built-in model's chat template \(another --model has its own\)"):
+        tokenizer.conversation([QUESTION, message("assistant", "", tool_calls=[call])], [SCHEMA])
+
+
 def test_a_result_has_one_template_for_every_reader(tmp_path):
     base = tmp_path / "base"
     out = tmp_path / "out"

@@ -192,6 +192,12 @@ def test_a_plan_says_what_this_run_takes_and_what_would_do(capsys):
     assert f"needs {least} GiB" in said
 
 
+def test_a_plan_of_several_gpus_needs_one_process(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")  # as under torchrun
+    assert train.launch(["--model", "qwen3-4b", "--dry_run"]) == 2
+    assert "no torchrun; --world N plans for N GPUs" in capsys.readouterr().err
+
+
 def test_gigabytes_off_the_box_are_answered_with_what_the_card_has(capsys):
     assert "a card of 24 GB has less: --gpu_gib 23.6\n" in dry_run(capsys, "--model qwen3-4b --qlora --gpu_gib 24")
     assert "note" not in dry_run(capsys, "--model qwen3-4b --qlora --gpu_gib 23.6")
