@@ -346,7 +346,7 @@ def test_a_flag_that_a_fork_adds_by_argparse_alone_needs_no_marks(monkeypatch, c
 
 def test_the_names_in_the_tables_of_flags_are_flags():
     flags = vars(train.parse_args([])).keys()
-    meant = {name.removeprefix("--") for name in train.OTHER_NAMES.values()}
+    meant = {name.removeprefix("--") for name in train.OTHER_NAMES}
     assert meant <= flags
     assert {action.needs for action in train.flags_with("needs")} <= flags
 
