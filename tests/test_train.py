@@ -373,6 +373,18 @@ def test_an_adapter_names_its_base(tmp_path):
         train.parse_args(["--adapter", "ann/adapter"])
 
 
+def test_a_base_that_has_moved_is_said_with_the_file_that_names_it(tmp_path, capsys):
+    layer = "model.layers.0.self_attn.q_proj"
+    tensors = {f"{layer}.lora_A.weight": torch.ones(4, 8), f"{layer}.lora_B.weight": torch.ones(8, 4)}
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    data.save_adapter(tensors, adapter, "/gone/base", 4, 8, 0.0, ["q_proj"])
+    assert train.launch(["--model", str(adapter), "--out", str(tmp_path / "run")]) == 1
+    message = capsys.readouterr().err
+    assert "/gone/base: no such folder" in message
+    assert f"{adapter}/adapter_config.json has moved: --adapter {adapter} --model BASE" in message
+
+
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
     """A shell leaves that of --out=~/run, and the second one of a list in quotes."""
     monkeypatch.setenv("HOME", "/home/ann")
