@@ -667,7 +667,7 @@ class Tokenizer:
         self.has_template = bool(found)  # its own
         self.source = f"chat template ({self.source})"
         if self.folder == TINY and not template_file and not adapter:
-            self.source = "the built-in model's chat template (another --model has its own)"
+            self.source += " of the built-in model: another --model has its own"
         if not found:
             self.source = "ChatML (the model has no template)"
             found = {"default": self.chatml()}

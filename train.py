@@ -3821,6 +3821,7 @@ META = argparse.Namespace(
     Stream=StreamOnPaper, Event=StreamOnPaper, current_stream=StreamOnPaper, stream=contextlib.nullcontext,
     current_device=lambda: 0, device_count=lambda: 1, is_initialized=lambda: True)
 GROUP_NAMES = itertools.count(10**9, 10**4)  # those of real groups are small numbers
+WORLDS = {}  # {number of ranks: their groups, which traces share, see ranks_on_paper()}
 
 
 @contextlib.contextmanager
@@ -3829,6 +3830,9 @@ def ranks_on_paper(world):
     of the run if there is one. In it FSDP2 shards a model on the meta device, and "moves" to host memory what
     --offload params has there, see LiveBytes.
 
+    DTensor's cache gives a trace the mesh of an earlier one, which equals its own. So both have the same
+    groups, which torch finds by their names: a run that ends takes away all names.
+
     The names of torch that begin with _ are private, and the same in torch 2.11, 2.13 and 2.14. If a later
     one lacks some, this is an AttributeError, and tests/test_trace_plan.py says what to do."""
     from torch.distributed import distributed_c10d
@@ -3836,7 +3840,7 @@ def ranks_on_paper(world):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     calls = [
-        (distributed_c10d, "_world", distributed_c10d._World()),
+        (distributed_c10d, "_world", WORLDS.setdefault(world, distributed_c10d._World())),
         # Ranks name groups by counting them, and rank 0 alone may print a plan.
         (distributed_c10d, "_group_count", next(GROUP_NAMES)),
         (torch._C._distributed_c10d, "_set_global_rank", lambda rank: None),  # for log lines of C++
@@ -3851,7 +3855,13 @@ def ranks_on_paper(world):
         warnings.simplefilter("ignore")  # FSDP2's, about what a block returns: real runs print it
         torch.meta = META
         try:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+            if not dist.is_initialized():
+                dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+            for group, name in WORLDS[world].pg_names.items():
+                try:
+                    distributed_c10d._resolve_process_group(name)
+                except RuntimeError:
+                    distributed_c10d._register_process_group(name, group)
             yield
         finally:
             del torch.meta

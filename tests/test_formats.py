@@ -1022,7 +1022,7 @@ def test_a_template_is_found_where_its_family_keeps_it(tmp_path, file, is_adapte
 def test_what_the_built_in_template_leaves_out_is_said_of_it():
     tokenizer = data.Tokenizer(data.TINY)
     call = {"function": {"name": "add", "arguments": {"a": 2}}}
-    with pytest.raises(ValueError, match=r"the built-in model's chat template \(another --model has its own\)"):
+    with pytest.raises(ValueError, match=r"chat_template.jinja\) of the built-in model: another --model has its own"):
         tokenizer.conversation([QUESTION, message("assistant", "", tool_calls=[call])], [SCHEMA])
 
 

@@ -249,6 +249,15 @@ def test_memory_that_has_stood_for_the_hosts_is_counted_when_it_is_used_again():
             del on_device
 
 
+def test_a_trace_may_meet_the_mesh_of_an_earlier_one(monkeypatch):
+    for _ in range(2):
+        monkeypatch.setattr(train, "TRACES", {})
+        args = train.parse_args("--model llama-3.1-8b --fsdp2 --world 2 --dry_run".split())
+        run = train.Run(args, train.open_config(args, 2, None, True).config, 2, 64)
+        assert train.blocks_in_unit(run) == 1
+        distributed_c10d._unregister_all_process_groups()  # as a run with --fsdp2 does at its end
+
+
 class Float32Products(TorchDispatchMode):
     """Collects the names of operators that multiply float32 matrices."""
 
