@@ -730,9 +730,12 @@ def find_results(args):
     if args.model is None and args.adapter and not os.path.isdir(args.adapter):
         refuse(f"--adapter {args.adapter}: no such folder; if it is on the Hub, give its base, too, as "
                "--model")
-    if args.model is None:  # an adapter names its base
-        args.model = args.adapter or "tiny"
-        args.adapter = None
+    if args.model is None:
+        args.model = "tiny"
+        adapter = args.adapter and data.result_in(args.adapter, data.ADAPTER_CONFIG)
+        if adapter:  # which names its base
+            args.model = str(adapter)
+            args.adapter = None
     given = f"--model {args.model}"
     try:
         args.model, adapter = data.find_result(args.model)

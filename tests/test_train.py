@@ -369,6 +369,13 @@ def test_an_adapter_names_its_base(tmp_path):
     assert (args.model, args.adapter) == ("ann/base", str(tmp_path))
     args = train.parse_args(["--adapter", str(tmp_path), "--model", "tiny"])  # or another one is given
     assert (args.model, args.adapter) == ("tiny", str(tmp_path))
+    shutil.copytree(data.TINY, tmp_path / "merged")  # of a run, beside its adapter
+    (tmp_path / "final").mkdir()
+    (tmp_path / "adapter_config.json").rename(tmp_path / "final/adapter_config.json")
+    args = train.parse_args(["--adapter", str(tmp_path)])
+    assert (args.model, args.adapter) == ("ann/base", str(tmp_path / "final"))
+    args = train.parse_args(["--adapter", str(tmp_path / "merged")])  # no adapter, as the start will say
+    assert (args.model, args.adapter) == ("tiny", str(tmp_path / "merged"))
     with pytest.raises(argparse.ArgumentError, match="if it is on the Hub, give its base, too, as --model"):
         train.parse_args(["--adapter", "ann/adapter"])
 
