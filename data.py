@@ -391,8 +391,6 @@ TOKENIZER_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )
-# files of JSON that are written in another place, or that a result has no use for
-NOT_DESCRIPTIONS = (*TOKENIZER_FILES, "config.json", "chat_template.json", "adapter_config.json")
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for rows with tools, where transformers has it
 
 
@@ -457,6 +455,13 @@ def text_of_token(key, token):
     return text
 
 
+def read_template(path):
+    """The text of a template's file. A ValueError names the file."""
+    check_is_file(path)
+    with errors_of(f"chat template ({path})"):
+        return Path(path).read_text("utf-8-sig")
+
+
 def templates_in(folder):
     """-> (the file that has the chat templates of a folder, {name: text}), or (None, {}). Names are
     "default", and maybe "tool_use". A family keeps them in a file of their own, in one of JSON, as Mistral
@@ -464,13 +469,7 @@ def templates_in(folder):
     path = folder / "chat_template.jinja"
     files = {"default": path, "tool_use": folder / TOOL_TEMPLATE}
     if path.exists():
-        found = {}
-        for name, file in files.items():
-            check_is_file(file)
-            with errors_of(f"chat template ({file})"):
-                if file.exists():
-                    found[name] = file.read_text("utf-8-sig")
-        return path, found
+        return path, {name: read_template(file) for name, file in files.items() if file.exists()}
     for name in ("chat_template.json", "tokenizer_config.json"):
         path = folder / name
         found = read_json(path).get("chat_template") if path.exists() else None
@@ -655,17 +654,16 @@ class Tokenizer:
     def load_templates(self, template_file, adapter, template_args):
         """Compiles --chat_template, or else what the folder of the adapter has, or else the model's, or else
         ChatML."""
+        found = {}
         if template_file:
-            check_is_file(Path(template_file))
-            with errors_of(f"chat template ({template_file})"):
-                found = {"default": Path(template_file).read_text("utf-8-sig")}
-            self.source = template_file
-        else:
-            self.source, found = templates_in(Path(adapter)) if adapter else (None, {})
-            if not found:  # an adapter's base may have another one than it was trained on
-                self.source, found = templates_in(self.folder)
+            where = template_file
+            found = {"default": read_template(template_file)}
+        if adapter and not found:  # its base may have another one than it was trained on
+            where, found = templates_in(Path(adapter))
+        if not found:
+            where, found = templates_in(self.folder)
         self.has_template = bool(found)  # its own
-        self.source = f"chat template ({self.source})"
+        self.source = f"chat template ({where})"
         if self.folder == TINY and not template_file and not adapter:
             self.source += " of the built-in model: another --model has its own"
         if not found:
@@ -3013,10 +3011,10 @@ def names_in_adapter(model):
     return [embedding_in_files(model.config), HEAD]
 
 
-def check_tied_head(weights, embedding, head, start, stop):
+def check_tied_head(weights, embedding, start, stop):
     """Compares rows of a head with the embedding's: a tied model has no place for another head."""
-    if not torch.equal(weights.rows(embedding, start, stop), weights.rows(head, start, stop)):
-        raise ValueError(f"config.json ties the head to the embedding, but {head} in the files differs: "
+    if not torch.equal(weights.rows(embedding, start, stop), weights.rows(HEAD, start, stop)):
+        raise ValueError(f"config.json ties the head to the embedding, but {HEAD} in the files differs: "
                          "set tie_word_embeddings to false")
 
 
@@ -3116,10 +3114,9 @@ def load_weights_(model, weights, adapter, seed, device, progress=False, frozen_
             # PEFT's default for a fresh A, U(-1/sqrt(in), 1/sqrt(in)). Drawn on the CPU: a GPU draws others.
             width = out.shape[1]
             out.copy_(random_rows(name, width, start, stop, seed, "cpu", uniform=True) * width**-0.5)
-        if name == EMBEDDING and HEAD not in params:
-            head = names[0].removesuffix(embedding_in_files(model.config)) + HEAD
-            if head in reader.tensors:
-                check_tied_head(reader, names[0], head, start, stop)
+        # those of an adapter are equal here: see has_two_matrices()
+        if name == EMBEDDING and HEAD not in params and reader is weights and HEAD in weights.tensors:
+            check_tied_head(weights, names[0], start, stop)
 
 
 @torch.no_grad()
@@ -3226,6 +3223,10 @@ def save_model(tensors, layout, out, raw_config, write):
             pass
 
 
+# files of JSON that are written in another place, or that a result has no use for
+NOT_DESCRIPTIONS = (*TOKENIZER_FILES, *CONFIGS, "chat_template.json")
+
+
 def copy_descriptions(base, out):
     """Copies what else describes the base: no reader starts a copied vision tower without the sizes of its
     pictures, in preprocessor_config.json. base: a folder, or None."""
@@ -3292,7 +3293,7 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False
         dropout = 0.0  # on transformers 5 PEFT stacks experts, and a stack has no dropout
     if float(alpha).is_integer():
         alpha = int(alpha)  # Ollama refuses 64.0
-    write_config(out / "adapter_config.json", {
+    write_config(out / ADAPTER_CONFIG, {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
         "bias": "none", "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets),
         "use_rslora": rslora, "inference_mode": True, **saved})
