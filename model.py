@@ -236,7 +236,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x):
         weight = self.weight
         if self.adds_one:
-            weight = 1 + weight.float()
+            weight = 1 + weight  # in bf16 it has the bits of a float32 sum that is rounded then
         return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
 
 
@@ -667,7 +667,7 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     """What a chunk needs besides the state: w, u, keys faded to the chunk's end, the decay of the state,
     queries and scores, all of them [n, H, rows, columns]. With the state before the chunk,
 
-        d = u - w state,   o = queries state + scores d,   state <- decay state + keys^T d."""
+        d = u + w state,   o = queries state + scores d,   state <- decay state + keys^T d."""
     n, C = positions_nC.shape
     G, K = k_NGK.shape[1:]
 
@@ -690,26 +690,32 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     # masked before exp(), which could overflow above the diagonal: the gradient would be inf * 0 = nan
     decay_CC = decay_CC.masked_fill(is_hidden, -torch.inf).exp()
 
-    # (1 + a) [w | u] = beta [carry k | v], where a counts below its diagonal. On a CPU, solving for the C
+    # (1 + a) [w | u] = beta [-carry k | v], where a counts below its diagonal. On a CPU, solving for the C
     # columns of the inverse and multiplying takes less time than solving for all K + P columns.
     a_CC = k_CK @ k_CK.mT * (decay_CC * beta_C1)
     unit_CC = torch.eye(C, dtype=a_CC.dtype, device=a_CC.device).expand_as(a_CC)
-    inverse_CC = torch.linalg.solve_triangular(a_CC, unit_CC, upper=False, unitriangular=True)
+    # transposed, because a solution lies in memory column by column
+    inverse_CC = torch.linalg.solve_triangular(a_CC.mT, unit_CC, upper=True, unitriangular=True).mT
     # beta and carry scale columns of the inverse, which is smaller than k and v
     inverse_CC = inverse_CC * beta_C1.mT
     u_CP = inverse_CC @ by_chunks(v_NHP)
     # the value heads of a key head share k: one product of all their rows
-    w_CK = ((inverse_CC * carry_C1.mT).flatten(2, 3) @ k_CK.squeeze(2)).unflatten(2, (-1, C))
+    w_CK = ((inverse_CC * -carry_C1.mT).flatten(2, 3) @ k_CK.squeeze(2)).unflatten(2, (-1, C))
     keys_CK = k_CK * decay_CC[..., -1:, :].mT  # the last row: how much of each write is left after the chunk
     scores_CC = q_CK @ k_CK.mT * decay_CC
     system = w_CK, u_CP, keys_CK, carry_C1[..., -1:, :], q_CK * carry_C1, scores_CC
     return [t.flatten(1, 2) for t in system]
 
 
+def plus_product(x, a, b):
+    """x + a @ b of [n, H, rows, columns], in one kernel."""
+    return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).view_as(x)
+
+
 class Scan(torch.autograd.Function):
     """The sequential part, one product a chunk. With d of chunk_system() put into its last formula,
 
-        state <- (decay - keys^T w) state + keys^T u,
+        state <- (decay + keys^T w) state + keys^T u,
 
     a GPU gets one kernel a chunk, and one in the backward; all else is batched over chunks. The formulas as
     they stand have fewer FLOP, but under autograd eleven kernels a chunk, and a GPU waits for the host to
@@ -719,14 +725,17 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, w_nHCK, u_nHCP, keys_nHCK, decay_nH11, state_HKP):
-        move_nHKK = (keys_nHCK.mT @ w_nHCK).neg_()
+        move_nHKK = keys_nHCK.mT @ w_nHCK
         move_nHKK.diagonal(0, -2, -1).add_(decay_nH11[..., 0])
         # at first the initial state, and behind it what each chunk writes
-        states_HKP = torch.cat([state_HKP[None], keys_nHCK.mT @ u_nHCP])
+        states_HKP = state_HKP.new_empty(len(u_nHCP) + 1, *state_HKP.shape)
+        states_HKP[0] = state_HKP
         before_nHKP = states_HKP[:-1]
-        for move_HKK, before_HKP, after_HKP in zip(move_nHKK, before_nHKP, states_HKP[1:]):
+        after_nHKP = states_HKP[1:]
+        torch.bmm(keys_nHCK.mT.flatten(0, 1), u_nHCP.flatten(0, 1), out=after_nHKP.flatten(0, 1))
+        for move_HKK, before_HKP, after_HKP in zip(move_nHKK, before_nHKP, after_nHKP):
             after_HKP.baddbmm_(move_HKK, before_HKP)
-        d_nHCP = u_nHCP - w_nHCK @ before_nHKP
+        d_nHCP = plus_product(u_nHCP, w_nHCK, before_nHKP)
         ctx.save_for_backward(w_nHCK, keys_nHCK, move_nHKK, before_nHKP, d_nHCP)
         return d_nHCP, before_nHKP, states_HKP[-1].clone()  # a view would keep all states
 
@@ -734,13 +743,14 @@ class Scan(torch.autograd.Function):
     def backward(ctx, grad_d_nHCP, grad_before_nHKP, grad_last_HKP):
         w_nHCK, keys_nHCK, move_nHKK, before_nHKP, d_nHCP = ctx.saved_tensors
         # at first what a state gets from its own chunk, and behind it the gradient of the last state
-        grads_HKP = torch.cat([grad_before_nHKP - w_nHCK.mT @ grad_d_nHCP, grad_last_HKP[None]])
+        grads_HKP = torch.cat([grad_before_nHKP, grad_last_HKP[None]])
+        grads_HKP[:-1].flatten(0, 1).baddbmm_(w_nHCK.mT.flatten(0, 1), grad_d_nHCP.flatten(0, 1))
         after_nHKP = grads_HKP[1:]
         for move_HKK, before_HKP, after_HKP in reversed(list(zip(move_nHKK, grads_HKP, after_nHKP))):
             before_HKP.baddbmm_(move_HKK.mT, after_HKP)
         # d is read in its own chunk, and written to the state behind it
-        grad_u_nHCP = grad_d_nHCP + keys_nHCK @ after_nHKP
-        grad_w_nHCK = (grad_u_nHCP @ before_nHKP.mT).neg_()
+        grad_u_nHCP = plus_product(grad_d_nHCP, keys_nHCK, after_nHKP)
+        grad_w_nHCK = grad_u_nHCP @ before_nHKP.mT
         grad_keys_nHCK = d_nHCP @ after_nHKP.mT
         grad_decay_nH11 = (before_nHKP * after_nHKP).sum((-2, -1), keepdim=True)
         return grad_w_nHCK, grad_u_nHCP, grad_keys_nHCK, grad_decay_nH11, grads_HKP[0]
@@ -853,7 +863,7 @@ class GatedDeltaNet(nn.Module):
             out.append(out_NY)
         if cache is not None:
             cache.layers[self] = (tail_JX, state_HKP)
-        out = torch.cat(out)
+        out = torch.cat(out) if len(out) > 1 else out[0]
         if group is not None:
             out = to_my_tokens(out, group)
         return out.view(B, T, -1)
@@ -876,15 +886,16 @@ class GatedDeltaNet(nn.Module):
         # a single new token is a chunk of its own
         C = min(chunk_length(qkv_NX.device), 1 << (N - 1).bit_length())
         n_more = -N % C  # tokens that fill the last chunk
-        x_LX = torch.cat([tail_JX, qkv_NX])
-        tail_JX = x_LX[-len(tail_JX) :].clone()  # a view would keep all of x
-        # Added tokens continue the last document. They neither fade the state (g = 0) nor write to it
-        # (beta = 0).
-        x_LX, g_NH, beta_NH = (F.pad(t, (0, 0, 0, n_more)) for t in (x_LX, g_NH, beta_NH))
-        added = positions_N[-1] + torch.arange(1, n_more + 1, device=positions_N.device)
-        positions_nC = torch.cat([positions_N, added]).view(-1, C)
-        *system, queries, scores = self.before_scan(x_LX, w_XJ, g_NH, beta_NH, positions_nC)
+        if n_more:
+            # They continue the last document, and neither fade the state (g = 0) nor write to it (beta = 0).
+            g_NH, beta_NH = (F.pad(t, (0, 0, 0, n_more)) for t in (g_NH, beta_NH))
+            added = positions_N[-1] + torch.arange(1, n_more + 1, device=positions_N.device)
+            positions_N = torch.cat([positions_N, added])
+        x_LX = torch.cat([tail_JX, qkv_NX, qkv_NX.new_zeros(n_more, qkv_NX.shape[1])])
+        *system, queries, scores = self.before_scan(x_LX, w_XJ, g_NH, beta_NH, positions_N.view(-1, C))
         d_nHCP, states_nHKP, state_HKP = Scan.apply(*system, state_HKP)
+        n_before = len(tail_JX)
+        tail_JX = torch.cat([tail_JX, qkv_NX[-n_before:]])[-n_before:]
         return self.after_scan(queries, scores, states_nHKP, d_nHCP, z_NY), tail_JX, state_HKP
 
     def before_scan(self, x_LX, w_XJ, g_NH, beta_NH, positions_nC):
@@ -1980,7 +1991,7 @@ class NormOnPaper(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_zeros(x.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return x.clone()
 
     @staticmethod
@@ -2008,7 +2019,7 @@ class AttentionOnPaper(torch.autograd.Function):
     def forward(ctx, q_BHTK, k_BGTK, v_BGTK, mask=None):
         B, H, T, K = q_BHTK.shape
         out_BHTK = q_BHTK.new_zeros(B, T, H, K).transpose(1, 2)
-        logsumexp = q_BHTK.new_zeros(B, H, T, dtype=torch.float32)
+        logsumexp = q_BHTK.new_empty(B, H, T, dtype=torch.float32)
         ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out_BHTK, logsumexp, mask)
         return out_BHTK
 
