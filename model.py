@@ -853,12 +853,15 @@ class GatedDeltaNet(nn.Module):
             n_before = w_XJ.shape[1] - 1
             tail_JX = qkv_BTX.new_zeros(n_before, qkv_BTX.shape[2])
             state_HKP = g_BTH.new_zeros(g_BTH.shape[2], self.head_dim, self.head_dim)
-        tokens = qkv_BTX, z_BTY, g_BTH, beta_BTH, spans.positions_BT
+        tokens = [t.flatten(0, 1) for t in (qkv_BTX, z_BTY, g_BTH, beta_BTH, spans.positions_BT)]
+        segments = [tokens]
         mix = functools.partial(checkpoint, self.mix, use_reentrant=False, preserve_rng_state=False)
-        if self.is_recomputed and spans.positions_BT.numel() <= self.segment:
+        if len(tokens[0]) > self.segment:  # split() and cat() would copy a whole row
+            segments = zip(*(t.split(self.segment) for t in tokens))
+        elif self.is_recomputed:
             mix = self.mix
         out = []
-        for segment in zip(*(t.flatten(0, 1).split(self.segment) for t in tokens)):
+        for segment in segments:
             out_NY, tail_JX, state_HKP = mix(*segment, tail_JX, state_HKP, w_XJ)
             out.append(out_NY)
         if cache is not None:
