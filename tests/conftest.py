@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -150,15 +151,19 @@ def free_port():
             return port
 
 
+STARTING = threading.Lock()  # two threads at once would leave this process in HERE
+
+
 def start_fork_server():
     """Does nothing if it runs. Python 3.11 tells it no sys.path, and it would pass over a module that it does not find:
     it looks in the folder that it starts in. Ranks go back to that of this process."""
-    folder = os.getcwd()
-    os.chdir(HERE)
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.chdir(folder)
+    with STARTING:
+        folder = os.getcwd()
+        os.chdir(HERE)
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.chdir(folder)
 
 
 def start_ranks(world, function, args, logs, gpu=False):
