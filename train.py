@@ -3824,7 +3824,9 @@ META = argparse.Namespace(
     Stream=StreamOnPaper, Event=StreamOnPaper, current_stream=StreamOnPaper, stream=contextlib.nullcontext,
     current_device=lambda: 0, device_count=lambda: 1, is_initialized=lambda: True)
 GROUP_NAMES = itertools.count(10**9, 10**4)  # those of real groups are small numbers
-WORLDS = {}  # {number of ranks: their groups, which traces share, see ranks_on_paper()}
+# torch's tables of process groups
+GROUP_TABLES = "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg"
+WORLDS = {}  # {number of ranks: {name in torch: the groups that traces share, see ranks_on_paper()}}
 
 
 @contextlib.contextmanager
@@ -3834,7 +3836,7 @@ def ranks_on_paper(world):
     --offload params has there, see LiveBytes.
 
     DTensor's cache gives a trace the mesh of an earlier one, which equals its own. So both have the same
-    groups, which torch finds by their names: a run that ends takes away all names.
+    groups, in tables of their own: a run that ends empties torch's. It takes away all names in C++, too.
 
     The names of torch that begin with _ are private, and the same in torch 2.11, 2.13 and 2.14. If a later
     one lacks some, this is an AttributeError, and tests/test_trace_plan.py says what to do."""
@@ -3842,8 +3844,10 @@ def ranks_on_paper(world):
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if world not in WORLDS:
+        WORLDS[world] = {name: {} for name in GROUP_TABLES} | {"_world": distributed_c10d._World()}
     calls = [
-        (distributed_c10d, "_world", WORLDS.setdefault(world, distributed_c10d._World())),
+        *((distributed_c10d, name, groups) for name, groups in WORLDS[world].items()),
         # Ranks name groups by counting them, and rank 0 alone may print a plan.
         (distributed_c10d, "_group_count", next(GROUP_NAMES)),
         (torch._C._distributed_c10d, "_set_global_rank", lambda rank: None),  # for log lines of C++
@@ -3860,7 +3864,7 @@ def ranks_on_paper(world):
         try:
             if not dist.is_initialized():
                 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-            for group, name in WORLDS[world].pg_names.items():
+            for group, name in distributed_c10d._pg_names.items():
                 try:
                     distributed_c10d._resolve_process_group(name)
                 except RuntimeError:
