@@ -3865,10 +3865,8 @@ def ranks_on_paper(world):
             if not dist.is_initialized():
                 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
             for group, name in distributed_c10d._pg_names.items():
-                try:
-                    distributed_c10d._resolve_process_group(name)
-                except RuntimeError:
-                    distributed_c10d._register_process_group(name, group)
+                torch._C._distributed_c10d._unregister_process_group(name)  # a name that is there is refused
+                torch._C._distributed_c10d._register_process_group(name, group)
             yield
         finally:
             del torch.meta
