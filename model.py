@@ -708,7 +708,7 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
 
 
 def plus_product(x, a, b):
-    """x + a @ b of [n, H, rows, columns], in one kernel."""
+    """x + a @ b of [n, H, rows, columns], in one call."""
     return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).view_as(x)
 
 

@@ -146,9 +146,8 @@ def launches_a_block(preset, flags, n_tokens):
     """{operator: how often} of four blocks, which are all kinds that a model has: those of eight without those of
     four."""
     count = compiled_launches_of if "--compile" in flags else launches_of
-    few = count(preset, flags, n_tokens, 4)
     counts = count(preset, flags, n_tokens, 8)
-    counts.subtract(few)
+    counts.subtract(count(preset, flags, n_tokens, 4))
     return counts
 
 
