@@ -1157,8 +1157,8 @@ def complete_for_model(args, config, adapter_settings, device):
             raise ValueError(f"--optim_in_backward: this GPU has no bf16, and {WHOLE_STEPS}")
     if args.compile is None:
         args.compile = compiles_by_default(config, device)
-    missing = missing_for_compile(device)
-    if args.compile and missing:
+    missing = args.compile and missing_for_compile(device)
+    if missing:
         raise ValueError(f"--compile needs {missing}: leave it out, and nothing is compiled")
     if args.lr is None:
         args.lr = default_rate(config, args.lora, args.dpo)

@@ -5,6 +5,8 @@ equal to the last bit, in a second. What Inductor makes of it is compared once, 
 import functools
 import itertools
 import json
+import os
+import shutil
 import warnings
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -475,6 +477,10 @@ def test_compiled_shards_compute_the_same(tmp_path):
 # ---------------------------------------------------------------- Inductor
 
 
+CXX = os.environ.get("CXX", "g++")  # as Inductor looks for it
+
+
+@pytest.mark.skipif(shutil.which(CXX) is None, reason=f"Inductor needs a C++ compiler, and there is no {CXX}")
 @pytest.mark.rounding
 @pytest.mark.bf16
 def test_a_compiled_run_learns_what_an_eager_one_does(chats, tmp_path):

@@ -345,6 +345,8 @@ def complete(argv, device):
 def test_a_card_without_bf16_gets_fp16_unless_it_updates_in_the_backward(monkeypatch):
     card = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    # a Turing; a torch that is built for GPUs would ask the card, which is not there, for what it can
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert complete(["--qlora"], card).precision == "fp16"
     assert complete(["--chat"], card).precision == "fp16"
     assert complete(["--optim_in_backward", "--precision", "fp32"], card).precision == "fp32"
