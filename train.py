@@ -3014,11 +3014,10 @@ class RunFolder:
             self.path = checkpoint.parent
         else:
             self.path = Path("out") / datetime.now().strftime("%Y%m%d-%H%M%S")
-        if not (self.path / "lock").exists():
-            check_folder(self.path, checkpoint)  # before anything is written to somebody's files
+        check_folder(self.path, checkpoint, is_locked=False)  # before anything is written to somebody's files
         self.is_new = not self.path.exists()
         self.lock = lock_folder(self.path)
-        check_folder(self.path, checkpoint)  # once more: another run may have come and gone
+        check_folder(self.path, checkpoint, is_locked=True)  # once more: another run may have come and gone
         self.is_first = not is_run(self.path)  # nobody has trained here before
         if self.is_first:
             write_json(self.path / "args.json", OURS)  # until all flags have their final value
@@ -3043,10 +3042,14 @@ def is_run(folder):
     return False
 
 
-def check_folder(folder, checkpoint):
+def check_folder(folder, checkpoint, is_locked):
     """Raises a ValueError if a run that continues from `checkpoint`, or that starts if it is None, must not
     write to this folder."""
-    names = {*os.listdir(folder)} if folder.is_dir() else set()
+    names = set()
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # perhaps it has just been removed
+        names = {*os.listdir(folder)}
+    if "lock" in names and not is_locked:  # another start may come and go between two looks
+        return
     if names <= {"lock", "args.json.part"}:  # nothing, or what a start that was killed at once has left
         return
     if not is_run(folder):
