@@ -32,6 +32,8 @@ import sys
 if __name__ == "__main__":
     # Ctrl-C during the imports, which take seconds, ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "win32":  # or an import below would end in a traceback about fcntl
+        sys.exit("train.py: error: oomph does not run on Windows, but in its WSL: `wsl --install` adds that")
     # A stream that the caller has closed (`>&-`) is None. The next file that is opened would get its number,
     # a checkpoint perhaps, and libraries in C would write their messages into that file.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -881,8 +883,9 @@ class Ranks:
         self.local = int(environment.get("LOCAL_RANK", 0))
         n_local = int(environment.get("LOCAL_WORLD_SIZE", 1))
         self.choose_device(n_local)
-        if os.environ.get("OMP_NUM_THREADS", "1") in ("1", ""):
-            # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
+        threads = os.environ.get("OMP_NUM_THREADS")
+        # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
+        if not threads or (threads == "1" and "RANK" in os.environ):
             n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, n_cores // n_local))
         self.join(want_group)

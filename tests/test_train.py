@@ -258,6 +258,38 @@ def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
 # ---------------------------------------------------------------- what a run prints before it begins
 
 
+@pytest.mark.parametrize("variables, n_threads", [
+    ({}, [8]),
+    ({"OMP_NUM_THREADS": ""}, [8]),
+    ({"OMP_NUM_THREADS": "1"}, []),  # torch has read it, and it stands
+    ({"OMP_NUM_THREADS": "3"}, []),
+    # torchrun sets 1 where the user has set nothing
+    ({"OMP_NUM_THREADS": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "2"}, [4]),
+    ({"OMP_NUM_THREADS": "3", "RANK": "0", "LOCAL_WORLD_SIZE": "2"}, []),
+], ids=str)
+def test_ranks_share_the_cores_unless_the_user_has_set_threads(monkeypatch, variables, n_threads):
+    monkeypatch.setattr(train.Ranks, "join", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    given = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    train.Ranks(False, 1800)
+    assert given == n_threads
+
+
+def test_windows_is_told_of_wsl_before_anything_fails_there():
+    as_there = "import runpy, sys; sys.platform = 'win32'; sys.modules['fcntl'] = None"
+    done = shell("-c", f"{as_there}; runpy.run_path('train.py', run_name='__main__')")
+    assert done.returncode == 1
+    assert done.stderr.startswith("train.py: error: ")
+    assert "WSL" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("flag, has_bf16, precision", [
     ("--qlora", True, "mixed"),
     ("--qlora", False, "fp32"),
