@@ -1,7 +1,8 @@
 """What the tests share: small models, small data, and ranks that start in a fraction of a second. README.md beside this
 file says how the tests are laid out, and which test holds which promise.
 
-    OOMPH_CI=1 OOMPH_EMULATED_CUDA=required     # as .ci/run: see collect_ignore, and no test of a GPU is skipped
+    OOMPH_CI=1                       # as .ci/run, with tests marked ci
+    OOMPH_EMULATED_CUDA=required     # as .ci/run: no test of a GPU is skipped
 
 another_machine.py lets them run as on another machine.
 """
@@ -43,13 +44,6 @@ TRAIN = HERE / "as_another_machine.py" if another_machine.IS_IMPORTED else HERE.
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 another_machine.change()  # ranks import this file, and are changed, too
 
-# .ci/run sets OOMPH_CI. Without it three files are left out that hold for this project and not for a fork of it: the
-# limits of the four files, the patches in forks/, and the scripts. A fork's first edit may break the first two, and
-# pytest stays green.
-collect_ignore = []
-if "OOMPH_CI" not in os.environ:
-    collect_ignore = ["test_size.py", "test_forks.py", "test_scripts.py"]
-
 # The cache of tokenized files is one of this run of tests. Ranks import this file, too, and inherit the cache.
 if "oomph-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="oomph-tests-")
@@ -64,6 +58,11 @@ HANG_S = 600  # without a line in the log of any rank
 FAILED_TO_COMPILE = "torch.compile failed"
 
 
+def in_ci(*cases):
+    """[cases of a parametrized test that .ci/run alone runs]: README's command runs a part of each large grid."""
+    return [pytest.param(*case, marks=pytest.mark.ci) for case in cases]
+
+
 @pytest.fixture
 def emulated(request):
     """The tests marked gpu on an emulated device, beside all others: (process, its output), or why there is none."""
@@ -72,6 +71,7 @@ def emulated(request):
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"error:{FAILED_TO_COMPILE}")
+    config.addinivalue_line("markers", "ci: .ci/run alone runs it (OOMPH_CI)")
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or an emulated one (test_cuda.py)")
     config.addinivalue_line("markers", "bf16: depends on whether the CPU has bf16 instructions (OOMPH_BF16)")
     config.addinivalue_line("markers", "rounding: compares numbers that are rounded in another way (OOMPH_MACHINE)")
@@ -84,6 +84,11 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_modifyitems(config, items):
+    # Tests of this project alone, which a fork's first edit may break, and the rest of large grids.
+    if "OOMPH_CI" not in os.environ:
+        of_ci = [item for item in items if item.get_closest_marker("ci")]
+        config.hook.pytest_deselected(items=of_ci)
+        items[:] = [item for item in items if item not in of_ci]
     torch.backends.cuda.enable_cudnn_sdp(False)  # as train.Ranks does, for tests of a block without a run
     if not torch.cuda.is_available():
         leave_gpu_to_the_emulated_device(config, items)

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import HERE, random_model, read_data, run_ranks, start_ranks
+from conftest import HERE, in_ci, random_model, read_data, run_ranks, start_ranks
 from test_compile import trace_only
 from test_formats import END, START, jsonl, message, turn
 
@@ -126,12 +126,14 @@ ANOTHER_ORDER = 1e-4  # of float32 sums: how far figures may be apart
 @pytest.mark.parametrize("world, flags", [
     # each with 4 rows a step: --batch_size 1 is the default
     (4, "--fsdp2 --replicas 2"),
-    (2, "--fsdp2 --grad_accum 2"),
     (2, "--batch_size 2 --optim_in_backward"),
     # chunks of the loss and tiles of an MLP that end inside an answer
     (1, "--grad_accum 4 --no-activation_checkpointing --ce_chunk 64"),
     (1, "--batch_size 4 --tiled_mlp 40 --gpu_gib 9"),  # --gpu_gib: the plan chooses what is recomputed
-    (1, "--batch_size 4 --offload activations --no-fused_adamw --no-chunked_ce"),
+    *in_ci(
+        (2, "--fsdp2 --grad_accum 2"),
+        (1, "--batch_size 4 --offload activations --no-fused_adamw --no-chunked_ce"),
+    ),
 ])
 def test_ranks_and_memory_flags_change_nothing(job, undisturbed, tmp_path, world, flags):
     rows, said, codes = run_ranks(world, [*job, *flags.split()], tmp_path / "out")

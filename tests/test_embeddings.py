@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from conftest import (
-    build, check_merges_later, check_same_gradients, check_same_weights, curve, losses, model_with_weights,
+    build, check_merges_later, check_same_gradients, check_same_weights, curve, in_ci, losses, model_with_weights,
     norm_of_update, run_ranks)
 from safetensors.torch import load_file, save_file
 
@@ -67,10 +67,12 @@ def test_embedding_and_head_are_trained_and_written_as_peft_reads_them(base, pla
 
 @pytest.mark.rounding
 @pytest.mark.parametrize("world, flags", [
-    (2, "--batch_size 1 --grad_accum 3 --fsdp2"),  # each micro-batch reduces its gradients
-    (2, "--batch_size 3 --grad_accum 1"),
     (2, "--batch_size 3 --grad_accum 2 --sequence_parallel 2 --fsdp2 --no-shard_embeddings --no-chunked_ce"),
     (3, "--batch_size 2 --grad_accum 1 --fsdp2 --offload --tiled_mlp 100 --no-activation_checkpointing"),
+    *in_ci(
+        (2, "--batch_size 1 --grad_accum 3 --fsdp2"),  # each micro-batch reduces its gradients
+        (2, "--batch_size 3 --grad_accum 1"),
+    ),
 ])
 def test_ranks_and_flags_change_no_losses_norms_and_weights(argv, plain, tmp_path, world, flags):
     if "--tiled_mlp" in flags:

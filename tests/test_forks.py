@@ -10,7 +10,7 @@ When the code has moved and a patch no longer applies, commit the code, then
 merges the patch (git apply --3way) and writes it anew; without a name it does so for all. Where both have changed the
 same lines, it says which worktree to resolve them in, and how to go on.
 
-As with test_size.py, a fork need not care: .ci/run sets OOMPH_CI, and without that conftest.py leaves this file out.
+As with test_size.py, a fork need not care: these tests are marked ci.
 """
 
 import os
@@ -23,6 +23,7 @@ from conftest import HERE
 
 ROOT = HERE.parent
 PATCHES = sorted((HERE / "forks").glob("*.patch"))
+pytestmark = pytest.mark.ci
 
 
 def run(command, folder):

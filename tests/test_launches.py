@@ -1,6 +1,5 @@
 """A GPU does not wait for Python: what the host launches for a block, as deterministic as bytes."""
 
-import os
 import re
 
 import pytest
@@ -31,7 +30,7 @@ def test_a_block_launches_no_more_operators(row):
     check(counts.total() / 4, MOST[row], slack=0.05)
 
 
-@pytest.mark.skipif("OOMPH_CI" not in os.environ, reason="half a minute of compiling; .ci/run has it")
+@pytest.mark.ci  # half a minute of compiling
 @pytest.mark.parametrize("row", MOST_COMPILED)
 def test_a_compiled_block_launches_no_more_operators(row, tmp_path):
     done = shell(HERE / "count_launches.py", *row.split(), cwd=tmp_path)  # its settings of the compiler go with it

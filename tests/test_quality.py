@@ -84,6 +84,7 @@ def test_answers_of_the_tasks_are_right():
 # ---------------------------------------------------------------- the score
 
 
+@pytest.mark.ci  # a run of 30 steps, for the sake of a script
 def test_the_score_is_what_decoding_gives(tmp_path, monkeypatch):
     """The built-in model learns four answers by heart. Two of them are what is expected of it later."""
     learned = [

@@ -85,19 +85,20 @@ def test_a_run_resumes_bit_for_bit_with_another_number_of_resident_blocks(job, t
         assert [row["grad_norm"] for row in rows] == [row["grad_norm"] for row in whole[1:]]
 
 
-@pytest.mark.parametrize("world, flags, changes", [
-    pytest.param(2, "--lora --eval_every 1", {}, id="2-lora-eval"),
-    pytest.param(3, "--qlora --no-activation_checkpointing --grad_accum 2", {}, id="3-qlora-keeps"),
-    pytest.param(2, "--qlora --no-reshard_after_forward --offload params activations", TWO_KINDS, id="2-qwen3.5"),
+@pytest.mark.parametrize("world, flags, changes, numbers", [
+    pytest.param(2, "--lora --eval_every 1", {}, [2, "all"], id="2-lora-eval"),
+    pytest.param(3, "--qlora --no-activation_checkpointing --grad_accum 2", {}, [2], id="3-qlora-keeps"),
+    pytest.param(
+        2, "--qlora --no-reshard_after_forward --offload params activations", TWO_KINDS, ["all"], id="2-qwen3.5"),
     # two replicas of two shards
-    pytest.param(4, "--lora --replicas 2 --optim adamw8bit", {}, id="4-replicas"),
+    pytest.param(4, "--lora --replicas 2 --optim adamw8bit", {}, [2, "all"], id="4-replicas", marks=pytest.mark.ci),
 ])
 def test_ranks_that_share_weights_train_to_the_same_bits_however_many_blocks_are_resident(
-        job, few_chats, tmp_path, world, flags, changes):
+        job, few_chats, tmp_path, world, flags, changes, numbers):
     argv = [*job(**changes), *STREAMS, *flags.split(), "--batch_size", 2, "--eval_data", few_chats]
     expected = curve(world, [*argv, "--resident_blocks", 0], tmp_path / "resident-0")
     expected_weights = load_file(tmp_path / "resident-0/final/adapter_model.safetensors")
-    for n_resident in (2, "all"):
+    for n_resident in numbers:
         out = tmp_path / f"resident-{n_resident}"
         assert curve(world, [*argv, "--resident_blocks", n_resident], out) == expected
         weights = load_file(out / "final/adapter_model.safetensors")

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from conftest import HANG_S, HERE, QWEN35, on_ranks, random_model, run_ranks, start_ranks, state_of
-from test_train import ROOT, shell
+from conftest import HANG_S, HERE, QWEN35, in_ci, on_ranks, random_model, run_ranks, start_ranks, state_of
 
 import model as lm
 import train
@@ -99,12 +98,13 @@ def assert_same_end(one, other, step=STEPS):
     (1, EDGE, "--batch_size 2 --lora --lora_dropout 0.1"),
     # whatever rounds at random must do so again in the same way
     (1, EDGE - 1, "--batch_size 2 --precision bf16 --stochastic_rounding --optim adamw8bit --optim_in_backward"),
-    # test_fp16.py has one whose loss scale has changed
-    (2, EDGE, "--fsdp2 --precision fp16 --qlora"),
-    (2, EDGE - 1, "--lora --lora_dropout 0.1"),
-    (2, EDGE, "--fsdp2 --optim adamw8bit"),
-    (2, EDGE - 1, "--fsdp2 --qlora --lora_dropout 0.1 --offload --tiled_mlp 64"),
+    (2, EDGE, "--fsdp2 --qlora --lora_dropout 0.1 --offload --tiled_mlp 64"),
     (2, EDGE - 1, "--fsdp2 --model qwen3.5 --optim adamw8bit"),  # the folder of a small one
+    *in_ci(
+        (2, EDGE, "--fsdp2 --precision fp16 --qlora"),  # test_fp16.py has one whose loss scale has changed
+        (2, EDGE - 1, "--lora --lora_dropout 0.1"),
+        (2, EDGE, "--fsdp2 --optim adamw8bit"),
+    ),
 ])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(job, six_rows, tmp_path, world, step, flags):
     one_of_each_kind = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
@@ -792,38 +792,3 @@ def test_a_resume_refuses_revisions_that_are_none(tmp_path):
         (tmp_path / "args.json").write_text(json.dumps({"revisions": revisions}))
         with pytest.raises(ValueError, match=r"args.json: revisions: expected \{name on the Hub: commit"):
             train.revisions_of(tmp_path / "checkpoint-1")
-
-
-# ---------------------------------------------------------------- torchrun
-
-
-DIES_ONCE = """
-import os, signal, train
-
-alive = train.Ranks.alive  # called once a step
-steps = []
-
-def alive_or_killed(ranks):
-    steps.append(None)
-    is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    if is_first_start and ranks.rank == 1 and len(steps) == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    alive(ranks)
-
-train.Ranks.alive = alive_or_killed
-os._exit(train.launch())
-"""
-
-
-@pytest.mark.unperturbed
-def test_torchrun_restarts_a_killed_rank_and_the_run_continues(job, tmp_path):
-    argv = [*job, *"--fsdp2 --lora --steps 6 --save_every 2 --keep 2".split()]
-    run(2, argv, tmp_path / "whole")
-    script = tmp_path / "dies_once.py"
-    script.write_text(DIES_ONCE)
-    torchrun = "-m torch.distributed.run --standalone --max-restarts 1 --nproc_per_node 2".split()
-    out = tmp_path / "run"
-    done = shell(*torchrun, script, *argv, "--out", out, "--resume", PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"continuing after step 2 of {out}/checkpoint-2" in done.stdout  # it died in step 4, before its save
-    assert_same_end(tmp_path / "whole", out, 6)

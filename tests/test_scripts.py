@@ -1,13 +1,14 @@
 """Every script of this folder that prints a table or checks something still runs to its end, at the smallest size that
 it has. What it prints counts where somebody runs it by hand.
 
-.ci/run sets OOMPH_CI; README's test command does not, and then conftest.py leaves this file out: it takes minutes.
+They are marked ci, as they take minutes: README's test command leaves them out.
 """
 
 import pytest
 from conftest import HERE
 from test_train import shell
 
+pytestmark = pytest.mark.ci
 TINY = HERE / "tiny"
 SCRIPTS = [
     "bench_checkpoints.py kill 1",

@@ -1,4 +1,5 @@
-"""A run under a real torchrun whose launcher is signalled. Other tests start ranks by themselves."""
+"""A run under a real torchrun, of which a rank is killed and whose launcher is signalled. Other tests start ranks by
+themselves."""
 
 import os
 import re
@@ -11,8 +12,24 @@ from pathlib import Path
 import pytest
 from conftest import HANG_S, HERE, random_model, run_ranks
 
-TRAIN = HERE.parent / "train.py"
 ENOUGH = 300  # steps after the signal: who has not stopped by then does not stop
+
+DIES_ONCE = """
+import os, signal, train
+
+alive = train.Ranks.alive  # called once a step
+steps = []
+
+def alive_or_killed(ranks):
+    steps.append(None)
+    is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if is_first_start and ranks.rank == 1 and len(steps) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    alive(ranks)
+
+train.Ranks.alive = alive_or_killed
+os._exit(train.launch())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +38,15 @@ def job(chats, tmp_path_factory):
     model = random_model(tmp_path_factory.mktemp("small") / "model", **small)
     # the rate of a step does not depend on --steps, so a shorter run has the same losses
     return (f"--model {model} --random_init --precision fp32 --data {chats} --seq_len 64 --fsdp2 --lr 1e-2 "
-            "--schedule constant --warmup 0 --log_every 1").split()
+            "--schedule constant --warmup 0 --log_every 1 --save_every 2 --keep 2").split()
 
 
-def start_torchrun(job, out, *options):
-    argv = [*job, "--out", str(out), "--steps", "1000000", "--save_every", "0"]
+def start_torchrun(script, job, out, *options):
+    argv = [*job, "--out", str(out), "--steps", "1000000", "--resume"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options]
-    return subprocess.Popen([*torchrun, TRAIN, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HERE.parent)}
+    return subprocess.Popen([*torchrun, script, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env=environment)
 
 
 def children_of(process):
@@ -36,7 +54,7 @@ def children_of(process):
 
 
 def signalled(process, number):
-    """What a run said whose torchrun alone gets a signal after three steps. It returns when all of its processes have
+    """What a run said whose torchrun alone gets a signal after six steps. It returns when all of its processes have
     closed their output, so no orphan is left."""
     said = ""
     ranks = []
@@ -50,7 +68,7 @@ def signalled(process, number):
     for line in process.stdout:
         said += line
         step = re.match(r"step +(\d+)/", line)
-        if step and step[1] == "3":
+        if step and step[1] == "6":
             ranks += children_of(process)
             os.kill(process.pid, number)
         elif step and int(step[1]) > ENOUGH:
@@ -62,16 +80,24 @@ def signalled(process, number):
 
 
 @pytest.mark.unperturbed
-def test_ranks_save_when_torchrun_alone_is_signalled_and_resume_exactly(job, tmp_path):
+def test_ranks_restart_when_one_is_killed_and_save_when_torchrun_alone_is_signalled_and_resume_exactly(job, tmp_path):
+    script = tmp_path / "dies_once.py"
+    script.write_text(DIES_ONCE)
     out = tmp_path / "run"
-    said = signalled(start_torchrun(job, out, "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1"), signal.SIGUSR1)
+    signals = "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1"
+    said = signalled(start_torchrun(script, job, out, "--max-restarts", "1", *signals), signal.SIGUSR1)
+    assert f"continuing after step 2 of {out}/checkpoint-2" in said, said  # it died in step 4, before its save
     stopped = re.search(r"^stopped by SIGUSR1 after step (\d+) of .*, saved: ", said, re.M)
-    assert stopped and "train.py: error" not in said, said
+    assert stopped and "train.py: error" not in said.split("continuing after")[1], said
     # the lock is free, and what was saved continues as if nothing had happened
-    steps = ["--steps", int(stopped[1]) + 2]
+    last = int(stopped[1]) + 2
+    steps = ["--steps", last]
     _, resumed, codes = run_ranks(2, [*job, *steps, "--resume"], out)
     assert codes == [0, 0], resumed
-    _, _, codes = run_ranks(2, [*job, *steps], tmp_path / "undisturbed")
+    whole = tmp_path / "undisturbed"
+    _, _, codes = run_ranks(2, [*job, *steps], whole)
     assert codes == [0, 0]
-    weights = [folder / "final/model.safetensors" for folder in (out, tmp_path / "undisturbed")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    files = [*whole.glob("final/*.safetensors"), *whole.glob(f"checkpoint-{last}/*.safetensors")]
+    assert len(files) == 3  # the model, and the rows of two ranks
+    for file in files:
+        assert file.read_bytes() == (out / file.relative_to(whole)).read_bytes(), file
