@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import emulated_cuda  # before torch
@@ -141,7 +142,10 @@ def pytest_runtestloop(session):
                 mine, theirs = forks.Pipe()
                 args = session, files, theirs, cores[number::n_workers]
                 workers[mine] = forks.Process(target=run_files, args=args)
-                workers[mine].start()
+                with warnings.catch_warnings():
+                    # Python 3.12 and newer warn of threads in a process that forks: torch's, which wait for work
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    workers[mine].start()
                 theirs.close()
         if last and not torch.cuda.is_available():
             session.config.stash[EMULATED] = start_emulated(session.config)

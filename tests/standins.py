@@ -49,7 +49,8 @@ KERNELS = torch.library.Library("aten", "IMPL")  # replaces them as long as it i
 
 def install():
     """Replaces the kernels in this process."""
-    with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced
         KERNELS.impl("mm", product, "CPU")
         KERNELS.impl("mm.out", product_into, "CPU")
         KERNELS.impl("_chunk_cat.out", chunk_cat_into, "CPU")
