@@ -308,6 +308,10 @@ def test_a_damaged_checkpoint_ends_with_one_message_and_the_older_one_continues(
 # ---------------------------------------------------------------- disks that fail
 
 
+def call_open(path, *args, **kwargs):
+    return builtins.open(path, *args, **kwargs)
+
+
 def on_full_disk(argv, *names):
     """train.py on a disk that is full for files whose path contains one of these names."""
     original = open
@@ -318,7 +322,8 @@ def on_full_disk(argv, *names):
         return original(path, mode, *args, **kwargs)
 
     builtins.open = open_on_disk
-    io.open = open_on_disk  # which pathlib calls
+    io.open = open_on_disk
+    Path.open = call_open  # Python 3.10's keeps the old one
     return train_main(argv)
 
 
