@@ -272,6 +272,12 @@ def continuation_without_cache(model):
     return tokens[len(PROMPT):]
 
 
+def test_an_answer_ends_before_its_stop_token(monkeypatch):
+    drawn = iter([5, STOP, 7])
+    monkeypatch.setattr(lm, "next_logits", lambda *_: F.one_hot(torch.tensor(next(drawn)), 4096).float())
+    assert list(lm.generate(None, [1], 9, {STOP}, CPU)) == [5]
+
+
 @pytest.mark.parametrize("method", ["tiny", "qlora"])
 def test_the_cache_changes_no_token_and_holds_keys_and_values_only(method):
     if method == "tiny":
