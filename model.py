@@ -1822,6 +1822,8 @@ ATEN = torch.ops.aten
 PRODUCTS = (ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.baddbmm.default,
             ATEN._grouped_mm.default)
 CPU = torch.device("cpu")
+META = torch.device("meta")
+MOVES = ATEN._to_copy.default, ATEN._pin_memory.default  # operators that may move a tensor to host memory
 FORMS = {}  # {operator and its arguments, tensors by their form: (shape, strides, dtype) of the new tensor}
 
 
@@ -1829,12 +1831,15 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors on the meta device, each from the operator that makes it until nothing
     refers to its memory any more. As a mode it sees every operator.
 
-        live.begin("loss")      a part of the step begins
+        live.begin("loss")      a moment of the step begins
         live.most["loss"]       {(operator, last dimension of its result): the most bytes that were alive
-                                behind one of its calls}
+                                behind one of its calls, and "start": when the moment began}
 
-    The largest number of a part is its peak. There are many numbers because each of them is linear in the
+    The largest number of a moment is its peak. There are many numbers because each of them is linear in the
     tokens, and their maximum is not: on longer rows it may be another one.
+
+    Tensors that code moves to the CPU stay on the meta device, and count as host memory, in `host`. So do the
+    results of operators that read them.
 
     torch's MemTracker counts alike, but raises an error on frozen parameters under autograd.
 
@@ -1842,9 +1847,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.alive = 0
+        self.alive = 0  # bytes on the GPU
+        self.host = 0  # bytes in host memory
         self.sizes = {}  # {id of a storage: its bytes}
-        self.on_host = set()  # ids of storages that stand for host memory
+        self.on_host = set()  # ids of the storages that stand for host memory
         self.most = {}
         self.in_backward = False
         self.is_compiled = False
@@ -1856,31 +1862,57 @@ class LiveBytes(TorchDispatchMode):
         makes plans a tenth slower."""
         return False
 
-    def begin(self, part):
-        self.part = self.most[part] = {"start": self.alive}
+    def begin(self, moment):
+        """A moment may begin more than once: its numbers are the most of all."""
+        self.moment = self.most.setdefault(moment, {})
+        self.note("start", self.alive)
+
+    def note(self, what, n_bytes):
+        self.moment[what] = max(self.moment.get(what, 0), n_bytes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if func.is_view and not types:
+            return func(*args, **kwargs)
+        on_host = self.on_host and kwargs.get("device") != META and self.lies_on_host(args)
         if types:  # FSDP2's DTensors
             out = func(*args, **kwargs)
             made = out if isinstance(out, tuple | list) else [out]
-            self.see(func, nf4.rows_of(t for t in made if nf4.is_sharded(t)))
+            self.see(func, [t.to_local().data for t in made if nf4.is_sharded(t)], on_host=on_host)
             return out
-        if func.is_view:
-            return func(*args, **kwargs)
-        if func is ATEN._to_copy.default and kwargs.get("device") == CPU:
-            out = torch.empty_like(args[0])
-            storage = out.untyped_storage()
-            self.on_host.add(id(storage))
-            weakref.finalize(storage, self.on_host.discard, id(storage))  # a later one may get the same
-            return out
+        if func in MOVES or "pin_memory" in kwargs or kwargs.get("device") == CPU:
+            moved = self.to_host(func, args, kwargs)
+            if moved is not None:
+                return moved
+        if func is ATEN._local_scalar_dense.default and args[0].is_meta:
+            return 0  # what the host reads of a tensor without numbers
         if self.in_backward and is_sum_of_gradients(func, args):
             return args[0]
         out = self.result_of(func, args, kwargs)
         if self.is_compiled and func in PRODUCTS:
             self.see(func, args)  # what a product reads is in memory
-        self.see(func, out, self.is_compiled and is_fused(func, args, out))
+        self.see(func, out, self.is_compiled and is_fused(func, args, out), on_host)
         return out
+
+    def to_host(self, func, args, kwargs):
+        """-> a tensor that stands for host memory, or None if a call of an operator makes none."""
+        is_pinned = kwargs.pop("pin_memory", False) or func is ATEN._pin_memory.default
+        goes_to_cpu = kwargs.get("device") == CPU
+        source = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].is_meta else None
+        if source is None or not (is_pinned or goes_to_cpu):
+            return None  # a small tensor of the host's own, such as a count of steps
+        is_pinned = is_pinned or (func in MOVES and kwargs.get("non_blocking", False))
+        out = torch.empty_like(source, dtype=kwargs.get("dtype"))
+        self.count(out.untyped_storage(), out.nbytes, "pinned" if is_pinned else "host")
+        return out
+
+    def lies_on_host(self, args):
+        """Whether the first tensor among the arguments of an operator stands for host memory."""
+        for value in args:
+            first = value[0] if isinstance(value, list | tuple) and value else value
+            if isinstance(first, torch.Tensor):
+                return id(storage_of(first)) in self.on_host
+        return False
 
     def result_of(self, func, args, kwargs):
         """func(*args, **kwargs). Most operators on the meta device are Python functions that take 0.1 ms. So
@@ -1901,32 +1933,59 @@ class LiveBytes(TorchDispatchMode):
             FORMS[key] = out.shape, out.stride(), out.dtype
         return out
 
-    def see(self, operator, out, fused=False):
+    def see(self, operator, out, fused=False, on_host=False):
         """Counts what an operator has returned. If that is fused, it has only the memory that was there."""
         for t in out if isinstance(out, tuple | list) else [out]:
             if isinstance(t, torch.Tensor) and t.is_meta:
                 storage = t.untyped_storage()
-                n_bytes = storage.nbytes()
                 if id(storage) in self.on_host:
                     continue
+                n_bytes = storage.nbytes()
                 if fused:
                     n_bytes = self.sizes.get(id(storage), 0)
-                self.count(storage, n_bytes)
-                what = operator, *t.shape[-1:]
-                self.part[what] = max(self.part.get(what, 0), self.alive)
+                self.count(storage, n_bytes, "host" if on_host and id(storage) not in self.sizes else "gpu")
+                self.note((operator, *t.shape[-1:]), self.alive)
 
-    def count(self, storage, n_bytes):
-        """From here on a storage, which may be new, has so many bytes."""
+    def count(self, storage, n_bytes, where="gpu"):
+        """From here on a storage, which may be new, has so many bytes there: "gpu", "host" or "pinned"."""
         name = id(storage)
-        if name not in self.sizes:
-            self.sizes[name] = 0
+        if name in self.sizes:
+            self.forget(name)
+        else:
             weakref.finalize(storage, self.forget, name)
-        self.alive += n_bytes - self.sizes[name]
+        if where == "pinned":
+            n_bytes = pinned_bytes(n_bytes)
         self.sizes[name] = n_bytes
+        if where == "gpu":
+            self.alive += n_bytes
+        else:
+            self.on_host.add(name)
+            self.host += n_bytes
 
     def forget(self, name):
         """A storage is gone."""
-        self.alive -= self.sizes.pop(name)
+        n_bytes = self.sizes.pop(name)
+        if name in self.on_host:
+            self.on_host.remove(name)
+            self.host -= n_bytes
+        else:
+            self.alive -= n_bytes
+
+    def move(self, param, where):
+        """All of this rank's rows of a parameter are there from here on: "gpu", "host" or "pinned"."""
+        storage = storage_of(param)
+        self.count(storage, storage.nbytes(), where)
+
+
+def storage_of(tensor):
+    """The memory of a tensor, of a DTensor this rank's."""
+    return (tensor.to_local() if nf4.is_sharded(tensor) else tensor).untyped_storage()
+
+
+def pinned_bytes(n_bytes):
+    """Pinned host memory of a tensor: torch's allocator rounds up to a power of two. Its option
+    pinned_max_round_threshold_mb ends that, but may overflow buffers (torch 2.13, pytorch #192722)."""
+    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
 
 
 def form_of(value):
@@ -2092,16 +2151,40 @@ def on_paper():
     """A context in which stand-ins are in the place of kernels -> the LiveBytes that counts meanwhile."""
     live = LiveBytes()
     resize_ = torch.UntypedStorage.resize_
+    to = torch.Tensor.to
+    backward = torch.Tensor.backward
 
     def resize_on_paper_(storage, n_bytes):
-        """What RunOnce calls, and no operator says so."""
+        """What RunOnce and FSDP2 call, and no operator says so."""
         resize_(storage, n_bytes)
         live.count(storage, n_bytes)
+
+    def to_on_paper(t, *args, **kwargs):
+        """torch copies nothing to a device where a tensor is already, and all are on one device here."""
+        target = args[0] if args else kwargs.get("device")
+        out = to(t, *args, **kwargs)
+        if isinstance(target, torch.device) and target == META and live.lies_on_host([out]):
+            out = torch.empty(t.shape, dtype=t.dtype, device=META)
+        return out
+
+    def to_empty_on_paper(model, device):
+        """The memory of what is on the meta device is counted elsewhere, and not allocated."""
+        for p in model.parameters():
+            live.move(p, "host" if torch.device(device) == CPU else "gpu")
+        return model
+
+    def backward_on_paper(loss):
+        live.in_backward = True
+        backward(loss)
+        live.in_backward = False
 
     calls = [
         *ON_PAPER,
         (torch, "compile", functools.partial(compile_on_paper, live)),
         (torch.UntypedStorage, "resize_", resize_on_paper_),
+        (torch.Tensor, "to", to_on_paper),
+        (torch.Tensor, "backward", backward_on_paper),
+        (nn.Module, "to_empty", to_empty_on_paper),
     ]
     # Python's collector frees what refers to itself whenever it runs: without it, traces are alike.
     collects = gc.isenabled()

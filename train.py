@@ -6,15 +6,16 @@ memory.
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chats.jsonl
 
 In the order of this file: `main`, a run from top to bottom; flags; then what main uses: ranks, opening a
-model and a run, FSDP2 and activation offload, optimizers, the loss of a batch, the log, what a start prints,
-samples and chats, numbers that are not finite, the result, checkpoints; and last the memory plan, a fifth of
-this file, and the limits of the memory. A memory feature is one function or small class that edits a finished
-vanilla module, and one call in main. "Where to edit" in tests/README.md says which lines a new loss,
-optimizer, flag or model changes.
+model and a run, build() and train_step(), FSDP2 and activation offload, optimizers, the loss of a batch, the
+log, what a start prints, samples and chats, numbers that are not finite, the result, checkpoints; and last
+the memory plan and the limits of the memory. A memory feature is one function or small class that edits a
+finished vanilla module, and one call in build(): the plan runs build() and train_step() on the meta device,
+and so knows of it. "Where to edit" in tests/README.md says which lines a new loss, optimizer, memory feature,
+flag or model changes.
 
 A reading tour, in the order of a run:
 
-    trace_step                  runs a step on paper before anything is allocated
+    trace                       runs a step on the meta device before anything is allocated
     Tokenizer.conversation      (data.py) makes the mask of trained tokens out of spans of characters
     shard_                      lets FSDP2 gather a block before it runs, and free it after
     load_weights_               (data.py) reads and quantizes a rank's own rows only
@@ -42,6 +43,7 @@ if __name__ == "__main__":
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 import argparse
+import bisect
 import contextlib
 import ctypes
 import dataclasses
@@ -111,7 +113,6 @@ def main(argv, progress, exits):
     stop = StopSignal()
     ranks = Ranks(args.fsdp2, args.timeout)
     device = ranks.device
-    on_gpu = device.type == "cuda"
     # First of all, so that two starts never share a folder, however long they load. If this one ends before
     # its first step, RunFolder.leave() removes it again: a mistake in the data leaves no folder behind.
     out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, exits)
@@ -137,38 +138,12 @@ def main(argv, progress, exits):
     print_start(args, model, tokenizer.new_ids, blocks, ranks)
     limit_gpu(run, blocks, room, ranks)
 
-    # ---- the model: each feature wraps what is there, from the inside out, and the weights come last
-    if args.compile:
-        lm.compile_(model, args.packing)
-    wrap_blocks_(model, args.tiled_mlp, blocks)
-    # groups of consecutive ranks, as Loader deals out rows: rank // N is the group, rank % N the shard of it
-    if args.sequence_parallel > 1:
-        model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.step_limit)
-    if args.fsdp2:
-        shard_(model, args, device, blocks.streamed(config.num_hidden_layers))
-    # until here the model is on the meta device, so a rank allocates no more than its own shard
-    streamed = allocate_(model, args, blocks, device)
-    with ranks.agree():
-        # a resumed run needs only what is frozen: the rest comes from the checkpoint
-        data.load_weights_(model, opened.weights, opened.adapter, args.seed, device,
-                           progress=ranks.rank == 0, frozen_only=bool(resumed))
-    if args.add_tokens and not resumed:
-        data.fill_new_rows_(model, opened.weights, tokenizer.new_ids, args.seed)
-    stream_(model, streamed, run, device)
-    # on a CPU, activations are in host memory already
-    if "activations" in args.offload and on_gpu:
-        model.activation_hooks = OffloadActivations(device)
-
-    # ---- the optimizer, and the state of a run that is resumed
-    # after shard_(): FSDP2 has replaced the parameters by their shards
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    trained = list(named.values())
-    nonfinite = NonFinite(trained[0].device)  # where gradients are, with --offload params on the CPU
-    loss_scale = LossScale(args.precision == "fp16", nonfinite.found_inf)
-    optimizer = make_optimizer(named, args, nonfinite.found_inf)
-    in_backward = None
-    if args.optim_in_backward:
-        in_backward = StepInBackward(optimizer, trained, nonfinite, ranks, args.fsdp2, args.replicas)
+    # ---- the model and its optimizer, and the state of a run that is resumed
+    load = functools.partial(load_weights_, args=args, opened=opened, resumed=resumed, ranks=ranks)
+    trainer = build(model, run, blocks, ranks, load)
+    optimizer = trainer.optimizer
+    nonfinite = trainer.nonfinite
+    loss_scale = trainer.loss_scale
     with ranks.agree():
         if resumed:
             # in place: the optimizer has allocated all of its state already
@@ -199,7 +174,7 @@ def main(argv, progress, exits):
 
     # ---- training
     # not with FSDP2, whose gathered units would leave holes between the shards
-    keep_freed_memory(on=not on_gpu and not args.fsdp2)
+    keep_freed_memory(on=device.type == "cpu" and not args.fsdp2)
     profiler = tracer(args.profile, args.memory_snapshot, out, ranks)
     # a thread makes the batches of the next step while this one computes
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
@@ -213,36 +188,8 @@ def main(argv, progress, exits):
         lr = set_rates_(optimizer, n_done, steps, args, loss_scale)
         seed_dropout(args.seed, n_done, ranks.rank)
 
-        # forward and backward of each micro-batch
-        sums = Counter()  # of the loss and of each metric, on the device
-        for i, batch in enumerate(batches):
-            if args.fsdp2:
-                reduce_gradients_(model, i == len(batches) - 1, run.trains_vocabulary)
-            b = batch.to(device)
-            progress.update(step=step, tokens_of_micro_batch=b.tokens.numel())
-            loss, metrics = loss_of(model, b, args)
-            # The loss is a sum. We divide it by the supervised tokens (or pairs) of all micro-batches and
-            # ranks, so each counts the same however a step is split; `ranks.world` undoes the mean over ranks
-            # that is taken of gradients.
-            (loss_scale.of(loss) * (ranks.world / counts.terms)).backward()
-            # detached, or the log would keep the graph until it writes a row
-            sums.update({name: value.detach() for name, value in [("loss", loss), *metrics.items()]})
-
-        # update the weights
-        if in_backward:
-            norm = in_backward.norm()  # they were updated during the backward
-        else:
-            # FSDP2 averages where it reduces; without it nobody has averaged them yet
-            if ranks.world > 1 and not args.fsdp2:
-                average_gradients_(trained, ranks.world)
-            # before the norm, because --clip is about gradients of the loss itself
-            loss_scale.unscale_(trained)
-            norm = clip_gradients_(trained, args.clip)
-            # the host does not look at the norm: where it is inf or nan, the kernels change nothing
-            nonfinite.step_if_finite(optimizer, norm)
-            optimizer.zero_grad()  # to None: the next forward can use their memory
-        nonfinite.count_()
-        loss_scale.update_()
+        progress["step"] = step
+        sums, norm = train_step(trainer, batches, counts.terms, progress)
         state["step"] = step
         state["tokens"] += counts.targets
         # `counts` is of all ranks, and mfu compares with the peak of one device
@@ -405,6 +352,8 @@ def add(group, flag, value_type, default, text, **options):
         text += f" (default: {default})"
     if value_type not in (str, PATH):
         options.setdefault("metavar", "N")
+    if options.get("nargs") in ("+", "*"):  # a list that is given twice adds up
+        options["action"] = "extend"
     declare(group, flag, type=value_type, default=default, help=text, **options)
 
 
@@ -700,7 +649,7 @@ def complete(args):
         args.nf5 = layer_names("nf5", args.nf5 or ["all-linear"])
     if args.offload == []:  # --offload without a value
         args.offload = ["activations", "params"] if args.fsdp2 else ["activations"]
-    args.offload = args.offload or []
+    args.offload = list(dict.fromkeys(args.offload or []))
     names = [name for name, _ in args.columns or []]
     if len(set(names)) < len(names):
         refuse(f"--columns: {', '.join(names)}: a column can have one key")
@@ -1212,6 +1161,16 @@ def open_model(args, ranks, revisions=None):
         return OpenedModel(files, config, model, weights, adapter, open_tokenizer(args, files, adapter))
 
 
+def load_weights_(model, args, opened, resumed, ranks):
+    """Loads a rank's rows into a model that build() has allocated. Collective."""
+    with ranks.agree():
+        # a resumed run needs only what is frozen: the rest comes from the checkpoint
+        data.load_weights_(model, opened.weights, opened.adapter, args.seed, ranks.device,
+                           progress=ranks.rank == 0, frozen_only=bool(resumed))
+    if args.add_tokens and not resumed:
+        data.fill_new_rows_(model, opened.weights, opened.tokenizer.new_ids, args.seed)
+
+
 def open_tokenizer(args, files, adapter):
     # no value of --train_on: with it the tokenizer refuses rows that are not pairs
     train_on = "pairs" if args.dpo else args.train_on
@@ -1402,6 +1361,93 @@ def try_attention(config, dtype, device):
         lm.attend(q, k, v, spans, window).sum().backward()
 
 
+# ---------------- building a model, a step
+
+
+class Trainer(NamedTuple):
+    """A model that is ready to train, and all that updates it."""
+
+    model: lm.Transformer
+    run: Run
+    ranks: "Ranks"
+    trained: list  # the parameters that the optimizer has
+    optimizer: torch.optim.Optimizer
+    nonfinite: "NonFinite"
+    loss_scale: "LossScale"
+    in_backward: "StepInBackward | None"
+
+
+def build(model, run, blocks, ranks, load_weights):
+    """Wraps a model on the meta device, allocates and loads its weights, and makes the optimizer -> Trainer.
+
+    Each feature wraps what is there, from the inside out, and the weights come last. main calls this, and so
+    does the memory plan, whose ranks.device is the meta device: what is called here is planned as it runs.
+    load_weights: a function of the model."""
+    args = run.args
+    device = ranks.device
+    if args.compile:
+        lm.compile_(model, args.packing)
+    wrap_blocks_(model, args.tiled_mlp, blocks)
+    # groups of consecutive ranks, as Loader deals out rows: rank // N is the group, rank % N the shard of it
+    if args.sequence_parallel > 1:
+        model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.step_limit)
+    if args.fsdp2:
+        shard_(model, args, device, blocks.streamed(run.config.num_hidden_layers))
+    # until here the model is on the meta device, so a rank allocates no more than its own shard
+    streamed = allocate_(model, args, blocks, device)
+    load_weights(model)
+    stream_(model, streamed, run, device)
+    # on a CPU, activations are in host memory already
+    if "activations" in args.offload and device.type != "cpu":
+        model.activation_hooks = OffloadActivations(device)
+    # after shard_(): FSDP2 has replaced the parameters by their shards
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = list(named.values())
+    nonfinite = NonFinite(trained[0].device)  # where gradients are, with --offload params on the CPU
+    loss_scale = LossScale(args.precision == "fp16", nonfinite.found_inf)
+    optimizer = make_optimizer(named, args, nonfinite.found_inf)
+    in_backward = None
+    if args.optim_in_backward:
+        in_backward = StepInBackward(optimizer, trained, nonfinite, ranks, args.fsdp2, args.replicas)
+    return Trainer(model, run, ranks, trained, optimizer, nonfinite, loss_scale, in_backward)
+
+
+def train_step(trainer, batches, n_terms, progress):
+    """Forward and backward of each micro-batch, and one update of the weights -> ({name: sum of the loss or
+    of a metric}, norm of the gradients), on the device. n_terms: what the loss is a mean over, of all
+    micro-batches and ranks. The memory plan runs it, too."""
+    model, run, ranks, trained, optimizer, nonfinite, loss_scale, in_backward = trainer
+    args = run.args
+    sums = Counter()
+    for i, batch in enumerate(batches):
+        if args.fsdp2:
+            reduce_gradients_(model, i == len(batches) - 1, run.trains_vocabulary)
+        b = batch.to(ranks.device)
+        progress["tokens_of_micro_batch"] = b.tokens.numel()
+        loss, metrics = loss_of(model, b, args)
+        # The loss is a sum. We divide it by the supervised tokens (or pairs) of all micro-batches and ranks,
+        # so each counts the same however a step is split; `ranks.world` undoes the mean over ranks that is
+        # taken of gradients.
+        (loss_scale.of(loss) * (ranks.world / n_terms)).backward()
+        # detached, or the log would keep the graph until it writes a row
+        sums.update({name: value.detach() for name, value in [("loss", loss), *metrics.items()]})
+    if in_backward:
+        norm = in_backward.norm()  # the weights were updated during the backward
+    else:
+        # FSDP2 averages where it reduces; without it nobody has averaged them yet
+        if ranks.world > 1 and not args.fsdp2:
+            average_gradients_(trained, ranks.world)
+        # before the norm, because --clip is about gradients of the loss itself
+        loss_scale.unscale_(trained)
+        norm = clip_gradients_(trained, args.clip)
+        # the host does not look at the norm: where it is inf or nan, the kernels change nothing
+        nonfinite.step_if_finite(optimizer, norm)
+        optimizer.zero_grad()  # to None: the next forward can use their memory
+    nonfinite.count_()
+    loss_scale.update_()
+    return sums, norm
+
+
 # ---------------- FSDP2, activation offload
 
 # Where a frozen weight of a block is, under adapters, and what brings it to the block:
@@ -1470,7 +1516,7 @@ def shard_(model, args, device, streamed=None):
         cast_forward_inputs=False,  # a cast would round RoPE's float32 angles to bf16
     )
     stay = OffloadPolicy()
-    pin_memory = device.type == "cuda"
+    pin_memory = device.type != "cpu"
     offload = CPUOffloadPolicy(pin_memory) if "params" in args.offload else stay
     ignored = set()
     if streams_weights(args, dist.get_world_size()):
@@ -1547,7 +1593,7 @@ def frozen_of(module):
 
 def wrap_blocks_(model, tiled_mlp, blocks):
     """Makes the blocks recompute and keep what `blocks` says, with tiles of the MLP and segments of Gated
-    DeltaNet inside of what is recomputed. The memory plan traces a model with these wraps."""
+    DeltaNet inside of what is recomputed."""
     if tiled_mlp:
         lm.tile_mlp_(model, tiled_mlp)
     for module in model.modules():
@@ -1575,10 +1621,15 @@ def allocate_(model, args, blocks, device):
         for p in frozen_of(module):
             # StreamedWeights has no vectors: they are too small to be worth a copy in each pass
             if module not in streamed or (streams_here and p.dim() < 2):
-                on_device = nn.Parameter(torch.empty_like(p, device=device), requires_grad=False)
-                # as to_empty() does: p.data of a shard would leave its rows where they are
-                torch.utils.swap_tensors(p, on_device)
+                move_(p, device)
     return streamed if streams_here else []
+
+
+def move_(p, device):
+    """Allocates a frozen parameter on another device."""
+    on_device = nn.Parameter(torch.empty_like(p, device=device), requires_grad=False)
+    # as to_empty() does: p.data of a shard would leave its rows where they are
+    torch.utils.swap_tensors(p, on_device)
 
 
 PAGE = 1 << 22  # bytes: a power of two, because torch's pinned allocator rounds up to one; 0.16 ms on PCIe 4
@@ -1602,7 +1653,7 @@ class Parked:
         self.in_flight = None
         # pinned: from memory that the kernel may move, the GPU cannot copy while the host goes on
         self.pages = [
-            torch.empty_like(page, device="cpu", pin_memory=page.is_cuda) for page in pages_of(tensor)]
+            torch.empty_like(page, device="cpu", pin_memory=not page.is_cpu) for page in pages_of(tensor)]
 
 
 def pages_of(tensor):
@@ -1733,7 +1784,7 @@ class StreamedWeights:
             # one parameter at a time: no more than that is in host memory twice
             p.host_pages = []  # where numbers_here() finds the weight while other weights are in the slot
             for page in pages_of(p.data):
-                pinned = torch.empty_like(page, pin_memory=slot.is_cuda)
+                pinned = torch.empty_like(page, pin_memory=not slot.is_cpu)
                 p.host_pages.append(pinned.copy_(page))
             p.data = slot[start : start + p.nbytes].view(p.dtype).view(p.shape)
             slot_pages += pages_of(p.data)
@@ -1786,7 +1837,7 @@ class StreamedVocabulary:
         self.head = model.lm_head
         self.on_host = self.head.weight
         self.arriving = None  # the Copy of the head
-        if device.type == "cuda":
+        if device.type != "cpu":
             # in place: a tied embedding is the same parameter
             self.on_host.data = self.on_host.data.pin_memory()
         embedding = model.model.embed_tokens
@@ -1803,7 +1854,7 @@ class StreamedVocabulary:
         return getattr(tokens_BT, "on_host", tokens_BT).cpu()
 
     def after_embedding(self, embedding, inputs, x):
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             return x.pin_memory().to(self.device, non_blocking=True)
 
     def bring(self, block, inputs):
@@ -3400,11 +3451,12 @@ def fixed_settings(args, config, rows_a_step, loader, weights):
 
 # ---------------- the memory plan
 
-# A step runs on paper before anything is allocated. main's own functions build, wrap and shard a model on the
-# meta device, among ranks that are not there, and a step of it runs: the model's own code, FSDP2's and the
-# optimizer's. LiveBytes counts what is alive in each part of the step: the embedding, a block, and the head
-# with the loss. Most blocks are alike, so few of each variant run, and events_of_step() adds them up to the
-# whole model. What lies on the GPU or in host memory for the whole step is added by where_weights_lie().
+# The plan is the run, on paper: on the meta device build() makes the trainer, train_step() runs one step of
+# it, and LiveBytes counts what a GPU and the host would hold. The other ranks are not there. So whatever
+# build() and train_step() call is planned as it runs, and nothing is told twice.
+#
+# A trace of a model of 126 blocks takes 10 s, and a search asks for many. Bytes are linear in the number of
+# equal blocks and in the tokens of long rows, so extrapolate() traces few blocks and short rows.
 
 GIB = 2**30
 OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
@@ -3415,107 +3467,292 @@ KINDS = ("weights", "quantized weights", "adapters", "optimizer", "gradients", "
          "workspace")
 
 
+# {phase of a step: its title in the table}
+PHASES = {"head": "head and loss", "block": "a block", "embedding": "embedding", "update": "update"}
+
+
 def plan(run, blocks):
     """Where the memory of a training step goes on rank 0 -> ({moment: {kind: bytes}}, {kind: bytes of host
-    memory}). A moment is an event of the step that may be its peak. We assume rows of run.length tokens, one
-    document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py compares the sums with
-    real steps."""
-    events, host = events_and_host(run, blocks)
-    return largest_moments(events), host
+    memory}). The moments are the largest of the head, a block, the embedding and the update. We assume rows
+    of run.length tokens, one document per row, every token supervised. OVERHEAD comes on top.
+    tests/test_plan.py compares the sums with real steps."""
+    step = extrapolate(run, blocks)
+    if not is_linear(run, blocks):
+        step = trace(run, blocks)
+    peaks = peaks_of(step)
+    largest = {}  # {phase: Moment}
+    for moment in peaks:
+        # the backward comes after the forward: of two equal peaks it is the usual one
+        if moment.phase not in largest or peaks[moment] >= peaks[largest[moment.phase]]:
+            largest[moment.phase] = moment
+    table = {}
+    for phase, title in PHASES.items():
+        if phase in largest:
+            moment = largest[phase]
+            start = step.alive[moment, "start"]
+            kinds = step.on_gpu + Counter(gradients=step.gradients[moment])
+            kinds["kept for backward"] = start - kinds.total()
+            kinds["workspace"] = peaks[moment] - start
+            table[title] = kinds
+    return table, dict(+step.on_host)
 
 
-def events_and_host(run, blocks):
-    """-> (the Events of a step, {kind: bytes of host memory})."""
+def planned_bytes(run, blocks):
+    """What a GPU needs for a step, CUDA's own memory included."""
+    return max(peaks_of(extrapolate(run, blocks)).values()) + OVERHEAD
+
+
+# ---- a step on the meta device
+
+
+class Moment(NamedTuple):
+    """A part of a step, from when it reaches a module until it reaches the next one. All blocks between the
+    first and the last one are one."""
+
+    n_forward: int  # of the model, in this step
+    direction: str  # forward, backward or update
+    phase: str  # of PHASES
+    which: str = ""  # of the blocks, see Watch and in_two_groups()
+
+
+class Trace(NamedTuple):
+    """Bytes of a step."""
+
+    alive: Counter  # {(Moment, what): bytes on the GPU}, see LiveBytes.most
+    gradients: Counter  # {Moment: bytes among these when it begins}
+    on_gpu: Counter  # {kind: bytes} of weights and optimizer
+    on_host: Counter  # {kind: bytes}
+
+
+def peaks_of(step):
+    """-> {Moment: bytes}."""
+    peaks = Counter()
+    for (moment, _), n_bytes in step.alive.items():
+        peaks[moment] = max(peaks[moment], n_bytes)
+    return peaks
+
+
+TRACES = {}  # {what a trace depends on: Trace}
+
+
+def trace(run, blocks):
+    """Runs a step on the meta device -> Trace, once for the same arguments."""
     args = run.args
-    made = {}  # {id of a Variant: its trace and weights}
-    traces = []
-    for variant, place in variants_of_blocks(run, blocks):
-        if id(variant) not in made:
-            made[id(variant)] = traced(run, variant, run.length), weights_of(run, variant.config)
-        traces.append(BlockTrace(*made[id(variant)], place))
-    on_device, host = where_weights_lie(run, traces, blocks.streamed(len(traces)))
-    input_bytes = 0  # of a block, that --offload activations moves
-    if "activations" in args.offload:
-        # a micro-batch on this rank
-        n_tokens = nf4.ceil_div(args.batch_size * run.length, args.sequence_parallel)
-        itemsize = 4 if args.precision == "fp32" else 2
-        input_bytes = n_tokens * run.config.hidden_size * itemsize
-        host["activations"] = (len(traces) - 1) * bytes_in_pages(input_bytes)  # all but the last block's
-    return events_of_step(run, traces, on_device, input_bytes), host
+    flags = {**vars(args), "activation_checkpointing": None, "resident_blocks": None}  # `blocks` says these
+    key = repr((flags, *run[1:], blocks))
+    if key in TRACES:
+        return TRACES[key]
+    ranks = argparse.Namespace(
+        world=run.world, rank=0, device=torch.device("meta"), step_limit=timedelta(seconds=args.timeout))
+    lengths = [run.length]
+    if args.grad_accum > 1:  # what an earlier micro-batch leaves does not depend on its tokens
+        lengths = [min(run.length, 128), run.length]
+    with on_paper(run) as live:
+        trainer = build(lm.on_meta(run.config, args), run, blocks, ranks, load_weights=lambda model: None)
+        watch = Watch(live, trainer)
+        train_step(trainer, [batch_on_paper(args, n) for n in lengths], 1, {})
+        on_gpu, host = bytes_by_kind(trainer, live)
+    host["activations"] = watch.host_at_head - host.total()
+    host["gradients"] = watch.gradients_on_host
+    del live.most["before"]  # the step
+    alive = {(moment, what): n_bytes for moment, most in live.most.items() for what, n_bytes in most.items()}
+    TRACES[key] = Trace(Counter(alive), watch.gradients_at, on_gpu, host)
+    return TRACES[key]
 
 
-# ---- the parts of a step, traced
+def bytes_by_kind(trainer, live):
+    """({kind: bytes on the GPU}, {kind: bytes in host memory}) of what is there for the whole step."""
+    kinds = {}  # {id of a storage: kind}; two parameters may be one, or share a slot of StreamedWeights
+    for name, p in trainer.model.named_parameters():
+        kind = kind_of(name, p)
+        stored = [p, *getattr(p, "host_pages", ())]
+        kinds |= {id(rows.untyped_storage()): kind for rows in nf4.rows_of(stored)}
+    for state in trainer.optimizer.state.values():
+        # the number of steps may be a tensor on the CPU
+        rows = nf4.rows_of(t for t in state.values() if t.is_meta)
+        kinds |= {id(t.untyped_storage()): "optimizer" for t in rows}
+    on_gpu = Counter()
+    host = Counter()
+    for storage, kind in kinds.items():
+        where = host if storage in live.on_host else on_gpu
+        where[kind] += live.sizes[storage]
+    return on_gpu, host
 
 
-class Variant(NamedTuple):
-    """What the memory of a block depends on beside the flags. Blocks of one variant are traced once."""
-
-    config: lm.Config  # describes a model of such blocks alone
-    keeps: "Blocks"  # what they keep
-    has_input_gradient: bool  # something below the block is trained
+def kind_of(name, p):
+    if p.dtype is torch.uint8:
+        return "quantized weights"
+    return "adapters" if "lora_" in name else "weights"
 
 
-class Weight(NamedTuple):
-    """This rank's rows of a parameter."""
+class Watch:
+    """Begins a moment of LiveBytes where a step gets to the embedding, a block, the head with the norm below
+    it, and the same in the backward from the end; and to the update. A backward begins when the gradient of
+    a module's output is there.
 
-    name: str
-    kind: str  # one of KINDS
-    n_bytes: int
-    n_dims: int
-    is_trained: bool
-    state_bytes: int  # of the optimizer
-    update_bytes: int  # temporaries of its update, if --optim_in_backward makes that one by one
+    Its hooks come before FSDP2's, so that what these gather for a module counts as the module's."""
+
+    def __init__(self, live, trainer):
+        model = trainer.model
+        self.live = live
+        self.n_forwards = 0
+        self.without_gradient = trainer.trained
+        self.gradients = 0  # bytes
+        self.gradients_on_host = 0
+        self.gradients_at = Counter()  # {Moment: bytes}
+        model.register_forward_pre_hook(self.before_model, prepend=True)
+        model.register_forward_hook(lambda _, __, loss: self.begin_backward_at(loss, "head"))
+        layers = model.model.layers
+        for i, block in enumerate(layers):
+            # The most is alive at one end of the model, and at which one depends on how many blocks there are.
+            which = {0: "first", len(layers) - 1: "last"}.get(i, "between")
+            block.register_forward_pre_hook(functools.partial(self.before_block, which), prepend=True)
+            block.register_forward_hook(functools.partial(self.after_block, which), prepend=True)
+        layers[0].register_forward_pre_hook(
+            lambda _, inputs: self.begin_backward_at(inputs[0], "embedding"), prepend=True)
+        model.model.norm.register_forward_pre_hook(self.before_head, prepend=True)
+        if not trainer.in_backward:
+            trainer.optimizer.register_step_pre_hook(lambda *_: self.begin("update", "update"))
+
+    def before_model(self, *_):
+        self.n_forwards += 1
+        self.begin("forward", "embedding")
+
+    def before_block(self, which, *_):
+        self.begin("forward", "block", which)
+
+    def after_block(self, which, _, __, x):
+        self.begin_backward_at(x, "block", which)
+
+    def before_head(self, *_):
+        self.begin("forward", "head")
+        self.host_at_head = self.live.host - self.gradients_on_host  # bytes of weights and activations
+
+    def begin_backward_at(self, x, *phase):
+        if x.requires_grad:
+            x.register_hook(lambda _: self.begin("backward", *phase))
+
+    def begin(self, direction, *phase):
+        moment = Moment(self.n_forwards, direction, *phase)
+        self.live.begin(moment)
+        new = [p for p in self.without_gradient if p.grad is not None]
+        if new:
+            self.without_gradient = [p for p in self.without_gradient if p.grad is None]
+            for rows in nf4.rows_of(p.grad for p in new):
+                storage = id(rows.untyped_storage())
+                if storage in self.live.on_host:
+                    self.gradients_on_host += self.live.sizes[storage]
+                else:
+                    self.gradients += rows.nbytes
+        self.gradients_at[moment] = max(self.gradients_at[moment], self.gradients)
 
 
-class TracedWeights(NamedTuple):
-    rows: list  # [Weight]
-    step_bytes: int  # temporaries of the optimizer's step
+# ---- the step of a whole model in whole rows, from few blocks and short rows
+
+UNIT = 1024  # tokens of a piece of a short row
+PIECES = "tiled_mlp", "ce_chunk"  # flags: how many tokens a loop takes at a time
 
 
-class BlockTrace(NamedTuple):
-    """What is known of a block of the model."""
-
-    trace: dict  # see trace_step()
-    weights: TracedWeights
-    place: int  # the number, in these, of the block that stands for this one
-
-    def rows(self):
-        beginning = f"model.layers.{self.place}."
-        return [weight for weight in self.weights.rows if weight.name.startswith(beginning)]
-
-
-class Stretch(NamedTuple):
-    """Bytes of the forward or the backward of a part, beside what there is when it begins."""
-
-    peak: int  # the most in it
-    left: int  # what it leaves: what a forward saves, a backward frees
-    gradients: int  # those among `left` that are for the optimizer
+def extrapolate(run, blocks):
+    """-> Trace of a step, in a fraction of the time of trace()."""
+    n_layers = run.config.num_hidden_layers
+    kinds = [blocks.kept_by(i, n_layers) for i in range(n_layers)]
+    if len(set(kinds)) > 2:  # no search asks for that
+        return trace(run, blocks)
+    step = from_few_blocks(run, kinds[-1])
+    if kinds[0] != kinds[-1]:
+        step = in_two_groups(from_few_blocks(run, kinds[0]), step, kinds.count(kinds[0]) / n_layers)
+    if 0 < blocks.n_resident < n_layers:
+        step = with_resident(step, run, blocks)
+    return step
 
 
-def variants_of_blocks(run, blocks):
-    """-> [(Variant, number in it of the block that stands for this one)] of each block. Blocks may differ in
-    what they keep, in whether their input has a gradient, and in the lists of the config. Equal ones are one
-    object."""
-    config = run.config
+def in_two_groups(first, last, share):
+    """-> Trace of a model in which that share of the blocks, the first ones, are as in one trace, and the
+    last ones as in the other."""
+    step = along_line(last, first, share)
+    for (moment, what), n_bytes in first.alive.items():
+        if moment.phase != "block":
+            continue
+        # The first blocks run before the last ones have kept anything, or when all of that is free again.
+        step.alive[in_front(moment), what] = n_bytes
+        # The last ones run while all is there that the first ones keep. How much more or less that is than
+        # if these were like the last, the head tells.
+        if (moment, what) in last.alive:
+            head = Moment(moment.n_forward, "forward", "head"), "start"
+            more = share * (first.alive[head] - last.alive[head])
+            step.alive[moment, what] = last.alive[moment, what] + round(more)
+    for moment, n_bytes in first.gradients.items():
+        step.gradients[in_front(moment)] = n_bytes
+    return step
+
+
+def in_front(moment):
+    return moment._replace(which=f"{moment.which} of those in front")
+
+
+def with_resident(step, run, blocks):
+    """The Trace of a model whose blocks all come from host memory -> of one with --resident_blocks."""
+    layers = lm.on_meta(run.config, run.args).model.layers
+    streamed = blocks.streamed(len(layers))
+    resident = Counter()  # {kind: bytes} of this rank's frozen weights
+    for i, block in enumerate(layers):
+        for p in frozen_of(block) if i not in streamed else ():
+            resident[kind_of("", p)] += p.nbytes // run.shards
+    alive = Counter({key: n + resident.total() for key, n in step.alive.items()})
+    # the host has what is between none of the blocks and all
+    all_resident = from_few_blocks(run, blocks.kept_by(0, len(layers))._replace(n_resident=len(layers)))
+    on_host = along_line(step, all_resident, blocks.n_resident / len(layers)).on_host
+    return step._replace(alive=alive, on_gpu=step.on_gpu + resident, on_host=on_host)
+
+
+def from_few_blocks(run, blocks):
+    """-> Trace of a model whose blocks all keep the same: it is on a line through two models of few."""
+    n_layers = run.config.num_hidden_layers
+    few, more = numbers_of_few(run)
+    if more >= n_layers:
+        few = n_layers
+    small = of_blocks(run, range(few))
+    step = from_short_rows(small, blocks)
+    if few < n_layers:
+        larger = from_short_rows(of_blocks(run, range(more)), blocks)
+        step = along_line(step, larger, (n_layers - few) / (more - few))
+    return with_pieces(step, small, blocks)
+
+
+def numbers_of_few(run):
+    """-> two numbers of blocks, from which on all that blocks add to the bytes of a step is equal."""
+    n_layers = run.config.num_hidden_layers
+    period = period_of(run.config)
+    few = max(3, period)
+    # Neighbours of a block are in memory with it: FSDP2 gathers the next one, --offload activations brings
+    # back the one before. So each type of block is once neither the first one nor the last.
+    if run.args.fsdp2 or run.args.offload:
+        few = period + 2
+    if run.args.lora and not set(run.args.lora_targets) & set(lm.MLP_TARGETS):
+        few += period  # mixers of one type may have no adapter, and those below the first one save nothing
+    few += (n_layers - few) % period
+    return few, few + period
+
+
+def is_linear(run, blocks):
+    """Whether a third model of few blocks is on the line through two. It is not if a fork changes blocks by
+    their number, or shards some of them together."""
+    few, more = numbers_of_few(run)
+    third = 2 * more - few
+    if third >= run.config.num_hidden_layers:
+        return True
+    blocks = blocks.kept_by(0, run.config.num_hidden_layers)
+    steps = [from_short_rows(of_blocks(run, range(n)), blocks) for n in (few, more, third)]
+    told = peaks_of(along_line(*steps[:2], 2))
+    return all(abs(told[moment] - n) < 0.001 * n for moment, n in peaks_of(steps[2]).items())
+
+
+def period_of(config):
+    """How many blocks repeat themselves: one, or every four in a hybrid."""
     n_layers = config.num_hidden_layers
-    lists = list(lists_of(config).values())
-    trained = [trains_block(run, layer_type) for layer_type in config.layer_types]
-    numbers = [(i,) for i in range(n_layers)]  # of the blocks that are traced together for block i
-    places = [0] * n_layers
-    if run.args.fsdp2:
-        n_in_unit = once(blocks_in_unit, run, (*UNSEEN_BY_OPTIMIZER, "optim", "stochastic_rounding"))
-        few, places = places_among_others(lists, trained, n_in_unit)
-        numbers = [few] * n_layers
-    made = {}
-    variants = []
-    for i in range(n_layers):
-        has_input_gradient = run.trains_vocabulary or (not run.args.fsdp2 and any(trained[:i]))
-        entries = tuple(values[j] for values in lists for j in numbers[i])
-        key = entries, blocks.kept_by(i, n_layers), has_input_gradient
-        if key not in made:
-            made[key] = Variant(of_blocks(config, numbers[i]), *key[1:])
-        variants.append((made[key], places[i]))
-    return variants
+    lists = lists_of(config).values()
+    return next(n for n in range(1, n_layers + 1) if all(values[n:] == values[:-n] for values in lists))
 
 
 def lists_of(config):
@@ -3524,286 +3761,88 @@ def lists_of(config):
     return {name: value for name, value in fields.items() if isinstance(value, list)}
 
 
-def of_blocks(config, numbers):
-    """-> Config of a model that has some of the blocks alone."""
-    entries = {name: [values[i] for i in numbers] for name, values in lists_of(config).items()}
-    return dataclasses.replace(config, num_hidden_layers=len(numbers), **entries)
+def of_blocks(run, numbers):
+    """-> Run of a model that has some of the blocks alone."""
+    entries = {name: [values[i] for i in numbers] for name, values in lists_of(run.config).items()}
+    return run._replace(config=dataclasses.replace(run.config, num_hidden_layers=len(numbers), **entries))
 
 
-def places_among_others(lists, trained, n_in_unit):
-    """FSDP2 gathers and reduces other units while one runs, and has the first and the last one longer. So
-    blocks run together: -> (numbers of the first blocks of a model, [which of them stands for each block]).
-
-    Behind the first trained block the model repeats itself: every block, or every four in a hybrid. All that
-    is left out are whole repetitions, so that each block has the neighbours that it has in the model, and
-    none but those of the first and the last unit stand for these."""
-    n_layers = len(trained)
-    period = next(n for n in range(1, n_layers + 1) if all(values[n:] == values[:-n] for values in lists))
-    period = math.lcm(period, n_in_unit)
-    begin = trained.index(True) if any(trained) else 0
-    begin = nf4.ceil_div(begin + 1, n_in_unit) * n_in_unit  # of what repeats itself
-    end = n_layers - n_in_unit
-    n_left_out = max(0, (end - begin) // period - 1) * period
-    places = list(range(n_layers - n_left_out))
-    if n_left_out:
-        repeated = [begin + (i - begin) % period for i in range(begin, end)]
-        places = [*places[:begin], *repeated, *places[end - n_left_out :]]
-    return range(n_layers - n_left_out), places
+def from_short_rows(run, blocks):
+    """As trace(): long rows are on a line through two short ones."""
+    short, *longer = short_rows(run, blocks)
+    step = trace(short, blocks)
+    for long in longer:
+        times = (run.length - short.length) / (long.length - short.length)
+        step = along_line(step, trace(long, blocks), times)
+    return step
 
 
-def blocks_in_unit(run):
-    """How many blocks FSDP2 gathers together: one, but a fork's shard_() may have chosen more."""
-    from torch.distributed.fsdp import FSDPModule
-
-    few = range(min(8, run.config.num_hidden_layers))
-    with on_paper(run):
-        model = lm.on_meta(of_blocks(run.config, few), run.args)
-        shard_(model, run.args, torch.device("meta"))
-        units = [id(block._get_fsdp_state()) for block in model.model.layers if isinstance(block, FSDPModule)]
-    return max(Counter(units).values(), default=1)
-
-
-def trains_block(run, layer_type):
-    """Whether a block of this type has trained weights."""
-    if not run.args.lora:
-        return True
-    targets = (*lm.mixer_targets(run.config, layer_type), *lm.MLP_TARGETS)
-    return any(name in run.args.lora_targets for name in targets)
-
-
-TRACES = {}  # {what a trace depends on: its result}
-# Flags that choose_blocks() and ladder() turn and that make no difference to a trace of the model, or to one
-# of the optimizer: what they make a block keep is Variant.keeps. Any other flag, and any that a fork adds,
-# makes another trace.
-UNSEEN = "activation_checkpointing", "resident_blocks", "offload", "clip"
-UNSEEN_BY_OPTIMIZER = (*UNSEEN, "tiled_mlp", "chunked_ce", "ce_chunk", "batch_size", "grad_accum",
-                       "sequence_parallel")
-
-
-def once(function, run, unseen, *rest):
-    """function(run, *rest), which runs once for the same `rest`, as many ranks, and the same flags but for
-    those in `unseen`."""
-    flags = [flag for flag in vars(run.args).items() if flag[0] not in unseen]
-    key = repr((function.__name__, flags, "params" in run.args.offload, run.world, rest))
-    if key not in TRACES:
-        TRACES[key] = function(run, *rest)
-    return TRACES[key]
-
-
-def traced(run, variant, length):
-    """As trace_step(), for rows of any length, and once for each variant and length."""
-    unseen = UNSEEN
-    if not run.args.optim_in_backward:  # no update is in the trace
-        unseen += ("optim", "stochastic_rounding")
-    return once(trace_rows, run, unseen, variant, length)
-
-
-def trace_rows(run, variant, length):
-    """As trace_step(), but of long rows by two traces of short ones: every number of a trace is linear in the
-    tokens once each loop over tokens has run two pieces. A layer that loops over tokens in pieces of its own
+def short_rows(run, blocks):
+    """-> [Run] with rows of two and of three pieces: from there on every number of a trace is linear in the
+    tokens. Or the run itself, if that has few pieces. A layer that loops over tokens in pieces of its own
     adds their size here."""
     args = run.args
-    rows = args.batch_size / args.sequence_parallel
-    pieces = [args.tiled_mlp or 0, args.ce_chunk, lm.chunk_length(torch.device("meta"))]
-    if variant.keeps.segment < args.batch_size * length:  # Gated DeltaNet mixes more than one
-        pieces.append(variant.keeps.segment)
-    piece = max(pieces) / rows
-    if args.precision in ("fp16", "fp32") and variant.config.sliding_window < length:  # see lm.sdpa()
-        piece = max(piece, variant.config.sliding_window)
-    short, long = (math.ceil(n_pieces * piece) for n_pieces in (2, 3))
-    if length <= long:
-        return trace_step(run, variant, length)
-    times = (length - long) / (long - short)
-    return extended(traced(run, variant, short), traced(run, variant, long), times)
+    rows = args.batch_size / args.sequence_parallel  # of a rank
+    n_tokens = run.length * rows
+    pieces = {flag: getattr(args, flag) for flag in PIECES if getattr(args, flag)}
+    unit = min(UNIT, max(16, n_tokens / 4))
+    if blocks.segment < args.batch_size * run.length:  # Gated DeltaNet mixes more than one, of all ranks
+        unit = max(unit / min(args.sequence_parallel, 2), blocks.segment / args.sequence_parallel)
+    if args.precision in ("fp16", "fp32") and run.config.sliding_window < run.length:  # see lm.sdpa()
+        unit = max(unit, run.config.sliding_window * rows)
+    # A short loop takes less time than two traces. That of the loss does not run in each block.
+    if n_tokens <= 8 * min(unit, args.tiled_mlp or unit, 8 * (args.ce_chunk or unit)):
+        return [run]
+    # no loop runs for more than 24 pieces
+    sizes = {flag: math.ceil(min(max(n, unit / 8), unit)) for flag, n in pieces.items() if n < n_tokens}
+    changed = argparse.Namespace(**vars(args) | sizes)
+    return [run._replace(length=math.ceil(n * unit / rows), args=changed) for n in (2, 3)]
 
 
-def extended(short, long, times):
-    """The trace of rows that are longer than those of `long` by `times` what these are longer than those of
-    `short`."""
-    longest = {}
-    for part, most in long.items():
-        longest[part] = {}
-        for what in most.keys() & short[part].keys():
-            longest[part][what] = round(most[what] + times * (most[what] - short[part][what]))
-    return longest
+def with_pieces(step, run, blocks):
+    """Adds to a Trace from short_rows() what it lacks because its pieces had another size than those of the
+    run: bytes are linear in that, too."""
+    short = short_rows(run, blocks)[0]
+    for flag in PIECES:
+        size = getattr(short.args, flag)
+        if size != getattr(run.args, flag):
+            halved = argparse.Namespace(**vars(short.args) | {flag: size // 2})
+            times = (getattr(run.args, flag) - size) / (size - size // 2)
+            step = extended(step, trace(short._replace(args=halved), blocks), trace(short, blocks), times)
+    return step
 
 
-def trace_step(run, variant, length):
-    """Runs a model of such blocks forward and backward on the meta device -> {(number of the micro-batch,
-    pass, part): LiveBytes.most}, in the order of the step. The last entry is where it ends; a part without a
-    backward has none for that."""
-    args = run.args
-    weights = weights_of(run, variant.config) if args.optim_in_backward else None
-    with on_paper(run) as live:
-        model = model_on_paper(variant.config, args, variant.keeps)
-        if args.fsdp2:
-            shard_(model, args, torch.device("meta"))
-        if run.streams and not run.trains_vocabulary:
-            StreamedVocabulary(model, torch.device("meta"))
-        if args.optim_in_backward:
-            update_in_backward(model, weights)
-        if variant.has_input_gradient and not run.trains_vocabulary:
-            # as if a block were there whose output needs a gradient
-            leaf = torch.zeros((), device="meta", requires_grad=True)
-            model.model.embed_tokens.register_forward_hook(lambda _, __, x: x.add_(leaf))
-        marks = Marks(live, model)
-        lengths = [length]
-        if args.grad_accum > 1:  # what an earlier micro-batch leaves does not depend on its tokens
-            lengths = [min(length, 128), length]
-        for i, its_length in enumerate(lengths):
-            marks.micro_batch = i
-            if args.fsdp2:
-                reduce_gradients_(model, i == len(lengths) - 1, run.trains_vocabulary)
-            run_on_paper(model, marks, batch_on_paper(args, its_length), args)
-        marks.begin("end")
-    del live.most["before"]  # the step
-    return live.most
+def along_line(few, more, times):
+    """The Trace that has `times` as much more than `few` as `more` has."""
+    return extended(few, few, more, times)
 
 
-def weights_of(run, config):
-    """As trace_weights(), once for each config."""
-    return once(trace_weights, run, UNSEEN_BY_OPTIMIZER, config)
+def extended(step, few, more, times):
+    """Adds `times` what `more` has more than `few` to a Trace."""
+
+    def add(total, a, b):
+        return Counter({key: round(total[key] + times * (b[key] - a[key])) for key in total | a | b})
+
+    total = Trace(*map(add, step, few, more))
+    in_all = step.alive.keys() & few.alive.keys() & more.alive.keys()
+    return total._replace(alive=Counter({key: total.alive[key] for key in in_all}))
 
 
-def trace_weights(run, config):
-    """Runs the optimizer on the weights of such a model -> TracedWeights. What a fork's optimizer gathers
-    from other ranks is not in it."""
-    args = run.args
-    with on_paper(run) as live:
-        model = lm.on_meta(config, args)
-        if args.fsdp2:
-            shard_(model, args, torch.device("meta"))
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        optimizer = make_optimizer(trained, args, torch.zeros((), device="meta"))
-        updates = {}  # {name: bytes}
-        if args.optim_in_backward:
-            for name, p in trained.items():
-                updates[name] = bytes_of_step(live, optimizer, [p])
-        step_bytes = bytes_of_step(live, optimizer, trained.values())
-        rows = [weight_of(name, p, optimizer, updates.get(name, 0)) for name, p in model.named_parameters()]
-    if "params" in args.offload:  # the CPU updates the weights
-        step_bytes = 0
-        rows = [weight._replace(update_bytes=0) for weight in rows]
-    return TracedWeights(rows, step_bytes)
-
-
-def bytes_of_step(live, optimizer, params):
-    """-> the most that an optimizer allocates to update some parameters."""
-    for p in params:
-        p.grad = torch.empty_like(p)
-    live.begin("step")
-    optimizer.step()
-    for p in params:
-        p.grad = None
-    return max(live.most["step"].values()) - live.most["step"]["start"]
+# ---- ranks that are not there
 
 
 @contextlib.contextmanager
 def on_paper(run):
-    """As lm.on_paper(), among ranks that are not there if the run has FSDP2."""
-    ranks = ranks_on_paper(run.world) if run.args.fsdp2 else contextlib.nullcontext()
-    with lm.on_paper() as live, ranks:
+    """As lm.on_paper(), among ranks that are not there if the run has several, or FSDP2."""
+    has_group = run.args.fsdp2 or run.world > 1
+    with contextlib.ExitStack() as exits:
+        live = exits.enter_context(lm.on_paper())
+        # as Module.to_empty() there: what lies elsewhere from now on is counted there
+        calls = [(sys.modules[__name__], "move_", lambda p, device: live.move(p, "gpu"))]
+        exits.enter_context(lm.replaced(calls))
+        if has_group:
+            exits.enter_context(ranks_on_paper(run.world, live))
         yield live
-
-
-def run_on_paper(model, marks, batch, args):
-    """The forward and the backward of a micro-batch."""
-    marks.begin("forward", "embedding")
-    loss, _ = loss_of(model, batch, args)
-    marks.begin("backward", "head")
-    marks.live.in_backward = True
-    if loss.requires_grad:
-        loss.backward()
-    marks.live.in_backward = False
-
-
-class Marks:
-    """Begins parts of LiveBytes where a model gets there: in a forward the embedding, each block, and the
-    head with the norm below it, in a backward the same from the end. A backward begins when the gradient of
-    the part's output is there.
-
-    Its hooks come before FSDP2's, so that what these gather for a part is counted in the part.
-
-    Set from outside: micro_batch, its number."""
-
-    def __init__(self, live, model):
-        self.live = live
-        self.without_gradient = [p for p in model.parameters() if p.requires_grad]
-        self.gradient_bytes = 0
-        for i, block in enumerate(model.model.layers):
-            block.register_forward_pre_hook(functools.partial(self.before_block, i), prepend=True)
-            block.register_forward_hook(functools.partial(self.after_block, i), prepend=True)
-        model.model.norm.register_forward_pre_hook(lambda _, __: self.begin("forward", "head"), prepend=True)
-
-    def before_block(self, i, _, inputs):
-        self.shared = inputs[1:]  # RoPE's angles, for example: blocks below need them, too
-        if i == 0:
-            self.begin_backward_at(inputs[0], "embedding")
-        self.begin("forward", i)
-
-    def after_block(self, i, _, __, x):
-        self.begin_backward_at(x, i)
-
-    def begin_backward_at(self, x, part):
-        if x.requires_grad:
-            x.register_hook(lambda _: self.begin("backward", part))
-
-    def begin(self, direction, part=None):
-        self.live.begin((self.micro_batch, direction, part))
-        new = [p for p in self.without_gradient if p.grad is not None]
-        if new:
-            self.without_gradient = [p for p in self.without_gradient if p.grad is None]
-            for rows in nf4.rows_of(p.grad for p in new):
-                # --offload params has gradients in host memory, where LiveBytes counts none
-                if id(rows.untyped_storage()) in self.live.sizes:
-                    self.gradient_bytes += rows.nbytes
-        self.live.part["gradients"] = self.gradient_bytes
-
-
-def stretches_of(trace):
-    """-> {(number of the micro-batch, pass, part): Stretch}."""
-    stretches = {}
-    for (mark, most), (_, behind) in itertools.pairwise(trace.items()):
-        start = most["start"]
-        stretches[mark] = Stretch(
-            max(most.values()) - start, behind["start"] - start, behind["gradients"] - most["gradients"])
-    return stretches
-
-
-def model_on_paper(config, args, keeps):
-    """The model as main wraps it, but for FSDP2."""
-    model = lm.on_meta(config, args)
-    if args.sequence_parallel > 1:
-        model.sequence_group = argparse.Namespace(size=lambda: args.sequence_parallel, rank=lambda: 0)
-    if args.compile:
-        lm.compile_(model, args.packing)
-    wrap_blocks_(model, args.tiled_mlp, keeps)
-    return model
-
-
-def update_in_backward(model, weights):
-    """What StepInBackward does on one rank. weights: TracedWeights of the model."""
-    n_bytes = {weight.name: weight.update_bytes for weight in weights.rows}
-
-    def update(name, p):
-        torch.empty(n_bytes[name], dtype=torch.uint8, device="meta")
-        p.grad = None
-
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            p.register_post_accumulate_grad_hook(functools.partial(update, name))
-
-
-def weight_of(name, p, optimizer, update_bytes):
-    """-> Weight."""
-    kind = "adapters" if "lora_" in name else "weights"
-    if p.dtype is torch.uint8:
-        kind = "quantized weights"
-    # the number of steps may be a tensor on the CPU
-    state = [t for t in optimizer.state[p].values() if t.is_meta] if p.requires_grad else []
-    state_bytes = sum(rows.nbytes for rows in nf4.rows_of(state))
-    n_bytes = nf4.local(p).rows.nbytes
-    return Weight(name, kind, n_bytes, p.dim(), p.requires_grad, state_bytes, update_bytes)
 
 
 class StreamOnPaper:
@@ -3836,7 +3875,7 @@ WORLDS = {}  # {number of ranks: {name in torch: the groups that traces share, s
 
 
 @contextlib.contextmanager
-def ranks_on_paper(world):
+def ranks_on_paper(world, live):
     """A context in which this process is rank 0 of a group whose other ranks are not there, beside the group
     of the run if there is one. In it FSDP2 shards a model on the meta device, and "moves" to host memory what
     --offload params has there, see LiveBytes.
@@ -3847,8 +3886,14 @@ def ranks_on_paper(world):
     The names of torch that begin with _ are private, and the same in torch 2.11, 2.13 and 2.14. If a later
     one lacks some, this is an AttributeError, and tests/test_trace_plan.py says what to do."""
     from torch.distributed import distributed_c10d
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def pin_on_paper(param):
+        """FSDPParam.reset_sharded_param(), which does nothing on the meta device."""
+        if param.pin_memory:
+            live.move(param.sharded_param, "pinned")
 
     if world not in WORLDS:
         WORLDS[world] = {name: {} for name in GROUP_TABLES} | {"_world": distributed_c10d._World()}
@@ -3860,6 +3905,7 @@ def ranks_on_paper(world):
         (sys, "excepthook", sys.excepthook),  # each new group puts a "[rank0]" before all errors
         # of a block that FSDP2 has gathered and no backward has used
         (torch.accelerator, "current_stream", StreamOnPaper),
+        (FSDPParam, "reset_sharded_param", pin_on_paper),
         # these two refuse weights on the meta device
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         (FSDPParamGroup, "_validate_cpu_offload_params", lambda group: None),
@@ -3903,158 +3949,10 @@ def batch_on_paper(args, length):
         n_targets=n_targets)
 
 
-# ---- what lies somewhere for the whole step
-
-
-def where_weights_lie(run, traces, streamed):
-    """-> ({kind: bytes on the GPU} of weights and optimizer, {kind: bytes of host memory} of these and of
-    gradients). A flag that keeps a tensor for a whole step adds it here, under one of KINDS."""
-    on_device = Counter()
-    host = Counter()
-    offloads = "params" in run.args.offload
-    is_tied = run.config.tie_word_embeddings
-    for i, weight in weights_of_model(traces):
-        # frozen weights of blocks may stay, see allocate_()
-        may_stay = run.args.lora and not weight.is_trained and i is not None
-        stays = may_stay and (i not in streamed or (run.streams and weight.n_dims < 2))
-        if stays or not offloads:
-            on_device[weight.kind] += weight.n_bytes
-        elif may_stay and run.streams:
-            host["pinned weights"] += bytes_in_pages(weight.n_bytes)
-        elif run.streams and weight.name == data.EMBEDDING and not weight.is_trained and not is_tied:
-            host[weight.kind] += weight.n_bytes  # StreamedVocabulary pins the head alone
-        else:
-            host[weight.kind] += pinned_bytes(weight.n_bytes)
-            if weight.is_trained:
-                host["gradients"] += pinned_bytes(weight.n_bytes)
-        state = host if offloads else on_device
-        state["optimizer"] += weight.state_bytes
-    if run.streams:
-        # the two slots, each as large as the largest block that is streamed
-        sizes = [frozen_matrices(traces[i]) for i in streamed]
-        for _ in streamed[:2]:
-            on_device += max(sizes, key=Counter.total)
-    return on_device, dict(+host)
-
-
-def weights_of_model(traces):
-    """Yields (number of the block or None, Weight) of the whole model. traces: of each block."""
-    for weight in traces[0].weights.rows:
-        if not weight.name.startswith("model.layers."):
-            yield None, weight
-    for i, trace in enumerate(traces):
-        for weight in trace.rows():
-            yield i, weight
-
-
-def frozen_matrices(trace):
-    """{kind: bytes} of the matrices of a block that are not trained."""
-    kinds = Counter()
-    for weight in trace.rows():
-        if not weight.is_trained and weight.n_dims > 1:
-            kinds[weight.kind] += weight.n_bytes
-    return kinds
-
-
-def pinned_bytes(n_bytes):
-    """Host memory of a tensor that FSDP2 offloads: torch's pinned allocator rounds up to a power of two. Its
-    option pinned_max_round_threshold_mb ends that, but may overflow buffers (torch 2.13, pytorch #192722)."""
-    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
-
-
-def bytes_in_pages(n_bytes):
-    """Host memory of a tensor in pages, see pages_of(): what is behind the last whole one is rounded."""
-    return n_bytes // PAGE * PAGE + pinned_bytes(n_bytes % PAGE)
-
-
-# ---- the step of the whole model, event by event
-
-
-class Event(NamedTuple):
-    """What is on the GPU at an instant of the step that may be its peak."""
-
-    moment: str  # "block 3"
-    kinds: Counter  # {kind: bytes}
-
-
-class PlacedPart(NamedTuple):
-    """A part of the whole model, and what stands for it."""
-
-    moment: str  # "block 3"
-    stretches: dict  # see stretches_of()
-    part: str | int  # of a trace
-    moved: int  # bytes of its input that --offload activations moves to host memory
-
-
-def parts_of_model(run, traces, input_bytes):
-    """-> [PlacedPart], in the order of the forward. traces: of each block."""
-    made = {}  # once for all blocks of a variant
-    for block in traces:
-        if id(block.trace) not in made:
-            made[id(block.trace)] = stretches_of(block.trace)
-    stretches = [made[id(block.trace)] for block in traces]
-    parts = [PlacedPart("embedding", stretches[0], "embedding", 0)]
-    for i, block in enumerate(traces):
-        # Two inputs are on the GPU: one in use, and one on its way to the host or back.
-        moved = input_bytes if 0 < i < len(traces) - 1 else 0
-        parts.append(PlacedPart(f"block {i}", stretches[i], block.place, moved))
-    parts.append(PlacedPart("head and loss", stretches[-1], "head", 0))
-    return parts
-
-
-def events_of_step(run, traces, always, input_bytes):
-    """Yields the Events of a step: each part adds to what is alive what its forward saves, and its backward
-    frees that. traces: of each block. always: {kind: bytes} that are on the GPU all the time. input_bytes: of
-    a block, if --offload activations moves them."""
-    parts = parts_of_model(run, traces, input_bytes)
-    alive = 0
-    gradients = 0
-
-    def event(moment, n_bytes):
-        kinds = always.copy()
-        kinds.update({"gradients": gradients, "kept for backward": alive - gradients, "workspace": n_bytes})
-        return Event(moment, kinds)
-
-    for micro_batch in range(min(2, run.args.grad_accum)):
-        for part in parts:
-            stretch = part.stretches[micro_batch, "forward", part.part]
-            yield event(part.moment, stretch.peak)
-            alive += stretch.left - part.moved
-        for part in reversed(parts):
-            stretch = part.stretches.get((micro_batch, "backward", part.part))
-            if stretch:  # the part does not lie below the first adapter
-                alive += part.moved
-                yield event(part.moment, stretch.peak)
-                alive += stretch.left
-                gradients += stretch.gradients
-    alive = gradients  # FSDP2 frees at the end what replicas have exchanged
-    if not run.args.optim_in_backward:
-        yield event("step", max(block.weights.step_bytes for block in traces))
-
-
-def largest_moments(events):
-    """{moment: {kind: bytes}} of the largest event of each phase: one of the blocks, for example."""
-    largest = {}
-    # a step has hundreds of events, and a reader wants one column for each phase
-    for event in events:
-        phase = event.moment.split()[0]  # "block 3" -> "block"
-        if phase not in largest or event.kinds.total() >= largest[phase].kinds.total():
-            largest[phase] = event
-    # the forward of a block comes first, its backward after the loss: the backward's place is the usual one
-    in_order = [largest[phase] for phase in ("head", "block", "embedding", "step") if phase in largest]
-    return {event.moment: event.kinds for event in in_order}
-
-
 def peak_of(moments):
     """(name of the largest moment, its bytes)."""
     name = max(moments, key=lambda moment: moments[moment].total())
     return name, moments[name].total()
-
-
-def planned_bytes(run, blocks):
-    """What a GPU needs for a step, CUDA's own memory included."""
-    moments, _ = plan(run, blocks)
-    return peak_of(moments)[1] + OVERHEAD
 
 
 class Blocks(NamedTuple):
@@ -4067,12 +3965,13 @@ class Blocks(NamedTuple):
     segment: int = lm.SEGMENT  # tokens that Gated DeltaNet mixes at a time
 
     def kept_by(self, i, n_layers):
-        """-> Blocks of a model of blocks like block i."""
+        """-> Blocks of a model of blocks like block i. Of resident ones it says whether all are."""
         is_recomputed = i < self.n_recomputed
         keeps_weights = i >= n_layers - self.n_weights_kept
         keeps_attention = is_recomputed and i >= self.n_recomputed - self.n_attention_kept
-        return Blocks(*(n_layers * keeps for keeps in (is_recomputed, keeps_weights, keeps_attention)),
-                      segment=self.segment)
+        all_resident = self.n_resident >= n_layers
+        keeps = is_recomputed, keeps_weights, keeps_attention, all_resident
+        return Blocks(*(n_layers * is_on for is_on in keeps), segment=self.segment)
 
     def streamed(self, n_layers):
         """Numbers of the blocks whose frozen weights --offload params has in host memory: the last one, and
@@ -4131,19 +4030,14 @@ def choose_blocks(run, room):
         n_tokens = args.batch_size * run.length
         n_tokens += -n_tokens % args.sequence_parallel  # shards are equal, see Loader.batch()
         choices = segment_choices(n_tokens, choices)
-    # Every choice needs at most the memory of the one before it, so we bisect: about ten plans, each of which
-    # plays a whole step. The last choice comes first: often not even that fits.
-    if planned_bytes(run, choices[-1]) > 0.9 * room:
+
+    def fits(choice):
+        return planned_bytes(run, choice) <= 0.9 * room
+
+    # Each choice needs at most the memory of the one before it. Often not even the last one fits.
+    if not fits(choices[-1]):
         return choices[-1]
-    first = 0
-    last = len(choices) - 1
-    while first < last:
-        middle = (first + last) // 2
-        if planned_bytes(run, choices[middle]) <= 0.9 * room:
-            last = middle
-        else:
-            first = middle + 1
-    return choices[first]
+    return choices[bisect.bisect_left(choices, True, key=fits)]
 
 
 def block_choices(n_layers, can_keep_weights):
@@ -4182,78 +4076,84 @@ def segment_choices(n_tokens, choices):
     return at_once + [choices[-1]._replace(segment=n) for n in shorter]
 
 
-def rungs_of(args):
-    """-> (rungs, last rungs): flags that may lower the peak, cheapest in time first, as they are typed behind
-    the command line; the last ones take much host memory or 4-bit weights, too. Each rung has the flags that
-    it needs. What the user has switched off stays off, but for --chunked_ce. None changes the number of rows
-    per step, except under --optim_in_backward, which cannot accumulate."""
-    offloaded = " ".join(["", *args.offload])  # the words of one --offload replace those of another
+def options_of(args):
+    """-> flags that may lower the peak, cheapest in time first (tests/LOG.md), as they are typed behind the
+    command line; the last ones take much host memory or 4-bit weights, too. Each needs no flag behind it.
+    What the user has switched off stays off, but for --chunked_ce. None changes the number of rows per step,
+    except under --optim_in_backward, which cannot accumulate."""
     rows = args.batch_size * args.grad_accum / args.sequence_parallel  # a step's, per rank
     most_accum = 1 if args.optim_in_backward else math.inf
-    # fp16 is for cards that have no bf16
-    halves = [] if args.precision == "fp16" else ["--precision bf16 --stochastic_rounding"]
-    return [
-        "--fsdp2",
-        "--optim adamw8bit",
-        "--activation_checkpointing all",
-        f"--activation_checkpointing all --offload activations{offloaded}",
-        "--tiled_mlp 4096",
-        "--chunked_ce --ce_chunk 256",
-        # --grad_accum refuses what is not a whole number
-        *(f"--batch_size 1 --grad_accum {min(n * rows, most_accum):g} --sequence_parallel {n}"
-          for n in (1, 2, 4, 8)),
-        "--optim_in_backward --clip 0",
-        *halves,
-    ], [
-        f"--fsdp2 --offload params{offloaded}",
-        "--fsdp2 --activation_checkpointing all --offload activations params",
-        "--qlora",
-    ]
+    options = ["--fsdp2", "--activation_checkpointing all",
+               "--activation_checkpointing all --offload activations"]
+    if not args.tiled_mlp:
+        options.append("--tiled_mlp 4096")
+    if not 0 < args.ce_chunk <= 256:
+        options.append("--chunked_ce --ce_chunk 256")
+    options.append("--optim adamw8bit")
+    for n in (1, 2, 4, 8):
+        if n >= args.sequence_parallel:
+            # --grad_accum refuses what is not a whole number
+            options.append(f"--batch_size 1 --grad_accum {min(n * rows, most_accum):g} --sequence_parallel {n}")
+    options.append("--optim_in_backward --clip 0")
+    if args.precision != "fp16":  # fp16 is for cards that have no bf16
+        options.append("--precision bf16 --stochastic_rounding")
+    return [*options, "--fsdp2 --offload params", "--qlora"]
 
 
-def with_rungs(run, rungs):
-    """A copy of `run` with rungs typed behind the command line. argparse.ArgumentError if they conflict."""
+def with_options(run, options):
+    """A copy of `run` with options typed behind the command line. ArgumentError or ValueError if they cannot
+    be used together."""
     # complete() would take these two for flags that were given
     decided = {"adapter": None, "offload": run.args.offload or None}
     changed = argparse.Namespace(**vars(run.args) | decided)
-    return run._replace(args=parse_args(" ".join(rungs).split(), changed))
+    changed = run._replace(args=parse_args(" ".join(options).split(), changed))
+    check_sizes(changed.args, run.config, run.world)
+    return changed
 
 
-def bytes_with(run, rungs):
-    """What a GPU needs with some rungs, or infinity where their flags cannot be used together."""
+def bytes_with(run, options, room=math.inf):
+    """What a GPU needs with some options; less if even that is more than `room`. Infinity where they cannot
+    be used together."""
     try:
-        changed = with_rungs(run, rungs)
-        check_sizes(changed.args, run.config, run.world)
+        changed = with_options(run, options)
     except (argparse.ArgumentError, ValueError):
         return math.inf
-    return planned_bytes(changed, blocks_as_asked(changed))
+    blocks = blocks_as_asked(changed)
+    least = planned_bytes(short_rows(changed, blocks)[0], blocks)  # takes a third of the time
+    return least if least > room else planned_bytes(changed, blocks)
 
 
-def ladder(run, room):
-    """Finds the rungs, cheapest in time first, that make a run fit into `room` bytes; if none do, all that
-    lower the peak."""
-    need = functools.partial(bytes_with, run)
-    added = []
-    peak = need(added)
-    # Greedy, and not the best of all sets of rungs: the first flags that are named are those that cost the
-    # least time, in the order in which a user would try them.
-    tried = set()
-    rungs, last = rungs_of(run.args)
-    for rung in 2 * [*rungs, *rungs, *last]:  # what does not help at first may help beside later ones
-        if peak <= room:
-            break
-        if rung in added or (rung, len(added)) in tried:
+def usable_options(run):
+    """-> those of options_of() that can be used together and change something, the cheaper ones first."""
+    options = []
+    before = run.args
+    for option in options_of(run.args):
+        try:
+            after = with_options(run, [*options, option]).args
+        except (argparse.ArgumentError, ValueError):
             continue
-        tried.add((rung, len(added)))
-        lower = need([*added, rung])
-        if lower < 0.99 * peak:  # less is not worth a flag
-            added.append(rung)
-            peak = lower
-    for rung in added[::-1]:  # drop what a later one has made needless
-        others = [other for other in added if other != rung]
-        if need(others) <= max(room, peak):
-            added = others
-    return added
+        if after != before:
+            options.append(option)
+            before = after
+    return options
+
+
+def choose_options(run, room):
+    """-> the flags, cheapest in time first, that make a run fit into `room` bytes; if none do, all that lower
+    the peak."""
+    options = usable_options(run)
+    least = bytes_with(run, options)
+    if least > room:
+        data.say("  no flags make it fit: use more ranks, a shorter --seq_len or a smaller model")
+        room = 1.01 * least  # less is not worth a flag
+    # more options never need more: the smallest number of the first ones that is enough
+    n = bisect.bisect_left(range(len(options)), True, key=lambda n: bytes_with(run, options[:n], room) <= room)
+    options = options[:n]
+    for option in reversed(options[:-1]):  # the dearest that others have made needless goes first
+        others = [other for other in options if other != option]
+        if bytes_with(run, others, room) <= room:
+            options = others
+    return options
 
 
 def print_row(name, values):
@@ -4281,7 +4181,7 @@ def print_plan(run, blocks, room):
         if room < math.inf:
             of = f" of {room / GIB:.2f}"
             verdict = ": fits" if need <= room else ": does not fit"
-        # at once: ladder() may take some seconds
+        # at once: choose_options() may take some seconds
         data.say(f"  needs {need / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL){verdict}")
         least = planned_bytes(run, blocks_as_asked(run))
         if least < need:
@@ -4289,7 +4189,7 @@ def print_plan(run, blocks, room):
     if math.isinf(room):
         return
     if need > room:
-        print_ladder(run, room)
+        print_advice(run, room)
     elif fits_unsharded(run, moments[name], room):
         data.say("  note: it fits without --fsdp2, too, and should take less time: GPUs exchange\n"
                  "  nothing but the gradients of adapters then")
@@ -4306,16 +4206,14 @@ def print_moments(moments, largest):
     print_row("all", [kinds.total() for kinds in moments.values()])
 
 
-def print_ladder(run, room):
+def print_advice(run, room):
     """Prints the flags that make a run fit into `room` bytes, and what it needs with them."""
-    added = ladder(run, room)
-    changed = with_rungs(run, added)
+    options = choose_options(run, room)
+    changed = with_options(run, options)
     moments, host = plan(changed, blocks_as_asked(changed))
     need = peak_of(moments)[1] + OVERHEAD
     data.say(f"  it needs {need / GIB:.2f} GiB, and {sum(host.values()) / GIB:.2f} GiB of host memory, with")
-    data.say(f"    {' '.join(added) or 'every flag'}")
-    if need > room:
-        data.say("  use more ranks, a shorter --seq_len or a smaller model")
+    data.say(f"    {' '.join(options) or 'the flags that it has'}")
 
 
 def fits_unsharded(run, kinds, room):

@@ -9,6 +9,7 @@ the code alone. Operators are counted on the meta device, as they are without --
 GPU's default, a profiler counts those of a narrow model on the CPU, where a kernel that torch's compiler has fused
 is one: half a minute for each."""
 
+import argparse
 import functools
 import sys
 from collections import Counter
@@ -84,7 +85,10 @@ def launches_of(preset, flags, n_tokens, n_blocks):
     """Those of a step of a model with some of a preset's blocks."""
     args = parse(preset, flags, n_tokens)
     with lm.on_paper():
-        model = train.model_on_paper(config_of(preset, n_blocks), args, train.Blocks(n_blocks, segment=n_tokens))
+        run = train.Run(args, config_of(preset, n_blocks), 1, n_tokens)
+        ranks = argparse.Namespace(world=1, rank=0, device=torch.device("meta"))
+        blocks = train.Blocks(n_blocks, segment=n_tokens)
+        model = train.build(lm.on_meta(run.config, args), run, blocks, ranks, lambda model: None).model
         model.model.embed_tokens.weight.requires_grad_()  # as if another block were below the first
         with Launches() as launches:
             loss, _ = train.loss_of(model, train.batch_on_paper(args, n_tokens), args)

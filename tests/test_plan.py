@@ -520,76 +520,6 @@ def test_a_run_on_a_cpu_plans_nothing(monkeypatch):
     assert not train.TRACES
 
 
-@pytest.mark.parametrize("flags", [
-    "",
-    "--optim adamw8bit",
-    "--precision bf16 --optim_in_backward",
-    "--grad_accum 2",
-    "--replicas 2",
-    "--replicas 2 --grad_accum 2",
-    "--no-shard_embeddings --no-reshard_after_forward",
-    "--qlora --grad_accum 2",
-    "--lora --resident_blocks 5",
-    "--qlora --replicas 2 --resident_blocks all",
-])
-@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-30b-a3b"])  # tied, and not
-def test_offload_params_takes_off_the_device_what_it_adds_to_the_host(model, flags, monkeypatch):
-    monkeypatch.setattr(train, "pinned_bytes", lambda n_bytes: n_bytes)  # without the rounding of the next test
-    config = config_of(model)
-    argv = ["--model", model, "--seq_len", "1024", "--fsdp2", "--offload", "params", *flags.split()]
-    run = planned(argv, config, 4).run
-    args = run.args
-    blocks = train.blocks_as_asked(run)
-    kept, _ = train.events_and_host(without_offloaded_params(run), blocks)
-    offloaded, host = train.events_and_host(run, blocks)
-    kept = list(kept)
-    offloaded = list(offloaded)
-    gradients = host.pop("gradients")
-    n_arrived = []  # bytes of gradients that the host has when the part of each event begins
-    for before, after in zip(kept, offloaded, strict=True):
-        moved = {kind: before.kinds[kind] - after.kinds[kind] for kind in LIE_STILL}
-        assert {kind: n_bytes for kind, n_bytes in moved.items() if n_bytes} == host, before.moment
-        n_arrived.append(alive(before) - alive(after))
-    assert n_arrived[0] == 0
-    if args.optim_in_backward:  # which frees them
-        return
-    assert n_arrived[-1] == pytest.approx(gradients, rel=1e-3)  # a vector's rows are padded
-    assert offloaded[-1].kinds["workspace"] == 0  # of the update
-    if args.grad_accum > 1:
-        at_first = 0
-        if not args.lora and args.replicas == 1:
-            at_first = gradients  # of the earlier micro-batch
-        n_events = (len(kept) - 1) // 2  # of a micro-batch
-        assert n_arrived[n_events] == pytest.approx(at_first, rel=1e-3, abs=1e4)
-
-
-LIE_STILL = "weights", "quantized weights", "adapters", "optimizer"  # kinds of bytes
-
-
-def alive(event):
-    """Bytes that the parts of a step before this event have left."""
-    return event.kinds["gradients"] + event.kinds["kept for backward"]
-
-
-@pytest.mark.parametrize("preset", ["llama-3.1-8b", "llama-3.2-3b"])  # the second one is tied
-def test_a_streamed_head_is_on_the_gpu_once_and_an_embedding_on_the_host(preset):
-    config = config_of(preset)
-    n_bytes = config.vocab_size * config.hidden_size * 2
-    argv = ["--model", preset, "--qlora", "--seq_len", "512", "--fsdp2", "--offload", "params"]
-    plan = planned([*argv, "--resident_blocks", "0"], config, 1)
-    events, _ = train.events_and_host(plan.run, blocks_of(plan.run))
-    last_block = f"block {config.num_hidden_layers - 1}"
-    forward, head, _, backward = (
-        alive(event) for event in events if event.moment in (last_block, "head and loss"))
-    small = 1 << 25  # a row's activations, and adapters of a block, as FSDP2 gathers them
-    assert n_bytes <= head - forward < n_bytes + small
-    assert abs(backward - forward) < small
-    assert plan.moments["head and loss"]["weights"] < 1 << 20  # of norms, which are on the GPU all the time
-    pinned_head = 1 << (n_bytes - 1).bit_length()
-    embedding = 0 if config.tie_word_embeddings else n_bytes
-    assert 0 <= plan.host["weights"] - embedding - pinned_head < 1 << 20
-
-
 def test_fsdp2_pins_a_power_of_two_of_bytes_for_each_weight():
     config = config_of("llama-3.1-70b")
     argv = ["--model", "llama-3.1-70b", "--qlora", "--seq_len", "1024", "--fsdp2", "--offload", "params"]
@@ -598,23 +528,6 @@ def test_fsdp2_pins_a_power_of_two_of_bytes_for_each_weight():
     shards = [p.nbytes // 4 for p in model.parameters() if p.dtype is torch.uint8]  # all rows divide by 4 ranks
     pinned = [2 ** math.ceil(math.log2(n_bytes)) for n_bytes in shards]  # 28 MiB of gate_proj: 32
     assert sum(shards) < plan.host["quantized weights"] == sum(pinned)
-
-
-# Float32 shards of 8 billion parameters over 4 ranks are 7.5 GiB. The embedding's, 0.5 of these, come last, unless an
-# earlier micro-batch has brought them.
-@pytest.mark.parametrize("more, gib", [("", 7.0), ("--grad_accum 2", 7.5)])
-def test_what_goes_between_replicas_waits_on_the_device(more, gib):
-    def gradients_gib(flags):
-        """At the end of the backward, before the embedding's are there."""
-        argv = ["--model", "llama-3-8b", "--seq_len", "2048", "--fsdp2", "--offload", "params", *flags.split()]
-        plan = planned(argv, config_of("llama-3-8b"), 8)
-        events, _ = train.events_and_host(plan.run, blocks_of(plan.run))
-        *_, before_last, _ = events
-        assert before_last.moment == "embedding"
-        return alive(before_last) / train.GIB
-
-    # without replicas all are on the host by then
-    assert gradients_gib(f"--replicas 2 {more}") - gradients_gib(more) == pytest.approx(gib, abs=0.05)
 
 
 SOME = range(1, 32)  # blocks of 32
@@ -691,7 +604,7 @@ def test_a_forks_optimizer_is_planned_without_an_edit(monkeypatch):
         train.groups_of(named, args.weight_decay, args.embedding_lr), args.lr))
     config = config_of("llama-3.2-1b")
     (step,) = (kinds for moment, kinds in planned(["--model", "llama-3.2-1b"], config, 1).moments.items()
-               if moment == "step")
+               if moment == "update")
     assert step["optimizer"] == step["weights"]
     assert step["workspace"] == 4 * config.vocab_size * config.hidden_size  # float32, of the largest weight
 
@@ -736,19 +649,13 @@ JOBS = [
 
 
 @functools.cache  # two tests ask for the same
-def rungs_for(job, gib):
+def options_for(job, gib):
     """What the search adds to the flags of a job on a GPU with so many GiB."""
-    run = planned(["--model", job.model, *job.flags.split()], config_of(job.model), job.world).run
-    return train.ladder(run, gib * train.GIB + train.OVERHEAD)
+    return train.choose_options(run_of(job), gib * train.GIB + train.OVERHEAD)
 
 
-def with_flags(job, rungs):
-    """The plan of a job with rungs typed behind its flags. ValueError or ArgumentError where they are refused."""
-    config = config_of(job.model)
-    words = " ".join([job.flags, *rungs]).split()
-    plan = planned(["--model", job.model, *words], config, job.world)
-    train.check_sizes(plan.run.args, config, job.world)
-    return plan
+def run_of(job):
+    return planned(["--model", job.model, *job.flags.split()], config_of(job.model), job.world).run
 
 
 def rows_of_a_step(args):
@@ -756,29 +663,22 @@ def rows_of_a_step(args):
 
 
 @pytest.mark.parametrize("job", [pytest.param(job, id="-".join(map(str, job))) for job in JOBS])
-def test_what_the_ladder_adds_is_accepted_fits_and_is_needed(job):
-    room = job.gib * train.GIB
-    rungs = rungs_for(job, job.gib)
-    assert rungs
-    before = with_flags(job, [])
-    after = with_flags(job, rungs)
-    assert after.peak() <= room < before.peak()
-    assert after.run == train.with_rungs(before.run, rungs)
-    for rung in rungs:
-        try:
-            less = with_flags(job, [other for other in rungs if other != rung])
-        except (argparse.ArgumentError, ValueError):  # what is left needs it
-            continue
-        micro_batches = [plan.run.args.grad_accum * plan.run.args.batch_size for plan in (less, after)]
-        assert less.peak() > room or micro_batches[0] != micro_batches[1], rung
+def test_what_the_search_adds_fits_and_is_needed(job):
+    room = job.gib * train.GIB + train.OVERHEAD
+    options = options_for(job, job.gib)
+    run = run_of(job)
+    assert options
+    assert train.bytes_with(run, options) <= room < train.bytes_with(run, [])
+    for option in options:
+        assert train.bytes_with(run, [other for other in options if other != option]) > room, option
 
 
 @pytest.mark.parametrize("gib", ["its own", 1])  # with 1 GiB all that helps is added
 @pytest.mark.parametrize("job", [pytest.param(job, id="-".join(map(str, job))) for job in JOBS])
-def test_the_ladder_turns_no_flag_the_wrong_way(job, gib):
-    rungs = rungs_for(job, job.gib if gib == "its own" else gib)
-    run = with_flags(job, []).run
-    changed = train.with_rungs(run, rungs)
+def test_the_search_turns_no_flag_the_wrong_way(job, gib):
+    options = options_for(job, job.gib if gib == "its own" else gib)
+    run = run_of(job)
+    changed = train.with_options(run, options)
     before = run.args
     after = changed.args
     assert set(before.offload) <= set(after.offload)
@@ -802,7 +702,8 @@ def test_flags_are_added_to_settings_that_came_with_an_adapter():
     args = train.parse_args(["--model", "qwen3-4b", "--dry_run", "--adapter", "folder"])
     # as complete_for_model() does
     vars(args).update(lora_rank=8, lora_alpha=4, lora_dropout=0.1, lora_targets=["q_proj"])
-    changed = train.with_rungs(train.Run(args, None, 1, 1024), ["--optim adamw8bit", "--qlora"])
+    config = config_of("qwen3-4b")
+    changed = train.with_options(train.Run(args, config, 1, 1024), ["--optim adamw8bit", "--qlora"])
     assert vars(changed.args) == vars(args) | {"adapter": None, "optim": "adamw8bit", "qlora": True}
 
 
