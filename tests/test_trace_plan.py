@@ -140,6 +140,20 @@ def test_few_blocks_tell_of_every_preset(preset, flags):
     assert +told.on_host == pytest.approx(+whole.on_host, rel=0.002)
 
 
+@pytest.mark.parametrize("flags", ["--fsdp2 --world 4", "--fsdp2 --qlora", "--fsdp2 --qlora --world 2"])
+def test_what_offload_params_takes_off_the_gpu_is_on_the_host(flags):
+    """By StreamedWeights and by FSDP2."""
+    flags = f"--model llama-3.1-8b --seq_len 256 {flags}"
+    stays = train.extrapolate(run_of(flags), train.Blocks(32))
+    streamed = train.extrapolate(run_of(f"{flags} --offload params"), train.Blocks(32))
+    assert not +stays.on_host
+    for kind, n_bytes in stays.on_gpu.items():
+        gone = n_bytes - streamed.on_gpu[kind]
+        # All but vectors, and the two blocks that StreamedWeights has on the GPU.
+        assert gone >= 0.93 * n_bytes, kind
+        assert gone <= streamed.on_host[kind] <= 2 * n_bytes, kind  # pinned memory is a power of two
+
+
 def test_memory_that_has_stood_for_the_hosts_is_counted_when_it_is_used_again():
     with lm.on_paper() as live:
         for _ in range(100):  # a new storage often gets the id of the last one that has gone
