@@ -3745,7 +3745,7 @@ def is_linear(run, blocks):
     blocks = blocks.kept_by(0, run.config.num_hidden_layers)
     steps = [from_short_rows(of_blocks(run, range(n)), blocks) for n in (few, more, third)]
     told = peaks_of(along_line(*steps[:2], 2))
-    return all(abs(told[moment] - n) < 0.001 * n for moment, n in peaks_of(steps[2]).items())
+    return all(abs(told[moment] - n) <= 0.001 * n for moment, n in peaks_of(steps[2]).items())
 
 
 def period_of(config):
