@@ -3497,9 +3497,15 @@ def plan(run, blocks):
     return table, dict(+step.on_host)
 
 
-def planned_bytes(run, blocks):
-    """What a GPU needs for a step, CUDA's own memory included."""
-    return max(peaks_of(extrapolate(run, blocks)).values()) + OVERHEAD
+def planned_bytes(run, blocks, room=math.inf):
+    """What a GPU needs for a step, CUDA's own memory included; less, if even that is more than `room`."""
+
+    def need(run):
+        return max(peaks_of(extrapolate(run, blocks, with_host=False)).values()) + OVERHEAD
+
+    short = short_rows(run, blocks)[0]
+    least = need(short)  # takes a third of the time
+    return least if least > room or short == run else need(run)
 
 
 # ---- a step on the meta device
@@ -3653,8 +3659,9 @@ UNIT = 1024  # tokens of a piece of a short row
 PIECES = "tiled_mlp", "ce_chunk"  # flags: how many tokens a loop takes at a time
 
 
-def extrapolate(run, blocks):
-    """-> Trace of a step, in a fraction of the time of trace()."""
+def extrapolate(run, blocks, with_host=True):
+    """-> Trace of a step, in a fraction of the time of trace(). with_host: whether its host memory has to be
+    right with --resident_blocks, too, which takes more time."""
     n_layers = run.config.num_hidden_layers
     kinds = [blocks.kept_by(i, n_layers) for i in range(n_layers)]
     if len(set(kinds)) > 2:  # no search asks for that
@@ -3664,6 +3671,10 @@ def extrapolate(run, blocks):
         step = in_two_groups(from_few_blocks(run, kinds[0]), step, kinds.count(kinds[0]) / n_layers)
     if 0 < blocks.n_resident < n_layers:
         step = with_resident(step, run, blocks)
+        if with_host:  # it has what is between none of the blocks and all
+            all_resident = from_few_blocks(run, kinds[-1]._replace(n_resident=n_layers))
+            on_host = along_line(step, all_resident, blocks.n_resident / n_layers).on_host
+            step = step._replace(on_host=on_host)
     return step
 
 
@@ -3700,10 +3711,7 @@ def with_resident(step, run, blocks):
         for p in frozen_of(block) if i not in streamed else ():
             resident[kind_of("", p)] += p.nbytes // run.shards
     alive = Counter({key: n + resident.total() for key, n in step.alive.items()})
-    # the host has what is between none of the blocks and all
-    all_resident = from_few_blocks(run, blocks.kept_by(0, len(layers))._replace(n_resident=len(layers)))
-    on_host = along_line(step, all_resident, blocks.n_resident / len(layers)).on_host
-    return step._replace(alive=alive, on_gpu=step.on_gpu + resident, on_host=on_host)
+    return step._replace(alive=alive, on_gpu=step.on_gpu + resident)
 
 
 def from_few_blocks(run, blocks):
@@ -3743,7 +3751,8 @@ def is_linear(run, blocks):
     if third >= run.config.num_hidden_layers:
         return True
     blocks = blocks.kept_by(0, run.config.num_hidden_layers)
-    steps = [from_short_rows(of_blocks(run, range(n)), blocks) for n in (few, more, third)]
+    short = short_rows(run, blocks)[0]
+    steps = [trace(of_blocks(short, range(n)), blocks) for n in (few, more, third)]
     told = peaks_of(along_line(*steps[:2], 2))
     return all(abs(told[moment] - n) <= 0.001 * n for moment, n in peaks_of(steps[2]).items())
 
@@ -4032,7 +4041,7 @@ def choose_blocks(run, room):
         choices = segment_choices(n_tokens, choices)
 
     def fits(choice):
-        return planned_bytes(run, choice) <= 0.9 * room
+        return planned_bytes(run, choice, 0.9 * room) <= 0.9 * room
 
     # Each choice needs at most the memory of the one before it. Often not even the last one fits.
     if not fits(choices[-1]):
@@ -4112,15 +4121,12 @@ def with_options(run, options):
 
 
 def bytes_with(run, options, room=math.inf):
-    """What a GPU needs with some options; less if even that is more than `room`. Infinity where they cannot
-    be used together."""
+    """planned_bytes() with some options, or infinity where they cannot be used together."""
     try:
         changed = with_options(run, options)
     except (argparse.ArgumentError, ValueError):
         return math.inf
-    blocks = blocks_as_asked(changed)
-    least = planned_bytes(short_rows(changed, blocks)[0], blocks)  # takes a third of the time
-    return least if least > room else planned_bytes(changed, blocks)
+    return planned_bytes(changed, blocks_as_asked(changed), room)
 
 
 def usable_options(run):

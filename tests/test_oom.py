@@ -28,7 +28,7 @@ class Failure(NamedTuple):
 
 FAILURES = {failure.name: failure for failure in (
     Failure(data, "tokenized", 0, "main > open_data (data.py:"),
-    Failure(data, "load_weights_", 0, "main > build > load_weights (train.py:"),
+    Failure(data, "load_weights_", 0, "main > build > load_weights_ (train.py:"),
     Failure(lm.Transformer, "forward", 2, "main > train_step > loss_of (train.py:"),
     Failure(torch.Tensor, "backward", 2, "main > train_step (train.py:"),
     Failure(torch.optim.AdamW, "step", 2, "main > train_step > step_if_finite (train.py:"),
