@@ -3663,9 +3663,11 @@ def extrapolate(run, blocks, with_host=True):
     """-> Trace of a step, in a fraction of the time of trace(). with_host: whether its host memory has to be
     right with --resident_blocks, too, which takes more time."""
     n_layers = run.config.num_hidden_layers
+    if n_layers <= numbers_of_few(run)[1]:
+        return from_short_rows(run, blocks)
     kinds = [blocks.kept_by(i, n_layers) for i in range(n_layers)]
     if len(set(kinds)) > 2:  # no search asks for that
-        return trace(run, blocks)
+        return from_short_rows(run, blocks)
     step = from_few_blocks(run, kinds[-1])
     if kinds[0] != kinds[-1]:
         step = in_two_groups(from_few_blocks(run, kinds[0]), step, kinds.count(kinds[0]) / n_layers)
@@ -3716,16 +3718,9 @@ def with_resident(step, run, blocks):
 
 def from_few_blocks(run, blocks):
     """-> Trace of a model whose blocks all keep the same: it is on a line through two models of few."""
-    n_layers = run.config.num_hidden_layers
     few, more = numbers_of_few(run)
-    if more >= n_layers:
-        few = n_layers
-    small = of_blocks(run, range(few))
-    step = from_short_rows(small, blocks)
-    if few < n_layers:
-        larger = from_short_rows(of_blocks(run, range(more)), blocks)
-        step = along_line(step, larger, (n_layers - few) / (more - few))
-    return with_pieces(step, small, blocks)
+    steps = [from_short_rows(of_blocks(run, range(n)), blocks) for n in (few, more)]
+    return along_line(*steps, (run.config.num_hidden_layers - few) / (more - few))
 
 
 def numbers_of_few(run):
@@ -3777,12 +3772,18 @@ def of_blocks(run, numbers):
 
 
 def from_short_rows(run, blocks):
-    """As trace(): long rows are on a line through two short ones."""
+    """As trace(): long rows are on a line through two short ones, and on one through two sizes of each piece."""
     short, *longer = short_rows(run, blocks)
-    step = trace(short, blocks)
+    first = step = trace(short, blocks)
     for long in longer:
         times = (run.length - short.length) / (long.length - short.length)
-        step = along_line(step, trace(long, blocks), times)
+        step = along_line(first, trace(long, blocks), times)
+    for flag in PIECES:
+        size = getattr(short.args, flag)
+        if size != getattr(run.args, flag):
+            halved = argparse.Namespace(**vars(short.args) | {flag: size // 2})
+            times = (getattr(run.args, flag) - size) / (size - size // 2)
+            step = extended(step, trace(short._replace(args=halved), blocks), first, times)
     return step
 
 
@@ -3806,19 +3807,6 @@ def short_rows(run, blocks):
     sizes = {flag: math.ceil(min(max(n, unit / 8), unit)) for flag, n in pieces.items() if n < n_tokens}
     changed = argparse.Namespace(**vars(args) | sizes)
     return [run._replace(length=math.ceil(n * unit / rows), args=changed) for n in (2, 3)]
-
-
-def with_pieces(step, run, blocks):
-    """Adds to a Trace from short_rows() what it lacks because its pieces had another size than those of the
-    run: bytes are linear in that, too."""
-    short = short_rows(run, blocks)[0]
-    for flag in PIECES:
-        size = getattr(short.args, flag)
-        if size != getattr(run.args, flag):
-            halved = argparse.Namespace(**vars(short.args) | {flag: size // 2})
-            times = (getattr(run.args, flag) - size) / (size - size // 2)
-            step = extended(step, trace(short._replace(args=halved), blocks), trace(short, blocks), times)
-    return step
 
 
 def along_line(few, more, times):
@@ -4085,13 +4073,12 @@ def segment_choices(n_tokens, choices):
     return at_once + [choices[-1]._replace(segment=n) for n in shorter]
 
 
-def options_of(args):
+def options_of(args, splits_rows=False, n_dear=0):
     """-> flags that may lower the peak, cheapest in time first (tests/LOG.md), as they are typed behind the
-    command line; the last ones take much host memory or 4-bit weights, too. Each needs no flag behind it.
-    What the user has switched off stays off, but for --chunked_ce. None changes the number of rows per step,
-    except under --optim_in_backward, which cannot accumulate."""
-    rows = args.batch_size * args.grad_accum / args.sequence_parallel  # a step's, per rank
-    most_accum = 1 if args.optim_in_backward else math.inf
+    command line, each with what it needs. What the user has switched off stays off, but for --chunked_ce.
+    None changes the number of rows per step, except under --optim_in_backward, which cannot accumulate: so
+    there is either that or splits_rows. n_dear: how many of the last ones, which take much host memory or 4-bit
+    weights."""
     options = ["--fsdp2", "--activation_checkpointing all",
                "--activation_checkpointing all --offload activations"]
     if not args.tiled_mlp:
@@ -4099,14 +4086,18 @@ def options_of(args):
     if not 0 < args.ce_chunk <= 256:
         options.append("--chunked_ce --ce_chunk 256")
     options.append("--optim adamw8bit")
-    for n in (1, 2, 4, 8):
-        if n >= args.sequence_parallel:
-            # --grad_accum refuses what is not a whole number
-            options.append(f"--batch_size 1 --grad_accum {min(n * rows, most_accum):g} --sequence_parallel {n}")
-    options.append("--optim_in_backward --clip 0")
+    if splits_rows:
+        rows = args.batch_size * args.grad_accum / args.sequence_parallel  # a step's, per rank
+        most_accum = 1 if args.optim_in_backward else math.inf
+        for n in (1, 2, 4, 8):
+            if n >= args.sequence_parallel:
+                accum = f"{min(n * rows, most_accum):g}"  # refused if it is not a whole number
+                options.append(f"--batch_size 1 --grad_accum {accum} --sequence_parallel {n}")
+    else:
+        options.append("--optim_in_backward --clip 0")
     if args.precision != "fp16":  # fp16 is for cards that have no bf16
         options.append("--precision bf16 --stochastic_rounding")
-    return [*options, "--fsdp2 --offload params", "--qlora"]
+    return [*options, *("--fsdp2 --offload params", "--qlora")[:n_dear]]
 
 
 def with_options(run, options):
@@ -4129,29 +4120,32 @@ def bytes_with(run, options, room=math.inf):
     return planned_bytes(changed, blocks_as_asked(changed), room)
 
 
-def usable_options(run):
-    """-> those of options_of() that can be used together and change something, the cheaper ones first."""
-    options = []
+def usable(run, options):
+    """-> those of options that can be used together and change something, the first ones first."""
+    used = []
     before = run.args
-    for option in options_of(run.args):
+    for option in options:
         try:
-            after = with_options(run, [*options, option]).args
+            after = with_options(run, [*used, option]).args
         except (argparse.ArgumentError, ValueError):
             continue
         if after != before:
-            options.append(option)
+            used.append(option)
             before = after
-    return options
+    return used
 
 
 def choose_options(run, room):
     """-> the flags, cheapest in time first, that make a run fit into `room` bytes; if none do, all that lower
     the peak."""
-    options = usable_options(run)
-    least = bytes_with(run, options)
-    if least > room:
+    for n_dear, splits_rows in itertools.product(range(3), (False, True)):
+        options = usable(run, options_of(run.args, splits_rows, n_dear))
+        least = bytes_with(run, options, room)
+        if least <= room:
+            break
+    else:
         data.say("  no flags make it fit: use more ranks, a shorter --seq_len or a smaller model")
-        room = 1.01 * least  # less is not worth a flag
+        room = 1.01 * bytes_with(run, options)  # less is not worth a flag
     # more options never need more: the smallest number of the first ones that is enough
     n = bisect.bisect_left(range(len(options)), True, key=lambda n: bytes_with(run, options[:n], room) <= room)
     options = options[:n]

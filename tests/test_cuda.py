@@ -568,6 +568,8 @@ def check_where_ends_are():
         return head_forward(head, *inputs)
 
     def clip_and_check_(params, clip):
+        if params[0].is_meta:  # the plan's
+            return clip_gradients_(params, clip)
         (model,) = models
         head = model.lm_head.weight
         embedding = model.model.embed_tokens.weight
@@ -636,6 +638,8 @@ def check_where_blocks_are():
 
     def clip_and_check_(params, clip):
         for p in params:
+            if p.is_meta:  # the plan's
+                continue
             assert p.to_local().is_pinned()
             assert not p.grad.to_local().is_cuda
         return clip_gradients_(params, clip)

@@ -564,7 +564,8 @@ class Stuck(NamedTuple):
 
 
 STUCK = {
-    "stopped in loading": Stuck(stop_this_process, "data", "stacked_rows", "main > agree > gather (train.py:"),
+    "stopped in loading": Stuck(
+        stop_this_process, "data", "stacked_rows", "build > load_weights_ > agree > gather (train.py:"),
     "a stuck disk in a save": Stuck(
         read_from_a_dead_disk, "train", "write_rows", "save > write > agree > gather (train.py:"),
 }
@@ -879,7 +880,7 @@ def test_a_signal_to_one_rank_before_the_first_step_ends_all_with_one_message(jo
     codes = start_ranks(3, signalled_early, (argv, "load_weights_", signal.SIGTERM), logs)
     said = "".join(log.read_text() for log in logs)
     assert codes == [1, 1, 130], said
-    assert the_error(said).startswith("another rank has ended, or hangs, while this one was at step 0, in main > ")
+    assert the_error(said).startswith("another rank has ended, or hangs, while this one was at step 0, in build > ")
     assert not (tmp_path / "run").exists()
 
 
