@@ -110,11 +110,18 @@ def listing(names):
     return first_names(sorted(names), 5)
 
 
+LFS_POINTER = b"version https://git-lfs"
+
+
 def check_is_file(path):
-    """Raises a ValueError if something else than a file has this name. Reading a pipe would wait for its
-    writer for ever, and some devices have no end."""
+    """Raises a ValueError if something else than a file has this name, or a file that git-lfs has not fetched.
+    Reading a pipe would wait for its writer for ever, and some devices have no end."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path}: not a file, but a folder, a pipe or a device")
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ValueError(f"{path}: a pointer of git-lfs, and not the file itself: git lfs pull")
 
 
 def read_json(path):
@@ -1474,6 +1481,7 @@ def files_of(name, revisions):
     path = Path(name)
     file_type = name.lower().removesuffix(".gz").rpartition(".")[2]
     if path.is_file():
+        check_is_file(path)
         if file_type not in FILE_TYPES:
             raise ValueError(f"{name}: not a format that is read; {EXPECTED}")
         return file_type, [path]
@@ -2609,6 +2617,12 @@ SHAPES = {
 }
 PRESETS = {name: preset.config() for name, preset in SHAPES.items()}  # {name: dict as config.json}
 
+
+
+def is_preset(name):
+    return name in PRESETS and not os.path.isdir(name)  # what is on the disk comes first
+
+
 # ---------------- finding and reading a model
 
 HEAD = "lm_head.weight"
@@ -2651,16 +2665,17 @@ def result_in(name, *files):
 def find_result(name):
     """--model -> (model, adapter or None). The name may be the folder of a run, which stands for its merged/,
     or else its final/, or the folder of an adapter, which stands for the adapter and its base model."""
-    folder = result_in(name, *CONFIGS)
+    folder = None if name == "tiny" else result_in(name, *CONFIGS)
     if folder is None or (folder / CONFIG).exists():
-        return str(folder or name), None
+        # ./tiny as it was typed: it is no built-in model
+        return name if folder in (None, Path(name)) else str(folder), None
     config = read_json(folder / ADAPTER_CONFIG)
     return str(config.get("base_model_name_or_path"))[:1000], str(folder)
 
 
 def find_model(name, random_init, revisions=None):
     """--model -> ModelFiles. A Hub id is downloaded. revisions: see tokenized()."""
-    if name in PRESETS:
+    if is_preset(name):
         return ModelFiles(PRESETS[name], TINY, None, name)
     # consolidated.safetensors would be the same weights once more
     weight_files = [] if random_init else ["model*.safetensors"]
@@ -2677,6 +2692,9 @@ def find_adapter(name, revisions=None):
 def folder_of(flag, name, config, weight_files, revisions):
     """The folder of a model or an adapter, which has a file `config`. A Hub id is downloaded."""
     folder = TINY if name == "tiny" else Path(name)
+    if folder.is_file():
+        what = format_of_files([name]) or f"give the folder that it is in, with its {config}"
+        raise ValueError(f"--{flag} {name}: a file: {what}")
     if not folder.is_dir():
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             others = f", tiny or, with --random_init, {' '.join(PRESETS)}" if flag == "model" else ""
@@ -2695,7 +2713,23 @@ def results_below(folder):
     for flag, config in (("model", CONFIG), ("adapter", ADAPTER_CONFIG)):
         for levels in ("", "*/", "*/*/"):
             found += [f"--{flag} {path.parent}" for path in folder.glob(levels + config)]
-    return f"give {listing(found)}" if found else "expected a folder as transformers or PEFT save it"
+    found = f"give {listing(found)}" if found else "expected a folder as transformers or PEFT save it"
+    return format_of_files(os.listdir(folder)) or found
+
+
+# {the end of a file's name: what it is, and what to do}
+OTHER_FORMATS = {
+    ".gguf": "GGUF is llama.cpp's format, mostly of quantized weights: give the model that it was made of",
+    ("params.json", "consolidated.safetensors", ".00.pth"): "the format that Meta and Mistral have for "
+        "themselves: download the model as transformers saves it, config.json and model*.safetensors",
+    (".pth", ".pt", ".bin"): ".bin, .pt and .pth are pickles, which can run code: transformers' save_pretrained "
+        "writes safetensors",
+}
+
+
+def format_of_files(names):
+    """What files of another format are, or None."""
+    return next((what for end, what in OTHER_FORMATS.items() if any(n.endswith(end) for n in names)), None)
 
 
 def download(flag, name, weight_files, revisions):
@@ -2802,9 +2836,10 @@ class WeightFiles:
         for path in self.files:
             check_is_file(path)
             if not path.exists():
-                raise ValueError(f"{path}: no such file: the download is incomplete (several files need "
-                                 f"their {single}.index.json), or the weights are .bin files, which can run "
-                                 "code (transformers' save_pretrained writes safetensors)")
+                why = ("the download is incomplete (several files need their "
+                       f"{single}.index.json), or the weights are .bin files, which can run "
+                       "code (transformers' save_pretrained writes safetensors)")
+                raise ValueError(f"{path}: no such file: {format_of_files(os.listdir(self.folder)) or why}")
             self.open_file(path)
 
     def open_file(self, path):

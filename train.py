@@ -279,11 +279,26 @@ def column(text):
     raise argparse.ArgumentTypeError(f"{text}: expected COLUMN=KEY with one of the keys {keys}")
 
 
+def local_path(text):
+    """The type of a flag that names a file or a folder."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text}: a URL, and no path on this machine")
+    return os.path.expanduser(text)  # a shell leaves the ~ of --out=~/run as it is
+
+
+def path_or_id(text):
+    """The type of a flag that takes names of the Hub, too. The address of a page there becomes its id."""
+    page = re.fullmatch(r"(?:https?://(?:www\.)?(?:huggingface|hf)\.co/|hf://)(?:datasets/|models/)?"
+                        r"([\w.-]+/[\w.-]+)(?:/tree/main|/viewer)?/?(?:[?#].*)?", text)
+    return page[1] if page else local_path(text)
+
+
 WHOLE = number(int)
 WHOLE_OR_0 = number(int, zero_too=True)
 AMOUNT = number(float)
 AMOUNT_OR_0 = number(float, zero_too=True)
-PATH = os.path.expanduser  # a shell leaves the ~ of --out=~/run as it is
+PATH = local_path
+NAME = path_or_id
 SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
 DEMO_DATA = ["stdlib:docs"]
@@ -340,6 +355,18 @@ WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, a
 MARKS = "fixed", "feature", "everyday", "needs"
 
 
+class StoreOnce(argparse._StoreAction):
+    """A flag with one value. argparse lets the last one count where it is given twice, without a word."""
+
+    given = None
+
+    def __call__(self, parser, namespace, value, option=None):
+        if self.given not in (None, value):
+            refuse(f"{option}: given twice, {self.given} and {value}: leave one of the two out")
+        self.given = value
+        super().__call__(parser, namespace, value, option)
+
+
 def declare(group, *names, **options):
     """Adds a flag to a group, with MARKS as attributes: argparse keeps those that it does not know."""
     marks = {mark: options.pop(mark, None) for mark in MARKS}
@@ -350,7 +377,7 @@ def add(group, flag, value_type, default, text, **options):
     """Adds a flag that has a value. Where the default is None, the text says what that means."""
     if default is not None:
         text += f" (default: {default})"
-    if value_type not in (str, PATH):
+    if value_type not in (str, PATH, NAME):
         options.setdefault("metavar", "N")
     if options.get("nargs") in ("+", "*"):  # a list that is given twice adds up
         options["action"] = "extend"
@@ -372,11 +399,12 @@ def make_parser():
     parser = argparse.ArgumentParser(
         usage="[torchrun --nproc_per_node N | python] train.py [flags]", description=__doc__.split("\n\n")[0],
         add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.register("action", None, StoreOnce)
     declare(parser, "-h", "--help", "--help_all", action="help", everyday=True,
             help="print the most used flags, with --help_all all flags, and exit")
 
     model = parser.add_argument_group("model")
-    add(model, "--model", PATH, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
+    add(model, "--model", NAME, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
         "run, or with --random_init one of " + ", ".join(data.PRESETS) + " (default: tiny, or the base of "
         "--adapter)", everyday=True)
     switch(model, "--random_init", "start from random weights in the shapes of --model", fixed=True)
@@ -384,7 +412,7 @@ def make_parser():
         "mixed: train in float32, multiply in bf16; fp16: the same in fp16, with a loss scale; bf16, fp32: "
         "do both in that format (default: mixed; without bf16 instructions fp16 on a GPU, fp32 on a CPU)",
         choices=("mixed", "bf16", "fp16", "fp32"), fixed=True, feature=True)
-    add(model, "--adapter", PATH, None,
+    add(model, "--adapter", NAME, None,
         "folder or Hub id of a PEFT adapter, or the folder of a run, to train further with its rank, alpha, "
         "rsLoRA and targets (default: none)")
 
@@ -416,9 +444,9 @@ def make_parser():
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
         "has a gate_proj, too, that name alone is the MLP's)",
         nargs="+", metavar="LAYER", fixed=True, needs="lora")
-    add(method, "--add_tokens", PATH, None, "tokens to append to the vocabulary, which messages may "
-        "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
-        "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
+    add(method, "--add_tokens", os.path.expanduser, None, "tokens to append to the vocabulary, which "
+        "messages may spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, "
+        "and where V grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
         nargs="+", metavar="TOKEN", fixed=True)
 
     add_data_flags(parser)
@@ -430,12 +458,12 @@ def make_parser():
 
 def add_data_flags(parser):
     dataset = parser.add_argument_group("data")
-    add(dataset, "--data", PATH, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
+    add(dataset, "--data", NAME, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
         ".gz of these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split "
         "train if none is named) or folders of datasets' save_to_disk(), or the built-in stdlib:docs and "
         "stdlib:code; a pattern in quotes stands for the files that it matches; a file given twice is read "
         "twice per epoch (default: stdlib:docs)", nargs="+", everyday=True)
-    add(dataset, "--eval_data", PATH, None,
+    add(dataset, "--eval_data", NAME, None,
         "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
         "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
         "different ones (default: none)",
@@ -678,7 +706,7 @@ def complete(args):
 
 def find_results(args):
     """Puts results in the place of the folders of runs that stand for them in --model and --adapter."""
-    if args.model is None and args.adapter and not os.path.isdir(args.adapter):
+    if args.model is None and args.adapter and not os.path.exists(args.adapter):
         refuse(f"--adapter {args.adapter}: no such folder; if it is on the Hub, give its base, too, as "
                "--model")
     if args.model is None:
@@ -777,7 +805,7 @@ def refuse_conflicts(args):
     if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
         refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
     # A preset has no weights. Without this error a user could take noise for a model.
-    if args.model in data.PRESETS and not (args.random_init or args.dry_run):
+    if data.is_preset(args.model) and not (args.random_init or args.dry_run):
         refuse(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
                f"--model {data.PRESETS[args.model]['_name_or_path']}")
     sharding = args.replicas > 1 or not args.reshard_after_forward or not args.shard_embeddings

@@ -7,6 +7,7 @@ file says how the tests are laid out, and which test holds which promise.
 another_machine.py lets them run as on another machine.
 """
 
+import argparse
 import atexit
 import contextlib
 import faulthandler
@@ -171,8 +172,32 @@ def start_fork_server():
             os.chdir(folder)
 
 
+@pytest.fixture(autouse=True)
+def later_values_count(monkeypatch, request):
+    """A test changes a flag of its job by giving it again, which train.py refuses. test_bad_input.py tries that."""
+    if request.module.__name__ != "test_bad_input":
+        import train
+
+        monkeypatch.setattr(train, "StoreOnce", argparse._StoreAction)
+
+
+def later_counts(argv):
+    """The words of a command without the first of two values of a flag, for processes of their own."""
+    flags = {}
+    name = None  # of what comes before the first flag
+    for word in map(str, argv):
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            flags.pop(name, None)
+        flags.setdefault(name, []).append(word)
+    return [word for words in flags.values() for word in words]
+
+
 def start_ranks(world, function, args, logs, gpu=False):
-    """Runs function(*args) on `world` ranks at once -> their exit codes. TimeoutError if they hang."""
+    """Runs function(*args) on `world` ranks at once -> their exit codes. TimeoutError if they hang. Of two values of
+    a flag in a command line, the first of args, the later one counts."""
+    if args and isinstance(args[0], list):
+        args = later_counts(args[0]), *args[1:]
     if not emulated_cuda.LOADED:
         start_fork_server()
     port = free_port()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import huggingface_hub
 import pytest
 import torch
-from conftest import HERE, MUSE, SHAPE
+from conftest import HERE, MUSE, SHAPE, later_counts
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch.distributed import HashStore
@@ -70,6 +70,17 @@ FLAGS = {  # flags: words of the message
     "--steps 1.5": ["--steps", "1.5", "int"],
     "--steps=--": ["--steps=--: expected a value"],
     "--timeout 1e10": ["--timeout", "1e10: expected above 0, below 1e+08"],
+
+    # twice
+    "--lr 1 --lr=2": ["--lr: given twice, 1.0 and 2.0: leave one"],
+    "--activation_checkpointing 2 --activation_checkpointing": ["--activation_checkpointing: given twice, 2 and all"],
+    "--columns a=text --columns a=input": ["--columns", "a, a: a column can have one key"],
+
+    # addresses are no paths
+    "--out s3://bucket/run": ["--out", "s3://bucket/run: a URL"],
+    "--resume=https://huggingface.co/a/b": ["--resume", "a URL"],
+    "--data https://example.org/a/b.jsonl": ["--data", "a URL"],
+    "--model https://huggingface.co/a/b/tree/abc": ["--model", "a URL"],
 
     # a share of the data, which is held out
     "--eval_data 0": ["--eval_data 0: expected files, or one number alone: a share", "0.02", "2 or more"],
@@ -578,6 +589,21 @@ MODELS = {
     "tokenizer.model alone": Case(
         spoil=[write("model/tokenizer.model", "")],
         says=["model/tokenizer.json: no such file", "AutoTokenizer", ".save_pretrained('model')"]),
+    "a file of another format": Case(
+        spoil=[write("models/x.gguf", "GGUF")],
+        flags="--model models/x.gguf",
+        says=["--model models/x.gguf: a file: GGUF is llama.cpp's format"]),
+    "a file of weights": Case(
+        flags=f"--model {WEIGHTS}",
+        says=[f"--model {WEIGHTS}: a file: give the folder that it is in, with its config.json"]),
+    "a file of an adapter": Case(
+        spoil=[write("adapter/adapter_model.safetensors", "")],
+        flags="--adapter adapter/adapter_model.safetensors",
+        says=["--adapter adapter/adapter_model.safetensors: a file: give the folder", "adapter_config.json"]),
+    "a folder of Meta's": Case(
+        spoil=[write("llama/params.json", "{}"), write("llama/consolidated.00.pth", "")],
+        flags="--model llama",
+        says=["llama: no config.json: the format that Meta and Mistral have", "model*.safetensors"]),
     "tokenizer cut": Case(
         spoil=[write(TOKENIZER, '{"version": "1.0"')],
         says=[TOKENIZER]),
@@ -591,6 +617,11 @@ for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_co
         f"a directory as {name}": Case(says, [take_tiny(), directory(f"model/{name}")]),
     }
 
+for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    MODELS[f"a pointer of git-lfs as {name}"] = Case(
+        says=[f"model/{name}: a pointer of git-lfs", "git lfs pull"],
+        spoil=[take_tiny(), write(f"model/{name}", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n")])
+
 TENSORS = {
     "no weights": Case(
         spoil=[rename(WEIGHTS, "gone")],
@@ -601,6 +632,9 @@ TENSORS = {
     "a pickle": Case(
         spoil=[rename(WEIGHTS, "model/pytorch_model.bin")],
         says=[WEIGHTS, ".bin", "save_pretrained", "safetensors"]),
+    "Mistral's own file alone": Case(
+        spoil=[rename(WEIGHTS, "model/consolidated.safetensors")],
+        says=[WEIGHTS, "the format that Meta and Mistral have"]),
     "another shape": Case(
         spoil=[edit_config(intermediate_size=56)],
         says=["wrong shape", "model.layers.0.mlp.down_proj.weight is [32, 48]", "[32, 56]"]),
@@ -791,6 +825,10 @@ TEXTS = {
         says=["15 rows", "--batch_size", "has 1"]),
 }
 
+TEXTS["a pointer of git-lfs"] = Case(
+    spoil=[take_tiny(), write("a.jsonl", "version https://git-lfs.github.com/spec/v1\n")],
+    flags="--data a.jsonl",
+    says=["a.jsonl: a pointer of git-lfs"])
 RUNS = {
     "out a file": Case(
         spoil=[write("file", "")],
@@ -854,8 +892,7 @@ def test_what_is_wrong_is_named_before_anything_is_written(name, tmp_path, monke
     for change in case.spoil:
         change()
     before = sorted(tmp_path.rglob("*"))
-    # a flag of the case comes later and so counts
-    argv = f"--model model --data chat.jsonl --seq_len 64 --steps 1 --out out {case.flags}".split()
+    argv = later_counts(f"--model model --data chat.jsonl --seq_len 64 --steps 1 --out out {case.flags}".split())
     assert train.launch(argv) == 1
     message = capsys.readouterr().err
     assert message.startswith("train.py: error: ")

@@ -8,7 +8,7 @@ import json
 import shutil
 
 import pytest
-from conftest import HERE, model_with_weights, noted, read_data, run_ranks
+from conftest import HERE, model_with_weights, noted, random_model, read_data, run_ranks
 from safetensors.torch import load_file, save_file
 from test_formats import (
     AGENT, ANSWER, ANSWERED, ASKED, CALL, CHATML, END, LLAMA2, QUESTION, QWEN35, SCHEMA, SCHEMA_TURN, START, calling,
@@ -709,3 +709,42 @@ def test_an_adapter_with_other_names_is_refused_with_the_way_out(tmp_path, grown
     save_file({name.replace(old, new): tensor for name, tensor in load_file(path).items()}, path)
     with pytest.raises(SystemExit, match=rf"adapter: missing: .*; unexpected: .*{new}.*: merge it into its base"):
         opened(base, adapter)
+
+
+# ---------------------------------------------------------------- what is on the disk, flags that are given twice
+
+
+def test_a_list_that_is_given_twice_adds_up():
+    once = "--data a --eval_data b --lora_targets v_proj --template_args x=1 --columns q=text --offload activations"
+    again = "--data c d --eval_data e --lora_targets q_proj --template_args y=2 --columns r=input --offload"
+    args = train.parse_args(f"--lora {once} {again}".split())
+    assert (args.data, args.eval_data, args.lora_targets) == (["a", "c", "d"], ["b", "e"], ["q_proj", "v_proj"])
+    assert args.template_args == ["x=1", "y=2"]
+    assert args.columns == [("q", "text"), ("r", "input")]
+    assert args.offload == ["activations"]
+
+
+def test_one_value_may_be_given_twice():
+    assert train.parse_args("--lr 1e-4 --lr 0.0001 --steps 3".split()).lr == 1e-4
+
+
+@pytest.mark.parametrize("name", ["./tiny", "./llama-3.1-8b", "llama-3.1-8b"])
+def test_a_folder_comes_before_the_built_in_model_or_the_preset_of_its_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    random_model(tmp_path / name, hidden_size=32)
+    args = train.parse_args(["--model", name])
+    assert data.find_model(args.model, random_init=True).config["hidden_size"] == 32
+    # without --model the built-in one is meant, and so it is by its bare name
+    for argv in ([], ["--model", "tiny"]):
+        assert data.find_model(train.parse_args(argv).model, random_init=True).tokenizer == data.TINY
+
+
+@pytest.mark.parametrize("address, name", [
+    ("https://huggingface.co/Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
+    ("https://hf.co/datasets/a/b.c/viewer?row=3", "a/b.c"),
+    ("https://huggingface.co/a/b/tree/main/", "a/b"),
+    ("hf://datasets/a/b", "a/b"),
+])
+def test_the_address_of_a_page_of_the_hub_is_its_id(address, name):
+    args = train.parse_args(["--model", address, "--data", address])
+    assert [args.model, *args.data] == [name, name]
