@@ -2681,7 +2681,8 @@ def find_model(name, random_init, revisions=None):
     weight_files = [] if random_init else ["model*.safetensors"]
     folder = folder_of("model", name, CONFIG, weight_files, revisions)
     base = str(folder.resolve()) if folder in (Path(name), TINY) else name
-    return ModelFiles(read_json(folder / CONFIG), folder, None if random_init else folder, base)
+    weights = None if random_init else folder
+    return ModelFiles(with_tie_of_weights(read_json(folder / CONFIG), weights), folder, weights, base)
 
 
 def find_adapter(name, revisions=None):
@@ -2933,26 +2934,46 @@ def with_vocab_size(raw, n):
     return raw
 
 
+def are_equal(weights, name, other):
+    """Whether two matrices of files have the same shape and numbers."""
+    n_rows = weights.tensors[name].n_rows
+    if weights.tensors[name].shape != weights.tensors[other].shape:
+        return False
+    for i in range(0, n_rows, 4096):
+        stop = min(i + 4096, n_rows)
+        if not torch.equal(weights.rows(name, i, stop), weights.rows(other, i, stop)):
+            return False
+    return True
+
+
 def has_two_matrices(adapter, config):
     """Whether the embedding and the head of an adapter differ although its base ties them: PEFT trains and
     loads each by itself then."""
     names = [PEFT_PREFIX + name for name in (embedding_in_files(config), HEAD)]
-    if not config.tie_word_embeddings or not adapter.tensors.keys() >= {*names}:
-        return False
-    if adapter.tensors[names[0]].shape != adapter.tensors[names[1]].shape:
-        return True
-    for i in range(0, adapter.tensors[names[0]].n_rows, 4096):
-        stop = min(i + 4096, adapter.tensors[names[0]].n_rows)
-        if not torch.equal(*(adapter.rows(name, i, stop) for name in names)):
-            return True
-    return False
+    is_found = adapter.tensors.keys() >= {*names}
+    return config.tie_word_embeddings and is_found and not are_equal(adapter, *names)
 
 
-def untied(raw):
-    """The dict of a config.json of a tied model -> that of a model with a head of its own."""
+def with_tied_head(raw, is_tied):
+    """The dict of a config.json whose head is the embedding, or a matrix of its own."""
     if "text_config" in raw:
-        raw = raw | {"text_config": raw["text_config"] | {"tie_word_embeddings": False}}
-    return raw | {"tie_word_embeddings": False}
+        raw = raw | {"text_config": raw["text_config"] | {"tie_word_embeddings": is_tied}}
+    return raw | {"tie_word_embeddings": is_tied}
+
+
+def with_tie_of_weights(raw, folder):
+    """Where a config.json says both, the weights in the folder decide whether the head is tied, as for
+    transformers: each untied Mistral 3 that its version 5 has saved says true, and in text_config false.
+    Without weights (None) text_config counts."""
+    said = [part.get("tie_word_embeddings") for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
+    if said not in ([True, False], [False, True]):
+        return raw
+    is_tied = said[1]
+    if folder:
+        weights = WeightFiles(folder)
+        names = EMBEDDING.replace("model.", "model.language_model.", 1), HEAD
+        is_tied = not weights.tensors.keys() >= {*names} or are_equal(weights, *names)
+    return with_tied_head(raw, is_tied)
 
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):

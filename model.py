@@ -2338,14 +2338,11 @@ def parse_config(raw, where="config.json"):
 
 
 def with_text_config(raw, decoders, error):
-    """The config.json of a model with a vision tower -> that of its decoder. Whether the head is tied stands
-    at the top and in `text_config`, and each counts for another class of transformers."""
+    """The config.json of a model with a vision tower -> that of its decoder. What stands both at the top and
+    in `text_config` counts there, see with_tie_of_weights() in data.py."""
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") not in decoders:
         raise error("text_config", f"expected an object with model_type {' or '.join(decoders)}")
-    key = "tie_word_embeddings"
-    if key in raw and key in text and raw[key] != text[key]:
-        raise error(key, "differs from the one in text_config")
     return raw | text
 
 

@@ -1075,7 +1075,7 @@ def open_config(args, world, device, random_init, revisions=None):
         raise ValueError(f"{error}{moved if adapter else ''}") from error
     config = lm.parse_config(files.config, f"{args.model}: config.json")
     if adapter and data.has_two_matrices(adapter, config):
-        files = files._replace(config=data.untied(files.config))
+        files = files._replace(config=data.with_tied_head(files.config, False))
     complete_for_model(args, config, adapter_settings, device)
     stored_config = config
     files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter)

@@ -390,14 +390,26 @@ def test_what_the_model_does_not_compute_is_refused_by_name(key, value, words):
         lm.parse_config(raw)
 
 
-def test_a_config_with_a_vision_tower_says_once_whether_the_head_is_tied():
+@pytest.mark.parametrize("head, is_tied", [(None, True), ("the same", True), ("another", False)])
+def test_weights_decide_whether_the_head_is_tied_where_a_config_says_both(tmp_path, head, is_tied):
+    # transformers 5 writes such files of each untied Mistral 3, and reads them so
+    shutil.copytree(TIED, tmp_path / "model")
+    tensors = load_file(TIED / "model.safetensors")
+    embedding = tensors["model.language_model.embed_tokens.weight"]
+    if head:
+        tensors["lm_head.weight"] = embedding.clone() if head == "the same" else embedding.flip(0)
+    save_file(tensors, tmp_path / "model/model.safetensors", {"format": "pt"})
     raw = data.read_json(TIED / "config.json")
     assert lm.parse_config(raw).tie_word_embeddings
-    raw["tie_word_embeddings"] = False
-    with pytest.raises(ValueError, match="tie_word_embeddings = false: differs from the one in text_config"):
-        lm.parse_config(raw)
-    raw["text_config"]["tie_word_embeddings"] = False
-    assert not lm.parse_config(raw).tie_word_embeddings
+    for top, text in ((True, False), (False, True)):
+        changed = raw | {"tie_word_embeddings": top, "text_config": raw["text_config"] | {"tie_word_embeddings": text}}
+        (tmp_path / "model/config.json").write_text(json.dumps(changed))
+        found = data.find_model(str(tmp_path / "model"), random_init=False).config
+        # what a result's config.json says to readers of either place
+        assert found["tie_word_embeddings"] == found["text_config"]["tie_word_embeddings"] == is_tied
+        # a plan has no weights
+        planned = data.find_model(str(tmp_path / "model"), random_init=True).config
+        assert lm.parse_config(planned).tie_word_embeddings == text
 
 
 def test_a_config_without_layer_types_has_attention_in_every_fourth_block():
