@@ -114,14 +114,15 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def check_is_file(path):
-    """Raises a ValueError if something else than a file has this name, or a file that git-lfs has not fetched.
-    Reading a pipe would wait for its writer for ever, and some devices have no end."""
-    if os.path.exists(path) and not os.path.isfile(path):
+    """Raises a ValueError if something else than a file has this name: reading a pipe would wait for its
+    writer for ever, and some devices have no end. Or if git-lfs has not fetched the file."""
+    if not os.path.exists(path):
+        return
+    if not os.path.isfile(path):
         raise ValueError(f"{path}: not a file, but a folder, a pipe or a device")
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise ValueError(f"{path}: a pointer of git-lfs, and not the file itself: git lfs pull")
+    with open(path, "rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{path}: a pointer of git-lfs, and not the file itself: git lfs pull")
 
 
 def read_json(path):
@@ -2617,12 +2618,6 @@ SHAPES = {
 }
 PRESETS = {name: preset.config() for name, preset in SHAPES.items()}  # {name: dict as config.json}
 
-
-
-def is_preset(name):
-    return name in PRESETS and not os.path.isdir(name)  # what is on the disk comes first
-
-
 # ---------------- finding and reading a model
 
 HEAD = "lm_head.weight"
@@ -2649,6 +2644,8 @@ class ModelFiles(NamedTuple):
     base: str  # what a PEFT adapter names as its base
 
 
+# of a quantization_config: what WeightFiles reads, as far as its tensors are NF4 or FP8
+QUANT_METHODS = "bitsandbytes", "fp8", "compressed-tensors"
 # the files by which the folders of models and of adapters are known
 CONFIGS = CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
@@ -2675,14 +2672,27 @@ def find_result(name):
 
 def find_model(name, random_init, revisions=None):
     """--model -> ModelFiles. A Hub id is downloaded. revisions: see tokenized()."""
-    if is_preset(name):
+    if name in PRESETS and not os.path.isdir(name):
         return ModelFiles(PRESETS[name], TINY, None, name)
     # consolidated.safetensors would be the same weights once more
     weight_files = [] if random_init else ["model*.safetensors"]
     folder = folder_of("model", name, CONFIG, weight_files, revisions)
     base = str(folder.resolve()) if folder in (Path(name), TINY) else name
-    weights = None if random_init else folder
-    return ModelFiles(with_tie_of_weights(read_json(folder / CONFIG), weights), folder, weights, base)
+    raw = read_json(folder / CONFIG)
+    text = raw.get("text_config")
+    # Whether the head is tied: each untied Mistral 3 that transformers 5 has saved says true, and in
+    # text_config false. The weights decide then, as for transformers, and in a plan text_config.
+    said = [part.get("tie_word_embeddings") for part in (raw, text) if isinstance(part, dict)]
+    if said in ([True, False], [False, True]):
+        is_tied = said[1] if random_init else HEAD not in WeightFiles(folder).tensors
+        raw = with_tied_head(raw, is_tied)
+    quantization = raw.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") in QUANT_METHODS:
+        # WeightFiles dequantizes. A result is about the model that these weights were made of, if named
+        raw = {key: value for key, value in raw.items() if key != "quantization_config"}
+        if HUB_NAME.fullmatch(str(raw.get("_name_or_path"))):
+            base = raw["_name_or_path"]
+    return ModelFiles(raw, folder, None if random_init else folder, base)
 
 
 def find_adapter(name, revisions=None):
@@ -2718,19 +2728,19 @@ def results_below(folder):
     return format_of_files(os.listdir(folder)) or found
 
 
-# {the end of a file's name: what it is, and what to do}
+# {the ends of the names of files: what they are, and what to do}
 OTHER_FORMATS = {
-    ".gguf": "GGUF is llama.cpp's format, mostly of quantized weights: give the model that it was made of",
-    ("params.json", "consolidated.safetensors", ".00.pth"): "the format that Meta and Mistral have for "
-        "themselves: download the model as transformers saves it, config.json and model*.safetensors",
-    (".pth", ".pt", ".bin"): ".bin, .pt and .pth are pickles, which can run code: transformers' save_pretrained "
-        "writes safetensors",
+    (".gguf",): "GGUF is llama.cpp's format, mostly of quantized weights: give the model that it was made of",
+    ("params.json", "consolidated.safetensors", ".00.pth"):
+        "Meta's or Mistral's own format: take the same model's config.json and model*.safetensors",
+    (".pth", ".pt", ".bin"): ".bin and .pth can run code: transformers' save_pretrained writes safetensors",
 }
 
 
 def format_of_files(names):
     """What files of another format are, or None."""
-    return next((what for end, what in OTHER_FORMATS.items() if any(n.endswith(end) for n in names)), None)
+    found = [what for ends, what in OTHER_FORMATS.items() if any(name.endswith(ends) for name in names)]
+    return found[0] if found else None
 
 
 def download(flag, name, weight_files, revisions):
@@ -2753,6 +2763,12 @@ def download(flag, name, weight_files, revisions):
 # Names as safetensors has them. Weights are read in these types; U8 is for a run's own checkpoints.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U8", torch.int32: "I32"}
+# The types of weights that somebody has quantized, and the ends of the names of the tensors that stand for
+# one matrix: FP8 has a scale, bitsandbytes the others.
+QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+NF4_STATE = ".quant_state.bitsandbytes__nf4"
+PARTS = "", "_scale", "_scale_inv", NF4_STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
+FP8_BLOCK = 128  # rows and columns that share a scale, if it is not that of a row or of the tensor
 
 
 class Stored(NamedTuple):
@@ -2833,15 +2849,19 @@ class WeightFiles:
         self.folder = Path(folder)
         self.files = [self.folder / name for name in weight_files_in(self.folder, single)]
         self.tensors = {}
+        self.quantized = {}  # {name of a matrix: ({one of PARTS: its Stored}, bitsandbytes' state or None)}
+        self.format = "FP8"  # that of these
         self.readers = {}  # {path: its open file}
         for path in self.files:
             check_is_file(path)
             if not path.exists():
-                why = ("the download is incomplete (several files need their "
-                       f"{single}.index.json), or the weights are .bin files, which can run "
-                       "code (transformers' save_pretrained writes safetensors)")
-                raise ValueError(f"{path}: no such file: {format_of_files(os.listdir(self.folder)) or why}")
+                why = format_of_files(os.listdir(self.folder)) or (
+                    f"the download is incomplete (several files need their {single}.index.json), or the "
+                    "weights are .bin files, which can run code (transformers' save_pretrained writes "
+                    "safetensors)")
+                raise ValueError(f"{path}: no such file: {why}")
             self.open_file(path)
+        self.join_quantized()
 
     def open_file(self, path):
         """Adds the tensors of a file."""
@@ -2855,19 +2875,89 @@ class WeightFiles:
         for name in reader.keys():  # noqa: SIM118
             stored = reader.get_slice(name)
             dtype = stored.get_dtype()
-            if dtype not in DTYPES:
+            if dtype not in DTYPES | QUANTIZED:
                 raise ValueError(f"{path}: {listing([name])}: expected float32, float16 or bfloat16, got "
-                                 f"{dtype}; for 4 bits use the unquantized model and --qlora")
-            tensor = Stored(path, tuple(stored.get_shape()), DTYPES[dtype], name)
+                                 f"{dtype}; {lm.UNQUANTIZED}")
+            if name.endswith((".activation_scale", ".input_scale", ".k_scale", ".v_scale")):
+                continue  # of inputs, keys and values, which nothing here quantizes
+            tensor = Stored(path, tuple(stored.get_shape()), (DTYPES | QUANTIZED)[dtype], name)
             for module, matrix in matrices_in(module_name(name), tensor):
                 if module in self.tensors:
                     other = self.tensors[module].path.name
                     raise ValueError(f"{path}: {listing([name])} is in {other} as well")
                 self.tensors[module] = matrix
 
+    def join_quantized(self):
+        """Puts a matrix in the place of the tensors that somebody's quantization has made of it."""
+        for name in list(self.tensors):
+            layer, _, part = name.partition(".weight")
+            if part not in (NF4_STATE, "_scale", "_scale_inv"):
+                continue
+            matrix = f"{layer}.weight"
+            with errors_of(f"{self.folder}: {listing([name])}: not as bitsandbytes or transformers write it"):
+                parts = {part: self.tensors.pop(matrix + part) for part in PARTS
+                         if matrix + part in self.tensors}
+                form = parts[""]._replace(dtype=torch.bfloat16)
+                state = None
+                if part == NF4_STATE:
+                    self.format = "bitsandbytes' NF4"
+                    state = json.loads(bytes(self.whole(parts[part]).tolist()))
+                    N, D = state["shape"]
+                    n_bytes = math.prod(form.shape) * parts[""].dtype.itemsize
+                    if state["blocksize"] != nf4.BLOCK or D % nf4.BLOCK or 2 * n_bytes != N * D:
+                        raise ValueError(f"expected rows in blocks of {nf4.BLOCK}, got {lm.quoted(state)}")
+                    dtype = DTYPE_NAMES[getattr(torch, state["dtype"])]
+                    form = form._replace(shape=(N, D), dtype=DTYPES[dtype])
+                self.tensors[matrix] = form
+                self.quantized[matrix] = parts, state
+                self.scales(matrix)  # so that an error comes now
+        for name, stored in self.tensors.items():
+            if stored.dtype in QUANTIZED.values() and name not in self.quantized:
+                raise ValueError(f"{stored.path}: {listing([name])}: {stored.dtype} in a format that is not "
+                                 f"read; {lm.UNQUANTIZED}")
+
+    def whole(self, stored):
+        return self.readers[stored.path].get_tensor(stored.name)
+
+    def scales(self, name):
+        """[N, M] float32: what each of M blocks in a row of a quantized matrix is multiplied by."""
+        N, D = self.tensors[name].shape
+        parts, state = self.quantized[name]
+        found = {part: self.whole(stored).float() for part, stored in parts.items() if part}
+        if state:
+            absmax = found[".absmax"]
+            if ".nested_absmax" in found:  # it is quantized, too
+                nested = found[".nested_absmax"].repeat_interleave(state["nested_blocksize"])[: len(absmax)]
+                absmax = found[".nested_quant_map"][absmax.int()] * nested + state["nested_offset"]
+            return absmax.view(N, D // nf4.BLOCK)
+        (scales,) = found.values()
+        blocks = nf4.ceil_div(N, FP8_BLOCK), nf4.ceil_div(D, FP8_BLOCK)
+        if scales.numel() == 1 or scales.shape in ((N,), (N, 1)):
+            return scales.view(-1, 1).expand(N, 1)
+        if scales.shape != blocks:
+            raise ValueError(f"scales {list(scales.shape)}, expected one, {N}, or {list(blocks)}")
+        return scales.repeat_interleave(FP8_BLOCK, 0)[:N]
+
     def rows(self, name, start, stop):
-        """Rows [start, stop) of a tensor, on the CPU."""
-        stored = self.tensors[name]
+        """Rows [start, stop) of a tensor, on the CPU; of a quantized one dequantized, in float32."""
+        if name not in self.quantized:
+            return self.read(self.tensors[name], start, stop)
+        N, D = self.tensors[name].shape
+        dtype = self.tensors[name].dtype
+        parts, state = self.quantized[name]
+        n = parts[""].n_rows // N  # of the file for one of the matrix
+        codes = self.read(parts[""], start * n, stop * n)
+        scales = self.scales(name)[start:stop]
+        if state:
+            return nf4.dequantize_blocks(codes.view(torch.uint8).view(-1, D // 2), scales, dtype)
+        w_ND = torch.empty(codes.shape, dtype=dtype)
+        for w, q, s in nf4.bands(w_ND, codes, scales):
+            n = max(FP8_BLOCK, D // s.shape[1])  # columns that share a scale
+            w.copy_(q.float() * s.repeat_interleave(n, 1)[:, :D])
+        return w_ND
+
+    def read(self, stored, start, stop):
+        """Rows [start, stop) of what is stored, as it is."""
         shape = stored.stack or stored.shape
         if start == stop:  # the library refuses an empty range at the end of a tensor
             return torch.empty(0, *stored.row_shape, dtype=stored.dtype)
@@ -2883,7 +2973,7 @@ class WeightFiles:
             rows = entries[first : nf4.ceil_div(stop, n_rows)].flatten(0, -2)
             return rows[start - first * n_rows : stop - first * n_rows]
         except SafetensorError as error:
-            raise OSError(f"{stored.path}: {name}: the file became shorter while it was read") from error
+            raise OSError(f"{stored.path}: {stored.name}: became shorter while it was read") from error
 
     def crc(self):
         """Checksum of 1 MB from the middle of each file: it tells a base model from its Instruct version."""
@@ -2934,24 +3024,19 @@ def with_vocab_size(raw, n):
     return raw
 
 
-def are_equal(weights, name, other):
-    """Whether two matrices of files have the same shape and numbers."""
-    n_rows = weights.tensors[name].n_rows
-    if weights.tensors[name].shape != weights.tensors[other].shape:
-        return False
-    for i in range(0, n_rows, 4096):
-        stop = min(i + 4096, n_rows)
-        if not torch.equal(weights.rows(name, i, stop), weights.rows(other, i, stop)):
-            return False
-    return True
-
-
 def has_two_matrices(adapter, config):
     """Whether the embedding and the head of an adapter differ although its base ties them: PEFT trains and
     loads each by itself then."""
     names = [PEFT_PREFIX + name for name in (embedding_in_files(config), HEAD)]
-    is_found = adapter.tensors.keys() >= {*names}
-    return config.tie_word_embeddings and is_found and not are_equal(adapter, *names)
+    if not config.tie_word_embeddings or not adapter.tensors.keys() >= {*names}:
+        return False
+    if adapter.tensors[names[0]].shape != adapter.tensors[names[1]].shape:
+        return True
+    for i in range(0, adapter.tensors[names[0]].n_rows, 4096):
+        stop = min(i + 4096, adapter.tensors[names[0]].n_rows)
+        if not torch.equal(*(adapter.rows(name, i, stop) for name in names)):
+            return True
+    return False
 
 
 def with_tied_head(raw, is_tied):
@@ -2959,21 +3044,6 @@ def with_tied_head(raw, is_tied):
     if "text_config" in raw:
         raw = raw | {"text_config": raw["text_config"] | {"tie_word_embeddings": is_tied}}
     return raw | {"tie_word_embeddings": is_tied}
-
-
-def with_tie_of_weights(raw, folder):
-    """Where a config.json says both, the weights in the folder decide whether the head is tied, as for
-    transformers: each untied Mistral 3 that its version 5 has saved says true, and in text_config false.
-    Without weights (None) text_config counts."""
-    said = [part.get("tie_word_embeddings") for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
-    if said not in ([True, False], [False, True]):
-        return raw
-    is_tied = said[1]
-    if folder:
-        weights = WeightFiles(folder)
-        names = EMBEDDING.replace("model.", "model.language_model.", 1), HEAD
-        is_tied = not weights.tensors.keys() >= {*names} or are_equal(weights, *names)
-    return with_tied_head(raw, is_tied)
 
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):

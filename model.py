@@ -2253,6 +2253,10 @@ REFUSED = {
 }
 
 
+# what to do about weights in another format
+UNQUANTIZED = "read are 16 bits, bitsandbytes' NF4 and FP8: use the unquantized model, and --qlora"
+
+
 class Bounds(NamedTuple):
     """What a number in a JSON file may be. A file is data from a stranger, so sizes are checked before they
     are used to allocate memory. Without a default the key must be there."""
@@ -2309,8 +2313,8 @@ def parse_config(raw, where="config.json"):
         if raw.get(key) not in (None, value) and key not in IMPLIED.get(name, {}):
             raise error(key, f"not implemented, only {quoted(value)} works")
     if raw.get("quantization_config") is not None:
-        raise error("quantization_config", "not implemented: use the unquantized model and --qlora; if the "
-                    "weights in this folder are in 16 bits already, remove the key")
+        raise error("quantization_config", f"not implemented: {UNQUANTIZED}; if the weights in this folder "
+                    "are in 16 bits already, remove the key")
     if raw.get("attention_bias") and not family.bias:
         raise error("attention_bias", f"not implemented for {name}")
 

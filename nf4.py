@@ -205,12 +205,16 @@ def width_and_bits(codes_NP, scales_NQ):
 
 
 def dequantize(codes_NP, scales_NQ, dtype):
-    """(codes_NP, scales_NQ) -> [N, D] in `dtype`; products in float32. One gather fetches both levels of a
-    byte."""
-    D, bits = width_and_bits(codes_NP, scales_NQ)
+    """(codes_NP, scales_NQ) -> [N, D] in `dtype`."""
+    return dequantize_blocks(codes_NP, dequantize_scales(scales_NQ), dtype)
+
+
+def dequantize_blocks(codes_NP, absmax_NM, dtype):
+    """The same of scales in float32, as are products. One gather fetches both levels of a byte."""
+    D = absmax_NM.shape[1] * BLOCK
     w_ND = codes_NP.new_empty(len(codes_NP), D, dtype=dtype)
-    table = level_pairs(codes_NP.device, bits)
-    for w, codes, absmax in bands(w_ND, codes_NP, dequantize_scales(scales_NQ)):
+    table = level_pairs(codes_NP.device, codes_NP.shape[1] * 8 // D)
+    for w, codes, absmax in bands(w_ND, codes_NP, absmax_NM):
         pairs = table.index_select(0, pairs_of(codes, D).flatten())
         levels = pairs.view(torch.float32).view(*absmax.shape, BLOCK)
         levels.mul_(absmax.unsqueeze(-1))

@@ -279,26 +279,24 @@ def column(text):
     raise argparse.ArgumentTypeError(f"{text}: expected COLUMN=KEY with one of the keys {keys}")
 
 
-def local_path(text):
-    """The type of a flag that names a file or a folder."""
-    if "://" in text:
+# a page of the Hub
+HUB_PAGE = re.compile(r"(?:https?://(?:www\.)?(?:huggingface|hf)\.co/|hf://)(?:datasets/|models/)?"
+                      r"([\w.-]+/[\w.-]+)(?:/tree/main|/viewer)?/?(?:[?#].*)?")
+
+
+def path(text):
+    """The type of a flag that names a file, a folder or what the Hub has, also by the address of its page."""
+    page = HUB_PAGE.fullmatch(text)
+    if "://" in text and not page:
         raise argparse.ArgumentTypeError(f"{text}: a URL, and no path on this machine")
-    return os.path.expanduser(text)  # a shell leaves the ~ of --out=~/run as it is
-
-
-def path_or_id(text):
-    """The type of a flag that takes names of the Hub, too. The address of a page there becomes its id."""
-    page = re.fullmatch(r"(?:https?://(?:www\.)?(?:huggingface|hf)\.co/|hf://)(?:datasets/|models/)?"
-                        r"([\w.-]+/[\w.-]+)(?:/tree/main|/viewer)?/?(?:[?#].*)?", text)
-    return page[1] if page else local_path(text)
+    return page[1] if page else os.path.expanduser(text)  # a shell leaves the ~ of --out=~/run as it is
 
 
 WHOLE = number(int)
 WHOLE_OR_0 = number(int, zero_too=True)
 AMOUNT = number(float)
 AMOUNT_OR_0 = number(float, zero_too=True)
-PATH = local_path
-NAME = path_or_id
+PATH = path
 SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
 DEMO_DATA = ["stdlib:docs"]
@@ -356,14 +354,11 @@ MARKS = "fixed", "feature", "everyday", "needs"
 
 
 class StoreOnce(argparse._StoreAction):
-    """A flag with one value. argparse lets the last one count where it is given twice, without a word."""
-
-    given = None
+    """Refuses a second value of a flag, where argparse takes the last one without a word."""
 
     def __call__(self, parser, namespace, value, option=None):
-        if self.given not in (None, value):
+        if vars(self).setdefault("given", value) != value:
             refuse(f"{option}: given twice, {self.given} and {value}: leave one of the two out")
-        self.given = value
         super().__call__(parser, namespace, value, option)
 
 
@@ -377,7 +372,7 @@ def add(group, flag, value_type, default, text, **options):
     """Adds a flag that has a value. Where the default is None, the text says what that means."""
     if default is not None:
         text += f" (default: {default})"
-    if value_type not in (str, PATH, NAME):
+    if value_type not in (str, PATH):
         options.setdefault("metavar", "N")
     if options.get("nargs") in ("+", "*"):  # a list that is given twice adds up
         options["action"] = "extend"
@@ -404,7 +399,7 @@ def make_parser():
             help="print the most used flags, with --help_all all flags, and exit")
 
     model = parser.add_argument_group("model")
-    add(model, "--model", NAME, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
+    add(model, "--model", PATH, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
         "run, or with --random_init one of " + ", ".join(data.PRESETS) + " (default: tiny, or the base of "
         "--adapter)", everyday=True)
     switch(model, "--random_init", "start from random weights in the shapes of --model", fixed=True)
@@ -412,7 +407,7 @@ def make_parser():
         "mixed: train in float32, multiply in bf16; fp16: the same in fp16, with a loss scale; bf16, fp32: "
         "do both in that format (default: mixed; without bf16 instructions fp16 on a GPU, fp32 on a CPU)",
         choices=("mixed", "bf16", "fp16", "fp32"), fixed=True, feature=True)
-    add(model, "--adapter", NAME, None,
+    add(model, "--adapter", PATH, None,
         "folder or Hub id of a PEFT adapter, or the folder of a run, to train further with its rank, alpha, "
         "rsLoRA and targets (default: none)")
 
@@ -444,9 +439,9 @@ def make_parser():
         "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
         "has a gate_proj, too, that name alone is the MLP's)",
         nargs="+", metavar="LAYER", fixed=True, needs="lora")
-    add(method, "--add_tokens", os.path.expanduser, None, "tokens to append to the vocabulary, which "
-        "messages may spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, "
-        "and where V grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
+    add(method, "--add_tokens", str, None, "tokens to append to the vocabulary, which messages may "
+        "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
+        "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
         nargs="+", metavar="TOKEN", fixed=True)
 
     add_data_flags(parser)
@@ -458,12 +453,12 @@ def make_parser():
 
 def add_data_flags(parser):
     dataset = parser.add_argument_group("data")
-    add(dataset, "--data", NAME, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
+    add(dataset, "--data", PATH, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
         ".gz of these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split "
         "train if none is named) or folders of datasets' save_to_disk(), or the built-in stdlib:docs and "
         "stdlib:code; a pattern in quotes stands for the files that it matches; a file given twice is read "
         "twice per epoch (default: stdlib:docs)", nargs="+", everyday=True)
-    add(dataset, "--eval_data", NAME, None,
+    add(dataset, "--eval_data", PATH, None,
         "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
         "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
         "different ones (default: none)",
@@ -805,7 +800,8 @@ def refuse_conflicts(args):
     if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
         refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
     # A preset has no weights. Without this error a user could take noise for a model.
-    if data.is_preset(args.model) and not (args.random_init or args.dry_run):
+    is_preset = args.model in data.PRESETS and not os.path.isdir(args.model)
+    if is_preset and not (args.random_init or args.dry_run):
         refuse(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
                f"--model {data.PRESETS[args.model]['_name_or_path']}")
     sharding = args.replicas > 1 or not args.reshard_after_forward or not args.shard_embeddings
@@ -1075,7 +1071,7 @@ def open_config(args, world, device, random_init, revisions=None):
         raise ValueError(f"{error}{moved if adapter else ''}") from error
     config = lm.parse_config(files.config, f"{args.model}: config.json")
     if adapter and data.has_two_matrices(adapter, config):
-        files = files._replace(config=data.with_tied_head(files.config, False))
+        files = files._replace(config=data.with_tied_head(files.config, is_tied=False))
     complete_for_model(args, config, adapter_settings, device)
     stored_config = config
     files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter)
@@ -1175,6 +1171,9 @@ def open_model(args, ranks, revisions=None):
             vanilla = lm.Transformer(stored_config)
         if files.weights:
             weights = data.WeightFiles(files.weights)
+            if weights.quantized:
+                ranks.say(f"{args.model}: {len(weights.quantized):,} matrices in {weights.format}, "
+                          "dequantized as they are read")
         else:
             weights = data.RandomWeights(vanilla, args.seed, ranks.device)
         data.check_weights(vanilla, weights, args.model)

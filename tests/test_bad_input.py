@@ -78,7 +78,6 @@ FLAGS = {  # flags: words of the message
 
     # addresses are no paths
     "--out s3://bucket/run": ["--out", "s3://bucket/run: a URL"],
-    "--resume=https://huggingface.co/a/b": ["--resume", "a URL"],
     "--data https://example.org/a/b.jsonl": ["--data", "a URL"],
     "--model https://huggingface.co/a/b/tree/abc": ["--model", "a URL"],
 
@@ -603,7 +602,7 @@ MODELS = {
     "a folder of Meta's": Case(
         spoil=[write("llama/params.json", "{}"), write("llama/consolidated.00.pth", "")],
         flags="--model llama",
-        says=["llama: no config.json: the format that Meta and Mistral have", "model*.safetensors"]),
+        says=["llama: no config.json: Meta's or Mistral's own format", "model*.safetensors"]),
     "tokenizer cut": Case(
         spoil=[write(TOKENIZER, '{"version": "1.0"')],
         says=[TOKENIZER]),
@@ -634,7 +633,7 @@ TENSORS = {
         says=[WEIGHTS, ".bin", "save_pretrained", "safetensors"]),
     "Mistral's own file alone": Case(
         spoil=[rename(WEIGHTS, "model/consolidated.safetensors")],
-        says=[WEIGHTS, "the format that Meta and Mistral have"]),
+        says=[WEIGHTS, "Meta's or Mistral's own format"]),
     "another shape": Case(
         spoil=[edit_config(intermediate_size=56)],
         says=["wrong shape", "model.layers.0.mlp.down_proj.weight is [32, 48]", "[32, 56]"]),

@@ -27,8 +27,8 @@ N_BLOCKS = conftest.SHAPE["num_hidden_layers"]
 
 
 def build(folder, config="config.json"):
-    """The model in a folder, with its weights."""
-    raw = data.read_json(folder / config)
+    """The model in a folder, with its weights. config: a file of it, or the dict of one."""
+    raw = config if isinstance(config, dict) else data.read_json(folder / config)
     with torch.device("meta"):
         model = lm.Transformer(lm.parse_config(raw))
     source = data.WeightFiles(folder)

@@ -390,14 +390,14 @@ def test_what_the_model_does_not_compute_is_refused_by_name(key, value, words):
         lm.parse_config(raw)
 
 
-@pytest.mark.parametrize("head, is_tied", [(None, True), ("the same", True), ("another", False)])
-def test_weights_decide_whether_the_head_is_tied_where_a_config_says_both(tmp_path, head, is_tied):
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_weights_decide_whether_the_head_is_tied_where_a_config_says_both(tmp_path, is_tied):
     # transformers 5 writes such files of each untied Mistral 3, and reads them so
     shutil.copytree(TIED, tmp_path / "model")
     tensors = load_file(TIED / "model.safetensors")
     embedding = tensors["model.language_model.embed_tokens.weight"]
-    if head:
-        tensors["lm_head.weight"] = embedding.clone() if head == "the same" else embedding.flip(0)
+    if not is_tied:
+        tensors["lm_head.weight"] = embedding.flip(0)
     save_file(tensors, tmp_path / "model/model.safetensors", {"format": "pt"})
     raw = data.read_json(TIED / "config.json")
     assert lm.parse_config(raw).tie_word_embeddings
