@@ -170,6 +170,8 @@ def main(argv, progress, exits):
             end_if_signalled()
         log.write_eval(evaluation)
         saver.note_evaluation(state)
+        if args.save_every and state["best_eval"]["step"] == state["step"]:
+            save()  # if --save_every has not saved this step
         sample.say_answer(log)
 
     # ---- training
@@ -565,7 +567,8 @@ def add_run_flags(parser):
     run = parser.add_argument_group("run")
     add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
     add(run, "--save_every", WHOLE_OR_0, 500,
-        "steps between checkpoints; the last step is saved, too. 0: save only on a signal",
+        "steps between checkpoints; the last step and what an evaluation finds best so far are saved, too. "
+        "0: save only on a signal",
         feature=True, everyday=True)
     add(run, "--keep", WHOLE, 2, "newest checkpoints to keep, besides the one with the best evaluation")
     add(run, "--resume", PATH, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
