@@ -3146,7 +3146,8 @@ def check_tied_head(weights, embedding, start, stop):
 
 # These keys of adapter_config.json may have these values, those of ADAPTER_FREE any; others must be unset.
 ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["none"],
-                "init_lora_weights": [True, False, "gaussian"],  # PiSSA and others change the base weights
+                # PiSSA and others change the base weights
+                "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal"],
                 "ensure_weight_tying": [True, False],  # a tied pair stays one here in any case
                 "layers_to_transform": [],  # 0 and false are layer 0
                 "rank_pattern": [{}], "alpha_pattern": [{}], "loftq_config": [{}]}

@@ -1426,13 +1426,15 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
 # The head and the router are not among them.
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATE_TARGET = "self_attn.gate_proj"  # in Muse Glimmer: `gate_proj` alone is the MLP's
-DELTANET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # its other two projections are H rows each
+DELTANET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
-LORA_TARGETS = (*ATTENTION_TARGETS, *DELTANET_TARGETS, *MLP_TARGETS, GATE_TARGET)
+ALL_LINEAR = (*ATTENTION_TARGETS, *DELTANET_TARGETS, *MLP_TARGETS, GATE_TARGET)
+DELTANET_GATES = ("in_proj_a", "in_proj_b")  # H rows each: PEFT's all-linear has them, and ours has not
+LORA_TARGETS = (*ALL_LINEAR, *DELTANET_GATES)
 
 
 def mixer_targets(c, layer_type):
-    """Those of LORA_TARGETS that the mixer of such a block has. The last one makes its output."""
+    """Those of ALL_LINEAR that the mixer of such a block has. The last one makes its output."""
     if layer_type == "linear_attention":
         return DELTANET_TARGETS
     if c.family.gate and not c.family.gate_in_q:
@@ -1441,9 +1443,9 @@ def mixer_targets(c, layer_type):
 
 
 def targets_in(c):
-    """Those of LORA_TARGETS that a model has."""
+    """Those of ALL_LINEAR that a model has."""
     found = {*MLP_TARGETS}.union(*(mixer_targets(c, layer_type) for layer_type in c.layer_types))
-    return [name for name in LORA_TARGETS if name in found]
+    return [name for name in ALL_LINEAR if name in found]
 
 
 def target_of(layer):

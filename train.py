@@ -437,13 +437,12 @@ def make_parser():
     switch(method, "--train_embeddings", "train embedding and head in full beside adapters; as PEFT's "
            "modules_to_save", fixed=True, feature=True)
     add(method, "--lora_targets", str, None,
-        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them; "
-        "in_proj_a, in_proj_b and the convolution of a Gated DeltaNet stay as they are, and where attention "
-        "has a gate_proj, too, that name alone is the MLP's)",
+        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them but "
+        "in_proj_a and in_proj_b; where attention has a gate_proj, too, that name alone is the MLP's)",
         nargs="+", metavar="LAYER", fixed=True, needs="lora")
-    add(method, "--add_tokens", str, None, "tokens to append to the vocabulary, which messages may "
-        "spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where V "
-        "grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
+    add(method, "--add_tokens", os.path.expanduser, None, "tokens to append to the vocabulary, which messages "
+        "may spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where "
+        "V grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
         nargs="+", metavar="TOKEN", fixed=True)
 
     add_data_flags(parser)
@@ -695,7 +694,7 @@ def complete(args):
         args.lora_rank = args.lora_rank or 16
         args.lora_alpha = args.lora_alpha or 32
         args.lora_dropout = args.lora_dropout or 0.0
-        args.lora_targets = args.lora_targets or list(lm.LORA_TARGETS)
+        args.lora_targets = args.lora_targets or list(lm.ALL_LINEAR)
     if args.dpo:
         args.beta = args.beta or 0.1
     if args.sample is None and not args.random_init:
@@ -752,7 +751,9 @@ def layer_names(flag, words):
     if unknown:
         refuse(f"--{flag} {', '.join(sorted(unknown))}: expected all-linear or some of "
                + ", ".join(lm.LORA_TARGETS))
-    return [name for name in lm.LORA_TARGETS if name in given or "all-linear" in given]
+    if "all-linear" in given:
+        given += lm.ALL_LINEAR
+    return [name for name in lm.LORA_TARGETS if name in given]
 
 
 def refuse_conflicts(args):
@@ -1121,9 +1122,11 @@ def complete_for_model(args, config, adapter_settings, device):
         if not names:
             continue
         found = lm.targets_in(config)
+        if flag == "lora_targets" and "linear_attention" in config.layer_types:
+            found += lm.DELTANET_GATES
         absent = set(names) - set(found)
-        if names == list(lm.LORA_TARGETS):  # all-linear
-            setattr(args, flag, found)
+        if set(names) >= set(lm.ALL_LINEAR):
+            setattr(args, flag, [name for name in found if name in names])
         elif absent:
             raise ValueError(f"--{flag} {', '.join(sorted(absent))}: the model has no such layer, only "
                              + ", ".join(found))

@@ -764,7 +764,7 @@ for key, value in (
     ("key_of_tomorrow", 1),
     ("init_lora_weights", "pissa"),
     ("init_lora_weights", "olora"),
-    ("init_lora_weights", "eva"),
+    ("init_lora_weights", "mica"),
     ("init_lora_weights", "corda"),
     ("init_lora_weights", "loftq"),
 ):

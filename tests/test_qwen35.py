@@ -19,6 +19,7 @@ from torch.autograd import grad
 
 import data
 import model as lm
+import train
 
 FOLDER = HERE / "goldens-qwen35"
 EXPERTS = FOLDER / "experts"
@@ -354,7 +355,8 @@ def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
     source = data.WeightFiles(tmp_path / "base")
     rank = 8  # the products of experts need a multiple of 8
     alpha = 16
-    lm.add_lora_(model, rank, alpha / rank, 0.0, lm.targets_in(model.config))
+    # PEFT's all-linear, which has in_proj_a and in_proj_b, too
+    lm.add_lora_(model, rank, alpha / rank, 0.0, lm.LORA_TARGETS)
     for name, p in model.named_parameters():
         if ".lora_" in name:  # B begins as zeros, which would hide a wrong merge
             p.normal_(0, 0.2)
@@ -362,12 +364,40 @@ def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
     expected = model(tokens)
 
     adapter = dict(data.full_tensors(model, True))
-    assert "model.language_model.layers.0.linear_attn.in_proj_qkv.lora_A.weight" in adapter
+    for layer in ("in_proj_qkv", "in_proj_a", "in_proj_b"):
+        assert f"model.language_model.layers.0.linear_attn.{layer}.lora_A.weight" in adapter
     assert "model.language_model.layers.0.mlp.experts.7.up_proj.lora_B.weight" in adapter
     data.merge(source, adapter, alpha / rank, model_files(EXPERTS), NoTokenizer(), tmp_path)
     assert data.WeightFiles(tmp_path / "merged").tensors.keys() == source.tensors.keys()
     assert relative_error(build(tmp_path / "merged")(tokens), expected) < 1e-5  # float32 rounding
     assert relative_error(build(tmp_path / "base")(tokens), expected) > 0.1  # the adapter counts
+
+
+def completed(*flags, **of_adapter):
+    """The flags of a run on TEXT, with their final values."""
+    args = train.parse_args([*flags, "--model", str(TEXT)])
+    config = lm.parse_config(data.read_json(TEXT / "config.json"))
+    train.complete_for_model(args, config, of_adapter, torch.device("cpu"))
+    return args
+
+
+def test_adapters_on_in_proj_a_and_b_are_taken_and_are_no_default(tmp_path):
+    config = lm.parse_config(data.read_json(TEXT / "config.json"))
+    gates = ["in_proj_a", "in_proj_b"]
+    assert completed("--lora").lora_targets == lm.targets_in(config)
+    assert not {*gates} & {*lm.targets_in(config)}
+    args = completed("--lora", "--lora_targets", "all-linear,in_proj_a")
+    assert args.lora_targets == [*lm.targets_in(config), "in_proj_a"]
+
+    tensors = {}
+    for layer in [f"model.layers.{block}.linear_attn.{gate}" for block in (0, 1) for gate in gates]:
+        tensors[f"{layer}.lora_A.weight"] = torch.ones(2, config.hidden_size)
+        tensors[f"{layer}.lora_B.weight"] = torch.ones(config.linear_num_value_heads, 2)
+    data.save_adapter(tensors, tmp_path, str(TEXT), 2, 4, 0.0, gates)
+    weights, of_adapter = data.open_adapter(tmp_path)
+    args = completed("--lora", "--adapter", str(tmp_path), **of_adapter)
+    assert args.lora_targets == gates
+    data.check_weights(lm.on_meta(config, args), weights, tmp_path)
 
 
 # ---------------------------------------------------------------- config.json

@@ -427,8 +427,9 @@ def test_a_base_that_has_moved_is_said_with_the_file_that_names_it(tmp_path, cap
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
     """A shell leaves that of --out=~/run, and the second one of a list in quotes."""
     monkeypatch.setenv("HOME", "/home/ann")
-    paths = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume", "add_tokens"}
+    paths = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume"}
     assert {action.dest for action in train.make_parser()._actions if action.type is train.PATH} == paths
+    assert train.parse_args(["--add_tokens", "~/a"]).add_tokens == ["/home/ann/a"]
     args = train.parse_args(["--data", "~/a.jsonl", "org/b", "--eval_data=~/c.jsonl", "--out=~/run", "--model=~/m"])
     assert args.data == ["/home/ann/a.jsonl", "org/b"]
     assert args.eval_data == ["/home/ann/c.jsonl"]
