@@ -2648,6 +2648,7 @@ class ModelFiles(NamedTuple):
 QUANT_METHODS = "bitsandbytes", "fp8", "compressed-tensors"
 # the files by which the folders of models and of adapters are known
 CONFIGS = CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+BASE = "base_model_name_or_path"  # in the second one
 
 
 def result_in(name, *files):
@@ -2666,8 +2667,24 @@ def find_result(name):
     if folder is None or (folder / CONFIG).exists():
         # ./tiny as it was typed: it is no built-in model
         return name if folder in (None, Path(name)) else str(folder), None
-    config = read_json(folder / ADAPTER_CONFIG)
-    return str(config.get("base_model_name_or_path"))[:1000], str(folder)
+    base = read_json(folder / ADAPTER_CONFIG).get(BASE)
+    with errors_of_base(base, folder):
+        if not base or not isinstance(base, str):
+            raise ValueError(f"{folder}/{ADAPTER_CONFIG}: names no base")
+    return base[:1000], str(folder)
+
+
+@contextlib.contextmanager
+def errors_of_base(model, adapter):
+    """Says in errors about --model that the folder of an adapter (or None) names it, and how to give another one."""
+    try:
+        yield
+    except ValueError as error:
+        named = read_json(adapter / ADAPTER_CONFIG).get(BASE) if adapter else ...
+        if named != model:
+            raise
+        raise ValueError(f"{error}; {BASE} in {adapter}/{ADAPTER_CONFIG} is {lm.quoted(named)}; with another "
+                         f"base: --adapter {adapter} --model BASE") from error
 
 
 def find_model(name, random_init, revisions=None):
@@ -3421,7 +3438,7 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False
     if float(alpha).is_integer():
         alpha = int(alpha)  # Ollama refuses 64.0
     write_config(out / ADAPTER_CONFIG, {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", BASE: base, "r": rank,
         "bias": "none", "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets),
         "use_rslora": rslora, "inference_mode": True, **saved})
 

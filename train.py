@@ -1068,12 +1068,9 @@ def open_config(args, world, device, random_init, revisions=None):
         commits = revisions_of(folder) if is_run(folder.parent) else {}
         if args.model in commits:
             revisions.setdefault(args.model, commits[args.model])
-    try:
+    with data.errors_of_base(args.model, folder):
         files = data.find_model(args.model, random_init, revisions)
-    except ValueError as error:
-        moved = f"; if the base in {folder}/adapter_config.json has moved: --adapter {folder} --model BASE"
-        raise ValueError(f"{error}{moved if adapter else ''}") from error
-    config = lm.parse_config(files.config, f"{args.model}: config.json")
+        config = lm.parse_config(files.config, f"{args.model}: config.json")
     if adapter and data.has_two_matrices(adapter, config):
         files = files._replace(config=data.with_tied_head(files.config, is_tied=False))
     complete_for_model(args, config, adapter_settings, device)
@@ -1175,14 +1172,15 @@ def open_model(args, ranks, revisions=None):
         # Names and shapes in files are those of the vanilla model, without NF4's codes and without adapters.
         with torch.device("meta"):
             vanilla = lm.Transformer(stored_config)
-        if files.weights:
-            weights = data.WeightFiles(files.weights)
-            if weights.quantized:
-                ranks.say(f"{args.model}: {len(weights.quantized):,} matrices in {weights.format}, "
-                          "dequantized as they are read")
-        else:
-            weights = data.RandomWeights(vanilla, args.seed, ranks.device)
-        data.check_weights(vanilla, weights, args.model)
+        with data.errors_of_base(args.model, adapter and adapter.folder):
+            if files.weights:
+                weights = data.WeightFiles(files.weights)
+            else:
+                weights = data.RandomWeights(vanilla, args.seed, ranks.device)
+            data.check_weights(vanilla, weights, args.model)
+        if files.weights and weights.quantized:
+            ranks.say(f"{args.model}: {len(weights.quantized):,} matrices in {weights.format}, dequantized as "
+                      "they are read")
         if not config.tie_word_embeddings and stored_config.tie_word_embeddings:  # see has_two_matrices()
             stored = weights.tensors[data.embedding_in_files(config)]
             weights.tensors[data.HEAD] = stored._replace(name=data.HEAD)  # what a merged model writes

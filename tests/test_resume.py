@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from conftest import HANG_S, HERE, QWEN35, in_ci, on_ranks, random_model, run_ranks, start_ranks, state_of
+from conftest import (
+    HANG_S, HERE, QWEN35, in_ci, later_counts, on_ranks, random_model, run_ranks, start_ranks, state_of)
 
 import model as lm
 import train
@@ -367,7 +368,7 @@ def test_what_would_change_the_mathematics_is_refused_by_name(lora_run, chats, c
     given = flags.format(chats=chats, other=out.parent / "other").split()
     if flags == "--qlora":  # which stands for --lora, too
         argv = [arg for arg in argv if arg != "--lora"]
-    assert train.launch([*argv, "--resume", "--out", str(out), *given]) == 1
+    assert train.launch(later_counts([*argv, "--resume", "--out", out, *given])) == 1
     message = capsys.readouterr().err
     assert words in message
     assert f"--resume {out}/checkpoint-2" in message
@@ -683,14 +684,15 @@ def test_starts_in_one_second_share_no_folder(tmp_path, monkeypatch):
 
 def test_a_start_that_loads_keeps_others_out_of_its_folder(job, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    argv = [str(word) for word in (*job, "--steps", 1, "--out", out)]
+    argv = later_counts((*job, "--steps", 1, "--out", out))
     load = data.load_weights_
     codes = []
 
     def load_later(*args, **kwargs):
         if not codes:
             codes.append(None)
-            codes[0] = train.launch([*argv, "--seed", "1"])  # begins, and would end, while the other one loads
+            # begins, and would end, while the other one loads
+            codes[0] = train.launch(later_counts([*argv, "--seed", "1"]))
         return load(*args, **kwargs)
 
     monkeypatch.setattr(data, "load_weights_", load_later)

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import HANG_S, HERE, TRAIN, build, check_merges_later, losses, read_data, run_ranks
+from conftest import (
+    HANG_S, HERE, TRAIN, build, check_merges_later, later_counts, losses, random_model, read_data, run_ranks)
 from safetensors.torch import load_file, save_file
 from test_formats import byte_level_tokenizer
 
@@ -421,8 +422,31 @@ def test_a_base_that_has_moved_is_said_with_the_file_that_names_it(tmp_path, cap
     assert train.launch(["--model", str(adapter), "--out", str(tmp_path / "run")]) == 1
     message = capsys.readouterr().err
     assert "/gone/base: no such folder" in message
-    assert f"{adapter}/adapter_config.json has moved: --adapter {adapter} --model BASE" in message
+    assert f'base_model_name_or_path in {adapter}/adapter_config.json is "/gone/base"' in message
+    assert message.endswith(f": --adapter {adapter} --model BASE\n")
 
+    for spoiled in ("", None, 5):
+        config = data.read_json(adapter / "adapter_config.json") | {"base_model_name_or_path": spoiled}
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        assert train.launch(["--model", str(adapter)]) == 2
+        message = capsys.readouterr().err
+        assert f"names no base; base_model_name_or_path in {adapter}/adapter_config.json is" in message
+        assert message.endswith(f": --adapter {adapter} --model BASE\n")
+
+
+def test_any_error_about_a_base_says_which_adapter_names_it(tmp_path, capsys):
+    random_model(tmp_path / "base")  # without weights
+    layer = "model.layers.0.self_attn.q_proj"
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    tensors = {f"{layer}.lora_A.weight": torch.ones(4, 64), f"{layer}.lora_B.weight": torch.ones(64, 4)}
+    data.save_adapter(tensors, adapter, str(tmp_path / "base"), 4, 8, 0.0, ["q_proj"])
+    argv = ["--data", "stdlib:docs", "--out", str(tmp_path / "run")]
+    assert train.launch(["--model", str(adapter), *argv]) == 1
+    assert capsys.readouterr().err.endswith(f": --adapter {adapter} --model BASE\n")
+    # who gives both has named the base
+    assert train.launch(["--adapter", str(adapter), "--model", str(tmp_path / "base"), *argv]) == 1
+    assert "--model BASE" in capsys.readouterr().err  # the same folder: the file names it, too
 
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
     """A shell leaves that of --out=~/run, and the second one of a list in quotes."""
@@ -709,7 +733,7 @@ def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
 def ask(monkeypatch, lines, *argv):
     """Runs --chat with these bytes as its input, on the built-in model unless argv has another -> the exit code."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
-    return train.launch(["--chat", "--model", "tiny", "--max_new_tokens", "3", *map(str, argv)])
+    return train.launch(later_counts(["--chat", "--model", "tiny", "--max_new_tokens", "3", *argv]))
 
 
 def answer_with(monkeypatch, ids):
