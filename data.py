@@ -110,9 +110,6 @@ def listing(names):
     return first_names(sorted(names), 5)
 
 
-LFS_POINTER = b"version https://git-lfs"
-
-
 def check_is_file(path):
     """Raises a ValueError if something else than a file has this name: reading a pipe would wait for its
     writer for ever, and some devices have no end. Or if git-lfs has not fetched the file."""
@@ -121,7 +118,7 @@ def check_is_file(path):
     if not os.path.isfile(path):
         raise ValueError(f"{path}: not a file, but a folder, a pipe or a device")
     with open(path, "rb") as file:
-        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+        if file.read(40).startswith(b"version https://git-lfs"):
             raise ValueError(f"{path}: a pointer of git-lfs, and not the file itself: git lfs pull")
 
 
@@ -655,7 +652,8 @@ class Tokenizer:
             generation |= {key: value for key, value in found.items() if value is not None}
         ids = generation.get("eos_token_id")
         ids = {one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
-        if turn_ends - ids:
+        # Also where the base has no such file: a later merge reads final/, and no config.json
+        if turn_ends - ids or (ids and not (self.folder / "generation_config.json").exists()):
             self.changed["generation_config.json"] = generation | {"eos_token_id": sorted(turn_ends | ids)}
         return turn_ends | ids
 
@@ -1018,16 +1016,17 @@ QUESTION_KEYS = ["question", "query", "instruction", "input"]
 # What only conversations have: a prompt in text that stands beside one of these begins a conversation.
 OF_CONVERSATIONS = {"system", "tools", "functions", "chat_template_kwargs", "history"}
 # the keys that formats read beside their own, and all that are read
-BESIDE = {form: {*OF_CONVERSATIONS, "label"} - {"history"} for form in FORMATS}
+BESIDE = {form: OF_CONVERSATIONS - {"history"} for form in FORMATS}
 BESIDE["instruction + output"] |= {"input", "history"}
 BESIDE["text"] = set()
 KEYS = {*" + ".join(FORMATS).split(" + ")}.union(*BESIDE.values())
 ROLES = "system", "developer", "user", "assistant", "tool"
-# what ShareGPT, LLaMA-Factory and OpenAI's first calls of functions call them
+# what ShareGPT, LLaMA-Factory, ms-swift and OpenAI's first calls of functions call them
 OTHER_ROLES = {
-    "human": "user", "gpt": "assistant", "observation": "tool", "function": "tool",
-    "function_call": "assistant",
+    "human": "user", "gpt": "assistant", "observation": "tool", "function": "tool", "tool_response": "tool",
+    "function_call": "assistant", "tool_call": "assistant",
 }
+CALL_ROLES = "function_call", "tool_call"  # whose content is a call
 # keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl and verl
 TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
 TOOLS_KEYS = "tools", "functions"  # OpenAI called tools functions first
@@ -1045,6 +1044,7 @@ class Example(NamedTuple):
     spans: list | None = None  # [(start, stop)] of the characters to train on; None: all
     is_chat: bool = False  # the template has written BOS, EOS and the ends of turns
     n_without_mask: int = 0  # answers of the row that are not trained on
+    n_developers: int = 0  # messages of the row that are read as system messages
     is_further: bool = False  # it has answers that the row's first document rewrites
     opens_thought: bool = False  # the prompt for its answers asks for a thought
     left_out: tuple = ()  # what the template leaves out of answers, see Tokenizer.check_complete()
@@ -1078,6 +1078,8 @@ def parse_example(row, tokenizer, columns=()):
         for one, answer_form in answers_of(example, form):
             found += read_example(one, answer_form, tokenizer)
         read = {*BESIDE[found[0].form], *answer_form.split(" + ")}
+        if example.get("label") is True:
+            read.add("label")  # see check_is_good()
         unread = tuple(key for key in one if key not in read)
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
         hashes = [hash_of_text(one.text or "") for one in found]
@@ -1112,8 +1114,9 @@ def format_of(example, columns):
 
 def check_is_good(example):
     """Raises a ValueError if a row says of itself that nobody should learn its answer."""
-    for key in ("label", *TRAINED_KEYS):  # TRL's unpaired preferences have a label
-        if str(example.get(key)).lower() in ("false", "0", "0.0"):  # csv has texts
+    for key in ("label", *TRAINED_KEYS):  # TRL's unpaired preferences have a label; a number in it is a class
+        values = ["false"] if key == "label" else ["false", "0", "0.0"]  # csv has texts
+        if str(example.get(key)).lower() in values:
             raise ValueError(f"{key!r} is {lm.quoted(example[key])}: nobody should learn this answer: leave "
                              f"such rows out of the file, or {key!r} if it means something else")
 
@@ -1208,7 +1211,7 @@ def question_in(row, is_conversation):
     for key, value in row.items():
         text = json.dumps(value, separators=(",", ":"), default=str)
         has_words = '"' in text and len(text.split()) >= fewest
-        if key not in BESIDE[PAIR] | {*names} and (has_words or are_messages(value)):
+        if key not in {*BESIDE[PAIR], *names, "label"} and (has_words or are_messages(value)):
             names.append(key)
     if names:
         name = names[0] if len(names) == 1 else "NAME"
@@ -1234,10 +1237,14 @@ def read_example(example, form, tokenizer):
     variables = json_in(example.get("chat_template_kwargs") or {}, dict,
                         "'chat_template_kwargs' must be an object")
     tokenizer = tokenizer.for_row(variables)
-    messages = messages_of(example, form)
+    given = messages_of(example, form)
     reads_tools_of_messages = "tools" in tokenizer.template_words
-    tools = read_tools([example] if reads_tools_of_messages else [example, *messages])
-    messages = check_messages(messages, tools)
+    tools = read_tools([example] if reads_tools_of_messages else [example, *given])
+    messages = check_messages(given, tools)
+    n_developers = 0
+    if "developer" not in tokenizer.template_words:
+        n_developers = sum(message["role"] == "developer" for message in messages)
+        messages = [one | {"role": one["role"].replace("developer", "system")} for one in messages]
     documents, n_without_mask = tokenizer.conversation(messages, tools)
     examples = []
     for document in documents:  # the first one is the whole conversation
@@ -1245,7 +1252,12 @@ def read_example(example, form, tokenizer):
                                 left_out=document.left_out, opens_thought=tokenizer.opens_thought))
     unread = {f"messages.{key}" for message in messages for key in tokenizer.unread_keys(message)}
     unread |= {f"chat_template_kwargs.{name}" for name in variables.keys() - tokenizer.template_reads}
-    examples[0] = examples[0]._replace(n_without_mask=n_without_mask, unread=tuple(sorted(unread)))
+    for message in given:
+        parts = message["content"] if isinstance(message.get("content"), list) else []
+        unread |= {f"messages.content.{key}" for part in parts for key, value in part.items()
+                   if value is not None and key not in ("type", "text", "refusal")}
+    examples[0] = examples[0]._replace(n_without_mask=n_without_mask, n_developers=n_developers,
+                                       unread=tuple(sorted(unread)))
     return examples
 
 
@@ -1349,7 +1361,16 @@ def check_messages(messages, tools=None):
         raise ValueError("no messages")
     functions = [tool.get("function", tool) for tool in tools or ()]
     schemas = {function.get("name"): function.get("parameters") for function in functions}  # for arguments
-    return [check_message(message, schemas) for message in messages]
+    checked = []
+    for given in messages:
+        message = check_message(given, schemas)
+        before = checked[-1] if checked and given["role"] in CALL_ROLES else {}
+        if before.get("role") == "assistant" and is_trained(before) == is_trained(message):
+            # an answer that calls several tools, or says something first, is one turn
+            message = before | {"tool_calls": before.get("tool_calls", []) + message["tool_calls"]}
+            checked.pop()
+        checked.append(message)
+    return checked
 
 
 def check_message(message, schemas):
@@ -1402,7 +1423,7 @@ def is_trained(message):
 def calls_of(message, schemas):
     """Takes the calls of tools out of the keys that formats have for them -> those calls, see read_call()."""
     calls = json_in(message.pop("tool_calls", []), list, "'tool_calls' must be a list of objects")
-    if message.get("role") == "function_call":  # LLaMA-Factory's: one or several as JSON in place of a text
+    if message.get("role") in CALL_ROLES:  # one or several as JSON in place of a text
         content = from_json(message.pop("content", None))
         calls = calls + (content if isinstance(content, list) else [content])
     if "function_call" in message:  # OpenAI's, before an answer could have several
@@ -1546,6 +1567,8 @@ def csv_rows(file):
     for fields in reader:
         if fields and not header:
             header = fields
+            if len(header) == 1 and (other := re.search("[;\t]", header[0])):
+                raise ValueError(f"line {line}: expected commas between columns, got {other[0]!r}")
             if len(set(header)) < len(header):
                 raise ValueError(f"line {line}: two columns have the same name: {listing(header)}")
         elif fields:  # no blank line
@@ -1562,7 +1585,8 @@ def table_rows(path, file_type):
     if file_type == "arrow":
         import datasets
 
-        rows = datasets.Dataset.from_file(str(path))
+        # as tables: rows of the library would decode images, for which it needs Pillow
+        batches = datasets.Dataset.from_file(str(path)).with_format("arrow").iter(100)
     else:
         try:
             import pyarrow.parquet
@@ -1572,9 +1596,9 @@ def table_rows(path, file_type):
         # MiB of memory then, and with these settings 44.
         table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
         batches = table.iter_batches(100, use_threads=False)
-        rows = (row for batch in batches for row in batch.to_pylist())
-    for row in rows:
-        yield {key: without_nulls(value) for key, value in row.items()}
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield {key: without_nulls(value) for key, value in row.items()}
 
 
 def stdlib_examples(file_type, held_out):
@@ -1762,6 +1786,8 @@ def read_examples(rows, tokenizer, columns, report):
         if first.form in (PAIR, "prompt + completion") and not first.is_chat and tokenizer.has_template:
             report.note("prompts are plain text, trained on as they stand: only lists of messages go "
                         "through the chat template")
+        report.note("developer messages are read as system messages: the template has no such role",
+                    first.n_developers)
         report.note("assistant turns not trained on: the template rewrites them later, or they cannot be "
                     "delimited", first.n_without_mask)
         for one in found:
@@ -2009,9 +2035,10 @@ class Documents:
         self.files = files
         self.parts = parts
         self.has_pairs = any(PAIR in file.report.formats for file in files)
-        # A resume compares it. The checksums stand for every token and mask.
-        checksums = json.dumps([file.report.checksums for file in files])
-        self.checksum = zlib.crc32(checksums.encode(), zlib.crc32(parts))
+        # A resume compares it: the checksums stand for every token and mask, and other columns train nothing
+        checksums = [[file.report.checksums.get(name) for name in ("tokens", "supervised")] for file in files]
+        trained = [parts[name].tobytes() for name in ("file", "start", "stop")]
+        self.checksum = zlib.crc32(json.dumps(checksums).encode() + b"".join(trained))
 
     def part(self, number):
         """(tokens [n] int32, supervised [n] bool) of a part."""
@@ -2167,7 +2194,7 @@ class Batch(NamedTuple):
     positions: torch.Tensor  # [B, T] int64
     supervised_S: torch.Tensor  # indices of the other targets in the flattened batch
     spans: Spans
-    n_targets: list  # for each document
+    n_targets: list  # for each document; of a row that ranks share its first one has them
 
     def to(self, device):
         """Copies to a GPU asynchronously, out of pinned memory."""
@@ -2311,6 +2338,7 @@ class Loader:
         if self.n_shards > 1:  # a shard is one row: it may begin and end within the rows above
             B = 1
             T = n // self.n_shards
+            n_targets = n_targets if self.shard == 0 else []  # a metric counts each document once
         shard = slice(self.shard * B * T, (self.shard + 1) * B * T)
         supervised_S = np.flatnonzero(targets[shard] != IGNORE)
         grids = (torch.from_numpy(grid[shard]).view(B, T) for grid in (tokens, targets, positions))
@@ -2676,7 +2704,7 @@ def find_result(name):
 
 @contextlib.contextmanager
 def errors_of_base(model, adapter):
-    """Says in errors about --model that the folder of an adapter (or None) names it, and how to give another one."""
+    """Says in errors about a base that the folder of an adapter, or None, names it, and the way out."""
     try:
         yield
     except ValueError as error:
@@ -2741,8 +2769,9 @@ def results_below(folder):
     for flag, config in (("model", CONFIG), ("adapter", ADAPTER_CONFIG)):
         for levels in ("", "*/", "*/*/"):
             found += [f"--{flag} {path.parent}" for path in folder.glob(levels + config)]
-    found = f"give {listing(found)}" if found else "expected a folder as transformers or PEFT save it"
-    return format_of_files(os.listdir(folder)) or found
+    if found:
+        return f"give {listing(found)}"
+    return format_of_files(os.listdir(folder)) or "expected a folder as transformers or PEFT save it"
 
 
 # {the ends of the names of files: what they are, and what to do}
@@ -2756,8 +2785,7 @@ OTHER_FORMATS = {
 
 def format_of_files(names):
     """What files of another format are, or None."""
-    found = [what for ends, what in OTHER_FORMATS.items() if any(name.endswith(ends) for name in names)]
-    return found[0] if found else None
+    return next((what for ends, what in OTHER_FORMATS.items() if any(n.endswith(ends) for n in names)), None)
 
 
 def download(flag, name, weight_files, revisions):
@@ -2892,12 +2920,9 @@ class WeightFiles:
         for name in reader.keys():  # noqa: SIM118
             stored = reader.get_slice(name)
             dtype = stored.get_dtype()
-            if dtype not in DTYPES | QUANTIZED:
-                raise ValueError(f"{path}: {listing([name])}: expected float32, float16 or bfloat16, got "
-                                 f"{dtype}; {lm.UNQUANTIZED}")
             if name.endswith((".activation_scale", ".input_scale", ".k_scale", ".v_scale")):
                 continue  # of inputs, keys and values, which nothing here quantizes
-            tensor = Stored(path, tuple(stored.get_shape()), (DTYPES | QUANTIZED)[dtype], name)
+            tensor = Stored(path, tuple(stored.get_shape()), (DTYPES | QUANTIZED).get(dtype, dtype), name)
             for module, matrix in matrices_in(module_name(name), tensor):
                 if module in self.tensors:
                     other = self.tensors[module].path.name
@@ -2918,29 +2943,25 @@ class WeightFiles:
                 state = None
                 if part == NF4_STATE:
                     self.format = "bitsandbytes' NF4"
-                    state = json.loads(bytes(self.whole(parts[part]).tolist()))
+                    state = json.loads(bytes(self.readers[parts[part].path].get_tensor(name).tolist()))
                     N, D = state["shape"]
-                    n_bytes = math.prod(form.shape) * parts[""].dtype.itemsize
-                    if state["blocksize"] != nf4.BLOCK or D % nf4.BLOCK or 2 * n_bytes != N * D:
+                    if state["blocksize"] != nf4.BLOCK or D % nf4.BLOCK:
                         raise ValueError(f"expected rows in blocks of {nf4.BLOCK}, got {lm.quoted(state)}")
-                    dtype = DTYPE_NAMES[getattr(torch, state["dtype"])]
-                    form = form._replace(shape=(N, D), dtype=DTYPES[dtype])
+                    form = form._replace(shape=(N, D), dtype=getattr(torch, state["dtype"]))
                 self.tensors[matrix] = form
                 self.quantized[matrix] = parts, state
                 self.scales(matrix)  # so that an error comes now
         for name, stored in self.tensors.items():
-            if stored.dtype in QUANTIZED.values() and name not in self.quantized:
-                raise ValueError(f"{stored.path}: {listing([name])}: {stored.dtype} in a format that is not "
-                                 f"read; {lm.UNQUANTIZED}")
-
-    def whole(self, stored):
-        return self.readers[stored.path].get_tensor(stored.name)
+            if stored.dtype not in DTYPES.values():
+                raise ValueError(f"{stored.path}: {listing([name])}: expected float32, float16 or bfloat16, "
+                                 f"got {stored.dtype}; {lm.UNQUANTIZED}")
 
     def scales(self, name):
         """[N, M] float32: what each of M blocks in a row of a quantized matrix is multiplied by."""
         N, D = self.tensors[name].shape
         parts, state = self.quantized[name]
-        found = {part: self.whole(stored).float() for part, stored in parts.items() if part}
+        found = {part: self.readers[stored.path].get_tensor(stored.name).float()
+                 for part, stored in parts.items() if part}
         if state:
             absmax = found[".absmax"]
             if ".nested_absmax" in found:  # it is quantized, too

@@ -2253,9 +2253,6 @@ REFUSED = {
     "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
     "no_rope_layer_interval": 4,
 }
-
-
-# what to do about weights in another format
 UNQUANTIZED = "read are 16 bits, bitsandbytes' NF4 and FP8: use the unquantized model, and --qlora"
 
 
@@ -2345,7 +2342,7 @@ def parse_config(raw, where="config.json"):
 
 def with_text_config(raw, decoders, error):
     """The config.json of a model with a vision tower -> that of its decoder. What stands both at the top and
-    in `text_config` counts there, see with_tie_of_weights() in data.py."""
+    in `text_config` counts there, see find_model() in data.py."""
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") not in decoders:
         raise error("text_config", f"expected an object with model_type {' or '.join(decoders)}")

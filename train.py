@@ -304,26 +304,29 @@ SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine
 DEMO_DATA = ["stdlib:docs"]
 # {flag: its names in TRL, axolotl, torchtune, litgpt and Unsloth that difflib does not find}
 OTHER_NAMES = {
-    "--model": "model_name_or_path tokenizer checkpoint_dir",
-    "--flash_attention": "attn_implementation",
-    "--lora": "use_peft peft_type",
-    "--qlora": "load_in_4bit use_4bit",
+    "--model": "model_name_or_path tokenizer checkpoint_dir base_model",
+    "--flash_attention": "attn_implementation flash_attn",
+    "--adapter": "adapter_name_or_path lora_model_dir",
+    "--lora": "use_peft peft_type finetuning_type",
+    "--qlora": "load_in_4bit use_4bit quantization_bit",
     "--lora_rank": "lora_r",
-    "--lora_targets": "target_modules",
-    "--train_embeddings": "modules_to_save",
-    "--beta": "dpo_beta",
-    "--data": "dataset dataset_name train_file",
-    "--eval_data": "eval_dataset val_set_size test_size",
-    "--seq_len": "max_length max_seq_length sequence_len",
-    "--packing": "sample_packing",
-    "--train_on": "assistant_only_loss train_on_inputs",
+    "--lora_targets": "target_modules lora_target_modules",
+    "--train_embeddings": "modules_to_save additional_target",
+    "--add_tokens": "new_special_tokens resize_vocab",
+    "--beta": "dpo_beta pref_beta",
+    "--data": "dataset dataset_name dataset_dir train_file",
+    "--eval_data": "eval_dataset val_set_size val_size test_size",
+    "--seq_len": "max_length max_seq_length sequence_len cutoff_len",
+    "--packing": "sample_packing neat_packing",
+    "--chat_template": "template",
+    "--train_on": "assistant_only_loss train_on_inputs train_on_prompt",
     "--template_args": "chat_template_kwargs enable_thinking",
     "--precision": "bf16 fp16 dtype torch_dtype",
     "--fsdp2": "fsdp deepspeed",
     "--offload": "cpu_offload enable_activation_offloading",
     "--activation_checkpointing": "gradient_checkpointing",
     "--compile": "torch_compile",
-    "--batch_size": "per_device_train_batch_size micro_batch_size",
+    "--batch_size": "batch per_device_train_batch_size micro_batch_size",
     "--grad_accum": "gradient_accumulation_steps",
     "--steps": "max_steps",
     "--epochs": "num_train_epochs",
@@ -331,7 +334,7 @@ OTHER_NAMES = {
     "--warmup": "warmup_ratio warmup_steps",
     "--schedule": "lr_scheduler_type",
     "--clip": "max_grad_norm gradient_clipping",
-    "--out": "output_dir",
+    "--out": "output output_dir",
     "--resume": "resume_from_checkpoint",
     "--keep": "save_total_limit",
     "--save_every": "save_steps",
@@ -437,11 +440,11 @@ def make_parser():
     switch(method, "--train_embeddings", "train embedding and head in full beside adapters; as PEFT's "
            "modules_to_save", fixed=True, feature=True)
     add(method, "--lora_targets", str, None,
-        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them but "
-        "in_proj_a and in_proj_b; where attention has a gate_proj, too, that name alone is the MLP's)",
+        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them "
+        "but in_proj_a and in_proj_b; where attention has a gate_proj, too, that name alone is the MLP's)",
         nargs="+", metavar="LAYER", fixed=True, needs="lora")
-    add(method, "--add_tokens", os.path.expanduser, None, "tokens to append to the vocabulary, which messages "
-        "may spell, or a file with a token a line; --lora and --qlora need --train_embeddings, too, and where "
+    add(method, "--add_tokens", os.path.expanduser, None, "tokens to append to the vocabulary, which "
+        "messages may spell, or a file with a token a line; adapters need --train_embeddings, too, and where "
         "V grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
         nargs="+", metavar="TOKEN", fixed=True)
 
@@ -621,10 +624,16 @@ def parse_args(argv, args=None):
         for action in parser._actions:
             if not getattr(action, "everyday", None):
                 action.help = argparse.SUPPRESS
-    for word in argv:
+    switches = [flag for flag, action in parser._option_string_actions.items() if action.nargs == 0]
+    for word, following in zip(argv, [*argv[1:], ""]):
         # argparse drops such a value, and then raises a bare ValueError, or uses the default
         if re.fullmatch(r"--\w+=--", word):
             refuse(f"{word}: expected a value, got two dashes")
+        flag, _, value = word.partition("=")
+        if flag in switches and (value or following).lower() in ("true", "false", "yes", "no", "1", "0"):
+            off = flag.replace("--", "--no-", 1)
+            refuse(f"{flag} {value or following}: a switch has no value: {flag} is on, "
+                   + (f"{off} off" if off in switches else "and left out off"))
     # parse_args() would end the process before refuse_unknown() could look for the flag that was meant
     args, unknown = parser.parse_known_args(argv, args)
     if unknown:
@@ -644,8 +653,15 @@ def refuse_unknown(word, flags):
     name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
     known = {name: flag for flag, names in OTHER_NAMES.items() for name in names.split()}
     known |= {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
-    similar = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {known[similar[0]]}?" if similar else "--help_all lists all"
+    # Less likeness misleads: --version is no --precision, and --beta1 no --beta.
+    similar = [match for one in (name, name.removeprefix("no_"))
+               for match in difflib.get_close_matches(one, known, n=1, cutoff=0.85)]
+    if similar and re.findall(r"\d", name) == re.findall(r"\d", similar[0]):
+        hint = f"did you mean {known[similar[0]]}?"
+    elif word.endswith((".yaml", ".yml")) or name == "config":
+        hint = "there are no config files: what they say are flags, see --help"
+    else:
+        hint = "--help_all lists all"
     if name in OF_LAUNCHERS:
         hint = "torchrun --nproc_per_node N train.py starts N ranks, and tells each its own"
     refuse(f"{word}: no such flag; {hint}")
@@ -1179,8 +1195,8 @@ def open_model(args, ranks, revisions=None):
                 weights = data.RandomWeights(vanilla, args.seed, ranks.device)
             data.check_weights(vanilla, weights, args.model)
         if files.weights and weights.quantized:
-            ranks.say(f"{args.model}: {len(weights.quantized):,} matrices in {weights.format}, dequantized as "
-                      "they are read")
+            ranks.say(f"{args.model}: {len(weights.quantized):,} matrices in {weights.format}, "
+                      "dequantized as they are read")
         if not config.tie_word_embeddings and stored_config.tie_word_embeddings:  # see has_two_matrices()
             stored = weights.tensors[data.embedding_in_files(config)]
             weights.tensors[data.HEAD] = stored._replace(name=data.HEAD)  # what a merged model writes
@@ -3098,9 +3114,9 @@ class RunFolder:
         elif checkpoint:
             self.path = checkpoint.parent
         else:
-            self.path = Path("out") / datetime.now().strftime("%Y%m%d-%H%M%S")
+            self.path = new_folder()
         check_folder(self.path, checkpoint, is_locked=False)  # before anything is written to somebody's files
-        self.is_new = not self.path.exists()
+        self.is_new = not (out or checkpoint) or not self.path.exists()
         self.lock = lock_folder(self.path)
         check_folder(self.path, checkpoint, is_locked=True)  # once more: another run may have come and gone
         self.is_first = not is_run(self.path)  # nobody has trained here before
@@ -3118,6 +3134,16 @@ class RunFolder:
                 if self.is_new:
                     self.path.rmdir()
         self.lock.close()
+
+
+def new_folder():
+    """Makes out/<date-time>, of two starts in one second one for each."""
+    name = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        path = Path("out") / (name if number == 1 else f"{name}-{number}")
+        with data.writing(f"--out {path}", "folder"), contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
 
 
 def is_run(folder):
@@ -3138,8 +3164,8 @@ def check_folder(folder, checkpoint, is_locked):
     if names <= {"lock", "args.json.part"}:  # nothing, or what a start that was killed at once has left
         return
     if not is_run(folder):
-        raise ValueError(f"--out {folder}: contains files, and no args.json of a run that has made them: "
-                         "give a new or an empty folder")
+        raise ValueError(f"--out {folder}: contains files, and no args.json of a run that has made them "
+                         "(older versions' has no mark): give a new or an empty folder, also beside --resume")
     for name in names:
         # whoever opens a pipe waits for its other end, for ever
         if not (name.endswith(".part") or (folder / name).is_dir()):
@@ -3241,7 +3267,7 @@ def odd_keys(content, types):
 
 def names_in(settings):
     """The names that all settings of one version have."""
-    return {name for name in settings if name.startswith(("--", "config.json's "))}
+    return {name for name in settings if name.startswith(("--", "config.json's ", "the checksum of all "))}
 
 
 def read_state(folder, settings, ranks):
@@ -3468,7 +3494,7 @@ def fixed_settings(args, config, rows_a_step, loader, weights):
     settings |= {f"--{name}": getattr(args, name) for name in fixed_flags()}
     settings["rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
     settings["the share of --data that --eval_data holds out"] = data.share_of(args.eval_data)
-    settings["the checksum of --data's tokens and masks"] = loader.documents.checksum
+    settings["the checksum of all --data's tokens and masks"] = loader.documents.checksum
     # In full fine-tuning all weights come out of the checkpoint.
     if args.lora:
         settings["the checksum of --model's frozen weights"] = weights.crc()

@@ -71,6 +71,19 @@ FLAGS = {  # flags: words of the message
     "--steps=--": ["--steps=--: expected a value"],
     "--timeout 1e10": ["--timeout", "1e10: expected above 0, below 1e+08"],
 
+    # names that are only a little alike, values of switches, files of settings
+    "--hub_token x": ["--hub_token: no such flag; --help_all"],
+    "--revision main": ["--revision: no such flag; --help_all"],
+    "--version": ["--version: no such flag; --help_all"],
+    "--beta1 0.9": ["--beta1: no such flag; --help_all"],
+    "--cutoff_len 8": ["mean --seq_len?"],
+    "--finetuning_type lora": ["mean --lora?"],
+    "--qlora true": ["--qlora true: a switch has no value: --qlora is on, and left out off"],
+    "--lora=False": ["--lora False: a switch has no value"],
+    "--packing false": ["--packing is on, --no-packing off"],
+    "--compile false": ["--compile is on, --no-compile off"],
+    "config.yaml": ["config.yaml: no such flag; there are no config files"],
+
     # twice
     "--lr 1 --lr=2": ["--lr: given twice, 1.0 and 2.0: leave one"],
     "--activation_checkpointing 2 --activation_checkpointing": ["--activation_checkpointing: given twice, 2 and all"],

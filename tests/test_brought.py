@@ -371,7 +371,7 @@ def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(tmp_path
     ("config", {"eos_token_id": 0, "bos_token_id": 5}, {"eos_token_id": [0, 1]}),
     ("generation_config", {"eos_token_id": [0, 7], "top_p": 0.8}, {"eos_token_id": [0, 1, 7], "top_p": 0.8}),
     ("generation_config", {"eos_token_id": [0, 1], "top_p": 0.8}, {"eos_token_id": [0, 1], "top_p": 0.8}),
-    ("config", {"eos_token_id": [1, 0]}, None),  # readers stop there without another file
+    ("config", {"eos_token_id": [1, 0]}, {"eos_token_id": [0, 1]}),
 ])
 def test_a_result_says_where_readers_look_at_what_a_chat_stops(tmp_path, name, given, written):
     """A base model whose EOS ends a text, tuned on chats with ChatML."""
@@ -383,8 +383,7 @@ def test_a_result_says_where_readers_look_at_what_a_chat_stops(tmp_path, name, g
     tokenizer.save(out)
     named = given["eos_token_id"]
     assert tokenizer.stop_ids == {0, 1} | set(named if isinstance(named, list) else [named])
-    path = out / "generation_config.json"
-    assert (json.loads(path.read_text()) if path.exists() else None) == written
+    assert data.read_json(out / "generation_config.json") == written
 
 
 def test_final_and_merged_of_a_base_model_name_all_ends(tmp_path, chats):
@@ -748,3 +747,53 @@ def test_a_folder_comes_before_the_built_in_model_or_the_preset_of_its_name(tmp_
 def test_the_address_of_a_page_of_the_hub_is_its_id(address, name):
     args = train.parse_args(["--model", address, "--data", address])
     assert [args.model, *args.data] == [name, name]
+
+
+# ---------------------------------------------------------------- marks of parts, classes, roles of others
+
+
+def test_keys_of_parts_that_nobody_reads_are_listed(tmp_path, tiny):
+    marked = [{"type": "text", "text": "It is 55. ", "train": False}, {"text": "No, 4.", "weight": None}]
+    _, file = read_rows(tmp_path, tiny, chat(QUESTION, message("assistant", marked)))
+    assert file.report.unread == ["messages.content.train"]
+
+
+@pytest.mark.parametrize("label", [0, 1, 2, "0", "joy"])
+def test_a_label_that_is_no_boolean_is_another_column(tmp_path, tiny, label):
+    _, file = read_rows(tmp_path, tiny, {"instruction": "Mood?", "output": "good", "label": label})
+    assert (file.report.n_bad, file.report.unread) == (0, ["label"])
+
+
+@pytest.mark.parametrize("call, result", [("tool_call", "tool_response"), ("function_call", "observation")])
+@pytest.mark.parametrize("said", [[], [message("assistant", "Let me see.")]])
+def test_calls_in_a_row_are_one_turn(agent, call, result, said):
+    calls = [message(call, json.dumps({"name": "add", "arguments": {"a": n}})) for n in (1, 2)]
+    given = [QUESTION, *said, *calls, message(result, "1"), message(result, "2"), ANSWER]
+    in_one = [{"type": "function", "function": {"name": "add", "arguments": {"a": n}}} for n in (1, 2)]
+    content = {"content": said[0]["content"]} if said else {}
+    turn_with_calls = {"role": "assistant", **content, "tool_calls": in_one}
+    plain = [QUESTION, turn_with_calls, message("tool", "1"), message("tool", "2"), ANSWER]
+    assert text_of(chat(*given), agent) == text_of(chat(*plain), agent)
+
+
+def test_calls_that_are_trained_on_differently_stay_two_turns():
+    calls = [message("tool_call", '{"name": "add"}', loss=mark) for mark in (0, 1)]
+    assert len(data.check_messages([QUESTION, *calls])) == 3
+
+
+def test_a_developer_message_is_a_system_message_where_the_template_has_no_such_role(tmp_path, capsys):
+    developer = message("developer", "Be brief.")
+    tokenizer = tokenizer_of(tmp_path, QWEN)
+    documents, file = read_rows(tmp_path, tokenizer, chat(developer, QUESTION, ANSWER))
+    assert documents == read_rows(tmp_path, tokenizer, chat(message("system", "Be brief."), QUESTION, ANSWER))[0]
+    data.print_file(file)
+    assert "1 developer messages are read as system messages: the template has no such role" in capsys.readouterr().out
+    knows = CHATML + "{% if messages[0].role == 'developer' %}{% endif %}"
+    assert "<|im_start|>developer" in text_of(chat(developer, QUESTION, ANSWER), tokenizer_of(tmp_path, knows))
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_csv_with_other_separators_is_named(tmp_path, tiny, separator):
+    (tmp_path / "a.csv").write_text(f"instruction{separator}output\nq{separator}a\n")
+    with pytest.raises(ValueError, match="line 1: expected commas between columns, got"):
+        read_data(tmp_path / "a.csv", tiny)

@@ -473,6 +473,14 @@ def loaders_of(documents, split, **options):
     return loaders
 
 
+def test_ranks_that_share_a_row_count_each_document_once(documents):
+    alone = loader_of(documents)
+    shared = [loader_of(documents, rank=rank, world=2, sequence_parallel=2) for rank in (0, 1)]
+    for row in range(3):
+        assert shared[0].batch([row]).n_targets == alone.batch([row]).n_targets
+        assert shared[1].batch([row]).n_targets == []
+
+
 def tokens_by_row(batch):
     """The tokens of each row of a batch, without padding."""
     B, T = batch.tokens.shape

@@ -175,7 +175,7 @@ EXAMPLES = {  # name: (row, the text that it becomes)
     # every answer is trained on, and nothing else
     "messages": (
         chat(message("developer", "d"), QUESTION, ANSWER, QUESTION, message("assistant", "🙂\n x")),
-        turn("developer", "d") + ASKED + ANSWERED + ASKED + trained_turn("🙂\n x")),
+        turn("system", "d") + ASKED + ANSWERED + ASKED + trained_turn("🙂\n x")),
     # data sets spell calls, tools and parts of texts in several ways
     "arguments-object": (
         chat(*calling({"type": "function", "function": CALL})),
@@ -832,7 +832,7 @@ BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
         "a.csv", b"Frage,answer\nq,a\n", r"line 2: .*got the keys Frage, answer: --columns COLUMN=KEY"),
     "csv, a comma without quotes": (
         "a.csv", b'id,text\n1,"a\nb"\n2,a, b\n', "line 4: number of fields 3, in the header 2: .*quotes"),
-    "csv, semicolons": ("a.csv", b"instruction;output\nq;a\n", "line 2: .*got the keys instruction;output"),
+    "csv, semicolons": ("a.csv", b"instruction;output\nq;a\n", "line 1: expected commas between columns, got ';'"),
     "csv, cut": ("a.csv", b"id,text\n1,a\n2\n", "line 3: number of fields 1, in the header 2"),
     "csv, an open quote": ("a.csv", b'id,text\n1,"a\n2,b\n3,c\n', "cannot be read as csv: unexpected end"),
     "csv, two of a name": ("a.csv", b"text,text\na,b\n", "line 1: two columns have the same name: text, text"),

@@ -13,6 +13,7 @@ from datetime import datetime
 from types import SimpleNamespace
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -368,7 +369,7 @@ def test_what_would_change_the_mathematics_is_refused_by_name(lora_run, chats, c
     given = flags.format(chats=chats, other=out.parent / "other").split()
     if flags == "--qlora":  # which stands for --lora, too
         argv = [arg for arg in argv if arg != "--lora"]
-    assert train.launch(later_counts([*argv, "--resume", "--out", out, *given])) == 1
+    assert train.launch([*argv, "--resume", "--out", str(out), *given]) == 1
     message = capsys.readouterr().err
     assert words in message
     assert f"--resume {out}/checkpoint-2" in message
@@ -555,6 +556,47 @@ def test_a_run_without_a_checkpoint_starts_at_step_0(runs, out, resume, run):
     assert found is None
 
 
+def test_a_run_of_an_older_version_is_named_as_one(tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / train.STATE).write_text("{}")
+    (tmp_path / "args.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no args.json of a run.*older versions' has no mark.*beside --resume"):
+        train.RunFolder(None, tmp_path / "checkpoint-2")
+
+
+def test_another_table_of_documents_is_no_other_data_and_a_checksum_of_before_is_another_versions(lora_run, tmp_path):
+    tokens = np.arange(9, dtype=np.int32)
+    parts = np.zeros(2, data.PART)
+    parts["stop"] = 4, 5
+    report = data.FileReport(checksums={"tokens": 1, "supervised": 2, "documents": 3})
+    other_report = data.FileReport(checksums={"tokens": 1, "supervised": 2, "documents": 4})
+    checksum = data.Documents([data.DataFile("a", report, tokens, tokens)], parts).checksum
+    parts["line"] = 1, 7
+    parts["hash"] = 5, 6
+    assert data.Documents([data.DataFile("a", other_report, tokens, tokens)], parts).checksum == checksum
+    parts["stop"] = 4, 6
+    assert data.Documents([data.DataFile("a", report, tokens, tokens)], parts).checksum != checksum
+
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(lora_run[0] / "checkpoint-2", folder)
+    state = data.read_json(folder / train.STATE)
+    new = "the checksum of all --data's tokens and masks"
+    older = {name.replace("of all", "of"): value for name, value in state["settings"].items()}
+    (folder / train.STATE).write_text(json.dumps(data.with_checksum(state | {"settings": older})))
+    with pytest.raises(ValueError, match=f"{new} was None.*another version of oomph has written this checkpoint"):
+        train.read_state(folder, state["settings"], SimpleNamespace(rank=0, world=1))
+
+
+def test_two_starts_in_one_second_get_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 2)))
+    first, second = (train.RunFolder(None, None) for _ in range(2))
+    assert [first.path.name, second.path.name] == ["20260102-000000", "20260102-000000-2"]
+    for folder in (first, second):
+        folder.leave()
+    assert not list((tmp_path / "out").iterdir())
+
+
 FOREIGN = "contains files, and no args.json of a run"
 
 
@@ -684,15 +726,14 @@ def test_starts_in_one_second_share_no_folder(tmp_path, monkeypatch):
 
 def test_a_start_that_loads_keeps_others_out_of_its_folder(job, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    argv = later_counts((*job, "--steps", 1, "--out", out))
+    argv = [str(word) for word in (*job, "--steps", 1, "--out", out)]
     load = data.load_weights_
     codes = []
 
     def load_later(*args, **kwargs):
         if not codes:
             codes.append(None)
-            # begins, and would end, while the other one loads
-            codes[0] = train.launch(later_counts([*argv, "--seed", "1"]))
+            codes[0] = train.launch([*argv, "--seed", "1"])  # begins, and would end, while the other one loads
         return load(*args, **kwargs)
 
     monkeypatch.setattr(data, "load_weights_", load_later)

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import (
-    HANG_S, HERE, TRAIN, build, check_merges_later, later_counts, losses, random_model, read_data, run_ranks)
+from conftest import HANG_S, HERE, TRAIN, build, check_merges_later, losses, random_model, read_data, run_ranks
 from safetensors.torch import load_file, save_file
 from test_formats import byte_level_tokenizer
 
@@ -733,7 +732,7 @@ def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
 def ask(monkeypatch, lines, *argv):
     """Runs --chat with these bytes as its input, on the built-in model unless argv has another -> the exit code."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
-    return train.launch(later_counts(["--chat", "--model", "tiny", "--max_new_tokens", "3", *argv]))
+    return train.launch(["--chat", "--model", "tiny", "--max_new_tokens", "3", *map(str, argv)])
 
 
 def answer_with(monkeypatch, ids):
