@@ -16,8 +16,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    HANG_S, HERE, QWEN35, in_ci, later_counts, on_ranks, random_model, run_ranks, start_ranks, state_of)
+from conftest import HANG_S, HERE, QWEN35, in_ci, on_ranks, random_model, run_ranks, start_ranks, state_of
 
 import model as lm
 import train
@@ -713,15 +712,6 @@ def test_a_pipe_in_the_folder_of_a_run_is_named_and_not_waited_for(runs, name):
     os.mkfifo(runs / "run" / name)
     with pytest.raises(ValueError, match=f"{name}: not a file|{FOREIGN}"):
         find("run", "auto")
-
-
-def test_starts_in_one_second_share_no_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 1)))
-    folder = train.RunFolder(None, None)
-    assert folder.path.name == "20260101-000000"  # a second is all that a name tells
-    with pytest.raises(ValueError, match="out/20260101-000000: another process writes to it"):
-        train.RunFolder(None, None)
 
 
 def test_a_start_that_loads_keeps_others_out_of_its_folder(job, tmp_path, monkeypatch, capsys):
