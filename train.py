@@ -305,7 +305,6 @@ DEMO_DATA = ["stdlib:docs"]
 # {flag: its names in TRL, axolotl, torchtune, litgpt and Unsloth that difflib does not find}
 OTHER_NAMES = {
     "--model": "model_name_or_path tokenizer checkpoint_dir base_model",
-    "--flash_attention": "attn_implementation flash_attn",
     "--adapter": "adapter_name_or_path lora_model_dir",
     "--lora": "use_peft peft_type finetuning_type",
     "--qlora": "load_in_4bit use_4bit quantization_bit",
@@ -534,9 +533,6 @@ def add_memory_flags(parser):
             help="torch.compile the blocks, the loss and NF4: half a minute in the first step, which torch "
             "caches for the next run (default: on if there are a GPU, Triton, a C compiler and "
             f"{COMPILES_FROM / 1e9:g} billion parameters)")
-    add(memory, "--flash_attention", int, None, "attention in the kernels of FlashAttention 4; on a GPU of "
-        "compute capability 9.0 or higher, pip install --pre flash-attn-4 (default: torch's own kernels)",
-        choices=(4,), metavar="4", feature=True)
 
 
 def add_schedule_flags(parser):
@@ -814,9 +810,6 @@ def refuse_conflicts(args):
     for flag in ("tensorboard", "wandb"):
         if getattr(args, flag) and not is_installed(flag):
             refuse(f"--{flag} needs a package: pip install {flag}")
-    # a plan may be that of another machine
-    if args.flash_attention and not args.dry_run and not is_installed("flash_attn.cute"):
-        refuse("--flash_attention needs a package: pip install --pre flash-attn-4")
     if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
         refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
     # A preset has no weights. Without this error a user could take noise for a model.
@@ -837,10 +830,7 @@ def refuse_conflicts(args):
 
 
 def is_installed(package):
-    try:
-        spec = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # nor is the package that this one is in
-        return False
+    spec = importlib.util.find_spec(package)
     # Python takes a folder of this name for a package without origin. wandb leaves one wherever it has run.
     return spec is not None and spec.origin is not None
 
@@ -1201,8 +1191,6 @@ def open_model(args, ranks, revisions=None):
             stored = weights.tensors[data.embedding_in_files(config)]
             weights.tensors[data.HEAD] = stored._replace(name=data.HEAD)  # what a merged model writes
         model = lm.on_meta(config, args)
-        if args.flash_attention:
-            use_flash_attention_4_(model, ranks.device)
         if adapter:
             data.check_weights(model, adapter, args.adapter)
         return OpenedModel(files, config, model, weights, adapter, open_tokenizer(args, files, adapter))
@@ -1371,41 +1359,6 @@ def say_notes(args, config, steps, ranks):
     # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
     if steps < 20 and not args.steps:
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
-
-
-def use_flash_attention_4_(model, device):
-    """Puts the kernels of the package flash-attn-4 in the place of torch's FlashAttention 2, for the whole
-    process, and tries them with the heads of this model: what they do not do ends the run at its start."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        raise ValueError("--flash_attention 4 needs a GPU of compute capability 9.0 or higher, a Hopper or "
-                         "Blackwell: leave it out")
-    if model.compute_dtype is torch.float32:
-        raise ValueError("--flash_attention 4 needs 16 bits a number: leave it out, or use --precision mixed")
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    if activate is None:
-        raise ValueError(f"--flash_attention 4: torch {torch.__version__} has no other kernels than its own: "
-                         "leave it out, or install a newer torch")
-    try:
-        activate("FA4")
-        try_attention(model.config, model.compute_dtype, device)
-    except Exception as error:  # they are compiled here, by packages that may raise anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"--flash_attention 4 does not run attention of this model: {why}; leave it out, or "
-                         "pip install --pre -U flash-attn-4") from error
-
-
-def try_attention(config, dtype, device):
-    """Attention over two documents, forward and backward, with the heads and windows of a model."""
-    bounds = torch.tensor([0, 100, 256], dtype=torch.int32, device=device)
-    spans = lm.Spans([(0, 100), (100, 256)], bounds, longest=156)
-    windows = [lm.NO_WINDOW]
-    if "sliding_attention" in config.layer_types:
-        windows.append(64)
-    for window in windows:
-        n_heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-        q, k, v = (torch.ones(1, 256, n, config.head_dim, dtype=dtype, device=device, requires_grad=True)
-                   for n in n_heads)
-        lm.attend(q, k, v, spans, window).sum().backward()
 
 
 # ---------------- building a model, a step

@@ -7,13 +7,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import huggingface_hub
 import pytest
 import torch
-from conftest import HERE, MUSE, SHAPE, later_counts
+from conftest import HERE, later_counts
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch.distributed import HashStore
@@ -215,79 +215,6 @@ def test_a_flag_without_its_package_is_refused(monkeypatch, capsys, name, spec):
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: spec)
     assert train.launch([f"--{name}"]) == 2
     assert_says(capsys.readouterr().err, [f"--{name}", f"pip install {name}"])
-
-
-def test_flash_attention_without_its_package_is_refused_but_planned(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # FlashAttention 2, which has no cute
-    assert train.launch(["--flash_attention", "4"]) == 2
-    assert_says(capsys.readouterr().err, ["--flash_attention", "pip install --pre flash-attn-4"])
-    assert train.launch(["--flash_attention", "3"]) == 2
-    assert_says(capsys.readouterr().err, ["--flash_attention", "invalid choice: 3"])
-    # the GPUs of a plan may be elsewhere
-    assert train.parse_args(["--flash_attention", "4", "--dry_run"]).flash_attention == 4
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """activate_flash_attention_impl() that only notes what it gets, on a GPU that may have the package."""
-    activated = []
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    return activated
-
-
-def model_for_attention(precision="mixed"):
-    return SimpleNamespace(
-        config=lm.parse_config(SHAPE), compute_dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
-
-
-@pytest.mark.parametrize("device, capability, precision, words", [
-    ("cpu", None, "mixed", ["GPU of compute capability 9.0", "leave it out"]),
-    ("cuda", (8, 0), "mixed", ["GPU of compute capability 9.0", "leave it out"]),
-    ("cuda", (9, 0), "fp32", ["16 bits", "--precision mixed"]),
-])
-def test_flash_attention_where_it_cannot_run_is_refused(monkeypatch, kernels, device, capability, precision, words):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    with pytest.raises(ValueError) as error:
-        train.use_flash_attention_4_(model_for_attention(precision), torch.device(device))
-    assert_says(str(error.value), ["--flash_attention 4", *words])
-    assert not kernels
-
-
-def test_a_torch_without_other_kernels_is_named(monkeypatch, kernels):
-    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
-    with pytest.raises(ValueError) as error:
-        train.use_flash_attention_4_(model_for_attention(), torch.device("cuda"))
-    assert_says(str(error.value), ["--flash_attention 4", f"torch {torch.__version__}", "leave it out"])
-
-
-def test_kernels_that_do_not_run_a_models_attention_end_the_start(monkeypatch, kernels):
-    def refuse(config, dtype, device):
-        raise AssertionError("(head_dim, head_dim_v)=(512, 512) is not supported on SM90.\nmore")
-
-    monkeypatch.setattr(train, "try_attention", refuse)
-    with pytest.raises(ValueError) as error:
-        train.use_flash_attention_4_(model_for_attention(), torch.device("cuda"))
-    assert_says(str(error.value), ["--flash_attention 4", "(512, 512) is not supported", "--pre -U flash-attn-4"])
-    assert "more" not in str(error.value)
-    assert kernels == ["FA4"]
-
-
-@pytest.mark.parametrize("traits", [{}, MUSE])
-def test_kernels_are_tried_with_the_heads_and_the_windows_of_a_model(monkeypatch, traits):
-    config = lm.parse_config(SHAPE | traits)
-    attend = lm.attend
-    windows = []
-
-    def note_and_attend(q_BTHK, k_BTGK, v_BTGK, spans, window):
-        assert q_BTHK.shape[2:] == (config.num_attention_heads, config.head_dim)
-        assert k_BTGK.shape[2:] == v_BTGK.shape[2:] == (config.num_key_value_heads, config.head_dim)
-        windows.append(window)
-        return attend(q_BTHK, k_BTGK, v_BTGK, spans, window)
-
-    monkeypatch.setattr(lm, "attend", note_and_attend)
-    train.try_attention(config, torch.float32, torch.device("cpu"))
-    assert windows == ([lm.NO_WINDOW, 64] if traits else [lm.NO_WINDOW])
 
 
 # ---------------------------------------------------------------- config.json

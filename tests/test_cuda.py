@@ -1,7 +1,6 @@
 """Whole runs on a GPU, real or emulated: every flag, what is written, taken and waited for. Where there is no GPU the
 first test runs all that is marked gpu on an emulated one (emulated_cuda.py says what that shows)."""
 
-import argparse
 import functools
 import gzip
 import io
@@ -232,68 +231,6 @@ def test_a_token_on_a_gpu_sees_the_window_that_it_sees_on_a_cpu(tmp_path):
     log = tmp_path / "log"
     codes = start_ranks(1, check_windows, (), [log], gpu=True)
     assert codes == [0], log.read_text()
-
-
-# ---------------------------------------------------------------- FlashAttention 4
-
-
-@pytest.fixture
-def flash_attention_4():
-    """Skips a test where these kernels do not run."""
-    if not train.is_installed("flash_attn.cute"):
-        pytest.skip("needs the package flash-attn-4")
-    if LOADED or torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("needs a Hopper or Blackwell GPU")
-
-
-def outputs_and_gradients(qkv, spans, window):
-    """Attention and its gradients by q, k and v, all as float32 on the CPU."""
-    leaves = [t.detach().requires_grad_() for t in qkv]
-    out = lm.attend(*leaves, spans, window)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    tensors = out, *torch.autograd.grad(out, leaves, weights)
-    return [t.detach().float().cpu() for t in tensors]
-
-
-def check_flash_attention_4():
-    """Packed documents in bf16 in the kernels of flash-attn-4, against the same numbers on the CPU, each document alone
-    and in float32."""
-    gpu = torch.device("cuda", 0)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as train.Ranks does
-    lengths = [300, 1, 83, 128]
-    T = sum(lengths)
-    generator = torch.Generator().manual_seed(0)
-    # heads of Llama and Qwen3, and of Qwen3.5
-    for H, G, K in ((8, 2, 128), (4, 1, 256)):
-        config = lm.parse_config(SHAPE | {"num_attention_heads": H, "num_key_value_heads": G, "head_dim": K})
-        model = argparse.Namespace(config=config, compute_dtype=torch.bfloat16)
-        train.use_flash_attention_4_(model, gpu)
-        assert torch.nn.attention.current_flash_attention_impl() == "FA4"
-        qkv = [torch.randn(1, T, n_heads, K, generator=generator).bfloat16() for n_heads in (H, G, G)]
-        for window in (lm.NO_WINDOW, 24):
-            spans = data.pack_spans(pairs_of(lengths), T)
-            expected = outputs_and_gradients([t.float() for t in qkv], spans, window)
-            spans.bounds = spans.bounds.to(gpu)
-            got = outputs_and_gradients([t.to(gpu) for t in qkv], spans, window)
-            for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected):
-                # On a CPU bf16 is 0.002 to 0.006 away. A window of one token more changes each of them by 0.17, two
-                # documents that see each other the output by 0.16, and dq and dk by 0.018.
-                error = (a - b).norm() / b.norm()
-                assert error < 0.012, (name, K, window, error)
-
-
-@pytest.mark.gpu
-def test_packed_documents_in_flash_attention_4_are_as_each_alone(flash_attention_4, tmp_path):
-    log = tmp_path / "log"
-    codes = start_ranks(1, check_flash_attention_4, (), [log], gpu=True)
-    assert codes == [0], log.read_text()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("flags", ["", "--qlora --no-packing"])  # packed rows, and sdpa() of documents of one length
-def test_a_gpu_trains_with_flash_attention_4_to_the_losses_of_the_cpu(flash_attention_4, job, on_cpu, tmp_path, flags):
-    got = losses_on("gpu", 1, [*job, *flags.split(), "--flash_attention", 4], tmp_path)
-    assert got == pytest.approx(on_cpu(*mathematics_of(flags)), abs=0.02)  # 8 bits of mantissa
 
 
 # ---------------------------------------------------------------- what a run writes and says

@@ -320,14 +320,12 @@ def start_of(flags, capsys):
 EVERY_FEATURE = """
     --precision bf16 --qlora --nf5 --seq_len 99999 --fsdp2 --replicas 2 --sequence_parallel 2 --offload --tiled_mlp 4096
     --optim adamw8bit --stochastic_rounding --optim_in_backward --compile --clip 0 --lora_dropout 0.1 --min_lr 0.1
-    --train_embeddings --warmup 0 --schedule linear --weight_decay 0 --seed 1 --flash_attention 4
+    --train_embeddings --warmup 0 --schedule linear --weight_decay 0 --seed 1
 """
 
 
-def test_the_start_fits_a_screen_with_every_feature_on(monkeypatch, capsys):
-    monkeypatch.setattr(train, "is_installed", lambda package: True)  # flash-attn-4
+def test_the_start_fits_a_screen_with_every_feature_on(capsys):
     said = start_of(EVERY_FEATURE, capsys)
-    assert "  --flash_attention 4: attention in the kernels of FlashAttention 4\n" in said
     assert "  off: dpo, fused_adamw\n" in said  # AdamW of 8 bits has no fused kernel
     lines = said.splitlines()
     assert len(lines) <= 25, said
