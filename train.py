@@ -420,8 +420,8 @@ def make_parser():
            feature=True, everyday=True)
     switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True,
            feature=True, everyday=True)
-    add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight; they cost a model a "
-        "quarter of what 4 bits cost it (default: none; without a value: all)",
+    add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight and not 4.14 "
+        "(default: none; without a value: all)",
         nargs="*", metavar="LAYER", fixed=True, needs="qlora", feature=True, everyday=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True,
         needs="lora", everyday=True)
