@@ -155,7 +155,7 @@ class Config:
     num_experts: int = within(0, 1 << 12, 0)  # E; 0 for a dense model
     num_experts_per_tok: int = within(1, 1 << 8)  # k; 1 for a dense model
     moe_intermediate_size: int = within(1, 1 << 18)  # F of an expert
-    norm_topk_prob: bool = within(False, True, False)  # the k chosen odds of a token sum to 1
+    norm_topk_prob: bool = within(False, True, False)  # the k chosen probabilities of a token sum to 1
     shared_expert_intermediate_size: int = within(0, 1 << 18, 0)  # F of Qwen3.5's expert for all tokens
     layer_types: list  # for each block, one of its family's
     full_attention_interval: int = within(1, 1 << 10, 4)  # makes layer_types where a file has none
@@ -975,8 +975,8 @@ class FromExperts(torch.autograd.Function):
 
 
 def fills_rows(h):
-    """Whether rows of odds 0 fill each expert up to a multiple, for the reason in length_multiple(). How many
-    there are is known only after the router has run."""
+    """Whether rows with router probability 0 fill each expert up to a multiple, for the reason in
+    length_multiple(). How many there are is known only after the router has run."""
     return h.dtype is not torch.float32 and length_multiple(h) > 1
 
 
@@ -986,9 +986,9 @@ def can_compile_experts(h):
 
 
 class MoE(nn.Module):
-    """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest odds. A stack of experts
-    is one matrix of E * F rows, so NF4, FSDP2 and LoRA see a matrix like any other. Nothing balances the load
-    of the experts. In Qwen3.5 one more expert sees all tokens, through a gate of its own.
+    """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest router probabilities. A
+    stack of experts is one matrix of E * F rows, so NF4, FSDP2 and LoRA see a matrix like any other. Nothing
+    balances the load of the experts. In Qwen3.5 one more expert sees all tokens, through a gate of its own.
 
     Set from outside: start_experts (compile_)."""
 
@@ -1024,21 +1024,21 @@ class MoE(nn.Module):
         if self.normalize:
             # A softmax over all experts, divided by the sum of the chosen ones, is a softmax over these.
             logits_Nk, chosen_Nk = logits_NE.topk(self.n_chosen)
-            odds_Nk = logits_Nk.softmax(-1)
+            probs_Nk = logits_Nk.softmax(-1)
         else:
-            odds_Nk, chosen_Nk = logits_NE.softmax(-1).topk(self.n_chosen)
+            probs_Nk, chosen_Nk = logits_NE.softmax(-1).topk(self.n_chosen)
         order, row_stops = self.sort(chosen_Nk.flatten(), h)
         # the inverse of `order`, in which rows that were added come last
         numbers = torch.arange(len(order), device=h.device)
         rows = torch.empty_like(order).scatter_(0, order, numbers)[: chosen_Nk.numel()]
         route = Route(order // self.n_chosen, rows.view(chosen_Nk.shape))
-        odds = odds_Nk.flatten()
+        probs = probs_Nk.flatten()
         if fills_rows(h):
             route = route._replace(tokens=route.tokens.clamp_max(len(h_ND) - 1))
-            odds = F.pad(odds, (0, len(order) - len(odds)))
+            probs = F.pad(probs, (0, len(order) - len(probs)))
         started = self.experts.start(ToExperts.apply(h_ND, *route), row_stops)
-        # odds are applied before the last product: the sums are the same, and a recomputation can end here
-        return started * odds.index_select(0, order)[:, None].to(h.dtype), shared, route, row_stops
+        # before the last product: the sums are the same, and the recomputation of a block can end here
+        return started * probs.index_select(0, order)[:, None].to(h.dtype), shared, route, row_stops
 
     def sort(self, chosen, h):
         """The expert of each (token, choice) -> (order, in which row i of the experts is number order[i] of
@@ -1412,8 +1412,8 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
         token = int(logits_V.argmax())
         if temperature:
             # the largest logit becomes 0 first: divided by a tiny temperature it would be infinite
-            odds_V = ((logits_V - logits_V.max()) / temperature).softmax(-1)
-            token = int(torch.multinomial(odds_V, 1, generator=generator))
+            probs_V = ((logits_V - logits_V.max()) / temperature).softmax(-1)
+            token = int(torch.multinomial(probs_V, 1, generator=generator))
         if token in stop:
             return
         yield token

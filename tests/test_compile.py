@@ -571,5 +571,5 @@ def test_the_plan_keeps_what_torchs_partitioner_saves(shape, flags, part):
 @pytest.mark.parametrize("shape", [MOE, QWEN35], ids=["qwen3", "qwen35"])
 def test_the_plan_keeps_what_torchs_partitioner_saves_of_experts(monkeypatch, shape, flags):
     monkeypatch.setattr(lm, "fills_rows", lambda h: False)  # as on a GPU
-    # wide enough that a few numbers of each row, its odds and its place, are below the bound
+    # wide enough that a few numbers of each row, its router probability and its place, are below the bound
     test_the_plan_keeps_what_torchs_partitioner_saves(shape | {"hidden_size": 256}, flags, "start_experts")

@@ -60,8 +60,8 @@ def attention_by_definition(q_THK, k_TGK, v_TGK, pairs, window):
     is_hidden = in_another | (distance < 0) | (distance >= window)  # the window counts the token itself
     scores_HTT = torch.einsum("thk,shk->hts", q_THK, k_THK) / K**0.5
     scores_HTT = scores_HTT.masked_fill(is_hidden, -torch.inf)
-    odds_HTT = scores_HTT.softmax(-1)
-    return torch.einsum("hts,shk->thk", odds_HTT, v_THK)
+    probs_HTT = scores_HTT.softmax(-1)
+    return torch.einsum("hts,shk->thk", probs_HTT, v_THK)
 
 
 def random_qkv(T, H, G, K, dtype=torch.float32):
