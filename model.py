@@ -52,8 +52,8 @@ import nf4
 
 IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
 NO_WINDOW = 1 << 30  # tokens: no row is as long
-# YaRN's defaults: turns over the context of pretraining from which on a pair of a head's elements is fast,
-# and below which it is slow
+# YaRN's defaults: rotations over the context of pretraining from which on a pair of a head's elements is
+# fast, and below which it is slow
 BETA_FAST = 32
 BETA_SLOW = 1
 
@@ -79,8 +79,8 @@ class Family(NamedTuple):
     gate_in_q: bool = False  # the gate is a part of q_proj
     branch_norms: bool = False  # the outputs of attention and MLP are normed before they are added to x
     embed_norm: bool = False  # the embedding is normed, without a weight
-    some_rope: bool = False  # RoPE turns q and k in three blocks of four only
-    part_rope: bool = False  # RoPE turns only a part of each head
+    some_rope: bool = False  # RoPE rotates q and k in three blocks of four only
+    part_rope: bool = False  # RoPE rotates only a part of each head
     growing_q: bool = False  # q grows with its position beyond the length of pretraining
     experts: bool = False  # in place of the MLP
     shared_expert: bool = False  # one more expert, which sees all tokens
@@ -167,8 +167,8 @@ class Config:
     rope_theta: float
     rope_scaling: dict  # {"rope_type": one of ROPE_NUMBERS, and of that type's numbers those in the file}
     rope_ignored: tuple  # those of ROPE_IGNORED that the file has
-    rope_size: int  # how many numbers of a head RoPE turns: K, or a quarter of it in Qwen3.5
-    rope_layers: list  # for each block, whether RoPE turns its q and k
+    rope_size: int  # how many numbers of a head RoPE rotates: K, or a quarter of it in Qwen3.5
+    rope_layers: list  # for each block, whether RoPE rotates its q and k
     qk_scale_factor: float = within(1e-30, 1e30, 1.0)  # q is multiplied by it
     attention_multiplier: float = within(0, 1e30, 0.0)  # scores are q k times it; 0: over the root of K
     embedding_multiplier: float = within(1e-30, 1e30, 1.0)  # the embedding is multiplied by it
@@ -257,30 +257,32 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
-class Turns(NamedTuple):
-    """How far each pair of a head's elements turns, [B, T, 1, rope_size/2]; the 1 is for the heads."""
+class CosSin(NamedTuple):
+    """Of the angle by which each pair of a head's elements is rotated, [B, T, 1, rope_size/2]; the 1 is for
+    the heads."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 def rope_table(positions_BT, config):
-    """-> (Turns of q, Turns of k). Angles are float32, as bf16 is wrong beyond a few hundred tokens. How rows
-    longer than those of pretraining are told positions that it has seen is `rope_type`. It does not depend on
-    a row's length: dynamic, which does for rows beyond max_position_embeddings, is the default for others."""
+    """-> (CosSin of q, CosSin of k). Angles are float32, as bf16 is wrong beyond a few hundred tokens. How
+    rows longer than those of pretraining are told positions that it has seen is `rope_type`. It does not
+    depend on a row's length: dynamic, which does for rows beyond max_position_embeddings, is the default for
+    others."""
     scaling = config.rope_scaling
     even_numbers = torch.arange(0, config.rope_size, 2, device=positions_BT.device)
     # radians a token: from 1 for the first pair to almost 1 / theta for the last, which tells far ones apart
     freq = 1.0 / config.rope_theta ** (even_numbers.float() / config.rope_size)
     if scaling["rope_type"] == "linear":
-        freq = freq / scaling["factor"]  # `factor` times the context turns as far as pretraining's did
+        freq = freq / scaling["factor"]  # `factor` times the context is rotated as far as pretraining's was
     if scaling["rope_type"] == "llama3":
         # long wavelengths are stretched by `factor` (blend 0), short ones stay (1), those between are blended
         low = scaling["low_freq_factor"]
         high = scaling["high_freq_factor"]
         wavelength = 2 * math.pi / freq
-        n_turns = config.n_pretrained_positions / wavelength
-        blend = ((n_turns - low) / (high - low)).clamp(0, 1)
+        n_rotations = config.n_pretrained_positions / wavelength
+        blend = ((n_rotations - low) / (high - low)).clamp(0, 1)
         freq = blend * freq + (1 - blend) * freq / scaling["factor"]
     if scaling["rope_type"] == "yarn":
         freq = yarn_frequencies(freq, config)
@@ -292,29 +294,30 @@ def rope_table(positions_BT, config):
         cos = cos * attention_factor
         sin = sin * attention_factor
     if not config.family.growing_q:
-        turns = Turns(cos, sin)
-        return turns, turns
+        cos_sin = CosSin(cos, sin)
+        return cos_sin, cos_sin
     # As in Llama 4, a query that sees more keys is longer, so that its softmax stays as sharp. It is enough
-    # to multiply its turns, because RoPE turns the whole head here.
+    # to multiply cos and sin, because RoPE rotates the whole head here.
     n_lengths = positions_BT[..., None, None] // config.n_pretrained_positions
     growth = 1 + scaling.get("llama_4_scaling_beta", 0) * torch.log1p(n_lengths.float())
-    return Turns(cos * growth, sin * growth), Turns(cos, sin)
+    return CosSin(cos * growth, sin * growth), CosSin(cos, sin)
 
 
 def yarn_frequencies(freq, config):
-    """YaRN (arXiv:2309.00071): pairs that turn often over the context of pretraining stay, because they tell
-    neighbours apart; pairs that turn less than about once are stretched by `factor`, or a longer row would
-    have angles that they have never seen; those between are blended. The paper's blend is linear in the turns
-    of a pair. Its authors' code, and all that followed, is linear in the pair's number, and so is this."""
+    """YaRN (arXiv:2309.00071): pairs that rotate often over the context of pretraining stay, because they
+    tell neighbours apart; pairs that rotate less than about once are stretched by `factor`, or a longer row
+    would have angles that they have never seen; those between are blended. The paper's blend is linear in the
+    rotations of a pair. Its authors' code, and all that followed, is linear in the pair's number, and so is
+    this."""
     scaling = config.rope_scaling
 
-    def pair_that_turns(n_turns):
-        """The number of the pair that turns so often over the context of pretraining, with a fraction."""
-        wavelength = config.n_pretrained_positions / n_turns
+    def pair_that_rotates(n_times):
+        """The number of the pair that rotates so often over the context of pretraining, with a fraction."""
+        wavelength = config.n_pretrained_positions / n_times
         return config.rope_size * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.rope_theta))
 
-    first = pair_that_turns(scaling.get("beta_fast", BETA_FAST))
-    last = pair_that_turns(scaling.get("beta_slow", BETA_SLOW))
+    first = pair_that_rotates(scaling.get("beta_fast", BETA_FAST))
+    last = pair_that_rotates(scaling.get("beta_slow", BETA_SLOW))
     if scaling.get("truncate", True):
         first = math.floor(first)
         last = math.ceil(last)
@@ -341,14 +344,14 @@ def yarn_attention_factor(scaling):
     return growth(1)
 
 
-def rotate(q_BTHK, turns):
-    """Element i of a head turns with element i + K/2, which is Hugging Face's pairing. The paper
+def rotate(q_BTHK, cos_sin):
+    """Element i of a head is rotated with element i + K/2, which is Hugging Face's pairing. The paper
     (arXiv:2104.09864) pairs neighbours: the same up to the order of the rows of q_proj and k_proj. Where only
     a part of a head has angles, the rest stays as it is."""
-    cos, sin = turns
+    cos, sin = cos_sin
     # float32 until the end: the differences below would otherwise be taken of products rounded to 8 bits
-    turned, rest = q_BTHK.float().tensor_split((2 * cos.shape[-1],), -1)
-    a, b = turned.chunk(2, -1)
+    rotated, rest = q_BTHK.float().tensor_split((2 * cos.shape[-1],), -1)
+    a, b = rotated.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(q_BTHK.dtype)
 
 
@@ -439,9 +442,9 @@ class Attention(nn.Module):
         if self.q_factor != 1:
             q_BTHK = q_BTHK * self.q_factor
         if self.has_rope:
-            q_turns, k_turns = rope
-            q_BTHK = rotate(q_BTHK, q_turns)
-            k_BTGK = rotate(k_BTGK, k_turns)
+            q_cos_sin, k_cos_sin = rope
+            q_BTHK = rotate(q_BTHK, q_cos_sin)
+            k_BTGK = rotate(k_BTGK, k_cos_sin)
         return q_BTHK, k_BTGK, v_BTGK, gate_BTHK
 
     def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group):
@@ -2329,7 +2332,7 @@ def parse_config(raw, where="config.json"):
         raise error(dtype_key, "expected float32, float16 or bfloat16")
     theta, factor, scaling = parse_rope(given, name, values, where, error)
     layer_types, rope_layers = blocks_of(given, family, values, theta, error)
-    rope_size = int(values["head_dim"] * factor)  # elements turn in pairs
+    rope_size = int(values["head_dim"] * factor)  # elements are rotated in pairs
     if rope_size == 0 or rope_size % 2:
         raise error("head_dim", f"RoPE needs an even number, not {rope_size}")
     ropes = [given.get(key) or {} for key in ROPE_KEYS]
@@ -2470,7 +2473,7 @@ def read_rope_numbers(rope, rope_type, where):
 
 
 def parse_rope(given, model_type, values, where, error):
-    """-> (theta, the part of a head that RoPE turns, scaling). A file may have `rope_theta`,
+    """-> (theta, the part of a head that RoPE rotates, scaling). A file may have `rope_theta`,
     `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. Where
     one is there twice both must agree, or which one counts would depend on who reads it."""
     stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
@@ -2509,7 +2512,7 @@ def parse_rope(given, model_type, values, where, error):
     theta = read_field(stated, "rope_theta", POSITIVE._replace(default=implied), where)
     if scaling["rope_type"] == "yarn" and theta <= 1:  # its logarithm is a divisor
         raise error("rope_theta", "YaRN needs one above 1")
-    bounds = Bounds(float, 1, 1, 1)  # RoPE turns the whole of a head
+    bounds = Bounds(float, 1, 1, 1)  # RoPE rotates the whole of a head
     if FAMILIES[model_type].part_rope:
         bounds = Bounds(float, 0, 1, 0.25)
     factor = read_field(stated, "partial_rotary_factor", bounds, where)
