@@ -37,6 +37,7 @@ import json
 import math
 import sys
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -1229,8 +1230,12 @@ class LMHead(nn.Module):
     """The head and its loss are one module, because under FSDP2 the weight exists inside this forward only.
     Muse Glimmer's and Granite's logits are multiplied by a factor, Muse Glimmer's are capped.
 
-    Set from outside: chunk and per_token (on_meta), loss (a fork, in on_meta: from float32 logits_CV and
-    targets_C to one number a token, [C]), loss_and_grad and losses (compile_)."""
+    metrics: {name: sum over the supervised tokens} of the last forward, of a loss that returns metrics.
+
+    Set from outside: chunk and per_token (on_meta), loss (a fork, in on_meta), loss_and_grad and losses
+    (compile_). loss(logits_CV, targets_C), of float32 logits, returns a number for each token, [C], or these
+    and {name: values_C} of metrics. Some rows are there only to fill up a shape: their target is IGNORE,
+    which F.cross_entropy leaves out by itself, and what a loss returns for them counts nowhere."""
 
     def __init__(self, c):
         super().__init__()
@@ -1240,6 +1245,7 @@ class LMHead(nn.Module):
         self.factor = c.output_multiplier / c.logits_scaling
         self.cap = c.final_logit_softcapping
         self.loss = None  # cross-entropy, with a gradient by hand: losses_and_gradient()
+        self.metrics = {}
 
     def loss_and_grad(self, logits_CV, targets_C1):
         """losses_and_gradient() of the capped logits, with the gradient of the uncapped ones. The cap stands
@@ -1254,9 +1260,18 @@ class LMHead(nn.Module):
         return losses_C1, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
 
     def losses(self, logits_CV, targets_C):
-        """A fork's loss, [C], and 0 where the target is IGNORE: no loss has to know of these."""
-        losses_C = self.loss(logits_CV, targets_C.clamp_min(0))
-        return torch.where(targets_C == IGNORE, 0, losses_C)
+        """A fork's loss -> losses [C], which are 0 where the target is IGNORE, and {name: sum of a metric}
+        over the other tokens."""
+        losses_C = self.loss(logits_CV, targets_C)
+        metrics = {}
+        if isinstance(losses_C, tuple):
+            losses_C, metrics = losses_C
+        is_ignored_C = targets_C == IGNORE
+        sums = {}
+        for name, values_C in metrics.items():
+            values_C = values_C.detach().view_as(targets_C)  # an error if it is not one number a token
+            sums[name] = torch.where(is_ignored_C, 0, values_C).sum(dtype=torch.float32)
+        return torch.where(is_ignored_C, 0, losses_C), sums
 
     def losses_and_autograd(self, logits_CV, targets_C1):
         """As losses_and_gradient(), of a fork's loss. The gradient takes the place of the logits."""
@@ -1264,9 +1279,10 @@ class LMHead(nn.Module):
         for logits, targets in zip(logits_CV.split(AUTOGRAD_TOKENS), targets_C1.split(AUTOGRAD_TOKENS)):
             leaf = logits.detach().float().requires_grad_()
             with torch.enable_grad():  # off inside of forward(), and in evaluations
-                losses_C = self.losses(leaf, targets[:, 0])
+                losses_C, sums = self.losses(leaf, targets[:, 0])
                 logits.copy_(*torch.autograd.grad(losses_C.sum(), leaf))
             losses.append(losses_C.detach()[:, None])
+            self.metrics.update(sums)
         return torch.cat(losses), logits_CV
 
     def logits(self, x, w_VD):
@@ -1292,11 +1308,17 @@ class LMHead(nn.Module):
         h_SD = x.flatten(0, 1)[supervised_S]
         targets_S = targets_BT.flatten()[supervised_S]
         targets_S[S:] = IGNORE  # in a copy, which indexing by a tensor has made
+        self.metrics = Counter()  # update() adds
+        if self.loss and S == 0:
+            # all ranks need the same metrics: rows without a target tell their names
+            no_logits = w_VD.new_zeros(AUTOGRAD_TOKENS, len(w_VD))
+            self.losses_and_autograd(no_logits, targets_S.new_full((AUTOGRAD_TOKENS, 1), IGNORE))
         if self.chunk:
             loss = ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(),
                                              self.loss_and_grad, self.per_token)
         elif self.loss:
-            losses_S = self.losses(self.logits(h_SD, w_VD), targets_S)
+            losses_S, sums = self.losses(self.logits(h_SD, w_VD), targets_S)
+            self.metrics.update(sums)
             loss = losses_S if self.per_token else losses_S.sum()
         else:
             reduction = "none" if self.per_token else "sum"

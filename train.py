@@ -2107,10 +2107,13 @@ def seed_dropout(seed, step, rank):
 
 def loss_of(model, b, args):
     """-> (summed loss of a batch, {name: sum of a metric}). A sum is a tensor on the device; all batches have
-    the same names. The log has means, over what the loss is a mean over: supervised tokens, or pairs."""
+    the same names. The log has means, over what the loss is a mean over: supervised tokens, or pairs. Metrics
+    of tokens come from lm_head.loss. With --sequence_parallel N a rank has the tokens of a shard, but
+    b.n_targets of all documents of its group: what is counted by these counts N times."""
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
     if not args.dpo:
-        return model(*inputs), {}
+        loss = model(*inputs)
+        return loss, model.lm_head.metrics
     # the reference is the same model with its adapters switched off, so no second one is in memory
     with torch.no_grad():
         lm.switch_adapters_(model, on=False)

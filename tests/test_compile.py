@@ -239,17 +239,27 @@ def scaled(logits, targets, factor):
 DOUBLED = functools.partial(scaled, factor=2)
 
 
-def test_a_loss_that_a_fork_puts_on_the_head_is_the_one_that_is_compiled(tracing):
+def doubled_and_halved(logits, targets):
+    losses = scaled(logits, targets, 2)
+    return losses, {"halved": losses / 4}
+
+
+@pytest.mark.parametrize("loss", [DOUBLED, doubled_and_halved], ids=["a loss", "a loss and a metric"])
+def test_a_loss_that_a_fork_puts_on_the_head_is_the_one_that_is_compiled(tracing, loss):
     plain = three_steps(build_random())
     model = build_random()
-    model.lm_head.loss = DOUBLED
+    model.lm_head.loss = loss
     eager = three_steps(model)
+    metrics = model.lm_head.metrics  # of the third step
 
     model = build_random()
-    model.lm_head.loss = DOUBLED
+    model.lm_head.loss = loss
     lm.compile_(model, packing=True)
     compiled = three_steps(model)
+    assert not nf4.Compiled.failed
     check_same_bits(compiled, eager)
+    assert model.lm_head.metrics == metrics
+    assert set(metrics) == ({"halved"} if loss is doubled_and_halved else set())
     # the same bits could be those of the plain loss, in both
     assert compiled.steps[0]["loss"] == 2 * plain.steps[0]["loss"]
 

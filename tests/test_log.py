@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import TRAIN, run_ranks, start_ranks
 
 import data
@@ -511,7 +512,47 @@ def test_a_model_is_back_in_training_after_an_answer(sample_of):
     assert sample.model.training  # or adapters would have no dropout from here on
 
 
-# ---------------------------------------------------------------- a fork's metric
+# ---------------------------------------------------------------- a fork's metrics
+
+
+def with_a_metric_of_tokens(argv):
+    """train.py of a fork, whose loss is half of the cross-entropy, which it returns as a metric."""
+    plain = lm.on_meta
+
+    def halved(logits_CV, targets_C):
+        losses_C = F.cross_entropy(logits_CV, targets_C, reduction="none")
+        return losses_C / 2, {"cross_entropy": losses_C}
+
+    def on_meta(config, args):
+        model = plain(config, args)
+        model.lm_head.loss = halved
+        return model
+
+    lm.on_meta = on_meta
+    return train.launch(argv)
+
+
+@pytest.mark.parametrize("world, flags", [
+    (1, "--no-chunked_ce --grad_accum 2"),
+    (1, "--compile --ce_chunk 100"),
+    (2, "--fsdp2"),
+    # ten chats are about 700 tokens of the row, and all of them are on the first rank
+    (2, "--fsdp2 --sequence_parallel 2 --seq_len 2048"),
+])
+def test_a_metric_that_a_loss_returns_is_a_mean_over_tokens_in_rows_and_evaluations(
+        job, few_chats, tmp_path, world, flags):
+    out = tmp_path / "run"
+    argv = [*job, "--data", few_chats, "--eval_data", few_chats, "--steps", 2, "--out", out, *flags.split()]
+    logs = [tmp_path / f"{rank}.log" for rank in range(world)]
+    codes = start_ranks(world, with_a_metric_of_tokens, ([str(word) for word in argv],), logs)
+    said = logs[0].read_text()
+    assert codes == [0] * world, said
+    *rows, evaluation = json_lines(out / "metrics.jsonl")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["cross_entropy"] == pytest.approx(2 * row["loss"], rel=1e-6)  # float32 sums in another order
+        assert f"\n  cross_entropy {row['cross_entropy']:.4g}\n" in said
+    assert evaluation["eval_cross_entropy"] == pytest.approx(2 * evaluation["eval_loss"], rel=1e-6)
 
 
 def with_a_metric(argv):

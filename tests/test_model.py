@@ -470,6 +470,72 @@ def test_a_forks_loss_sees_capped_logits_and_its_gradient_passes_the_cap():
         assert (got - want).norm() < 1e-6 * want.norm()
 
 
+def with_metrics(logits_CV, targets_C):
+    """A fork's loss with two metrics: of numbers, which are nan where no token is trained on, and of booleans."""
+    losses_C = plain_cross_entropy(logits_CV, targets_C)
+    log_z_C = logits_CV.logsumexp(-1).where(targets_C != lm.IGNORE, torch.nan)
+    return losses_C, {"log_z": log_z_C, "is_even": logits_CV.argmax(-1) % 2 == 0}
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("chunk", [0, 7, 300, 1024])  # as above
+@pytest.mark.parametrize("n_targets", [0, 1, 200])  # 56 rows without a target fill up the last ones
+def test_metrics_that_a_loss_returns_are_summed_over_the_tokens_that_are_trained_on(chunk, n_targets):
+    torch.manual_seed(0)
+    head = lm.LMHead(lm.parse_config(conftest.SHAPE))
+    torch.nn.init.normal_(head.weight)
+    head.chunk = chunk
+    x = torch.randn(1, 400, head.weight.shape[1], requires_grad=True)
+    targets = torch.randint(len(head.weight), (1, 400))
+    supervised_S = torch.arange(3, 3 + n_targets)
+    logits_SV = head(x)[0, supervised_S]
+    losses = []
+    for loss in (plain_cross_entropy, with_metrics):
+        head.loss = loss
+        loss_sum = head(x, targets, supervised_S)
+        losses.append([loss_sum.detach(), *torch.autograd.grad(loss_sum, [x, head.weight])])
+    assert all(map(torch.equal, *losses))
+    log_z = logits_SV.logsumexp(-1).sum().item()
+    assert set(head.metrics) == {"log_z", "is_even"}  # also without a target: all ranks log the same names
+    assert head.metrics["log_z"].item() == pytest.approx(log_z, rel=1e-6)  # float32 sums in another order
+    assert head.metrics["is_even"].item() == (logits_SV.argmax(-1) % 2 == 0).sum().item()
+    head(x, targets, supervised_S)
+    assert head.metrics["log_z"].item() == pytest.approx(log_z, rel=1e-6)  # those of the last forward alone
+
+
+@pytest.mark.parametrize("chunk", [0, 64])
+def test_a_forks_loss_sees_which_rows_have_no_target(chunk):
+    """A sum inside it would else count them, as tokens of any number."""
+    head = lm.LMHead(lm.parse_config(conftest.SHAPE))
+    torch.nn.init.normal_(head.weight)
+    head.chunk = chunk
+    seen = []
+
+    def loss(logits_CV, targets_C):
+        seen.extend(targets_C.tolist())
+        return plain_cross_entropy(logits_CV, targets_C)
+
+    head.loss = loss
+    targets = torch.arange(100, 300)
+    head(torch.ones(1, 200, head.weight.shape[1]), targets[None], torch.arange(130))
+    assert [target for target in seen if target != lm.IGNORE] == targets[:130].tolist()
+    assert len(seen) == 200
+
+
+@pytest.mark.parametrize("values", [torch.mean, lambda losses_C: losses_C.expand(2, -1)], ids=["a mean", "two rows"])
+def test_a_metric_that_is_not_one_number_a_token_is_an_error(values):
+    head = lm.LMHead(lm.parse_config(conftest.SHAPE))
+    torch.nn.init.normal_(head.weight)
+
+    def loss(logits_CV, targets_C):
+        losses_C = plain_cross_entropy(logits_CV, targets_C)
+        return losses_C, {"values": values(losses_C)}
+
+    head.loss = loss
+    with pytest.raises(RuntimeError, match="is invalid for input of size"):
+        head(torch.ones(1, 20, head.weight.shape[1]), torch.arange(20)[None], torch.arange(20))
+
+
 def test_no_supervised_token_gives_zero_loss_and_a_working_backward():
     model = build(GOLDENS[0])
     tokens = torch.ones(1, 4, dtype=torch.int64)

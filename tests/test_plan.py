@@ -461,7 +461,7 @@ def test_a_forks_model_is_planned_without_an_edit(tmp_path, monkeypatch, name, c
 
 
 class ZLossHead(lm.LMHead):
-    """Another loss, whose gradient autograd makes."""
+    """Another loss, whose gradient autograd makes, and the cross-entropy in it as a metric."""
 
     def __init__(self, c):
         super().__init__(c)
@@ -469,7 +469,7 @@ class ZLossHead(lm.LMHead):
 
     def z_loss(self, logits_CV, targets_C):
         losses_C = torch.nn.functional.cross_entropy(logits_CV, targets_C, reduction="none")
-        return losses_C + logits_CV.logsumexp(-1).square()
+        return losses_C + logits_CV.logsumexp(-1).square(), {"cross_entropy": losses_C}
 
 
 @pytest.mark.bf16
