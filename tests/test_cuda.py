@@ -15,6 +15,7 @@ import sys
 import pytest
 import standins
 import torch
+import torch.nn.functional as F
 from conftest import MOE, MUSE, QWEN35, SHAPE, curve, model_with_weights, random_model, run_ranks, start_ranks
 from emulated_cuda import LOADED
 from packed_goldens import pairs_of
@@ -422,6 +423,33 @@ def make_steps_strict():
 def test_the_host_waits_for_nothing_inside_a_step(run_changed, flags):
     code, text, _ = run_changed(make_steps_strict, *flags.split())
     assert code == 0, text
+
+
+def with_a_metric_in_strict_steps():
+    """A fork, whose loss returns itself as a metric."""
+    make_steps_strict()
+    on_meta = lm.on_meta
+
+    def loss(logits_CV, targets_C):
+        losses_C = F.cross_entropy(logits_CV, targets_C, reduction="none")
+        return losses_C, {"the_same": losses_C}
+
+    def changed(config, args):
+        model = on_meta(config, args)
+        model.lm_head.loss = loss
+        return model
+
+    lm.on_meta = changed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ["--lora --ce_chunk 100", "--fsdp2 --no-chunked_ce"])
+def test_the_host_waits_for_no_metric_of_tokens(run_changed, tmp_path, flags):
+    code, text, _ = run_changed(with_a_metric_in_strict_steps, *flags.split())
+    assert code == 0, text
+    for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row["the_same"] == pytest.approx(row["loss"], rel=1e-6)  # float32 sums in another order
 
 
 def make_old_card():
