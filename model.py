@@ -35,6 +35,7 @@ import inspect
 import itertools
 import json
 import math
+import re
 import sys
 import weakref
 from collections import Counter
@@ -1851,7 +1852,11 @@ PRODUCTS = (ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.baddbmm.
 CPU = torch.device("cpu")
 META = torch.device("meta")
 MOVES = ATEN._to_copy.default, ATEN._pin_memory.default  # operators that may move a tensor to host memory
-FORMS = {}  # {operator and its arguments, tensors by their form: (shape, strides, dtype) of the new tensor}
+# {operator and its arguments, tensors by their form: (shape, strides, dtype) of the new tensor, and its Work}
+FORMS = {}
+FREE = re.compile("empty|zeros|view|detach")  # here zeros are what a stand-in allocates
+READ_AS_MUCH = "copy_", "embedding", "index_select", "index", "gather"  # as they write, of larger tables
+COMPILED_CALL = 10  # launches that take the host as long as a call of compiled code, 70 to 120 us
 
 
 class LiveBytes(TorchDispatchMode):
@@ -1868,12 +1873,19 @@ class LiveBytes(TorchDispatchMode):
     Tensors that code moves to the CPU stay on the meta device, and count as host memory, in `host`. So do the
     results of operators that read them.
 
+        live.work["loss"]       {(kernel, unit): amount}, the sum of all Work
+
     torch's MemTracker counts alike, but raises an error on frozen parameters under autograd.
 
-    Set from outside: in_backward, while autograd runs, and is_compiled (compile_on_paper)."""
+    Set from outside: in_backward, while autograd runs, is_compiled and compiles (compile_on_paper)."""
+
+    now = None  # the one that counts, inside of on_paper()
+    repeats = 1  # times that a GPU runs what runs once here, see first_of()
 
     def __init__(self):
         super().__init__()
+        self.work = {}
+        self.compiles = False  # whether anything was compiled
         self.alive = 0  # bytes on the GPU
         self.host = 0  # bytes in host memory
         self.sizes = {}  # {id of a storage: its bytes}
@@ -1892,6 +1904,7 @@ class LiveBytes(TorchDispatchMode):
     def begin(self, moment):
         """A moment may begin more than once: its numbers are the most of all."""
         self.moment = self.most.setdefault(moment, {})
+        self.work_of_moment = self.work.setdefault(moment, Counter())
         self.note("start", self.alive)
 
     def note(self, what, n_bytes):
@@ -1904,8 +1917,10 @@ class LiveBytes(TorchDispatchMode):
         on_host = self.on_host and kwargs.get("device") != META and self.lies_on_host(args)
         if types:  # FSDP2's DTensors
             out = func(*args, **kwargs)
-            made = out if isinstance(out, tuple | list) else [out]
-            self.see(func, [t.to_local().data for t in made if nf4.is_sharded(t)], on_host=on_host)
+            read, made = ([t.to_local().data for t in flat(of) if nf4.is_sharded(t)] for of in (args, [out]))
+            self.see(func, made, on_host=on_host)
+            if not on_host:
+                self.add_work(work_of(func, read, made))
             return out
         if func in MOVES or "pin_memory" in kwargs or kwargs.get("device") == CPU:
             moved = self.to_host(func, args, kwargs)
@@ -1914,12 +1929,25 @@ class LiveBytes(TorchDispatchMode):
         if func is ATEN._local_scalar_dense.default and args[0].is_meta:
             return 0  # what the host reads of a tensor without numbers
         if self.in_backward and is_sum_of_gradients(func, args):
+            self.add_work(work_of(func, args, args[0]))
             return args[0]
-        out = self.result_of(func, args, kwargs)
+        out, work = self.result_of(func, args, kwargs)
+        if func is ATEN.copy_.default and self.on_host and self.lies_on_host(args[1:]) != on_host:
+            note_kernel("copy", bus=out.nbytes)
+        elif not on_host:
+            self.add_work(work)
         if self.is_compiled and func in PRODUCTS:
             self.see(func, args)  # what a product reads is in memory
-        self.see(func, out, self.is_compiled and is_fused(func, args, out), on_host)
+        self.see(func, out, self.is_compiled and work.is_fused, on_host)
         return out
+
+    def add_work(self, work):
+        """In compiled code what is fused is neither read nor written. Nor is it in the backward of that code:
+        most of what autograd runs without a graph."""
+        in_graph = self.compiles and self.in_backward and not torch.is_grad_enabled()
+        if not (work.is_fused and (self.is_compiled or in_graph)):
+            for unit, amount in work.amounts.items():
+                self.work_of_moment[work.kernel, unit] += amount * LiveBytes.repeats
 
     def to_host(self, func, args, kwargs):
         """-> a tensor that stands for host memory, or None if a call of an operator makes none."""
@@ -1931,6 +1959,8 @@ class LiveBytes(TorchDispatchMode):
         is_pinned = is_pinned or (func in MOVES and kwargs.get("non_blocking", False))
         out = torch.empty_like(source, dtype=kwargs.get("dtype"))
         self.count(out.untyped_storage(), out.nbytes, "pinned" if is_pinned else "host")
+        if func in MOVES and not self.lies_on_host(args):
+            note_kernel("copy", bus=out.nbytes)
         return out
 
     def lies_on_host(self, args):
@@ -1942,23 +1972,26 @@ class LiveBytes(TorchDispatchMode):
         return False
 
     def result_of(self, func, args, kwargs):
-        """func(*args, **kwargs). Most operators on the meta device are Python functions that take 0.1 ms. So
-        the form of a new tensor is noted and the next one is made at once: plans are three times as fast."""
+        """-> (func(*args, **kwargs), its Work). Most operators on the meta device are Python functions that
+        take 0.1 ms. So the form of a new tensor is noted and the next one is made at once: plans are three
+        times as fast."""
         if func is ATEN._grouped_mm.default:
-            return grouped_on_paper(*args)
+            out = grouped_on_paper(*args)
+            return out, work_of(func, args, out)
         if func._schema.is_mutable and len(func._schema.returns) == 1:
             written = kwargs.get("out", args[0])  # and returned
             if written.is_meta:
-                return written
+                return written, work_of(func, args, written)
         key = func, form_of(args), form_of(tuple(kwargs.items()))
         if key in FORMS:
-            shape, strides, dtype = FORMS[key]
-            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            shape, strides, dtype, work = FORMS[key]
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta"), work
         out = func(*args, **kwargs)
+        work = work_of(func, args, out)
         # new memory: some operators return a view, and nothing says so
         if isinstance(out, torch.Tensor) and out.is_meta and id(out.untyped_storage()) not in self.sizes:
-            FORMS[key] = out.shape, out.stride(), out.dtype
-        return out
+            FORMS[key] = out.shape, out.stride(), out.dtype, work
+        return out, work
 
     def see(self, operator, out, fused=False, on_host=False):
         """Counts what an operator has returned. If that is fused, it has only the memory that was there."""
@@ -2024,6 +2057,54 @@ def form_of(value):
     return type(value), value  # 1 and 1.0 are equal, and make integers and floats
 
 
+class Work(NamedTuple):
+    """What a GPU does in a call of an operator."""
+
+    kernel: tuple  # (operator, last dimension of its result)
+    # {unit: number}: launches, flops, bytes, bus and link, bytes to the host and to other ranks, and length,
+    # FLOP of attention for each token that documents are long
+    amounts: dict
+    is_fused: bool = False  # in compiled code, see is_fused()
+
+
+def work_of(func, args, out):
+    """-> Work. A kernel reads its arguments and writes its result. A product a [..., rows, inner] @
+    b [..., inner, columns] has these two behind its other arguments; float32 is half as fast, in TF32."""
+    name = func._opname
+    read = [t for t in flat(args) if t.is_meta]
+    made = [t for t in flat([out]) if t.is_meta]
+    if FREE.search(name) or not (read or made):
+        return Work((), {})
+    if func.namespace == "c10d":
+        return Work((name,), {"link": max(t.nbytes for t in read + made)})
+    amounts = {"launches": 1}
+    if name in READ_AS_MUCH:
+        read = [*made, *read[1:]]
+    elif func is nf4.fast_weight:
+        read = read[:2]  # the third one tells the dtype
+        amounts["launches"] += COMPILED_CALL
+    elif name.endswith(("mm", "mm_")):
+        a, b = [t for t in read if t.dim() > 1][-2:]
+        amounts["flops"] = 2 * a.numel() * b.shape[-1] * max(1, a.itemsize // 2)
+    amounts["bytes"] = sum(t.numel() * t.itemsize for t in read + made)
+    return Work((name, *(made or read)[0].shape[-1:]), amounts, is_fused(func, args, out))
+
+
+def note_kernel(name, launches=1, **amounts):
+    """Adds work that no operator tells of. Tests run stand-ins outside of on_paper(), too."""
+    if LiveBytes.now:
+        LiveBytes.now.add_work(Work((name,), {"launches": launches, **amounts}))
+
+
+def flat(values):
+    """The tensors among some arguments."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from flat(value)
+
+
 def is_sum_of_gradients(func, args):
     """Whether autograd adds up two gradients of one tensor. On a GPU it adds the second one to the first,
     unless something else holds that; while a mode sees its operators it always makes a third tensor."""
@@ -2056,12 +2137,14 @@ def compile_on_paper(live, function, **_):
     """torch.compile(). What the function returns is in memory, fused or not."""
 
     def run(*args):
-        live.is_compiled = True
+        live.is_compiled = live.compiles = True
         try:
             out = function(*args)
         finally:  # a recomputation leaves by an exception
             live.is_compiled = False
         live.see("compiled", out)
+        # what it returns is written, and made of about two tensors as large
+        note_kernel("compiled", COMPILED_CALL, bytes=sum(3 * t.nbytes for t in flat([out])))
         return out
 
     return run
@@ -2086,6 +2169,7 @@ class NormOnPaper(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, _ = ctx.saved_tensors
+        note_kernel("norm", bytes=3 * x.nbytes)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
@@ -2109,12 +2193,15 @@ class AttentionOnPaper(torch.autograd.Function):
         B, H, T, K = q_BHTK.shape
         out_BHTK = q_BHTK.new_zeros(B, T, H, K).transpose(1, 2)
         logsumexp = q_BHTK.new_empty(B, H, T, dtype=torch.float32)
+        # two products, and a token sees half of its document
+        note_kernel("attention", length=2 * q_BHTK.numel())
         ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out_BHTK, logsumexp, mask)
         return out_BHTK
 
     @staticmethod
     def backward(ctx, grad_BHTK):
         q, k, v, _out, logsumexp, _mask = ctx.saved_tensors  # each is alive until this returns
+        note_kernel("attention", launches=3, length=5 * q.numel())
         grads = [torch.zeros_like(t) for t in (q, k, v)]
         # alive until this returns
         scratch = [torch.zeros_like(logsumexp)]  # sums of out * grad
@@ -2147,16 +2234,26 @@ class ExchangeOnPaper(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
+        note_kernel("exchange", link=x.nbytes)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx, grad):
+        note_kernel("exchange", link=grad.nbytes)
         return torch.empty_like(grad), None
 
 
 def first_of(cut):
-    """nf4.bands() or nf4.regions(), but the first one alone: they follow one another, and none is larger."""
-    return lambda *args, **kwargs: itertools.islice(cut(*args, **kwargs), 1)
+    """nf4.bands() or nf4.regions(), but the first one alone: they follow one another, and none is larger. Its
+    work counts as often as there are such."""
+
+    def first(*args, **kwargs):
+        pieces = list(cut(*args, **kwargs))
+        LiveBytes.repeats = len(pieces)
+        yield from pieces[:1]
+        LiveBytes.repeats = 1
+
+    return first
 
 
 HERE = sys.modules[__name__]
@@ -2192,6 +2289,7 @@ def on_paper():
         out = to(t, *args, **kwargs)
         if isinstance(target, torch.device) and target == META and live.lies_on_host([out]):
             out = torch.empty(t.shape, dtype=t.dtype, device=META)
+            note_kernel("copy", bus=out.nbytes)
         return out
 
     def to_empty_on_paper(model, device):
@@ -2207,6 +2305,7 @@ def on_paper():
 
     calls = [
         *ON_PAPER,
+        (LiveBytes, "now", live),
         (torch, "compile", functools.partial(compile_on_paper, live)),
         (torch.UntypedStorage, "resize_", resize_on_paper_),
         (torch.Tensor, "to", to_on_paper),

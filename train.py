@@ -137,6 +137,9 @@ def main(argv, progress, exits):
     blocks = choose_blocks(run, room)
     print_start(args, model, tokenizer.new_ids, blocks, ranks)
     limit_gpu(run, blocks, room, ranks)
+    name = card_named(ranks.device_name)
+    if name:
+        ranks.say(describe_time(run, blocks, name, steps, mean_length(loader)))
 
     # ---- the model and its optimizer, and the state of a run that is resumed
     load = functools.partial(load_weights_, args=args, opened=opened, resumed=resumed, ranks=ranks)
@@ -583,6 +586,8 @@ def add_run_flags(parser):
     switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
     add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)", needs="dry_run",
         everyday=True)
+    add(run, "--gpu", str, None, "card that --dry_run plans for, its memory and the time of a step, such as "
+        "3090 or H100 (default: none)", needs="dry_run", metavar="NAME", everyday=True)
     add(run, "--gpu_gib", AMOUNT, None, "GiB per GPU that the run or the plan may use; a card of 24 GB has "
         "23.6 (default: all)", everyday=True)
     switch(run, "--tensorboard", "write metrics for TensorBoard, too (pip install tensorboard)")
@@ -687,6 +692,9 @@ def complete(args):
     if args.offload == []:  # --offload without a value
         args.offload = ["activations", "params"] if args.fsdp2 else ["activations"]
     args.offload = list(dict.fromkeys(args.offload or []))
+    if args.gpu and not card_named(args.gpu):
+        refuse(f"--gpu {args.gpu}: expected one of {', '.join(CARDS)}; for others there is --gpu_gib")
+    args.gpu = args.gpu and card_named(args.gpu)
     names = [name for name, _ in args.columns or []]
     if len(set(names)) < len(names):
         refuse(f"--columns: {', '.join(names)}: a column can have one key")
@@ -2247,26 +2255,6 @@ def draw(path, curves):
     replace_file(path, "\n".join([*shapes, "</svg>\n"]))
 
 
-# TFLOP/s of dense bf16 matrix products, or fp16 ones of a card without bf16, by a part of the device's name;
-# the first one that fits counts
-PEAKS = {
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "H200": 989,
-    "B200": 2250,
-    "A100": 312,
-    "RTX 5090": 209,
-    "RTX 4090": 165,
-    "RTX 3090": 71,
-    "L40S": 362,
-    "A6000": 155,
-    "A10G": 70,
-    "V100": 125,
-    "T4": 65,
-}
-
-
 class Log:
     """metrics.jsonl, loss.svg and the lines on the console. In a row of training, loss and gradient norm are
     those of its step, times and speeds are means over the steps since the row before it. The step and its
@@ -2283,8 +2271,8 @@ class Log:
         self.before_row = ""  # see append()
         self.sinks = sinks
         # if the GPU is not in the table, mfu is null in every row
-        peaks = [peak for name, peak in PEAKS.items() if name in ranks.device_name]
-        self.peak_flops = 1e12 * peaks[0] if peaks else None
+        card = CARDS.get(card_named(ranks.device_name))
+        self.peak_flops = 1e12 * card.tflops if card else None
         memory_gib(ranks.device)  # resets the peak: loading does not count
         # for the time that is left, which has pauses in it, too
         self.start = time.perf_counter()
@@ -3474,8 +3462,6 @@ def fixed_settings(args, config, rows_a_step, loader, weights):
 GIB = 2**30
 OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
 CONTEXT = 0.75 * GIB
-# What CUDA reports of a card of so many GB: its firmware and ECC take 2 to 6 % of them.
-CARDS = {4: 3.8, 6: 5.8, 8: 7.7, 12: 11.6, 16: 15.6, 24: 23.6, 32: 31.3, 48: 47.4, 80: 79.2}
 KINDS = ("weights", "quantized weights", "adapters", "optimizer", "gradients", "kept for backward",
          "workspace")
 
@@ -3535,12 +3521,13 @@ class Moment(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Bytes of a step."""
+    """Bytes and work of a step."""
 
     alive: Counter  # {(Moment, what): bytes on the GPU}, see LiveBytes.most
     gradients: Counter  # {Moment: bytes among these when it begins}
     on_gpu: Counter  # {kind: bytes} of weights and optimizer
     on_host: Counter  # {kind: bytes}
+    work: Counter  # {(n_forward, direction), (kernel, unit): amount}, see LiveBytes.work
 
 
 def peaks_of(step):
@@ -3575,7 +3562,11 @@ def trace(run, blocks):
     host["gradients"] = watch.gradients_on_host
     del live.most["before"]  # the step
     alive = {(moment, what): n_bytes for moment, most in live.most.items() for what, n_bytes in most.items()}
-    TRACES[key] = Trace(Counter(alive), watch.gradients_at, on_gpu, host)
+    work = Counter()
+    for moment in live.most:
+        for what, amount in live.work[moment].items():
+            work[moment[:2], what] += amount
+    TRACES[key] = Trace(Counter(alive), watch.gradients_at, on_gpu, host, work)
     return TRACES[key]
 
 
@@ -3673,8 +3664,8 @@ PIECES = "tiled_mlp", "ce_chunk"  # flags: how many tokens a loop takes at a tim
 
 
 def extrapolate(run, blocks, with_host=True):
-    """-> Trace of a step, in a fraction of the time of trace(). with_host: whether its host memory has to be
-    right with --resident_blocks, too, which takes more time."""
+    """-> Trace of a step, in a fraction of the time of trace(). with_host: whether host memory and work have to
+    be right with --resident_blocks, too, which takes more time."""
     n_layers = run.config.num_hidden_layers
     if n_layers <= numbers_of_few(run)[1]:
         return from_short_rows(run, blocks)
@@ -3686,10 +3677,10 @@ def extrapolate(run, blocks, with_host=True):
         step = in_two_groups(from_few_blocks(run, kinds[0]), step, kinds.count(kinds[0]) / n_layers)
     if 0 < blocks.n_resident < n_layers:
         step = with_resident(step, run, blocks)
-        if with_host:  # it has what is between none of the blocks and all
+        if with_host:  # it has, and the bus carries, what is between none of the blocks and all
             all_resident = from_few_blocks(run, kinds[-1]._replace(n_resident=n_layers))
-            on_host = along_line(step, all_resident, blocks.n_resident / n_layers).on_host
-            step = step._replace(on_host=on_host)
+            between = along_line(step, all_resident, blocks.n_resident / n_layers)
+            step = step._replace(on_host=between.on_host, work=between.work)
     return step
 
 
@@ -3796,7 +3787,11 @@ def from_short_rows(run, blocks):
         if size != getattr(run.args, flag):
             halved = argparse.Namespace(**vars(short.args) | {flag: size // 2})
             times = (getattr(run.args, flag) - size) / (size - size // 2)
-            step = extended(step, trace(short._replace(args=halved), blocks), first, times)
+            halves = trace(short._replace(args=halved), blocks), first
+            # work is linear in the number of pieces, of which longer rows have more
+            of_work = (1 - size / getattr(run.args, flag)) * run.length / short.length
+            work = extended(step, *halves, of_work).work
+            step = extended(step, *halves, times)._replace(work=work)
     return step
 
 
@@ -3836,6 +3831,120 @@ def extended(step, few, more, times):
     total = Trace(*map(add, step, few, more))
     in_all = step.alive.keys() & few.alive.keys() & more.alive.keys()
     return total._replace(alive=Counter({key: total.alive[key] for key in in_all}))
+
+
+# ---- the time of a step
+
+
+class Card(NamedTuple):
+    """A GPU, by its datasheet."""
+
+    gb: int  # by its name
+    gib: float  # that CUDA reports: firmware and ECC take 1 to 9 %
+    tflops: float  # dense products in bf16, or fp16 without it, which add up in float32
+    gb_per_s: float  # of its memory
+    bus: float  # GB/s to the host, each way
+    link: float  # GB/s to other cards, each way
+    # TFLOP/s of FlashAttention 2: on Hopper tests/LOG.md, others a guess from papers; 0: no time is told
+    attention: float
+
+
+CARDS = {  # by a part of the name that CUDA reports
+    "RTX 2060": Card(6, 5.8, 26, 336, 12, 12, 0),
+    "RTX 3070": Card(8, 7.7, 41, 448, 25, 25, 28),
+    "RTX 3060": Card(12, 11.6, 26, 360, 25, 25, 18),
+    "RTX 4080": Card(16, 15.6, 97, 717, 25, 25, 70),
+    "RTX 3090": Card(24, 23.6, 71, 936, 25, 25, 50),
+    "RTX 4090": Card(24, 23.6, 165, 1008, 25, 25, 120),
+    "RTX 5090": Card(32, 31.3, 209, 1792, 55, 55, 150),
+    "A6000": Card(48, 47.4, 155, 768, 25, 25, 95),
+    "A10G": Card(24, 22.1, 70, 600, 25, 25, 45),
+    "L40S": Card(48, 44.4, 362, 864, 25, 25, 200),
+    "A100-SXM4-40GB": Card(40, 39.4, 312, 1555, 25, 300, 190),
+    "A100": Card(80, 79.2, 312, 2039, 25, 300, 190),
+    "H100 PCIe": Card(80, 79.2, 756, 2000, 55, 55, 215),
+    "H100 NVL": Card(94, 93.1, 835, 3900, 55, 300, 240),
+    "H100": Card(80, 79.2, 989, 3350, 55, 450, 285),
+    "H200": Card(141, 139.8, 989, 4800, 55, 450, 285),
+    "B200": Card(180, 178.4, 2250, 8000, 55, 900, 0),
+    "V100": Card(32, 31.7, 125, 900, 12, 150, 0),
+    "T4": Card(16, 14.6, 65, 320, 12, 12, 0),
+}
+# What kernels reach of a datasheet, and the host's seconds for a launch: fitted to three rows of tests/LOG.md.
+# tests/test_time_plan.py has others, which were held out.
+PRODUCTS = 0.76
+MEMORY = 0.79
+LAUNCH_S = 30e-6
+
+
+def card_named(text):
+    """-> the name in CARDS of a device ("NVIDIA GeForce RTX 3090") or of what a person types ("3090"), or
+    None. The chip of a laptop is another one than its name says."""
+    text = text.upper()
+    names = [name for name in CARDS if name.upper() in text or text in name.upper()]
+    if "LAPTOP" in text:
+        return None
+    return min(names, key=lambda name: abs(len(name) - len(text)), default=None)
+
+
+def time_of_step(run, blocks, card, length=None):
+    """-> (seconds, those without waits for the host). A pass takes as long as what is busy longest: the GPU,
+    the host that launches kernels, the bus or the links; a kernel as its products or its memory. length: how
+    many tokens a token's document has on average, by default those of a row."""
+    kernels = {}  # {(pass, kernel): {unit: amount}}
+    for (one, (kernel, unit)), n in extrapolate(run, blocks).work.items():
+        kernels.setdefault((one, kernel), Counter())[unit] = n
+    busy = {}  # {pass: {what: seconds}}
+    for (one, _), n in kernels.items():
+        products_s = n["flops"] / (1e12 * card.tflops * PRODUCTS)
+        attention_s = n["length"] * (length or run.length) / (1e12 * card.attention)
+        memory_s = n["bytes"] / (1e9 * card.gb_per_s * MEMORY)
+        # an update has no autograd, which takes half of the host's time
+        launch_s = LAUNCH_S / 2 if "update" in one else LAUNCH_S
+        busy.setdefault(one, Counter()).update(
+            gpu=max(products_s + attention_s, memory_s), host=n["launches"] * launch_s,
+            bus=n["bus"] / (1e9 * card.bus), links=n["link"] / (1e9 * card.link))
+    # Of several micro-batches two are traced; the second one has whole rows. Each counts, and one update.
+    n_forwards = max(n_forward for n_forward, _ in busy)
+    first = n_forwards // 2 if run.args.grad_accum > 1 else 0
+    times = {one: run.args.grad_accum if one[0] > first else 0 for one in busy} | {(n_forwards, "update"): 1}
+    hosts = [seconds.pop("host") for seconds in busy.values()]
+    without_host = [max(seconds.values()) for seconds in busy.values()]
+    both = map(max, hosts, without_host)
+    return tuple(sum(times[one] * s for one, s in zip(busy, kind)) for kind in (both, without_host))
+
+
+def describe_time(run, blocks, name, steps, length):
+    """Text: how long a step and all steps take on a card, or at least take, or why that is not known."""
+    args = run.args
+    unknown = {
+        "for such a card": not CARDS[name].attention,
+        "for experts below Hopper": run.config.num_experts and name[0] != "H",  # multiplied one by one
+        "for an optimizer on the CPU": "params" in args.offload and not run.streams,
+        "without bf16, --packing and torch's attention":
+            args.precision in ("fp16", "fp32") or not args.packing or args.flash_attention,
+        "for windows in longer documents": run.config.sliding_window < (length or run.length),
+    }
+    if any(unknown.values()):
+        return f"the time of a step is not known {next(why for why in unknown if unknown[why])}"
+    with_host, seconds = time_of_step(run, blocks, CARDS[name], length)
+    bounds = {
+        "the GPU waits for the host, which launches its kernels": with_host > 1.1 * seconds,
+        "small products reach less of a card": run.config.hidden_size < 4096,  # 3B: 22 to 36 % more time
+        "waits of GPUs for one another are not counted": run.world > 1,
+    }
+    reasons = "; ".join(why for why in bounds if bounds[why])
+    about, up_to = ("at least", "at most ") if reasons else ("about", "")
+    n_tokens = args.batch_size * args.grad_accum * run.world // args.sequence_parallel * run.length
+    text = f"a step takes {about} {seconds:,.2f} s on an {name}, {up_to}{n_tokens / seconds:,.0f} tok/s"
+    if steps:
+        text += f", {steps:,} steps {about} {timedelta(seconds=round(steps * seconds))}"
+    accuracy = "an estimate for what has not been measured, within about a quarter"
+    is_measured = name in ("H100", "H200") and args.lora and not args.dpo and not run.streams
+    has_long_rows = args.batch_size * run.length >= 4096  # as all that were measured
+    if is_measured and has_long_rows and "linear_attention" not in run.config.layer_types:
+        accuracy = "an estimate, within a tenth"
+    return f"{text}: {reasons or accuracy}"
 
 
 # ---- ranks that are not there
@@ -4244,10 +4353,12 @@ def fits_unsharded(run, kinds, room):
 def dry_run(args):
     """Prints the plan of --world ranks, and how many steps --data are, without weights or a GPU."""
     world = args.world or 1
-    room = (args.gpu_gib or math.inf) * GIB
+    gib = args.gpu_gib or (CARDS[args.gpu].gib if args.gpu else math.inf)
+    room = gib * GIB
     data.say(f"planning {args.model}")
-    if args.gpu_gib in CARDS:
-        data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {CARDS[args.gpu_gib]}")
+    alike = [card.gib for card in CARDS.values() if card.gb == args.gpu_gib]
+    if alike:
+        data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {alike[0]}")
     try:
         files, config, adapter, _ = open_config(args, world, device=None, random_init=True)
         run = Run(args, config, world, args.seq_len)
@@ -4258,14 +4369,18 @@ def dry_run(args):
         if "linear_attention" in config.layer_types:
             data.say(blocks.describe_segment())
         print_plan(run, blocks, room)
+        steps = length = None
         if args.data not in ([], DEMO_DATA):
-            print_steps(args, open_tokenizer(args, files, adapter), config.vocab_size, world)
+            tokenizer = open_tokenizer(args, files, adapter)
+            steps, length = print_steps(args, tokenizer, config.vocab_size, world)
+        if args.gpu:
+            data.say(describe_time(run, blocks, args.gpu, steps, length))
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
 
 
 def print_steps(args, tokenizer, vocab_size, world):
-    """Prints what the data of a run are, in rows, tokens and steps."""
+    """Prints what the data of a run are, in rows, tokens and steps -> (steps, see time_of_step())."""
     ranks = Ranks(want_group=False, timeout=args.timeout)
     ranks.world = world
     if tokenizer.folder == data.TINY and args.model != "tiny":
@@ -4274,6 +4389,12 @@ def print_steps(args, tokenizer, vocab_size, world):
     data.print_data(args, loader, eval_loader, tokenizer)
     rows_a_step, steps = count_steps(args, len(loader.rows), world)
     data.say(f"{steps:,} steps of {rows_a_step} rows")
+    return steps, mean_length(loader)
+
+
+def mean_length(loader):
+    """How many tokens a token's document has on average."""
+    return float(loader.per_row.squares.sum() / loader.per_row.tokens.sum())
 
 
 # ---------------- limits of the memory
