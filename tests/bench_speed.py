@@ -313,15 +313,17 @@ def write_documents(folder, shape, n_steps):
 
 
 def write_steps(folder, shape, n_steps):
-    """Documents for the checkouts, and for peers the same tokens in the rows and the order of oomph's loader -> tokens
-    of the timed steps."""
+    """Documents for the checkouts, and for peers the same tokens in the rows and the order of oomph's loader -> of the
+    timed steps, the tokens, and how many a token's document has on average."""
     loader = write_documents(folder, shape, n_steps)
     grids = {name: np.zeros((n_steps, shape.B, shape.T), np.int64) for name in ("tokens", "labels", "positions")}
     n_tokens = 0
+    squares = 0
     for step in range(n_steps):
         (batch,), counts = loader.step(step, 1)
         if step >= WARMUP:
             n_tokens += counts.tokens
+            squares += counts.squares
         for b, (tokens_T, targets_T, positions_T) in enumerate(zip(batch.tokens, batch.targets, batch.positions)):
             end = int(positions_T.nonzero().max()) + 1  # padding follows, at position 0: a document of its own
             positions_T[end:] = positions_T.new_tensor(range(shape.T - end))
@@ -331,7 +333,7 @@ def write_steps(folder, shape, n_steps):
             grids["labels"][step, b] = labels_T
             grids["positions"][step, b] = positions_T
     np.savez(folder / "steps.npz", **grids)
-    return n_tokens
+    return n_tokens, squares / n_tokens
 
 
 # ---------------------------------------------------------------- rounds and tables
@@ -370,7 +372,7 @@ def compare(args, model, name, method):
     results = {arm: [] for arm in args.arms}
     failed = {}
     with tempfile.TemporaryDirectory() as folder:
-        n_tokens = write_steps(Path(folder), shape, WARMUP + shape.steps)
+        n_tokens, length = write_steps(Path(folder), shape, WARMUP + shape.steps)
         spec = {
             "folder": folder, "model": str(model), "method": method, "flags": args.flags.split(),
             "device": args.device, "fp32": args.fp32,
@@ -387,7 +389,7 @@ def compare(args, model, name, method):
                 else:
                     results[arm].append(result | {"speed": n_tokens / result["seconds"]})
     timed = {arm: rounds for arm, rounds in results.items() if arm not in failed}
-    return show(args, name, method, timed, failed)
+    return show(args, name, method, timed, failed, length)
 
 
 def median_of(rounds, key):
@@ -420,8 +422,9 @@ def reference_of(timed, checkouts):
         losses=timed[own[0]][0]["losses"] if own else None)
 
 
-def show(args, name, method, timed, failed):
-    """Prints the table -> whether first losses agree. timed: {arm: its result of each round}."""
+def show(args, name, method, timed, failed, length):
+    """Prints the table -> whether first losses agree. timed: {arm: its result of each round}. length: see
+    write_steps()."""
     shape = SHAPES[name]
     reference = reference_of(timed, args.checkouts)
     agreed = True
@@ -446,7 +449,7 @@ def show(args, name, method, timed, failed):
             f"{start['build_s']:.1f} + {start['warm_up_s']:.1f}",
             f"{difference:.4f}" if agrees else f"{difference:.4f} **differs**",
         ))
-    documents = ", documents of 20 to 400" if shape.chat else ""
+    documents = f", documents of 20 to 400, {length:,.0f} in a token's" if shape.chat else ", a document a row"
     against = reference.fastest_peer or reference.checkout
     harness.table(
         f"{method}, {name}: {shape.layers} layers, D={shape.D}, F={shape.F}, {shape.heads} heads, V={shape.V:,}, "
@@ -454,6 +457,24 @@ def show(args, name, method, timed, failed):
         ("arm", "tok/s (range)", f"ratio to {against}", "CPU s a step", "its ratio", "MiB above imports",
          f"build + {WARMUP} first steps, s", "first losses: largest difference"), rows)
     return agreed
+
+
+def launch_us(device):
+    """Microseconds in which the host launches a small operator under autograd, or its backward: a mean of both. So few
+    fit into a GPU's queue that the host waits for none."""
+    import torch
+
+    for _ in range(2):  # the second round counts
+        x = torch.ones(1, device=device, requires_grad=True)
+        y = x
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            y = y * 2
+        y.backward()
+        seconds = time.perf_counter() - start
+    return 1e6 * seconds / 400
 
 
 def main():
@@ -483,7 +504,9 @@ def main():
     unknown = [arm for arm in args.arms if arm not in known]
     if unknown:
         parser.error(f"--arms {', '.join(unknown)}: expected some of {', '.join(known)}")
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    python = ".".join(map(str, sys.version_info[:3]))
+    print(f"torch {torch.__version__}, Python {python}, {torch.get_num_threads()} threads; "
+          f"the host launches an operator in {launch_us(args.device):.1f} us")
     agreed = True
     with tempfile.TemporaryDirectory() as models:
         for name in args.shape:
