@@ -3922,7 +3922,7 @@ def describe_time(run, blocks, name, steps, length):
         "for experts below Hopper": run.config.num_experts and name[0] != "H",  # multiplied one by one
         "for an optimizer on the CPU": "params" in args.offload and not run.streams,
         "without bf16, --packing and torch's attention":
-            args.precision in ("fp16", "fp32") or not args.packing or args.flash_attention,
+            args.precision in ("fp16", "fp32") or not args.packing,
         "for windows in longer documents": run.config.sliding_window < (length or run.length),
     }
     if any(unknown.values()):
