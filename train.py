@@ -3614,7 +3614,7 @@ class Watch:
         model.register_forward_hook(lambda _, __, loss: self.begin_backward_at(loss, "head"))
         layers = model.model.layers
         for i, block in enumerate(layers):
-            # The most is alive at one end of the model, and at which one depends on how many blocks there are.
+            # The most is alive at one end of the model, and at which one depends on how many blocks it has.
             which = {0: "first", len(layers) - 1: "last"}.get(i, "between")
             block.register_forward_pre_hook(functools.partial(self.before_block, which), prepend=True)
             block.register_forward_hook(functools.partial(self.after_block, which), prepend=True)
@@ -3664,8 +3664,8 @@ PIECES = "tiled_mlp", "ce_chunk"  # flags: how many tokens a loop takes at a tim
 
 
 def extrapolate(run, blocks, with_host=True):
-    """-> Trace of a step, in a fraction of the time of trace(). with_host: whether host memory and work have to
-    be right with --resident_blocks, too, which takes more time."""
+    """-> Trace of a step, in a fraction of the time of trace(). with_host: whether host memory and work have
+    to be right with --resident_blocks, too, which takes more time."""
     n_layers = run.config.num_hidden_layers
     if n_layers <= numbers_of_few(run)[1]:
         return from_short_rows(run, blocks)
@@ -3776,7 +3776,7 @@ def of_blocks(run, numbers):
 
 
 def from_short_rows(run, blocks):
-    """As trace(): long rows are on a line through two short ones, and on one through two sizes of each piece."""
+    """As trace(): long rows are on a line through two short ones, and on one through two sizes of a piece."""
     short, *longer = short_rows(run, blocks)
     first = step = trace(short, blocks)
     for long in longer:
@@ -3870,7 +3870,7 @@ CARDS = {  # by a part of the name that CUDA reports
     "V100": Card(32, 31.7, 125, 900, 12, 150, 0),
     "T4": Card(16, 14.6, 65, 320, 12, 12, 0),
 }
-# What kernels reach of a datasheet, and the host's seconds for a launch: fitted to three rows of tests/LOG.md.
+# What kernels reach of a datasheet, and the host's seconds a launch: fitted to three rows of tests/LOG.md.
 # tests/test_time_plan.py has others, which were held out.
 PRODUCTS = 0.76
 MEMORY = 0.79
@@ -4199,8 +4199,8 @@ def options_of(args, splits_rows=False, n_dear=0):
     """-> flags that may lower the peak, cheapest in time first (tests/LOG.md), as they are typed behind the
     command line, each with what it needs. What the user has switched off stays off, but for --chunked_ce.
     None changes the number of rows per step, except under --optim_in_backward, which cannot accumulate: so
-    there is either that or splits_rows. n_dear: how many of the last ones, which take much host memory or 4-bit
-    weights."""
+    there is either that or splits_rows. n_dear: how many of the last ones, which take much host memory or
+    4-bit weights."""
     options = ["--fsdp2", "--activation_checkpointing all",
                "--activation_checkpointing all --offload activations"]
     if not args.tiled_mlp:
@@ -4269,7 +4269,8 @@ def choose_options(run, room):
         data.say("  no flags make it fit: use more ranks, a shorter --seq_len or a smaller model")
         room = 1.01 * bytes_with(run, options)  # less is not worth a flag
     # more options never need more: the smallest number of the first ones that is enough
-    n = bisect.bisect_left(range(len(options)), True, key=lambda n: bytes_with(run, options[:n], room) <= room)
+    numbers = range(len(options))
+    n = bisect.bisect_left(numbers, True, key=lambda n: bytes_with(run, options[:n], room) <= room)
     options = options[:n]
     for option in reversed(options[:-1]):  # the dearest that others have made needless goes first
         others = [other for other in options if other != option]
