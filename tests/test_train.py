@@ -95,7 +95,7 @@ def test_main_job_writes_what_it_promises(main_job):
     out = main_job.out
     assert names_in(out) == {"args.json", "metrics.jsonl", "loss.svg", "lock", "checkpoint-12", "final", "merged"}
     assert names_in(out / "final") >= {"adapter_config.json", "adapter_model.safetensors"}
-    assert names_in(out / "merged") == names_in(HERE / "tiny")
+    assert names_in(out / "merged") == names_in(HERE / "tiny") | {"generation_config.json"}
     args = json.loads((out / "args.json").read_text())
     assert args["world"] == 2
     assert args["torch"] == torch.__version__
