@@ -37,6 +37,8 @@ FOUR_BLOCKS = {"num_hidden_layers": 4, "vocab_size": 32000}
 FIT = [
     Row("H100", "llama-3.1-8b", f"--qlora --no-compile {ALL}", 8192, 7778, 4560),
     Row("H100", "llama-3.1-8b", f"--lora --compile {ALL}", 8192, 10090, 4560),
+    # gave the host's time for a launch
+    Row("H200", "llama-3.1-8b", f"--qlora --offload activations --tiled_mlp 4096 --no-compile {ALL}", 8192, 6099, 8192),
 ]
 HELD_OUT = [
     Row("H100", "llama-3.1-8b", f"--qlora --compile {ALL}", 8192, 9657, 4560),
@@ -51,9 +53,8 @@ HELD_OUT = [
     Row("H200", "llama-3.1-8b", f"--lora --compile {ALL}", 8192, 11759, 8192),
     Row("H200", "llama-3.1-8b", f"--lora --lora_dropout 0.1 --no-compile {ALL}", 8192, 10056, 8192),
 ]
-# The third one of the fit is among them: it gave the host's time for a launch.
 GPU_WAITS_FOR_THE_HOST = [
-    Row("H200", "llama-3.1-8b", f"--qlora --offload activations --tiled_mlp 4096 --no-compile {ALL}", 8192, 6099, 8192),
+    FIT[2],
     Row("H200", "llama-3.1-8b", f"--qlora {STREAMED} {ALL}", 512, 647, 512),
     Row("H200", "llama-3.1-8b", f"--qlora {STREAMED} {KEEP}", 512, 714, 512),
     Row("H200", "qwen3-30b-a3b", f"--qlora --no-compile {ALL}", 4096, 2282, 4096),
@@ -91,14 +92,14 @@ def planned(row):
 
 
 @pytest.mark.parametrize("row", FIT, ids=str)
-def test_the_rows_of_the_fit_are_within_two_percent(row):
-    assert planned(row)[0] == pytest.approx(row.tok_s, rel=0.02)
+def test_the_rows_of_the_fit_are_within_four_percent(row):
+    assert planned(row)[0] == pytest.approx(row.tok_s, rel=0.04)
 
 
-def test_rows_that_were_held_out_are_within_a_tenth_and_half_of_that_on_average():
+def test_rows_that_were_held_out_are_within_a_tenth_and_about_half_of_that_on_average():
     errors = [planned(row)[0] / row.tok_s - 1 for row in HELD_OUT]
     assert max(map(abs, errors)) < 0.10
-    assert sum(map(abs, errors)) / len(errors) < 0.06
+    assert sum(map(abs, errors)) / len(errors) < 0.055
 
 
 @pytest.mark.parametrize("row", GPU_WAITS_FOR_THE_HOST, ids=str)
