@@ -3622,7 +3622,8 @@ class Watch:
             lambda _, inputs: self.begin_backward_at(inputs[0], "embedding"), prepend=True)
         model.model.norm.register_forward_pre_hook(self.before_head, prepend=True)
         if not trainer.in_backward:
-            trainer.optimizer.register_step_pre_hook(lambda *_: self.begin("update", "update"))
+            # not by a hook, which a fork's optimizer may lack
+            trainer.optimizer.step = functools.partial(self.update, trainer.optimizer.step)
 
     def before_model(self, *_):
         self.n_forwards += 1
@@ -3637,6 +3638,10 @@ class Watch:
     def before_head(self, *_):
         self.begin("forward", "head")
         self.host_at_head = self.live.host - self.gradients_on_host  # bytes of weights and activations
+
+    def update(self, step):
+        self.begin("update", "update")
+        step()
 
     def begin_backward_at(self, x, *phase):
         if x.requires_grad:
