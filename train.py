@@ -3801,9 +3801,9 @@ def from_short_rows(run, blocks):
 
 
 def short_rows(run, blocks):
-    """-> [Run] with rows of two and of three pieces: from there on every number of a trace is linear in the
-    tokens. Or the run itself, if that has few pieces. A layer that loops over tokens in pieces of its own
-    adds their size here."""
+    """-> [Run] with rows of three and of four pieces: from there on every number of a trace is linear in the
+    tokens (of two segments of Gated DeltaNet, none is between two others). Or the run itself, if that has few
+    pieces. A layer that loops over tokens in pieces of its own adds their size here."""
     args = run.args
     rows = args.batch_size / args.sequence_parallel  # of a rank
     n_tokens = run.length * rows
@@ -3816,10 +3816,10 @@ def short_rows(run, blocks):
     # A short loop takes less time than two traces. That of the loss does not run in each block.
     if n_tokens <= 8 * min(unit, args.tiled_mlp or unit, 8 * (args.ce_chunk or unit)):
         return [run]
-    # no loop runs for more than 24 pieces
+    # no loop runs for more than 32 pieces
     sizes = {flag: math.ceil(min(max(n, unit / 8), unit)) for flag, n in pieces.items() if n < n_tokens}
     changed = argparse.Namespace(**vars(args) | sizes)
-    return [run._replace(length=math.ceil(n * unit / rows), args=changed) for n in (2, 3)]
+    return [run._replace(length=math.ceil(n * unit / rows), args=changed) for n in (3, 4)]
 
 
 def along_line(few, more, times):

@@ -60,6 +60,7 @@ LONG = [
     Row("qwen3-4b", 5000, "--no-activation_checkpointing --batch_size 2"),
     Row("qwen3-30b-a3b", 9216, "--lora --tiled_mlp 1024 --activation_checkpointing 0 --no-compile"),
     Row("qwen3.5-9b", 9216, "--lora"),
+    Row("qwen3.5-9b", 32768, "--lora --tiled_mlp 4096"),
     Row("qwen3.5-9b", 20480, "--qlora --sequence_parallel 2 --world 2 --no-compile"),
     Row("qwen3.5-9b", 20480, "--qlora --sequence_parallel 2 --world 2", segment=4096),
     Row("qwen3.5-9b", 20480, "--qlora", segment=20480),  # all tokens at once
