@@ -1873,7 +1873,7 @@ class LiveBytes(TorchDispatchMode):
     Tensors that code moves to the CPU stay on the meta device, and count as host memory, in `host`. So do the
     results of operators that read them.
 
-        live.work["loss"]       {(kernel, unit): amount}, the sum of all Work
+        live.work["loss"]       {Work: how often a GPU does it}
 
     torch's MemTracker counts alike, but raises an error on frozen parameters under autograd.
 
@@ -1917,10 +1917,10 @@ class LiveBytes(TorchDispatchMode):
         on_host = self.on_host and kwargs.get("device") != META and self.lies_on_host(args)
         if types:  # FSDP2's DTensors
             out = func(*args, **kwargs)
-            read, made = ([t.to_local().data for t in flat(of) if nf4.is_sharded(t)] for of in (args, [out]))
+            made = local_rows([out])
             self.see(func, made, on_host=on_host)
-            if not on_host:
-                self.add_work(work_of(func, read, made))
+            if not (on_host or func.is_view):
+                self.add_work(work_of(func, local_rows(args), made))
             return out
         if func in MOVES or "pin_memory" in kwargs or kwargs.get("device") == CPU:
             moved = self.to_host(func, args, kwargs)
@@ -1942,12 +1942,14 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def add_work(self, work):
-        """In compiled code what is fused is neither read nor written. Nor is it in the backward of that code:
-        most of what autograd runs without a graph."""
-        in_graph = self.compiles and self.in_backward and not torch.is_grad_enabled()
-        if not (work.is_fused and (self.is_compiled or in_graph)):
-            for unit, amount in work.amounts.items():
-                self.work_of_moment[work.kernel, unit] += amount * LiveBytes.repeats
+        """What compiled code fuses is neither read nor written."""
+        if not (work.is_fused and self.is_in_graph()):
+            self.work_of_moment[work] += LiveBytes.repeats
+
+    def is_in_graph(self):
+        """Whether torch.compile has what runs now. Its backward is most of what autograd runs."""
+        is_backward = self.in_backward and not torch.is_grad_enabled()
+        return self.is_compiled or (self.compiles and is_backward)
 
     def to_host(self, func, args, kwargs):
         """-> a tensor that stands for host memory, or None if a call of an operator makes none."""
@@ -2057,7 +2059,8 @@ def form_of(value):
     return type(value), value  # 1 and 1.0 are equal, and make integers and floats
 
 
-class Work(NamedTuple):
+@dataclass(eq=False)  # compared by identity: sums of many calls are quick
+class Work:
     """What a GPU does in a call of an operator."""
 
     kernel: tuple  # (operator, last dimension of its result)
@@ -2067,14 +2070,19 @@ class Work(NamedTuple):
     is_fused: bool = False  # in compiled code, see is_fused()
 
 
+NOTHING = Work((), {})
+
+
 def work_of(func, args, out):
     """-> Work. A kernel reads its arguments and writes its result. A product a [..., rows, inner] @
     b [..., inner, columns] has these two behind its other arguments; float32 is half as fast, in TF32."""
     name = func._opname
+    if FREE.search(name):
+        return NOTHING
     read = [t for t in flat(args) if t.is_meta]
     made = [t for t in flat([out]) if t.is_meta]
-    if FREE.search(name) or not (read or made):
-        return Work((), {})
+    if not (read or made):
+        return NOTHING
     if func.namespace == "c10d":
         return Work((name,), {"link": max(t.nbytes for t in read + made)})
     amounts = {"launches": 1}
@@ -2103,6 +2111,11 @@ def flat(values):
             yield value
         elif isinstance(value, list | tuple):
             yield from flat(value)
+
+
+def local_rows(values):
+    """This rank's rows of the DTensors among some arguments."""
+    return [t.to_local().data for t in flat(values) if nf4.is_sharded(t)]
 
 
 def is_sum_of_gradients(func, args):

@@ -3564,8 +3564,9 @@ def trace(run, blocks):
     alive = {(moment, what): n_bytes for moment, most in live.most.items() for what, n_bytes in most.items()}
     work = Counter()
     for moment in live.most:
-        for what, amount in live.work[moment].items():
-            work[moment[:2], what] += amount
+        for done, times in live.work[moment].items():
+            for unit, amount in done.amounts.items():
+                work[moment[:2], (done.kernel, unit)] += times * amount
     TRACES[key] = Trace(Counter(alive), watch.gradients_at, on_gpu, host, work)
     return TRACES[key]
 
