@@ -3876,7 +3876,7 @@ CARDS = {  # by a part of the name that CUDA reports
     "V100": Card(32, 31.7, 125, 900, 12, 150, 0),
     "T4": Card(16, 14.6, 65, 320, 12, 12, 0),
 }
-# What kernels reach of a datasheet, and the host's seconds a launch: fitted to three rows of tests/LOG.md.
+# Fitted to three rows of tests/LOG.md: what kernels reach of a datasheet, and the host's time for a launch.
 # tests/test_time_plan.py has others, which were held out.
 PRODUCTS = 0.76
 MEMORY = 0.79
