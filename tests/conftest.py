@@ -135,6 +135,9 @@ def start_rank(rank, world, port, function, args, log, gpu=False):
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world)
     warnings.filterwarnings("error", FAILED_TO_COMPILE)
+    import train
+
+    train.StoreOnce = argparse._StoreAction  # see later_values_count()
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         try:
             code = function(*args) or 0
@@ -194,10 +197,7 @@ def later_counts(argv):
 
 
 def start_ranks(world, function, args, logs, gpu=False):
-    """Runs function(*args) on `world` ranks at once -> their exit codes. TimeoutError if they hang. Of two values of
-    a flag in a command line, the first of args, the later one counts."""
-    if args and isinstance(args[0], list):
-        args = later_counts(args[0]), *args[1:]
+    """Runs function(*args) on `world` ranks at once -> their exit codes. TimeoutError if they hang."""
     if not emulated_cuda.LOADED:
         start_fork_server()
     port = free_port()
