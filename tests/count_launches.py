@@ -77,7 +77,8 @@ def config_of(preset, n_blocks, **others):
 def parse(preset, flags, n_tokens):
     compiles = [] if "--compile" in flags else ["--no-compile"]
     args = train.parse_args(["--model", preset, "--random_init", *compiles, "--seq_len", str(n_tokens), *flags])
-    args.precision = "mixed"
+    args.precision = "mixed"  # as complete_for_model() does
+    args.lr = 1e-4
     return args
 
 

@@ -476,7 +476,7 @@ def test_a_card_without_bf16_trains_in_fp16_and_waits_for_nothing(model_folder, 
     where = settings.index("--precision")
     argv = ["--model", model_folder, *settings[:where], *settings[where + 2 :], *flags.split()]
     if "--dpo" in flags:
-        argv += ["--data", pairs]
+        argv[argv.index("--data") + 1] = pairs
     expected = losses_on("cpu", 1, [*argv, "--precision", "fp16"], tmp_path)
     argv = [str(word) for word in (*argv, "--out", tmp_path / "card", "--save_every", 0)]
     log = tmp_path / "log"
@@ -569,7 +569,7 @@ def test_weights_that_stay_on_the_host_train_to_the_bits_of_those_on_the_gpu(
     argv = [*settings, *flags.split(), "--batch_size", 2, "--lora_rank", 8, "--random_init"]
     argv += ["--model", random_model(tmp_path / "model", num_hidden_layers=4, tie_word_embeddings=tied)]
     if "--dpo" in flags:
-        argv += ["--data", pairs]
+        argv[argv.index("--data") + 1] = pairs
     if "--eval_every" in flags:
         argv += ["--eval_data", few_chats]
     results = []

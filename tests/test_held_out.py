@@ -316,7 +316,9 @@ def test_a_resumed_run_holds_the_same_out_and_another_share_is_refused_by_name(j
     assert codes == [0], said
     job = [*job, "--steps", 3, "--resume"]
     for share in "0.3", "16":
-        _, refused, codes = run_ranks(1, [*job, "--eval_data", share], tmp_path / "out")
+        other = list(job)
+        other[job.index("--eval_data") + 1] = share
+        _, refused, codes = run_ranks(1, other, tmp_path / "out")
         assert codes == [1]
         assert_says(refused, [f"the share of --data that --eval_data holds out was 0.2, is {share}"])
 

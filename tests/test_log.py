@@ -426,7 +426,7 @@ def test_a_sample_is_shown_at_each_evaluation_and_changes_no_bit_of_training(
         folder, chats, few_chats, tmp_path, case):
     world, flags = CASES[case]
     argv = ["--model", folder, "--random_init", "--data", chats, "--eval_data", few_chats, "--seq_len", 64,
-            "--steps", 6, "--eval_every", 2, "--save_every", 3, "--log_every", 1, "--lr", 1e-3, *flags]
+            "--steps", 6, "--eval_every", 2, "--save_every", 3, "--keep", 9, "--log_every", 1, "--lr", 1e-3, *flags]
     plain = run_ranks(world, [*argv, "--sample", ""], tmp_path / "plain")
     # a temperature, because then an answer draws random numbers
     flags_of_sample = ["--sample", QUESTION, "--temperature", 1.5, "--max_new_tokens", 6]
