@@ -267,6 +267,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", type=float, default=0.0, help="part of the runs that compile")
     parser.add_argument("--plan", action="store_true", help="check the memory plan")
+    train.StoreOnce = argparse._StoreAction  # random flags come behind those of test_plan.py, and count
     args = parser.parse_args()
     n_right = n_refused = n_wrong = 0
     for wrong, said in answers_until(time.time() + 60 * args.minutes, args):
