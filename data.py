@@ -463,6 +463,9 @@ def text_of_token(key, token):
 def read_template(path):
     """The text of a template's file. A ValueError names the file."""
     check_is_file(path)
+    if not os.path.exists(path):  # other trainers have names for templates, such as chatml
+        raise ValueError(f"--chat_template {path}: no such file; expected one of jinja. Without this flag the "
+                         "model's own template is used, or ChatML if it has none")
     with errors_of(f"chat template ({path})"):
         return Path(path).read_text("utf-8-sig")
 
@@ -3165,6 +3168,12 @@ def check_weights(model, weights, folder):
 
 def embedding_in_files(config):
     return re.sub("^model[.]", config.prefix, EMBEDDING)
+
+
+def untrained_tokens(reader, config, ids):
+    """Those of `ids` whose row in a model's embedding is all zero, as Llama 3's base has them for chats."""
+    name = embedding_in_files(config)
+    return [i for i in sorted(ids) if i < config.vocab_size and not reader.rows(name, i, i + 1).any()]
 
 
 def names_in_adapter(model):

@@ -627,6 +627,10 @@ def parse_args(argv, args=None):
                 action.help = argparse.SUPPRESS
     switches = [flag for flag, action in parser._option_string_actions.items() if action.nargs == 0]
     for word, following in zip(argv, [*argv[1:], ""]):
+        if word.startswith("--") and f"--no-{word[2:]}" in argv:
+            refuse(f"{word} and --no-{word[2:]}: leave one out")
+        if [word, following] == ["--train_on", "last"]:
+            refuse('--train_on last: expected targets or all; an answer with "weight": 0 is not trained on')
         # argparse drops such a value, and then raises a bare ValueError, or uses the default
         if re.fullmatch(r"--\w+=--", word):
             refuse(f"{word}: expected a value, got two dashes")
@@ -1201,7 +1205,12 @@ def open_model(args, ranks, revisions=None):
         model = lm.on_meta(config, args)
         if adapter:
             data.check_weights(model, adapter, args.adapter)
-        return OpenedModel(files, config, model, weights, adapter, open_tokenizer(args, files, adapter))
+        tokenizer = open_tokenizer(args, files, adapter)
+        if files.weights and args.lora and not (adapter or args.train_embeddings):
+            for token in data.untrained_tokens(weights, config, tokenizer.stop_ids):
+                ranks.say(f"{tokenizer.core.id_to_token(token)}: the base has a row of zeros for this end of a "
+                          "turn: it was never trained; --train_embeddings trains it")
+        return OpenedModel(files, config, model, weights, adapter, tokenizer)
 
 
 def load_weights_(model, args, opened, resumed, ranks):

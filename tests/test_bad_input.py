@@ -116,6 +116,8 @@ FLAGS = {  # flags: words of the message
     "--template_args enable_thinking=False": ["enable_thinking=False", "JSON: true, false or null"],
     "--template_args a=1 a=2": ['"a=2"', "a is given twice"],
     "--chat_template_kwargs x": ["mean --template_args?"],
+    "--train_on last": ["expected targets or all", '"weight": 0'],
+    "--packing --no-packing": ["--packing and --no-packing: leave one out"],
     "--val_set_size 0.1": ["mean --eval_data?"],
 
     # flags that need others, or exclude them
@@ -716,6 +718,9 @@ TEXTS = {
         spoil=[pipe("mine.jinja")],
         flags=WITH_TEMPLATE,
         says=["mine.jinja", "not a file"]),
+    "another trainer's name for a template": Case(
+        flags="--model tiny --chat_template chatml",
+        says=["--chat_template chatml: no such file", "the model's own template is used"]),
     "template's syntax": Case(
         spoil=[write("mine.jinja", "{% for m in messages %}\n{{ m }")],
         flags=WITH_TEMPLATE,

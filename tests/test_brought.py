@@ -390,11 +390,32 @@ def test_final_and_merged_of_a_base_model_name_all_ends(tmp_path, chats):
     base = model_with_weights(tmp_path / "base", eos_token_id=0)
     edit_json(base / "tokenizer_config.json", {"eos_token": START})
     job = ["--model", base, "--data", chats, "--seq_len", 96, "--steps", 1, "--precision", "fp32"]
-    for name, flags in (("full", []), ("lora", ["--lora", "--merge"])):
+    methods = {"full": [], "lora": ["--lora", "--merge"], "embeddings": ["--lora", "--train_embeddings", "--merge"]}
+    for name, flags in methods.items():
         _, said, codes = run_ranks(1, [*job, *flags], tmp_path / name)
         assert codes == [0], said
-    for folder in ("full/final", "lora/final", "lora/merged"):
+    # merged later, from the run alone, it is what the run's own end has merged
+    run = tmp_path / "embeddings"
+    own = {path.name: path.read_bytes() for path in (run / "merged").iterdir()}
+    shutil.rmtree(run / "merged")
+    assert train.launch(["--merge", "--model", str(run)]) == 0
+    assert {path.name: path.read_bytes() for path in (run / "merged").iterdir()} == own
+    for folder in ("full/final", "lora/final", "lora/merged", "embeddings/merged"):
         assert data.read_json(tmp_path / folder / "generation_config.json")["eos_token_id"] == [0, 1]
+
+
+def test_an_end_of_a_turn_that_the_base_never_learned_is_said(tmp_path, chats):
+    """Llama 3's base has rows of zeros for the tokens that only its chats use."""
+    base = model_with_weights(tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    end = data.Tokenizer(base).core.token_to_id(END)
+    tensors["model.embed_tokens.weight"][end] = 0
+    save_file(tensors, base / "model.safetensors")
+    job = ["--model", base, "--data", chats, "--seq_len", 96, "--steps", 1, "--precision", "fp32", "--lora"]
+    for flags, is_said in (([], True), (["--train_embeddings"], False)):
+        _, said, codes = run_ranks(1, [*job, *flags], tmp_path / f"out{len(flags)}")
+        assert codes == [0], said
+        assert (f"{END}: the base has a row of zeros" in said) == is_said, said
 
 
 # ---------------------------------------------------------------- 6, 7, 8: what a file may be
