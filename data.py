@@ -464,8 +464,8 @@ def read_template(path):
     """The text of a template's file. A ValueError names the file."""
     check_is_file(path)
     if not os.path.exists(path):  # other trainers have names for templates, such as chatml
-        raise ValueError(f"--chat_template {path}: no such file; expected one of jinja. Without this flag the "
-                         "model's own template is used, or ChatML if it has none")
+        raise ValueError(f"--chat_template {path}: no such file; expected one of jinja. Without this flag "
+                         "the model's own template is used, or ChatML if it has none")
     with errors_of(f"chat template ({path})"):
         return Path(path).read_text("utf-8-sig")
 

@@ -1208,8 +1208,8 @@ def open_model(args, ranks, revisions=None):
         tokenizer = open_tokenizer(args, files, adapter)
         if files.weights and args.lora and not (adapter or args.train_embeddings):
             for token in data.untrained_tokens(weights, config, tokenizer.stop_ids):
-                ranks.say(f"{tokenizer.core.id_to_token(token)}: the base has a row of zeros for this end of a "
-                          "turn: it was never trained; --train_embeddings trains it")
+                ranks.say(f"{tokenizer.core.id_to_token(token)}: the base has a row of zeros for this end of "
+                          "a turn: it was never trained; --train_embeddings trains it")
         return OpenedModel(files, config, model, weights, adapter, tokenizer)
 
 
