@@ -58,6 +58,7 @@ import math
 import platform
 import re
 import resource
+import shlex
 import shutil
 import textwrap
 import time
@@ -135,7 +136,7 @@ def main(argv, progress, exits):
     run = Run(args, config, ranks.world, loader.longest)
     room = smallest_memory(args.gpu_gib, ranks)
     blocks = choose_blocks(run, room)
-    print_start(args, model, tokenizer.new_ids, blocks, ranks)
+    print_start(argv, run, model, tokenizer.new_ids, blocks, ranks)
     limit_gpu(run, blocks, room, ranks)
     name = card_named(ranks.device_name)
     if name:
@@ -354,10 +355,9 @@ WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, a
                "updates is done by then: leave it out, or use --precision fp32")
 # What may stand beside a flag, besides what argparse takes:
 #     fixed       it changes the mathematics: a resumed run must have the same, see fixed_settings()
-#     feature     the start says whether it is on, and what it does, see print_start()
 #     everyday    -h shows it; --help_all shows every flag
 #     needs       the flag without which it means nothing; --qlora and --adapter stand for --lora, too
-MARKS = "fixed", "feature", "everyday", "needs"
+MARKS = "fixed", "everyday", "needs"
 
 
 class StoreOnce(argparse._StoreAction):
@@ -413,19 +413,19 @@ def make_parser():
     add(model, "--precision", str, None,
         "mixed: train in float32, multiply in bf16; fp16: the same in fp16, with a loss scale; bf16, fp32: "
         "do both in that format (default: mixed; without bf16 instructions fp16 on a GPU, fp32 on a CPU)",
-        choices=("mixed", "bf16", "fp16", "fp32"), fixed=True, feature=True)
+        choices=("mixed", "bf16", "fp16", "fp32"), fixed=True)
     add(model, "--adapter", PATH, None,
         "folder or Hub id of a PEFT adapter, or the folder of a run, to train further with its rank, alpha, "
         "rsLoRA and targets (default: none)")
 
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
-           feature=True, everyday=True)
+           everyday=True)
     switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True,
-           feature=True, everyday=True)
+           everyday=True)
     add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight and not 4.14 "
-        "(default: none; without a value: all)",
-        nargs="*", metavar="LAYER", fixed=True, needs="qlora", feature=True, everyday=True)
+        "(default: none; without a value: all)", nargs="*", metavar="LAYER", fixed=True, needs="qlora",
+        everyday=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True,
         needs="lora", everyday=True)
     add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True,
@@ -436,11 +436,11 @@ def make_parser():
         "fraction of an adapter's inputs that is zeroed in training; which ones depends on --tiled_mlp and "
         "the number of ranks and micro-batches (default: 0)", fixed=True, needs="lora")
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
-           "reference is the model without adapters", fixed=True, needs="lora", feature=True, everyday=True)
+           "reference is the model without adapters", fixed=True, needs="lora", everyday=True)
     add(method, "--beta", AMOUNT, None, "with a smaller one --dpo takes the model further from its reference "
         "(default: 0.1)", fixed=True, needs="dpo")
-    switch(method, "--train_embeddings", "train embedding and head in full beside adapters; as PEFT's "
-           "modules_to_save", fixed=True, feature=True)
+    switch(method, "--train_embeddings", "train embedding and head in full beside adapters, as PEFT's "
+           "modules_to_save", fixed=True)
     add(method, "--lora_targets", str, None,
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them "
         "but in_proj_a and in_proj_b; where attention has a gate_proj, too, that name alone is the MLP's)",
@@ -477,7 +477,7 @@ def add_data_flags(parser):
         "what to do with documents longer than a row (default: split texts, drop others)",
         choices=("split", "drop", "truncate"))
     switch(dataset, "--packing", "put several documents into a row; they do not see each other", on=True,
-           fixed=True, feature=True)
+           fixed=True)
     add(dataset, "--train_on", str, "targets",
         "tokens that count in the loss; targets: answers and plain texts, and an answer that the template "
         "rewrites in later turns gets a document of its own; whole: without such documents; all: every token "
@@ -494,45 +494,40 @@ def add_data_flags(parser):
 
 def add_memory_flags(parser):
     memory = parser.add_argument_group("memory and speed")
-    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks",
-           feature=True, everyday=True)
+    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over ranks", everyday=True)
     switch(memory, "--reshard_after_forward",
            "free the gathered weights of a block between its forward and its backward", on=True)
     switch(memory, "--shard_embeddings",
            "gather embedding and head only while they are in use; a tied pair stays gathered", on=True)
     add(memory, "--replicas", WHOLE, 1, "replicas of the model, each sharded over world/N ranks (HSDP); "
-        "these are usually one node, and gradients are all-reduced between replicas", feature=True)
+        "these are usually one node, and gradients are all-reduced between replicas")
     add(memory, "--sequence_parallel", WHOLE, 1,
-        "split each row over a group of N ranks; --batch_size then counts rows per group", feature=True)
+        "split each row over a group of N ranks; --batch_size then counts rows per group")
     add(memory, "--offload", str, None, "what to keep in host memory until it is used; activations: block "
         "inputs, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
-        "applies)",
-        nargs="*", choices=("activations", "params"), feature=True, everyday=True)
+        "applies)", nargs="*", choices=("activations", "params"), everyday=True)
     add(memory, "--resident_blocks", blocks_or_auto, "auto", "with --offload params and adapters: keep the "
         "frozen weights of N blocks (or all) on the GPUs; auto: of as many as fit beside what "
-        "--activation_checkpointing keeps, none on a CPU without --gpu_gib", feature=True)
+        "--activation_checkpointing keeps, none on a CPU without --gpu_gib")
     add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "recompute the first N blocks (or all) "
         "in the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping "
         "even dequantized NF4 weights to recomputing even attention; all blocks on a CPU without --gpu_gib, "
-        "and with --offload activations", nargs="?", const="all", feature=True, everyday=True)
+        "and with --offload activations", nargs="?", const="all", everyday=True)
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: least time, most memory")
     switch(memory, "--chunked_ce",
-           "compute head and loss in chunks of tokens, without a [tokens, vocabulary] tensor", on=True,
-           feature=True)
+           "compute head and loss in chunks of tokens, without a [tokens, vocabulary] tensor", on=True)
     add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
     add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time; try 4096 (default: off)",
-        feature=True, everyday=True)
+        everyday=True)
     add(memory, "--optim", str, "adamw", "adamw8bit keeps 2 bytes of state per parameter instead of 8",
-        choices=("adamw", "adamw8bit"), fixed=True, feature=True, everyday=True)
+        choices=("adamw", "adamw8bit"), fixed=True, everyday=True)
     switch(memory, "--stochastic_rounding",
-           "round bf16 weights and moments at random; small updates then count on average", fixed=True,
-           feature=True)
+           "round bf16 weights and moments at random, so that small updates count on average", fixed=True)
     switch(memory, "--optim_in_backward",
-           "update each weight as soon as its gradient is there; then frees it, which rules out --clip",
-           feature=True)
-    switch(memory, "--fused_adamw", "run AdamW as one kernel, on GPU and CPU", on=True, feature=True)
-    declare(memory, "--compile", action=argparse.BooleanOptionalAction, feature=True, everyday=True,
+           "update each weight as soon as its gradient is there and free that, which rules out --clip")
+    switch(memory, "--fused_adamw", "run AdamW as one kernel, on GPU and CPU", on=True)
+    declare(memory, "--compile", action=argparse.BooleanOptionalAction, everyday=True,
             help="torch.compile the blocks, the loss and NF4: half a minute in the first step, which torch "
             "caches for the next run (default: on if there are a GPU, Triton, a C compiler and "
             f"{COMPILES_FROM / 1e9:g} billion parameters)")
@@ -569,8 +564,7 @@ def add_run_flags(parser):
     add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
     add(run, "--save_every", WHOLE_OR_0, 500,
         "steps between checkpoints; the last step and what an evaluation finds best so far are saved, too. "
-        "0: save only on a signal",
-        feature=True, everyday=True)
+        "0: save only on a signal", everyday=True)
     add(run, "--keep", WHOLE, 2, "newest checkpoints to keep, besides the one with the best evaluation")
     add(run, "--resume", PATH, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
         "checkpoint of --out or of the newest run in out/, or start a new one if there is none (default: "
@@ -607,14 +601,9 @@ def add_run_flags(parser):
 
 
 def flags_with(mark):
-    """-> the flags that have one of MARKS, as argparse's actions: dest, default, help, and the marks."""
+    """-> the flags that have one of MARKS, as argparse's actions: dest, default, and the marks."""
     # a fork may have added one without declare()
     return [action for action in make_parser()._actions if getattr(action, mark, None)]
-
-
-def fixed_flags():
-    """{name: default} of the flags that change the mathematics of a run."""
-    return {action.dest: action.default for action in flags_with("fixed")}
 
 
 def parse_args(argv, args=None):
@@ -2560,99 +2549,82 @@ def write_trace(out, device, profile, snapshot, profiler):
 # ---------------- what a start prints
 
 
-def words_of(args, model, blocks, ranks):
-    """{flag: what it does in this run, or "" if it is off} for features whose words have numbers of the run
-    in them, or that are on for another reason than their value. Of all others --help has the words."""
-    trained = "bfloat16" if args.precision == "bf16" else "float32"
-    other_dtype = str(model.compute_dtype).removeprefix("torch.")
-    n_shards = ranks.world // args.replicas
-    # the other optimizers have no fused kernel, see make_optimizer()
-    fused = args.fused_adamw and args.optim == "adamw" and not args.stochastic_rounding
-    words = {
-        "precision": (True, f"trained {trained}, all else {other_dtype}"),
-        "qlora": (args.qlora, "train low-rank adapters and freeze all else, the blocks in NF4"),
-        "compile": (args.compile, "half a minute in the first step, cached for the next run"),
-        "fsdp2": (args.fsdp2, f"parameters, gradients and optimizer state in {n_shards} shards"),
-        "chunked_ce": (args.chunked_ce, f"head and loss see {args.ce_chunk} tokens at a time"),
-        "fused_adamw": (fused, "one kernel updates all weights"),
-        "packing": (args.packing,
-                    f"documents share rows of {args.seq_len} tokens, and see only themselves"),
-        "save_every": (args.save_every, f"the newest {args.keep} checkpoints are kept"),
-    }
-    on = {flag: text if is_on else "" for flag, (is_on, text) in words.items()}
-    return on | blocks.words(args, model.config.num_hidden_layers)
-
-
-def words_of_help(action, value):
-    """What a feature does, from its text in --help, or "" if its value means that it is off."""
-    is_on = value is True or (value and value != action.default)
-    return re.split(r"; | \(default", action.help % vars(action))[0] if is_on else ""
-
-
-def print_start(args, model, new_ids, blocks, ranks):
-    """Prints what is trained, what each flag with feature=True does in this run, and which are off. Flags
-    with fixed=True are printed where they are not at their default."""
-    c = model.config
+def print_start(argv, run, model, new_ids, blocks, ranks):
+    """Prints what the flags, the plan and the device make of this run, and the flags that are not at their
+    default."""
+    args = run.args
+    c = run.config
     # all ranks together, because the model is not sharded yet
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # counted in the plain model, because a byte of NF4 has two weights
     with torch.device("meta"):
         n_total = sum(p.numel() for p in lm.Transformer(c).parameters())
+    trained_dtype = "bfloat16" if args.precision == "bf16" else "float32"
+    other_dtype = str(model.compute_dtype).removeprefix("torch.")
     lines = [f"{args.model} ({c.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
-             f"{ranks.world} x {ranks.device_name}"]
-    words = words_of(args, model, blocks, ranks)
-    off = []
-    for action in flags_with("feature"):
-        if action.dest == "lora" and args.qlora:
-            continue  # the line of --qlora says so
-        value = getattr(args, action.dest)
-        text = words.get(action.dest, words_of_help(action, value))
-        if text:
-            lines.append(f"  {flag_of(action.dest, value, c)}: {text}")
-        else:
-            off.append(action.dest)
-    if "linear_attention" in c.layer_types:
-        lines.append(f"  {blocks.describe_segment()}")
-    lines.append("  off: " + ", ".join(off))
-    others = []
-    for action in flags_with("fixed"):
-        value = getattr(args, action.dest)
-        if value != action.default and not action.feature:
-            others.append(flag_of(action.dest, value, c))
-    lines.append(f"  settings: {' '.join(others)}")
-    if args.add_tokens:
-        lines.append(f"  new tokens: ids {new_ids.start:,} to {new_ids.stop - 1:,}, in a vocabulary of "
-                     f"{c.vocab_size:,}")
+             f"{ranks.world} x {ranks.device_name}",
+             f"  --precision {args.precision}: trained {trained_dtype}, all else {other_dtype}"]
     if args.precision == "fp16":
         why = "" if has_bf16(ranks.device) else "this device has no bf16; "
         lines.append(f"  fp16: {why}the loss is scaled, and a step whose gradients overflow is skipped")
+    if args.lora:
+        layers = "all-linear" if args.lora_targets == lm.targets_in(c) else ", ".join(args.lora_targets)
+        words = [f"rank {args.lora_rank}", f"alpha {args.lora_alpha:g}"]
+        if args.rslora:
+            words.append("rsLoRA")
+        if args.lora_dropout:
+            words.append(f"dropout {args.lora_dropout:g}")
+        frozen = "; frozen blocks in NF4" if args.qlora else ""
+        lines.append(f"  adapters on {layers}: {', '.join(words)}{frozen}")
+    if args.train_embeddings:
+        lines.append(f"  embedding and head: trained in full, learning rate {args.embedding_lr:.3g}")
+    if args.add_tokens:
+        lines.append(f"  new tokens: ids {new_ids.start:,} to {new_ids.stop - 1:,}, in a vocabulary of "
+                     f"{c.vocab_size:,}")
+    lines += [f"  {text}" for text in describe_blocks(run, blocks)]
+    if args.compile:
+        lines.append("  --compile: half a minute in the first step, cached for the next run")
+    # as they were typed: what `args` has beside them follows from these, the model and the device
+    parser = make_parser()
+    given = vars(parser.parse_args(argv))
+    flags = [flag_of(name, value) for name, value in given.items() if value != parser.get_default(name)]
+    if flags:
+        lines.append(f"  flags: {' '.join(flags)}")
     if c.rope_ignored:
         lines.append(f"  note: config.json: {', '.join(c.rope_ignored)} of RoPE: ignored, as by transformers")
-    seen = c.n_positions
-    if args.seq_len > seen:
-        lines.append(f"  note: --seq_len is beyond the {seen} positions that the model is made for")
+    if args.seq_len > c.n_positions:
+        lines.append(f"  note: --seq_len is beyond the {c.n_positions} positions that the model is made for")
     if torch.__version__ >= UNTESTED_TORCH:
         lines.append(f"  note: torch {torch.__version__} is newer than those that were tested")
     for line in lines:
-        ranks.say(textwrap.fill(line, 80, subsequent_indent=" " * 6))
+        # not at hyphens, which names of models have
+        ranks.say(textwrap.fill(line, 80, subsequent_indent=" " * 6, break_on_hyphens=False))
+
+
+def describe_blocks(run, blocks):
+    """-> [what the plan has decided about the blocks], also for --dry_run."""
+    words = blocks.words(run.args, run.config.num_hidden_layers)
+    texts = [f"--{flag} {getattr(run.args, flag)}: {text}" for flag, text in words.items() if text]
+    if "linear_attention" in run.config.layer_types:
+        texts.append(blocks.describe_segment())
+    return texts
+
+
+def flag_of(name, value):
+    """A flag and its value as on a command line."""
+    if value is True:
+        return f"--{name}"
+    if value is False:
+        return f"--no-{name}"
+    values = value if isinstance(value, list) else [value]
+    # --columns has pairs
+    words = ["=".join(word) if isinstance(word, tuple) else str(word) for word in values]
+    return brief(shlex.join([f"--{name}", *words]))
 
 
 def brief(text):
     """The beginning of a long text: a list of tokens may have thousands of words."""
     return text if len(text) <= 300 else f"{text[:300]}... ({len(text):,} characters)"
-
-
-def flag_of(name, value, config):
-    """A flag and its value as on a command line."""
-    if value is True:
-        return f"--{name}"
-    if value == lm.targets_in(config):
-        return f"--{name} all-linear"
-    if isinstance(value, list):
-        # --columns has pairs
-        words = [word if isinstance(word, str) else "=".join(word) for word in value]
-        return brief(f"--{name} {' '.join(words)}")
-    return f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
 
 
 # ---------------- samples and chats
@@ -2889,7 +2861,7 @@ def end_not_finite(model, loader, step, args, ranks):
 def describe_run(lr, state, resumed, out):
     """The line before the first step: how long the run is, where it begins and where it writes."""
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
-    return (f"{state['steps']:,} steps of {state['rows_a_step']} rows, learning rate {lr:.2g}, {begin}\n"
+    return (f"{state['steps']:,} steps of {state['rows_a_step']} rows, learning rate {lr:.3g}, {begin}\n"
             f"writing to {out}")
 
 
@@ -3246,7 +3218,7 @@ def read_state(folder, settings, ranks):
         if not path.is_file() or [path.stat().st_size, data.crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
     # a version that did not have a flag computed what the flag's default does
-    defaults = {f"--{name}": default for name, default in fixed_flags().items()}
+    defaults = {f"--{flag.dest}": flag.default for flag in flags_with("fixed")}
     saved = defaults | state["settings"]
     changed = [f"{name} was {brief(str(saved.get(name)))}, is {brief(str(value))}"
                for name, value in settings.items() if saved.get(name) != value]
@@ -3444,7 +3416,7 @@ def fixed_settings(args, config, rows_a_step, loader, weights):
     """{name: value} of all that changes the mathematics of a run, among them each flag with fixed=True.
     read_state() refuses a checkpoint of other settings."""
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()}
-    settings |= {f"--{name}": getattr(args, name) for name in fixed_flags()}
+    settings |= {f"--{flag.dest}": getattr(args, flag.dest) for flag in flags_with("fixed")}
     settings["rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
     settings["the share of --data that --eval_data holds out"] = data.share_of(args.eval_data)
     settings["the checksum of all --data's tokens and masks"] = loader.documents.checksum
@@ -4379,11 +4351,8 @@ def dry_run(args):
         files, config, adapter, _ = open_config(args, world, device=None, random_init=True)
         run = Run(args, config, world, args.seq_len)
         blocks = choose_blocks(run, room)
-        for flag, text in blocks.words(args, config.num_hidden_layers).items():
-            if text:
-                data.say(f"--{flag} {getattr(args, flag)}: {text}")
-        if "linear_attention" in config.layer_types:
-            data.say(blocks.describe_segment())
+        for text in describe_blocks(run, blocks):
+            data.say(text)
         print_plan(run, blocks, room)
         steps = length = None
         if args.data not in ([], DEMO_DATA):

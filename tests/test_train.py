@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -124,32 +125,30 @@ def test_metrics_of_the_main_job_show_that_it_learns(main_job):
 
 
 WORDS_OF_THE_START = [
-    "--qlora: train low-rank adapters and freeze all else, the blocks in NF4\n",
-    "--fsdp2: parameters, gradients and optimizer state in 2 shards",
-    "--offload activations params: ",
+    "adapters on all-linear: rank 16, alpha 32; frozen blocks in NF4\n",
     "--resident_blocks auto: frozen weights of 0 of 6 blocks stay on the GPU\n",
     "--activation_checkpointing auto: the backward recomputes 6 of 6 blocks\n",
-    "--chunked_ce: head and loss see 1024 tokens at a time",
-    "--fused_adamw: ",
-    "--packing: documents ",
-    "settings: --lora_rank 16 --lora_alpha 32 ",
-    "off: nf5, dpo, train_embeddings, replicas, sequence_parallel, ",
 ]
 
 
 @pytest.mark.bf16
-def test_main_job_says_what_is_on_and_why(main_job):
+def test_main_job_says_what_was_decided_and_what_is_not_at_its_default(main_job):
     said = main_job.said
     precision = "mixed" if torch.cpu._is_avx512_bf16_supported() else "fp32"
     assert f"\n  --precision {precision}: trained float32, all else " in said
     for words in WORDS_OF_THE_START:
         assert f"\n  {words}" in said
 
-    begin = said.index("\ntiny (")  # the model's line, and below it one for each feature
+    begin = said.index("\ntiny (")  # the model's line, and below it what was decided and the flags
     end = said.index("\n12 steps of ")
-    features = said[begin:end].splitlines()[1:]
-    assert len(features) <= 25, said
-    assert all(len(line) <= 80 for line in features), said
+    start = said[begin:end]
+    flags = " ".join(start[start.index("  flags: ") :].split())
+    assert flags.startswith("flags: --qlora --eval_data ")
+    assert " --seq_len 256 --fsdp2 --offload --steps 12 --out " in flags
+    assert flags.endswith("/run --merge --max_new_tokens 8")
+    lines = start.splitlines()[1:]
+    assert len(lines) <= 20, said
+    assert all(len(line) <= 80 for line in lines), said
 
 
 @pytest.mark.bf16
@@ -302,18 +301,18 @@ def test_the_default_precision_is_what_the_cpu_computes_fast(monkeypatch, flag, 
     assert train.default_precision(args.chat, CPU) == precision
 
 
-def start_of(flags, capsys):
+def start_of(argv, capsys):
     """What print_start() prints for a run of qwen3-0.6b on eight ranks."""
     model = SimpleNamespace(
         config=lm.parse_config(data.PRESETS["qwen3-0.6b"]),
         compute_dtype=torch.bfloat16,
         parameters=list,  # none
     )
-    ranks = SimpleNamespace(world=8, device_name="CPU", say=print)
-    args = train.parse_args(flags.split())
+    ranks = SimpleNamespace(world=8, device=CPU, device_name="CPU", say=print)
+    args = train.parse_args(argv)
     train.complete_for_model(args, model.config, {}, CPU)
-    blocks = train.blocks_as_asked(train.Run(args, model.config, ranks.world, args.seq_len))
-    train.print_start(args, model, range(0), blocks, ranks)
+    run = train.Run(args, model.config, ranks.world, args.seq_len)
+    train.print_start(argv, run, model, range(0), train.blocks_as_asked(run), ranks)
     return capsys.readouterr().out
 
 
@@ -325,18 +324,35 @@ EVERY_FEATURE = """
 
 
 def test_the_start_fits_a_screen_with_every_feature_on(capsys):
-    said = start_of(EVERY_FEATURE, capsys)
-    assert "  off: dpo, fused_adamw\n" in said  # AdamW of 8 bits has no fused kernel
-    lines = said.splitlines()
-    assert len(lines) <= 25, said
-    assert max(map(len, lines)) <= 80, said
+    lines = start_of(EVERY_FEATURE.split(), capsys).splitlines()
+    assert len(lines) <= 20, lines
+    assert max(map(len, lines)) <= 80, lines
+
+
+def flags_said(argv, capsys):
+    """The words behind "flags:" in the start of a run, or none without that line."""
+    said = start_of(argv, capsys)
+    _, _, behind = said.partition("  flags: ")
+    flags, _, _ = behind.partition("  note: ")
+    return shlex.split(flags)
+
+
+def test_the_start_has_the_flags_that_are_not_at_their_default_as_they_are_typed(capsys):
+    # in the order of --help
+    typed = ["--qlora", "--nf5", "--lora_rank", "8", "--lora_dropout", "0.1", "--columns", "question=instruction",
+             "--seq_len", "2048", "--no-packing", "--sample", "What is it?"]
+    assert flags_said(typed, capsys) == typed
+    # as they are without being typed, and what follows from --qlora and the model: alpha, targets, the learning rate
+    defaults = ["--warmup", "0.03", "--precision", "mixed", "--activation_checkpointing", "auto"]
+    assert flags_said(["--qlora", *defaults], capsys) == ["--precision", "mixed", "--qlora"]
+    assert flags_said([], capsys) == []
 
 
 def test_a_torch_newer_than_those_that_were_tested_is_named(monkeypatch, capsys):
     words = "is newer than those that were tested"
-    assert words not in start_of("--seed 1", capsys)
+    assert words not in start_of([], capsys)
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.15.0"))
-    assert f"  note: torch 2.15.0 {words}\n" in start_of("--seed 1", capsys)
+    assert f"  note: torch 2.15.0 {words}\n" in start_of([], capsys)
 
 
 def test_a_new_flag_that_changes_the_mathematics_needs_no_list(monkeypatch, capsys):
@@ -348,8 +364,8 @@ def test_a_new_flag_that_changes_the_mathematics_needs_no_list(monkeypatch, caps
         return parser
 
     monkeypatch.setattr(train, "make_parser", make_parser_of_a_fork)
-    assert "--z_loss 0.5" in start_of("--z_loss 0.5", capsys)
-    assert "z_loss" not in start_of("", capsys)
+    assert "--z_loss 0.5" in start_of(["--z_loss", "0.5"], capsys)
+    assert "z_loss" not in start_of([], capsys)
 
     # A checkpoint notes it, so that a run of another --z_loss is refused.
     config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
@@ -368,7 +384,7 @@ def test_a_flag_that_a_fork_adds_by_argparse_alone_needs_no_marks(monkeypatch, c
 
     monkeypatch.setattr(train, "add_run_flags", with_plain_flag)
     assert train.parse_args(["--plain", "1"]).plain == "1"
-    assert "off: " in start_of("--plain 1", capsys)
+    assert flags_said(["--plain", "1"], capsys) == ["--plain", "1"]
     with pytest.raises(SystemExit):
         train.parse_args(["-h"])
     assert "--plain" not in capsys.readouterr().out  # --help_all has it
