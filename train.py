@@ -6,12 +6,12 @@ memory.
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chats.jsonl
 
 In the order of this file: `main`, a run from top to bottom; flags; then what main uses: ranks, opening a
-model and a run, build() and train_step(), FSDP2 and activation offload, optimizers, the loss of a batch, the
-log, what a start prints, samples and chats, numbers that are not finite, the result, checkpoints; and last
-the memory plan and the limits of the memory. A memory feature is one function or small class that edits a
-finished vanilla module, and one call in build(): the plan runs build() and train_step() on the meta device,
-and so knows of it. "Where to edit" in tests/README.md says which lines a new loss, optimizer, memory feature,
-flag or model changes.
+model and a run, limits of the memory, build() and train_step(), FSDP2 and activation offload, optimizers, the
+loss of a batch, the log, what a start prints, samples and chats, numbers that are not finite, the result,
+checkpoints; and last the memory plan and the exit code. A memory feature is one function or small class that
+edits a finished vanilla module, and one call in build(): the plan runs build() and train_step() on the meta
+device, and so knows of it. "Where to edit" in tests/README.md says which lines a new loss, optimizer, memory
+feature, flag or model changes.
 
 A reading tour, in the order of a run:
 
@@ -1154,6 +1154,33 @@ def complete_for_model(args, config, adapter_settings, device):
         args.embedding_lr = args.lr / 10  # as the default rate of full fine-tuning to that of adapters
 
 
+def check_sizes(args, config, world):
+    """ValueError where a flag does not fit the ranks or the model."""
+    n_heads = {"heads of attention": config.num_attention_heads}
+    if "linear_attention" in config.layer_types:
+        # a key head stays together with its value heads
+        n_heads["key heads of Gated DeltaNet"] = config.linear_num_key_heads
+    # each rank of a --sequence_parallel group mixes its share of the heads
+    n_shares = math.gcd(world, *n_heads.values())
+    for flag, n in (("replicas", world), ("sequence_parallel", n_shares)):
+        given = getattr(args, flag)
+        if n % given:
+            heads = ", ".join(f"{count} {kind}" for kind, count in n_heads.items())
+            raise ValueError(f"--{flag} {given}: expected a divisor of {n}, for {world} rank(s) and {heads}")
+    if config.num_experts:
+        expert_targets = set(args.lora_targets or []) & {"gate_proj", "up_proj", "down_proj"}
+        if len(expert_targets & {"gate_proj", "up_proj"}) == 1:
+            raise ValueError("--lora_targets: PEFT adapts gate_proj and up_proj of experts together: "
+                             "give both or none")
+        if expert_targets and (args.lora_rank or 8) % 8:
+            raise ValueError(f"--lora_rank {args.lora_rank}: the products of experts need a multiple of 8")
+        if expert_targets and args.rslora and not args.chat:
+            # PEFT 0.21 doubles rank and alpha of gate_proj and up_proj, which it has in one stack
+            alpha = lm.lora_scale(args.lora_rank, args.lora_alpha, True) * args.lora_rank
+            raise ValueError("--rslora: PEFT scales such adapters of experts by another factor; without it, "
+                             f"--lora_alpha {alpha:g} gives these; an --adapter has to be merged first")
+
+
 def default_rate(config, lora, dpo):
     """--lr where it is not given. The rule is fitted to the best rates of LoRA on Llama and Qwen of many
     sizes (get_lr() in github.com/thinking-machines-lab/tinker-cookbook, whose adapters are scaled as ours):
@@ -1265,40 +1292,6 @@ def missing_for_compile(device):
     return None
 
 
-def take_folder(out, resume, inspect, ranks, exits):
-    """-> (the folder of the run, which is this job's own from here on; the checkpoint to resume from or None;
-    revisions). With --inspect nothing is written, so there is no folder. Collective.
-
-    revisions: {name on the Hub: commit}, what each name stood for when the resumed run began. A resume uses
-    it again: a data set that has got a row since would be other data. The commits of other names are entered
-    as they are fetched, and args.json gets all of them."""
-    found = None
-    with ranks.agree():
-        # Only rank 0 looks for them: other nodes may see what it writes a moment later.
-        if ranks.rank == 0:
-            checkpoint = checkpoint_to_resume(out, resume)
-            folder = None
-            if not inspect:
-                run_folder = RunFolder(out, checkpoint)
-                exits.callback(run_folder.leave)
-                folder = run_folder.path
-            found = folder, checkpoint, revisions_of(checkpoint)
-    return ranks.gather(found)[0]
-
-
-def revisions_of(checkpoint):
-    """The revisions in the args.json of a checkpoint's run. Where somebody has moved the checkpoint alone
-    there are none, and names stand for what they stand for now: a resume compares what comes of them."""
-    path = checkpoint and checkpoint.parent / "args.json"
-    if not path or not path.exists():
-        return {}
-    revisions = data.read_json(path).get("revisions", {})
-    commits = revisions.values() if isinstance(revisions, dict) else [revisions]
-    if not all(re.fullmatch("[0-9a-f]{40}", str(commit)) for commit in commits):
-        raise ValueError(f"{path}: revisions: expected {{name on the Hub: commit of 40 digits}}")
-    return revisions
-
-
 def open_run(args, config, loader, eval_loader, weights, resumed, ranks):
     """-> the state of the run at its start: all that it carries from step to step beside its tensors;
     trainer_state.json holds it. evaluated: the step of the newest evaluation. best_eval: the best one's row
@@ -1365,6 +1358,55 @@ def say_notes(args, config, steps, ranks):
     # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
     if steps < 20 and not args.steps:
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
+
+
+# ---------------- limits of the memory
+
+
+def use_tf32(precision):
+    """Lets a GPU multiply float32 matrices in TF32, which rounds what it reads to 11 bits, bf16 to 8. In runs
+    that compute in 16 bits these are the products of Gated DeltaNet alone (tests/test_trace_plan.py). A scope
+    around its forward would not reach its backward."""
+    torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
+
+
+def memory_of(gpu_gib, device):
+    """Bytes of the GPU that a run may use: what no other process, a desktop for example, holds now. On a CPU
+    only --gpu_gib is a limit."""
+    room = (gpu_gib or math.inf) * GIB
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        # OVERHEAD counts this process's own context, which is not free any more
+        room = min(room, total, free + torch.cuda.memory_reserved(device) + CONTEXT)
+    return room
+
+
+def smallest_memory(gpu_gib, ranks):
+    """Bytes of the smallest GPU, which decides for all: ranks that recompute other blocks than the others
+    would wait for one another. Collective."""
+    return min(ranks.gather(memory_of(gpu_gib, ranks.device)))
+
+
+def limit_gpu(run, blocks, room, ranks):
+    """Limits the process to --gpu_gib of its GPU, if it has one. Rank 0 prints the plan."""
+    if ranks.device.type != "cuda":
+        return
+    total = torch.cuda.get_device_properties(ranks.device).total_memory
+    limit = min(total, (run.args.gpu_gib or math.inf) * GIB)
+    torch.cuda.set_per_process_memory_fraction(limit / total, ranks.device)
+    if room < limit - 0.1 * GIB:
+        ranks.say(f"note: {(limit - room) / GIB:.2f} GiB of a GPU are another process's, or one card is "
+                  "smaller: the plan leaves them out")
+    if ranks.rank == 0:
+        print_plan(run, blocks, room)
+
+
+def keep_freed_memory(on):
+    """Tells glibc to keep freed memory. Mapping large tensors anew would take a fifth of a step on a CPU."""
+    if on and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: a large block gets no mapping of its own
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
 # ---------------- building a model, a step
@@ -3061,6 +3103,40 @@ class RunFolder:
         self.lock.close()
 
 
+def take_folder(out, resume, inspect, ranks, exits):
+    """-> (the folder of the run, which is this job's own from here on; the checkpoint to resume from or None;
+    revisions). With --inspect nothing is written, so there is no folder. Collective.
+
+    revisions: {name on the Hub: commit}, what each name stood for when the resumed run began. A resume uses
+    it again: a data set that has got a row since would be other data. The commits of other names are entered
+    as they are fetched, and args.json gets all of them."""
+    found = None
+    with ranks.agree():
+        # Only rank 0 looks for them: other nodes may see what it writes a moment later.
+        if ranks.rank == 0:
+            checkpoint = checkpoint_to_resume(out, resume)
+            folder = None
+            if not inspect:
+                run_folder = RunFolder(out, checkpoint)
+                exits.callback(run_folder.leave)
+                folder = run_folder.path
+            found = folder, checkpoint, revisions_of(checkpoint)
+    return ranks.gather(found)[0]
+
+
+def revisions_of(checkpoint):
+    """The revisions in the args.json of a checkpoint's run. Where somebody has moved the checkpoint alone
+    there are none, and names stand for what they stand for now: a resume compares what comes of them."""
+    path = checkpoint and checkpoint.parent / "args.json"
+    if not path or not path.exists():
+        return {}
+    revisions = data.read_json(path).get("revisions", {})
+    commits = revisions.values() if isinstance(revisions, dict) else [revisions]
+    if not all(re.fullmatch("[0-9a-f]{40}", str(commit)) for commit in commits):
+        raise ValueError(f"{path}: revisions: expected {{name on the Hub: commit of 40 digits}}")
+    return revisions
+
+
 def new_folder():
     """Makes out/<date-time>, of two starts in one second one for each."""
     name = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -4382,105 +4458,6 @@ def mean_length(loader):
     return float(loader.per_row.squares.sum() / loader.per_row.tokens.sum())
 
 
-# ---------------- limits of the memory
-
-
-def keep_freed_memory(on):
-    """Tells glibc to keep freed memory. Mapping large tensors anew would take a fifth of a step on a CPU."""
-    if on and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: a large block gets no mapping of its own
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
-
-
-def use_tf32(precision):
-    """Lets a GPU multiply float32 matrices in TF32, which rounds what it reads to 11 bits, bf16 to 8. In runs
-    that compute in 16 bits these are the products of Gated DeltaNet alone (tests/test_trace_plan.py). A scope
-    around its forward would not reach its backward."""
-    torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
-
-
-def memory_of(gpu_gib, device):
-    """Bytes of the GPU that a run may use: what no other process, a desktop for example, holds now. On a CPU
-    only --gpu_gib is a limit."""
-    room = (gpu_gib or math.inf) * GIB
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        # OVERHEAD counts this process's own context, which is not free any more
-        room = min(room, total, free + torch.cuda.memory_reserved(device) + CONTEXT)
-    return room
-
-
-def smallest_memory(gpu_gib, ranks):
-    """Bytes of the smallest GPU, which decides for all: ranks that recompute other blocks than the others
-    would wait for one another. Collective."""
-    return min(ranks.gather(memory_of(gpu_gib, ranks.device)))
-
-
-def limit_gpu(run, blocks, room, ranks):
-    """Limits the process to --gpu_gib of its GPU, if it has one. Rank 0 prints the plan."""
-    if ranks.device.type != "cuda":
-        return
-    total = torch.cuda.get_device_properties(ranks.device).total_memory
-    limit = min(total, (run.args.gpu_gib or math.inf) * GIB)
-    torch.cuda.set_per_process_memory_fraction(limit / total, ranks.device)
-    if room < limit - 0.1 * GIB:
-        ranks.say(f"note: {(limit - room) / GIB:.2f} GiB of a GPU are another process's, or one card is "
-                  "smaller: the plan leaves them out")
-    if ranks.rank == 0:
-        print_plan(run, blocks, room)
-
-
-def check_sizes(args, config, world):
-    """ValueError where a flag does not fit the ranks or the model."""
-    n_heads = {"heads of attention": config.num_attention_heads}
-    if "linear_attention" in config.layer_types:
-        # a key head stays together with its value heads
-        n_heads["key heads of Gated DeltaNet"] = config.linear_num_key_heads
-    # each rank of a --sequence_parallel group mixes its share of the heads
-    n_shares = math.gcd(world, *n_heads.values())
-    for flag, n in (("replicas", world), ("sequence_parallel", n_shares)):
-        given = getattr(args, flag)
-        if n % given:
-            heads = ", ".join(f"{count} {kind}" for kind, count in n_heads.items())
-            raise ValueError(f"--{flag} {given}: expected a divisor of {n}, for {world} rank(s) and {heads}")
-    if config.num_experts:
-        expert_targets = set(args.lora_targets or []) & {"gate_proj", "up_proj", "down_proj"}
-        if len(expert_targets & {"gate_proj", "up_proj"}) == 1:
-            raise ValueError("--lora_targets: PEFT adapts gate_proj and up_proj of experts together: "
-                             "give both or none")
-        if expert_targets and (args.lora_rank or 8) % 8:
-            raise ValueError(f"--lora_rank {args.lora_rank}: the products of experts need a multiple of 8")
-        if expert_targets and args.rslora and not args.chat:
-            # PEFT 0.21 doubles rank and alpha of gate_proj and up_proj, which it has in one stack
-            alpha = lm.lora_scale(args.lora_rank, args.lora_alpha, True) * args.lora_rank
-            raise ValueError("--rslora: PEFT scales such adapters of experts by another factor; without it, "
-                             f"--lora_alpha {alpha:g} gives these; an --adapter has to be merged first")
-
-
-def is_out_of_memory(error):
-    texts = "DefaultCPUAllocator", "bad_alloc", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
-    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
-
-
-def report_out_of_memory(error, progress):
-    """Writes oom.json into the folder of the run -> a message. `progress` is what main has noted: step,
-    tokens_of_micro_batch, and out, which is None until the folder is known."""
-    numbers = {name: progress[name] for name in ("step", "tokens_of_micro_batch")}
-    report = {"place": stack_of(error), **numbers,
-              "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
-              "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
-    out = progress["out"]
-    text = json.dumps(report, indent=2)
-    if out:
-        with contextlib.suppress(OSError):  # a full disk: the message below has all of it
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "oom.json").write_text(text + "\n")
-    advice = ("--dry_run --gpu_gib G with the same flags prints which others would make it fit; "
-              "--activation_checkpointing all keeps the least")
-    return f"out of memory: {text}\n{advice}"
-
-
 # ---------------- the exit code
 
 
@@ -4489,6 +4466,11 @@ def lost_another_rank(error):
     texts = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
              "failed to pass monitoredBarrier", "Timed out waiting")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def is_out_of_memory(error):
+    texts = "DefaultCPUAllocator", "bad_alloc", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def stack_of(error):
@@ -4552,6 +4534,24 @@ def launch(argv=None):
                 data.say(traceback.format_exc(), to_stderr=True)
     report_error(message, speaks)
     return code
+
+
+def report_out_of_memory(error, progress):
+    """Writes oom.json into the folder of the run -> a message. `progress` is what main has noted: step,
+    tokens_of_micro_batch, and out, which is None until the folder is known."""
+    numbers = {name: progress[name] for name in ("step", "tokens_of_micro_batch")}
+    report = {"place": stack_of(error), **numbers,
+              "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
+              "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
+    out = progress["out"]
+    text = json.dumps(report, indent=2)
+    if out:
+        with contextlib.suppress(OSError):  # a full disk: the message below has all of it
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "oom.json").write_text(text + "\n")
+    advice = ("--dry_run --gpu_gib G with the same flags prints which others would make it fit; "
+              "--activation_checkpointing all keeps the least")
+    return f"out of memory: {text}\n{advice}"
 
 
 def report_error(message, speaks):
