@@ -122,7 +122,10 @@ def main(argv, progress, exits):
     config = opened.config
     model = opened.model
     tokenizer = opened.tokenizer
-    use_tf32(args.precision)
+    # A GPU may multiply float32 matrices in TF32, which rounds what it reads to 11 bits, bf16 to 8. In runs
+    # that compute in 16 bits these are the products of Gated DeltaNet alone (tests/test_trace_plan.py). A
+    # scope around its forward would not reach its backward.
+    torch.backends.cuda.matmul.allow_tf32 = args.precision != "fp32"
     # before data and weights, which may take an hour: an error of a network or a login comes at once
     sinks = open_sinks(args, out, resumed, ranks, exits)
     loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks, revisions)
@@ -143,7 +146,7 @@ def main(argv, progress, exits):
         ranks.say(describe_time(run, blocks, name, steps, mean_length(loader)))
 
     # ---- the model and its optimizer, and the state of a run that is resumed
-    load = functools.partial(load_weights_, args=args, opened=opened, resumed=resumed, ranks=ranks)
+    load = functools.partial(load_weights_, opened=opened, seed=args.seed, resumed=resumed, ranks=ranks)
     trainer = build(model, run, blocks, ranks, load)
     optimizer = trainer.optimizer
     nonfinite = trainer.nonfinite
@@ -155,10 +158,12 @@ def main(argv, progress, exits):
         write_files(out, args, blocks, revisions, state, ranks)
     state = ranks.gather(state)[0]  # from here on all ranks have the same
     saver = Saver(out, args.keep, ranks, state["step"])
-    ranks.say(describe_run(args.lr, state, resumed, out))
+    begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
+    ranks.say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.3g}, {begin}\n"
+              f"writing to {out}")
     sample = Sample(args, opened, loader.documents, resumed, ranks, stop)
     log = Log(out, state, loader, ranks, sinks)
-    stop.begin()  # from here on a signal waits for the end of a step, which is saved
+    stop.can_save = True  # from here on a signal waits for the end of a step, which is saved
 
     def save():
         with log.paused():
@@ -184,11 +189,12 @@ def main(argv, progress, exits):
     profiler = tracer(args.profile, args.memory_snapshot, out, ranks)
     # a thread makes the batches of the next step while this one computes
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
+        n_done = state["step"]  # data, dropout and schedule count from 0
         # The evaluation of the step before. It stands here, and not behind the save, because a run that was
         # stopped between the two evaluates first when it is resumed.
-        if evaluation_is_due(args.eval_every, state):
+        is_due = args.eval_every and n_done % args.eval_every == 0
+        if is_due and state["evaluated"] < n_done:
             evaluate_now()
-        n_done = state["step"]  # data, dropout and schedule count from 0
         step = n_done + 1  # as it is logged
         ranks.alive()  # one of several ranks has --timeout seconds from here to the next call
         lr = set_rates_(optimizer, n_done, steps, args, loss_scale)
@@ -238,14 +244,15 @@ def main(argv, progress, exits):
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()
     end_if_signalled()  # for a signal that came during the export
-    stop.end()  # all is written: from here on a signal ends the process at once
+    stop.can_save = False  # all is written: from here on a signal ends the process at once
     progress["is_written"] = True
     sample.say_before_and_after()
     log.close()
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
-            merge(args, opened, adapter_tensors, out)
+            scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
+            data.merge(opened.weights, adapter_tensors, scale, opened.files, tokenizer, out)
     say_done(args, model, out, state, ranks)
 
 
@@ -907,7 +914,7 @@ class Ranks:
                 # torchrun keeps its store when it restarts the ranks, and the store keeps the addresses of
                 # the dead processes, so each start gets names of its own (pytorch #135712)
                 store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-        elif os.environ.get("SLURM_NTASKS", "1") != "1":  # of the job, or of the srun that started this
+        elif os.environ.get("SLURM_NTASKS", "1") != "1":  # tasks of the job, or of the srun that started this
             data.say(f"note: SLURM has {os.environ['SLURM_NTASKS']} tasks, and this one trains alone: "
                      "`srun torchrun ... train.py` makes them ranks of one run", to_stderr=True)
         if under_torchrun or want_group:
@@ -986,8 +993,8 @@ class StopSignal:
     save and end. `number` is the signal's, or 0; only ranks.largest(stop.number) makes all ranks see it after
     the same step. SIGKILL to torchrun alone reaches no rank: they train on, and keep the run's lock.
 
-    Before begin() and after end() there is nothing to save, and a signal ends the process at once. So does a
-    second Ctrl-C, except under torchrun, which itself sends each rank a second."""
+    While main has not set `can_save` there is nothing to save, and a signal ends the process at once. So does
+    a second Ctrl-C, except under torchrun, which itself sends each rank a second."""
 
     def __init__(self):
         self.number = 0
@@ -997,14 +1004,6 @@ class StopSignal:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.note)
-
-    def begin(self):
-        """From here on main looks at `number` after each step."""
-        self.can_save = True
-
-    def end(self):
-        """From here on there is nothing left to save."""
-        self.can_save = False
 
     def note(self, number, _):
         # A handler may run in the middle of an update, where nothing could be saved. So main saves, later.
@@ -1229,14 +1228,14 @@ def open_model(args, ranks, revisions=None):
         return OpenedModel(files, config, model, weights, adapter, tokenizer)
 
 
-def load_weights_(model, args, opened, resumed, ranks):
+def load_weights_(model, opened, seed, resumed, ranks):
     """Loads a rank's rows into a model that build() has allocated. Collective."""
     with ranks.agree():
         # a resumed run needs only what is frozen: the rest comes from the checkpoint
-        data.load_weights_(model, opened.weights, opened.adapter, args.seed, ranks.device,
+        data.load_weights_(model, opened.weights, opened.adapter, seed, ranks.device,
                            progress=ranks.rank == 0, frozen_only=bool(resumed))
-    if args.add_tokens and not resumed:
-        data.fill_new_rows_(model, opened.weights, opened.tokenizer.new_ids, args.seed)
+    if opened.tokenizer.new_ids and not resumed:
+        data.fill_new_rows_(model, opened.weights, opened.tokenizer.new_ids, seed)
 
 
 def open_tokenizer(args, files, adapter):
@@ -1363,28 +1362,16 @@ def say_notes(args, config, steps, ranks):
 # ---------------- limits of the memory
 
 
-def use_tf32(precision):
-    """Lets a GPU multiply float32 matrices in TF32, which rounds what it reads to 11 bits, bf16 to 8. In runs
-    that compute in 16 bits these are the products of Gated DeltaNet alone (tests/test_trace_plan.py). A scope
-    around its forward would not reach its backward."""
-    torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
-
-
-def memory_of(gpu_gib, device):
-    """Bytes of the GPU that a run may use: what no other process, a desktop for example, holds now. On a CPU
-    only --gpu_gib is a limit."""
-    room = (gpu_gib or math.inf) * GIB
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        # OVERHEAD counts this process's own context, which is not free any more
-        room = min(room, total, free + torch.cuda.memory_reserved(device) + CONTEXT)
-    return room
-
-
 def smallest_memory(gpu_gib, ranks):
-    """Bytes of the smallest GPU, which decides for all: ranks that recompute other blocks than the others
-    would wait for one another. Collective."""
-    return min(ranks.gather(memory_of(gpu_gib, ranks.device)))
+    """Bytes that a run may use of each GPU: what no other process, a desktop for example, holds now. On a CPU
+    only --gpu_gib is a limit. The smallest GPU decides for all: ranks that recompute other blocks than the
+    others would wait for one another. Collective."""
+    room = (gpu_gib or math.inf) * GIB
+    if ranks.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(ranks.device)
+        # OVERHEAD counts this process's own context, which is not free any more
+        room = min(room, total, free + torch.cuda.memory_reserved(ranks.device) + CONTEXT)
+    return min(ranks.gather(room))
 
 
 def limit_gpu(run, blocks, room, ranks):
@@ -1442,9 +1429,13 @@ def build(model, run, blocks, ranks, load_weights):
     if args.fsdp2:
         shard_(model, args, device, blocks.streamed(run.config.num_hidden_layers))
     # until here the model is on the meta device, so a rank allocates no more than its own shard
-    streamed = allocate_(model, args, blocks, device)
+    streamed = allocate_(model, run, blocks, device)
     load_weights(model)
-    stream_(model, streamed, run, device)
+    # both live on in the hooks that they put on modules
+    if streamed:
+        StreamedWeights(streamed, device)
+    if run.streams and not run.trains_vocabulary:
+        StreamedVocabulary(model, device)
     # on a CPU, activations are in host memory already
     if "activations" in args.offload and device.type != "cpu":
         model.activation_hooks = OffloadActivations(device)
@@ -1469,7 +1460,12 @@ def train_step(trainer, batches, n_terms, progress):
     sums = Counter()
     for i, batch in enumerate(batches):
         if args.fsdp2:
-            reduce_gradients_(model, i == len(batches) - 1, run.trains_vocabulary)
+            # Gradients of whole weights are too large to wait unsharded for the last micro-batch, so FSDP2
+            # reduces them in each. Where the vocabulary is not trained there are only adapters: theirs wait,
+            # and so does the exchange between replicas, as once a step is enough.
+            is_last = i == len(batches) - 1
+            model.set_requires_gradient_sync(is_last or run.trains_vocabulary)
+            model.set_requires_all_reduce(is_last)
         b = batch.to(ranks.device)
         progress["tokens_of_micro_batch"] = b.tokens.numel()
         loss, metrics = loss_of(model, b, args)
@@ -1601,14 +1597,6 @@ def shard_(model, args, device, streamed=None):
     shard(model, reshard_after_forward=False)
 
 
-def reduce_gradients_(model, is_last, trains_vocabulary):
-    """Says which gradients FSDP2 reduces in a micro-batch. Those of whole weights are too large to wait
-    unsharded for the last one, so each reduces them. Where the vocabulary is not trained there are only
-    adapters: theirs wait, and so does the exchange between replicas, as once a step is enough."""
-    model.set_requires_gradient_sync(is_last or trains_vocabulary)
-    model.set_requires_all_reduce(is_last)
-
-
 def offload_trained_(block, pin_memory):
     """Lets FSDP2 keep in host memory what is trained of a block that stays on the GPU: the optimizer then
     finds all that it updates on the CPU.
@@ -1654,23 +1642,22 @@ def wrap_blocks_(model, tiled_mlp, blocks):
         lm.keep_weights_(model.model.layers[-blocks.n_weights_kept :])
 
 
-def allocate_(model, args, blocks, device):
+def allocate_(model, run, blocks, device):
     """Allocates all parameters of a model on the meta device -> the blocks whose frozen weights are for
     StreamedWeights as soon as they are loaded."""
-    model.to_empty(device="cpu" if "params" in args.offload else device).tie_()
-    if not offloads_frozen(args):
+    model.to_empty(device="cpu" if "params" in run.args.offload else device).tie_()
+    if not offloads_frozen(run.args):
         return []
     layers = model.model.layers
     streamed = [layers[i] for i in blocks.streamed(len(layers))]
-    streams_here = streams_weights(args, dist.get_world_size())
     # the last norm as well: FSDP2, which would bring it, ignores all that is frozen then
-    modules = [*layers, model.model.norm] if streams_here else layers
+    modules = [*layers, model.model.norm] if run.streams else layers
     for module in modules:
         for p in frozen_of(module):
             # StreamedWeights has no vectors: they are too small to be worth a copy in each pass
-            if module not in streamed or (streams_here and p.dim() < 2):
+            if module not in streamed or (run.streams and p.dim() < 2):
                 move_(p, device)
-    return streamed if streams_here else []
+    return streamed if run.streams else []
 
 
 def move_(p, device):
@@ -1920,14 +1907,6 @@ class StreamedVocabulary:
         head.weight = self.on_host
 
 
-def stream_(model, streamed, run, device):
-    """Both streams, which live on in the hooks that they put on modules. streamed: see allocate_()."""
-    if streamed:
-        StreamedWeights(streamed, device)
-    if run.streams and not run.trains_vocabulary:
-        StreamedVocabulary(model, device)
-
-
 def matrices_of(block):
     return [p for p in frozen_of(block) if p.dim() > 1]
 
@@ -2041,7 +2020,7 @@ def clip_gradients_(params, clip):
     """Scales gradients to an L2 norm of at most `clip` (0: leaves them) -> the norm before, on the device."""
     norm = nn.utils.get_total_norm(p.grad for p in params if p.grad is not None)
     if nf4.is_sharded(norm):
-        norm = norm.full_tensor()  # of all ranks: until here it is a DTensor of each rank's own part
+        norm = norm.full_tensor()  # over all ranks: until here it is a DTensor of each rank's own part
     if clip:
         nn.utils.clip_grads_with_norm_(params, clip, norm)
     return norm
@@ -2195,13 +2174,6 @@ def log_probabilities(losses_S, n_targets):
     # not index_add: on a GPU it adds in another order, with other bits, in each run
     answers = losses_S.split(n_targets)
     return -torch.stack([answer.sum() for answer in answers]).view(-1, 2)
-
-
-def evaluation_is_due(eval_every, state):
-    """Whether the step that `state` is at should have been evaluated, and has not been yet. That of the last
-    step is not meant: it comes after the result is written."""
-    n = state["step"]
-    return eval_every and n % eval_every == 0 and state["evaluated"] < n < state["steps"]
 
 
 @contextlib.contextmanager
@@ -2900,13 +2872,6 @@ def end_not_finite(model, loader, step, args, ranks):
 # ---------------- the end of a run, the result
 
 
-def describe_run(lr, state, resumed, out):
-    """The line before the first step: how long the run is, where it begins and where it writes."""
-    begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
-    return (f"{state['steps']:,} steps of {state['rows_a_step']} rows, learning rate {lr:.3g}, {begin}\n"
-            f"writing to {out}")
-
-
 def end_if_stopped(save, saver, state, stop, ranks):
     """Saves and ends the run, by SystemExit, if a signal has reached any rank. All ranks must call it."""
     (number,) = ranks.largest(stop.number)
@@ -2979,12 +2944,6 @@ def say_done(args, model, out, state, ranks):
     ranks.say(f"done: {written}; {next_step}")
 
 
-def merge(args, opened, adapter, out):
-    """Writes merged/. adapter: {name: tensor}, see data.export()."""
-    scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
-    data.merge(opened.weights, adapter, scale, opened.files, opened.tokenizer, out)
-
-
 def merge_result(args, exits):
     """--merge of an adapter without --data: writes merged/ as --merge in its training would have done, to the
     folder of its run or to --out, and trains nothing."""
@@ -3000,7 +2959,9 @@ def merge_result(args, exits):
             folder = RunFolder(args.out, None)
             exits.callback(folder.leave)
             out = folder.path
-        merge(args, opened, data.tensors_of_adapter(opened.adapter), out)
+        adapter = data.tensors_of_adapter(opened.adapter)
+        scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
+        data.merge(opened.weights, adapter, scale, opened.files, opened.tokenizer, out)
     ranks.say(f"done: {out}/merged, and nothing was trained, as there is no --data; --chat --model {out} "
               "talks with it")
 
@@ -4532,7 +4493,12 @@ def launch(argv=None):
                 message = report_out_of_memory(error, progress)
             else:
                 data.say(traceback.format_exc(), to_stderr=True)
-    report_error(message, speaks)
+    if speaks:
+        data.say(f"train.py: error: {message}", to_stderr=True)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun prints what is in it
+        report = {"message": data.printable(message), "extraInfo": {"timestamp": int(time.time())}}
+        with contextlib.suppress(OSError):  # a full disk does not change the exit code
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": report}))
     return code
 
 
@@ -4552,16 +4518,6 @@ def report_out_of_memory(error, progress):
     advice = ("--dry_run --gpu_gib G with the same flags prints which others would make it fit; "
               "--activation_checkpointing all keeps the least")
     return f"out of memory: {text}\n{advice}"
-
-
-def report_error(message, speaks):
-    """Prints the last message of a process, and writes the file from which torchrun prints it."""
-    if speaks:
-        data.say(f"train.py: error: {message}", to_stderr=True)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        report = {"message": data.printable(message), "extraInfo": {"timestamp": int(time.time())}}
-        with contextlib.suppress(OSError):  # a full disk does not change the exit code
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": report}))
 
 
 if __name__ == "__main__":

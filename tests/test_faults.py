@@ -932,7 +932,7 @@ def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch, handlers)
     monkeypatch.delenv("RANK", raising=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's own, or none in a background job
     stop = train.StopSignal()
-    stop.begin()
+    stop.can_save = True
     signal.raise_signal(signal.SIGINT)
     assert stop.number == signal.SIGINT
     with pytest.raises(KeyboardInterrupt):
@@ -942,7 +942,7 @@ def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch, handlers)
 def test_a_run_under_nohup_outlives_its_terminal(handlers):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which is all that nohup does
     stop = train.StopSignal()
-    stop.begin()
+    stop.can_save = True
     signal.raise_signal(signal.SIGHUP)
     assert stop.number == 0
 
