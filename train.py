@@ -136,7 +136,7 @@ def main(argv, progress, exits):
     state = open_run(args, config, loader, eval_loader, opened.weights, resumed, ranks)
     steps = state["steps"]
     # after the data, because the longest row decides how much the blocks must recompute
-    run = Run(args, config, ranks.world, loader.longest)
+    run = RunSpec(args, config, ranks.world, loader.longest)
     room = smallest_memory(args.gpu_gib, ranks)
     blocks = choose_blocks(run, room)
     print_start(argv, run, model, tokenizer.new_ids, blocks, ranks)
@@ -639,7 +639,7 @@ def parse_args(argv, args=None):
     args, unknown = parser.parse_known_args(argv, args)
     if unknown:
         refuse_unknown(unknown[0], parser._option_string_actions)
-    complete(args)
+    resolve_flags(args)
     return args
 
 
@@ -668,9 +668,9 @@ def refuse_unknown(word, flags):
     refuse(f"{word}: no such flag; {hint}")
 
 
-def complete(args):
+def resolve_flags(args):
     """Refuses what cannot work, and writes the final value of flags that depend on other flags alone. What
-    depends on the model or the device is written by complete_for_model(), and nothing writes to `args` after
+    depends on the model or the device is written by resolve_for_model(), and nothing writes to `args` after
     that."""
     if args.model == "":  # it would be the folder that the command runs in
         refuse("--model: expected a name, got an empty text")
@@ -710,7 +710,7 @@ def complete(args):
         args.ce_chunk = 0  # the head sees all tokens at once
     if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
         args.clip = 0.0 if args.optim_in_backward else 1.0
-    if args.lora and not args.adapter:  # an adapter brings its own, see complete_for_model()
+    if args.lora and not args.adapter:  # an adapter brings its own, see resolve_for_model()
         args.lora_rank = args.lora_rank or 16
         args.lora_alpha = args.lora_alpha or 32
         args.lora_dropout = args.lora_dropout or 0.0
@@ -1036,8 +1036,9 @@ class OpenedConfig(NamedTuple):
     stored_config: lm.Config  # what the files have: the vocabulary may be smaller
 
 
-class Run(NamedTuple):
-    """What the memory of a run depends on, all of it known before anything is allocated."""
+class RunSpec(NamedTuple):
+    """What the memory of a run depends on, all of it known before anything is allocated. What a run carries
+    from step to step is its `state`, see open_run()."""
 
     args: argparse.Namespace  # the final value of every flag
     config: lm.Config
@@ -1079,7 +1080,7 @@ def open_config(args, world, device, random_init, revisions=None):
         config = lm.parse_config(files.config, f"{args.model}: config.json")
     if adapter and data.has_two_matrices(adapter, config):
         files = files._replace(config=data.with_tied_head(files.config, is_tied=False))
-    complete_for_model(args, config, adapter_settings, device)
+    resolve_for_model(args, config, adapter_settings, device)
     stored_config = config
     files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter)
     # read again: --add_tokens or the adapter may have made the vocabulary larger
@@ -1112,7 +1113,7 @@ def with_vocabulary(files, n_stored, new_tokens, adapter):
     return files
 
 
-def complete_for_model(args, config, adapter_settings, device):
+def resolve_for_model(args, config, adapter_settings, device):
     """Writes the final value of flags that depend on the model or the device. Nothing writes to `args` after
     it. Rank, alpha, rsLoRA and targets of an adapter become those of the run, and so does its dropout unless
     --lora_dropout is given."""
@@ -1403,7 +1404,7 @@ class Trainer(NamedTuple):
     """A model that is ready to train, and all that updates it."""
 
     model: lm.Transformer
-    run: Run
+    run: RunSpec
     ranks: "Ranks"
     trained: list  # the parameters that the optimizer has
     optimizer: torch.optim.Optimizer
@@ -1598,12 +1599,13 @@ def shard_(model, args, device, streamed=None):
 
 
 def offload_trained_(block, pin_memory):
-    """Lets FSDP2 keep in host memory what is trained of a block that stays on the GPU: the optimizer then
-    finds all that it updates on the CPU.
+    """Makes FSDP2 offload the adapters of a resident block, whose frozen weights stay on the GPU: those of
+    all other blocks are offloaded, and the optimizer updates parameters on one device.
 
-    fully_shard() has one policy for all parameters of a unit, and units of their own for adapters would make
-    twice as many all-gathers. These names of FSDP2 are private, and the same in torch 2.11 to 2.13:
-    _get_fsdp_state, _fsdp_param_group, fsdp_params, sharded_param, offload_to_cpu, pin_memory."""
+    fully_shard() has one offload policy for all parameters of a unit, and a second unit for the adapters
+    would make twice as many all-gathers. So this sets what the policy would have set. These names of FSDP2
+    are private, and the same in torch 2.11 to 2.13: _get_fsdp_state, _fsdp_param_group, fsdp_params,
+    sharded_param, offload_to_cpu, pin_memory."""
     for fsdp_param in block._get_fsdp_state()._fsdp_param_group.fsdp_params:
         if fsdp_param.sharded_param.requires_grad:
             fsdp_param.offload_to_cpu = True
@@ -2781,17 +2783,20 @@ def print_answer(tokenizer, tokens):
 
 
 class NonFinite:
-    """Keeps inf and nan out of the weights, without a step that waits for the host to look.
+    """Keeps inf and nan out of the weights. The host would have to wait for the device to look at the
+    gradients of a step, so it looks only when a row of the log is due.
 
-    found_inf is 1 on the device from the first gradient on that was inf or nan. Optimizers read it there and
-    change nothing then (GradScaler's protocol and name). So the weights stay as they were until the next row
-    of the log (each of the first ten steps has one, and then each --log_every), for which the host fetches
-    take_count_(), and main ends the run. With fp16 LossScale.update_() sets found_inf to 0 again: such a step
-    is skipped, and the run goes on."""
+    found_inf is a flag on the device. It becomes 1 in the first step whose gradients have an inf or nan.
+    Optimizers read it there and change no weight while it is 1 (the protocol of torch.amp.GradScaler).
+    Nothing resets it, so all weights stay as they were before that step, until main fetches the count of such
+    steps with the next row of the log, and ends the run.
+
+    fp16 is the exception: LossScale.update_() resets found_inf after each step. A step whose gradients
+    overflow is skipped then, and the run goes on."""
 
     def __init__(self, device):
         self.found_inf = torch.zeros((), device=device)
-        self.n_steps = torch.zeros_like(self.found_inf)  # see take_count_()
+        self.n_steps = torch.zeros_like(self.found_inf)  # with found_inf at 1, since take_count_()
 
     def step_if_finite(self, optimizer, norm):
         """optimizer.step(), unless this norm of gradients or an earlier one was inf or nan."""
@@ -2812,21 +2817,19 @@ class NonFinite:
 
 
 def index_of_bad_step(step, numbers):
-    """-> index, from 0, of the step that was not finite and ends the run, or None. step: the number, from 1,
-    of the newest one. numbers: those of a row, see main. In skipped_steps of the steps since the last row a
-    gradient was inf or nan."""
+    """-> the step that ends the run because it was not finite, as an index from 0, or None: the run goes on.
+    step: the newest one, counted from 1. numbers: what main has fetched for a row of the log, with the losses
+    of all steps since the row before, and skipped_steps, the count of NonFinite."""
     losses = numbers["losses"]
-    n_found = numbers["skipped_steps"]
-    if "loss_scale" not in numbers:
-        # found_inf stays 1 from the first such step on, so their number tells which step that was
-        is_over = n_found or not math.isfinite(sum(losses))
-        return step - max(int(n_found), 1) if is_over else None
-    # No scale helps a loss that is not finite: it multiplies only what comes after.
+    n_skipped = int(numbers["skipped_steps"])
+    if n_skipped and "loss_scale" not in numbers:
+        return step - n_skipped  # found_inf stays 1 from the bad step on, so all later ones are counted, too
+    # In fp16 a gradient that overflows ends no run, but a loss does: no scale makes the loss itself finite.
     for index, loss in enumerate(losses, step - len(losses)):
         if not math.isfinite(loss):
             return index
-    # GradScaler would halve it for ever. At 1 even the gradients of the plain mean loss overflow.
-    return step - 1 if numbers["loss_scale"] < 1 else None
+    # GradScaler would halve the scale for ever. At 1 even gradients of the plain mean loss overflow.
+    return step - 1 if numbers.get("loss_scale", 1) < 1 else None
 
 
 def numbers_here(tensor):
@@ -3794,7 +3797,7 @@ def lists_of(config):
 
 
 def of_blocks(run, numbers):
-    """-> Run of a model that has some of the blocks alone."""
+    """-> RunSpec of a model that has some of the blocks alone."""
     entries = {name: [values[i] for i in numbers] for name, values in lists_of(run.config).items()}
     return run._replace(config=dataclasses.replace(run.config, num_hidden_layers=len(numbers), **entries))
 
@@ -3820,7 +3823,7 @@ def from_short_rows(run, blocks):
 
 
 def short_rows(run, blocks):
-    """-> [Run] with rows of three and of four pieces: from there on every number of a trace is linear in the
+    """-> [run] with rows of three and of four pieces: from there on every number of a trace is linear in the
     tokens (of two segments of Gated DeltaNet, none is between two others). Or the run itself, if that has few
     pieces. A layer that loops over tokens in pieces of its own adds their size here."""
     args = run.args
@@ -4249,7 +4252,7 @@ def options_of(args, splits_rows=False, n_dear=0):
 def with_options(run, options):
     """A copy of `run` with options typed behind the command line. ArgumentError or ValueError if they cannot
     be used together."""
-    # complete() would take these two for flags that were given
+    # resolve_flags() would take these two for flags that were given
     decided = {"adapter": None, "offload": run.args.offload or None}
     changed = argparse.Namespace(**vars(run.args) | decided)
     changed = run._replace(args=parse_args(" ".join(options).split(), changed))
@@ -4386,7 +4389,7 @@ def dry_run(args):
         data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {alike[0]}")
     try:
         files, config, adapter, _ = open_config(args, world, device=None, random_init=True)
-        run = Run(args, config, world, args.seq_len)
+        run = RunSpec(args, config, world, args.seq_len)
         blocks = choose_blocks(run, room)
         for text in describe_blocks(run, blocks):
             data.say(text)

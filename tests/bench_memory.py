@@ -188,7 +188,7 @@ def kinds_at_peak(flags, world):
 
     args = train.parse_args([*flags, "--dry_run"])
     config = train.open_config(args, world, device=None, random_init=True).config
-    run = train.Run(args, config, world, args.seq_len)
+    run = train.RunSpec(args, config, world, args.seq_len)
     moments, host = train.plan(run, train.choose_blocks(run, math.inf))
     return moments[train.peak_of(moments)[0]], sum(host.values())
 

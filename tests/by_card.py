@@ -74,7 +74,7 @@ def planned(model, flags, card, seq_len):
     args = train.parse_args(argv)
     with contextlib.redirect_stdout(io.StringIO()):
         config = train.open_config(args, card.world, device=None, random_init=True).config
-    run = train.Run(args, config, card.world, seq_len)
+    run = train.RunSpec(args, config, card.world, seq_len)
     room = 0.9 * card.gib * train.GIB
     if train.planned_bytes(run, train.blocks_as_asked(run)) > room:
         return None

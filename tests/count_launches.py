@@ -77,7 +77,7 @@ def config_of(preset, n_blocks, **others):
 def parse(preset, flags, n_tokens):
     compiles = [] if "--compile" in flags else ["--no-compile"]
     args = train.parse_args(["--model", preset, "--random_init", *compiles, "--seq_len", str(n_tokens), *flags])
-    args.precision = "mixed"  # as complete_for_model() does
+    args.precision = "mixed"  # as resolve_for_model() does
     args.lr = 1e-4
     return args
 
@@ -86,7 +86,7 @@ def launches_of(preset, flags, n_tokens, n_blocks):
     """Those of a step of a model with some of a preset's blocks."""
     args = parse(preset, flags, n_tokens)
     with lm.on_paper():
-        run = train.Run(args, config_of(preset, n_blocks), 1, n_tokens)
+        run = train.RunSpec(args, config_of(preset, n_blocks), 1, n_tokens)
         ranks = argparse.Namespace(world=1, rank=0, device=torch.device("meta"))
         blocks = train.Blocks(n_blocks, segment=n_tokens)
         model = train.build(lm.on_meta(run.config, args), run, blocks, ranks, lambda model: None).model

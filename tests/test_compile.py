@@ -406,7 +406,7 @@ def find_all(monkeypatch):
 def compiles(flags, device, preset="qwen3-0.6b"):
     config = lm.parse_config(data.PRESETS[preset])
     args = train.parse_args(["--precision", "mixed", *flags])
-    train.complete_for_model(args, config, {}, device)
+    train.resolve_for_model(args, config, {}, device)
     return args.compile
 
 

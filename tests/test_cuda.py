@@ -387,10 +387,10 @@ def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, 
 
 def write_planned_bytes(argv, config, world, result):
     args = train.parse_args(argv)
-    args.lr = 1e-4  # as complete_for_model() does
+    args.lr = 1e-4  # as resolve_for_model() does
     config = lm.parse_config(config)
     tokens_of_a_row = 96
-    run = train.Run(args, config, world, tokens_of_a_row)
+    run = train.RunSpec(args, config, world, tokens_of_a_row)
     moments, _ = train.plan(run, train.blocks_as_asked(run))
     _, planned_bytes = train.peak_of(moments)
     result.write_text(str(planned_bytes))

@@ -195,7 +195,7 @@ def test_a_rate_of_embeddings_without_any_is_refused(tmp_path, capsys):
 ])
 def test_embedding_and_head_have_a_rate_of_their_own(flags, lr, embedding_lr):
     model, args = build("--lora", "--train_embeddings", "--warmup", 0, *flags)
-    train.complete_for_model(args, model.config, {}, torch.device("cpu"))
+    train.resolve_for_model(args, model.config, {}, torch.device("cpu"))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     no_scale = train.LossScale(False, torch.zeros(()))
     optimizer = train.make_optimizer(named, args, no_scale.found_inf)

@@ -338,7 +338,7 @@ def test_a_scale_below_1_ends_the_run_and_names_the_flag(shallow_job, tmp_path):
 def complete(argv, device):
     args = train.parse_args(argv)
     config = lm.parse_config(train.data.PRESETS["qwen3-0.6b"])
-    train.complete_for_model(args, config, {}, device)
+    train.resolve_for_model(args, config, {}, device)
     return args
 
 

@@ -308,7 +308,7 @@ def flags_of_data(folder, args):
 class Planned(NamedTuple):
     moments: dict  # {moment: Counter of bytes}
     host: dict  # {kind: bytes}
-    run: train.Run
+    run: train.RunSpec
 
     def peak(self):
         return train.peak_of(self.moments)[1]
@@ -326,12 +326,12 @@ def blocks_of(run):
 def planned(argv, config, world):
     """Plans a command line."""
     args = train.parse_args([*map(str, argv), "--dry_run"])
-    # as complete_for_model() does
+    # as resolve_for_model() does
     args.precision = args.precision or "mixed"
     args.lr = args.lr or 1e-4
     if args.train_embeddings:
         args.embedding_lr = args.embedding_lr or 1e-5
-    run = train.Run(args, config, world, args.seq_len)
+    run = train.RunSpec(args, config, world, args.seq_len)
     moments, host = train.plan(run, blocks_of(run))
     return Planned(moments, host, run)
 
@@ -513,7 +513,7 @@ def test_a_forks_sharding_is_planned_without_an_edit(tmp_path, monkeypatch, flag
 def test_a_run_on_a_cpu_plans_nothing(monkeypatch):
     monkeypatch.setattr(train, "TRACES", {})
     args = train.parse_args(["--model", "qwen3.5-9b", "--lora", "--fsdp2", "--dry_run"])
-    run = train.Run(args, config_of("qwen3.5-9b"), 1, 1024)
+    run = train.RunSpec(args, config_of("qwen3.5-9b"), 1, 1024)
     ranks = argparse.Namespace(device=torch.device("cpu"), gather=lambda value: [value])
     blocks = train.choose_blocks(run, train.smallest_memory(None, ranks))
     train.limit_gpu(run, blocks, math.inf, ranks)
@@ -706,10 +706,10 @@ def check_no_flag_is_turned_the_wrong_way(run, options):
 
 def test_flags_are_added_to_settings_that_came_with_an_adapter():
     args = train.parse_args(["--model", "qwen3-4b", "--dry_run", "--adapter", "folder"])
-    # as complete_for_model() does
+    # as resolve_for_model() does
     vars(args).update(lora_rank=8, lora_alpha=4, lora_dropout=0.1, lora_targets=["q_proj"])
     config = config_of("qwen3-4b")
-    changed = train.with_options(train.Run(args, config, 1, 1024), ["--optim adamw8bit", "--qlora"])
+    changed = train.with_options(train.RunSpec(args, config, 1, 1024), ["--optim adamw8bit", "--qlora"])
     assert vars(changed.args) == vars(args) | {"adapter": None, "optim": "adamw8bit", "qlora": True}
 
 

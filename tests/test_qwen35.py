@@ -377,7 +377,7 @@ def completed(*flags, **of_adapter):
     """The flags of a run on TEXT, with their final values."""
     args = train.parse_args([*flags, "--model", str(TEXT)])
     config = lm.parse_config(data.read_json(TEXT / "config.json"))
-    train.complete_for_model(args, config, of_adapter, torch.device("cpu"))
+    train.resolve_for_model(args, config, of_adapter, torch.device("cpu"))
     return args
 
 

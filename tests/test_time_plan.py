@@ -75,7 +75,7 @@ def run_of(flags, shape=None):
         config = train.open_config(args, args.world or 1, device=None, random_init=True).config
     if shape:
         config = lm.parse_config(data.PRESETS[args.model] | shape, args.model)
-    return train.Run(args, config, args.world or 1, args.seq_len)
+    return train.RunSpec(args, config, args.world or 1, args.seq_len)
 
 
 def planned(row):

@@ -28,7 +28,7 @@ N_TOKENS = 2048  # two segments of Gated DeltaNet, two chunks of the loss
 def run_of(flags):
     args = train.parse_args([*flags.split(), "--dry_run"])
     config = train.open_config(args, args.world or 1, device=None, random_init=True).config
-    return train.Run(args, config, args.world or 1, args.seq_len)
+    return train.RunSpec(args, config, args.world or 1, args.seq_len)
 
 
 def largest(step):
@@ -169,7 +169,7 @@ def test_a_trace_may_meet_the_mesh_of_an_earlier_one(monkeypatch):
     for _ in range(2):
         monkeypatch.setattr(train, "TRACES", {})
         args = train.parse_args("--model llama-3.1-8b --fsdp2 --world 2 --dry_run".split())
-        run = train.Run(args, train.open_config(args, 2, None, True).config, 2, 64)
+        run = train.RunSpec(args, train.open_config(args, 2, None, True).config, 2, 64)
         assert train.planned_bytes(run, train.Blocks(32))
         # a run begins and ends
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

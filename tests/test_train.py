@@ -310,8 +310,8 @@ def start_of(argv, capsys):
     )
     ranks = SimpleNamespace(world=8, device=CPU, device_name="CPU", say=print)
     args = train.parse_args(argv)
-    train.complete_for_model(args, model.config, {}, CPU)
-    run = train.Run(args, model.config, ranks.world, args.seq_len)
+    train.resolve_for_model(args, model.config, {}, CPU)
+    run = train.RunSpec(args, model.config, ranks.world, args.seq_len)
     train.print_start(argv, run, model, range(0), train.blocks_as_asked(run), ranks)
     return capsys.readouterr().out
 
@@ -592,7 +592,7 @@ def test_dropout_is_off_in_evaluation():
 ])
 def test_the_default_rate_is_that_of_the_family_at_its_width(preset, flags, rate):
     args = train.parse_args(flags.split())
-    train.complete_for_model(args, lm.parse_config(data.PRESETS[preset]), {}, CPU)
+    train.resolve_for_model(args, lm.parse_config(data.PRESETS[preset]), {}, CPU)
     assert args.lr == pytest.approx(rate, rel=2e-3)  # three digits
 
 
@@ -623,7 +623,7 @@ def test_what_is_probably_not_meant_gets_a_note(flags, words, capsys):
 
     def notes_of(*argv):
         args = train.parse_args([*argv, "--compile"])
-        train.complete_for_model(args, config, {}, torch.device("cpu"))
+        train.resolve_for_model(args, config, {}, torch.device("cpu"))
         train.say_notes(args, config, 50, ALONE)
         return capsys.readouterr().out
 
