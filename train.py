@@ -161,7 +161,8 @@ def main(argv, progress, exits):
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
     ranks.say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.3g}, {begin}\n"
               f"writing to {out}")
-    sample = Sample(args, opened, loader.documents, resumed, ranks, stop)
+    sample = Sample(args.sample, args.max_new_tokens or 48, args.temperature,
+                    opened, loader.documents, resumed, ranks, stop)
     log = Log(out, state, loader, ranks, sinks)
     stop.can_save = True  # from here on a signal waits for the end of a step, which is saved
 
@@ -253,7 +254,7 @@ def main(argv, progress, exits):
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
             scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
             data.merge(opened.weights, adapter_tensors, scale, opened.files, tokenizer, out)
-    say_done(args, model, out, state, ranks)
+    say_done(args.lora, args.merge, args.random_init, model, out, state, ranks)
 
 
 # ---------------- flags
@@ -2651,19 +2652,21 @@ class Sample:
     must call its methods, because under FSDP2 each forward is a collective; rank 0 prints. Training is the
     same to the bit without it: lm.generate() draws from a generator of its own."""
 
-    def __init__(self, args, opened, documents, resumed, ranks, stop):
-        self.args = args
+    def __init__(self, question, max_new_tokens, temperature, opened, documents, resumed, ranks, stop):
+        self.question = question
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
         self.model = opened.model
         self.tokenizer = opened.tokenizer
         self.ranks = ranks
         self.stop = stop
         self.is_asked = False  # whether the question has been printed
         self.before = ""
-        if not args.sample:
+        if not question:
             return
         # a model that learns plain text has no turn to answer in
         is_chat = any(file.report.n_chats for file in documents.files)
-        ask = [{"role": "user", "content": args.sample}] if is_chat else args.sample
+        ask = [{"role": "user", "content": question}] if is_chat else question
         # Here and not at the first answer: a template that refuses the question must not end a resumed run
         # after hours of training.
         with ranks.agree():
@@ -2674,13 +2677,10 @@ class Sample:
 
     def answer(self):
         faulthandler.cancel_dump_traceback_later()  # until the next alive(): a long answer is no hang
-        args = self.args
-        n = args.max_new_tokens or 48
-        stop_ids = self.tokenizer.stop_ids
         tokens = []
         with evaluating(self.model):
-            generated = lm.generate(
-                self.model, self.prompt, n, stop_ids, self.ranks.device, args.temperature)
+            generated = lm.generate(self.model, self.prompt, self.max_new_tokens, self.tokenizer.stop_ids,
+                                    self.ranks.device, self.temperature)
             for token in generated:
                 tokens.append(token)
                 # a signal does not wait for the end of an answer; all ranks must stop at the same token
@@ -2693,12 +2693,12 @@ class Sample:
         """Prints the answer of this step, and above the first one the question. After the last step
         say_before_and_after() does that. The time counts as the log's pause, not as time of a step."""
         step = log.state["step"]
-        if not self.args.sample or step == log.state["steps"]:
+        if not self.question or step == log.state["steps"]:
             return
         with log.paused():
             answer = self.answer()
         if not self.is_asked:
-            self.say(f"sample: {self.args.sample.strip()}")
+            self.say(f"sample: {self.question.strip()}")
             self.is_asked = True
         self.say(f"step {step}  sample: {answer}")
 
@@ -2706,9 +2706,9 @@ class Sample:
         self.ranks.say(textwrap.fill(text, 80, subsequent_indent="  "))
 
     def say_before_and_after(self):
-        if self.args.sample:
+        if self.question:
             after = self.answer()
-            self.ranks.say(f"--- {self.args.sample.strip()}\nbefore: {self.before}\nafter:  {after}\n---")
+            self.ranks.say(f"--- {self.question.strip()}\nbefore: {self.before}\nafter:  {after}\n---")
 
 
 def chat(args):
@@ -2921,7 +2921,7 @@ def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
             end_if_signalled()
 
 
-def say_done(args, model, out, state, ranks):
+def say_done(lora, merge, random_init, model, out, state, ranks):
     """The last lines of a run: which checkpoint was better than the last one, what was written, and the
     command that talks with it. That command opens the adapter by the same functions, so a fork whose adapter
     it would refuse hears why here."""
@@ -2933,16 +2933,16 @@ def say_done(args, model, out, state, ranks):
         ranks.say(f"the best evaluation was that of step {best['step']}, {best['eval_loss']:.4f}: the same "
                   f"command with {export_of(checkpoint)} writes its model, best/final")
     written = f"{out}/final"
-    if args.merge:
+    if merge:
         written += f" and {out}/merged"
     next_step = f"--chat --model {out} talks with it"
-    if args.lora and not args.merge:
+    if lora and not merge:
         try:
             adapter, _ = data.open_adapter(out / "final")
             data.check_weights(model, adapter, out / "final")
         except (ValueError, OSError) as error:
             next_step = f"--chat cannot talk with it: {error}"
-        if args.random_init:
+        if random_init:
             next_step = "--chat cannot talk with it: only --merge saves the random weights under it"
     ranks.say(f"done: {written}; {next_step}")
 

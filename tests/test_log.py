@@ -458,11 +458,11 @@ def sample_of(tiny, monkeypatch):
                 yield token
 
         monkeypatch.setattr(lm, "generate", generate)
-        # all that a Sample asks of flags, model and data
-        args = SimpleNamespace(sample="What?", max_new_tokens=None, temperature=0.0)
+        # all that a Sample asks of model and data
         opened = SimpleNamespace(model=torch.nn.Linear(1, 1), tokenizer=tiny)
         documents = SimpleNamespace(files=[])
-        return train.Sample(args, opened, documents, "checkpoint-2", ALONE, stop or SimpleNamespace(number=0))
+        no_signal = SimpleNamespace(number=0)
+        return train.Sample("What?", 48, 0.0, opened, documents, "checkpoint-2", ALONE, stop or no_signal)
 
     return make
 
