@@ -231,7 +231,7 @@ def test_rslora_is_merged_written_and_brought_by_an_adapter(tmp_path, chats):
         out = tmp_path / name
         _, said, codes = run_ranks(1, [*settings, *flags], out)
         assert codes == [0], said
-        assert "--lora_rank 4 --lora_alpha 6 --rslora " in said
+        assert ": rank 4, alpha 6, rsLoRA" in said
         assert json.loads((out / "final/adapter_config.json").read_text())["use_rslora"] is True
         base = load_file(HERE / "tiny/model.safetensors")
         merged = load_file(out / "merged/model.safetensors")
