@@ -1820,7 +1820,7 @@ class StreamedWeights:
         start = 0
         for p in matrices_of(block):
             # one parameter at a time: no more than that is in host memory twice
-            p.host_pages = []  # where numbers_here() finds the weight while other weights are in the slot
+            p.host_pages = []  # where check_finite() finds the weight while other weights are in the slot
             for page in pages_of(p.data):
                 pinned = torch.empty_like(page, pin_memory=not slot.is_cpu)
                 p.host_pages.append(pinned.copy_(page))
@@ -2832,18 +2832,15 @@ def index_of_bad_step(step, numbers):
     return step - 1 if numbers.get("loss_scale", 1) < 1 else None
 
 
-def numbers_here(tensor):
-    """What this rank has of a tensor. A streamed one shows the slot, which other blocks use as well; its own
-    numbers are in its pages."""
-    if hasattr(tensor, "host_pages"):
-        return [page.view(tensor.dtype) for page in tensor.host_pages]
-    return [nf4.local(tensor).rows]
-
-
 def check_finite(tensors, step, ranks):
     """Ends the run if any rank has inf or nan in a tensor of {name: tensor}. Collective."""
-    wrong = [name for name, tensor in tensors.items()
-             if not all(part.isfinite().all() for part in numbers_here(tensor))]
+    wrong = []
+    for name, tensor in tensors.items():
+        local = [nf4.local(tensor).rows]
+        if hasattr(tensor, "host_pages"):  # a streamed weight, whose slot other blocks use, too
+            local = [page.view(tensor.dtype) for page in tensor.host_pages]
+        if not all(part.isfinite().all() for part in local):
+            wrong.append(name)
     names = list(itertools.chain(*ranks.gather(wrong)))
     if names:
         ranks.leave()  # all of them together, because all ranks have the same names and raise
