@@ -615,7 +615,7 @@ def flags_with(mark):
 
 
 def parse_args(argv, args=None):
-    """The flags of a run, checked and completed. argparse.ArgumentError names the flag to change. With `args`
+    """The flags of a run, checked and resolved. argparse.ArgumentError names the flag to change. With `args`
     the flags are written over those of an earlier call."""
     parser = make_parser()
     if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
@@ -1063,8 +1063,8 @@ class RunSpec(NamedTuple):
 
 
 def open_config(args, world, device, random_init, revisions=None):
-    """-> OpenedConfig. `args` is complete after it. device: None if the run is only planned. revisions: see
-    take_folder()."""
+    """-> OpenedConfig. `args` has its final values after it. device: None if the run is only planned.
+    revisions: see take_folder()."""
     revisions = {} if revisions is None else revisions
     adapter = None
     adapter_settings = {}
@@ -4389,7 +4389,7 @@ def dry_run(args):
         run = RunSpec(args, config, world, args.seq_len)
         blocks = choose_blocks(run, room)
         for text in describe_blocks(run, blocks):
-            data.say(text)
+            data.say(textwrap.fill(text, 80, subsequent_indent="  "))
         print_plan(run, blocks, room)
         steps = length = None
         if args.data not in ([], DEMO_DATA):
