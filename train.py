@@ -1990,9 +1990,8 @@ def set_rates_(optimizer, step, steps, args, loss_scale):
 
 
 def lr_at(step, steps, args, peak):
-    """Learning rate of step 0, 1, ...: linear warmup to `peak`, --lr or --embedding_lr, then constant, or
-    linear or cosine down to the lowest. That is --min_lr for --lr, and for the other one the same fraction of
-    its peak."""
+    """Learning rate of a step, counted from 0: linear warmup to `peak` (--lr or --embedding_lr), then
+    constant, or linear or cosine decay to --min_lr, for --embedding_lr to the same fraction of its peak."""
     lowest = args.min_lr
     if peak != args.lr:
         lowest *= peak / args.lr if args.lr else 0.0
@@ -2138,8 +2137,8 @@ def seed_dropout(seed, step, rank):
 def loss_of(model, b, args):
     """-> (summed loss of a batch, {name: sum of a metric}). A sum is a tensor on the device; all batches have
     the same names. The log has means, over what the loss is a mean over: supervised tokens, or pairs. Metrics
-    of tokens come from lm_head.loss. With --sequence_parallel N a rank has the tokens of a shard, but
-    b.n_targets of all documents of its group: what is counted by these counts N times."""
+    of tokens come from lm_head.loss. With --sequence_parallel N a rank has a shard of the tokens, but
+    b.n_targets of all documents of its group: a metric that sums these counts them N times."""
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
     if not args.dpo:
         loss = model(*inputs)
@@ -2920,8 +2919,8 @@ def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
 
 def say_done(lora, merge, random_init, model, out, state, ranks):
     """The last lines of a run: which checkpoint was better than the last one, what was written, and the
-    command that talks with it. That command opens the adapter by the same functions, so a fork whose adapter
-    it would refuse hears why here."""
+    command that talks with it. If --chat would refuse a fork's adapter, this prints why: it opens the adapter
+    as --chat does."""
     if ranks.rank:
         return
     best = state["best_eval"]
