@@ -252,8 +252,7 @@ def main(argv, progress, exits):
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
-            scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
-            data.merge(opened.weights, adapter_tensors, scale, opened.files, tokenizer, out)
+            merge(args, opened, adapter_tensors, out)
     say_done(args.lora, args.merge, args.random_init, model, out, state, ranks)
 
 
@@ -2619,10 +2618,22 @@ def print_start(argv, run, model, new_ids, blocks, ranks):
 
 def describe_blocks(run, blocks):
     """-> [what the plan has decided about the blocks], also for --dry_run."""
-    words = blocks.words(run.args, run.config.num_hidden_layers)
-    texts = [f"--{flag} {getattr(run.args, flag)}: {text}" for flag, text in words.items() if text]
+    args = run.args
+    n_layers = run.config.num_hidden_layers
+    texts = []
+    if args.activation_checkpointing:
+        text = (f"--activation_checkpointing {args.activation_checkpointing}: the backward recomputes "
+                f"{blocks.n_recomputed} of {n_layers} blocks")
+        if blocks.n_attention_kept:
+            text += f", in {blocks.n_attention_kept} of them all but attention"
+        if blocks.n_weights_kept:
+            text += f"; {blocks.n_weights_kept} keep their NF4 weights in 16 bits"
+        texts.append(text)
+    if offloads_frozen(args):
+        texts.append(f"--resident_blocks {args.resident_blocks}: frozen weights of {blocks.n_resident} of "
+                     f"{n_layers} blocks stay on the GPU")
     if "linear_attention" in run.config.layer_types:
-        texts.append(blocks.describe_segment())
+        texts.append(f"Gated DeltaNet mixes {blocks.segment:,} tokens at a time")
     return texts
 
 
@@ -2943,6 +2954,12 @@ def say_done(lora, merge, random_init, model, out, state, ranks):
     ranks.say(f"done: {written}; {next_step}")
 
 
+def merge(args, opened, adapter, out):
+    """Writes merged/. adapter: {name: tensor}, see data.export()."""
+    scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
+    data.merge(opened.weights, adapter, scale, opened.files, opened.tokenizer, out)
+
+
 def merge_result(args, exits):
     """--merge of an adapter without --data: writes merged/ as --merge in its training would have done, to the
     folder of its run or to --out, and trains nothing."""
@@ -2958,9 +2975,7 @@ def merge_result(args, exits):
             folder = RunFolder(args.out, None)
             exits.callback(folder.leave)
             out = folder.path
-        adapter = data.tensors_of_adapter(opened.adapter)
-        scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
-        data.merge(opened.weights, adapter, scale, opened.files, opened.tokenizer, out)
+        merge(args, opened, data.tensors_of_adapter(opened.adapter), out)
     ranks.say(f"done: {out}/merged, and nothing was trained, as there is no --data; --chat --model {out} "
               "talks with it")
 
@@ -4122,20 +4137,6 @@ class Blocks(NamedTuple):
         own block alone, and the compute of all resident ones would hide two copies."""
         n_streamed = n_layers - self.n_resident
         return [i for i in range(n_layers) if (i + 1) * n_streamed // n_layers > i * n_streamed // n_layers]
-
-    def words(self, args, n_layers):
-        """{flag: what it does in this run, or "" if it is off}."""
-        text = f"the backward recomputes {self.n_recomputed} of {n_layers} blocks"
-        if self.n_attention_kept:
-            text += f", in {self.n_attention_kept} of them all but attention"
-        if self.n_weights_kept:
-            text += f"; {self.n_weights_kept} keep their NF4 weights in 16 bits"
-        resident = f"frozen weights of {self.n_resident} of {n_layers} blocks stay on the GPU"
-        return {"activation_checkpointing": text if args.activation_checkpointing else "",
-                "resident_blocks": resident if offloads_frozen(args) else ""}
-
-    def describe_segment(self):
-        return f"Gated DeltaNet mixes {self.segment:,} tokens at a time"
 
 
 def blocks_as_asked(run):
