@@ -870,19 +870,9 @@ class Ranks:
         self.world = 1
         self.control = None
         environment = os.environ if "RANK" in os.environ else {}
-        # among the ranks of this machine: the number of its GPU
+        # among the n_local ranks of this machine: the number of its GPU
         self.local = int(environment.get("LOCAL_RANK", 0))
         n_local = int(environment.get("LOCAL_WORLD_SIZE", 1))
-        self.choose_device(n_local)
-        threads = os.environ.get("OMP_NUM_THREADS")
-        # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
-        if not threads or (threads == "1" and "RANK" in os.environ):
-            n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-            torch.set_num_threads(max(1, n_cores // n_local))
-        self.join(want_group)
-
-    def choose_device(self, n_local):
-        """Gives each of the n_local ranks of this machine its own GPU, or all of them the CPU."""
         self.device = torch.device("cpu")
         self.device_name = "CPU"
         if torch.cuda.is_available():
@@ -897,6 +887,12 @@ class Ranks:
             # goes to sdpa(), see attend_here() in model.py, has another length in each batch.
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.device_name = torch.cuda.get_device_name(self.device)
+        threads = os.environ.get("OMP_NUM_THREADS")
+        # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
+        if not threads or (threads == "1" and "RANK" in os.environ):
+            n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            torch.set_num_threads(max(1, n_cores // n_local))
+        self.join(want_group)
 
     def join(self, want_group):
         """Joins the process group that torchrun's variables describe, or with `want_group` a group of this
