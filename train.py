@@ -1428,7 +1428,7 @@ def build(model, run, blocks, ranks, load_weights):
     # until here the model is on the meta device, so a rank allocates no more than its own shard
     streamed = allocate_(model, run, blocks, device)
     load_weights(model)
-    # both live on in the hooks that they put on modules
+    # these two live on in the hooks that they register on modules
     if streamed:
         StreamedWeights(streamed, device)
     if run.streams and not run.trains_vocabulary:
@@ -2595,7 +2595,7 @@ def print_start(argv, run, model, new_ids, blocks, ranks):
     lines += [f"  {text}" for text in describe_blocks(run, blocks)]
     if args.compile:
         lines.append("  --compile: half a minute in the first step, cached for the next run")
-    # as they were typed: what `args` has beside them follows from these, the model and the device
+    # Parsed once more, because `args` also has what follows from them, the model and the device.
     parser = make_parser()
     given = vars(parser.parse_args(argv))
     flags = [flag_of(name, value) for name, value in given.items() if value != parser.get_default(name)]
@@ -2608,7 +2608,7 @@ def print_start(argv, run, model, new_ids, blocks, ranks):
     if torch.__version__ >= UNTESTED_TORCH:
         lines.append(f"  note: torch {torch.__version__} is newer than those that were tested")
     for line in lines:
-        # not at hyphens, which names of models have
+        # names of models have hyphens, and are no words to be divided
         ranks.say(textwrap.fill(line, 80, subsequent_indent=" " * 6, break_on_hyphens=False))
 
 
@@ -2635,10 +2635,8 @@ def describe_blocks(run, blocks):
 
 def flag_of(name, value):
     """A flag and its value as on a command line."""
-    if value is True:
-        return f"--{name}"
-    if value is False:
-        return f"--no-{name}"
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
     values = value if isinstance(value, list) else [value]
     # --columns has pairs
     words = ["=".join(word) if isinstance(word, tuple) else str(word) for word in values]
