@@ -1931,6 +1931,13 @@ def groups_of(named, weight_decay, embedding_lr):
     return groups
 
 
+@torch.library.impl("aten::_fused_adamw_.tensor_lr", "Meta")
+def shapes_of_adamw(*_, **__):
+    """What torch 2.11 to 2.14 lacks: fused AdamW in place, with a rate that is a tensor, as in fp16, makes no
+    new tensor. DTensor asks for that, and torch would run the kernel on four tensors of the full shapes, of
+    all ranks together, on each GPU."""
+
+
 def make_optimizer(named, args, found_inf):
     """AdamW with weight decay on matrices only: pulling norms and biases towards zero regularises nothing.
 

@@ -97,6 +97,10 @@ CASES = [
     Case("gqa", 1024, 1, "--precision fp16 --lora --no-activation_checkpointing --ce_chunk 64"),
     Case("mha", 1024, 2, "--precision fp16 --fsdp2 --qlora --ce_chunk 64"),
     Case("muse", 1024, 1, "--precision fp16 --ce_chunk 64"),
+    # DTensor asks for the shapes that AdamW makes with a rate on the device, which must not run a kernel
+    Case("tied", 256, 8, "--fsdp2 --precision fp16 --no-activation_checkpointing --tiled_mlp 256 "
+         "--no-reshard_after_forward --replicas 2 --offload params --ce_chunk 64"),
+    Case("gqa", 256, 2, "--fsdp2 --precision fp16 --no-fused_adamw --ce_chunk 64"),
     Case("gqa", 1024, 1, "--tiled_mlp 256 --no-activation_checkpointing"),
     Case("gqa", 1024, 1, "--tiled_mlp 256 --ce_chunk 64"),
     Case("qwen3", 1024, 1, "--no-activation_checkpointing --precision bf16"),
