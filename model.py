@@ -1881,6 +1881,7 @@ class LiveBytes(TorchDispatchMode):
 
     now = None  # the one that counts, inside of on_paper()
     repeats = 1  # times that a GPU runs what runs once here, see first_of()
+    flash_in_fp16 = False  # see has_flash_on_paper()
 
     def __init__(self):
         super().__init__()
@@ -2195,7 +2196,7 @@ def norm_on_paper(x, shape, weight=None, eps=None):
 
 
 class AttentionOnPaper(torch.autograd.Function):
-    """FlashAttention in bf16 and the memory-efficient kernel in fp16 and float32 (flash_attn/flash_api.cpp
+    """FlashAttention, and the memory-efficient kernel in float32 and on old cards (flash_attn/flash_api.cpp
     and mem_eff_attention/kernel_backward.h in aten/src/ATen/native/transformers/cuda). Both keep q, k, v, the
     output and the float32 logsumexp, and their backwards add up dq in float32: the latter's in a workspace,
     from sm_70 on. With fewer key heads than query heads FlashAttention makes dk and dv of every query head
@@ -2236,10 +2237,10 @@ def varlen_on_paper(q_NHK, k_NGK, v_NGK, *_, **__):
     return out_1HNK.transpose(1, 2)[0]
 
 
-def has_bf16_kernels(q):
-    """runs_flash_attention() and shares_key_heads(). fp16 is planned as for the cards whose default it is,
-    sm_70 and sm_75; on a newer one it needs less."""
-    return q.dtype is torch.bfloat16
+def has_flash_on_paper(q):
+    """runs_flash_attention() and shares_key_heads(). In fp16 that depends on the card: those whose default it
+    is, sm_70 and sm_75, have no FlashAttention, and need more memory."""
+    return q.dtype is torch.bfloat16 or (q.dtype is torch.float16 and LiveBytes.flash_in_fp16)
 
 
 class ExchangeOnPaper(torch.autograd.Function):
@@ -2275,8 +2276,8 @@ ON_PAPER = [
     (F, "rms_norm", norm_on_paper),
     (F, "scaled_dot_product_attention", sdpa_on_paper),
     (HERE, "flash_attention", lambda: varlen_on_paper),
-    (HERE, "runs_flash_attention", has_bf16_kernels),
-    (HERE, "shares_key_heads", has_bf16_kernels),
+    (HERE, "runs_flash_attention", has_flash_on_paper),
+    (HERE, "shares_key_heads", has_flash_on_paper),
     (HERE, "exchange", ExchangeOnPaper.apply),
     (nf4, "bands", first_of(nf4.bands)),
     (nf4, "regions", first_of(nf4.regions)),
@@ -2284,7 +2285,7 @@ ON_PAPER = [
 
 
 @contextlib.contextmanager
-def on_paper():
+def on_paper(flash_in_fp16=False):
     """A context in which stand-ins are in the place of kernels -> the LiveBytes that counts meanwhile."""
     live = LiveBytes()
     resize_ = torch.UntypedStorage.resize_
@@ -2319,6 +2320,7 @@ def on_paper():
     calls = [
         *ON_PAPER,
         (LiveBytes, "now", live),
+        (LiveBytes, "flash_in_fp16", flash_in_fp16),
         (torch, "compile", functools.partial(compile_on_paper, live)),
         (torch.UntypedStorage, "resize_", resize_on_paper_),
         (torch.Tensor, "to", to_on_paper),

@@ -136,7 +136,9 @@ def main(argv, progress, exits):
     state = open_run(args, config, loader, eval_loader, opened.weights, resumed, ranks)
     steps = state["steps"]
     # after the data, because the longest row decides how much the blocks must recompute
-    run = RunSpec(args, config, ranks.world, loader.longest)
+    # all ranks have to choose alike
+    has_flash = all(ranks.gather(device.type == "cuda" and has_bf16(device)))
+    run = RunSpec(args, config, ranks.world, loader.longest, has_flash)
     room = smallest_memory(args.gpu_gib, ranks)
     blocks = choose_blocks(run, room)
     print_start(argv, run, model, tokenizer.new_ids, blocks, ranks)
@@ -1040,6 +1042,8 @@ class RunSpec(NamedTuple):
     config: lm.Config
     world: int  # ranks
     length: int  # tokens of the longest row
+    # Whether fp16 runs FlashAttention, as bf16 does: on cards that have both. A dry run does not know.
+    flash_in_fp16: bool = False
 
     @property
     def shards(self):
@@ -3994,7 +3998,7 @@ def on_paper(run):
     """As lm.on_paper(), among ranks that are not there if the run has several, or FSDP2."""
     has_group = run.args.fsdp2 or run.world > 1
     with contextlib.ExitStack() as exits:
-        live = exits.enter_context(lm.on_paper())
+        live = exits.enter_context(lm.on_paper(run.flash_in_fp16))
         # as Module.to_empty() there: what lies elsewhere from now on is counted there
         calls = [(sys.modules[__name__], "move_", lambda p, device: live.move(p, "gpu"))]
         exits.enter_context(lm.replaced(calls))
