@@ -1937,9 +1937,9 @@ def groups_of(named, weight_decay, embedding_lr):
 
 @torch.library.impl("aten::_fused_adamw_.tensor_lr", "Meta")
 def shapes_of_adamw(*_, **__):
-    """What torch 2.11 to 2.14 lacks: fused AdamW in place, with a rate that is a tensor, as in fp16, makes no
-    new tensor. DTensor asks for that, and torch would run the kernel on four tensors of the full shapes, of
-    all ranks together, on each GPU."""
+    """Fused AdamW with a rate that is a tensor, as in fp16, makes no new tensor. DTensor asks for that, of the
+    full shapes. Torch 2.13 and 2.14 do not know it: they would run the kernel on four new tensors that are as
+    large as those of all ranks together, to see what it makes."""
 
 
 def make_optimizer(named, args, found_inf):
