@@ -69,9 +69,9 @@ class Family(NamedTuple):
     # The mixers of its blocks, in config.json's words. In full_attention a token attends to all earlier ones,
     # in sliding_attention to those in a window, and linear_attention is Gated DeltaNet.
     layer_types: tuple = ("full_attention",)
-    # Where a file does not list them, every fourth block has the first of two types. For 0 these are blocks
-    # 4, 8, ..., for 1 blocks 1, 5, ..., and for -1 the last block and every fourth before it. None: no block.
-    counts_from: int | None = 0
+    # Which blocks have the first of two types, where a file does not list the types: every fourth block, from
+    # the fourth or the first one on, or back from the last one. "": none.
+    first_type_in: str = "4, 8, ..."
     bias: bool = False  # q_proj, k_proj and v_proj have one
     qk_norm: bool = False  # RMSNorm on each head of q and k, which bounds the scores (arXiv:2302.05442)
     bare_qk_norm: bool = False  # the same without a weight
@@ -100,12 +100,13 @@ FAMILIES = {
     "iquestcoder": Family("IQuestCoderForCausalLM", other_architecture="LlamaForCausalLM"),
     "internlm3": Family("InternLM3ForCausalLM", other_architecture="LlamaForCausalLM"),
     "seed_oss": Family("SeedOssForCausalLM", bias=True),
-    "cwm": Family("CwmForCausalLM", layer_types=("full_attention", "sliding_attention"), counts_from=1),
+    "cwm": Family(
+        "CwmForCausalLM", layer_types=("full_attention", "sliding_attention"), first_type_in="1, 5, ..."),
     "granite": Family("GraniteForCausalLM"),
     "mistral": Family(
-        "MistralForCausalLM", layer_types=("full_attention", "sliding_attention"), counts_from=None),
+        "MistralForCausalLM", layer_types=("full_attention", "sliding_attention"), first_type_in=""),
     "ministral": Family(
-        "MinistralForCausalLM", layer_types=("full_attention", "sliding_attention"), counts_from=None),
+        "MinistralForCausalLM", layer_types=("full_attention", "sliding_attention"), first_type_in=""),
     "ministral3": Family("Ministral3ForCausalLM", layer_types=("sliding_attention",), growing_q=True),
     "mistral3": Family("Mistral3ForConditionalGeneration", decoders=("mistral", "ministral3")),
     "qwen2": Family("Qwen2ForCausalLM", bias=True),
@@ -125,8 +126,9 @@ FAMILIES = {
     "smollm3": Family("SmolLM3ForCausalLM", some_rope=True),
     "muse_glimmer": Family("MuseGlimmerForConditionalGeneration", decoders=("muse_glimmer_text",)),
     "muse_glimmer_text": Family(
-        "MuseGlimmerForCausalLM", layer_types=("full_attention", "sliding_attention"), counts_from=-1,
-        bare_qk_norm=True, norms_add_one=True, gate=True, branch_norms=True, embed_norm=True, some_rope=True),
+        "MuseGlimmerForCausalLM", layer_types=("full_attention", "sliding_attention"),
+        first_type_in="..., last", bare_qk_norm=True, norms_add_one=True, gate=True, branch_norms=True,
+        embed_norm=True, some_rope=True),
 }
 
 
@@ -141,7 +143,7 @@ class Config:
 
     model_type: str  # one of FAMILIES, the decoder's own if there is a vision tower
     family: Family
-    prefix: str  # of tensors in files: "model.", or "model.language_model." beside a vision tower
+    prefix: str  # how tensors' names in files begin: "model.", beside a vision tower "model.language_model."
     dtype: torch.dtype  # what the files have
     vocab_size: int = within(1, 1 << 20)  # V
     hidden_size: int = within(1, 1 << 16)  # D
@@ -162,7 +164,7 @@ class Config:
     layer_types: list  # for each block, one of its family's
     full_attention_interval: int = within(1, 1 << 10, 4)  # makes layer_types where a file has none
     sliding_window: int = within(1, NO_WINDOW, NO_WINDOW)  # keys that a token sees in "sliding_attention"
-    linear_num_key_heads: int = within(1, 1 << 10, 16)  # of Gated DeltaNet, as the next three
+    linear_num_key_heads: int = within(1, 1 << 10, 16)  # for Gated DeltaNet, as the next three
     linear_num_value_heads: int = within(1, 1 << 10, 32)
     linear_key_head_dim: int = within(2, 1 << 10, 128)  # the size of a value, too
     linear_conv_kernel_dim: int = within(2, 16, 4)  # taps of the convolution
@@ -240,13 +242,6 @@ class RMSNorm(nn.RMSNorm):
         if self.adds_one:
             weight = 1 + weight  # in bf16 it has the bits of a float32 sum that is rounded then
         return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
-
-
-class BareNorm(nn.RMSNorm):
-    """RMSNorm without a weight."""
-
-    def __init__(self, size, eps):
-        super().__init__(size, eps, elementwise_affine=False)
 
 
 class Linear(nn.Linear):
@@ -460,7 +455,7 @@ class Attention(nn.Module):
 def head_norm(c):
     """The norm of each head of q, or of k, if the family has one."""
     if c.family.bare_qk_norm:
-        return BareNorm(c.head_dim, c.rms_norm_eps)
+        return nn.RMSNorm(c.head_dim, c.rms_norm_eps, elementwise_affine=False)
     if c.family.qk_norm:
         return RMSNorm(c.head_dim, c.rms_norm_eps, c.family.norms_add_one)
     return nn.Identity()
@@ -575,19 +570,14 @@ def attend_one_by_one(q, k, v, pairs, window):
     parts = [list(t.split(sizes)) for t in (q, k, v)]
     out = parts[0]
     for i in range(1, len(sizes), 2):
-        out[i] = attend_alone(*(t[i] for t in parts), window=window)
+        qkv = [t[i] for t in parts]
+        n_more = -sizes[i] % length_multiple(q)
+        if n_more:
+            # causal attention hides the added tokens from the others, and their outputs are cut off
+            qkv = [F.pad(t, (0, 0, 0, 0, 0, n_more)) for t in qkv]
+        attended = sdpa(*(t[None] for t in qkv), window=window).squeeze(0)  # [0] would copy the gradient
+        out[i] = attended[: sizes[i]] if n_more else attended
     return torch.cat(out)
-
-
-def attend_alone(*qkv, window):
-    """One document, filled up at its end to length_multiple(): causal attention hides the added tokens from
-    the others, and their outputs are cut off."""
-    T = len(qkv[0])
-    n_more = -T % length_multiple(qkv[0])
-    if n_more:
-        qkv = [F.pad(t, (0, 0, 0, 0, 0, n_more)) for t in qkv]
-    out = sdpa(*(t[None] for t in qkv), window=window).squeeze(0)  # [0] would copy the gradient
-    return out[:T] if n_more else out
 
 
 def length_multiple(q):
@@ -832,7 +822,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_b = Linear(D, H, bias=False)
         self.conv1d = ShortConv(X, c.linear_conv_kernel_dim)
         self.decay = DecayGate(H)
-        self.norm = RMSNorm(K, c.rms_norm_eps)  # of weight w, where the other norms of Qwen3.5 have 1 + w
+        self.norm = RMSNorm(K, c.rms_norm_eps)  # times w, where the other norms of Qwen3.5 have 1 + w
         self.out_proj = Linear(Y, D, bias=False)
 
     @property
@@ -922,8 +912,7 @@ class GatedDeltaNet(nn.Module):
 
 
 # ---------------- MLP and experts
-# Both are finish(start(h)). The two are apart for --compile, which takes start() into the graph of a block
-# and leaves finish() out of it, see Block.
+# Both are finish(start(h)): --compile takes start() into the graph of a block, and not finish(), see Block.
 
 
 class MLP(nn.Module):
@@ -946,8 +935,8 @@ class MLP(nn.Module):
 class Route(NamedTuple):
     """Which rows of the experts, those of one behind those of another, belong to which tokens."""
 
-    tokens: torch.Tensor  # of each row; rows that only fill up an expert are copies of the last token
-    rows_Nk: torch.Tensor  # of each token
+    tokens: torch.Tensor  # each row's token; rows that only fill up an expert are copies of the last one
+    rows_Nk: torch.Tensor  # each token's rows
 
 
 class ToExperts(torch.autograd.Function):
@@ -985,11 +974,6 @@ def fills_rows(h):
     return h.dtype is not torch.float32 and length_multiple(h) > 1
 
 
-def can_compile_experts(h):
-    """A graph has one number of rows, and torch traces grouped products in bf16 alone. So a GPU can."""
-    return h.dtype is torch.bfloat16 and not fills_rows(h)
-
-
 class MoE(nn.Module):
     """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest router probabilities. A
     stack of experts is one matrix of E * F rows, so NF4, FSDP2 and LoRA see a matrix like any other. Nothing
@@ -1010,7 +994,7 @@ class MoE(nn.Module):
             self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False)
 
     def start(self, h):
-        return h  # start_experts() is compiled by itself, see can_compile_experts()
+        return h  # start_experts() is compiled by itself, where it can be, see compile_()
 
     def finish(self, h):
         started, shared, route, row_stops = self.start_experts(h)
@@ -1078,9 +1062,8 @@ class Block(nn.Module):
                             up_proj; then down_proj and the second sum
 
     The mixer depends on where the documents lie, the other parts do not. So --compile compiles qkv() and
-    start_mlp(), each once for all blocks and all packed rows. down_proj stays outside of start_mlp(), because
-    the recomputation of a block ends before it: nothing behind it needs its result, but a
-    compiled graph always runs to its end.
+    start_mlp(), each once for all blocks and all packed rows. down_proj stays outside of start_mlp(): the
+    recomputation of a block ends before it, but a compiled graph always runs to its end.
 
     Set from outside: qkv and start_mlp (compile_), o_proj_and_mlp (tile_mlp_), forward
     (recompute_blocks_, fully_shard)."""
@@ -1346,7 +1329,7 @@ class Transformer(nn.Module):
         self.sequence_group = None
         self.embed_norm = None
         if c.family.embed_norm:
-            self.embed_norm = BareNorm(c.hidden_size, c.rms_norm_eps)
+            self.embed_norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps, elementwise_affine=False)
         # made here, because nn.Embedding's own initial values import torch._dynamo: 0.5 s
         embedding = torch.empty(c.vocab_size, c.hidden_size)
         self.model = nn.ModuleDict({
@@ -1459,18 +1442,15 @@ DELTANET_GATES = ("in_proj_a", "in_proj_b")  # H rows each: PEFT's all-linear ha
 LORA_TARGETS = (*ALL_LINEAR, *DELTANET_GATES)
 
 
-def mixer_targets(c, layer_type):
-    """Those of ALL_LINEAR that the mixer of such a block has. The last one makes its output."""
-    if layer_type == "linear_attention":
-        return DELTANET_TARGETS
-    if c.family.gate and not c.family.gate_in_q:
-        return (GATE_TARGET, *ATTENTION_TARGETS)
-    return ATTENTION_TARGETS
-
-
 def targets_in(c):
     """Those of ALL_LINEAR that a model has."""
-    found = {*MLP_TARGETS}.union(*(mixer_targets(c, layer_type) for layer_type in c.layer_types))
+    found = {*MLP_TARGETS}
+    if "linear_attention" in c.layer_types:
+        found.update(DELTANET_TARGETS)
+    if set(c.layer_types) != {"linear_attention"}:
+        found.update(ATTENTION_TARGETS)
+        if c.family.gate and not c.family.gate_in_q:
+            found.add(GATE_TARGET)
     return [name for name in ALL_LINEAR if name in found]
 
 
@@ -1554,10 +1534,9 @@ def switch_adapters_(model, on):
 
 
 # ---------------- precision, compile, tiles, recomputed blocks
-# Each of these edits a finished model. main calls on_meta, which puts NF4 below LoRA and sets dtypes last,
-# and then compile_, tile_mlp_, recompute_blocks_: from the inside out, because each wraps what is
-# there. A compiled part is inside a tile, which is inside a recomputed block, which fully_shard wraps after
-# that.
+# Each of these edits a finished model. on_meta puts NF4 below LoRA and sets dtypes last. Then build() in
+# train.py calls compile_, tile_mlp_, recompute_blocks_ and fully_shard: from the inside out, as each wraps
+# what is there.
 
 
 def set_precision_(model, precision):
@@ -1573,8 +1552,7 @@ def set_precision_(model, precision):
 
 
 def on_meta(config, args):
-    """The model of a run on the meta device: vanilla, then NF4, LoRA, dtypes. `main` and the plan start
-    here."""
+    """The model of a run on the meta device: vanilla, then NF4, LoRA, dtypes."""
     with torch.device("meta"):
         model = Transformer(config)
     # NF4 comes first: an adapter fits either linear layer, and its own two must not be quantized
@@ -1607,6 +1585,10 @@ def compile_(model, packing):
             return function(*args)
 
         return call
+
+    def can_compile_experts(h):
+        # A graph has one number of rows, and torch traces grouped products in bf16 alone. So a GPU can.
+        return h.dtype is torch.bfloat16 and not fills_rows(h)
 
     # Beyond it a run ends. torch's is 8, but two types of blocks, in tiles and with or without a gradient,
     # are compiled up to 13 times.
@@ -1645,15 +1627,14 @@ class SaveNow(torch.autograd.Function):
 
 
 class Tiles:
-    """The inputs of one call of o_proj_and_mlp(). They are saved once and whole, and run `size` tokens at a
-    time. Each tile is recomputed by itself, and keeps its number and no tensor:
+    """One call of o_proj_and_mlp(), in tiles of `size` tokens. Its inputs x and mixed are saved once, whole,
+    and the checkpoint around a tile saves nothing but the tile's number:
 
-        forward     save x and mixed -> tile 1, tile 2, ... tile n
-        backward    read them again -> tile n again, its backward; ... tile 1 again, its backward
+        forward     save x and mixed; run tile 1, tile 2, ... tile n
+        backward    read x and mixed; run tile n again, then its backward; ... the same for tile 1
 
-    If the block is recomputed as well, what the first line saves is dropped, and the read in the second
-    line recomputes the block up to there. If tiles saved their inputs themselves, the recomputation would
-    have to reach the last of them, and each tile would run three times."""
+    In a recomputed block, the read starts the recomputation, which ends where x and mixed are saved. If each
+    tile saved its own inputs, it would go on to the last tile, and each tile would run three times."""
 
     def __init__(self, function, size, x, mixed):
         self.function = function
@@ -1695,23 +1676,22 @@ def tile_mlp_(model, size):
 
 
 class AttentionRecord:
-    """What one call of a block keeps of its attention from the forward to the backward: see RunOnce."""
+    """What a call of a block keeps of its attention for the backward, see RunOnce."""
 
     inputs = ()  # copies of q, k and v, without memory from the forward to the recomputation
     out = None  # with the graph that leads from it to `inputs`
 
 
 class RunOnce(torch.autograd.Function):
-    """Runs function(*inputs) once in a recomputed block: in the forward, and not again when the block is
-    recomputed. Its output and what it saves stay in memory (for attention an output and a float32 a head).
-    Its inputs do not: the block computes them again, and they are put where function()'s graph looks for
-    them.
+    """Runs function(*inputs), which is attention, in the forward of a recomputed block, and not again in the
+    recomputation. The output stays in memory, with the float32 a head that attention saves. The inputs q, k
+    and v do not stay, because the recomputation makes them in any case:
 
-        forward of the block:   q, k, v are copied to record.inputs; function() runs on the copies and builds
-                                a graph of its own; then the copies give their memory back
-        recomputation:          q, k, v are computed again and written into the copies' memory, which returns;
-                                record.out is there, so function() does not run
-        backward:               autograd runs through function()'s own graph, which finds its inputs in place
+        forward          copy q, k, v to record.inputs; run function() on the copies, which builds a graph of
+                         its own; free the memory of the copies
+        recomputation    write the new q, k, v into the copies, which get their memory back for that; return
+                         record.out without a call of function()
+        backward         go through function()'s graph, whose inputs are there again
 
     torch's selective checkpointing does the same by a Python mode that sees every operator of the block, and
     makes small steps slower than without it (1.3 times where this costs nothing, tests/LOG.md)."""
@@ -1805,7 +1785,7 @@ class Counts(NamedTuple):
 
     targets: int  # supervised tokens
     tokens: int
-    squares: int  # of the lengths of documents, summed: twice the pairs of tokens that attend to each other
+    squares: int  # documents' squared lengths, summed: twice the pairs of tokens that attend to each other
     terms: int = 0  # what the loss is a mean over: supervised tokens, or pairs of answers
 
 
@@ -1840,10 +1820,10 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
 
 
 # ---------------- a step on paper
-# train.py plans the memory of a step before anything is allocated. Inside of on_paper(), models on the meta
-# device run a step: their tensors have shapes and no memory, and LiveBytes counts what a GPU would hold. Most
-# operators make the same tensors there as on a GPU. For the others there are stand-ins, which allocate, and
-# save for the backward, what the kernel of a GPU does, and compute nothing. Left out are partial sums of the
+# On paper means on the meta device, where tensors have shapes and no memory. train.py plans the memory of a
+# step there, before anything is allocated: inside of on_paper() LiveBytes counts what a GPU would hold. Most
+# operators make the same tensors there as on a GPU. For the others there are stand-ins, which compute
+# nothing, but allocate, and save for the backward, what a GPU's kernel does. Left out are partial sums of the
 # gradient of a norm's weight. A layer that brings a kernel of its own needs a stand-in in ON_PAPER.
 
 ATEN = torch.ops.aten
@@ -1860,20 +1840,19 @@ COMPILED_CALL = 10  # launches that take the host as long as a call of compiled 
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors on the meta device, each from the operator that makes it until nothing
-    refers to its memory any more. As a mode it sees every operator.
+    """Counts the bytes of all tensors on the meta device that are alive. As a mode it sees each operator that
+    makes one; Python tells when nothing refers to its memory any more.
 
-        live.begin("loss")      a moment of the step begins
-        live.most["loss"]       {(operator, last dimension of its result): the most bytes that were alive
-                                behind one of its calls, and "start": when the moment began}
+        live.begin("loss")      the phase "loss" of the step begins
+        live.most["loss"]       {(operator, last dimension of its result): the most bytes alive after one of
+                                its calls, "start": those when the phase began}
+        live.work["loss"]       {Work: how often a GPU does it}
 
-    The largest number of a moment is its peak. There are many numbers because each of them is linear in the
-    tokens, and their maximum is not: on longer rows it may be another one.
+    The largest number in live.most["loss"] is the peak of the phase. A plan extrapolates all of them to
+    longer rows, because each is linear in the tokens, but another one may be the largest there.
 
     Tensors that code moves to the CPU stay on the meta device, and count as host memory, in `host`. So do the
     results of operators that read them.
-
-        live.work["loss"]       {Work: how often a GPU does it}
 
     torch's MemTracker counts alike, but raises an error on frozen parameters under autograd.
 
@@ -1898,18 +1877,17 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        """A private name of torch. Without it each operator passes through torch.compile's wrapper, which
-        makes plans a tenth slower."""
+        """A private name. Else operators pass through torch.compile's wrapper: plans are a tenth slower."""
         return False
 
-    def begin(self, moment):
-        """A moment may begin more than once: its numbers are the most of all."""
-        self.moment = self.most.setdefault(moment, {})
-        self.work_of_moment = self.work.setdefault(moment, Counter())
+    def begin(self, phase):
+        """A phase may begin more than once: its numbers are the most of all."""
+        self.most_in_phase = self.most.setdefault(phase, {})
+        self.work_in_phase = self.work.setdefault(phase, Counter())
         self.note("start", self.alive)
 
     def note(self, what, n_bytes):
-        self.moment[what] = max(self.moment.get(what, 0), n_bytes)
+        self.most_in_phase[what] = max(self.most_in_phase.get(what, 0), n_bytes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -1944,13 +1922,11 @@ class LiveBytes(TorchDispatchMode):
 
     def add_work(self, work):
         """What compiled code fuses is neither read nor written."""
-        if not (work.is_fused and self.is_in_graph()):
-            self.work_of_moment[work] += LiveBytes.repeats
-
-    def is_in_graph(self):
-        """Whether torch.compile has what runs now. Its backward is most of what autograd runs."""
+        # most of what autograd runs is compiled, if anything is
         is_backward = self.in_backward and not torch.is_grad_enabled()
-        return self.is_compiled or (self.compiles and is_backward)
+        is_in_graph = self.is_compiled or (self.compiles and is_backward)
+        if not (work.is_fused and is_in_graph):
+            self.work_in_phase[work] += LiveBytes.repeats
 
     def to_host(self, func, args, kwargs):
         """-> a tensor that stands for host memory, or None if a call of an operator makes none."""
@@ -1978,8 +1954,11 @@ class LiveBytes(TorchDispatchMode):
         """-> (func(*args, **kwargs), its Work). Most operators on the meta device are Python functions that
         take 0.1 ms. So the form of a new tensor is noted and the next one is made at once: plans are three
         times as fast."""
-        if func is ATEN._grouped_mm.default:
-            out = grouped_on_paper(*args)
+        if func is ATEN._grouped_mm.default:  # which the meta device has for bf16 alone
+            a, b, stops = args[:3]
+            out = a.new_empty(len(a), b.shape[-1])  # of a stack b
+            if b.dim() == 2:
+                out = a.new_empty(len(stops), *out.shape)
             return out, work_of(func, args, out)
         if func._schema.is_mutable and len(func._schema.returns) == 1:
             written = kwargs.get("out", args[0])  # and returned
@@ -2016,8 +1995,10 @@ class LiveBytes(TorchDispatchMode):
             self.forget(name)
         else:
             weakref.finalize(storage, self.forget, name)
-        if where == "pinned":
-            n_bytes = pinned_bytes(n_bytes)
+        if where == "pinned" and n_bytes:
+            # torch's allocator rounds up to a power of two. Its option pinned_max_round_threshold_mb ends
+            # that, but may overflow buffers (torch 2.13, pytorch #192722).
+            n_bytes = 1 << (n_bytes - 1).bit_length()
         self.sizes[name] = n_bytes
         if where == "gpu":
             self.alive += n_bytes
@@ -2043,12 +2024,6 @@ class LiveBytes(TorchDispatchMode):
 def storage_of(tensor):
     """The memory of a tensor, of a DTensor this rank's."""
     return (tensor.to_local() if nf4.is_sharded(tensor) else tensor).untyped_storage()
-
-
-def pinned_bytes(n_bytes):
-    """Pinned host memory of a tensor: torch's allocator rounds up to a power of two. Its option
-    pinned_max_round_threshold_mb ends that, but may overflow buffers (torch 2.13, pytorch #192722)."""
-    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
 
 
 def form_of(value):
@@ -2164,13 +2139,6 @@ def compile_on_paper(live, function, **_):
     return run
 
 
-def grouped_on_paper(a, b, offs, *_):
-    """aten::_grouped_mm, which the meta device has for bf16 alone. Either b is a stack, or the result is."""
-    if b.dim() == 3:
-        return a.new_empty(len(a), b.shape[-1])
-    return a.new_empty(len(offs), len(a), b.shape[-1])
-
-
 class NormOnPaper(torch.autograd.Function):
     """aten::_fused_rms_norm (aten/src/ATen/native/cuda/layer_norm_kernel.cu): keeps its input and a float32 a
     row."""
@@ -2188,11 +2156,6 @@ class NormOnPaper(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
         return torch.zeros_like(x), grad_weight
-
-
-def norm_on_paper(x, shape, weight=None, eps=None):
-    """F.rms_norm()."""
-    return NormOnPaper.apply(x, weight)
 
 
 class AttentionOnPaper(torch.autograd.Function):
@@ -2217,18 +2180,11 @@ class AttentionOnPaper(torch.autograd.Function):
         q, k, v, _out, logsumexp, _mask = ctx.saved_tensors  # each is alive until this returns
         note_kernel("attention", launches=3, length=5 * q.numel())
         grads = [torch.zeros_like(t) for t in (q, k, v)]
-        # alive until this returns
-        scratch = [torch.zeros_like(logsumexp)]  # sums of out * grad
-        scratch.append(torch.zeros_like(q, dtype=torch.float32))  # dq
-        if q.shape[1] != k.shape[1]:
-            scratch.append(torch.zeros_like(q))  # dk of every query head
-            scratch.append(torch.zeros_like(q))  # and dv
+        # sums of out * grad, and dq: they are alive until this returns, too
+        scratch = [torch.zeros_like(logsumexp), torch.zeros_like(q, dtype=torch.float32)]
+        if q.shape[1] != k.shape[1]:  # dk and dv of every query head
+            scratch += [torch.zeros_like(q), torch.zeros_like(q)]
         return (*grads, None)
-
-
-def sdpa_on_paper(q_BHTK, k_BGTK, v_BGTK, attn_mask=None, **_):
-    """F.scaled_dot_product_attention()."""
-    return AttentionOnPaper.apply(q_BHTK, k_BGTK, v_BGTK, attn_mask)
 
 
 def varlen_on_paper(q_NHK, k_NGK, v_NGK, *_, **__):
@@ -2273,8 +2229,9 @@ def first_of(cut):
 HERE = sys.modules[__name__]
 # (module, name of a function in it, stand-in)
 ON_PAPER = [
-    (F, "rms_norm", norm_on_paper),
-    (F, "scaled_dot_product_attention", sdpa_on_paper),
+    (F, "rms_norm", lambda x, shape, weight=None, eps=None: NormOnPaper.apply(x, weight)),
+    (F, "scaled_dot_product_attention",
+     lambda q, k, v, attn_mask=None, **_: AttentionOnPaper.apply(q, k, v, attn_mask)),
     (HERE, "flash_attention", lambda: varlen_on_paper),
     (HERE, "runs_flash_attention", has_flash_on_paper),
     (HERE, "shares_key_heads", has_flash_on_paper),
@@ -2442,8 +2399,13 @@ def parse_config(raw, where="config.json"):
     if raw.get("architectures") not in (None, [], [family.architecture], [family.other_architecture]):
         raise error("architectures", f"not {family.architecture}")
     prefix = "model."
-    if family.decoders:  # go on with the decoder's part of the file
-        raw = with_text_config(raw, family.decoders, error)
+    if family.decoders:
+        # A model with a vision tower: go on with its decoder. What stands both at the top and in
+        # `text_config` counts there, see find_model() in data.py.
+        text = raw.get("text_config")
+        if not isinstance(text, dict) or text.get("model_type") not in family.decoders:
+            raise error("text_config", f"expected an object with model_type {' or '.join(family.decoders)}")
+        raw = raw | text
         name = raw["model_type"]
         family = FAMILIES[name]
         prefix = "model.language_model."
@@ -2460,8 +2422,7 @@ def parse_config(raw, where="config.json"):
     given = with_implied_values(raw, name, family)
     values = {f.name: read_field(given, f.name, Bounds(f.type, *f.metadata["limits"]), where)
               for f in fields(Config) if f.metadata}
-    check_heads(raw, values, error)
-    check_experts(family, values, error)
+    check_heads_and_experts(raw, family, values, error)
     dtype_key = "dtype" if "dtype" in given else "torch_dtype"  # transformers 5, 4
     dtype = given.get(dtype_key, "bfloat16")
     if dtype not in ("float32", "float16", "bfloat16"):
@@ -2479,17 +2440,8 @@ def parse_config(raw, where="config.json"):
         rope_ignored=rope_ignored, rope_size=rope_size)
 
 
-def with_text_config(raw, decoders, error):
-    """The config.json of a model with a vision tower -> that of its decoder. What stands both at the top and
-    in `text_config` counts there, see find_model() in data.py."""
-    text = raw.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") not in decoders:
-        raise error("text_config", f"expected an object with model_type {' or '.join(decoders)}")
-    return raw | text
-
-
-def check_heads(raw, values, error):
-    """Raises where numbers of heads, or their sizes, do not fit each other."""
+def check_heads_and_experts(raw, family, values, error):
+    """Raises where numbers of heads or experts, or their sizes, do not fit each other or the family."""
     H = values["num_attention_heads"]
     if H % values["num_key_value_heads"]:
         raise error("num_key_value_heads", f"does not divide num_attention_heads {H}")
@@ -2499,10 +2451,6 @@ def check_heads(raw, values, error):
         raise error("linear_value_head_dim", f"not linear_key_head_dim {K}")
     if values["linear_num_value_heads"] % values["linear_num_key_heads"]:
         raise error("linear_num_key_heads", "does not divide linear_num_value_heads")
-
-
-def check_experts(family, values, error):
-    """Raises where the numbers of a mixture do not fit the family or each other."""
     E = values["num_experts"]
     if (E > 0) != family.experts:
         raise error("num_experts", "above 0 for a model with experts, absent for others")
@@ -2518,12 +2466,9 @@ def blocks_of(given, family, values, theta, error):
     layer type, and with some_rope it is the one that RoPE leaves alone."""
     n_layers = values["num_hidden_layers"]
     allowed = family.layer_types
-    is_between = [True] * n_layers
-    if family.counts_from is not None:
-        first = family.counts_from
-        if first < 0:
-            first += n_layers + 1
-        is_between = [(i - first) % values["full_attention_interval"] > 0 for i in range(1, n_layers + 1)]
+    interval = values["full_attention_interval"]
+    offset = {"4, 8, ...": 0, "1, 5, ...": 1, "..., last": n_layers, "": None}[family.first_type_in]
+    is_between = [offset is None or (i - offset) % interval > 0 for i in range(1, n_layers + 1)]
 
     def is_list_of(values, choices):
         return isinstance(values, list) and len(values) == n_layers and all(one in choices for one in values)
