@@ -1545,8 +1545,9 @@ def shard_(model, args, device, streamed=None):
 
     One unit per block, one for the embedding and one for the head. The last norm belongs to the root unit,
     which stays gathered from forward to backward. With --replicas N, weights are gathered inside a replica
-    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. streamed: see Blocks;
-    by default all blocks. Where a rank has all rows, FSDP2 ignores frozen weights: see streams_weights()."""
+    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. streamed: see
+    BlockPolicy; by default all blocks. Where a rank has all rows, FSDP2 ignores frozen weights: see
+    streams_weights()."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shard_bytes_on_old_torch_()
@@ -1937,9 +1938,9 @@ def groups_of(named, weight_decay, embedding_lr):
 
 @torch.library.impl("aten::_fused_adamw_.tensor_lr", "Meta")
 def shapes_of_adamw(*_, **__):
-    """Fused AdamW with a rate that is a tensor, as in fp16, makes no new tensor. DTensor asks for that, of the
-    full shapes. Torch 2.13 and 2.14 do not know it: they would run the kernel on four new tensors that are as
-    large as those of all ranks together, to see what it makes."""
+    """Fused AdamW with a rate that is a tensor, as in fp16, makes no new tensor. DTensor asks for that, of
+    the full shapes. torch 2.13 and 2.14 do not know it: to see what the kernel makes, they would run it on
+    four new tensors, each as large as that of all ranks together."""
 
 
 def make_optimizer(named, args, found_inf):
@@ -3491,55 +3492,47 @@ def fixed_settings(args, config, rows_a_step, loader, weights):
 
 # The plan is the run, on paper: on the meta device build() makes the trainer, train_step() runs one step of
 # it, and LiveBytes counts what a GPU and the host would hold. The other ranks are not there. So whatever
-# build() and train_step() call is planned as it runs, and nothing is told twice.
+# build() and train_step() call is planned as it runs, and nobody has to tell the plan of it.
 #
 # A trace of a model of 126 blocks takes 10 s, and a search asks for many. Bytes are linear in the number of
-# equal blocks and in the tokens of long rows, so extrapolate() traces few blocks and short rows.
+# equal blocks and in the tokens of long rows, so extrapolate() traces models of few blocks and short rows.
 
 GIB = 2**30
 OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
 CONTEXT = 0.75 * GIB
-KINDS = ("weights", "quantized weights", "adapters", "optimizer", "gradients", "kept for backward",
-         "workspace")
+KINDS = "weights", "quantized weights", "adapters", "optimizer", "gradients", "kept for backward", "workspace"
+# {what runs in a phase of a step: its title in the table}
+TITLES = {"head": "head and loss", "block": "a block", "embedding": "embedding", "update": "update"}
 
 
-# {phase of a step: its title in the table}
-PHASES = {"head": "head and loss", "block": "a block", "embedding": "embedding", "update": "update"}
-
-
-def plan(run, blocks):
-    """Where the memory of a training step goes on rank 0 -> ({moment: {kind: bytes}}, {kind: bytes of host
-    memory}). The moments are the largest of the head, a block, the embedding and the update. We assume rows
-    of run.length tokens, one document per row, every token supervised. OVERHEAD comes on top.
-    tests/test_plan.py compares the sums with real steps."""
-    step = extrapolate(run, blocks)
-    if not is_linear(run, blocks):
-        step = trace(run, blocks)
+def plan(run, policy):
+    """Where the memory of a training step goes on rank 0 -> ({title: {kind: bytes}}, {kind: bytes of host
+    memory}). For each of TITLES it is the phase with the highest peak. We assume rows of run.length tokens,
+    one document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py compares the sums
+    with real steps."""
+    step = extrapolate(run, policy) if is_linear(run, policy) else trace(run, policy)
     peaks = peaks_of(step)
-    largest = {}  # {phase: Moment}
-    for moment in peaks:
-        # the backward comes after the forward: of two equal peaks it is the usual one
-        if moment.phase not in largest or peaks[moment] >= peaks[largest[moment.phase]]:
-            largest[moment.phase] = moment
     table = {}
-    for phase, title in PHASES.items():
-        if phase in largest:
-            moment = largest[phase]
-            start = step.alive[moment, "start"]
-            kinds = step.on_gpu + Counter(gradients=step.gradients[moment])
+    for module, title in TITLES.items():
+        # from the last one on: of two equal peaks it is the backward's
+        phases = [phase for phase in reversed(peaks) if phase.module == module]
+        if phases:
+            phase = max(phases, key=peaks.get)
+            start = step.alive[phase, "start"]
+            kinds = step.on_gpu + Counter(gradients=step.gradients[phase])
             kinds["kept for backward"] = start - kinds.total()
-            kinds["workspace"] = peaks[moment] - start
+            kinds["workspace"] = peaks[phase] - start
             table[title] = kinds
     return table, dict(+step.on_host)
 
 
-def planned_bytes(run, blocks, room=math.inf):
+def planned_bytes(run, policy, room=math.inf):
     """What a GPU needs for a step, CUDA's own memory included; less, if even that is more than `room`."""
 
     def need(run):
-        return max(peaks_of(extrapolate(run, blocks, with_host=False)).values()) + OVERHEAD
+        return max(peaks_of(extrapolate(run, policy, with_host=False)).values()) + OVERHEAD
 
-    short = short_rows(run, blocks)[0]
+    short = short_rows(run, policy)[0]
     least = need(short)  # takes a third of the time
     return least if least > room or short == run else need(run)
 
@@ -3547,42 +3540,41 @@ def planned_bytes(run, blocks, room=math.inf):
 # ---- a step on the meta device
 
 
-class Moment(NamedTuple):
-    """A part of a step, from when it reaches a module until it reaches the next one. All blocks between the
-    first and the last one are one."""
+class Phase(NamedTuple):
+    """What a step does between two calls of Watch.begin(). All blocks but the first and the last are one."""
 
-    n_forward: int  # of the model, in this step
+    n_forward: int  # the number of the model's forward in this step
     direction: str  # forward, backward or update
-    phase: str  # of PHASES
-    which: str = ""  # of the blocks, see Watch and in_two_groups()
+    module: str  # one of TITLES
+    which: str = ""  # first, last or between, if it is a block; see also in_two_groups()
 
 
 class Trace(NamedTuple):
     """Bytes and work of a step."""
 
-    alive: Counter  # {(Moment, what): bytes on the GPU}, see LiveBytes.most
-    gradients: Counter  # {Moment: bytes among these when it begins}
+    alive: Counter  # {(Phase, what): bytes on the GPU}, see LiveBytes.most
+    gradients: Counter  # {Phase: bytes of gradients when it begins}
     on_gpu: Counter  # {kind: bytes} of weights and optimizer
     on_host: Counter  # {kind: bytes}
     work: Counter  # {(n_forward, direction), (kernel, unit): amount}, see LiveBytes.work
 
 
 def peaks_of(step):
-    """-> {Moment: bytes}."""
+    """-> {Phase: bytes}."""
     peaks = Counter()
-    for (moment, _), n_bytes in step.alive.items():
-        peaks[moment] = max(peaks[moment], n_bytes)
+    for (phase, _), n_bytes in step.alive.items():
+        peaks[phase] = max(peaks[phase], n_bytes)
     return peaks
 
 
 TRACES = {}  # {what a trace depends on: Trace}
 
 
-def trace(run, blocks):
+def trace(run, policy):
     """Runs a step on the meta device -> Trace, once for the same arguments."""
     args = run.args
-    flags = {**vars(args), "activation_checkpointing": None, "resident_blocks": None}  # `blocks` says these
-    key = repr((flags, *run[1:], blocks))
+    flags = {**vars(args), "activation_checkpointing": None, "resident_blocks": None}  # `policy` has these
+    key = repr((flags, *run[1:], policy))
     if key in TRACES:
         return TRACES[key]
     ranks = argparse.Namespace(
@@ -3591,25 +3583,25 @@ def trace(run, blocks):
     if args.grad_accum > 1:  # what an earlier micro-batch leaves does not depend on its tokens
         lengths = [min(run.length, 128), run.length]
     with on_paper(run) as live:
-        trainer = build(lm.on_meta(run.config, args), run, blocks, ranks, load_weights=lambda model: None)
+        trainer = build(lm.on_meta(run.config, args), run, policy, ranks, load_weights=lambda model: None)
         watch = Watch(live, trainer)
         train_step(trainer, [batch_on_paper(args, n) for n in lengths], 1, {})
         on_gpu, host = bytes_by_kind(trainer, live)
     host["activations"] = watch.host_at_head - host.total()
     host["gradients"] = watch.gradients_on_host
-    del live.most["before"]  # the step
-    alive = {(moment, what): n_bytes for moment, most in live.most.items() for what, n_bytes in most.items()}
+    del live.most["before"]  # what was alive before the step
+    alive = {(phase, what): n_bytes for phase, most in live.most.items() for what, n_bytes in most.items()}
     work = Counter()
-    for moment in live.most:
-        for done, times in live.work[moment].items():
+    for phase in live.most:
+        for done, times in live.work[phase].items():
             for unit, amount in done.amounts.items():
-                work[moment[:2], (done.kernel, unit)] += times * amount
+                work[phase[:2], (done.kernel, unit)] += times * amount
     TRACES[key] = Trace(Counter(alive), watch.gradients_at, on_gpu, host, work)
     return TRACES[key]
 
 
 def bytes_by_kind(trainer, live):
-    """({kind: bytes on the GPU}, {kind: bytes in host memory}) of what is there for the whole step."""
+    """-> ({kind: bytes on the GPU}, {kind: bytes in host memory}), of what is there for the whole step."""
     kinds = {}  # {id of a storage: kind}; two parameters may be one, or share a slot of StreamedWeights
     for name, p in trainer.model.named_parameters():
         kind = kind_of(name, p)
@@ -3634,9 +3626,9 @@ def kind_of(name, p):
 
 
 class Watch:
-    """Begins a moment of LiveBytes where a step gets to the embedding, a block, the head with the norm below
-    it, and the same in the backward from the end; and to the update. A backward begins when the gradient of
-    a module's output is there.
+    """Begins a phase of LiveBytes where a step reaches the embedding, a block, the head with the norm below
+    it, each of these in the backward, and the update. The backward of a module begins when there is a
+    gradient of its output.
 
     Its hooks come before FSDP2's, so that what these gather for a module counts as the module's."""
 
@@ -3647,12 +3639,12 @@ class Watch:
         self.without_gradient = trainer.trained
         self.gradients = 0  # bytes
         self.gradients_on_host = 0
-        self.gradients_at = Counter()  # {Moment: bytes}
+        self.gradients_at = Counter()  # {Phase: bytes}
         model.register_forward_pre_hook(self.before_model, prepend=True)
         model.register_forward_hook(lambda _, __, loss: self.begin_backward_at(loss, "head"))
         layers = model.model.layers
         for i, block in enumerate(layers):
-            # The most is alive at one end of the model, and at which one depends on how many blocks it has.
+            # Memory peaks at one end of the model, and at which one depends on how many blocks it has.
             which = {0: "first", len(layers) - 1: "last"}.get(i, "between")
             block.register_forward_pre_hook(functools.partial(self.before_block, which), prepend=True)
             block.register_forward_hook(functools.partial(self.after_block, which), prepend=True)
@@ -3660,7 +3652,7 @@ class Watch:
             lambda _, inputs: self.begin_backward_at(inputs[0], "embedding"), prepend=True)
         model.model.norm.register_forward_pre_hook(self.before_head, prepend=True)
         if not trainer.in_backward:
-            # not by a hook, which a fork's optimizer may lack
+            # not by a hook: a fork's optimizer may have none
             trainer.optimizer.step = functools.partial(self.update, trainer.optimizer.step)
 
     def before_model(self, *_):
@@ -3686,8 +3678,8 @@ class Watch:
             x.register_hook(lambda _: self.begin("backward", *phase))
 
     def begin(self, direction, *phase):
-        moment = Moment(self.n_forwards, direction, *phase)
-        self.live.begin(moment)
+        phase = Phase(self.n_forwards, direction, *phase)
+        self.live.begin(phase)
         new = [p for p in self.without_gradient if p.grad is not None]
         if new:
             self.without_gradient = [p for p in self.without_gradient if p.grad is None]
@@ -3697,64 +3689,63 @@ class Watch:
                     self.gradients_on_host += self.live.sizes[storage]
                 else:
                     self.gradients += rows.nbytes
-        self.gradients_at[moment] = max(self.gradients_at[moment], self.gradients)
+        self.gradients_at[phase] = max(self.gradients_at[phase], self.gradients)
 
 
-# ---- the step of a whole model in whole rows, from few blocks and short rows
+# ---- the step of a whole model in whole rows, extrapolated from few blocks and short rows
 
 UNIT = 1024  # tokens of a piece of a short row
-PIECES = "tiled_mlp", "ce_chunk"  # flags: how many tokens a loop takes at a time
+PIECES = "tiled_mlp", "ce_chunk"  # flags: how many tokens a loop works on at a time
 
 
-def extrapolate(run, blocks, with_host=True):
-    """-> Trace of a step, in a fraction of the time of trace(). with_host: whether host memory and work have
-    to be right with --resident_blocks, too, which takes more time."""
+def extrapolate(run, policy, with_host=True):
+    """-> Trace of a step, in a fraction of the time of trace(). with_host=False saves time: with
+    --resident_blocks, host memory and work are wrong then."""
     n_layers = run.config.num_hidden_layers
-    if n_layers <= numbers_of_few(run)[1]:
-        return from_short_rows(run, blocks)
-    kinds = [blocks.kept_by(i, n_layers) for i in range(n_layers)]
-    if len(set(kinds)) > 2:  # no search asks for that
-        return from_short_rows(run, blocks)
+    kinds = [policy.kept_by(i, n_layers) for i in range(n_layers)]
+    is_small = n_layers <= numbers_of_few(run)[1]
+    if is_small or len(set(kinds)) > 2:  # no search asks for more than two
+        return from_short_rows(run, policy)
     step = from_few_blocks(run, kinds[-1])
     if kinds[0] != kinds[-1]:
         step = in_two_groups(from_few_blocks(run, kinds[0]), step, kinds.count(kinds[0]) / n_layers)
-    if 0 < blocks.n_resident < n_layers:
-        step = with_resident(step, run, blocks)
-        if with_host:  # it has, and the bus carries, what is between none of the blocks and all
+    if 0 < policy.n_resident < n_layers:
+        step = with_resident(step, run, policy)
+        if with_host:  # both are linear in the number of resident blocks
             all_resident = from_few_blocks(run, kinds[-1]._replace(n_resident=n_layers))
-            between = along_line(step, all_resident, blocks.n_resident / n_layers)
+            between = along_line(step, all_resident, policy.n_resident / n_layers)
             step = step._replace(on_host=between.on_host, work=between.work)
     return step
 
 
 def in_two_groups(first, last, share):
-    """-> Trace of a model in which that share of the blocks, the first ones, are as in one trace, and the
-    last ones as in the other."""
+    """-> Trace of a model whose first blocks, this share of all, are those of one trace, and whose last
+    blocks are those of the other."""
+
+    def in_front(phase):
+        return phase._replace(which=f"{phase.which} of the first blocks")
+
     step = along_line(last, first, share)
-    for (moment, what), n_bytes in first.alive.items():
-        if moment.phase != "block":
+    for (phase, what), n_bytes in first.alive.items():
+        if phase.module != "block":
             continue
         # The first blocks run before the last ones have kept anything, or when all of that is free again.
-        step.alive[in_front(moment), what] = n_bytes
-        # The last ones run while all is there that the first ones keep. How much more or less that is than
-        # if these were like the last, the head tells.
-        if (moment, what) in last.alive:
-            head = Moment(moment.n_forward, "forward", "head"), "start"
+        step.alive[in_front(phase), what] = n_bytes
+        # The last blocks run beside all that the first ones keep. The head shows how much more or less that
+        # is than what these would keep if they were like the last.
+        if (phase, what) in last.alive:
+            head = Phase(phase.n_forward, "forward", "head"), "start"
             more = share * (first.alive[head] - last.alive[head])
-            step.alive[moment, what] = last.alive[moment, what] + round(more)
-    for moment, n_bytes in first.gradients.items():
-        step.gradients[in_front(moment)] = n_bytes
+            step.alive[phase, what] = last.alive[phase, what] + round(more)
+    for phase, n_bytes in first.gradients.items():
+        step.gradients[in_front(phase)] = n_bytes
     return step
 
 
-def in_front(moment):
-    return moment._replace(which=f"{moment.which} of those in front")
-
-
-def with_resident(step, run, blocks):
-    """The Trace of a model whose blocks all come from host memory -> of one with --resident_blocks."""
+def with_resident(step, run, policy):
+    """The Trace of a model whose blocks are all streamed from host memory -> that with --resident_blocks."""
     layers = lm.on_meta(run.config, run.args).model.layers
-    streamed = blocks.streamed(len(layers))
+    streamed = policy.streamed(len(layers))
     resident = Counter()  # {kind: bytes} of this rank's frozen weights
     for i, block in enumerate(layers):
         for p in frozen_of(block) if i not in streamed else ():
@@ -3763,15 +3754,15 @@ def with_resident(step, run, blocks):
     return step._replace(alive=alive, on_gpu=step.on_gpu + resident)
 
 
-def from_few_blocks(run, blocks):
-    """-> Trace of a model whose blocks all keep the same: it is on a line through two models of few."""
+def from_few_blocks(run, policy):
+    """-> Trace of a model whose blocks all have one policy, extrapolated from two models of few blocks."""
     few, more = numbers_of_few(run)
-    steps = [from_short_rows(of_blocks(run, range(n)), blocks) for n in (few, more)]
+    steps = [from_short_rows(of_blocks(run, range(n)), policy) for n in (few, more)]
     return along_line(*steps, (run.config.num_hidden_layers - few) / (more - few))
 
 
 def numbers_of_few(run):
-    """-> two numbers of blocks, from which on all that blocks add to the bytes of a step is equal."""
+    """-> two numbers of blocks. From the smaller one on, each more period of blocks adds the same bytes."""
     n_layers = run.config.num_hidden_layers
     period = period_of(run.config)
     few = max(3, period)
@@ -3785,70 +3776,70 @@ def numbers_of_few(run):
     return few, few + period
 
 
-def is_linear(run, blocks):
-    """Whether a third model of few blocks is on the line through two. It is not if a fork changes blocks by
-    their number, or shards some of them together."""
+def is_linear(run, policy):
+    """Whether two models of few blocks predict the peaks of a third one. They do not if a fork changes blocks
+    by their number, or shards some of them together."""
     few, more = numbers_of_few(run)
     third = 2 * more - few
     if third >= run.config.num_hidden_layers:
         return True
-    blocks = blocks.kept_by(0, run.config.num_hidden_layers)
-    short = short_rows(run, blocks)[0]
-    steps = [trace(of_blocks(short, range(n)), blocks) for n in (few, more, third)]
-    told = peaks_of(along_line(*steps[:2], 2))
-    return all(abs(told[moment] - n) <= 0.001 * n for moment, n in peaks_of(steps[2]).items())
+    policy = policy.kept_by(0, run.config.num_hidden_layers)
+    short = short_rows(run, policy)[0]
+    steps = [trace(of_blocks(short, range(n)), policy) for n in (few, more, third)]
+    expected = peaks_of(along_line(*steps[:2], 2))
+    return all(abs(expected[phase] - n) <= 0.001 * n for phase, n in peaks_of(steps[2]).items())
 
 
 def period_of(config):
-    """How many blocks repeat themselves: one, or every four in a hybrid."""
+    """After how many blocks the types of blocks repeat: one, or four in a hybrid."""
     n_layers = config.num_hidden_layers
     lists = lists_of(config).values()
     return next(n for n in range(1, n_layers + 1) if all(values[n:] == values[:-n] for values in lists))
 
 
 def lists_of(config):
-    """{name: list} of a config, each of which has an entry for each block."""
+    """{name: list} of those fields of a config that have an entry for each block."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {name: value for name, value in fields.items() if isinstance(value, list)}
 
 
 def of_blocks(run, numbers):
-    """-> RunSpec of a model that has some of the blocks alone."""
+    """-> RunSpec of a model that has only these blocks."""
     entries = {name: [values[i] for i in numbers] for name, values in lists_of(run.config).items()}
     return run._replace(config=dataclasses.replace(run.config, num_hidden_layers=len(numbers), **entries))
 
 
-def from_short_rows(run, blocks):
-    """As trace(): long rows are on a line through two short ones, and on one through two sizes of a piece."""
-    short, *longer = short_rows(run, blocks)
-    first = step = trace(short, blocks)
+def from_short_rows(run, policy):
+    """As trace(), of long rows: extrapolated from two lengths of short rows and two sizes of their pieces."""
+    short, *longer = short_rows(run, policy)
+    first = step = trace(short, policy)
     for long in longer:
         times = (run.length - short.length) / (long.length - short.length)
-        step = along_line(first, trace(long, blocks), times)
+        step = along_line(first, trace(long, policy), times)
     for flag in PIECES:
         size = getattr(short.args, flag)
         if size != getattr(run.args, flag):
             halved = argparse.Namespace(**vars(short.args) | {flag: size // 2})
             times = (getattr(run.args, flag) - size) / (size - size // 2)
-            halves = trace(short._replace(args=halved), blocks), first
+            of_halves = trace(short._replace(args=halved), policy)
             # work is linear in the number of pieces, of which longer rows have more
-            of_work = (1 - size / getattr(run.args, flag)) * run.length / short.length
-            work = extended(step, *halves, of_work).work
-            step = extended(step, *halves, times)._replace(work=work)
+            times_for_work = (1 - size / getattr(run.args, flag)) * run.length / short.length
+            work = along_line(of_halves, first, times_for_work, step).work
+            step = along_line(of_halves, first, times, step)._replace(work=work)
     return step
 
 
-def short_rows(run, blocks):
-    """-> [run] with rows of three and of four pieces: from there on every number of a trace is linear in the
-    tokens (of two segments of Gated DeltaNet, none is between two others). Or the run itself, if that has few
+def short_rows(run, policy):
+    """-> [RunSpec] with rows of three and of four pieces: from three on, every number of a trace is linear in the
+    tokens, as then a segment of Gated DeltaNet is between two others. Or the run itself, if its rows have few
     pieces. A layer that loops over tokens in pieces of its own adds their size here."""
     args = run.args
-    rows = args.batch_size / args.sequence_parallel  # of a rank
+    rows = args.batch_size / args.sequence_parallel  # rows on a rank, or a part of one
     n_tokens = run.length * rows
     pieces = {flag: getattr(args, flag) for flag in PIECES if getattr(args, flag)}
     unit = min(UNIT, max(16, n_tokens / 4))
-    if blocks.segment < args.batch_size * run.length:  # Gated DeltaNet mixes more than one, of all ranks
-        unit = max(unit / min(args.sequence_parallel, 2), blocks.segment / args.sequence_parallel)
+    if policy.segment < args.batch_size * run.length:  # Gated DeltaNet mixes more than one, of all ranks
+        unit = max(unit / min(args.sequence_parallel, 2), policy.segment / args.sequence_parallel)
     if args.precision in ("fp16", "fp32") and run.config.sliding_window < run.length:  # see lm.sdpa()
         unit = max(unit, run.config.sliding_window * rows)
     # A short loop takes less time than two traces. That of the loss does not run in each block.
@@ -3860,19 +3851,15 @@ def short_rows(run, blocks):
     return [run._replace(length=math.ceil(n * unit / rows), args=changed) for n in (3, 4)]
 
 
-def along_line(few, more, times):
-    """The Trace that has `times` as much more than `few` as `more` has."""
-    return extended(few, few, more, times)
-
-
-def extended(step, few, more, times):
-    """Adds `times` what `more` has more than `few` to a Trace."""
+def along_line(few, more, times, start=None):
+    """-> Trace: start + times * (more - few), number by number. start: `few` if it is not given."""
+    start = start or few
 
     def add(total, a, b):
         return Counter({key: round(total[key] + times * (b[key] - a[key])) for key in total | a | b})
 
-    total = Trace(*map(add, step, few, more))
-    in_all = step.alive.keys() & few.alive.keys() & more.alive.keys()
+    total = Trace(*map(add, start, few, more))
+    in_all = start.alive.keys() & few.alive.keys() & more.alive.keys()
     return total._replace(alive=Counter({key: total.alive[key] for key in in_all}))
 
 
@@ -3882,10 +3869,10 @@ def extended(step, few, more, times):
 class Card(NamedTuple):
     """A GPU, by its datasheet."""
 
-    gb: int  # by its name
+    gb: int  # as its name has it
     gib: float  # that CUDA reports: firmware and ECC take 1 to 9 %
     tflops: float  # dense products in bf16, or fp16 without it, which add up in float32
-    gb_per_s: float  # of its memory
+    gb_per_s: float  # memory bandwidth
     bus: float  # GB/s to the host, each way
     link: float  # GB/s to other cards, each way
     # TFLOP/s of FlashAttention 2: on Hopper tests/LOG.md, others a guess from papers; 0: no time is told
@@ -3930,12 +3917,12 @@ def card_named(text):
     return min(names, key=lambda name: abs(len(name) - len(text)), default=None)
 
 
-def time_of_step(run, blocks, card, length=None):
+def time_of_step(run, policy, card, length=None):
     """-> (seconds, those without waits for the host). A pass takes as long as what is busy longest: the GPU,
     the host that launches kernels, the bus or the links; a kernel as its products or its memory. length: how
     many tokens a token's document has on average, by default those of a row."""
     kernels = {}  # {(pass, kernel): {unit: amount}}
-    for (one, (kernel, unit)), n in extrapolate(run, blocks).work.items():
+    for (one, (kernel, unit)), n in extrapolate(run, policy).work.items():
         kernels.setdefault((one, kernel), Counter())[unit] = n
     busy = {}  # {pass: {what: seconds}}
     for (one, _), n in kernels.items():
@@ -3947,7 +3934,7 @@ def time_of_step(run, blocks, card, length=None):
         busy.setdefault(one, Counter()).update(
             gpu=max(products_s + attention_s, memory_s), host=n["launches"] * launch_s,
             bus=n["bus"] / (1e9 * card.bus), links=n["link"] / (1e9 * card.link))
-    # Of several micro-batches two are traced; the second one has whole rows. Each counts, and one update.
+    # Of several micro-batches two are traced, the second one in whole rows. It counts for all of them.
     n_forwards = max(n_forward for n_forward, _ in busy)
     first = n_forwards // 2 if run.args.grad_accum > 1 else 0
     times = {one: run.args.grad_accum if one[0] > first else 0 for one in busy} | {(n_forwards, "update"): 1}
@@ -3957,7 +3944,7 @@ def time_of_step(run, blocks, card, length=None):
     return tuple(sum(times[one] * s for one, s in zip(busy, kind)) for kind in (both, without_host))
 
 
-def describe_time(run, blocks, name, steps, length):
+def describe_time(run, policy, name, steps, length):
     """Text: how long a step and all steps take on a card, or at least take, or why that is not known."""
     args = run.args
     unknown = {
@@ -3970,7 +3957,7 @@ def describe_time(run, blocks, name, steps, length):
     }
     if any(unknown.values()):
         return f"the time of a step is not known {next(why for why in unknown if unknown[why])}"
-    with_host, seconds = time_of_step(run, blocks, CARDS[name], length)
+    with_host, seconds = time_of_step(run, policy, CARDS[name], length)
     bounds = {
         "the GPU waits for the host, which launches its kernels": with_host > 1.1 * seconds,
         "small products reach less of a card": run.config.hidden_size < 4096,  # 3B: 22 to 36 % more time
@@ -4008,7 +3995,7 @@ def on_paper(run):
 
 
 class StreamOnPaper:
-    """A stream of the meta device, or an event: nothing runs there, so nothing waits."""
+    """A stream or an event of the meta device: nothing runs there, so nothing waits."""
 
     def __init__(self, **_):
         pass
@@ -4065,7 +4052,7 @@ def ranks_on_paper(world, live):
         (distributed_c10d, "_group_count", next(GROUP_NAMES)),
         (torch._C._distributed_c10d, "_set_global_rank", lambda rank: None),  # for log lines of C++
         (sys, "excepthook", sys.excepthook),  # each new group puts a "[rank0]" before all errors
-        # of a block that FSDP2 has gathered and no backward has used
+        # FSDP2 asks for it where it has gathered a block that no backward has used
         (torch.accelerator, "current_stream", StreamOnPaper),
         (FSDPParam, "reset_sharded_param", pin_on_paper),
         # these two refuse weights on the meta device
@@ -4092,48 +4079,45 @@ def batch_on_paper(args, length):
     n_tokens = args.batch_size * length
     n_documents = 2 * args.batch_size if args.dpo else args.batch_size
     edges = [n_tokens * i // n_documents for i in range(n_documents + 1)]
-    starts = edges[:-1]
-    stops = edges[1:]
-    n_targets = [stop - start for start, stop in zip(starts, stops)]
+    pairs = list(itertools.pairwise(edges))
+    n_targets = [stop - start for start, stop in pairs]
     bounds = None
     if n_tokens % n_documents:  # they are not of one length, see data.pack_spans()
         bounds = torch.empty(n_documents + 1, dtype=torch.int32, device="meta")
     if args.precision in ("fp16", "fp32"):
-        stops = [stop - 1 for stop in stops]
+        pairs = [(start, stop - 1) for start, stop in pairs]
         bounds = torch.empty(2 * n_documents + 1, dtype=torch.int32, device="meta")
     shape = args.batch_size, length
     if args.sequence_parallel > 1:
         shape = 1, nf4.ceil_div(n_tokens, args.sequence_parallel)
     tokens, targets, positions, supervised = torch.empty(4, *shape, dtype=torch.int64, device="meta").unbind()
-    return data.Batch(
-        tokens, targets, positions, supervised.flatten(),
-        spans=lm.Spans(list(zip(starts, stops)), bounds, length),
-        n_targets=n_targets)
+    spans = lm.Spans(pairs, bounds, length)
+    return data.Batch(tokens, targets, positions, supervised.flatten(), spans, n_targets)
 
 
-def peak_of(moments):
-    """(name of the largest moment, its bytes)."""
-    name = max(moments, key=lambda moment: moments[moment].total())
-    return name, moments[name].total()
+def peak_of(phases):
+    """(title of the phase with the highest peak, its bytes)."""
+    title = max(phases, key=lambda title: phases[title].total())
+    return title, phases[title].total()
 
 
-class Blocks(NamedTuple):
-    """What the blocks keep from their forward to their backward. Losses do not depend on it."""
+class BlockPolicy(NamedTuple):
+    """How many blocks keep what from their forward to their backward. Losses do not depend on it."""
 
-    n_recomputed: int  # from block 0 on: what the last ones keep is freed first
-    n_weights_kept: int = 0  # last ones that keep NF4 weights in 16 bits
-    n_attention_kept: int = 0  # last ones of the recomputed that keep attention's output
-    n_resident: int = 0  # whose frozen weights stay on the GPU where --offload params moves those of others
+    n_recomputed: int  # the first ones, because what the last ones keep is free again soonest
+    n_weights_kept: int = 0  # the last ones: they keep NF4 weights in 16 bits
+    n_attention_kept: int = 0  # the last of the recomputed ones: they keep attention's output
+    n_resident: int = 0  # their frozen weights stay on the GPU, where --offload params moves those of others
     segment: int = lm.SEGMENT  # tokens that Gated DeltaNet mixes at a time
 
     def kept_by(self, i, n_layers):
-        """-> Blocks of a model of blocks like block i. Of resident ones it says whether all are."""
+        """-> BlockPolicy of a model whose blocks are all like block i; all are resident, or none."""
         is_recomputed = i < self.n_recomputed
         keeps_weights = i >= n_layers - self.n_weights_kept
         keeps_attention = is_recomputed and i >= self.n_recomputed - self.n_attention_kept
         all_resident = self.n_resident >= n_layers
         keeps = is_recomputed, keeps_weights, keeps_attention, all_resident
-        return Blocks(*(n_layers * is_on for is_on in keeps), segment=self.segment)
+        return BlockPolicy(*(n_layers * is_on for is_on in keeps), segment=self.segment)
 
     def streamed(self, n_layers):
         """Numbers of the blocks whose frozen weights --offload params has in host memory: the last one, and
@@ -4145,27 +4129,24 @@ class Blocks(NamedTuple):
 
 
 def blocks_as_asked(run):
-    """-> Blocks of --activation_checkpointing and --resident_blocks N and all. auto counts as what needs the
-    least memory, which is all of the first and none of the second."""
+    """-> BlockPolicy by --activation_checkpointing and --resident_blocks. auto counts as what needs the least
+    memory: recompute all blocks, and keep none resident."""
     n_layers = run.config.num_hidden_layers
     asked = run.args.activation_checkpointing
-    if asked in ("all", "auto"):
-        asked = n_layers
-    resident = run.args.resident_blocks
-    n_resident = {"all": n_layers, "auto": 0}.get(resident, resident)
-    return Blocks(min(asked, n_layers), n_resident=min(n_resident, n_layers))
+    n_recomputed = {"all": n_layers, "auto": n_layers}.get(asked, asked)
+    asked = run.args.resident_blocks
+    n_resident = {"all": n_layers, "auto": 0}.get(asked, asked)
+    return BlockPolicy(min(n_recomputed, n_layers), n_resident=min(n_resident, n_layers))
 
 
 def choose_blocks(run, room):
-    """-> Blocks. If --activation_checkpointing or --resident_blocks is auto: the fastest choice that needs at
-    most 90 % of `room` bytes, or if none does, the one that needs the least. Without a known room auto is
-    what needs the least."""
+    """-> BlockPolicy. If --activation_checkpointing or --resident_blocks is auto: the fastest choice that
+    needs at most 90 % of `room` bytes. If none does, or the room is not known: the one that needs least."""
     args = run.args
     n_layers = run.config.num_hidden_layers
     asked = blocks_as_asked(run)
     choices = [asked]
-    # on a CPU, and where a dry run names no card
-    if room == math.inf:
+    if room == math.inf:  # on a CPU, and where a dry run names no card
         return asked
     # with the inputs of blocks offloaded, auto recomputes all blocks
     if args.activation_checkpointing == "auto" and "activations" not in args.offload:
@@ -4173,11 +4154,25 @@ def choose_blocks(run, room):
         choices = [choice._replace(n_resident=asked.n_resident)
                    for choice in block_choices(n_layers, can_keep_weights)]
     if args.resident_blocks == "auto" and offloads_frozen(args):
-        choices = resident_choices(n_layers, choices)
+        # Memory goes to activations first: a block that is not recomputed saves a third of its products in
+        # any case. Then it goes to resident weights. They save two copies of a block, but time only where
+        # these do not hide behind compute: on a 3090 in micro-batches below 330 tokens in NF4, or 1,300 in
+        # bf16 (tests/by_card.py --copies). Per byte that is no more than activations save, even there. Last
+        # come dequantized weights: four times the bytes of NF4, to save a dequantization.
+        with_weights = [choice._replace(n_resident=n_layers) for choice in choices if choice.n_weights_kept]
+        others = [choice for choice in choices if not choice.n_weights_kept]
+        resident = [others[0]._replace(n_resident=n) for n in range(n_layers, 0, -1)]
+        choices = [*with_weights, *resident, *others]
     if "linear_attention" in run.config.layer_types:
+        # Memory goes to segments before all that: Gated DeltaNet mixes all tokens of a micro-batch at once,
+        # and only the smallest choice comes with shorter segments, too. They need memory once, for one block
+        # after another, and on an H100 a layer takes 17 ms for 8,192 tokens at once, and 37 ms in segments of
+        # 2,048 (tests/LOG.md).
         n_tokens = args.batch_size * run.length
         n_tokens += -n_tokens % args.sequence_parallel  # shards are equal, see Loader.batch()
-        choices = segment_choices(n_tokens, choices)
+        at_once = [choice._replace(segment=max(n_tokens, lm.SEGMENT)) for choice in choices]
+        shorter = [n for n in (4096, 2048, lm.SEGMENT) if n < n_tokens]
+        choices = at_once + [choices[-1]._replace(segment=n) for n in shorter]
 
     def fits(choice):
         return planned_bytes(run, choice, 0.9 * room) <= 0.9 * room
@@ -4189,47 +4184,24 @@ def choose_blocks(run, room):
 
 
 def block_choices(n_layers, can_keep_weights):
-    """[Blocks] from the fastest choice to the smallest; each needs at most the memory of the one before."""
+    """-> [BlockPolicy] from the fastest to the smallest: each needs at most the memory of the one before."""
     # recompute no block, and keep fewer and fewer dequantized weights
     choices = []
     if can_keep_weights:
-        choices = [Blocks(0, n_weights_kept=n) for n in range(n_layers, 0, -1)]
+        choices = [BlockPolicy(0, n_weights_kept=n) for n in range(n_layers, 0, -1)]
     # Recompute more and more blocks, but not attention: its output is the cheapest thing to keep per second
     # that it saves, where documents are longer than about D tokens.
-    choices += [Blocks(n, n_attention_kept=n) for n in range(n_layers + 1)]
+    choices += [BlockPolicy(n, n_attention_kept=n) for n in range(n_layers + 1)]
     # recompute attention as well, in more and more blocks
-    choices += [Blocks(n_layers, n_attention_kept=n) for n in range(n_layers - 1, -1, -1)]
+    choices += [BlockPolicy(n_layers, n_attention_kept=n) for n in range(n_layers - 1, -1, -1)]
     return choices
-
-
-def resident_choices(n_layers, choices):
-    """The same choices, with those of --resident_blocks among them. Memory goes to activations first: that
-    saves a third of the products of a block in any case. To keep its weights saves a block's two copies, and
-    time only where these do not hide behind compute: below 330 tokens a micro-batch in NF4 and 1,300 in bf16
-    on a 3090 (tests/by_card.py --copies). Per byte that is no more even there. Dequantized weights come last:
-    four times the bytes of NF4, for the time of a dequantization."""
-    with_weights = [choice._replace(n_resident=n_layers) for choice in choices if choice.n_weights_kept]
-    others = [choice for choice in choices if not choice.n_weights_kept]
-    resident = [others[0]._replace(n_resident=n) for n in range(n_layers, 0, -1)]
-    return [*with_weights, *resident, *others]
-
-
-def segment_choices(n_tokens, choices):
-    """The same choices, in which Gated DeltaNet mixes all tokens of a micro-batch at once, and behind them
-    the last one with shorter segments: memory goes to segments first. It is needed once, for one block after
-    another, and on an H100 a layer takes 17 ms for 8,192 tokens at once, and 37 in segments of 2,048
-    (tests/LOG.md)."""
-    at_once = [choice._replace(segment=max(n_tokens, lm.SEGMENT)) for choice in choices]
-    shorter = [n for n in (4096, 2048, lm.SEGMENT) if n < n_tokens]
-    return at_once + [choices[-1]._replace(segment=n) for n in shorter]
 
 
 def options_of(args, splits_rows=False, n_dear=0):
     """-> flags that may lower the peak, cheapest in time first (tests/LOG.md), as they are typed behind the
-    command line, each with what it needs. What the user has switched off stays off, but for --chunked_ce.
-    None changes the number of rows per step, except under --optim_in_backward, which cannot accumulate: so
-    there is either that or splits_rows. n_dear: how many of the last ones, which take much host memory or
-    4-bit weights."""
+    command line, each with what it needs. What the user has switched off stays off, but for --chunked_ce. The
+    number of rows per step stays, too: --optim_in_backward cannot accumulate, so there is either that or
+    splits_rows. n_dear: how many of the last two, which take much host memory or 4-bit weights."""
     options = ["--fsdp2", "--activation_checkpointing all",
                "--activation_checkpointing all --offload activations"]
     if not args.tiled_mlp:
@@ -4252,35 +4224,31 @@ def options_of(args, splits_rows=False, n_dear=0):
 
 
 def with_options(run, options):
-    """A copy of `run` with options typed behind the command line. ArgumentError or ValueError if they cannot
-    be used together."""
+    """A copy of `run` with options typed behind the command line, or None if they cannot be used together."""
     # resolve_flags() would take these two for flags that were given
     decided = {"adapter": None, "offload": run.args.offload or None}
-    changed = argparse.Namespace(**vars(run.args) | decided)
-    changed = run._replace(args=parse_args(" ".join(options).split(), changed))
-    check_sizes(changed.args, run.config, run.world)
-    return changed
+    args = argparse.Namespace(**vars(run.args) | decided)
+    try:
+        args = parse_args(" ".join(options).split(), args)
+        check_sizes(args, run.config, run.world)
+    except (argparse.ArgumentError, ValueError):
+        return None
+    return run._replace(args=args)
 
 
 def bytes_with(run, options, room=math.inf):
     """planned_bytes() with some options, or infinity where they cannot be used together."""
-    try:
-        changed = with_options(run, options)
-    except (argparse.ArgumentError, ValueError):
-        return math.inf
-    return planned_bytes(changed, blocks_as_asked(changed), room)
+    changed = with_options(run, options)
+    return planned_bytes(changed, blocks_as_asked(changed), room) if changed else math.inf
 
 
 def usable(run, options):
-    """-> those of options that can be used together and change something, the first ones first."""
+    """-> those of options that can be used with the ones before them, and change something."""
     used = []
-    before = run.args
+    before = run
     for option in options:
-        try:
-            after = with_options(run, [*used, option]).args
-        except (argparse.ArgumentError, ValueError):
-            continue
-        if after != before:
+        after = with_options(run, [*used, option])
+        if after and after.args != before.args:
             used.append(option)
             before = after
     return used
@@ -4308,15 +4276,11 @@ def choose_options(run, room):
     return options
 
 
-def print_row(name, values):
-    data.say(f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
-
-
-def print_plan(run, blocks, room):
+def print_plan(run, policy, room):
     """Prints the plan as a table, whether it fits into `room` bytes (infinite: not known), and which flags
     would make it fit. A run that needs less than 60 % of the room prints one line."""
-    moments, host = plan(run, blocks)
-    name, peak = peak_of(moments)
+    phases, host = plan(run, policy)
+    name, peak = peak_of(phases)
     need = peak + OVERHEAD
     host_text = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in host.items()) or "none"
     is_short = not run.args.dry_run and need < 0.6 * room
@@ -4325,7 +4289,7 @@ def print_plan(run, blocks, room):
     else:
         data.say(f"memory plan, GiB of rank 0 of {run.world}, "
                  f"micro-batches of {run.args.batch_size} x {run.length} tokens")
-        print_moments(moments, name)
+        print_phases(phases, name)
         if run.args.compile:
             data.say("  --compile: what torch's partitioner saves; an H100 took within 1 % of it")
         data.say(f"  host memory: {host_text}")
@@ -4341,40 +4305,35 @@ def print_plan(run, blocks, room):
     if math.isinf(room):
         return
     if need > room:
-        print_advice(run, room)
-    elif fits_unsharded(run, moments[name], room):
+        options = choose_options(run, room)
+        changed = with_options(run, options)
+        phases, host = plan(changed, blocks_as_asked(changed))
+        need = peak_of(phases)[1] + OVERHEAD
+        on_host = sum(host.values())
+        data.say(f"  it needs {need / GIB:.2f} GiB, and {on_host / GIB:.2f} GiB of host memory, with\n"
+                 f"    {' '.join(options) or 'the flags that it has'}")
+    elif fits_unsharded(run, phases[name], room):
         data.say("  note: it fits without --fsdp2, too, and should take less time: GPUs exchange\n"
                  "  nothing but the gradients of adapters then")
 
 
-def print_moments(moments, largest):
-    """A column for each moment, a row for each kind of bytes."""
-    titles = [f"{moment}*" if moment == largest else moment for moment in moments]
+def print_phases(phases, largest):
+    """Prints a column for each phase, and a row for each kind of bytes."""
+    titles = [f"{phase}*" if phase == largest else phase for phase in phases]
     data.say(" " * 20 + "".join(f"{title:>15}" for title in titles))
-    for kind in KINDS:
-        values = [kinds[kind] for kinds in moments.values()]
+    rows = {kind: [kinds[kind] for kinds in phases.values()] for kind in KINDS}
+    rows["all"] = [kinds.total() for kinds in phases.values()]
+    for name, values in rows.items():
         if any(values):
-            print_row(kind, values)
-    print_row("all", [kinds.total() for kinds in moments.values()])
-
-
-def print_advice(run, room):
-    """Prints the flags that make a run fit into `room` bytes, and what it needs with them."""
-    options = choose_options(run, room)
-    changed = with_options(run, options)
-    moments, host = plan(changed, blocks_as_asked(changed))
-    need = peak_of(moments)[1] + OVERHEAD
-    data.say(f"  it needs {need / GIB:.2f} GiB, and {sum(host.values()) / GIB:.2f} GiB of host memory, with")
-    data.say(f"    {' '.join(options) or 'the flags that it has'}")
+            data.say(f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
 
 
 def fits_unsharded(run, kinds, room):
     """Whether a run of adapters under --fsdp2 would fit without it, on GPUs of which the weights of the whole
     model take less than 0.4. kinds: bytes of rank 0."""
     args = run.args
-    if not args.fsdp2 or not args.lora or "params" in args.offload or run.shards == 1:
-        return False
-    if run.shards * (kinds["weights"] + kinds["quantized weights"]) > 0.4 * room:
+    is_sharded = args.fsdp2 and args.lora and "params" not in args.offload and run.shards > 1
+    if not is_sharded or run.shards * (kinds["weights"] + kinds["quantized weights"]) > 0.4 * room:
         return False
     unsharded = run._replace(args=argparse.Namespace(**vars(args) | {"fsdp2": False, "replicas": 1}))
     return planned_bytes(unsharded, blocks_as_asked(unsharded)) <= 0.9 * room

@@ -88,7 +88,7 @@ def launches_of(preset, flags, n_tokens, n_blocks):
     with lm.on_paper():
         run = train.RunSpec(args, config_of(preset, n_blocks), 1, n_tokens)
         ranks = argparse.Namespace(world=1, rank=0, device=torch.device("meta"))
-        blocks = train.Blocks(n_blocks, segment=n_tokens)
+        blocks = train.BlockPolicy(n_blocks, segment=n_tokens)
         model = train.build(lm.on_meta(run.config, args), run, blocks, ranks, lambda model: None).model
         model.model.embed_tokens.weight.requires_grad_()  # as if another block were below the first
         with Launches() as launches:
@@ -107,7 +107,7 @@ def compiled_launches_of(preset, flags, _, n_blocks):
     model = lm.on_meta(config_of(preset, n_blocks, **NARROW), args).to_empty(device="cpu")
     model.tie_()
     lm.compile_(model, args.packing)
-    train.wrap_blocks_(model, args.tiled_mlp, train.Blocks(n_blocks, segment=NARROW_TOKENS))
+    train.wrap_blocks_(model, args.tiled_mlp, train.BlockPolicy(n_blocks, segment=NARROW_TOKENS))
     model.model.embed_tokens.weight.requires_grad_()
     tokens = torch.zeros(1, NARROW_TOKENS, dtype=torch.int64)
     places = torch.arange(NARROW_TOKENS)

@@ -323,7 +323,7 @@ def config_of(preset):
 
 
 def blocks_of(run):
-    """train.Blocks that a dry run chooses."""
+    """train.BlockPolicy that a dry run chooses."""
     return train.choose_blocks(run, (run.args.gpu_gib or math.inf) * train.GIB)
 
 
@@ -569,7 +569,7 @@ def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_mem
     if gib > 10:  # less does not help any more
         assert plan.peak() + train.OVERHEAD <= room
     if SOME in (n_recomputed, n_kept):  # one block more would not have fitted
-        more = train.Blocks(max(0, blocks.n_recomputed - 1), blocks.n_weights_kept + 1, blocks.n_attention_kept)
+        more = train.BlockPolicy(max(0, blocks.n_recomputed - 1), blocks.n_weights_kept + 1, blocks.n_attention_kept)
         assert train.planned_bytes(plan.run, more) > room
 
 

@@ -83,7 +83,7 @@ def planned(row):
     run = run_of(f"--model {row.model} --seq_len {row.seq_len} {row.flags.replace(KEEP, ALL)}", row.shape)
     blocks = train.blocks_as_asked(run)
     if KEEP in row.flags:
-        blocks = train.Blocks(0, n_weights_kept=run.config.num_hidden_layers)
+        blocks = train.BlockPolicy(0, n_weights_kept=run.config.num_hidden_layers)
     card = train.CARDS[row.card]
     if row.length == row.seq_len:
         card = card._replace(attention=CUDNN)

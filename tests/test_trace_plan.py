@@ -35,7 +35,7 @@ def largest(step):
     """The peak of each kind of moment, and of the whole step."""
     peaks = {"step": max(train.peaks_of(step).values())}
     for moment, n_bytes in train.peaks_of(step).items():
-        key = moment.n_forward, moment.direction, moment.phase
+        key = moment.n_forward, moment.direction, moment.module
         peaks[key] = max(n_bytes, peaks.get(key, 0))
     return peaks
 
@@ -81,34 +81,34 @@ def test_short_rows_tell_of_long_ones(row):
 class Whole(NamedTuple):
     preset: str
     flags: str
-    blocks: train.Blocks
+    blocks: train.BlockPolicy
 
 
 WHOLE = [
-    Whole("llama-3.1-8b", "--qlora", train.Blocks(32)),
+    Whole("llama-3.1-8b", "--qlora", train.BlockPolicy(32)),
     # blocks of two kinds
-    Whole("llama-3.1-8b", "--lora", train.Blocks(20, n_attention_kept=20)),
-    Whole("llama-3.1-8b", "--qlora", train.Blocks(0, n_weights_kept=11)),
-    Whole("llama-3.1-8b", "--dpo --lora", train.Blocks(12)),
-    Whole("qwen3-4b", "--precision fp16 --lora", train.Blocks(36, n_attention_kept=12)),
-    Whole("llama-3.1-8b", "--fsdp2 --world 4 --precision bf16", train.Blocks(7, n_attention_kept=7)),
-    Whole("qwen3.5-9b", "--lora", train.Blocks(18, n_attention_kept=18)),
+    Whole("llama-3.1-8b", "--lora", train.BlockPolicy(20, n_attention_kept=20)),
+    Whole("llama-3.1-8b", "--qlora", train.BlockPolicy(0, n_weights_kept=11)),
+    Whole("llama-3.1-8b", "--dpo --lora", train.BlockPolicy(12)),
+    Whole("qwen3-4b", "--precision fp16 --lora", train.BlockPolicy(36, n_attention_kept=12)),
+    Whole("llama-3.1-8b", "--fsdp2 --world 4 --precision bf16", train.BlockPolicy(7, n_attention_kept=7)),
+    Whole("qwen3.5-9b", "--lora", train.BlockPolicy(18, n_attention_kept=18)),
     # gradients, of which there are more at the other end of the model than of what is kept
-    Whole("llama-3.1-8b", "--fsdp2 --world 4", train.Blocks(32)),
-    Whole("llama-3.1-8b", "--optim_in_backward", train.Blocks(32)),
-    Whole("llama-3.2-3b", "--fsdp2 --world 3 --no-reshard_after_forward --grad_accum 2", train.Blocks(28)),
-    Whole("llama-3.1-8b", "--fsdp2 --world 8 --replicas 2 --grad_accum 2 --offload params", train.Blocks(32)),
+    Whole("llama-3.1-8b", "--fsdp2 --world 4", train.BlockPolicy(32)),
+    Whole("llama-3.1-8b", "--optim_in_backward", train.BlockPolicy(32)),
+    Whole("llama-3.2-3b", "--fsdp2 --world 3 --no-reshard_after_forward --grad_accum 2", train.BlockPolicy(28)),
+    Whole("llama-3.1-8b", "--fsdp2 --world 8 --replicas 2 --grad_accum 2 --offload params", train.BlockPolicy(32)),
     # neighbours that are in memory together, and those of another type
-    Whole("llama-3.1-8b", "--lora --offload activations", train.Blocks(32)),
-    Whole("llama-3.1-8b", "--fsdp2 --world 4 --offload --tiled_mlp 1024", train.Blocks(32)),
-    Whole("qwen3.5-35b-a3b", "--fsdp2 --world 8 --qlora", train.Blocks(40)),
+    Whole("llama-3.1-8b", "--lora --offload activations", train.BlockPolicy(32)),
+    Whole("llama-3.1-8b", "--fsdp2 --world 4 --offload --tiled_mlp 1024", train.BlockPolicy(32)),
+    Whole("qwen3.5-35b-a3b", "--fsdp2 --world 8 --qlora", train.BlockPolicy(40)),
     # adapters in attention alone: blocks below the first one save nothing
-    Whole("qwen3.5-9b", "--lora --lora_targets q_proj v_proj", train.Blocks(0)),
-    Whole("qwen3.5-9b", "--fsdp2 --world 2 --lora --lora_targets q_proj v_proj", train.Blocks(32)),
+    Whole("qwen3.5-9b", "--lora --lora_targets q_proj v_proj", train.BlockPolicy(0)),
+    Whole("qwen3.5-9b", "--fsdp2 --world 2 --lora --lora_targets q_proj v_proj", train.BlockPolicy(32)),
     # frozen weights of some blocks on the GPU, by StreamedWeights and by FSDP2
-    Whole("llama-3.1-8b", "--fsdp2 --lora --offload params", train.Blocks(32, n_resident=13)),
-    Whole("llama-3.1-8b", "--fsdp2 --qlora --offload params --world 2", train.Blocks(32, n_resident=13)),
-    Whole("qwen3.5-9b", "--qlora --fsdp2 --offload", train.Blocks(32, n_resident=5)),
+    Whole("llama-3.1-8b", "--fsdp2 --lora --offload params", train.BlockPolicy(32, n_resident=13)),
+    Whole("llama-3.1-8b", "--fsdp2 --qlora --offload params --world 2", train.BlockPolicy(32, n_resident=13)),
+    Whole("qwen3.5-9b", "--qlora --fsdp2 --offload", train.BlockPolicy(32, n_resident=5)),
 ]
 
 
@@ -145,8 +145,8 @@ def test_few_blocks_tell_of_every_preset(preset, flags):
 def test_what_offload_params_takes_off_the_gpu_is_on_the_host(flags):
     """By StreamedWeights and by FSDP2."""
     flags = f"--model llama-3.1-8b --seq_len 256 {flags}"
-    stays = train.extrapolate(run_of(flags), train.Blocks(32))
-    streamed = train.extrapolate(run_of(f"{flags} --offload params"), train.Blocks(32))
+    stays = train.extrapolate(run_of(flags), train.BlockPolicy(32))
+    streamed = train.extrapolate(run_of(f"{flags} --offload params"), train.BlockPolicy(32))
     assert not +stays.on_host
     for kind, n_bytes in stays.on_gpu.items():
         gone = n_bytes - streamed.on_gpu[kind]
@@ -170,7 +170,7 @@ def test_a_trace_may_meet_the_mesh_of_an_earlier_one(monkeypatch):
         monkeypatch.setattr(train, "TRACES", {})
         args = train.parse_args("--model llama-3.1-8b --fsdp2 --world 2 --dry_run".split())
         run = train.RunSpec(args, train.open_config(args, 2, None, True).config, 2, 64)
-        assert train.planned_bytes(run, train.Blocks(32))
+        assert train.planned_bytes(run, train.BlockPolicy(32))
         # a run begins and ends
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         dist.destroy_process_group()
@@ -203,7 +203,7 @@ def test_gated_deltanet_alone_has_float32_products(preset, setting):
     run = train.of_blocks(run, range(train.period_of(run.config)))
     ranks = argparse.Namespace(world=1, rank=0, device=torch.device("meta"))
     with train.on_paper(run):
-        trainer = train.build(lm.on_meta(run.config, run.args), run, train.Blocks(1), ranks, lambda model: None)
+        trainer = train.build(lm.on_meta(run.config, run.args), run, train.BlockPolicy(1), ranks, lambda model: None)
         with Float32Products() as found:
             train.train_step(trainer, [train.batch_on_paper(run.args, run.length)], 1, {})
     has_deltanet = "linear_attention" in run.config.layer_types
@@ -253,7 +253,7 @@ def test_a_plan_beside_a_run_leaves_no_trace_in_torch():
     """Rank 0 alone may print a plan, and its next groups must have the names that they have on the other ranks."""
     before = sys.excepthook, distributed_c10d._world, distributed_c10d._group_count
     run = run_of("--model llama-3.1-8b --world 2 --qlora --fsdp2 --seq_len 128")
-    train.trace(train.of_blocks(run, range(3)), train.Blocks(0))
+    train.trace(train.of_blocks(run, range(3)), train.BlockPolicy(0))
     assert before == (sys.excepthook, distributed_c10d._world, distributed_c10d._group_count)
     assert not hasattr(torch, "meta")
     assert not torch.distributed.is_initialized()
