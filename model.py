@@ -1576,7 +1576,7 @@ def compile_(model, packing):
     changes, hence dynamic shapes."""
 
     def in_training(function, dynamic, can_compile=lambda *args: True):
-        compiled = nf4.Compiled(function, dynamic)
+        compiled = nf4.CompiledOrPlain(function, dynamic)
 
         def call(*args):
             # evaluation and generation run uncompiled: each of their shapes would be compiled once more
@@ -1593,7 +1593,7 @@ def compile_(model, packing):
     # Beyond it a run ends. torch's is 8, but two types of blocks, in tiles and with or without a gradient,
     # are compiled up to 13 times.
     torch._dynamo.config.recompile_limit = 64
-    # A backward that cannot be compiled shows in the forward, where nf4.Compiled can go on without.
+    # A backward that cannot be compiled shows in the forward, where nf4.CompiledOrPlain can go on without.
     torch._functorch.config.force_non_lazy_backward_lowering = True
     for block in model.model.layers:
         block.qkv = in_training(block.qkv, dynamic=not packing)
@@ -1856,7 +1856,7 @@ class LiveBytes(TorchDispatchMode):
 
     torch's MemTracker counts alike, but raises an error on frozen parameters under autograd.
 
-    Set from outside: in_backward, while autograd runs, is_compiled and compiles (compile_on_paper)."""
+    Set from outside: in_backward, while autograd runs, is_compiled and has_compiled (compile_on_paper)."""
 
     now = None  # the one that counts, inside of on_paper()
     repeats = 1  # times that a GPU runs what runs once here, see first_of()
@@ -1865,7 +1865,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.work = {}
-        self.compiles = False  # whether anything was compiled
+        self.has_compiled = False  # whether anything was compiled
         self.alive = 0  # bytes on the GPU
         self.host = 0  # bytes in host memory
         self.sizes = {}  # {id of a storage: its bytes}
@@ -1924,7 +1924,7 @@ class LiveBytes(TorchDispatchMode):
         """What compiled code fuses is neither read nor written."""
         # most of what autograd runs is compiled, if anything is
         is_backward = self.in_backward and not torch.is_grad_enabled()
-        is_in_graph = self.is_compiled or (self.compiles and is_backward)
+        is_in_graph = self.is_compiled or (self.has_compiled and is_backward)
         if not (work.is_fused and is_in_graph):
             self.work_in_phase[work] += LiveBytes.repeats
 
@@ -2126,7 +2126,7 @@ def compile_on_paper(live, function, **_):
     """torch.compile(). What the function returns is in memory, fused or not."""
 
     def run(*args):
-        live.is_compiled = live.compiles = True
+        live.is_compiled = live.has_compiled = True
         try:
             out = function(*args)
         finally:  # a recomputation leaves by an exception

@@ -19,8 +19,9 @@ Why row by row: FSDP2 shards dim 0. A row needs nothing outside itself, so a ran
 rows only, and the bytes do not depend on the world size.
 Why uint8 parameters: MixedPrecisionPolicy casts every floating parameter, so a float32 scale would arrive in
 bf16 after the all-gather (accelerate #3983, bitsandbytes #1945). uint8 is gathered as it is.
-The price: the backward dequantizes again. In a recomputed block it reuses the weight of the recomputation
-(0.3 GiB for 8B).
+What it costs: no weight stays in 16 bits between the forward and the backward, so each is dequantized twice
+a step. In a recomputed block these are the forward and the recomputation: the weights of the latter stay for
+the block's backward (0.3 GiB for 8B).
 
 The 8-bit AdamW stores its moments as 8-bit floats in blocks of 256 along a row (blocks as in
 arXiv:2110.02861): 2 + 8/256 bytes of state per parameter instead of 8. v decays by 0.1 % per step, far less
@@ -247,8 +248,8 @@ def dequantize_pairs(codes_NP, scales_NM, table, dtype):
     return low_half | high_half
 
 
-class Compiled:
-    """torch.compile(function), or the function itself where torch cannot compile it. A warning says so, and
+class CompiledOrPlain:
+    """torch.compile(function), or the plain function where torch cannot compile it. A warning says so, and
     blocks that share its code do not try again. It is one graph, so nothing of it has run by then, and if the
     error is the function's own, the plain call raises it.
 
@@ -292,19 +293,19 @@ def weight_in_pairs(codes_NP, scales_NQ, table, dtype):
 
 
 @functools.cache
-def compiled(function):
-    return Compiled(function, dynamic=True)  # one graph for all shapes
+def compiled_weight_in_pairs():
+    return CompiledOrPlain(weight_in_pairs, dynamic=True)  # one graph for all shapes
 
 
 def dequantize_compiled(codes_NP, scales_NQ, dtype):
     """dequantize() in bf16 or fp16, compiled if that works. detach(): torch.compile would make a graph for
     each shape of a Parameter."""
     _, bits = width_and_bits(codes_NP, scales_NQ)
-    if weight_in_pairs in Compiled.failed:
+    if weight_in_pairs in CompiledOrPlain.failed:
         # it works in bands: temporaries of the plain weight_in_pairs() are as large as the weight
         return dequantize(codes_NP, scales_NQ, dtype)
     table = level_pairs(codes_NP.device, bits)
-    pairs = compiled(weight_in_pairs)(codes_NP.detach(), scales_NQ.detach(), table, dtype)
+    pairs = compiled_weight_in_pairs()(codes_NP.detach(), scales_NQ.detach(), table, dtype)
     return pairs.view(dtype).view(len(codes_NP), -1)
 
 
@@ -486,15 +487,10 @@ def rows_of(params):
 def scramble(x):
     """The project's hash: index -> 32 well mixed bits (MurmurHash3's finalizer), for an int or an int64
     tensor. Random rounding comes from it, so a run has no random state to restore."""
-    x = scramble_once(x, 16, 0x85EBCA6B)
-    x = scramble_once(x, 13, 0xC2B2AE35)
-    return scramble_once(x, 16, 1)
-
-
-def scramble_once(x, shift, factor):
-    """A round of scramble()."""
-    x = x & 0xFFFFFFFF  # an int has no end, and of an int64 only 32 bits may take part
-    return (x ^ x >> shift) * factor
+    for shift, factor in (16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1):
+        x = x & 0xFFFFFFFF  # an int has no end, and only 32 bits of an int64 may take part
+        x = (x ^ x >> shift) * factor
+    return x
 
 
 class Dither(NamedTuple):
@@ -698,7 +694,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups, lr, eight_bits, stochastic_rounding, compiled, found_inf):
         super().__init__(groups, {"lr": lr})
-        self.adamw_ = Compiled(adamw_, dynamic=True) if compiled else adamw_
+        self.adamw_ = CompiledOrPlain(adamw_, dynamic=True) if compiled else adamw_
         # Weights of a region on a GPU: float32 temporaries are 16 MiB each. Compiled code has few of them.
         self.n_weights = 1 << 24 if compiled else 1 << 22
         self.stochastic_rounding = stochastic_rounding

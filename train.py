@@ -3528,13 +3528,12 @@ def plan(run, policy):
 
 def planned_bytes(run, policy, room=math.inf):
     """What a GPU needs for a step, CUDA's own memory included; less, if even that is more than `room`."""
-
-    def need(run):
-        return max(peaks_of(extrapolate(run, policy, with_host=False)).values()) + OVERHEAD
-
-    short = short_rows(run, policy)[0]
-    least = need(short)  # takes a third of the time
-    return least if least > room or short == run else need(run)
+    # short rows take a third of the time, and may need too much already
+    for rows in (short_rows(run, policy)[0], run):
+        n_bytes = max(peaks_of(extrapolate(rows, policy, with_host=False)).values()) + OVERHEAD
+        if n_bytes > room:
+            break
+    return n_bytes
 
 
 # ---- a step on the meta device

@@ -34,8 +34,8 @@ STATS = torch._dynamo.utils.counters  # what has been compiled, and why a graph 
 def fresh_dynamo():
     torch._dynamo.reset()
     STATS.clear()
-    nf4.compiled.cache_clear()
-    nf4.Compiled.failed.clear()
+    nf4.compiled_weight_in_pairs.cache_clear()
+    nf4.CompiledOrPlain.failed.clear()
 
 
 def n_graphs():
@@ -256,7 +256,7 @@ def test_a_loss_that_a_fork_puts_on_the_head_is_the_one_that_is_compiled(tracing
     model.lm_head.loss = loss
     lm.compile_(model, packing=True)
     compiled = three_steps(model)
-    assert not nf4.Compiled.failed
+    assert not nf4.CompiledOrPlain.failed
     check_same_bits(compiled, eager)
     assert model.lm_head.metrics == metrics
     assert set(metrics) == ({"halved"} if loss is doubled_and_halved else set())
@@ -291,7 +291,7 @@ def test_without_a_compiler_a_model_computes_as_an_eager_one_and_one_warning_say
     check_same_bits(uncompiled, eager)
     assert len(warnings_of(record)) == 1
     # each part of a block, the loss and dequantization have been tried once, and not again for each block
-    assert set(nf4.Compiled.failed) == {
+    assert set(nf4.CompiledOrPlain.failed) == {
         lm.Block.qkv, lm.Block.start_mlp, lm.GatedDeltaNet.before_scan, lm.GatedDeltaNet.after_scan,
         lm.LMHead.loss_and_grad, nf4.weight_in_pairs}
 
@@ -303,7 +303,7 @@ def test_a_backward_that_cannot_be_compiled_is_known_in_the_forward(monkeypatch)
     with pytest.warns(UserWarning, match="Failed to find C"):
         uncompiled = three_steps(build(compiled=True, checkpointing=True, method="lora"))
     check_same_bits(uncompiled, eager)
-    assert set(nf4.Compiled.failed) == {lm.Block.qkv, lm.Block.start_mlp}  # the loss is compiled, and has none
+    assert set(nf4.CompiledOrPlain.failed) == {lm.Block.qkv, lm.Block.start_mlp}  # the loss is compiled, and has none
 
 
 def unsupported(logits, targets):
@@ -322,7 +322,7 @@ def test_one_part_that_cannot_be_compiled_leaves_the_others_compiled(tracing):
     with pytest.warns(UserWarning, match="failed on LMHead.losses: Unsupported: "):
         compiled = three_steps(model)
     check_same_bits(compiled, eager)
-    assert set(nf4.Compiled.failed) == {lm.LMHead.losses}
+    assert set(nf4.CompiledOrPlain.failed) == {lm.LMHead.losses}
     assert n_graphs() >= 2  # both parts of a block
 
 
@@ -347,7 +347,7 @@ def test_an_error_while_compiled_code_runs_is_raised_at_once(monkeypatch):
     compile_by(lambda graph, inputs: run_out, monkeypatch.setattr)
     with pytest.raises(torch.OutOfMemoryError):
         three_steps(build("full", compiled=True))
-    assert not nf4.Compiled.failed
+    assert not nf4.CompiledOrPlain.failed
 
 
 def test_a_part_whose_gradients_are_compiled_is_not_switched(monkeypatch):
@@ -360,7 +360,7 @@ def test_a_part_whose_gradients_are_compiled_is_not_switched(monkeypatch):
         return graph.forward if n_compiled == 1 else without_compiler(graph, inputs)
 
     compile_by(once, monkeypatch.setattr)
-    twice = nf4.Compiled(lambda x: 2 * x, dynamic=False)
+    twice = nf4.CompiledOrPlain(lambda x: 2 * x, dynamic=False)
     twice(torch.ones(3, requires_grad=True))
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         twice(torch.ones(4, requires_grad=True))
