@@ -1956,7 +1956,7 @@ class LiveBytes(TorchDispatchMode):
         times as fast."""
         if func is ATEN._grouped_mm.default:  # which the meta device has for bf16 alone
             a, b, stops = args[:3]
-            out = a.new_empty(len(a), b.shape[-1])  # of a stack b
+            out = a.new_empty(len(a), b.shape[-1])  # where b is a stack
             if b.dim() == 2:
                 out = a.new_empty(len(stops), *out.shape)
             return out, work_of(func, args, out)
