@@ -4028,9 +4028,8 @@ def ranks_on_paper(world, live):
     of the run if there is one. In it FSDP2 shards a model on the meta device, and "moves" to host memory what
     --offload params has there, see LiveBytes.
 
-    DTensor caches meshes: a trace may get that of an earlier one, with its groups. So all traces of a world
-    have the same groups. They are in tables of their own, because a run that ends empties torch's. It also
-    takes away all names in C++, so each trace registers its groups' names again.
+    DTensor caches meshes, so a trace may get an earlier one's, with its groups. So all traces of a world have
+    the same groups, in tables of their own: a run that ends empties torch's, and those of names in C++.
 
     The names of torch that begin with _ are private, and the same in torch 2.11, 2.13 and 2.14. If a later
     one lacks some, this is an AttributeError, and tests/test_trace_plan.py says what to do."""
