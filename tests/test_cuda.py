@@ -332,6 +332,11 @@ def change_nothing():
     pass
 
 
+def install_stand_ins():
+    standins.install_with_zeros()
+    lm.LiveBytes.flash_in_fp16 = True  # as the emulated card
+
+
 SMALL_ENDS = {"vocab_size": 4096}
 LARGE_ENDS = {"vocab_size": 65536, "tie_word_embeddings": False}
 TIED = {"tie_word_embeddings": True}
@@ -342,6 +347,7 @@ TIED = {"tie_word_embeddings": True}
 @pytest.mark.parametrize("world, flags, ends", [
     (1, "--lora --offload --tiled_mlp 384", SMALL_ENDS),
     (1, "--qlora --offload", SMALL_ENDS),
+    (1, "--lora --precision fp16 --no-activation_checkpointing --train_on all", SMALL_ENDS),
     (1, "--lora --fsdp2 --offload --resident_blocks 1", SMALL_ENDS),
     (1, "--qlora --fsdp2 --offload --resident_blocks 0", SMALL_ENDS),
     # the head comes from the host, and is the peak
@@ -361,7 +367,7 @@ def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, 
     change = change_nothing
     preset = "llama-3.2-1b"  # blocks of 116 MiB, beside which the workspaces of a GPU's libraries are small
     if LOADED:
-        change = standins.install_with_zeros  # the CPU's kernels keep other tensors than CUDA's
+        change = install_stand_ins  # the CPU's kernels keep other tensors than CUDA's
         preset = "qwen3-0.6b"  # blocks of 30 MiB: a CPU has no such workspaces, and every byte costs it time
     # in a third block of several ranks FSDP2 has the most buffers at once
     n_layers = 2 if world == 1 else 4
@@ -390,7 +396,7 @@ def write_planned_bytes(argv, config, world, result):
     args.lr = 1e-4  # as resolve_for_model() does
     config = lm.parse_config(config)
     tokens_of_a_row = 96
-    run = train.RunSpec(args, config, world, tokens_of_a_row)
+    run = train.RunSpec(args, config, world, tokens_of_a_row, train.has_bf16(torch.device("cuda")))
     moments, _ = train.plan(run, train.blocks_as_asked(run))
     _, planned_bytes = train.peak_of(moments)
     result.write_text(str(planned_bytes))
