@@ -19,8 +19,8 @@ Why row by row: FSDP2 shards dim 0. A row needs nothing outside itself, so a ran
 rows only, and the bytes do not depend on the world size.
 Why uint8 parameters: MixedPrecisionPolicy casts every floating parameter, so a float32 scale would arrive in
 bf16 after the all-gather (accelerate #3983, bitsandbytes #1945). uint8 is gathered as it is.
-What it costs: no weight stays in 16 bits between the forward and the backward, so each is dequantized twice
-a step. In a recomputed block these are the forward and the recomputation: the weights of the latter stay for
+What it costs: where no weight stays in 16 bits from the forward to the backward, each is dequantized twice a
+step. In a recomputed block these are the forward and the recomputation: the weights of the latter stay for
 the block's backward (0.3 GiB for 8B).
 
 The 8-bit AdamW stores its moments as 8-bit floats in blocks of 256 along a row (blocks as in
