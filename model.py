@@ -255,8 +255,8 @@ class Linear(nn.Linear):
 
 
 class CosSin(NamedTuple):
-    """Of the angle by which each pair of a head's elements is rotated, [B, T, 1, rope_size/2]; the 1 is for
-    the heads."""
+    """Cos and sin of the angles by which the pairs of a head's elements are rotated, [B, T, 1, rope_size/2];
+    the 1 is for the heads."""
 
     cos: torch.Tensor
     sin: torch.Tensor

@@ -211,7 +211,7 @@ def dequantize(codes_NP, scales_NQ, dtype):
 
 
 def dequantize_blocks(codes_NP, absmax_NM, dtype):
-    """The same of scales in float32, as are products. One gather fetches both levels of a byte."""
+    """dequantize() with scales in float32, as are products. One gather fetches both levels of a byte."""
     D = absmax_NM.shape[1] * BLOCK
     w_ND = codes_NP.new_empty(len(codes_NP), D, dtype=dtype)
     table = level_pairs(codes_NP.device, codes_NP.shape[1] * 8 // D)
@@ -351,7 +351,7 @@ MANY_ROWS = 8
 
 
 def experts_with_rows(codes, scales, row_stops):
-    """The same three of those experts that have a row of x. While an answer is generated these are 8 of 128,
+    """-> the three of those experts that have a row of x. While an answer is generated these are 8 of 128,
     and the others stay in 4 bits."""
     n_rows_E = row_stops.diff(prepend=row_stops.new_zeros(1))
     used = n_rows_E.nonzero().flatten()

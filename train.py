@@ -3809,7 +3809,7 @@ def of_blocks(run, numbers):
 
 
 def from_short_rows(run, policy):
-    """As trace(), of long rows: extrapolated from two lengths of short rows and two sizes of their pieces."""
+    """-> Trace, extrapolated from two lengths of short rows and two sizes of their pieces."""
     short, *longer = short_rows(run, policy)
     first = step = trace(short, policy)
     for long in longer:
@@ -3981,7 +3981,7 @@ def describe_time(run, policy, name, steps, length):
 
 @contextlib.contextmanager
 def on_paper(run):
-    """As lm.on_paper(), among ranks that are not there if the run has several, or FSDP2."""
+    """lm.on_paper(), with a group of ranks that are not there if the run has several ranks or FSDP2."""
     has_group = run.args.fsdp2 or run.world > 1
     with contextlib.ExitStack() as exits:
         live = exits.enter_context(lm.on_paper(run.flash_in_fp16))
