@@ -140,16 +140,16 @@ def main(argv, progress, exits):
     has_flash = all(ranks.gather(device.type == "cuda" and has_bf16(device)))
     run = RunSpec(args, config, ranks.world, loader.longest, has_flash)
     room = smallest_memory(args.gpu_gib, ranks)
-    blocks = choose_blocks(run, room)
-    print_start(argv, run, model, tokenizer.new_ids, blocks, ranks)
-    limit_gpu(run, blocks, room, ranks)
+    policy = choose_blocks(run, room)
+    print_start(argv, run, model, tokenizer.new_ids, policy, ranks)
+    limit_gpu(run, policy, room, ranks)
     name = card_named(ranks.device_name)
     if name:
-        ranks.say(describe_time(run, blocks, name, steps, mean_length(loader)))
+        ranks.say(describe_time(run, policy, name, steps, mean_length(loader)))
 
     # ---- the model and its optimizer, and the state of a run that is resumed
     load = functools.partial(load_weights_, opened=opened, seed=args.seed, resumed=resumed, ranks=ranks)
-    trainer = build(model, run, blocks, ranks, load)
+    trainer = build(model, run, policy, ranks, load)
     optimizer = trainer.optimizer
     nonfinite = trainer.nonfinite
     loss_scale = trainer.loss_scale
@@ -157,7 +157,7 @@ def main(argv, progress, exits):
         if resumed:
             # in place: the optimizer has allocated all of its state already
             load_checkpoint(resumed, state["files"], training_tensors(model, optimizer, loss_scale))
-        write_files(out, args, blocks, revisions, state, ranks)
+        write_files(out, args, policy, revisions, state, ranks)
     state = ranks.gather(state)[0]  # from here on all ranks have the same
     saver = Saver(out, args.keep, ranks, state["step"])
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
@@ -1375,7 +1375,7 @@ def smallest_memory(gpu_gib, ranks):
     return min(ranks.gather(room))
 
 
-def limit_gpu(run, blocks, room, ranks):
+def limit_gpu(run, policy, room, ranks):
     """Limits the process to --gpu_gib of its GPU, if it has one. Rank 0 prints the plan."""
     if ranks.device.type != "cuda":
         return
@@ -1386,7 +1386,7 @@ def limit_gpu(run, blocks, room, ranks):
         ranks.say(f"note: {(limit - room) / GIB:.2f} GiB of a GPU are another process's, or one card is "
                   "smaller: the plan leaves them out")
     if ranks.rank == 0:
-        print_plan(run, blocks, room)
+        print_plan(run, policy, room)
 
 
 def keep_freed_memory(on):
@@ -1413,7 +1413,7 @@ class Trainer(NamedTuple):
     in_backward: "StepInBackward | None"
 
 
-def build(model, run, blocks, ranks, load_weights):
+def build(model, run, policy, ranks, load_weights):
     """Wraps a model on the meta device, allocates and loads its weights, and makes the optimizer -> Trainer.
 
     Each feature wraps what is there, from the inside out, and the weights come last. main calls this, and so
@@ -1423,14 +1423,14 @@ def build(model, run, blocks, ranks, load_weights):
     device = ranks.device
     if args.compile:
         lm.compile_(model, args.packing)
-    wrap_blocks_(model, args.tiled_mlp, blocks)
+    wrap_blocks_(model, args.tiled_mlp, policy)
     # groups of consecutive ranks, as Loader deals out rows: rank // N is the group, rank % N the shard of it
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.step_limit)
     if args.fsdp2:
-        shard_(model, args, device, blocks.streamed(run.config.num_hidden_layers))
+        shard_(model, args, device, policy.streamed(run.config.num_hidden_layers))
     # until here the model is on the meta device, so a rank allocates no more than its own shard
-    streamed = allocate_(model, run, blocks, device)
+    streamed = allocate_(model, run, policy, device)
     load_weights(model)
     # these two live on in the hooks that they register on modules
     if streamed:
@@ -1630,29 +1630,29 @@ def frozen_of(module):
     return [p for p in module.parameters() if not p.requires_grad]
 
 
-def wrap_blocks_(model, tiled_mlp, blocks):
+def wrap_blocks_(model, tiled_mlp, policy):
     """Makes the blocks recompute and keep what `blocks` says, with tiles of the MLP and segments of Gated
     DeltaNet inside of what is recomputed."""
     if tiled_mlp:
         lm.tile_mlp_(model, tiled_mlp)
     for module in model.modules():
         if isinstance(module, lm.GatedDeltaNet):
-            module.segment = blocks.segment
-    if blocks.n_recomputed:
-        lm.recompute_blocks_(model, blocks.n_recomputed, blocks.n_attention_kept)
+            module.segment = policy.segment
+    if policy.n_recomputed:
+        lm.recompute_blocks_(model, policy.n_recomputed, policy.n_attention_kept)
     # The last blocks, because the backward comes to them first: what they keep is free again soonest.
-    if blocks.n_weights_kept:
-        lm.keep_weights_(model.model.layers[-blocks.n_weights_kept :])
+    if policy.n_weights_kept:
+        lm.keep_weights_(model.model.layers[-policy.n_weights_kept :])
 
 
-def allocate_(model, run, blocks, device):
+def allocate_(model, run, policy, device):
     """Allocates all parameters of a model on the meta device -> the blocks whose frozen weights are for
     StreamedWeights as soon as they are loaded."""
     model.to_empty(device="cpu" if "params" in run.args.offload else device).tie_()
     if not offloads_frozen(run.args):
         return []
     layers = model.model.layers
-    streamed = [layers[i] for i in blocks.streamed(len(layers))]
+    streamed = [layers[i] for i in policy.streamed(len(layers))]
     # the last norm as well: FSDP2, which would bring it, ignores all that is frozen then
     modules = [*layers, model.model.norm] if run.streams else layers
     for module in modules:
@@ -2572,7 +2572,7 @@ def write_trace(out, device, profile, snapshot, profiler):
 # ---------------- what a start prints
 
 
-def print_start(argv, run, model, new_ids, blocks, ranks):
+def print_start(argv, run, model, new_ids, policy, ranks):
     """Prints what the flags, the plan and the device make of this run, and the flags that are not at their
     default."""
     args = run.args
@@ -2604,7 +2604,7 @@ def print_start(argv, run, model, new_ids, blocks, ranks):
     if args.add_tokens:
         lines.append(f"  new tokens: ids {new_ids.start:,} to {new_ids.stop - 1:,}, in a vocabulary of "
                      f"{c.vocab_size:,}")
-    lines += [f"  {text}" for text in describe_blocks(run, blocks)]
+    lines += [f"  {text}" for text in describe_blocks(run, policy)]
     if args.compile:
         lines.append("  --compile: half a minute in the first step, cached for the next run")
     # Parsed once more, because `args` also has what follows from them, the model and the device.
@@ -2624,24 +2624,24 @@ def print_start(argv, run, model, new_ids, blocks, ranks):
         ranks.say(textwrap.fill(line, 80, subsequent_indent=" " * 6, break_on_hyphens=False))
 
 
-def describe_blocks(run, blocks):
+def describe_blocks(run, policy):
     """-> [what the plan has decided about the blocks], also for --dry_run."""
     args = run.args
     n_layers = run.config.num_hidden_layers
     texts = []
     if args.activation_checkpointing:
         text = (f"--activation_checkpointing {args.activation_checkpointing}: the backward recomputes "
-                f"{blocks.n_recomputed} of {n_layers} blocks")
-        if blocks.n_attention_kept:
-            text += f", in {blocks.n_attention_kept} of them all but attention"
-        if blocks.n_weights_kept:
-            text += f"; {blocks.n_weights_kept} keep their NF4 weights in 16 bits"
+                f"{policy.n_recomputed} of {n_layers} blocks")
+        if policy.n_attention_kept:
+            text += f", in {policy.n_attention_kept} of them all but attention"
+        if policy.n_weights_kept:
+            text += f"; {policy.n_weights_kept} keep their NF4 weights in 16 bits"
         texts.append(text)
     if offloads_frozen(args):
-        texts.append(f"--resident_blocks {args.resident_blocks}: frozen weights of {blocks.n_resident} of "
+        texts.append(f"--resident_blocks {args.resident_blocks}: frozen weights of {policy.n_resident} of "
                      f"{n_layers} blocks stay on the GPU")
     if "linear_attention" in run.config.layer_types:
-        texts.append(f"Gated DeltaNet mixes {blocks.segment:,} tokens at a time")
+        texts.append(f"Gated DeltaNet mixes {policy.segment:,} tokens at a time")
     return texts
 
 
@@ -3201,12 +3201,12 @@ def write_json(path, content):
     replace_file(path, json.dumps(content, indent=2) + "\n")
 
 
-def write_files(out, args, blocks, revisions, state, ranks):
+def write_files(out, args, policy, revisions, state, ranks):
     """On rank 0, writes args.json, and cuts metrics.jsonl to the size that it had when the checkpoint was
     saved that the run resumes from: what came later is repeated."""
     if ranks.rank:
         return
-    settings = settings_of(args, ranks.world) | blocks._asdict()
+    settings = settings_of(args, ranks.world) | policy._asdict()
     write_json(out / "args.json", settings | {"revisions": revisions} | OURS)
     metrics = out / "metrics.jsonl"
     if metrics.is_file() and metrics.stat().st_size > state["metrics_bytes"]:
@@ -4350,16 +4350,16 @@ def dry_run(args):
     try:
         files, config, adapter, _ = open_config(args, world, device=None, random_init=True)
         run = RunSpec(args, config, world, args.seq_len)
-        blocks = choose_blocks(run, room)
-        for text in describe_blocks(run, blocks):
+        policy = choose_blocks(run, room)
+        for text in describe_blocks(run, policy):
             data.say(textwrap.fill(text, 80, subsequent_indent="  "))
-        print_plan(run, blocks, room)
+        print_plan(run, policy, room)
         steps = length = None
         if args.data not in ([], DEMO_DATA):
             tokenizer = open_tokenizer(args, files, adapter)
             steps, length = print_steps(args, tokenizer, config.vocab_size, world)
         if args.gpu:
-            data.say(describe_time(run, blocks, args.gpu, steps, length))
+            data.say(describe_time(run, policy, args.gpu, steps, length))
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
 
