@@ -1631,7 +1631,7 @@ def frozen_of(module):
 
 
 def wrap_blocks_(model, tiled_mlp, policy):
-    """Makes the blocks recompute and keep what `blocks` says, with tiles of the MLP and segments of Gated
+    """Makes the blocks recompute and keep what `policy` says, with tiles of the MLP and segments of Gated
     DeltaNet inside of what is recomputed."""
     if tiled_mlp:
         lm.tile_mlp_(model, tiled_mlp)
