@@ -71,7 +71,7 @@ import model as lm
 import nf4
 from model import IGNORE, Spans
 
-# ---------------- files and messages
+# ---------------- messages
 
 # Control characters can clear a terminal and hide what was printed; two ranges reverse the order of what
 # follows (CVE-2021-42574). The last one is halves of surrogate pairs, which no terminal takes.
@@ -92,9 +92,7 @@ def say(text="", end="\n", to_stderr=False):
         print(printable(text), end=end, file=stream, flush=True)
 
 
-@functools.cache
-def say_once(text):
-    say(text)
+say_once = functools.cache(say)
 
 
 def first_names(names, most):
@@ -108,6 +106,9 @@ def first_names(names, most):
 def listing(names):
     """The first five names in sorted order, safe to print, and how many more there are."""
     return first_names(sorted(names), 5)
+
+
+# ---------------- files: safe reads and writes, which train.py uses for runs and checkpoints
 
 
 def check_is_file(path):
@@ -189,6 +190,103 @@ def put_in_place(part, path, keep_older=False):
         remove(path)  # a folder cannot be renamed to one that has files
     part.rename(path)
     sync(path.parent)
+
+
+def replace_file(path, text):
+    """Writes a file beside its place first: a process that is killed never leaves half of it."""
+    part = path.with_name(f"{path.name}.part")
+    with writing(path, "file"):
+        part.write_text(text)
+        put_in_place(part, path)
+
+
+def write_json(path, content):
+    replace_file(path, json.dumps(content, indent=2) + "\n")
+
+
+def crc_of(path):
+    """The CRC-32 of a file, at 2 to 3 GB/s. It reveals damage by disks and copies, not forgery. The file is
+    read, not mapped: a bad sector is an error, and would end a process that maps it."""
+    check_is_file(path)
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def with_checksum(content):
+    """A JSON object with a checksum of the rest of it, with 0 in the checksum's own place. It reveals damage
+    and edits by hand, not forgery."""
+    text = json.dumps(content | {"checksum": 0}, sort_keys=True)
+    return content | {"checksum": zlib.crc32(text.encode())}
+
+
+# Names as safetensors has them. Weights are read in these types; U8 is for a run's own checkpoints.
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U8", torch.int32: "I32"}
+
+
+class Stored(NamedTuple):
+    """Where a matrix or vector is on the disk, and what it is."""
+
+    path: Path | None  # None: random weights
+    shape: tuple
+    dtype: torch.dtype
+    name: str  # the tensor that has it in the file, see OLD_PREFIXES
+    first_row: int = 0  # in this tensor
+    stack: tuple = ()  # the shape of this tensor if it has several matrices
+
+    @property
+    def row_shape(self):
+        """() for a vector, whose rows are numbers, and [D] for all others: [E, N, D] is E * N rows of D."""
+        return self.shape[-1:] if len(self.shape) > 1 else ()
+
+    @property
+    def n_rows(self):
+        return math.prod(self.shape) // math.prod(self.row_shape)
+
+
+def layout_of(tensors):
+    """{name: Stored} of {name: tensor}, for write_safetensors()."""
+    layout = {}
+    for name, tensor in tensors.items():
+        layout[name] = Stored(None, tuple(tensor.shape), tensor.dtype, name)
+    return layout
+
+
+def write_safetensors(path, layout, tensors, checksum=None):
+    """Writes pairs (name, tensor on the CPU) in any order, with one tensor in memory at a time: the library
+    wants all at once. layout: {name: Stored} in the order of the file. Returns [size of the file, its
+    checksum by a function like zlib.crc32 in the order of writing, or 0]. An OSError names the path."""
+    header = {"__metadata__": {"format": "pt"}}  # older transformers need the format
+    places = {}  # {name: (its first byte behind the header, how many it has)}
+    stop = 0
+    for name, stored in layout.items():
+        n_bytes = math.prod(stored.shape) * stored.dtype.itemsize
+        places[name] = stop, n_bytes
+        entry = {"dtype": DTYPE_NAMES[stored.dtype], "shape": stored.stack or stored.shape}
+        entry = header.setdefault(stored.name, entry | {"data_offsets": [stop, stop]})
+        stop += n_bytes
+        entry["data_offsets"][1] = stop  # a stack ends with its last matrix
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as the library writes them
+    text = len(text).to_bytes(8, "little") + text
+    crc = checksum(text) if checksum else 0
+    with writing(path, "tensors"), open(path, "wb") as file:
+        file.write(text)
+        for name, tensor in tensors:
+            data = tensor.contiguous().flatten().view(torch.uint8).numpy()  # its bytes
+            start, n_bytes = places.pop(name)
+            assert len(data) == n_bytes, f"{path}: {name}: another size than in the header"
+            file.seek(len(text) + start)
+            file.write(data)
+            if checksum:
+                crc = checksum(data, crc)
+        assert not places, f"{path}: not written: {listing(places)}"  # a hole in a file reads as zeros
+        file.flush()
+        os.fsync(file.fileno())
+    return [path.stat().st_size, crc]
 
 
 # ================================ from texts to rows ================================
@@ -954,7 +1052,7 @@ class Tokenizer:
         with writing(out, "tokenizer"):
             for name in [*TOKENIZER_FILES, *[path.name for path in self.code()]]:
                 if name in self.changed:
-                    write_config(out / name, self.changed[name])
+                    write_json(out / name, self.changed[name])
                 elif (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, out / name)
             # here alone: gguf-py and Ollama would read another one in tokenizer_config.json, transformers not
@@ -1676,24 +1774,6 @@ def sha256_of(path):
         while block := file.read(2**22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def crc_of(path):
-    """The CRC-32 of a file, at 2 to 3 GB/s. It reveals damage by disks and copies, not forgery. The file is
-    read, not mapped: a bad sector is an error, and would end a process that maps it."""
-    check_is_file(path)
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
-def with_checksum(content):
-    """A JSON object with a checksum of the rest of it, with 0 in the checksum's own place. It reveals damage
-    and edits by hand, not forgery."""
-    text = json.dumps(content | {"checksum": 0}, sort_keys=True)
-    return content | {"checksum": zlib.crc32(text.encode())}
 
 
 def read_report(folder):
@@ -2808,35 +2888,12 @@ def download(flag, name, weight_files, revisions):
     return folder
 
 
-# Names as safetensors has them. Weights are read in these types; U8 is for a run's own checkpoints.
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "U8", torch.int32: "I32"}
 # The types of weights that somebody has quantized, and the ends of the names of the tensors that stand for
 # one matrix: FP8 has a scale, bitsandbytes the others.
 QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 NF4_STATE = ".quant_state.bitsandbytes__nf4"
 PARTS = "", "_scale", "_scale_inv", NF4_STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 FP8_BLOCK = 128  # rows and columns that share a scale, if it is not that of a row or of the tensor
-
-
-class Stored(NamedTuple):
-    """Where a matrix or vector is on the disk, and what it is."""
-
-    path: Path | None  # None: random weights
-    shape: tuple
-    dtype: torch.dtype
-    name: str  # of its tensor in the file, see OLD_PREFIXES
-    first_row: int = 0  # in this tensor
-    stack: tuple = ()  # the shape of this tensor if it has several matrices
-
-    @property
-    def row_shape(self):
-        """() for a vector, whose rows are numbers, and [D] for all others: [E, N, D] is E * N rows of D."""
-        return self.shape[-1:] if len(self.shape) > 1 else ()
-
-    @property
-    def n_rows(self):
-        return math.prod(self.shape) // math.prod(self.row_shape)
 
 
 # Files of Qwen3.5 on the Hub have a tensor for the matrices of all experts, here in the order of its rows: of
@@ -3336,53 +3393,6 @@ def full_tensors(model, trainable_only):
             yield name, matrix.view(shapes[name])
 
 
-def layout_of(tensors):
-    """{name: Stored} of {name: tensor}, for write_safetensors()."""
-    layout = {}
-    for name, tensor in tensors.items():
-        layout[name] = Stored(None, tuple(tensor.shape), tensor.dtype, name)
-    return layout
-
-
-def write_safetensors(path, layout, tensors, checksum=None):
-    """Writes pairs (name, tensor) in any order, with one tensor in memory at a time: the library wants all at
-    once. layout: {name: Stored} in the order of the file. Returns [size of the file, its checksum by a
-    function like zlib.crc32 in the order of writing, or 0]. An OSError names the path."""
-    header = {"__metadata__": {"format": "pt"}}  # older transformers need the format
-    places = {}  # {name: (its first byte behind the header, how many it has)}
-    stop = 0
-    for name, stored in layout.items():
-        n_bytes = math.prod(stored.shape) * stored.dtype.itemsize
-        places[name] = stop, n_bytes
-        entry = {"dtype": DTYPE_NAMES[stored.dtype], "shape": stored.stack or stored.shape}
-        entry = header.setdefault(stored.name, entry | {"data_offsets": [stop, stop]})
-        stop += n_bytes
-        entry["data_offsets"][1] = stop  # of a stack that of its last matrix
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as the library writes them
-    text = len(text).to_bytes(8, "little") + text
-    crc = checksum(text) if checksum else 0
-    with writing(path, "tensors"), open(path, "wb") as file:
-        file.write(text)
-        for name, tensor in tensors:
-            data = bytes_of(tensor)
-            start, n_bytes = places.pop(name)
-            assert len(data) == n_bytes, f"{path}: {name}: another size than in the header"
-            file.seek(len(text) + start)
-            file.write(data)
-            if checksum:
-                crc = checksum(data, crc)
-        assert not places, f"{path}: not written: {listing(places)}"  # a hole in a file reads as zeros
-        file.flush()
-        os.fsync(file.fileno())
-    return [path.stat().st_size, crc]
-
-
-def bytes_of(tensor):
-    """The bytes of a tensor on the CPU, [n] uint8."""
-    return tensor.contiguous().flatten().view(torch.uint8).numpy()
-
-
 def save_model(tensors, layout, out, raw_config, write):
     """Writes config.json and model.safetensors from an iterator of (name, tensor), see write_safetensors().
     Every rank iterates, as the iterator may gather shards; the one with `write` writes."""
@@ -3391,7 +3401,7 @@ def save_model(tensors, layout, out, raw_config, write):
             write_safetensors(out / "model.safetensors", layout, tensors)
             if not any(out.glob("*.py")):  # auto_map would name code that the result does not have
                 raw_config = {key: value for key, value in raw_config.items() if key != "auto_map"}
-            write_config(out / "config.json", with_both_ropes(raw_config))
+            write_json(out / "config.json", with_both_ropes(raw_config))
     finally:  # also where the disk is full: the other ranks wait in the iterator's collectives
         for _ in tensors:
             pass
@@ -3444,11 +3454,6 @@ def with_both_ropes(raw):
     return raw | {"rope_theta": theta, "rope_scaling": old, "rope_parameters": new}
 
 
-def write_config(path, config):
-    with writing(path, "file"):
-        path.write_text(json.dumps(config, indent=2) + "\n")
-
-
 def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False):
     """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them.
 
@@ -3467,7 +3472,7 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False
         dropout = 0.0  # on transformers 5 PEFT stacks experts, and a stack has no dropout
     if float(alpha).is_integer():
         alpha = int(alpha)  # Ollama refuses 64.0
-    write_config(out / ADAPTER_CONFIG, {
+    write_json(out / ADAPTER_CONFIG, {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", BASE: base, "r": rank,
         "bias": "none", "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": list(targets),
         "use_rslora": rslora, "inference_mode": True, **saved})

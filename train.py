@@ -2273,7 +2273,7 @@ def draw(path, curves):
         shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         place = f'x="702" y="{30 + 18 * i}" text-anchor="end"'
         shapes.append(f'<text {place} style="fill:{colour}">{name}</text>')
-    replace_file(path, "\n".join([*shapes, "</svg>\n"]))
+    data.replace_file(path, "\n".join([*shapes, "</svg>\n"]))
 
 
 class Log:
@@ -2528,7 +2528,7 @@ class WandB:
         self.run = wandb.init(id=run_id, resume="allow", dir=folder, config=settings)
         if self.run is None:
             raise RuntimeError("wandb.init() has started no run")
-        replace_file(path, f"{self.run.id}\n")
+        data.replace_file(path, f"{self.run.id}\n")
         # Curves are drawn over the step in the row. wandb's own step has to grow from row to row: with it the
         # server would drop the steps that a resumed run repeats, and an evaluation that it makes up for.
         self.run.define_metric("*", step_metric="step")
@@ -3069,7 +3069,7 @@ class RunFolder:
         check_folder(self.path, checkpoint, is_locked=True)  # once more: another run may have come and gone
         self.is_first = not is_run(self.path)  # nobody has trained here before
         if self.is_first:
-            write_json(self.path / "args.json", OURS)  # until all flags have their final value
+            data.write_json(self.path / "args.json", OURS)  # until all flags have their final value
         for part in self.path.glob("*.part"):  # left by a process that was killed during a save
             data.remove(part)
 
@@ -3189,25 +3189,13 @@ def lock_folder(out):
         lock.close()
 
 
-def replace_file(path, text):
-    """Writes a file beside its place first: a process that is killed never leaves half of it."""
-    part = path.with_name(f"{path.name}.part")
-    with data.writing(path, "file"):
-        part.write_text(text)
-        data.put_in_place(part, path)
-
-
-def write_json(path, content):
-    replace_file(path, json.dumps(content, indent=2) + "\n")
-
-
 def write_files(out, args, policy, revisions, state, ranks):
     """On rank 0, writes args.json, and cuts metrics.jsonl to the size that it had when the checkpoint was
     saved that the run resumes from: what came later is repeated."""
     if ranks.rank:
         return
     settings = settings_of(args, ranks.world) | policy._asdict()
-    write_json(out / "args.json", settings | {"revisions": revisions} | OURS)
+    data.write_json(out / "args.json", settings | {"revisions": revisions} | OURS)
     metrics = out / "metrics.jsonl"
     if metrics.is_file() and metrics.stat().st_size > state["metrics_bytes"]:
         os.truncate(metrics, state["metrics_bytes"])
@@ -3438,7 +3426,7 @@ class Saver:
     def commit(self, part, state):
         """On rank 0: writes trainer_state.json, renames the folder, and then removes old checkpoints."""
         # The state is last: without it the folder is no checkpoint, whatever its name is.
-        write_json(part / STATE, data.with_checksum(state))
+        data.write_json(part / STATE, data.with_checksum(state))
         data.put_in_place(part, self.out / f"checkpoint-{state['step']}")
         self.remove_old(state)
 
@@ -3451,7 +3439,7 @@ class Saver:
         try:
             # A process that is killed here leaves the state without the evaluation, or the one with it.
             state = state | {"files": data.read_json(path)["files"]}
-            write_json(path, data.with_checksum(state))
+            data.write_json(path, data.with_checksum(state))
             self.remove_old(state)
         except (OSError, ValueError, KeyError) as error:  # the folder may have been removed, the disk be full
             self.ranks.say(f"{path}: the evaluation was not noted: {error}. A resumed run repeats it")

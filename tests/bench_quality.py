@@ -273,7 +273,7 @@ def write_pairs(path, task, pairs):
         messages = [*ask(task, question), assistant]
         lines.append(json.dumps({"messages": messages}))
     # in one rename: another call may read the file at this moment
-    train.replace_file(path, "\n".join(lines) + "\n")
+    data.replace_file(path, "\n".join(lines) + "\n")
 
 
 def write_task(folder, task):
