@@ -2745,6 +2745,65 @@ OLD_PREFIXES = {
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 
+# What --model and --adapter may name, in the order in which it is looked for:
+#
+#                                         --model                               --adapter
+#   the name of a preset                  its shape, with random weights
+#   tiny                                  the built-in model
+#   a folder with config.json             that model
+#   a folder with adapter_config.json     that adapter, on the base it names    that adapter
+#   the folder of a run                   its merged/, or else its final/       its final/
+#   an id on the Hub                      what is downloaded                    what is downloaded
+#
+# find_result() finds folders before anything is downloaded: an adapter decides which other flags make sense.
+# find_model() and folder_of() open what it returns.
+CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+BASE = "base_model_name_or_path"  # its key for the base
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# {flag: (the file by which a folder is known, the weights that are downloaded)}
+FOLDERS = {
+    # consolidated.safetensors would be the same weights once more
+    "model": (CONFIG, "model*.safetensors"),
+    "adapter": (ADAPTER_CONFIG, "adapter_model*.safetensors"),
+}
+
+
+def result_in(name, files=(CONFIG, ADAPTER_CONFIG)):
+    """The folder that has one of these files: the one of this name, or of a run merged/, or else final/; or
+    None."""
+    for folder in (Path(name), Path(name) / "merged", Path(name) / "final"):
+        if any((folder / file).exists() for file in files):
+            return folder
+    return None
+
+
+def find_result(model, adapter=None):
+    """--model and --adapter -> the same two with the folders that they stand for, where these are on this
+    machine; adapter is None if there is none. Raises a ValueError if they do not fit together."""
+    if model is None and adapter:
+        if not os.path.exists(adapter):
+            raise ValueError(f"--adapter {adapter}: no such folder; if it is on the Hub, give its base, too, "
+                             "as --model")
+        if folder := result_in(adapter, [ADAPTER_CONFIG]):
+            return find_result(str(folder))  # which names its base
+    model = model or "tiny"
+    folder = None if model == "tiny" else result_in(model)
+    if folder and not (folder / CONFIG).exists():
+        if adapter:
+            raise ValueError(f"--model {model} is an adapter: leave out --adapter, or merge this one first "
+                             f"(--merge --model {model}) and give the merged/ that it writes")
+        base = read_json(folder / ADAPTER_CONFIG).get(BASE)
+        with errors_of_base(base, folder):
+            if not base or not isinstance(base, str):
+                raise ValueError(f"{folder}/{ADAPTER_CONFIG}: names no base")
+        return base[:1000], str(folder)
+    if folder not in (None, Path(model)):  # ./tiny stays as it was typed: it is no built-in model
+        model = str(folder)
+    if adapter:
+        adapter = str(result_in(adapter, [ADAPTER_CONFIG]) or adapter)
+    return model, adapter or None
+
 
 class ModelFiles(NamedTuple):
     """Where a model comes from."""
@@ -2755,36 +2814,8 @@ class ModelFiles(NamedTuple):
     base: str  # what a PEFT adapter names as its base
 
 
-# of a quantization_config: what WeightFiles reads, as far as its tensors are NF4 or FP8
+# the quantization methods that WeightFiles reads, as far as the tensors are NF4 or FP8
 QUANT_METHODS = "bitsandbytes", "fp8", "compressed-tensors"
-# the files by which the folders of models and of adapters are known
-CONFIGS = CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-BASE = "base_model_name_or_path"  # in the second one
-
-
-def result_in(name, *files):
-    """The folder that has one of these files: the one of this name, or of a run merged/, or else final/; or
-    None."""
-    for folder in (Path(name), Path(name) / "merged", Path(name) / "final"):
-        if any((folder / file).exists() for file in files):
-            return folder
-    return None
-
-
-def find_result(name):
-    """--model -> (model, adapter or None). The name may be the folder of a run, which stands for its merged/,
-    or else its final/, or the folder of an adapter, which stands for the adapter and its base model."""
-    folder = None if name == "tiny" else result_in(name, *CONFIGS)
-    if folder is None or (folder / CONFIG).exists():
-        # ./tiny as it was typed: it is no built-in model
-        return name if folder in (None, Path(name)) else str(folder), None
-    base = read_json(folder / ADAPTER_CONFIG).get(BASE)
-    with errors_of_base(base, folder):
-        if not base or not isinstance(base, str):
-            raise ValueError(f"{folder}/{ADAPTER_CONFIG}: names no base")
-    return base[:1000], str(folder)
-
-
 @contextlib.contextmanager
 def errors_of_base(model, adapter):
     """Says in errors about a base that the folder of an adapter, or None, names it, and the way out."""
@@ -2802,9 +2833,7 @@ def find_model(name, random_init, revisions=None):
     """--model -> ModelFiles. A Hub id is downloaded. revisions: see tokenized()."""
     if name in PRESETS and not os.path.isdir(name):
         return ModelFiles(PRESETS[name], TINY, None, name)
-    # consolidated.safetensors would be the same weights once more
-    weight_files = [] if random_init else ["model*.safetensors"]
-    folder = folder_of("model", name, CONFIG, weight_files, revisions)
+    folder = folder_of("model", name, revisions, with_weights=not random_init)
     base = str(folder.resolve()) if folder in (Path(name), TINY) else name
     raw = read_json(folder / CONFIG)
     text = raw.get("text_config")
@@ -2823,13 +2852,9 @@ def find_model(name, random_init, revisions=None):
     return ModelFiles(raw, folder, None if random_init else folder, base)
 
 
-def find_adapter(name, revisions=None):
-    """--adapter -> its folder. A Hub id is downloaded. revisions: see tokenized()."""
-    return folder_of("adapter", name, ADAPTER_CONFIG, ["adapter_model*.safetensors"], revisions)
-
-
-def folder_of(flag, name, config, weight_files, revisions):
-    """The folder of a model or an adapter, which has a file `config`. A Hub id is downloaded."""
+def folder_of(flag, name, revisions=None, with_weights=True):
+    """The folder of --model or --adapter. One on the Hub is downloaded. revisions: see tokenized()."""
+    config, weight_files = FOLDERS[flag]
     folder = TINY if name == "tiny" else Path(name)
     if folder.is_file():
         what = format_of_files([name]) or f"give the folder that it is in, with its {config}"
@@ -2839,22 +2864,16 @@ def folder_of(flag, name, config, weight_files, revisions):
             others = f", tiny or, with --random_init, {' '.join(PRESETS)}" if flag == "model" else ""
             raise ValueError(f"--{flag} {name}: no such folder; expected a folder, or a Hub id such as "
                              f"Qwen/Qwen3-4B{others}")
-        folder = download(flag, name, weight_files, {} if revisions is None else revisions)
-    if not (folder / config).exists():
-        raise ValueError(f"{folder}: no {config}: {results_below(folder)}")
-    return folder
-
-
-def results_below(folder):
-    """What to give in the place of a folder that is none of a model or adapter: such as are in it, or two
-    levels below it, as in the Hub's cache."""
-    found = []
-    for flag, config in (("model", CONFIG), ("adapter", ADAPTER_CONFIG)):
+        folder = download(flag, name, [weight_files] if with_weights else [],
+                          {} if revisions is None else revisions)
+    if (folder / config).exists():
+        return folder
+    found = []  # models and adapters in it, or up to two levels below it, as in the Hub's cache
+    for other, (file, _) in FOLDERS.items():
         for levels in ("", "*/", "*/*/"):
-            found += [f"--{flag} {path.parent}" for path in folder.glob(levels + config)]
-    if found:
-        return f"give {listing(found)}"
-    return format_of_files(os.listdir(folder)) or "expected a folder as transformers or PEFT save it"
+            found += [f"--{other} {path.parent}" for path in folder.glob(levels + file)]
+    what = f"give {listing(found)}" if found else format_of_files(os.listdir(folder))
+    raise ValueError(f"{folder}: no {config}: {what or 'expected a folder as transformers or PEFT save it'}")
 
 
 # {the ends of the names of files: what they are, and what to do}
@@ -3408,7 +3427,7 @@ def save_model(tensors, layout, out, raw_config, write):
 
 
 # files of JSON that are written in another place, or that a result has no use for
-NOT_DESCRIPTIONS = (*TOKENIZER_FILES, *CONFIGS, "chat_template.json")
+NOT_DESCRIPTIONS = (*TOKENIZER_FILES, CONFIG, ADAPTER_CONFIG, "chat_template.json")
 
 
 def copy_descriptions(base, out):

@@ -725,27 +725,12 @@ def resolve_flags(args):
 
 def find_results(args):
     """Puts results in the place of the folders of runs that stand for them in --model and --adapter."""
-    if args.model is None and args.adapter and not os.path.exists(args.adapter):
-        refuse(f"--adapter {args.adapter}: no such folder; if it is on the Hub, give its base, too, as "
-               "--model")
-    if args.model is None:
-        args.model = "tiny"
-        adapter = args.adapter and data.result_in(args.adapter, data.ADAPTER_CONFIG)
-        if adapter:  # which names its base
-            args.model = str(adapter)
-            args.adapter = None
-    given = f"--model {args.model}"
+    given = " ".join(f"--{flag} {getattr(args, flag)}" for flag in ("model", "adapter")
+                     if getattr(args, flag))
     try:
-        args.model, adapter = data.find_result(args.model)
+        args.model, args.adapter = data.find_result(args.model, args.adapter)
     except (ValueError, OSError) as error:
         refuse(str(error))
-    if args.adapter:
-        if adapter:
-            refuse(f"{given} is an adapter: leave out --adapter, or merge this one first (--merge {given}) "
-                   "and give the merged/ that it writes")
-        given += f" --adapter {args.adapter}"
-        adapter = str(data.result_in(args.adapter, data.ADAPTER_CONFIG) or args.adapter)
-    args.adapter = adapter
     for flag in ("model", "adapter"):
         if os.path.isdir(getattr(args, flag) or ""):
             refuse_checkpoint(flag, Path(getattr(args, flag)))
@@ -761,7 +746,7 @@ def refuse_checkpoint(flag, folder):
     no result yet, this names the command that makes a model of it."""
     checkpoint = folder if (folder / STATE).is_file() else newest_checkpoint(folder)
     # transformers writes a state of this name, too, beside a model
-    if checkpoint and not any(data.result_in(one, *data.CONFIGS) for one in (folder, checkpoint)):
+    if checkpoint and not any(data.result_in(one) for one in (folder, checkpoint)):
         refuse(f"--{flag} {folder}: a run's checkpoint is no model yet: the command of that run with "
                f"{export_of(checkpoint)} makes one, best/final")
 
@@ -1069,7 +1054,7 @@ def open_config(args, world, device, random_init, revisions=None):
     adapter_settings = {}
     folder = None
     if args.adapter:
-        folder = data.find_adapter(args.adapter, revisions)
+        folder = data.folder_of("adapter", args.adapter, revisions)
         adapter, adapter_settings = data.open_adapter(folder)
         # the commit of the base that a run has trained the adapter on
         commits = revisions_of(folder) if is_run(folder.parent) else {}
