@@ -646,7 +646,7 @@ class Tokenizer:
     """The tokens and the chat template of a model folder. Works in the main thread only: a signal stops slow
     templates.
 
-    A template counts before the folder's own if it is in template_file, or in the folder `adapter`. core is
+    A template counts before the folder's own if it is in template_file, or in adapter_folder. core is
     the library's tokenizer, train_on the flag. bos_ids and eos_ids enclose a plain text, stop_ids end an
     answer. variables are what templates see beside the messages, row_variables those of one row, see
     for_row(). markers are the texts of the tokens that templates write around turns, is_marker [V] says which
@@ -661,7 +661,7 @@ class Tokenizer:
     depend on."""
 
     def __init__(self, folder, template_file=None, train_on="targets", template_args=None,
-                 new_tokens=(), adapter=None):
+                 new_tokens=(), adapter_folder=None):
         self.folder = Path(folder)
         self.train_on = train_on
         self.path = self.folder / "tokenizer.json"
@@ -684,7 +684,7 @@ class Tokenizer:
                 key: value for key, value in config.items() if key not in outdated}
         self.eos = self.core.token_to_id(self.variables.get("eos_token", ""))
         self.complete_ends(config)
-        self.load_templates(template_file, adapter, template_args or {})
+        self.load_templates(template_file, adapter_folder, template_args or {})
         end_of_turn, written = self.try_template()
         self.opens_thought = self.prompt_opens_thought()
         turn_ends = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
@@ -758,20 +758,20 @@ class Tokenizer:
             self.changed["generation_config.json"] = generation | {"eos_token_id": sorted(turn_ends | ids)}
         return turn_ends | ids
 
-    def load_templates(self, template_file, adapter, template_args):
+    def load_templates(self, template_file, adapter_folder, template_args):
         """Compiles --chat_template, or else what the folder of the adapter has, or else the model's, or else
         ChatML."""
         found = {}
         if template_file:
             where = template_file
             found = {"default": read_template(template_file)}
-        if adapter and not found:  # its base may have another one than it was trained on
-            where, found = templates_in(Path(adapter))
+        if adapter_folder and not found:  # the base may have another one than the adapter was trained on
+            where, found = templates_in(Path(adapter_folder))
         if not found:
             where, found = templates_in(self.folder)
         self.has_template = bool(found)  # its own
         self.source = f"chat template ({where})"
-        if self.folder == TINY and not template_file and not adapter:
+        if self.folder == TINY and not template_file and not adapter_folder:
             self.source += " of the built-in model: another --model has its own"
         if not found:
             self.source = "ChatML (the model has no template)"
@@ -2817,16 +2817,16 @@ class ModelFiles(NamedTuple):
 # the quantization methods that WeightFiles reads, as far as the tensors are NF4 or FP8
 QUANT_METHODS = "bitsandbytes", "fp8", "compressed-tensors"
 @contextlib.contextmanager
-def errors_of_base(model, adapter):
+def errors_of_base(model, adapter_folder):
     """Says in errors about a base that the folder of an adapter, or None, names it, and the way out."""
     try:
         yield
     except ValueError as error:
-        named = read_json(adapter / ADAPTER_CONFIG).get(BASE) if adapter else ...
+        named = read_json(adapter_folder / ADAPTER_CONFIG).get(BASE) if adapter_folder else ...
         if named != model:
             raise
-        raise ValueError(f"{error}; {BASE} in {adapter}/{ADAPTER_CONFIG} is {lm.quoted(named)}; with another "
-                         f"base: --adapter {adapter} --model BASE") from error
+        raise ValueError(f"{error}; {BASE} in {adapter_folder}/{ADAPTER_CONFIG} is {lm.quoted(named)}; with "
+                         f"another base: --adapter {adapter_folder} --model BASE") from error
 
 
 def find_model(name, random_init, revisions=None):
@@ -2975,7 +2975,7 @@ class WeightFiles:
         self.tensors = {}
         self.quantized = {}  # {name of a matrix: ({one of PARTS: its Stored}, bitsandbytes' state or None)}
         self.format = "FP8"  # that of these
-        self.readers = {}  # {path: its open file}
+        self.open_files = {}  # {path: what the library has opened}
         for path in self.files:
             check_is_file(path)
             if not path.exists():
@@ -2984,23 +2984,23 @@ class WeightFiles:
                     "weights are .bin files, which can run code (transformers' save_pretrained writes "
                     "safetensors)")
                 raise ValueError(f"{path}: no such file: {why}")
-            self.open_file(path)
+            self.add_file(path)
         self.join_quantized()
 
-    def open_file(self, path):
+    def add_file(self, path):
         """Adds the tensors of a file."""
         try:
             # Read, not mapped: the pages that are mapped by default would pile up in memory.
-            reader = safe_open(path, framework="pt", backend="pread")
+            file = safe_open(path, framework="pt", backend="pread")
         except SafetensorError as error:
             raise ValueError(f"{path}: damaged or cut short ({listing([str(error)])}): "
                              "download it again") from error
-        self.readers[path] = reader
-        for name in reader.keys():  # noqa: SIM118
-            stored = reader.get_slice(name)
+        self.open_files[path] = file
+        for name in file.keys():  # noqa: SIM118
+            stored = file.get_slice(name)
             dtype = stored.get_dtype()
             if name.endswith((".activation_scale", ".input_scale", ".k_scale", ".v_scale")):
-                continue  # of inputs, keys and values, which nothing here quantizes
+                continue  # scales of inputs, keys and values, which nothing here quantizes
             tensor = Stored(path, tuple(stored.get_shape()), (DTYPES | QUANTIZED).get(dtype, dtype), name)
             for module, matrix in matrices_in(module_name(name), tensor):
                 if module in self.tensors:
@@ -3022,7 +3022,7 @@ class WeightFiles:
                 state = None
                 if part == NF4_STATE:
                     self.format = "bitsandbytes' NF4"
-                    state = json.loads(bytes(self.readers[parts[part].path].get_tensor(name).tolist()))
+                    state = json.loads(bytes(self.open_files[parts[part].path].get_tensor(name).tolist()))
                     N, D = state["shape"]
                     if state["blocksize"] != nf4.BLOCK or D % nf4.BLOCK:
                         raise ValueError(f"expected rows in blocks of {nf4.BLOCK}, got {lm.quoted(state)}")
@@ -3039,7 +3039,7 @@ class WeightFiles:
         """[N, M] float32: what each of M blocks in a row of a quantized matrix is multiplied by."""
         N, D = self.tensors[name].shape
         parts, state = self.quantized[name]
-        found = {part: self.readers[stored.path].get_tensor(stored.name).float()
+        found = {part: self.open_files[stored.path].get_tensor(stored.name).float()
                  for part, stored in parts.items() if part}
         if state:
             absmax = found[".absmax"]
@@ -3079,7 +3079,7 @@ class WeightFiles:
         if start == stop:  # the library refuses an empty range at the end of a tensor
             return torch.empty(0, *stored.row_shape, dtype=stored.dtype)
         try:
-            entries = self.readers[stored.path].get_slice(stored.name)
+            entries = self.open_files[stored.path].get_slice(stored.name)
             start += stored.first_row
             stop += stored.first_row
             if len(shape) < 3:
@@ -3141,17 +3141,18 @@ def with_vocab_size(raw, n):
     return raw
 
 
-def has_two_matrices(adapter, config):
+def has_two_matrices(adapter_reader, config):
     """Whether the embedding and the head of an adapter differ although its base ties them: PEFT trains and
     loads each by itself then."""
     names = [PEFT_PREFIX + name for name in (embedding_in_files(config), HEAD)]
-    if not config.tie_word_embeddings or not adapter.tensors.keys() >= {*names}:
+    if not config.tie_word_embeddings or not adapter_reader.tensors.keys() >= {*names}:
         return False
-    if adapter.tensors[names[0]].shape != adapter.tensors[names[1]].shape:
+    embedding, head = (adapter_reader.tensors[name] for name in names)
+    if embedding.shape != head.shape:
         return True
-    for i in range(0, adapter.tensors[names[0]].n_rows, 4096):
-        stop = min(i + 4096, adapter.tensors[names[0]].n_rows)
-        if not torch.equal(*(adapter.rows(name, i, stop) for name in names)):
+    for i in range(0, head.n_rows, 4096):
+        stop = min(i + 4096, head.n_rows)
+        if not torch.equal(*(adapter_reader.rows(name, i, stop) for name in names)):
             return True
     return False
 
@@ -3203,18 +3204,23 @@ def shapes_in_files(model):
     return shapes
 
 
-def stacked_rows(weights, names, n_rows, start, stop):
+def stacked_rows(reader, names, n_rows, start, stop):
     """Rows [start, stop) of a parameter of n_rows, the matrices of these names one below another. Yields the
     rows that are in one of them at a time, and their slice of [start, stop)."""
     n = n_rows // len(names)  # all experts are of one size
     for i in range(start // n, nf4.ceil_div(stop, n)):
         first = max(start, i * n)
         last = min(stop, i * n + n)
-        rows = weights.rows(names[i], first - i * n, last - i * n)
+        rows = reader.rows(names[i], first - i * n, last - i * n)
         yield rows, slice(first - start, last - start)
 
 
-def check_weights(model, weights, folder):
+def whole(reader, name):
+    """All rows of a matrix or vector."""
+    return reader.rows(name, 0, reader.tensors[name].n_rows)
+
+
+def check_weights(model, reader, folder):
     """Raises a ValueError if the names or shapes in files are not those of the model, or of its LoRA
     layers if it has any."""
     expected = shapes_in_files(model)
@@ -3222,13 +3228,15 @@ def check_weights(model, weights, folder):
     vocabulary = model.config.vocab_size, model.config.hidden_size
     if any(".lora_" in name for name in expected):
         advice = f": {MERGE}"
-        trained = names_in_adapter(model)
+        trained = []  # embedding and head, which PEFT writes and expects both, also where they are tied
+        if model.model.embed_tokens.weight.requires_grad:
+            trained = [embedding_in_files(model.config), HEAD]
         expected |= dict.fromkeys(trained, vocabulary)  # the head also of a tied pair
         expected = {PEFT_PREFIX + name: shape for name, shape in expected.items()
                     if ".lora_" in name or name in trained}
-    elif model.config.tie_word_embeddings and HEAD in weights.tensors:
-        expected[HEAD] = vocabulary  # a duplicate: check_tied_head compares the values
-    found = {name: stored.shape for name, stored in weights.tensors.items()
+    elif model.config.tie_word_embeddings and HEAD in reader.tensors:
+        expected[HEAD] = vocabulary  # a duplicate: load_weights_() compares the values
+    found = {name: stored.shape for name, stored in reader.tensors.items()
              if not name.endswith("rotary_emb.inv_freq")  # old Llama-2 files have it
              and not name.startswith(COPIED_PREFIXES)}
     differences = {
@@ -3250,21 +3258,6 @@ def untrained_tokens(reader, config, ids):
     """Those of `ids` whose row in a model's embedding is all zero, as Llama 3's base has them for chats."""
     name = embedding_in_files(config)
     return [i for i in sorted(ids) if i < config.vocab_size and not reader.rows(name, i, i + 1).any()]
-
-
-def names_in_adapter(model):
-    """[names in files] of what an adapter has beside LoRA: embedding and head if --train_embeddings trains
-    them. PEFT writes and expects both also where they are tied."""
-    if not model.model.embed_tokens.weight.requires_grad:
-        return []
-    return [embedding_in_files(model.config), HEAD]
-
-
-def check_tied_head(weights, embedding, start, stop):
-    """Compares rows of a head with the embedding's: a tied model has no place for another head."""
-    if not torch.equal(weights.rows(embedding, start, stop), weights.rows(HEAD, start, stop)):
-        raise ValueError(f"config.json ties the head to the embedding, but {HEAD} in the files differs: "
-                         "set tie_word_embeddings to false")
 
 
 # These keys of adapter_config.json may have these values, those of ADAPTER_FREE any; others must be unset.
@@ -3291,22 +3284,23 @@ def open_adapter(folder):
     for key, value in config.items():
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {lm.quoted(value)} is not implemented: {MERGE}")
-    weights = WeightFiles(folder, "adapter_model.safetensors")
-    # Of a resized vocabulary PEFT writes trained modules three times: under their own names they are trained
-    for name in list(weights.tensors):
+    reader = WeightFiles(folder, ADAPTER_WEIGHTS)
+    # where the vocabulary was resized, PEFT writes trained modules three times: those that are trained have
+    # their own names
+    for name in list(reader.tensors):
         plain = re.sub("[.](modules_to_save|original_module)[.]weight$", ".weight", name)
-        if plain != name and plain in weights.tensors:
-            del weights.tensors[name]
-    found = {lm.target_of(name.split(".lora_")[0]) for name in weights.tensors if ".lora_" in name}
+        if plain != name and plain in reader.tensors:
+            del reader.tensors[name]
+    found = {lm.target_of(name.split(".lora_")[0]) for name in reader.tensors if ".lora_" in name}
     if not found or not found <= set(lm.LORA_TARGETS):
-        raise ValueError(f"{folder}: adapter_model.safetensors has {listing(found)}, expected some of "
+        raise ValueError(f"{folder}: {ADAPTER_WEIGHTS} has {listing(found)}, expected some of "
                          f"{', '.join(lm.LORA_TARGETS)}: {MERGE}")
     # PEFT writes embedding and head where modules_to_save names them, or where the vocabulary was resized
-    whole = {name.split(".")[-2] for name in weights.tensors if ".lora_" not in name}
+    in_full = {name.split(".")[-2] for name in reader.tensors if ".lora_" not in name}
     modules = config.get("modules_to_save")
-    if whole not in (set(), {"embed_tokens", "lm_head"}) or (modules and not whole):
+    if in_full not in (set(), {"embed_tokens", "lm_head"}) or (modules and not in_full):
         raise ValueError(f"{where}: modules_to_save = {lm.quoted(modules)}, and beside adapters there is "
-                         f"{listing(whole) or 'nothing'}: expected embed_tokens and lm_head, or neither: "
+                         f"{listing(in_full) or 'nothing'}: expected embed_tokens and lm_head, or neither: "
                          f"{MERGE}")
     # {key: (the flag with the same meaning, what the value may be)}
     numbers = {
@@ -3317,20 +3311,14 @@ def open_adapter(folder):
     }
     flags = {flag: lm.read_field(config, key, bounds, where) for key, (flag, bounds) in numbers.items()}
     flags["lora_targets"] = [target for target in lm.LORA_TARGETS if target in found]
-    flags["train_embeddings"] = bool(whole)
-    return weights, flags
-
-
-def tensors_of_adapter(adapter):
-    """WeightFiles of an adapter -> {name in files of the model: tensor}, as export() returns them."""
-    return {name.removeprefix(PEFT_PREFIX): adapter.rows(name, 0, stored.n_rows)
-            for name, stored in adapter.tensors.items()}
+    flags["train_embeddings"] = bool(in_full)
+    return reader, flags
 
 
 @torch.no_grad()
-def load_weights_(model, weights, adapter, seed, device, progress=False, frozen_only=False):
-    """Fills a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time. adapter:
-    WeightFiles, or None for a fresh one; progress: show a bar on a terminal; frozen_only: leave out what
+def load_weights_(model, reader, adapter_reader, seed, device, progress=False, frozen_only=False):
+    """Fills a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time.
+    adapter_reader: None for a fresh adapter; progress: show a bar on a terminal; frozen_only: leave out what
     trains."""
     params = dict(model.named_parameters())
     disable = None if progress else True  # None: no bar where stderr is no terminal
@@ -3342,21 +3330,22 @@ def load_weights_(model, weights, adapter, seed, device, progress=False, frozen_
         out, start = nf4.local(params[name])
         stop = start + len(out)
         names = names_in_files(name, model.config)
-        reader = weights
-        if ".lora_" in name or (adapter and name in (EMBEDDING, HEAD) and params[name].requires_grad):
-            reader = adapter
+        source = reader
+        trained_in_full = name in (EMBEDDING, HEAD) and params[name].requires_grad
+        if ".lora_" in name or (adapter_reader and trained_in_full):
+            source = adapter_reader
             names = [PEFT_PREFIX + one for one in names]
         if name in (EMBEDDING, HEAD):  # see fill_new_rows_() for those that files do not have
-            stop = min(stop, reader.tensors[names[0]].n_rows)
+            stop = min(stop, source.tensors[names[0]].n_rows)
         if start >= stop:
             continue  # some ranks have no row of a small parameter
         if name.endswith("weight_codes"):
             scales, _ = nf4.local(params[name.removesuffix("codes") + "scales"])
-            for rows, out_rows in stacked_rows(reader, names, len(params[name]), start, stop):
+            for rows, out_rows in stacked_rows(source, names, len(params[name]), start, stop):
                 bits = out.shape[1] * 8 // rows.shape[1]
                 out[out_rows], scales[out_rows] = nf4.quantize(rows.to(device), bits, name)
-        elif reader:
-            for rows, out_rows in stacked_rows(reader, names, len(params[name]), start, stop):
+        elif source:
+            for rows, out_rows in stacked_rows(source, names, len(params[name]), start, stop):
                 out[out_rows] = rows
         elif name.endswith("lora_B.weight"):
             out.zero_()
@@ -3364,19 +3353,21 @@ def load_weights_(model, weights, adapter, seed, device, progress=False, frozen_
             # PEFT's default for a fresh A, U(-1/sqrt(in), 1/sqrt(in)). Drawn on the CPU: a GPU draws others.
             width = out.shape[1]
             out.copy_(random_rows(name, width, start, stop, seed, "cpu", uniform=True) * width**-0.5)
-        # those of an adapter are equal here: see has_two_matrices()
-        if name == EMBEDDING and HEAD not in params and reader is weights and HEAD in weights.tensors:
-            check_tied_head(weights, names[0], start, stop)
+        # A tied model has no place for another head. An adapter's is equal here, see has_two_matrices().
+        is_head = name == EMBEDDING and HEAD not in params and source is reader and HEAD in reader.tensors
+        if is_head and not torch.equal(reader.rows(names[0], start, stop), reader.rows(HEAD, start, stop)):
+            raise ValueError(f"config.json ties the head to the embedding, but {HEAD} in the files differs: "
+                             "set tie_word_embeddings to false")
 
 
 @torch.no_grad()
-def fill_new_rows_(model, weights, new_ids, seed):
+def fill_new_rows_(model, reader, new_ids, seed):
     """Makes the rows of new tokens in embedding and head, and those that the files do not have: the mean
     of the old rows plus a tenth of their deviation, at random. A new token begins as no token in particular,
     and no two are the same. Each rank reads all old rows, so that every number of ranks gets the same."""
     params = dict(model.named_parameters())
     embedding = embedding_in_files(model.config)
-    n_stored = weights.tensors[embedding].n_rows
+    n_stored = reader.tensors[embedding].n_rows
     n_old = min(n_stored, new_ids.start)  # what follows are rows of no token
     for name, in_files in {EMBEDDING: embedding, HEAD: HEAD}.items():
         if name not in params:
@@ -3384,7 +3375,7 @@ def fill_new_rows_(model, weights, new_ids, seed):
         out, first = nf4.local(params[name])
         sums = torch.zeros(2, out.shape[1], dtype=torch.float64)
         for i in range(0, n_old, 4096):  # in float64 all of them would take much memory
-            rows = weights.rows(in_files, i, min(i + 4096, n_old)).cpu().double()
+            rows = reader.rows(in_files, i, min(i + 4096, n_old)).cpu().double()
             sums += torch.stack([rows.sum(0), rows.square().sum(0)])
         mean, mean_square = sums / n_old
         deviation = (mean_square - mean.square()).clamp_(min=0).sqrt()
@@ -3441,11 +3432,11 @@ def copy_descriptions(base, out):
                 shutil.copyfile(path, out / path.name)
 
 
-def layout_of_result(weights, config):
+def layout_of_result(reader, config):
     """{name: Stored} of a result: that of the files, with embedding and head as large as the model's, which
     --add_tokens may have made larger."""
     layout = {}
-    for name, stored in weights.tensors.items():
+    for name, stored in reader.tensors.items():
         if name in (embedding_in_files(config), HEAD):
             stored = stored._replace(shape=(config.vocab_size, config.hidden_size))
         # a tied head that files repeat is left out: readers take the embedding
@@ -3473,21 +3464,21 @@ def with_both_ropes(raw):
     return raw | {"rope_theta": theta, "rope_scaling": old, "rope_parameters": new}
 
 
-def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False):
+def save_adapter(adapter_tensors, out, base, rank, alpha, dropout, targets, rslora=False):
     """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them.
 
     A tied embedding is written a second time, as the head: PEFT looks both up, and an older one, which does
     not know ensure_weight_tying, would else keep the base's head without a word."""
     saved = {}
-    embedding = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    embedding = [name for name in adapter_tensors if name.endswith("embed_tokens.weight")]
     if embedding:
-        is_tied = HEAD not in tensors
+        is_tied = HEAD not in adapter_tensors
         saved = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": is_tied}
         if is_tied:
-            tensors = tensors | {HEAD: tensors[embedding[0]]}
-    named = {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
-    write_safetensors(out / "adapter_model.safetensors", layout_of(named), named.items())
-    if any(".experts." in name for name in tensors):
+            adapter_tensors = adapter_tensors | {HEAD: adapter_tensors[embedding[0]]}
+    named = {PEFT_PREFIX + name: tensor for name, tensor in adapter_tensors.items()}
+    write_safetensors(out / ADAPTER_WEIGHTS, layout_of(named), named.items())
+    if any(".experts." in name for name in named):
         dropout = 0.0  # on transformers 5 PEFT stacks experts, and a stack has no dropout
     if float(alpha).is_integer():
         alpha = int(alpha)  # Ollama refuses 64.0
@@ -3497,7 +3488,7 @@ def save_adapter(tensors, out, base, rank, alpha, dropout, targets, rslora=False
         "use_rslora": rslora, "inference_mode": True, **saved})
 
 
-def modules_in(adapter, config, targets):
+def modules_in(adapter_tensors, config, targets):
     """Ends of the names of all layers with an adapter, as PEFT looks for them. They are longer beside a
     vision tower, because those of Muse Glimmer and Mistral 3 have a q_proj, too, and where attention has a
     gate_proj as the MLP does. Experts have no longer ones: a number stands before the name."""
@@ -3506,15 +3497,14 @@ def modules_in(adapter, config, targets):
     if config.num_experts or not (has_tower or has_gate):
         return targets
     # with --train_embeddings there are two more tensors, which are no adapters
-    return sorted({".".join(name.split(".")[-4:-2]) for name in adapter if ".lora_" in name})
+    return sorted({".".join(name.split(".")[-4:-2]) for name in adapter_tensors if ".lora_" in name})
 
 
-def export(args, model, weights, files, tokenizer, out, ranks):
-    """Writes final/, the PEFT adapter or the whole model. Collective. Returns {name: tensor} of the adapter
-    on rank 0, or None. If it cannot be written, all ranks raise the same OSError and may call this again."""
+def export(args, model, reader, files, tokenizer, out, ranks):
+    """Writes final/, the PEFT adapter or the whole model. Collective. If it cannot be written, all ranks
+    raise the same OSError and may call this again."""
     unfinished = out / "final.part"
     is_first = ranks.rank == 0
-    adapter = None
     with ranks.agree(end_run=False):  # before the first collective
         if is_first:
             remove(unfinished)  # what a try before has left
@@ -3525,50 +3515,52 @@ def export(args, model, weights, files, tokenizer, out, ranks):
     tensors = full_tensors(model, args.lora)
     if args.lora:  # every rank goes through the tensors, which are gathered
         # embedding and head in the dtype of the base, as in a whole model
-        adapter = {name: tensor if ".lora_" in name else tensor.to(weights.tensors[name].dtype)
-                   for name, tensor in tensors if is_first}
+        adapter_tensors = {name: tensor if ".lora_" in name else tensor.to(reader.tensors[name].dtype)
+                           for name, tensor in tensors if is_first}
     with ranks.agree(end_run=False):
         if not args.lora:
-            layout = layout_of_result(weights, model.config)
+            layout = layout_of_result(reader, model.config)
             trained = ((name, tensor.to(layout[name].dtype)) for name, tensor in tensors)
             # what the model does not have is copied, by the rank that writes it
             others = sorted(layout.keys() - shapes_in_files(model)) if is_first else []
-            copies = ((name, weights.rows(name, 0, layout[name].n_rows)) for name in others)
+            copies = ((name, whole(reader, name)) for name in others)
             tensors = itertools.chain(trained, copies)
             save_model(tensors, layout, unfinished, files.config, write=is_first)
         elif is_first:
-            save_adapter(adapter, unfinished, files.base, args.lora_rank, args.lora_alpha, args.lora_dropout,
-                         modules_in(adapter, model.config, args.lora_targets), args.rslora)
+            modules = modules_in(adapter_tensors, model.config, args.lora_targets)
+            save_adapter(adapter_tensors, unfinished, files.base, args.lora_rank, args.lora_alpha,
+                         args.lora_dropout, modules, args.rslora)
         if is_first:
             remove(out / "merged")  # belongs to an older final/: find_result() would prefer it to this one
             put_in_place(unfinished, out / "final")
-    return adapter
 
 
-def merge(weights, adapter, scale, files, tokenizer, out):
+def merge(args, reader, adapter_reader, files, tokenizer, out):
     """Writes merged/: the original weights, without NF4's error, plus scale * B A, summed in float32."""
     unfinished = out / "merged.part"
-    layout = layout_of_result(weights, lm.parse_config(files.config))
+    scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
+    layout = layout_of_result(reader, lm.parse_config(files.config))
     where = f"--merge, {out}/final is complete" if (out / "final").exists() else f"--merge, {out}"
     with writing(where, "merged/"):
-        remove(unfinished)  # of a merge that was killed
+        remove(unfinished)  # a merge that was killed has left it
         unfinished.mkdir()
         tokenizer.save(unfinished)
         copy_descriptions(files.weights, unfinished)
-        tensors = ((name, merged_weight(weights, name, adapter, scale)) for name in layout)
+        tensors = ((name, merged_weight(reader, name, adapter_reader, scale)) for name in layout)
         save_model(tensors, layout, unfinished, files.config, write=True)
         put_in_place(unfinished, out / "merged")
 
 
-def merged_weight(weights, name, adapter, scale):
-    """A matrix or vector on the CPU: the adapter's own, or that of the files plus scale * B A."""
-    if name in adapter:
-        return adapter[name].to(weights.tensors[name].dtype)
-    weight = weights.rows(name, 0, weights.tensors[name].n_rows).cpu()  # random weights are made on the GPU
-    layer = name.removesuffix(".weight")
-    if f"{layer}.lora_A.weight" in adapter:
-        a_RD = adapter[f"{layer}.lora_A.weight"]
-        b_NR = adapter[f"{layer}.lora_B.weight"]
+def merged_weight(reader, name, adapter_reader, scale):
+    """A matrix or vector on the CPU: the adapter's own, or that of the base plus scale * B A."""
+    own = PEFT_PREFIX + name
+    if own in adapter_reader.tensors:
+        return whole(adapter_reader, own).to(reader.tensors[name].dtype)
+    weight = whole(reader, name).cpu()  # random weights are made on the GPU
+    layer = own.removesuffix(".weight")
+    if f"{layer}.lora_A.weight" in adapter_reader.tensors:
+        a_RD = whole(adapter_reader, f"{layer}.lora_A.weight")
+        b_NR = whole(adapter_reader, f"{layer}.lora_B.weight")
         product_ND = b_NR.float() @ a_RD.float()
         weight.copy_(weight.float().add_(product_ND, alpha=scale))
     return weight

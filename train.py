@@ -133,7 +133,7 @@ def main(argv, progress, exits):
         data.print_data(args, loader, eval_loader, tokenizer)
     if args.inspect:  # print_data() has printed the documents
         return ranks.leave()
-    state = open_run(args, config, loader, eval_loader, opened.weights, resumed, ranks)
+    state = open_run(args, config, loader, eval_loader, opened.reader, resumed, ranks)
     steps = state["steps"]
     # after the data, because the longest row decides how much the blocks must recompute
     # all ranks have to choose alike
@@ -242,8 +242,8 @@ def main(argv, progress, exits):
     faulthandler.cancel_dump_traceback_later()  # set by alive(): an export may take longer than a step
     # the last update may have made a weight inf, and no forward has seen it since
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
-    export = functools.partial(data.export, args, model, opened.weights, opened.files, tokenizer, out, ranks)
-    adapter_tensors = write_result(export, end_if_signalled, saver, steps, ranks, args.timeout)
+    export = functools.partial(data.export, args, model, opened.reader, opened.files, tokenizer, out, ranks)
+    write_result(export, end_if_signalled, saver, steps, ranks, args.timeout)
     if eval_loader and state["evaluated"] < steps:
         evaluate_now()
     end_if_signalled()  # for a signal that came during the export
@@ -254,7 +254,8 @@ def main(argv, progress, exits):
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
-            merge(args, opened, adapter_tensors, out)
+            adapter_reader = data.WeightFiles(out / "final", data.ADAPTER_WEIGHTS)
+            data.merge(args, opened.reader, adapter_reader, opened.files, tokenizer, out)
     say_done(args.lora, args.merge, args.random_init, model, out, state, ranks)
 
 
@@ -1005,8 +1006,8 @@ class OpenedModel(NamedTuple):
     files: data.ModelFiles
     config: lm.Config
     model: lm.Transformer  # with its features, on the meta device
-    weights: data.WeightFiles | data.RandomWeights  # where the weights come from
-    adapter: data.WeightFiles | None
+    reader: data.WeightFiles | data.RandomWeights  # where the weights come from
+    adapter_reader: data.WeightFiles | None
     tokenizer: data.Tokenizer
 
 
@@ -1015,7 +1016,7 @@ class OpenedConfig(NamedTuple):
 
     files: data.ModelFiles
     config: lm.Config
-    adapter: data.WeightFiles | None
+    adapter_reader: data.WeightFiles | None
     stored_config: lm.Config  # what the files have: the vocabulary may be smaller
 
 
@@ -1050,12 +1051,12 @@ def open_config(args, world, device, random_init, revisions=None):
     """-> OpenedConfig. `args` has its final values after it. device: None if the run is only planned.
     revisions: see take_folder()."""
     revisions = {} if revisions is None else revisions
-    adapter = None
+    adapter_reader = None
     adapter_settings = {}
     folder = None
     if args.adapter:
         folder = data.folder_of("adapter", args.adapter, revisions)
-        adapter, adapter_settings = data.open_adapter(folder)
+        adapter_reader, adapter_settings = data.open_adapter(folder)
         # the commit of the base that a run has trained the adapter on
         commits = revisions_of(folder) if is_run(folder.parent) else {}
         if args.model in commits:
@@ -1063,18 +1064,18 @@ def open_config(args, world, device, random_init, revisions=None):
     with data.errors_of_base(args.model, folder):
         files = data.find_model(args.model, random_init, revisions)
         config = lm.parse_config(files.config, f"{args.model}: config.json")
-    if adapter and data.has_two_matrices(adapter, config):
+    if adapter_reader and data.has_two_matrices(adapter_reader, config):
         files = files._replace(config=data.with_tied_head(files.config, is_tied=False))
     resolve_for_model(args, config, adapter_settings, device)
     stored_config = config
-    files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter)
+    files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter_reader)
     # read again: --add_tokens or the adapter may have made the vocabulary larger
     config = lm.parse_config(files.config, f"{args.model}: config.json")
     check_sizes(args, config, world)
-    return OpenedConfig(files, config, adapter, stored_config)
+    return OpenedConfig(files, config, adapter_reader, stored_config)
 
 
-def with_vocabulary(files, n_stored, new_tokens, adapter):
+def with_vocabulary(files, n_stored, new_tokens, adapter_reader):
     """ModelFiles with the tokenizer, and in config the vocabulary, of a run. An adapter with an embedding of
     its own brings both: it may come from a run with --add_tokens. n_stored: rows of the model's embedding."""
     n_rows = n_stored
@@ -1082,7 +1083,7 @@ def with_vocabulary(files, n_stored, new_tokens, adapter):
         new_ids = data.ids_of_new_tokens(files.tokenizer / "tokenizer.json", new_tokens)
         if new_ids.stop > n_stored:
             n_rows = 128 * math.ceil(new_ids.stop / 128)  # kernels are fast with such sizes
-    for name, stored in adapter.tensors.items() if adapter else ():
+    for name, stored in adapter_reader.tensors.items() if adapter_reader else ():
         # only the end: PEFT puts a prefix before it, and models with a vision tower have a longer name
         if name.endswith("embed_tokens.weight"):
             n_rows = max(n_rows, stored.shape[0])
@@ -1186,51 +1187,51 @@ def open_model(args, ranks, revisions=None):
     with ranks.agree():
         # --inspect looks at data alone: it downloads no weights for them
         without_weights = args.random_init or bool(args.inspect)
-        files, config, adapter, stored_config = open_config(
+        files, config, adapter_reader, stored_config = open_config(
             args, ranks.world, ranks.device, without_weights, revisions)
         # Names and shapes in files are those of the vanilla model, without NF4's codes and without adapters.
         with torch.device("meta"):
             vanilla = lm.Transformer(stored_config)
-        with data.errors_of_base(args.model, adapter and adapter.folder):
+        with data.errors_of_base(args.model, adapter_reader and adapter_reader.folder):
             if files.weights:
-                weights = data.WeightFiles(files.weights)
+                reader = data.WeightFiles(files.weights)
             else:
-                weights = data.RandomWeights(vanilla, args.seed, ranks.device)
-            data.check_weights(vanilla, weights, args.model)
-        if files.weights and weights.quantized:
-            ranks.say(f"{args.model}: {len(weights.quantized):,} matrices in {weights.format}, "
+                reader = data.RandomWeights(vanilla, args.seed, ranks.device)
+            data.check_weights(vanilla, reader, args.model)
+        if files.weights and reader.quantized:
+            ranks.say(f"{args.model}: {len(reader.quantized):,} matrices in {reader.format}, "
                       "dequantized as they are read")
         if not config.tie_word_embeddings and stored_config.tie_word_embeddings:  # see has_two_matrices()
-            stored = weights.tensors[data.embedding_in_files(config)]
-            weights.tensors[data.HEAD] = stored._replace(name=data.HEAD)  # what a merged model writes
+            stored = reader.tensors[data.embedding_in_files(config)]
+            reader.tensors[data.HEAD] = stored._replace(name=data.HEAD)  # what a merged model writes
         model = lm.on_meta(config, args)
-        if adapter:
-            data.check_weights(model, adapter, args.adapter)
-        tokenizer = open_tokenizer(args, files, adapter)
-        if files.weights and args.lora and not (adapter or args.train_embeddings):
-            for token in data.untrained_tokens(weights, config, tokenizer.stop_ids):
+        if adapter_reader:
+            data.check_weights(model, adapter_reader, args.adapter)
+        tokenizer = open_tokenizer(args, files, adapter_reader)
+        if files.weights and args.lora and not (adapter_reader or args.train_embeddings):
+            for token in data.untrained_tokens(reader, config, tokenizer.stop_ids):
                 ranks.say(f"{tokenizer.core.id_to_token(token)}: the base has a row of zeros for this end of "
                           "a turn: it was never trained; --train_embeddings trains it")
-        return OpenedModel(files, config, model, weights, adapter, tokenizer)
+        return OpenedModel(files, config, model, reader, adapter_reader, tokenizer)
 
 
 def load_weights_(model, opened, seed, resumed, ranks):
     """Loads a rank's rows into a model that build() has allocated. Collective."""
     with ranks.agree():
         # a resumed run needs only what is frozen: the rest comes from the checkpoint
-        data.load_weights_(model, opened.weights, opened.adapter, seed, ranks.device,
+        data.load_weights_(model, opened.reader, opened.adapter_reader, seed, ranks.device,
                            progress=ranks.rank == 0, frozen_only=bool(resumed))
     if opened.tokenizer.new_ids and not resumed:
-        data.fill_new_rows_(model, opened.weights, opened.tokenizer.new_ids, seed)
+        data.fill_new_rows_(model, opened.reader, opened.tokenizer.new_ids, seed)
 
 
-def open_tokenizer(args, files, adapter):
+def open_tokenizer(args, files, adapter_reader):
     # no value of --train_on: with it the tokenizer refuses rows that are not pairs
     train_on = "pairs" if args.dpo else args.train_on
     variables = data.read_template_args(args.template_args)
     # an adapter goes on with the template that it was trained on, even if the base has another
     return data.Tokenizer(files.tokenizer, args.chat_template, train_on, variables, args.add_tokens,
-                          adapter and adapter.folder)
+                          adapter_reader and adapter_reader.folder)
 
 
 def default_precision(is_chat, device):
@@ -1277,13 +1278,13 @@ def missing_for_compile(device):
     return None
 
 
-def open_run(args, config, loader, eval_loader, weights, resumed, ranks):
+def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
     """-> the state of the run at its start: all that it carries from step to step beside its tensors;
     trainer_state.json holds it. evaluated: the step of the newest evaluation. best_eval: the best one's row
     of metrics.jsonl. eval_data: the checksum of what they read. metrics_bytes: the size of metrics.jsonl."""
     with ranks.agree():
         rows_a_step, steps = count_steps(args, len(loader.rows), ranks.world)
-        settings = fixed_settings(args, config, rows_a_step, loader, weights)
+        settings = fixed_settings(args, config, rows_a_step, loader, reader)
         eval_data = eval_loader.documents.checksum if eval_loader else None
         state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": eval_data,
                  "metrics_bytes": 0, "steps": steps, "rows_a_step": rows_a_step, "settings": settings}
@@ -2722,7 +2723,7 @@ def chat(args):
     # tie_() again: to_empty() makes two parameters of one that embedding and head share
     model.to_empty(device=ranks.device).tie_()
     with ranks.agree():
-        data.load_weights_(model, opened.weights, opened.adapter, args.seed, ranks.device, progress=True)
+        data.load_weights_(model, opened.reader, opened.adapter_reader, args.seed, ranks.device, progress=True)
     model.eval()
     sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 becomes a mark
     messages = []
@@ -2897,10 +2898,10 @@ RETRY_S = 60  # between two tries to write a result that is nowhere else
 
 
 def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
-    """-> what export() returns, which raises the same OSError on all ranks if final/ cannot be written. If
-    the last step is in no checkpoint either, because the disk was full then, too, this process has the only
-    copy of the weights. So that somebody can make room, it tries again each minute, for `timeout` seconds or
-    until a signal."""
+    """Calls export(), which raises the same OSError on all ranks if final/ cannot be written. If the last
+    step is in no checkpoint either, because the disk was full then, too, this process has the only copy of
+    the weights. So that somebody can make room, it tries again each minute, for `timeout` seconds or until a
+    signal."""
     n_tries = math.ceil(timeout / RETRY_S)
     while True:
         try:
@@ -2936,19 +2937,13 @@ def say_done(lora, merge, random_init, model, out, state, ranks):
     next_step = f"--chat --model {out} talks with it"
     if lora and not merge:
         try:
-            adapter, _ = data.open_adapter(out / "final")
-            data.check_weights(model, adapter, out / "final")
+            adapter_reader, _ = data.open_adapter(out / "final")
+            data.check_weights(model, adapter_reader, out / "final")
         except (ValueError, OSError) as error:
             next_step = f"--chat cannot talk with it: {error}"
         if random_init:
             next_step = "--chat cannot talk with it: only --merge saves the random weights under it"
     ranks.say(f"done: {written}; {next_step}")
-
-
-def merge(args, opened, adapter, out):
-    """Writes merged/. adapter: {name: tensor}, see data.export()."""
-    scale = lm.lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
-    data.merge(opened.weights, adapter, scale, opened.files, opened.tokenizer, out)
 
 
 def merge_result(args, exits):
@@ -2957,7 +2952,7 @@ def merge_result(args, exits):
     ranks = Ranks(want_group=False, timeout=args.timeout)
     opened = open_model(args, ranks)
     with ranks.agree():
-        final = opened.adapter.folder
+        final = opened.adapter_reader.folder
         out = final.parent
         is_meant = not args.out or out.resolve() == Path(args.out).resolve()
         if is_meant and is_run(out) and final.name == "final":
@@ -2966,7 +2961,7 @@ def merge_result(args, exits):
             folder = RunFolder(args.out, None)
             exits.callback(folder.leave)
             out = folder.path
-        merge(args, opened, data.tensors_of_adapter(opened.adapter), out)
+        data.merge(args, opened.reader, opened.adapter_reader, opened.files, opened.tokenizer, out)
     ranks.say(f"done: {out}/merged, and nothing was trained, as there is no --data; --chat --model {out} "
               "talks with it")
 
@@ -3442,7 +3437,7 @@ class Saver:
                     shutil.rmtree(saved[step].rename(saved[step].with_suffix(".part")))
 
 
-def fixed_settings(args, config, rows_a_step, loader, weights):
+def fixed_settings(args, config, rows_a_step, loader, reader):
     """{name: value} of all that changes the mathematics of a run, among them each flag with fixed=True.
     read_state() refuses a checkpoint of other settings."""
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()}
@@ -3452,7 +3447,7 @@ def fixed_settings(args, config, rows_a_step, loader, weights):
     settings["the checksum of all --data's tokens and masks"] = loader.documents.checksum
     # In full fine-tuning all weights come out of the checkpoint.
     if args.lora:
-        settings["the checksum of --model's frozen weights"] = weights.crc()
+        settings["the checksum of --model's frozen weights"] = reader.crc()
     if args.qlora:
         settings["the format of NF4"] = nf4.FORMATS[4]  # adapters make up for the errors of their weights
     if args.nf5:
@@ -4321,7 +4316,7 @@ def dry_run(args):
     if alike:
         data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {alike[0]}")
     try:
-        files, config, adapter, _ = open_config(args, world, device=None, random_init=True)
+        files, config, adapter_reader, _ = open_config(args, world, device=None, random_init=True)
         run = RunSpec(args, config, world, args.seq_len)
         policy = choose_blocks(run, room)
         for text in describe_blocks(run, policy):
@@ -4329,7 +4324,7 @@ def dry_run(args):
         print_plan(run, policy, room)
         steps = length = None
         if args.data not in ([], DEMO_DATA):
-            tokenizer = open_tokenizer(args, files, adapter)
+            tokenizer = open_tokenizer(args, files, adapter_reader)
             steps, length = print_steps(args, tokenizer, config.vocab_size, world)
         if args.gpu:
             data.say(describe_time(run, policy, args.gpu, steps, length))

@@ -54,7 +54,7 @@ def open_exact(folder):
     opened = train.open_model(args, ranks)
     model = opened.model
     model.to_empty(device=CPU).tie_()
-    data.load_weights_(model, opened.weights, None, 0, CPU)
+    data.load_weights_(model, opened.reader, None, 0, CPU)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     return model.eval(), opened.tokenizer
 
@@ -387,7 +387,7 @@ def open_in_training(folder, flags):
     model = opened.model
     lm.recompute_blocks_(model)
     model.to_empty(device=CPU).tie_()
-    data.load_weights_(model, opened.weights, None, 0, CPU)
+    data.load_weights_(model, opened.reader, None, 0, CPU)
     return model.train()
 
 

@@ -358,7 +358,7 @@ def open_result(argv):
     # the model is on the meta device, until here without memory
     model = opened.model
     model.to_empty(device=device).tie_()
-    data.load_weights_(model, opened.weights, opened.adapter, args.seed, device)
+    data.load_weights_(model, opened.reader, opened.adapter_reader, args.seed, device)
     return Result(model.eval(), opened.tokenizer, held_out, device)
 
 

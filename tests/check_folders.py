@@ -195,7 +195,7 @@ def loaded(*flags):
     found = trainer.open_model(args, trainer.Ranks(False, 1800))
     model = found.model
     model.to_empty(device="cpu").tie_()
-    data.load_weights_(model, found.weights, found.adapter, 0, torch.device("cpu"))
+    data.load_weights_(model, found.reader, found.adapter_reader, 0, torch.device("cpu"))
     return model.eval()
 
 

@@ -84,7 +84,7 @@ def with_weights(found):
     """The model of a train.OpenedModel with weights; those of new rows are still to be made."""
     model = found.model
     model.to_empty(device="cpu").tie_()
-    data.load_weights_(model, found.weights, found.adapter, 0, CPU)
+    data.load_weights_(model, found.reader, found.adapter_reader, 0, CPU)
     return model
 
 
@@ -93,7 +93,7 @@ def with_weights(found):
 def begun(found):
     """The same as training begins."""
     model = with_weights(found)
-    data.fill_new_rows_(model, found.weights, found.tokenizer.new_ids, SEED)
+    data.fill_new_rows_(model, found.reader, found.tokenizer.new_ids, SEED)
     return model
 
 
@@ -300,8 +300,8 @@ def check_rows_on_ranks(ranks, folder, base, flags):
     if args.fsdp2:
         train.shard_(model, args, ranks.device)
     model.to_empty(device="cpu").tie_()
-    data.load_weights_(model, found.weights, None, SEED, ranks.device)
-    data.fill_new_rows_(model, found.weights, found.tokenizer.new_ids, SEED)
+    data.load_weights_(model, found.reader, None, SEED, ranks.device)
+    data.fill_new_rows_(model, found.reader, found.tokenizer.new_ids, SEED)
     for name, tensor in data.full_tensors(model, trainable_only=False):
         if name in (data.EMBEDDING, data.HEAD):
             assert torch.equal(tensor[:N_OLD], expected[name][:N_OLD]), name
@@ -377,7 +377,7 @@ def test_full_fine_tuning_over_ranks_writes_a_model_with_the_tokens(base, calls,
     assert losses_of_two == pytest.approx(losses_of_one, abs=1e-5)
 
     found = opened("--model", tmp_path / "one")
-    embedding = found.weights.tensors[data.EMBEDDING]
+    embedding = found.reader.tensors[data.EMBEDDING]
     assert found.config.vocab_size == PADDED
     assert embedding.shape[0] == PADDED
     assert ids_in("<call>", found.tokenizer) == [4096]

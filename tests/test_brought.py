@@ -704,7 +704,7 @@ def test_an_adapter_of_a_resized_model_loads_by_its_plain_names(tmp_path, grown)
             tensors[name.replace(".weight", f".{part}.weight")] = tensors[name] + value
     save_file(tensors, adapter / "adapter_model.safetensors")
     found = opened(base, adapter)
-    assert found.adapter.tensors.keys() == load_file(final / "adapter_model.safetensors").keys()
+    assert found.adapter_reader.tensors.keys() == load_file(final / "adapter_model.safetensors").keys()
     assert found.config.vocab_size == opened(base, final).config.vocab_size
 
 

@@ -123,7 +123,7 @@ def logits_of(folder):
     args = train.parse_args(["--model", str(folder), "--precision", "fp32", "--dry_run"])
     opened = train.open_model(args, train.Ranks(False, 1800))
     opened.model.to_empty(device="cpu").tie_()
-    data.load_weights_(opened.model, opened.weights, opened.adapter, 0, torch.device("cpu"))
+    data.load_weights_(opened.model, opened.reader, opened.adapter_reader, 0, torch.device("cpu"))
     with torch.no_grad():
         return opened.model(torch.arange(40)[None])
 

@@ -1014,7 +1014,7 @@ def test_a_template_is_found_where_its_family_keeps_it(tmp_path, file, is_adapte
         folder.mkdir()
     model_folder(base, CHATML if is_adapters else None)  # an adapter's own counts
     ((adapter if is_adapters else base) / file).write_text(WRITTEN[file](AGENT))
-    tokenizer = data.Tokenizer(base, adapter=adapter)
+    tokenizer = data.Tokenizer(base, adapter_folder=adapter)
     assert tokenizer.template_texts == {"chat_template.jinja": AGENT}
     assert tokenizer.has_template
 

@@ -6,6 +6,7 @@ import math
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import conftest
@@ -658,7 +659,10 @@ def test_merging_takes_what_is_trained_in_full(tmp_path):
     files = data.find_model("tiny", False)
     norm = source.tensors["model.norm.weight"]
     adapter = {"model.norm.weight": torch.zeros(norm.shape, dtype=norm.dtype)}  # a fork trains the last norm
-    data.merge(source, adapter, 1.0, files, data.Tokenizer(HERE / "tiny"), tmp_path)
+    data.save_adapter(adapter, tmp_path, "tiny", 1, 1, 0.0, [])
+    saved = data.WeightFiles(tmp_path, data.ADAPTER_WEIGHTS)
+    args = SimpleNamespace(lora_rank=1, lora_alpha=1, rslora=False)
+    data.merge(args, source, saved, files, data.Tokenizer(HERE / "tiny"), tmp_path)
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     for name, tensor in load_file(HERE / "tiny" / "model.safetensors").items():
         assert torch.equal(merged.pop(name), adapter.get(name, tensor)), name

@@ -341,7 +341,9 @@ def test_a_whole_result_has_all_that_describes_the_model(code, tmp_path):
     assert data.read_json(tmp_path / "final/config.json") == config  # nor code that the result does not have
 
     (base / "tokenizer.json").symlink_to(data.TINY / "tokenizer.json")
-    data.merge(data.WeightFiles(base), {}, 1.0, files, data.Tokenizer(base), tmp_path)
+    args = SimpleNamespace(lora_rank=1, lora_alpha=1, rslora=False)
+    empty = SimpleNamespace(tensors={})  # an adapter of nothing
+    data.merge(args, data.WeightFiles(base), empty, files, data.Tokenizer(base), tmp_path)
     names = {path.name for path in (tmp_path / "merged").iterdir()}
     assert names >= described
     assert not names & of_others
@@ -369,7 +371,10 @@ def test_merged_experts_compute_what_base_and_adapter_do(change, tmp_path):
     for layer in ("in_proj_qkv", "in_proj_a", "in_proj_b"):
         assert f"model.language_model.layers.0.linear_attn.{layer}.lora_A.weight" in adapter
     assert "model.language_model.layers.0.mlp.experts.7.up_proj.lora_B.weight" in adapter
-    data.merge(source, adapter, alpha / rank, model_files(EXPERTS), NoTokenizer(), tmp_path)
+    data.save_adapter(adapter, tmp_path, "base", rank, alpha, 0.0, lm.LORA_TARGETS)
+    saved = data.WeightFiles(tmp_path, data.ADAPTER_WEIGHTS)
+    args = SimpleNamespace(lora_rank=rank, lora_alpha=alpha, rslora=False)
+    data.merge(args, source, saved, model_files(EXPERTS), NoTokenizer(), tmp_path)
     assert data.WeightFiles(tmp_path / "merged").tensors.keys() == source.tensors.keys()
     assert relative_error(build(tmp_path / "merged")(tokens), expected) < 1e-5  # float32 rounding
     assert relative_error(build(tmp_path / "base")(tokens), expected) > 0.1  # the adapter counts

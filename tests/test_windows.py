@@ -240,7 +240,10 @@ def test_an_adapter_has_the_names_of_modules_and_merges_into_those_of_the_files(
     assert {"self_attn.q_proj", "mlp.down_proj"} <= set(modules)
     assert not set(modules) & set(targets) - {lm.GATE_TARGET}
 
-    data.merge(source, adapter, 2.0, model_files(folder), NoTokenizer(), tmp_path)
+    data.save_adapter(adapter, tmp_path, "base", 4, 8, 0.0, modules)
+    saved = data.WeightFiles(tmp_path, data.ADAPTER_WEIGHTS)
+    args = SimpleNamespace(lora_rank=4, lora_alpha=8, rslora=False)
+    data.merge(args, source, saved, model_files(folder), NoTokenizer(), tmp_path)
     merged = load_file(tmp_path / "merged/model.safetensors")
     assert merged.keys() == load_file(folder / "model.safetensors").keys()
     # the merged weights are rounded to bf16, 2**-9 of each
