@@ -2636,92 +2636,52 @@ LLAMA_3_1_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-LLAMA_3_2_ROPE = LLAMA_3_1_ROPE | {"factor": 32.0}
+# what the models of a family have in common
+LLAMA_2 = functools.partial(Preset, model_type="llama", V=32000, K=128, positions=4096, theta=1e4)
+LLAMA_3 = functools.partial(Preset, model_type="llama", V=128256, K=128, positions=8192, theta=5e5)
+LLAMA_3_1 = functools.partial(LLAMA_3, positions=131072, rope=LLAMA_3_1_ROPE)
+LLAMA_3_2 = functools.partial(LLAMA_3_1, rope=LLAMA_3_1_ROPE | {"factor": 32.0}, tied=True)
+QWEN_2_5 = functools.partial(Preset, model_type="qwen2", V=152064, K=128, positions=131072, theta=1e6)
+QWEN_3 = functools.partial(Preset, model_type="qwen3", V=151936, K=128, positions=40960, theta=1e6)
+QWEN_3_5 = functools.partial(Preset, model_type="qwen3_5_text", V=248320, K=256, positions=262144, theta=1e7)
 # Shapes for --dry_run and --random_init, which need no download. To add a preset, copy a row.
 SHAPES = {
-    "llama-2-7b": Preset(
-        "meta-llama/Llama-2-7b-hf", "llama", V=32000, D=4096, F=11008, layers=32,
-        H=32, G=32, K=128, positions=4096, theta=1e4),
-    "llama-2-13b": Preset(
-        "meta-llama/Llama-2-13b-hf", "llama", V=32000, D=5120, F=13824, layers=40,
-        H=40, G=40, K=128, positions=4096, theta=1e4),
-    "llama-2-70b": Preset(
-        "meta-llama/Llama-2-70b-hf", "llama", V=32000, D=8192, F=28672, layers=80,
-        H=64, G=8, K=128, positions=4096, theta=1e4),
-    "llama-3-8b": Preset(
-        "meta-llama/Meta-Llama-3-8B", "llama", V=128256, D=4096, F=14336, layers=32,
-        H=32, G=8, K=128, positions=8192, theta=5e5),
-    "llama-3.1-8b": Preset(
-        "meta-llama/Llama-3.1-8B", "llama", V=128256, D=4096, F=14336, layers=32,
-        H=32, G=8, K=128, positions=131072, theta=5e5, rope=LLAMA_3_1_ROPE),
-    "llama-3.1-70b": Preset(
-        "meta-llama/Llama-3.1-70B", "llama", V=128256, D=8192, F=28672, layers=80,
-        H=64, G=8, K=128, positions=131072, theta=5e5, rope=LLAMA_3_1_ROPE),
-    "llama-3.1-405b": Preset(
-        "meta-llama/Llama-3.1-405B", "llama", V=128256, D=16384, F=53248, layers=126,
-        H=128, G=8, K=128, positions=131072, theta=5e5, rope=LLAMA_3_1_ROPE),
-    "llama-3.2-1b": Preset(
-        "meta-llama/Llama-3.2-1B", "llama", V=128256, D=2048, F=8192, layers=16,
-        H=32, G=8, K=64, positions=131072, theta=5e5, tied=True, rope=LLAMA_3_2_ROPE),
-    "llama-3.2-3b": Preset(
-        "meta-llama/Llama-3.2-3B", "llama", V=128256, D=3072, F=8192, layers=28,
-        H=24, G=8, K=128, positions=131072, theta=5e5, tied=True, rope=LLAMA_3_2_ROPE),
-    "qwen2.5-0.5b": Preset(
-        "Qwen/Qwen2.5-0.5B", "qwen2", V=151936, D=896, F=4864, layers=24,
-        H=14, G=2, K=64, positions=32768, theta=1e6, tied=True),
-    "qwen2.5-7b": Preset(
-        "Qwen/Qwen2.5-7B", "qwen2", V=152064, D=3584, F=18944, layers=28,
-        H=28, G=4, K=128, positions=131072, theta=1e6),
-    "qwen2.5-32b": Preset(
-        "Qwen/Qwen2.5-32B", "qwen2", V=152064, D=5120, F=27648, layers=64,
-        H=40, G=8, K=128, positions=131072, theta=1e6),
-    "qwen2.5-72b": Preset(
-        "Qwen/Qwen2.5-72B", "qwen2", V=152064, D=8192, F=29568, layers=80,
-        H=64, G=8, K=128, positions=131072, theta=1e6),
-    "qwen3-0.6b": Preset(
-        "Qwen/Qwen3-0.6B", "qwen3", V=151936, D=1024, F=3072, layers=28,
-        H=16, G=8, K=128, positions=40960, theta=1e6, tied=True),
-    "qwen3-1.7b": Preset(
-        "Qwen/Qwen3-1.7B", "qwen3", V=151936, D=2048, F=6144, layers=28,
-        H=16, G=8, K=128, positions=40960, theta=1e6, tied=True),
-    "qwen3-4b": Preset(
-        "Qwen/Qwen3-4B", "qwen3", V=151936, D=2560, F=9728, layers=36,
-        H=32, G=8, K=128, positions=40960, theta=1e6, tied=True),
-    "qwen3-8b": Preset(
-        "Qwen/Qwen3-8B", "qwen3", V=151936, D=4096, F=12288, layers=36,
-        H=32, G=8, K=128, positions=40960, theta=1e6),
-    "qwen3-14b": Preset(
-        "Qwen/Qwen3-14B", "qwen3", V=151936, D=5120, F=17408, layers=40,
-        H=40, G=8, K=128, positions=40960, theta=1e6),
-    "qwen3-32b": Preset(
-        "Qwen/Qwen3-32B", "qwen3", V=151936, D=5120, F=25600, layers=64,
-        H=64, G=8, K=128, positions=40960, theta=1e6),
-    "qwen3-30b-a3b": Preset(
-        "Qwen/Qwen3-30B-A3B", "qwen3_moe", V=151936, D=2048, F=6144, layers=48,
-        H=32, G=4, K=128, positions=40960, theta=1e6,
+    "llama-2-7b": LLAMA_2("meta-llama/Llama-2-7b-hf", D=4096, F=11008, layers=32, H=32, G=32),
+    "llama-2-13b": LLAMA_2("meta-llama/Llama-2-13b-hf", D=5120, F=13824, layers=40, H=40, G=40),
+    "llama-2-70b": LLAMA_2("meta-llama/Llama-2-70b-hf", D=8192, F=28672, layers=80, H=64, G=8),
+    "llama-3-8b": LLAMA_3("meta-llama/Meta-Llama-3-8B", D=4096, F=14336, layers=32, H=32, G=8),
+    "llama-3.1-8b": LLAMA_3_1("meta-llama/Llama-3.1-8B", D=4096, F=14336, layers=32, H=32, G=8),
+    "llama-3.1-70b": LLAMA_3_1("meta-llama/Llama-3.1-70B", D=8192, F=28672, layers=80, H=64, G=8),
+    "llama-3.1-405b": LLAMA_3_1("meta-llama/Llama-3.1-405B", D=16384, F=53248, layers=126, H=128, G=8),
+    "llama-3.2-1b": LLAMA_3_2("meta-llama/Llama-3.2-1B", D=2048, F=8192, layers=16, H=32, G=8, K=64),
+    "llama-3.2-3b": LLAMA_3_2("meta-llama/Llama-3.2-3B", D=3072, F=8192, layers=28, H=24, G=8),
+    "qwen2.5-0.5b": QWEN_2_5(
+        "Qwen/Qwen2.5-0.5B", V=151936, D=896, F=4864, layers=24, H=14, G=2, K=64, positions=32768, tied=True),
+    "qwen2.5-7b": QWEN_2_5("Qwen/Qwen2.5-7B", D=3584, F=18944, layers=28, H=28, G=4),
+    "qwen2.5-32b": QWEN_2_5("Qwen/Qwen2.5-32B", D=5120, F=27648, layers=64, H=40, G=8),
+    "qwen2.5-72b": QWEN_2_5("Qwen/Qwen2.5-72B", D=8192, F=29568, layers=80, H=64, G=8),
+    "qwen3-0.6b": QWEN_3("Qwen/Qwen3-0.6B", D=1024, F=3072, layers=28, H=16, G=8, tied=True),
+    "qwen3-1.7b": QWEN_3("Qwen/Qwen3-1.7B", D=2048, F=6144, layers=28, H=16, G=8, tied=True),
+    "qwen3-4b": QWEN_3("Qwen/Qwen3-4B", D=2560, F=9728, layers=36, H=32, G=8, tied=True),
+    "qwen3-8b": QWEN_3("Qwen/Qwen3-8B", D=4096, F=12288, layers=36, H=32, G=8),
+    "qwen3-14b": QWEN_3("Qwen/Qwen3-14B", D=5120, F=17408, layers=40, H=40, G=8),
+    "qwen3-32b": QWEN_3("Qwen/Qwen3-32B", D=5120, F=25600, layers=64, H=64, G=8),
+    "qwen3-30b-a3b": QWEN_3(
+        "Qwen/Qwen3-30B-A3B", model_type="qwen3_moe", D=2048, F=6144, layers=48, H=32, G=4,
         further={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
                  "norm_topk_prob": True}),
-    "qwen3.5-0.8b": Preset(
-        "Qwen/Qwen3.5-0.8B", "qwen3_5_text", V=248320, D=1024, F=3584, layers=24,
-        H=8, G=2, K=256, positions=262144, theta=1e7, tied=True,
+    "qwen3.5-0.8b": QWEN_3_5(
+        "Qwen/Qwen3.5-0.8B", D=1024, F=3584, layers=24, H=8, G=2, tied=True,
         further={"linear_num_value_heads": 16}),
-    "qwen3.5-2b": Preset(
-        "Qwen/Qwen3.5-2B", "qwen3_5_text", V=248320, D=2048, F=6144, layers=24,
-        H=8, G=2, K=256, positions=262144, theta=1e7, tied=True,
+    "qwen3.5-2b": QWEN_3_5(
+        "Qwen/Qwen3.5-2B", D=2048, F=6144, layers=24, H=8, G=2, tied=True,
         further={"linear_num_value_heads": 16}),
-    "qwen3.5-4b": Preset(
-        "Qwen/Qwen3.5-4B", "qwen3_5_text", V=248320, D=2560, F=9216, layers=32,
-        H=16, G=4, K=256, positions=262144, theta=1e7, tied=True),
-    "qwen3.5-9b": Preset(
-        "Qwen/Qwen3.5-9B", "qwen3_5_text", V=248320, D=4096, F=12288, layers=32,
-        H=16, G=4, K=256, positions=262144, theta=1e7),
-    "qwen3.5-27b": Preset(
-        "Qwen/Qwen3.5-27B", "qwen3_5_text", V=248320, D=5120, F=17408, layers=64,
-        H=24, G=4, K=256, positions=262144, theta=1e7,
-        further={"linear_num_value_heads": 48}),
-    "qwen3.5-35b-a3b": Preset(
-        "Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe_text", V=248320, D=2048, F=1, layers=40,
-        H=16, G=2, K=256, positions=262144, theta=1e7,
+    "qwen3.5-4b": QWEN_3_5("Qwen/Qwen3.5-4B", D=2560, F=9216, layers=32, H=16, G=4, tied=True),
+    "qwen3.5-9b": QWEN_3_5("Qwen/Qwen3.5-9B", D=4096, F=12288, layers=32, H=16, G=4),
+    "qwen3.5-27b": QWEN_3_5(
+        "Qwen/Qwen3.5-27B", D=5120, F=17408, layers=64, H=24, G=4, further={"linear_num_value_heads": 48}),
+    "qwen3.5-35b-a3b": QWEN_3_5(
+        "Qwen/Qwen3.5-35B-A3B", model_type="qwen3_5_moe_text", D=2048, F=1, layers=40, H=16, G=2,
         further={"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}),
     "muse-glimmer-30b": Preset(
         "meta-models/Muse-Glimmer-30B", "muse_glimmer_text", V=202048, D=6656, F=19968, layers=52,
