@@ -1,7 +1,7 @@
 """Everything on a disk, in two halves: from texts to the rows of a batch, and model folders.
 
-An example is a line of a .jsonl file, or a row of a table (csv, parquet), whose columns are its keys. Its
-tokens are a document, and each token has a flag that says whether the model is trained to predict it.
+An example is a line of a .jsonl file, or what a table (csv, parquet) has in one of its rows: an object with
+keys. Its tokens are a document, and each token has a flag that says whether the model is trained to predict it.
 Position p of a row contains token p, and its target is token p + 1. So a document of n tokens fills n - 1
 positions, and no target crosses into the next document (torchtune #2613). Best-fit decreasing
 (arXiv:2404.10830) packs several documents into a row. A line with a chosen and a rejected answer is two
@@ -18,15 +18,13 @@ Each machine tokenizes a file once, on all cores, into flat arrays that all its 
 per token on disk (torchtune #1097: 900 GB of RAM for a 3 GB file). The order of the rows depends on --seed
 and the epoch alone, so the loader's whole state is the number of steps taken.
 
-Words have one meaning each. An example is a line, which Hugging Face calls a row of a data set. A part is
-as much of a document as fits into a row: all of it, unless --overflow splits it or cuts it off. A row is one
-of a batch, [T] tokens, and where weights are read or written one of a matrix; only of a table it is what the
-table calls so. The type of a data file is how its name ends. An unfinished folder has a name that ends in
-.part. Stored is what is in a safetensors file.
+A row of a batch has T tokens. A part is as much of a document as fits into a row: all of it, unless
+--overflow splits it or cuts it off.
 
-The second half finds a model (a preset, a folder, a Hub id, the result of a run), reads its weights and
-adapters row by row, so that each rank reads only what it keeps, and writes models and adapters as
-transformers and PEFT read them.
+The second half finds a model (a preset, a folder, a Hub id, the result of a run) and writes models and
+adapters as transformers and PEFT read them. There, rows are those of a matrix. A reader (WeightFiles or
+RandomWeights) has all weights of a model or an adapter and gives any rows of them, so that each rank reads
+only what it keeps.
 """
 
 import ast
@@ -307,7 +305,7 @@ MARK = "\U00104002"  # and one around the number of a tool or a call, see with_m
 # A template is a stranger's program: a loop of ten lines could fill the memory, or never end.
 MAX_RENDERED = 50_000_000  # characters that one conversation may become
 MAX_RENDER_S = 2  # seconds of CPU time that this may take
-# what every reader of a template gives it: no variable of --template_args or of a row has such a name
+# what whoever renders a template gives it: no variable of --template_args or of an example has such a name
 GIVEN_TO_TEMPLATES = "messages", "tools", "documents", "add_generation_prompt"
 NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thought
@@ -379,7 +377,7 @@ def read_template_args(words):
 
 
 def with_variables(template, variables):
-    """A chat template that begins with values of its variables. They are defaults: a reader that gives a
+    """A chat template that begins with values of its variables. They are defaults: a call that gives a
     variable itself, as apply_chat_template(enable_thinking=True) does, still gets what it gives. Llama's own
     templates begin like this."""
     lines = ""
@@ -435,17 +433,9 @@ class Rendered(NamedTuple):
     left_out: tuple = ()  # what the template leaves out of these answers
 
 
-def said_by(message):
-    """Yields (what, text) of what an answer says beside its calls."""
-    thought, _, said = (message.get("content") or "").rpartition("</think>")
-    yield "content", said
-    yield "thought in content", thought.replace("<think>", "")
-    yield "thought", message.get("reasoning_content", "")
-
-
 def is_in(part, text):
-    """Whether a text has all of a part: as it is, or at least its words, because templates trim, quote and
-    escape. A part that is left out is found nevertheless where others happen to have all of its words."""
+    """Whether a text contains a part: as it is, or at least its words, because templates trim, quote and
+    escape. A part that is left out goes unnoticed if the rest of the text happens to have all of its words."""
     words = re.findall(r"\w+", part)
     return part.strip() in text or all(word in text for word in words)
 
@@ -470,7 +460,7 @@ def with_marks(messages, tools):
     for i, message in enumerate(messages):
         calls = []
         for call in message.get("tool_calls", ()):
-            function = call["function"].copy()  # what the row has stays as it is
+            function = call["function"].copy()  # the example stays as it is
             function["name"] += mark(f"a call of the tool {lm.quoted(function['name'])}")
             if isinstance(function["arguments"], str):  # see with_json_arguments()
                 function["arguments"] += mark("arguments", i)
@@ -494,7 +484,7 @@ TOKENIZER_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )
-TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for rows with tools, where transformers has it
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for tools, where transformers has it
 
 
 class TokenizerFiles(NamedTuple):
@@ -511,7 +501,12 @@ def read_tokenizer(folder):
     so that they get the same ids -> TokenizerFiles. Raises a ValueError that names the file."""
     path = folder / "tokenizer.json"
     config_path = folder / "tokenizer_config.json"
-    check_has_tokenizer(path)
+    if not path.exists():
+        code = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
+        raise ValueError(
+            f"{path}: no such file; to make it of tokenizer.model: pip install transformers "
+            f'sentencepiece protobuf && python -c "from transformers import AutoTokenizer; {code}"')
+    check_is_file(path)
     config, old, added = (read_json(file) if file.exists() else {} for file in (
         config_path, folder / "special_tokens_map.json", folder / "added_tokens.json"))
     old = {key: value for key, value in old.items() if value is not None}
@@ -588,17 +583,6 @@ def templates_in(folder):
     return None, {}
 
 
-def check_has_tokenizer(path):
-    """Raises a ValueError that says how to make tokenizer.json if a model folder has none."""
-    if not path.exists():
-        folder = path.parent
-        code = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
-        raise ValueError(
-            f"{path}: no such file; to make it of tokenizer.model: pip install transformers "
-            f'sentencepiece protobuf && python -c "from transformers import AutoTokenizer; {code}"')
-    check_is_file(path)
-
-
 def read_new_tokens(words):
     """The words of --add_tokens -> [token]: these words, or the lines of the one file that they name. Raises
     a ValueError that names the word."""
@@ -623,15 +607,10 @@ def read_new_tokens(words):
     return tokens
 
 
-def ids_of_new_tokens(path, tokens):
-    """The ids that the library gives to tokens it does not know, consecutive ones, as a range. path: of
-    tokenizer.json. Raises a ValueError that names tokens it knows."""
-    return add_new_tokens_(read_tokenizer(path.parent).core, tokens)
-
-
 def add_new_tokens_(core, tokens):
-    """Appends tokens to the tokenizer -> their ids, see ids_of_new_tokens(). They are no special ones,
-    as Qwen's <tool_call> is none: messages may spell them, and answers are shown with them."""
+    """Appends tokens to the library's tokenizer -> their ids, which are consecutive, as a range. They are not
+    special, as Qwen's <tool_call> is not: messages may spell them, and answers are shown with them. Raises a
+    ValueError that names tokens which the tokenizer has already."""
     known = [token for token in tokens if core.token_to_id(token) is not None]
     if known:
         raise ValueError(f"--add_tokens: {listing(known)}: already in the model's tokenizer: leave it out")
@@ -646,19 +625,22 @@ class Tokenizer:
     """The tokens and the chat template of a model folder. Works in the main thread only: a signal stops slow
     templates.
 
-    A template counts before the folder's own if it is in template_file, or in adapter_folder. core is
-    the library's tokenizer, train_on the flag. bos_ids and eos_ids enclose a plain text, stop_ids end an
-    answer. variables are what templates see beside the messages, row_variables those of one row, see
-    for_row(). markers are the texts of the tokens that templates write around turns, is_marker [V] says which
-    these are, and reserved finds what no conversation may spell: them. Other special tokens it may.
-    new_tokens are appended to those of the folder and get new_ids, a range. save() writes `changed`, {name of
-    a file: its dict}, in place of the folder's own.
-    templates are compiled, by name: "default", and maybe "tool_use" for rows with tools. template_texts are
-    their texts by the names of their files, and begin with the values of template_args, {name: value}, so
-    that what save() writes has them, too. template_reads are the names that the templates look up,
-    template_words all names in them: a key of a message that is not among these is not read.
-    opens_thought: whether a prompt asks for a thought. made_of is all that the tokens and masks of a text
-    depend on."""
+    A template in template_file counts before one in adapter_folder, and that before the folder's own.
+
+    core               the library's tokenizer
+    bos_ids, eos_ids   the ids around a plain text
+    stop_ids           the ids that end an answer
+    new_ids            a range: those of new_tokens, which are appended to those of the folder
+    markers            texts of the tokens that templates write around turns; is_marker [V]: whether an id is one
+    reserved           a pattern of what no conversation may spell: the markers, but not other special tokens
+    templates          compiled: {"default": ..., and maybe "tool_use": the one for examples with tools}
+    template_texts     {name of a file: a template that begins with the values of template_args}
+    template_reads     names of variables that the templates look up
+    template_words     all names in them: a key of a message that is not among these is not read
+    variables          what the templates see beside the messages; example_variables: see for_example()
+    opens_thought      whether the prompt for an answer opens a thought
+    changed            {name of a file: its dict}: save() writes them in place of the folder's own
+    made_of            all that the tokens and masks of a text depend on"""
 
     def __init__(self, folder, template_file=None, train_on="targets", template_args=None,
                  new_tokens=(), adapter_folder=None):
@@ -666,7 +648,7 @@ class Tokenizer:
         self.train_on = train_on
         self.path = self.folder / "tokenizer.json"
         core, config, self.variables, named = read_tokenizer(self.folder)
-        self.row_variables = {}
+        self.example_variables = {}
         self.changed = {}
         # What tokenizer_config.json loses: the template stands in a file of its own.
         outdated = {"chat_template"}
@@ -678,12 +660,10 @@ class Tokenizer:
                 self.changed[self.path.name] = json.loads(core.to_str())
                 # transformers 5 would add no other tokens than those of this list; tokenizer.json has all
                 outdated.add("added_tokens_decoder")
-            special = self.load_core(core, named)
+            special = self.load_core(core, config, named)
         if outdated & config.keys():
             self.changed["tokenizer_config.json"] = {
                 key: value for key, value in config.items() if key not in outdated}
-        self.eos = self.core.token_to_id(self.variables.get("eos_token", ""))
-        self.complete_ends(config)
         self.load_templates(template_file, adapter_folder, template_args or {})
         end_of_turn, written = self.try_template()
         self.opens_thought = self.prompt_opens_thought()
@@ -704,7 +684,7 @@ class Tokenizer:
         self.made_of = (self.core.to_str(), self.bos_ids, self.eos_ids, marker_ids, self.variables,
                         self.template_texts, train_on)
 
-    def load_core(self, core, named):
+    def load_core(self, core, config, named):
         """Completes the library's tokenizer. Returns {id: text} of its special tokens, which a file flags or
         names as such."""
         # the file also has the truncation and padding that its author used last
@@ -719,25 +699,21 @@ class Tokenizer:
                       for token in special.values()]
         core.add_special_tokens(as_written)
         self.core = core
-        self.bos_ids, self.eos_ids = self.ids_around_a_text()
-        self.core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
-        return {number: token.content for number, token in special.items()}
-
-    def ids_around_a_text(self):
-        """-> (ids, ids) that tokenizer.json puts before and behind a text. Only a trial tells: there are
-        several kinds of post-processors."""
-        encoded = self.core.encode("a")
+        # What tokenizer.json puts around a text: only a trial tells, as post-processors are of several kinds.
+        encoded = core.encode("a")
         in_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
-        return encoded.ids[: in_text[0]], encoded.ids[in_text[-1] + 1 :]
-
-    def complete_ends(self, config):
-        """Adds what tokenizer.json does not always have: BOS where tokenizer_config.json asks for it, and
-        EOS, without which a model does not learn where a text ends."""
-        bos = self.core.token_to_id(self.variables.get("bos_token", ""))
+        self.bos_ids = encoded.ids[: in_text[0]]
+        self.eos_ids = encoded.ids[in_text[-1] + 1 :]
+        core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
+        # It does not always have BOS where tokenizer_config.json asks for it, nor EOS, without which a model
+        # does not learn where a text ends.
+        bos = core.token_to_id(self.variables.get("bos_token", ""))
         if config.get("add_bos_token") and bos is not None and not self.bos_ids:
             self.bos_ids = [bos]
+        self.eos = core.token_to_id(self.variables.get("eos_token", ""))
         if self.eos is not None and self.eos_ids[-1:] != [self.eos]:
             self.eos_ids.append(self.eos)
+        return {number: token.content for number, token in special.items()}
 
     def complete_stops(self, turn_ends):
         """-> stop_ids: those that end a turn, and those at which transformers and vLLM stop. Muse Glimmer's
@@ -840,16 +816,17 @@ class Tokenizer:
         opened = OPENED_THOUGHT.search(prompt)
         return bool(opened) and not opened[2]
 
-    def for_row(self, variables):
-        """The same tokenizer with variables of one row, which come before those of --template_args."""
+    def for_example(self, variables):
+        """The same tokenizer with variables of one example, which count before those of --template_args."""
         if not variables:
             return self
         for name in variables:
             check_is_variable(name, "'chat_template_kwargs'")
-        of_row = copy.copy(self)
-        of_row.row_variables = {name: variables[name] for name in self.template_reads & variables.keys()}
-        of_row.opens_thought = of_row.prompt_opens_thought()
-        return of_row
+        tokenizer = copy.copy(self)
+        read = self.template_reads & variables.keys()
+        tokenizer.example_variables = {name: variables[name] for name in read}
+        tokenizer.opens_thought = tokenizer.prompt_opens_thought()
+        return tokenizer
 
     def render(self, messages, tools=None, generation_prompt=False):
         """Messages -> (text, [(start, stop) of each generation block]). ValueError if the template raises."""
@@ -858,7 +835,7 @@ class Tokenizer:
         if tools:
             template = self.templates.get("tool_use", template)
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
-            variables = self.variables | self.row_variables
+            variables = self.variables | self.example_variables
             outputs = template.generate(messages=messages, tools=tools, documents=None,
                                         add_generation_prompt=generation_prompt, **variables)
             for output in outputs:
@@ -894,7 +871,7 @@ class Tokenizer:
         conversation up to its last answer, others repeat answers that it rewrites. Answers are trained on
         unless a key such as weight marks them as context. Raises a ValueError if no answer can be delimited,
         or if the template leaves out a tool, a call, a message, or all that an answer says."""
-        given = [messages, tools, self.row_variables]
+        given = [messages, tools, self.example_variables]
         if self.reserved.search(json.dumps(given, ensure_ascii=False, default=str)):
             return [Rendered(None, [], [])], 0
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -907,7 +884,13 @@ class Tokenizer:
             documents = [Rendered(text, None, turns)]
         elif spans:
             spans = self.without_prompted_thoughts(messages, tools, turns, text, spans)
-            documents = [Rendered(text, without_untrained(spans, turns, trained), trained)]
+            # If all turns are trained on, a template may as well have two blocks in one, or none.
+            if trained != turns:
+                if len(spans) != len(turns):
+                    raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, some of "
+                                     "weight 0")
+                spans = [span for turn, span in zip(turns, spans) if turn in trained]
+            documents = [Rendered(text, spans, trained)]
         else:  # a template without generation blocks, as most models have
             documents = self.delimit_by_prefix(messages, tools, text, trained)
         documents = self.check_complete(messages, tools, documents)
@@ -947,7 +930,13 @@ class Tokenizer:
         for document in documents:
             left_out = [what for what, answer in lost if answer in document.turns]
             for i in document.turns:
-                parts = [(what, part) for what, part in said_by(messages[i]) if part.strip()]
+                thought, _, content = (messages[i].get("content") or "").rpartition("</think>")
+                said = {
+                    "content": content,
+                    "thought in content": thought.replace("<think>", ""),
+                    "thought": messages[i].get("reasoning_content", ""),
+                }
+                parts = [(what, part) for what, part in said.items() if part.strip()]
                 gone = [what for what, part in parts if not is_in(part, document.text)]
                 # the model would be trained to say nothing
                 if gone and len(gone) == len(parts) and "tool_calls" not in messages[i]:
@@ -1097,15 +1086,6 @@ def tokens_in(encoding, spans, is_marker):
     return mask
 
 
-def without_untrained(spans, turns, trained):
-    """The spans of generation blocks, without those of turns that are not trained on."""
-    if trained == turns:
-        return spans  # also if a template has two blocks in a turn, or none in some
-    if len(spans) != len(turns):
-        raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, some of weight 0")
-    return [span for turn, span in zip(turns, spans) if turn in trained]
-
-
 # ---------------- examples
 
 PAIR = "chosen + rejected"
@@ -1138,33 +1118,33 @@ TEXT_PARTS = "text", "input_text", "output_text", "refusal"
 
 
 class Example(NamedTuple):
-    """A document that a row of a data file asks to train on."""
+    """A text to train on, which becomes a document. Most examples of a data file ask for one."""
 
     form: str  # one of FORMATS
     text: str | None  # None if the example spells a special token
     spans: list | None = None  # [(start, stop)] of the characters to train on; None: all
     is_chat: bool = False  # the template has written BOS, EOS and the ends of turns
-    n_without_mask: int = 0  # answers of the row that are not trained on
-    n_developers: int = 0  # messages of the row that are read as system messages
-    is_further: bool = False  # it has answers that the row's first document rewrites
+    n_without_mask: int = 0  # answers that are not trained on, in all texts of the data file's example
+    n_developers: int = 0  # messages that are read as system messages
+    is_further: bool = False  # it has answers that the example's first text rewrites
     opens_thought: bool = False  # the prompt for its answers asks for a thought
     left_out: tuple = ()  # what the template leaves out of answers, see Tokenizer.check_complete()
-    renamed: tuple = ()  # the columns of --columns that the row has
-    unread: tuple = ()  # keys of the row that its format does not read
-    hash: int = 0  # hash_of_text() of the row's first document
+    renamed: tuple = ()  # the columns of --columns that the data file's example has
+    unread: tuple = ()  # its keys that its format does not read
+    hash: int = 0  # hash_of_text() of its first text
 
 
-def parse_example(row, tokenizer, columns=()):
-    """A row of a data file -> [Example]. It is a dict or a line of JSON. columns: [(column, the key that it
-    stands for)]. Every error becomes a ValueError: a row may be anything, for example other types or endless
-    brackets."""
+def parse_example(given, tokenizer, columns=()):
+    """An example as its file has it, a dict or a line of JSON, -> [Example]. columns: [(column, the key that
+    it stands for)]. Every error becomes a ValueError: what is given may be anything, for example other types
+    or endless brackets."""
     form = "JSON"  # for the message, until the format is known
     try:
-        example = json.loads(row) if isinstance(row, str) else row
+        example = json.loads(given) if isinstance(given, str) else given
         form = "example"
         if not isinstance(example, dict):
             raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {lm.quoted(example)}")
-        # a table has a cell for each column in every row: a null is what the row does not have
+        # a table has a cell for each column in every row: null stands for a key that the example does not have
         example = {key: value for key, value in example.items() if value is not None}
         example, renamed = with_columns(example, columns)
         example = from_openai(example)
@@ -1175,18 +1155,22 @@ def parse_example(row, tokenizer, columns=()):
             raise ValueError("--dpo needs rows with 'chosen' and 'rejected'")
         if form != "text":
             check_is_good(example)
-        found = []
-        for one, answer_form in answers_of(example, form):
-            found += read_example(one, answer_form, tokenizer)
-        read = {*BESIDE[found[0].form], *answer_form.split(" + ")}
+        read_as = form
+        answers = [example]
+        if form == PAIR:  # two examples of prompt and completion
+            read_as = "prompt + completion"
+            prompt, completions, others = read_pair(example)
+            answers = [others | {"prompt": prompt, "completion": completion} for completion in completions]
+        found = [one for answer in answers for one in read_example(answer, read_as, tokenizer)]
+        read = {*BESIDE[found[0].form], *read_as.split(" + ")}
         if example.get("label") is True:
             read.add("label")  # see check_is_good()
-        unread = tuple(key for key in one if key not in read)
+        unread = tuple(key for key in answers[0] if key not in read)
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
         hashes = [hash_of_text(one.text or "") for one in found]
         # the two answers of a pair are on one side of --eval_data
-        of_row = {"form": form, "renamed": renamed, "hash": hashes[0]}
-        return [one._replace(unread=one.unread + unread, **of_row) for one in found]
+        common = {"form": form, "renamed": renamed, "hash": hashes[0]}
+        return [one._replace(unread=one.unread + unread, **common) for one in found]
     except Exception as error:
         raise ValueError(printable(f"not valid {form}: {str(error) or type(error).__name__}")) from error
 
@@ -1204,7 +1188,7 @@ def with_columns(example, columns):
 def format_of(example, columns):
     """The first of FORMATS whose keys the example has."""
     wanted = {key for _, key in columns}
-    # Who renames columns wants these: many rows also have messages, which would otherwise count first.
+    # Who renames columns wants these: many examples have messages, too, which would otherwise count first.
     for form in sorted(FORMATS, key=lambda form: wanted.isdisjoint(form.split(" + "))):
         if all(key in example for key in form.split(" + ")):
             return form
@@ -1214,7 +1198,7 @@ def format_of(example, columns):
 
 
 def check_is_good(example):
-    """Raises a ValueError if a row says of itself that nobody should learn its answer."""
+    """Raises a ValueError if an example says of itself that nobody should learn its answer."""
     for key in ("label", *TRAINED_KEYS):  # TRL's unpaired preferences have a label; a number in it is a class
         values = ["false"] if key == "label" else ["false", "0", "0.0"]  # csv has texts
         if str(example.get(key)).lower() in values:
@@ -1233,19 +1217,9 @@ def from_openai(example):
     return others | asked | answers
 
 
-def answers_of(example, form):
-    """Yields (a row with one answer, its format): a pair is two rows of prompt and completion."""
-    if form != PAIR:
-        yield example, form
-        return
-    prompt, answers, others = read_pair(example)
-    for answer in answers:
-        yield others | {"prompt": prompt, "completion": answer}, "prompt + completion"
-
-
 def read_pair(example):
-    """A pair -> (its prompt, its two answers, the rest of the row): texts, or messages in a conversation. A
-    prompt that is not given is a question by another name, or what both answers begin with."""
+    """A pair -> (its prompt, its two answers, its other keys): texts, or messages in a conversation. A prompt
+    that is not given is a question by another name, or what both answers begin with."""
     others = dict(example)
     prompt = text_or_turns(others.pop("prompt", ""), "prompt") or ""
     answers = [text_or_turns(others.pop(key), key) for key in ("chosen", "rejected")]
@@ -1301,15 +1275,15 @@ def begins_with_question(answer):
     return first in ("user", "human")
 
 
-def question_in(row, is_conversation):
+def question_in(example, is_conversation):
     """The key by which a pair without a prompt asks, or None if its answers are texts that may begin with the
     question. Raises a ValueError if only the user can tell."""
-    names = [key for key in QUESTION_KEYS if key in row]
+    names = [key for key in QUESTION_KEYS if key in example]
     names = [key for key in names if key != "input"] or names  # Alpaca has it beside a question
     if len(names) == 1:
         return names[0]
     fewest = 1 if is_conversation else 2  # words: the names of sources and models have one
-    for key, value in row.items():
+    for key, value in example.items():
         text = json.dumps(value, separators=(",", ":"), default=str)
         has_words = '"' in text and len(text.split()) >= fewest
         if key not in {*BESIDE[PAIR], *names, "label"} and (has_words or are_messages(value)):
@@ -1337,7 +1311,7 @@ def read_example(example, form, tokenizer):
         form = "instruction + output"
     variables = json_in(example.get("chat_template_kwargs") or {}, dict,
                         "'chat_template_kwargs' must be an object")
-    tokenizer = tokenizer.for_row(variables)
+    tokenizer = tokenizer.for_example(variables)
     given = messages_of(example, form)
     reads_tools_of_messages = "tools" in tokenizer.template_words
     tools = read_tools([example] if reads_tools_of_messages else [example, *given])
@@ -1372,7 +1346,8 @@ def text_in(example, key):
 
 def json_in(value, kind, must):
     """A value that is a dict or a list, or what it says as JSON if it is text: a cell of a csv file is
-    nothing else, and data sets store as text what has another shape in each row. must: words of an error."""
+    nothing else, and data sets store as text what has another shape in each example. must: words of an
+    error."""
     found = from_json(value)
     if not isinstance(found, kind):
         raise ValueError(f"{must}, got {lm.quoted(value)}")
@@ -1398,8 +1373,8 @@ def without_nulls(value, but=None):
 
 
 def read_tools(places):
-    """The list of tools of an example, or None. They stand in one of these places: the row, or a message, as
-    GLM's and DeepSeek's do."""
+    """The list of tools of an example, or None. They stand in one of these places: the example itself, or a
+    message, as GLM's and DeepSeek's do."""
     must = "a tool of 'tools' must be an object"
     given = [from_json(place[key]) for place in places for key in TOOLS_KEYS if place.get(key)]
     if any(others != given[0] for others in given):
@@ -1478,9 +1453,15 @@ def check_message(message, schemas):
     # Nulls in arguments may mean something. Else what is empty says nothing, but for an empty answer.
     message = {key: value for key, value in without_nulls(message, but="arguments").items()
                if key == "content" or value not in ("", [], {})}
-    calls = calls_of(message, schemas)
+    # calls of tools stand in several keys
+    calls = json_in(message.pop("tool_calls", []), list, "'tool_calls' must be a list of objects")
+    if message.get("role") in CALL_ROLES:  # one or several as JSON in place of a text
+        content = from_json(message.pop("content", None))
+        calls = calls + (content if isinstance(content, list) else [content])
+    if "function_call" in message:  # OpenAI's, before an answer could have several
+        calls = [*calls, message.pop("function_call")]
     if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = [read_call(call, schemas) for call in calls]
     role = message.get("role")
     if isinstance(role, str):
         message["role"] = role = OTHER_ROLES.get(role, role)
@@ -1521,17 +1502,6 @@ def is_trained(message):
     return all(message.get(key, 1) for key in TRAINED_KEYS)
 
 
-def calls_of(message, schemas):
-    """Takes the calls of tools out of the keys that formats have for them -> those calls, see read_call()."""
-    calls = json_in(message.pop("tool_calls", []), list, "'tool_calls' must be a list of objects")
-    if message.get("role") in CALL_ROLES:  # one or several as JSON in place of a text
-        content = from_json(message.pop("content", None))
-        calls = calls + (content if isinstance(content, list) else [content])
-    if "function_call" in message:  # OpenAI's, before an answer could have several
-        calls = [*calls, message.pop("function_call")]
-    return [read_call(call, schemas) for call in calls]
-
-
 def read_call(call, schemas):
     """A call of a tool, or its function alone, as objects or JSON -> a call with arguments as an object."""
     must = "a call of a tool must be an object"
@@ -1563,11 +1533,11 @@ def without_unnamed_nulls(value, schema):
 # ---------------- data files, tokenized once
 
 # The files of a folder in the cache: the tokens of all documents, one after the other, which of them are
-# trained on, and a table with a row for each document.
+# trained on, and a table with an entry for each document.
 DOCUMENT = np.dtype([
     ("length", np.int64),  # its number of tokens
-    ("line", np.int64),  # in the file, of its example
-    ("hash", np.int64),  # hash_of_text() of its example
+    ("line", np.int64),  # where its example begins in the file
+    ("hash", np.int64),  # its example's
 ])
 ARRAYS = {"tokens": np.int32, "supervised": bool, "documents": DOCUMENT}
 HASHES = 2**56  # hashes of examples are 0 to HASHES - 1: int64 has them all
@@ -1577,7 +1547,7 @@ EXPECTED = ("expected a .jsonl, .json, .csv or .txt file (or .gz of it), a .parq
             "Hub (org/name, org/name:split, org/name/subset:split) or a folder of datasets' save_to_disk(), "
             "stdlib:docs or stdlib:code")
 READ_CHARS = 2**20  # as much text is tokenized at once: text in memory stays small
-MAX_TEXT_BYTES = 2**24  # of a document, which is tokenized at once: that takes a hundred times as much memory
+MAX_TEXT_BYTES = 2**24  # a document is tokenized at once, which takes a hundred times as much memory
 # folders of the standard library that stdlib_modules() leaves out
 SKIPPED = {
     "site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
@@ -1619,34 +1589,34 @@ def files_of(name, revisions):
     return "arrow", paths
 
 
-def rows_of(file_type, paths, held_out):
-    """Yields the (line, row) of the files of a value of --data. A row is a dict, or a line of JSON. Whatever
-    keeps a file from being read becomes a ValueError: gzip, pyarrow and datasets have errors of their own,
-    and some are OSErrors, as if the cache could not be written."""
+def examples_in(file_type, paths, held_out):
+    """Yields (line, example) for the files of a value of --data. An example is a dict, or a line of JSON.
+    Whatever keeps a file from being read becomes a ValueError: gzip, pyarrow and datasets have errors of
+    their own, and some are OSErrors, as if the cache could not be written."""
     try:
         if file_type in BUILT_IN:
             yield from enumerate(stdlib_examples(file_type, held_out), 1)
         for path in paths:
             if file_type in ("parquet", "arrow"):
-                yield from enumerate(table_rows(path, file_type), 1)
+                yield from enumerate(table_examples(path, file_type), 1)
             else:
-                yield from text_rows(path, file_type)
+                yield from text_examples(path, file_type)
     except Exception as error:
         why = listing([str(error) or repr(error)])
         raise ValueError(f"cannot be read as {file_type}: {why}") from error
 
 
-def text_rows(path, file_type):
-    """Yields the (line, row) of a file of text."""
+def text_examples(path, file_type):
+    """Yields (line, example) for a file of text."""
     opener = gzip.open if path.suffix.lower() == ".gz" else open
-    # Bytes that are not UTF-8 become surrogates, for which hash_of_text() refuses the row that has them.
+    # Bytes that are not UTF-8 become surrogates, for which hash_of_text() refuses the example that has them.
     with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
         head = file.read(4096)
         if "\0" in head:  # every second byte of English in UTF-16 is one
             raise ValueError("not valid UTF-8: it has zero bytes: save it as UTF-8")
         file.seek(0)
         if file_type == "csv":
-            yield from csv_rows(file)
+            yield from csv_examples(file)
         elif file_type == "txt":  # each megabyte of whole lines is a document
             line = 1
             while lines := file.readlines(READ_CHARS):
@@ -1658,13 +1628,13 @@ def text_rows(path, file_type):
             yield from enumerate(file, 1)
 
 
-def csv_rows(file):
-    """Yields the (line, row) of a csv file. Its first row names the columns, an empty field has no value."""
+def csv_examples(file):
+    """Yields (line, example) for a csv file. Its first row names the columns, an empty field has no value."""
     csv.field_size_limit(MAX_TEXT_BYTES)  # a text is one field, and the limit is 128 KiB by default
     # strict: or a quote that is never closed would make one field of all that follows
     reader = csv.reader(file, strict=True)
     header = None
-    line = 1  # the first one of a row, which may have several
+    line = 1  # the first one of an example, which may have several
     for fields in reader:
         if fields and not header:
             header = fields
@@ -1680,13 +1650,13 @@ def csv_rows(file):
         line = reader.line_num + 1
 
 
-def table_rows(path, file_type):
-    """Yields the rows of a parquet file, or of an Arrow file of `datasets`, without the nulls of keys that
-    other rows have: a table has one type a column."""
+def table_examples(path, file_type):
+    """Yields the examples in a parquet file, or in an Arrow file of `datasets`, without the nulls of keys
+    that other examples have: a table has one type a column."""
     if file_type == "arrow":
         import datasets
 
-        # as tables: rows of the library would decode images, for which it needs Pillow
+        # as tables: the library's own rows decode images, for which it needs Pillow
         batches = datasets.Dataset.from_file(str(path)).with_format("arrow").iter(100)
     else:
         try:
@@ -1750,18 +1720,19 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oomph"
     folder = cache / hashlib.sha256(made_of.encode()).hexdigest()[:32]
     if os.path.lexists(folder):
-        if is_intact(folder):
-            return folder
+        with contextlib.suppress(OSError, ValueError):
+            if read_report(folder).checksums == checksums_of(folder):  # it is as it was written, to the byte
+                return folder
         say(f"{spec} is tokenized again: {folder} in the cache is damaged")
         remove(folder)
     try:
         with writing(f"{spec}: {cache} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"):
             cache.mkdir(parents=True, exist_ok=True)
-            # of this process alone: other jobs may be making the same folder
+            # a place of this process alone: other jobs may be making the same folder
             with tempfile.TemporaryDirectory(dir=cache) as place:
                 unfinished = Path(place) / "documents"  # `place` itself is for this user's eyes only
                 unfinished.mkdir()
-                tokenize(rows_of(file_type, paths, held_out), tokenizer, unfinished, columns)
+                tokenize(examples_in(file_type, paths, held_out), tokenizer, unfinished, columns)
                 put_in_place(unfinished, folder, keep_older=True)
     except ValueError as error:
         raise ValueError(f"{spec}: {error}") from error
@@ -1784,13 +1755,6 @@ def read_report(folder):
     return FileReport(**content)
 
 
-def is_intact(folder):
-    """Whether a folder in the cache is as it was written, to the byte."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_report(folder).checksums == checksums_of(folder)
-    return False
-
-
 def checksums_of(folder):
     """{name: its crc_of()} of ARRAYS in a folder, on several cores: zlib lets other threads run."""
     with ThreadPoolExecutor() as threads:
@@ -1804,7 +1768,7 @@ MAX_UNREAD = 100  # names of keys in a report: each line of a file may have othe
 class FileReport:
     """What tokenizing a file has found. report.json in the cache has these fields."""
 
-    n_examples: int = 0  # rows that are not blank
+    n_examples: int = 0  # blank lines are none
     n_bad: int = 0  # examples that could not be read
     errors: str = ""  # what is wrong with them, up to five kinds of errors, a line each
     formats: dict = field(default_factory=Counter)  # {one of FORMATS: number of examples}
@@ -1827,18 +1791,18 @@ class FileReport:
         return "".join(f"\n  {n:,} {text}" for text, n in self.notes.items())
 
 
-def tokenize(rows, tokenizer, folder, columns):
-    """Writes the documents of the rows of a file into a folder: ARRAYS and report.json. Raises a ValueError
-    if there is nothing to train on."""
+def tokenize(examples, tokenizer, folder, columns):
+    """Writes the documents of (line, example) into a folder: ARRAYS and report.json. Raises a ValueError if
+    there is nothing to train on."""
     report = FileReport()  # all functions below add to it what they find
-    rows = tqdm(rows, "tokenizing", leave=False, disable=None)
-    examples = read_examples(rows, tokenizer, columns, report)
+    examples = tqdm(examples, "tokenizing", leave=False, disable=None)
+    examples = read_examples(examples, tokenizer, columns, report)
     while some := take(examples, READ_CHARS):
         encoded = tokenizer.encode([example for _, found in some for example in found])
         documents = []
         for line, found in some:
-            of_row = [(example, *next(encoded)) for example in found]
-            documents += documents_of(line, of_row, tokenizer, report)
+            encoded_here = [(example, *next(encoded)) for example in found]
+            documents += documents_of(line, encoded_here, tokenizer, report)
         if documents:
             append(documents, folder, tokenizer, report)
     if not report.n_tokens:
@@ -1847,16 +1811,22 @@ def tokenize(rows, tokenizer, folder, columns):
     (folder / "report.json").write_text(json.dumps(with_checksum(vars(report))))
 
 
-def read_examples(rows, tokenizer, columns, report):
-    """Yields the (line, [Example]) of rows that can be read. The report counts them and the others."""
-    for line, row in rows:
-        if isinstance(row, str) and not row.strip():
+def read_examples(examples, tokenizer, columns, report):
+    """(line, example) -> yields (line, [Example]) for those that can be read. The report counts them and the
+    others. Raises a ValueError if the first 20 are all bad: then the format is wrong, or the template."""
+    for line, example in examples:
+        if isinstance(example, str) and not example.strip():
             continue
         report.n_examples += 1
         try:
-            found = parse_example(row, tokenizer, columns)
+            found = parse_example(example, tokenizer, columns)
         except ValueError as error:
-            count_bad(report, line, error)
+            report.n_bad += 1
+            # five copies of one long message would fill a screen
+            if report.errors.count("\n") < 5 and str(error) not in report.errors:
+                report.errors += f"\n  line {line}: {error}"
+            if report.n_bad == report.n_examples == 20:
+                raise ValueError(f"none of the first 20 examples can be trained on:{report.errors}") from error
             continue
         first = found[0]
         report.formats[first.form] += 1
@@ -1879,17 +1849,6 @@ def read_examples(rows, tokenizer, columns, report):
         yield line, found
 
 
-def count_bad(report, line, error):
-    """Counts a bad example. Raises a ValueError if all of the first 20 are bad: then the format is wrong, or
-    the template."""
-    report.n_bad += 1
-    # five long messages that are one would fill a screen
-    if report.errors.count("\n") < 5 and str(error) not in report.errors:
-        report.errors += f"\n  line {line}: {error}"
-    if report.n_bad == report.n_examples == 20:
-        raise ValueError(f"none of the first 20 examples can be trained on:{report.errors}")
-
-
 def take(examples, n_chars):
     """A list of the next (line, [Example]) with about this much text."""
     some = []
@@ -1906,7 +1865,7 @@ NOTHING_SAID = "have answers of nothing but their ends: dropped"
 
 
 def documents_of(line, encoded, tokenizer, report):
-    """[(Example, ids, mask)] of a line -> [(ids, mask, row of DOCUMENT)], without answers that say nothing
+    """[(Example, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], without answers that say nothing
     and pairs of equal answers."""
     is_empty = [mask.any() and not says_anything(tokenizer, ids[mask]) for _, ids, mask in encoded]
     if encoded[0][0].form == PAIR:
@@ -1928,13 +1887,16 @@ def documents_of(line, encoded, tokenizer, report):
 
 
 def note_answers(example, ids, mask, tokenizer, report):
-    """Counts what a user should know of a document's answers."""
+    """Counts what a user should know of a document's answers. mask: [n] bool, the tokens to train on."""
     report.note("further documents: assistant turns that the template rewrites later (--train_on whole "
                 "leaves them out)", example.is_further)
     if not example.is_chat:
         return
+    # The last trained token of a turn should be a marker, or the token before it, if a newline follows that.
+    ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # a trained token before one that is not
+    is_marker = tokenizer.is_marker[ids]
     report.note("assistant turns end without a special token: the model cannot learn to stop",
-                turns_without_end(tokenizer.is_marker[ids], mask))
+                (~(is_marker[ends] | is_marker[ends - 1])).sum())
     unlearns = "the model unlearns to think when it is asked in its default mode"
     if "enable_thinking" in tokenizer.template_reads:
         unlearns += "; --template_args enable_thinking=false puts the empty thought into the prompt"
@@ -1946,15 +1908,15 @@ def note_answers(example, ids, mask, tokenizer, report):
 
 
 def append(documents, folder, tokenizer, report):
-    """Adds documents, [(ids, mask, row of DOCUMENT)], to the files in a folder."""
-    ids, masks, rows = zip(*documents)
+    """Adds documents, [(ids, mask, entry of DOCUMENT)], to the files in a folder."""
+    ids, masks, entries = zip(*documents)
     tokens = np.concatenate(ids)
     report.n_tokens += len(tokens)
     report.largest_id = max(report.largest_id, int(tokens.max(initial=0)))
     if tokenizer.new_ids:
         new_ids = np.intersect1d(tokens, tokenizer.new_ids)
         report.new_ids = sorted({*report.new_ids, *new_ids.tolist()})
-    table = np.array(list(rows), DOCUMENT)  # numpy wants a list of tuples
+    table = np.array(list(entries), DOCUMENT)  # numpy wants a list of tuples
     arrays = {"tokens": tokens, "supervised": np.concatenate(masks), "documents": table}
     for name, values in arrays.items():
         with open(folder / name, "ab") as file:
@@ -1969,22 +1931,15 @@ def says_anything(tokenizer, ids):
 
 def hash_of_text(text):
     """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It is made
-    of the text as the model sees it, so that it depends on nothing else in the row. Raises a ValueError if
-    the text cannot be tokenized."""
+    of the text as the model sees it, so that it depends on no other key of the example. Raises a ValueError
+    if the text cannot be tokenized."""
     try:
         raw = text.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, as JSON may spell it, and see text_rows()
+    except UnicodeEncodeError as error:  # half a surrogate pair, as JSON may spell it, and see text_examples()
         raise ValueError(f"not valid UTF-8: {error}: save it as UTF-8") from error
     if len(raw) > MAX_TEXT_BYTES:
         raise ValueError(f"larger than {MAX_TEXT_BYTES >> 20} MiB: split it")
     return int.from_bytes(hashlib.blake2b(raw, digest_size=7).digest(), "big")
-
-
-def turns_without_end(is_marker, mask):
-    """How many trained turns end without a marker. The last trained token of a turn should be one, or the
-    token before it, if a newline follows that. [n] bool each."""
-    ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # a trained token before one that is not
-    return int((~(is_marker[ends] | is_marker[ends - 1])).sum())
 
 
 # ---------------- data sets of the Hub
@@ -2016,11 +1971,11 @@ def arrow_files(name, revision):
             raise Refused(f"{error} {error.__cause__ or ''}") from error
 
     try:
-        rows = saved_rows(datasets, name) if is_saved_set(name) else from_hub(fetch)
+        data_set = saved_set(datasets, name) if is_saved_set(name) else from_hub(fetch)
     except Exception as error:  # its HTTP library has others, which another version does not have
         raise ValueError(f"{name}: {listing([' '.join(str(error).split())])}; {EXPECTED}") from error
-    paths = [Path(file["filename"]) for file in rows.cache_files]
-    # The library keeps the rows of each commit in a folder with its name. Without the Hub it takes any.
+    paths = [Path(file["filename"]) for file in data_set.cache_files]
+    # The library keeps each commit's files in a folder with its name. Without the Hub it takes any.
     commit = re.fullmatch(r"[0-9a-f]{40}", paths[0].parent.name) if paths else None
     if revision and (not commit or commit[0] != revision):
         raise ValueError(f"{name}: this run began with its commit {revision}, which is neither on the Hub "
@@ -2034,16 +1989,16 @@ def is_saved_set(name):
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def saved_rows(datasets, name):
-    """The library's rows of a value that is_saved_set(). Raises a ValueError if there is no such split."""
+def saved_set(datasets, name):
+    """The library's data set for a value that is_saved_set(). Raises a ValueError if there is no such split."""
     folder, _, split = name.partition(":")
-    rows = datasets.load_from_disk(folder)
-    if not isinstance(rows, datasets.DatasetDict):
-        return rows
+    found = datasets.load_from_disk(folder)
+    if not isinstance(found, datasets.DatasetDict):
+        return found
     split = split or "train"
-    if split not in rows:
-        raise ValueError(f"no split {split}, but {first_names(list(rows), 20)}")
-    return rows[split]
+    if split not in found:
+        raise ValueError(f"no split {split}, but {first_names(list(found), 20)}")
+    return found[split]
 
 
 HUB_PAUSES_S = 1, 4  # between the tries of from_hub()
@@ -2091,8 +2046,8 @@ PART = np.dtype([
     ("start", np.int64),  # its first token
     ("stop", np.int64),  # its last token + 1
     ("n_targets", np.int64),
-    ("line", np.int64),  # of its example, in the file
-    ("hash", np.int64),  # of its example
+    ("line", np.int64),  # as in DOCUMENT
+    ("hash", np.int64),
 ])
 
 
@@ -2475,18 +2430,9 @@ def make_loader(args, specs, folders, hashes, vocab_size, ranks):
                   ranks.rank, ranks.world, args.sequence_parallel)
 
 
-def check_columns(columns, files):
-    """Raises a ValueError if a column of --columns is in no file. One file may lack what another one has, but
-    a column that is nowhere is a misspelling."""
-    renamed = {column for file in files for column in file.report.renamed}
-    unknown = {column for column, _ in columns} - renamed
-    if unknown:
-        raise ValueError(f"--columns {listing(unknown)}: no row of the data has such a key")
-
-
 def unused_tokens(tokenizer, files):
-    """The tokens of --add_tokens that are in no file, whose rows are not learned. Raises a ValueError if that
-    is all of them: then they are not spelled as in the data."""
+    """The tokens of --add_tokens that are in no file, so that they are not learned. Raises a ValueError if
+    that is all of them: then they are not spelled as in the data."""
     used = {number for file in files for number in file.report.new_ids}
     unused = [tokenizer.core.id_to_token(number) for number in tokenizer.new_ids if number not in used]
     if unused and not used:
@@ -2526,7 +2472,11 @@ def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
         elif args.eval_data:
             eval_loader = make_loader(args, args.eval_data, eval_folders, range(HASHES), vocab_size, ranks)
             files = files + eval_loader.documents.files
-        check_columns(args.columns or (), files)
+        # one file may lack a column of --columns that another one has, but one that is nowhere is misspelled
+        renamed = {column for file in files for column in file.report.renamed}
+        unknown = {column for column, _ in args.columns or ()} - renamed
+        if unknown:
+            raise ValueError(f"--columns {listing(unknown)}: no row of the data has such a key")
         unused_tokens(tokenizer, loader.documents.files)
     return loader, eval_loader
 
@@ -2802,7 +2752,7 @@ def find_model(name, random_init, revisions=None):
     said = [part.get("tie_word_embeddings") for part in (raw, text) if isinstance(part, dict)]
     if said in ([True, False], [False, True]):
         is_tied = said[1] if random_init else HEAD not in WeightFiles(folder).tensors
-        raw = with_tied_head(raw, is_tied)
+        raw = with_value(raw, "tie_word_embeddings", is_tied)
     quantization = raw.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") in QUANT_METHODS:
         # WeightFiles dequantizes. A result is about the model that these weights were made of, if named
@@ -3022,7 +2972,7 @@ class WeightFiles:
         N, D = self.tensors[name].shape
         dtype = self.tensors[name].dtype
         parts, state = self.quantized[name]
-        n = parts[""].n_rows // N  # of the file for one of the matrix
+        n = parts[""].n_rows // N  # rows of the file for a row of the matrix
         codes = self.read(parts[""], start * n, stop * n)
         scales = self.scales(name)[start:stop]
         if state:
@@ -3091,13 +3041,14 @@ class RandomWeights:
         return zlib.crc32(repr((self.seed, self.config)).encode())
 
 
-def with_vocab_size(raw, n):
-    """The dict of a config.json with n rows in embedding and head. Models with a vision tower have the size
-    in text_config, and some at the top as well."""
+def with_value(raw, key, value):
+    """The dict of a config.json with another value of a key. Models with a vision tower have most keys in
+    text_config, and some at the top as well."""
     if "text_config" in raw:
-        raw = raw | {"text_config": raw["text_config"] | {"vocab_size": n}}
-    if "vocab_size" in raw or "text_config" not in raw:
-        raw = raw | {"vocab_size": n}
+        raw = raw | {"text_config": raw["text_config"] | {key: value}}
+    # transformers reads this one at the top, where it is true if it is not there
+    if key in raw or "text_config" not in raw or key == "tie_word_embeddings":
+        raw = raw | {key: value}
     return raw
 
 
@@ -3115,13 +3066,6 @@ def has_two_matrices(adapter_reader, config):
         if not torch.equal(*(adapter_reader.rows(name, i, stop) for name in names)):
             return True
     return False
-
-
-def with_tied_head(raw, is_tied):
-    """The dict of a config.json whose head is the embedding, or a matrix of its own."""
-    if "text_config" in raw:
-        raw = raw | {"text_config": raw["text_config"] | {"tie_word_embeddings": is_tied}}
-    return raw | {"tie_word_embeddings": is_tied}
 
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):

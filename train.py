@@ -1065,7 +1065,7 @@ def open_config(args, world, device, random_init, revisions=None):
         files = data.find_model(args.model, random_init, revisions)
         config = lm.parse_config(files.config, f"{args.model}: config.json")
     if adapter_reader and data.has_two_matrices(adapter_reader, config):
-        files = files._replace(config=data.with_tied_head(files.config, is_tied=False))
+        files = files._replace(config=data.with_value(files.config, "tie_word_embeddings", False))
     resolve_for_model(args, config, adapter_settings, device)
     stored_config = config
     files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter_reader)
@@ -1080,7 +1080,7 @@ def with_vocabulary(files, n_stored, new_tokens, adapter_reader):
     its own brings both: it may come from a run with --add_tokens. n_stored: rows of the model's embedding."""
     n_rows = n_stored
     if new_tokens:
-        new_ids = data.ids_of_new_tokens(files.tokenizer / "tokenizer.json", new_tokens)
+        new_ids = data.add_new_tokens_(data.read_tokenizer(files.tokenizer).core, new_tokens)
         if new_ids.stop > n_stored:
             n_rows = 128 * math.ceil(new_ids.stop / 128)  # kernels are fast with such sizes
     for name, stored in adapter_reader.tensors.items() if adapter_reader else ():
@@ -1095,7 +1095,7 @@ def with_vocabulary(files, n_stored, new_tokens, adapter_reader):
                     f"{folder}: an embedding of {n_rows:,} rows for a model of {n_stored:,}, and no "
                     "tokenizer.json: save the tokenizer of its training there")
     if n_rows > n_stored:
-        files = files._replace(config=data.with_vocab_size(files.config, n_rows))
+        files = files._replace(config=data.with_value(files.config, "vocab_size", n_rows))
     return files
 
 
@@ -3215,11 +3215,6 @@ def odd_keys(content, types):
     return [key for key, kind in types.items() if not isinstance(content.get(key, ...), kind)]
 
 
-def names_in(settings):
-    """The names that all settings of one version have."""
-    return {name for name in settings if name.startswith(("--", "config.json's ", "the checksum of all "))}
-
-
 def read_state(folder, settings, ranks):
     """Returns the state in trainer_state.json. ValueError names a file that is not as it was saved, to the
     byte, or the settings in which this run differs from the checkpoint's."""
@@ -3256,7 +3251,9 @@ def read_state(folder, settings, ranks):
         # each version has the same flags and fields of a config in all its runs, and one format of NF4
         formats = [name for name in settings if name.startswith("the format of ") and name in saved]
         other_format = any(saved[name] != settings[name] for name in formats)
-        if other_format or names_in(state["settings"]) != names_in(settings):
+        always = "--", "config.json's ", "the checksum of all "  # how the names begin that all runs have
+        names = [{name for name in one if name.startswith(always)} for one in (state["settings"], settings)]
+        if other_format or names[0] != names[1]:
             hint = f" ({OTHER_VERSION})"
         raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, "
                          f"or start a new run with another --out{hint}")

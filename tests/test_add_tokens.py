@@ -412,14 +412,14 @@ def test_an_adapter_brings_its_tokenizer_also_where_no_row_was_added(base, adapt
 def test_the_size_is_changed_where_a_file_has_it():
     # a model with a vision tower has it in text_config
     inner = {"text_config": {"vocab_size": 5, "hidden_size": 8}}
-    larger = data.with_vocab_size(inner, 9)
+    larger = data.with_value(inner, "vocab_size", 9)
     assert larger == {"text_config": {"vocab_size": 9, "hidden_size": 8}}
     # and some of them at the top as well
     both = inner | {"vocab_size": 5}
-    assert data.with_vocab_size(both, 9)["vocab_size"] == 9
+    assert data.with_value(both, "vocab_size", 9)["vocab_size"] == 9
     # without text_config, the top is the place to look for it
     nowhere = {"hidden_size": 8}
-    assert data.with_vocab_size(nowhere, 9) == {"hidden_size": 8, "vocab_size": 9}
+    assert data.with_value(nowhere, "vocab_size", 9) == {"hidden_size": 8, "vocab_size": 9}
 
 
 def planned_vocabulary(*flags):
