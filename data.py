@@ -1,11 +1,14 @@
 """Everything on a disk, in two halves: from texts to the rows of a batch, and model folders.
 
-An example is a line of a .jsonl file, or what a table (csv, parquet) has in one of its rows: an object with
-keys. Its tokens are a document, and each token has a flag that says whether the model is trained to predict it.
-Position p of a row contains token p, and its target is token p + 1. So a document of n tokens fills n - 1
-positions, and no target crosses into the next document (torchtune #2613). Best-fit decreasing
-(arXiv:2404.10830) packs several documents into a row. A line with a chosen and a rejected answer is two
-documents, which come one after the other in the same row.
+An example is a line of a .jsonl file, or a row of a table (csv, parquet), whose columns are its keys.
+Messages call it a row, as Hugging Face does. Its tokens are a document, and each token has a flag that says
+whether the model is trained to predict it.
+
+A row of a batch has T tokens. Position p of it contains token p, and its target is token p + 1. So a
+document of n tokens fills n - 1 positions, and no target crosses into the next document (torchtune #2613).
+Best-fit decreasing (arXiv:2404.10830) packs several documents into a row; what is too long for one is split,
+cut off or dropped (--overflow), and a part is as much of it as fits. An example with a chosen and a rejected
+answer is two documents, which come one after the other in the same row.
 
 Masks come from spans of characters, never from a search for marker tokens: a token is trained on if it
 overlaps a span. The spans are the template's {% generation %} blocks. A template without them is rendered up
@@ -17,9 +20,6 @@ becomes a further document, which is what the model sees when it answers.
 Each machine tokenizes a file once, on all cores, into flat arrays that all its ranks map into memory: 5 bytes
 per token on disk (torchtune #1097: 900 GB of RAM for a 3 GB file). The order of the rows depends on --seed
 and the epoch alone, so the loader's whole state is the number of steps taken.
-
-A row of a batch has T tokens. A part is as much of a document as fits into a row: all of it, unless
---overflow splits it or cuts it off.
 
 The second half finds a model (a preset, a folder, a Hub id, the result of a run) and writes models and
 adapters as transformers and PEFT read them. There, rows are those of a matrix. A reader (WeightFiles or
@@ -316,6 +316,11 @@ EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\n*")
 OPENED_THOUGHT = re.compile(r"(<think>\n?)\s*(</think>\s*)?\Z")
 SHORT_QUESTION = {"role": "user", "content": "a"}  # for trials
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
+TOKENIZER_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+)
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for tools, where transformers has it
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -374,18 +379,6 @@ def read_template_args(words):
         with contextlib.suppress(ValueError):  # it is no JSON: a text
             variables[name] = json.loads(text)
     return variables
-
-
-def with_variables(template, variables):
-    """A chat template that begins with values of its variables. They are defaults: a call that gives a
-    variable itself, as apply_chat_template(enable_thinking=True) does, still gets what it gives. Llama's own
-    templates begin like this."""
-    lines = ""
-    for name, value in sorted(variables.items()):
-        # Python writes True and None, which jinja reads, and escapes as jinja does. Environments for chat
-        # templates drop the newline after a block.
-        lines += f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
-    return lines + template
 
 
 class TextError(ValueError):
@@ -478,13 +471,6 @@ def with_json_arguments(message):
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         calls.append(call | {"function": call["function"] | {"arguments": arguments}})
     return message | {"tool_calls": calls} if calls else message
-
-
-TOKENIZER_FILES = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
-)
-TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for tools, where transformers has it
 
 
 class TokenizerFiles(NamedTuple):
@@ -629,7 +615,7 @@ class Tokenizer:
 
     core               the library's tokenizer
     bos_ids, eos_ids   the ids around a plain text
-    stop_ids           the ids that end an answer
+    stop_ids           the ids that end an answer; default_end: the text that does if no template tells it
     new_ids            a range: those of new_tokens, which are appended to those of the folder
     markers            texts of the tokens that templates write around turns; is_marker [V]: whether an id is one
     reserved           a pattern of what no conversation may spell: the markers, but not other special tokens
@@ -652,7 +638,9 @@ class Tokenizer:
         self.changed = {}
         # What tokenizer_config.json loses: the template stands in a file of its own.
         outdated = {"chat_template"}
-        if not self.code():
+        # Code that auto_map may name: results get copies of it, and nothing here reads or runs it.
+        self.code = sorted(self.folder.glob("*.py"))
+        if not self.code:
             outdated.add("auto_map")
         with errors_of(self.path):
             self.new_ids = add_new_tokens_(core, new_tokens or ())
@@ -713,6 +701,10 @@ class Tokenizer:
         self.eos = core.token_to_id(self.variables.get("eos_token", ""))
         if self.eos is not None and self.eos_ids[-1:] != [self.eos]:
             self.eos_ids.append(self.eos)
+        # Qwen's base models have ChatML's end of a turn, and an EOS that ends texts: <|endoftext|>.
+        self.default_end = self.variables.get("eos_token", "")
+        if "<|im_end|>" in self.added:
+            self.default_end = "<|im_end|>"
         return {number: token.content for number, token in special.items()}
 
     def complete_stops(self, turn_ends):
@@ -751,7 +743,11 @@ class Tokenizer:
             self.source += " of the built-in model: another --model has its own"
         if not found:
             self.source = "ChatML (the model has no template)"
-            found = {"default": self.chatml()}
+            # The model's tokens stand in it as text, so that the file that save() writes means the same to
+            # everyone. A JSON string is one of jinja, too.
+            bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
+            template = CHATML.replace("end_of_turn", json.dumps(self.default_end, ensure_ascii=False))
+            found = {"default": template.replace("bos", json.dumps(bos, ensure_ascii=False), 1)}
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
             self.compile_templates(found, template_args)
 
@@ -773,29 +769,23 @@ class Tokenizer:
                       if name not in GIVEN_TO_TEMPLATES and name not in NAMED_TOKENS]
             raise ValueError(f"does not read {listing(unread)} of --template_args; what it reads beside "
                              f"the conversation: {listing(others) or 'nothing'}")
+        # Each template begins with --template_args as defaults, as Llama's own do: whoever gives a variable
+        # itself, as apply_chat_template(enable_thinking=True) does, still gets that value. Python writes True
+        # and None, which jinja reads, and escapes as jinja does. The newline after a block is dropped.
+        defaults = ""
+        for name, value in sorted(template_args.items()):
+            defaults += f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
         self.template_texts = {}
         self.templates = {}
         for name, text in named.items():
-            text = with_variables(text, template_args)
+            text = defaults + text
             self.templates[name] = env.from_string(text)
             self.template_texts["chat_template.jinja" if name == "default" else TOOL_TEMPLATE] = text
-
-    def default_end(self):
-        """The end of a turn where no template tells it, as text: ChatML's if there is one, or else EOS.
-        Qwen's base models have both: there EOS, <|endoftext|>, ends a text."""
-        return "<|im_end|>" if "<|im_end|>" in self.added else self.variables.get("eos_token", "")
-
-    def chatml(self):
-        """CHATML with the tokens of this model. They stand in it as text, so that the file that save() writes
-        means the same to every reader. A JSON string is one of jinja, too."""
-        bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
-        template = CHATML.replace("end_of_turn", json.dumps(self.default_end(), ensure_ascii=False))
-        return template.replace("bos", json.dumps(bos, ensure_ascii=False), 1)
 
     def try_template(self):
         """-> (the token that the template writes behind an answer, as text; its source and what it writes in
         trials: all tokens that it writes stand in one of these)."""
-        end = self.default_end()
+        end = self.default_end
         written = "".join(self.template_texts.values())
         conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
         # Phi's source has '<|' + role + '|>': only a trial with each role tells these tokens
@@ -958,13 +948,6 @@ class Tokenizer:
         found = re.findall(f"{MARK}(\\d+){MARK}", text)
         return [item for number, item in enumerate(items) if str(number) not in found]
 
-    def unread_keys(self, message):
-        """The keys of a message that nobody reads, neither this file nor the template: also those that ask to
-        train on what somebody else than the assistant says."""
-        return [key for key in message if key not in self.template_words and (
-            key not in MESSAGE_KEYS
-            or (key in TRAINED_KEYS and message[key] and message["role"] != "assistant"))]
-
     def delimit_by_prefix(self, messages, tools, text, turns):
         """Finds the spans of turns -> [Rendered]. text is the whole conversation, the first document. Qwen3
         drops the thought T1 of a first answer A1 once there is a second one, so from these three texts
@@ -1031,15 +1014,10 @@ class Tokenizer:
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
 
-    def code(self):
-        """The files of Python code in the folder, which its auto_map may name. Results get copies of them:
-        nothing here reads or runs them."""
-        return sorted(self.folder.glob("*.py"))
-
     def save(self, out):
         """Copies the tokenizer's files, and writes the chat template that training has used."""
         with writing(out, "tokenizer"):
-            for name in [*TOKENIZER_FILES, *[path.name for path in self.code()]]:
+            for name in [*TOKENIZER_FILES, *[path.name for path in self.code]]:
                 if name in self.changed:
                     write_json(out / name, self.changed[name])
                 elif (self.folder / name).is_file():
@@ -1325,8 +1303,13 @@ def read_example(example, form, tokenizer):
     for document in documents:  # the first one is the whole conversation
         examples.append(Example(form, document.text, document.spans, is_chat=True, is_further=bool(examples),
                                 left_out=document.left_out, opens_thought=tokenizer.opens_thought))
-    unread = {f"messages.{key}" for message in messages for key in tokenizer.unread_keys(message)}
-    unread |= {f"chat_template_kwargs.{name}" for name in variables.keys() - tokenizer.template_reads}
+    unread = {f"chat_template_kwargs.{name}" for name in variables.keys() - tokenizer.template_reads}
+    for message in messages:
+        for key in message.keys() - tokenizer.template_words:
+            # it asks to train on what somebody else says
+            in_vain = key in TRAINED_KEYS and message[key] and message["role"] != "assistant"
+            if key not in MESSAGE_KEYS or in_vain:
+                unread.add(f"messages.{key}")
     for message in given:
         parts = message["content"] if isinstance(message.get("content"), list) else []
         unread |= {f"messages.content.{key}" for part in parts for key, value in part.items()
@@ -1409,10 +1392,11 @@ def messages_of(example, form):
     else:
         messages = turns_of(example[form], form)
     system = text_in(example, "system")
-    if system and messages and messages[0].get("role") == "system" and messages[0].get("content") != system:
-        raise ValueError("'system' is another text than the first message, which is a system message")
-    if system and not (messages and messages[0].get("role") == "system"):
+    first = messages[0] if messages else {}
+    if system and first.get("role") != "system":
         messages = [{"role": "system", "content": system}, *messages]
+    elif system and first.get("content") != system:
+        raise ValueError("'system' is another text than the first message, which is a system message")
     return messages
 
 
@@ -1537,7 +1521,7 @@ def without_unnamed_nulls(value, schema):
 DOCUMENT = np.dtype([
     ("length", np.int64),  # its number of tokens
     ("line", np.int64),  # where its example begins in the file
-    ("hash", np.int64),  # its example's
+    ("hash", np.int64),  # hash_of_text() of its example
 ])
 ARRAYS = {"tokens": np.int32, "supervised": bool, "documents": DOCUMENT}
 HASHES = 2**56  # hashes of examples are 0 to HASHES - 1: int64 has them all
@@ -1548,6 +1532,8 @@ EXPECTED = ("expected a .jsonl, .json, .csv or .txt file (or .gz of it), a .parq
             "stdlib:docs or stdlib:code")
 READ_CHARS = 2**20  # as much text is tokenized at once: text in memory stays small
 MAX_TEXT_BYTES = 2**24  # a document is tokenized at once, which takes a hundred times as much memory
+MAX_UNREAD = 100  # names of keys in a report: each line of a file may have other ones
+NOTHING_SAID = "have answers of nothing but their ends: dropped"
 # folders of the standard library that stdlib_modules() leaves out
 SKIPPED = {
     "site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
@@ -1761,9 +1747,6 @@ def checksums_of(folder):
         return dict(zip(ARRAYS, threads.map(crc_of, (folder / name for name in ARRAYS))))
 
 
-MAX_UNREAD = 100  # names of keys in a report: each line of a file may have other ones
-
-
 @dataclass
 class FileReport:
     """What tokenizing a file has found. report.json in the cache has these fields."""
@@ -1861,9 +1844,6 @@ def take(examples, n_chars):
     return some
 
 
-NOTHING_SAID = "have answers of nothing but their ends: dropped"
-
-
 def documents_of(line, encoded, tokenizer, report):
     """[(Example, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], without answers that say nothing
     and pairs of equal answers."""
@@ -1945,6 +1925,7 @@ def hash_of_text(text):
 # ---------------- data sets of the Hub
 
 HUB_NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(/(?P<subset>[^/:]+))?(:(?P<split>[\w.-]+))?", re.ASCII)
+HUB_PAUSES_S = 1, 4  # between the tries of from_hub()
 
 
 class Refused(ValueError):
@@ -1971,7 +1952,16 @@ def arrow_files(name, revision):
             raise Refused(f"{error} {error.__cause__ or ''}") from error
 
     try:
-        data_set = saved_set(datasets, name) if is_saved_set(name) else from_hub(fetch)
+        if is_saved_set(name):
+            folder, _, split = name.partition(":")
+            data_set = datasets.load_from_disk(folder)
+            if isinstance(data_set, datasets.DatasetDict):
+                split = split or "train"
+                if split not in data_set:
+                    raise ValueError(f"no split {split}, but {first_names(list(data_set), 20)}")
+                data_set = data_set[split]
+        else:
+            data_set = from_hub(fetch)
     except Exception as error:  # its HTTP library has others, which another version does not have
         raise ValueError(f"{name}: {listing([' '.join(str(error).split())])}; {EXPECTED}") from error
     paths = [Path(file["filename"]) for file in data_set.cache_files]
@@ -1987,21 +1977,6 @@ def is_saved_set(name):
     """Whether a value of --data is FOLDER or FOLDER:SPLIT of datasets' save_to_disk()."""
     folder = Path(name.partition(":")[0])
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
-
-
-def saved_set(datasets, name):
-    """The library's data set for a value that is_saved_set(). Raises a ValueError if there is no such split."""
-    folder, _, split = name.partition(":")
-    found = datasets.load_from_disk(folder)
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    split = split or "train"
-    if split not in found:
-        raise ValueError(f"no split {split}, but {first_names(list(found), 20)}")
-    return found[split]
-
-
-HUB_PAUSES_S = 1, 4  # between the tries of from_hub()
 
 
 def from_hub(function, *args, **options):
@@ -2726,6 +2701,8 @@ class ModelFiles(NamedTuple):
 
 # the quantization methods that WeightFiles reads, as far as the tensors are NF4 or FP8
 QUANT_METHODS = "bitsandbytes", "fp8", "compressed-tensors"
+
+
 @contextlib.contextmanager
 def errors_of_base(model, adapter_folder):
     """Says in errors about a base that the folder of an adapter, or None, names it, and the way out."""
@@ -3243,20 +3220,20 @@ def load_weights_(model, reader, adapter_reader, seed, device, progress=False, f
             stop = min(stop, source.tensors[names[0]].n_rows)
         if start >= stop:
             continue  # some ranks have no row of a small parameter
-        if name.endswith("weight_codes"):
-            scales, _ = nf4.local(params[name.removesuffix("codes") + "scales"])
-            for rows, out_rows in stacked_rows(source, names, len(params[name]), start, stop):
-                bits = out.shape[1] * 8 // rows.shape[1]
-                out[out_rows], scales[out_rows] = nf4.quantize(rows.to(device), bits, name)
-        elif source:
-            for rows, out_rows in stacked_rows(source, names, len(params[name]), start, stop):
-                out[out_rows] = rows
-        elif name.endswith("lora_B.weight"):
+        if not source:  # a fresh adapter: B is zero, and A is U(-1/sqrt(in), 1/sqrt(in)), as PEFT begins
             out.zero_()
-        else:
-            # PEFT's default for a fresh A, U(-1/sqrt(in), 1/sqrt(in)). Drawn on the CPU: a GPU draws others.
-            width = out.shape[1]
-            out.copy_(random_rows(name, width, start, stop, seed, "cpu", uniform=True) * width**-0.5)
+            if name.endswith("lora_A.weight"):
+                width = out.shape[1]
+                # drawn on the CPU: a GPU draws others
+                out.copy_(random_rows(name, width, start, stop, seed, "cpu", uniform=True) * width**-0.5)
+            continue
+        for rows, out_rows in stacked_rows(source, names, len(params[name]), start, stop):
+            if name.endswith("weight_codes"):
+                bits = out.shape[1] * 8 // rows.shape[1]
+                scales, _ = nf4.local(params[name.removesuffix("codes") + "scales"])
+                out[out_rows], scales[out_rows] = nf4.quantize(rows.to(device), bits, name)
+            else:
+                out[out_rows] = rows
         # A tied model has no place for another head. An adapter's is equal here, see has_two_matrices().
         is_head = name == EMBEDDING and HEAD not in params and source is reader and HEAD in reader.tensors
         if is_head and not torch.equal(reader.rows(names[0], start, stop), reader.rows(HEAD, start, stop)):
