@@ -417,13 +417,22 @@ def cpu_time_limit(seconds):
         signal.signal(signal.SIGVTALRM, handler)
 
 
-class Rendered(NamedTuple):
-    """A text that a template has made of messages."""
+class Text(NamedTuple):
+    """A text to train on, which becomes a document. Most examples become one, pairs two."""
 
-    text: str | None  # None: the messages spell a special token, and the text is not used
-    spans: list | None  # [(start, stop)] of the characters to train on; None: all of them
-    turns: list  # the numbers of the messages that are trained on in this text
-    left_out: tuple = ()  # what the template leaves out of these answers
+    text: str | None  # None: the example spells a special token, and is not used
+    spans: list | None = None  # [(start, stop)] of the characters to train on; None: all of them
+    form: str = "text"  # the format of the example, one of FORMATS
+    is_chat: bool = False  # a template has written it, with BOS, EOS and the ends of turns
+    turns: list = ()  # the numbers of the messages that are trained on in this text
+    left_out: tuple = ()  # what the template leaves out of these answers, see Tokenizer.check_complete()
+    is_further: bool = False  # it has answers that the example's first text rewrites
+    opens_thought: bool = False  # the prompt for its answers asks for a thought
+    n_without_mask: int = 0  # answers that are not trained on, in all texts of the example
+    n_developers: int = 0  # messages that are read as system messages
+    renamed: tuple = ()  # the columns of --columns that the example has
+    unread: tuple = ()  # keys of the example that its format does not read
+    hash: int = 0  # hash_of_text() of the example's first text
 
 
 def is_in(part, text):
@@ -857,13 +866,13 @@ class Tokenizer:
         return forms[-1], *self.render(forms[-1], tools)
 
     def conversation(self, messages, tools=None):
-        """Messages -> ([Rendered], number of answers without a span). The first text is the whole
+        """Messages -> ([Text], number of answers without a span). The first text is the whole
         conversation up to its last answer, others repeat answers that it rewrites. Answers are trained on
         unless a key such as weight marks them as context. Raises a ValueError if no answer can be delimited,
         or if the template leaves out a tool, a call, a message, or all that an answer says."""
         given = [messages, tools, self.example_variables]
         if self.reserved.search(json.dumps(given, ensure_ascii=False, default=str)):
-            return [Rendered(None, [], [])], 0
+            return [Text(None, [])], 0
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if is_trained(messages[i])]
         if turns and self.train_on != "all":
@@ -871,7 +880,7 @@ class Tokenizer:
             messages = messages[: turns[-1] + 1]
         messages, text, spans = self.render_calls(messages, tools)
         if self.train_on == "all":
-            documents = [Rendered(text, None, turns)]
+            documents = [Text(text, None, turns=turns)]
         elif spans:
             spans = self.without_prompted_thoughts(messages, tools, turns, text, spans)
             # If all turns are trained on, a template may as well have two blocks in one, or none.
@@ -880,7 +889,7 @@ class Tokenizer:
                     raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, some of "
                                      "weight 0")
                 spans = [span for turn, span in zip(turns, spans) if turn in trained]
-            documents = [Rendered(text, spans, trained)]
+            documents = [Text(text, spans, turns=trained)]
         else:  # a template without generation blocks, as most models have
             documents = self.delimit_by_prefix(messages, tools, text, trained)
         documents = self.check_complete(messages, tools, documents)
@@ -949,7 +958,7 @@ class Tokenizer:
         return [item for number, item in enumerate(items) if str(number) not in found]
 
     def delimit_by_prefix(self, messages, tools, text, turns):
-        """Finds the spans of turns -> [Rendered]. text is the whole conversation, the first document. Qwen3
+        """Finds the spans of turns -> [Text]. text is the whole conversation, the first document. Qwen3
         drops the thought T1 of a first answer A1 once there is a second one, so from these three texts
 
             whole conversation    Q1 A1 Q2 T2 A2
@@ -958,7 +967,7 @@ class Tokenizer:
 
         come two documents. In general a turn belongs to the first document that begins with the text up to
         it. With train_on "whole" there are no further documents."""
-        documents = [Rendered(text, [], [])]
+        documents = [Text(text, [], turns=[])]
         for i in reversed(turns):  # a document that a turn adds may begin with turns before it
             turn = None
             with contextlib.suppress(TextError):  # a template may insist on a question before an answer
@@ -989,27 +998,26 @@ class Tokenizer:
                 stop = len(text)
                 if text.rstrip().endswith(self.markers):
                     stop = len(text.rstrip())  # generation stops at the end of the turn, before its newline
-                return Rendered(text, [(len(prompt), stop)], [i])
+                return Text(text, [(len(prompt), stop)], turns=[i])
         return None
 
-    def encode(self, examples):
-        """[Example] -> an iterator of (ids [n] int32, supervised [n] bool). A text that is no chat gets the
-        BOS and EOS that it does not spell."""
+    def encode(self, texts):
+        """[Text] -> an iterator of (ids [n] int32, supervised [n] bool). A text that is no chat gets the BOS
+        and EOS that it does not spell."""
         with errors_of(self.path):
-            texts = [example.text for example in examples]
-            encodings = self.core.encode_batch(texts, add_special_tokens=False)
-        for example, encoding in zip(examples, encodings):
+            encodings = self.core.encode_batch([one.text for one in texts], add_special_tokens=False)
+        for one, encoding in zip(texts, encodings):
             ids = encoding.ids
             bos = []
             eos = []
-            if not example.is_chat:  # a template writes its own, and some models have none
+            if not one.is_chat:  # a template writes its own, and some models have none
                 if ids[: len(self.bos_ids)] != self.bos_ids:
                     bos = self.bos_ids
-                if self.eos is None or not example.text.rstrip().endswith(self.variables["eos_token"]):
+                if self.eos is None or not one.text.rstrip().endswith(self.variables["eos_token"]):
                     eos = self.eos_ids
             mask = np.ones(len(ids), bool)
-            if example.spans is not None and self.train_on != "all":
-                mask = tokens_in(encoding, example.spans, self.is_marker)
+            if one.spans is not None and self.train_on != "all":
+                mask = tokens_in(encoding, one.spans, self.is_marker)
             # nothing predicts BOS, and EOS is how a model learns to stop
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
@@ -1095,27 +1103,10 @@ MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *TOOLS_KEYS, *T
 TEXT_PARTS = "text", "input_text", "output_text", "refusal"
 
 
-class Example(NamedTuple):
-    """A text to train on, which becomes a document. Most examples of a data file ask for one."""
-
-    form: str  # one of FORMATS
-    text: str | None  # None if the example spells a special token
-    spans: list | None = None  # [(start, stop)] of the characters to train on; None: all
-    is_chat: bool = False  # the template has written BOS, EOS and the ends of turns
-    n_without_mask: int = 0  # answers that are not trained on, in all texts of the data file's example
-    n_developers: int = 0  # messages that are read as system messages
-    is_further: bool = False  # it has answers that the example's first text rewrites
-    opens_thought: bool = False  # the prompt for its answers asks for a thought
-    left_out: tuple = ()  # what the template leaves out of answers, see Tokenizer.check_complete()
-    renamed: tuple = ()  # the columns of --columns that the data file's example has
-    unread: tuple = ()  # its keys that its format does not read
-    hash: int = 0  # hash_of_text() of its first text
-
-
 def parse_example(given, tokenizer, columns=()):
-    """An example as its file has it, a dict or a line of JSON, -> [Example]. columns: [(column, the key that
-    it stands for)]. Every error becomes a ValueError: what is given may be anything, for example other types
-    or endless brackets."""
+    """An example as its file has it, a dict or a line of JSON, -> [Text]. columns: [(column, the key that it
+    stands for)]. Every error becomes a ValueError: what is given may be anything, for example other types or
+    endless brackets."""
     form = "JSON"  # for the message, until the format is known
     try:
         example = json.loads(given) if isinstance(given, str) else given
@@ -1276,15 +1267,15 @@ def question_in(example, is_conversation):
 
 
 def read_example(example, form, tokenizer):
-    """The [Example] of a dict in one of FORMATS but PAIR. It may raise any error."""
+    """A dict in one of FORMATS but PAIR -> [Text]. It may raise any error."""
     if form == "text":
-        return [Example(form, text_in(example, "text"))]
+        return [Text(text_in(example, "text"))]
     if form == "prompt + completion" and isinstance(example["prompt"], str):
         prompt = example["prompt"]
         completion = text_in(example, "completion")
         if not any(example.get(key) for key in OF_CONVERSATIONS):
             text = prompt + completion
-            return [Example(form, text, [(len(prompt), len(text))])]
+            return [Text(text, [(len(prompt), len(text))], form)]
         example = example | {"instruction": prompt, "output": completion}
         form = "instruction + output"
     variables = json_in(example.get("chat_template_kwargs") or {}, dict,
@@ -1298,11 +1289,7 @@ def read_example(example, form, tokenizer):
     if "developer" not in tokenizer.template_words:
         n_developers = sum(message["role"] == "developer" for message in messages)
         messages = [one | {"role": one["role"].replace("developer", "system")} for one in messages]
-    documents, n_without_mask = tokenizer.conversation(messages, tools)
-    examples = []
-    for document in documents:  # the first one is the whole conversation
-        examples.append(Example(form, document.text, document.spans, is_chat=True, is_further=bool(examples),
-                                left_out=document.left_out, opens_thought=tokenizer.opens_thought))
+    texts, n_without_mask = tokenizer.conversation(messages, tools)
     unread = {f"chat_template_kwargs.{name}" for name in variables.keys() - tokenizer.template_reads}
     for message in messages:
         for key in message.keys() - tokenizer.template_words:
@@ -1314,9 +1301,10 @@ def read_example(example, form, tokenizer):
         parts = message["content"] if isinstance(message.get("content"), list) else []
         unread |= {f"messages.content.{key}" for part in parts for key, value in part.items()
                    if value is not None and key not in ("type", "text", "refusal")}
-    examples[0] = examples[0]._replace(n_without_mask=n_without_mask, n_developers=n_developers,
-                                       unread=tuple(sorted(unread)))
-    return examples
+    common = {"form": form, "is_chat": True, "opens_thought": tokenizer.opens_thought}
+    first = texts[0]._replace(n_without_mask=n_without_mask, n_developers=n_developers,
+                              unread=tuple(sorted(unread)), **common)
+    return [first, *(one._replace(is_further=True, **common) for one in texts[1:])]
 
 
 def text_in(example, key):
@@ -1781,10 +1769,10 @@ def tokenize(examples, tokenizer, folder, columns):
     examples = tqdm(examples, "tokenizing", leave=False, disable=None)
     examples = read_examples(examples, tokenizer, columns, report)
     while some := take(examples, READ_CHARS):
-        encoded = tokenizer.encode([example for _, found in some for example in found])
+        encoded = tokenizer.encode([one for _, texts in some for one in texts])
         documents = []
-        for line, found in some:
-            encoded_here = [(example, *next(encoded)) for example in found]
+        for line, texts in some:
+            encoded_here = [(one, *next(encoded)) for one in texts]
             documents += documents_of(line, encoded_here, tokenizer, report)
         if documents:
             append(documents, folder, tokenizer, report)
@@ -1795,14 +1783,14 @@ def tokenize(examples, tokenizer, folder, columns):
 
 
 def read_examples(examples, tokenizer, columns, report):
-    """(line, example) -> yields (line, [Example]) for those that can be read. The report counts them and the
+    """(line, example) -> yields (line, [Text]) for those that can be read. The report counts them and the
     others. Raises a ValueError if the first 20 are all bad: then the format is wrong, or the template."""
     for line, example in examples:
         if isinstance(example, str) and not example.strip():
             continue
         report.n_examples += 1
         try:
-            found = parse_example(example, tokenizer, columns)
+            texts = parse_example(example, tokenizer, columns)
         except ValueError as error:
             report.n_bad += 1
             # five copies of one long message would fill a screen
@@ -1811,11 +1799,11 @@ def read_examples(examples, tokenizer, columns, report):
             if report.n_bad == report.n_examples == 20:
                 raise ValueError(f"none of the first 20 examples can be trained on:{report.errors}") from error
             continue
-        first = found[0]
+        first = texts[0]
         report.formats[first.form] += 1
         report.renamed = sorted({*report.renamed, *first.renamed})
         report.unread = sorted({*report.unread, *first.unread})[:MAX_UNREAD]
-        if any(one.text is None for one in found):  # both answers of a pair go
+        if any(one.text is None for one in texts):  # both answers of a pair go
             report.note("spell a special token: dropped")
             continue
         report.n_chats += first.is_chat
@@ -1826,26 +1814,26 @@ def read_examples(examples, tokenizer, columns, report):
                     first.n_developers)
         report.note("assistant turns not trained on: the template rewrites them later, or they cannot be "
                     "delimited", first.n_without_mask)
-        for one in found:
+        for one in texts:
             for what in one.left_out:
                 report.note(f"answers lose their {what}: the chat template leaves it out")
-        yield line, found
+        yield line, texts
 
 
 def take(examples, n_chars):
-    """A list of the next (line, [Example]) with about this much text."""
+    """A list of the next (line, [Text]) with about this much text."""
     some = []
     n_taken = 0
-    for line, found in examples:
-        some.append((line, found))
-        n_taken += sum(len(example.text) for example in found)
+    for line, texts in examples:
+        some.append((line, texts))
+        n_taken += sum(len(one.text) for one in texts)
         if n_taken >= n_chars:
             break
     return some
 
 
 def documents_of(line, encoded, tokenizer, report):
-    """[(Example, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], without answers that say nothing
+    """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], without answers that say nothing
     and pairs of equal answers."""
     is_empty = [mask.any() and not says_anything(tokenizer, ids[mask]) for _, ids, mask in encoded]
     if encoded[0][0].form == PAIR:
@@ -1857,20 +1845,20 @@ def documents_of(line, encoded, tokenizer, report):
             report.note(NOTHING_SAID)
             return []
     documents = []
-    for (example, ids, mask), nothing_said in zip(encoded, is_empty):
+    for (text, ids, mask), nothing_said in zip(encoded, is_empty):
         if nothing_said:
             report.note(NOTHING_SAID)
             continue
-        documents.append((ids, mask, (len(ids), line, example.hash)))
-        note_answers(example, ids, mask, tokenizer, report)
+        documents.append((ids, mask, (len(ids), line, text.hash)))
+        note_answers(text, ids, mask, tokenizer, report)
     return documents
 
 
-def note_answers(example, ids, mask, tokenizer, report):
+def note_answers(text, ids, mask, tokenizer, report):
     """Counts what a user should know of a document's answers. mask: [n] bool, the tokens to train on."""
     report.note("further documents: assistant turns that the template rewrites later (--train_on whole "
-                "leaves them out)", example.is_further)
-    if not example.is_chat:
+                "leaves them out)", text.is_further)
+    if not text.is_chat:
         return
     # The last trained token of a turn should be a marker, or the token before it, if a newline follows that.
     ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # a trained token before one that is not
@@ -1880,10 +1868,10 @@ def note_answers(example, ids, mask, tokenizer, report):
     unlearns = "the model unlearns to think when it is asked in its default mode"
     if "enable_thinking" in tokenizer.template_reads:
         unlearns += "; --template_args enable_thinking=false puts the empty thought into the prompt"
-    for start, stop in example.spans or ():
-        if EMPTY_THOUGHT.match(example.text, start, stop):
+    for start, stop in text.spans or ():
+        if EMPTY_THOUGHT.match(text.text, start, stop):
             report.note(f"answers begin with an empty thought: {unlearns}")
-        if example.opens_thought and "</think>" not in example.text[start:stop]:
+        if text.opens_thought and "</think>" not in text.text[start:stop]:
             report.note(f"answers begin without the thought of the prompt: {unlearns}")
 
 

@@ -112,7 +112,7 @@ def theirs(tokenizer, messages, tools=None, **options):
 
 
 def read(row, tokenizer, columns=()):
-    """-> ([Example], None), or (None, what the row is refused with)."""
+    """-> ([Text], None), or (None, what the row is refused with)."""
     try:
         return data.parse_example(json.dumps(row), tokenizer, columns), None
     except ValueError as error:
@@ -432,7 +432,7 @@ def check_tokens(n, folder):
         n = len(chat_ids)
         same = chat_ids.tolist() == theirs["input_ids"][:n] and mask.tolist() == [
             value == 1 for value in theirs["assistant_masks"][:n]]
-        ((text_ids, _),) = tokenizer.encode([data.Example("text", "a now")])
+        ((text_ids, _),) = tokenizer.encode([data.Text("a now")])
         has_end = reference.eos_token_id is None or text_ids[-1] == reference.eos_token_id
         has_ids = ids == reference(text, add_special_tokens=False)["input_ids"]
         fine = has_ids and named and spelled and has_end and same

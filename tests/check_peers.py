@@ -419,7 +419,7 @@ def check_chats(path):
         (rendered,), _ = mine.conversation(chat)
         text = rendered.text
         spans = rendered.spans
-        ids, mask = next(mine.encode([data.Example("messages", text, spans, True)]))
+        ids, mask = next(mine.encode([data.Text(text, spans, is_chat=True)]))
         expected = auto.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
         n_differ["token ids"] += ids.tolist() != expected["input_ids"]
         n_differ["assistant mask"] += mask.tolist() != [bool(flag) for flag in expected["assistant_masks"]]

@@ -128,7 +128,7 @@ def test_new_tokens_get_the_librarys_ids_and_are_one_token_in_messages():
     messages = ask_and_answer("a<call>b", "<note 1>c</call>")
     (rendered,), n_without_mask = tokenizer.conversation(messages)
     assert n_without_mask == 0
-    example = data.Example("messages", rendered.text, rendered.spans, is_chat=True)
+    example = data.Text(rendered.text, rendered.spans, is_chat=True)
     (encoded,) = tokenizer.encode([example])
     ids, is_target = encoded
     # <call>, <note 1> and </call>, each in one piece and where it was spelled

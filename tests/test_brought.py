@@ -333,7 +333,7 @@ def test_an_own_special_token_is_no_end_of_a_turn(tmp_path):
 def test_eos_is_found_in_every_file(tmp_path, files, eos):
     tokenizer = data.Tokenizer(tokenizer_files(tmp_path, **files))
     assert tokenizer.variables["eos_token"] == eos
-    ((ids, mask),) = tokenizer.encode([data.Example("text", "a b")])
+    ((ids, mask),) = tokenizer.encode([data.Text("a b")])
     assert ids[-1] == tokenizer.core.token_to_id(eos)
     assert mask[-1]
 
