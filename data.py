@@ -121,8 +121,10 @@ def check_is_file(path):
             raise ValueError(f"{path}: a pointer of git-lfs, and not the file itself: git lfs pull")
 
 
-def read_json(path):
-    """Reads a JSON object from a file. A ValueError names the file and the place."""
+def read_json(path, optional=False):
+    """Reads a JSON object, {} if it is optional and not there. A ValueError names the file and the place."""
+    if optional and not path.exists():
+        return {}
     check_is_file(path)
     try:
         value = json.loads(Path(path).read_text("utf-8"))
@@ -309,8 +311,7 @@ MAX_RENDER_S = 2  # seconds of CPU time that this may take
 GIVEN_TO_TEMPLATES = "messages", "tools", "documents", "add_generation_prompt"
 NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thought
-# An answer without a thought begins like this under templates whose answers all have one. The prompt may
-# already have <think>.
+# how an answer without a thought begins if a template gives all answers one; the prompt may have <think>
 EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\n*")
 # what a prompt ends with that opens a thought, and closes it at once where the model is asked not to think
 OPENED_THOUGHT = re.compile(r"(<think>\n?)\s*(</think>\s*)?\Z")
@@ -337,8 +338,7 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 def template_environment():
-    """jinja's sandbox, which forbids attributes with a leading underscore and changes to what a template is
-    given."""
+    """jinja's sandbox: no attributes with a leading underscore, no changes to what a template is given."""
     version = [int(number) for number in re.findall(r"\d+", jinja2.__version__)]
     if version < [3, 1, 6]:  # CVE-2025-27516: the filter |attr reached format(), and so any object
         raise ValueError(f"templates can leave the sandbox of jinja2 {jinja2.__version__}: "
@@ -502,7 +502,7 @@ def read_tokenizer(folder):
             f"{path}: no such file; to make it of tokenizer.model: pip install transformers "
             f'sentencepiece protobuf && python -c "from transformers import AutoTokenizer; {code}"')
     check_is_file(path)
-    config, old, added = (read_json(file) if file.exists() else {} for file in (
+    config, old, added = (read_json(file, optional=True) for file in (
         config_path, folder / "special_tokens_map.json", folder / "added_tokens.json"))
     old = {key: value for key, value in old.items() if value is not None}
     with errors_of(config_path):
@@ -567,8 +567,7 @@ def templates_in(folder):
     if path.exists():
         return path, {name: read_template(file) for name, file in files.items() if file.exists()}
     for name in ("chat_template.json", "tokenizer_config.json"):
-        path = folder / name
-        found = read_json(path).get("chat_template") if path.exists() else None
+        found = read_json(folder / name, optional=True).get("chat_template")
         if isinstance(found, list):  # several with names, such as "tool_use" and "rag"
             given = [one for one in found if isinstance(one, dict)]
             return name, {"default": None} | {
@@ -682,8 +681,7 @@ class Tokenizer:
                         self.template_texts, train_on)
 
     def load_core(self, core, config, named):
-        """Completes the library's tokenizer. Returns {id: text} of its special tokens, which a file flags or
-        names as such."""
+        """Completes the library's tokenizer -> {id: text} of the tokens that a file flags or names as special."""
         # the file also has the truncation and padding that its author used last
         core.no_truncation()
         core.no_padding()
@@ -720,24 +718,20 @@ class Tokenizer:
         """-> stop_ids: those that end a turn, and those at which transformers and vLLM stop. Muse Glimmer's
         end of a turn is not its EOS, and stands only in generation_config.json. save() writes this file if it
         does not name all of them: nobody but --chat would stop there."""
-        generation = {}
-        for name in ("config.json", "generation_config.json"):  # what is in the second one counts
-            path = self.folder / name
-            found = read_json(path) if path.exists() else {}
-            if name == "config.json":
-                found = (found.get("text_config") or {}) | found
-                found = {"eos_token_id": found.get("eos_token_id")}
-            generation |= {key: value for key, value in found.items() if value is not None}
-        ids = generation.get("eos_token_id")
+        path = self.folder / "generation_config.json"
+        generation = read_json(path, optional=True)
+        generation = {key: value for key, value in generation.items() if value is not None}
+        config = read_json(self.folder / "config.json", optional=True)
+        config = (config.get("text_config") or {}) | config
+        ids = generation.get("eos_token_id", config.get("eos_token_id"))
         ids = {one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
         # Also where the base has no such file: a later merge reads final/, and no config.json
-        if turn_ends - ids or (ids and not (self.folder / "generation_config.json").exists()):
+        if turn_ends - ids or (ids and not path.exists()):
             self.changed["generation_config.json"] = generation | {"eos_token_id": sorted(turn_ends | ids)}
         return turn_ends | ids
 
     def load_templates(self, template_file, adapter_folder, template_args):
-        """Compiles --chat_template, or else what the folder of the adapter has, or else the model's, or else
-        ChatML."""
+        """Compiles --chat_template, or else those of the adapter's folder, or of the model's, or else ChatML."""
         found = {}
         if template_file:
             where = template_file
@@ -914,8 +908,7 @@ class Tokenizer:
 
     def check_complete(self, messages, tools, documents):
         """-> the documents with the names of what the template leaves out of the answers that they train.
-        Raises a ValueError if it leaves out a tool, a call, a message of somebody else, or all that an answer
-        says."""
+        Raises a ValueError if that is a tool, a call, a message of somebody else, or all that an answer says."""
         lost = self.lost_calls(messages, tools)
         for what, answer in lost:
             if answer is None:  # a name
@@ -1002,8 +995,7 @@ class Tokenizer:
         return None
 
     def encode(self, texts):
-        """[Text] -> an iterator of (ids [n] int32, supervised [n] bool). A text that is no chat gets the BOS
-        and EOS that it does not spell."""
+        """[Text] -> yields (ids [n] int32, supervised [n] bool). Plain texts get BOS and EOS if they lack them."""
         with errors_of(self.path):
             encodings = self.core.encode_batch([one.text for one in texts], add_special_tokens=False)
         for one, encoding in zip(texts, encodings):
@@ -1056,8 +1048,7 @@ class Tokenizer:
 
 
 def tokens_in(encoding, spans, is_marker):
-    """[n] bool: the tokens that overlap a span, except a marker that absorbed the blanks before it.
-    is_marker: [V] bool."""
+    """[n] bool: the tokens that overlap a span, except a marker ([V] bool) that absorbed blanks before it."""
     ids = encoding.ids
     offsets = encoding.offsets
     mask = np.zeros(len(ids), bool)
@@ -1105,8 +1096,7 @@ TEXT_PARTS = "text", "input_text", "output_text", "refusal"
 
 def parse_example(given, tokenizer, columns=()):
     """An example as its file has it, a dict or a line of JSON, -> [Text]. columns: [(column, the key that it
-    stands for)]. Every error becomes a ValueError: what is given may be anything, for example other types or
-    endless brackets."""
+    stands for)]. Every error becomes a ValueError: what is given may have any type, or endless brackets."""
     form = "JSON"  # for the message, until the format is known
     try:
         example = json.loads(given) if isinstance(given, str) else given
@@ -1316,9 +1306,8 @@ def text_in(example, key):
 
 
 def json_in(value, kind, must):
-    """A value that is a dict or a list, or what it says as JSON if it is text: a cell of a csv file is
-    nothing else, and data sets store as text what has another shape in each example. must: words of an
-    error."""
+    """A dict or a list, which may be given as JSON in a text: a csv file has only texts, and data sets store
+    as text what has another shape in each example. must: words of an error."""
     found = from_json(value)
     if not isinstance(found, kind):
         raise ValueError(f"{must}, got {lm.quoted(value)}")
@@ -1344,8 +1333,7 @@ def without_nulls(value, but=None):
 
 
 def read_tools(places):
-    """The list of tools of an example, or None. They stand in one of these places: the example itself, or a
-    message, as GLM's and DeepSeek's do."""
+    """The tools of an example, or None. places: it and its messages, where GLM and DeepSeek have tools."""
     must = "a tool of 'tools' must be an object"
     given = [from_json(place[key]) for place in places for key in TOOLS_KEYS if place.get(key)]
     if any(others != given[0] for others in given):
@@ -1457,8 +1445,7 @@ def check_message(message, schemas):
 
 
 def text_of_part(part, must):
-    """The text of one of OpenAI's parts of a content: {"type": "text", "text": ...}. must: words of an
-    error."""
+    """The text of OpenAI's part of a content, {"type": "text", "text": ...}. must: words of an error."""
     if not isinstance(part, dict):
         raise ValueError(f"{must}, got a part {lm.quoted(part)}")
     kind = part.get("type", "text")
@@ -1684,9 +1671,8 @@ def stdlib_questions(name, text):
 def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
     """The folder in the cache with the documents of a value of --data. It is made if it is missing or
     damaged. Its name is a hash of all that the tokens depend on, data.py included: a fork that changes how a
-    file is read does not get the tokens of before. columns: see parse_example(). revisions: {name on the
-    Hub: commit}, with which the run began that is resumed. A name that is not in it is fetched as it is now,
-    and its commit entered."""
+    file is read gets other tokens. columns: see parse_example(). revisions: {name on the Hub: commit}, those
+    of the run that is resumed. A name that is not in it is fetched as it is now, and its commit entered."""
     file_type, paths = files_of(spec, {} if revisions is None else revisions)
     contents = [sha256_of(path) for path in (__file__, *paths)]
     versions = sys.version, tokenizers.__version__, jinja2.__version__
@@ -1763,8 +1749,7 @@ class FileReport:
 
 
 def tokenize(examples, tokenizer, folder, columns):
-    """Writes the documents of (line, example) into a folder: ARRAYS and report.json. Raises a ValueError if
-    there is nothing to train on."""
+    """Writes what examples_in() yields as ARRAYS and report.json. A ValueError if nothing can be trained on."""
     report = FileReport()  # all functions below add to it what they find
     examples = tqdm(examples, "tokenizing", leave=False, disable=None)
     examples = read_examples(examples, tokenizer, columns, report)
@@ -1833,8 +1818,7 @@ def take(examples, n_chars):
 
 
 def documents_of(line, encoded, tokenizer, report):
-    """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], without answers that say nothing
-    and pairs of equal answers."""
+    """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], without empty and equal answers."""
     is_empty = [mask.any() and not says_anything(tokenizer, ids[mask]) for _, ids, mask in encoded]
     if encoded[0][0].form == PAIR:
         _, (ids, other_ids), (mask, other_mask) = zip(*encoded)
@@ -1898,9 +1882,8 @@ def says_anything(tokenizer, ids):
 
 
 def hash_of_text(text):
-    """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It is made
-    of the text as the model sees it, so that it depends on no other key of the example. Raises a ValueError
-    if the text cannot be tokenized."""
+    """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It depends on
+    nothing but the text that the model sees. Raises a ValueError if the text cannot be tokenized."""
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, as JSON may spell it, and see text_examples()
@@ -2064,9 +2047,8 @@ def n_positions_of(parts):
 
 
 def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, hashes=range(HASHES)):
-    """Folders of the cache -> Documents of the examples with these hashes. overflow is what becomes of
-    documents of more than seq_len positions; None splits texts and drops the others. Raises a ValueError if a
-    file should not be trained on."""
+    """Folders of the cache -> Documents of the examples with these hashes. overflow: what becomes of documents
+    of more than seq_len positions; None splits texts and drops the others. See check_file() for errors."""
     files = []
     tables = []
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
@@ -2076,9 +2058,8 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
         parts = parts[is_chosen]
         parts["file"] = number
         # its other counts stay those of the whole file
-        n_tokens = int(n_positions_of(parts).sum())
-        n_trained = int(parts["n_targets"].sum())
-        files.append(file._replace(n_tokens=n_tokens, n_trained=n_trained))
+        files.append(file._replace(n_tokens=int(n_positions_of(parts).sum()),
+                                   n_trained=int(parts["n_targets"].sum())))
         tables.append(parts)
     return Documents(files, np.concatenate(tables))
 
@@ -2176,8 +2157,7 @@ def pack_rows(lengths, seq_len):
 
 
 def pack_spans(pairs, n_tokens):
-    """[(start, stop)] -> Spans on the CPU. Documents of equal length without padding need no bounds: they are
-    the rows of a plain batch."""
+    """[(start, stop)] -> Spans on the CPU. A plain batch, of documents as long as its rows, needs no bounds."""
     # documents, and the padding between and behind them, each up to the next bound
     bounds = torch.tensor(sorted({0, n_tokens, *itertools.chain(*pairs)}), dtype=torch.int32)
     longest = int(bounds.diff().max())
@@ -2557,6 +2537,8 @@ LLAMA_3_2 = functools.partial(LLAMA_3_1, rope=LLAMA_3_1_ROPE | {"factor": 32.0},
 QWEN_2_5 = functools.partial(Preset, model_type="qwen2", V=152064, K=128, positions=131072, theta=1e6)
 QWEN_3 = functools.partial(Preset, model_type="qwen3", V=151936, K=128, positions=40960, theta=1e6)
 QWEN_3_5 = functools.partial(Preset, model_type="qwen3_5_text", V=248320, K=256, positions=262144, theta=1e7)
+QWEN_3_5_SMALL = functools.partial(
+    QWEN_3_5, layers=24, H=8, G=2, tied=True, further={"linear_num_value_heads": 16})
 # Shapes for --dry_run and --random_init, which need no download. To add a preset, copy a row.
 SHAPES = {
     "llama-2-7b": LLAMA_2("meta-llama/Llama-2-7b-hf", D=4096, F=11008, layers=32, H=32, G=32),
@@ -2583,12 +2565,8 @@ SHAPES = {
         "Qwen/Qwen3-30B-A3B", model_type="qwen3_moe", D=2048, F=6144, layers=48, H=32, G=4,
         further={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
                  "norm_topk_prob": True}),
-    "qwen3.5-0.8b": QWEN_3_5(
-        "Qwen/Qwen3.5-0.8B", D=1024, F=3584, layers=24, H=8, G=2, tied=True,
-        further={"linear_num_value_heads": 16}),
-    "qwen3.5-2b": QWEN_3_5(
-        "Qwen/Qwen3.5-2B", D=2048, F=6144, layers=24, H=8, G=2, tied=True,
-        further={"linear_num_value_heads": 16}),
+    "qwen3.5-0.8b": QWEN_3_5_SMALL("Qwen/Qwen3.5-0.8B", D=1024, F=3584),
+    "qwen3.5-2b": QWEN_3_5_SMALL("Qwen/Qwen3.5-2B", D=2048, F=6144),
     "qwen3.5-4b": QWEN_3_5("Qwen/Qwen3.5-4B", D=2560, F=9216, layers=32, H=16, G=4, tied=True),
     "qwen3.5-9b": QWEN_3_5("Qwen/Qwen3.5-9B", D=4096, F=12288, layers=32, H=16, G=4),
     "qwen3.5-27b": QWEN_3_5(
@@ -2643,8 +2621,7 @@ FOLDERS = {
 
 
 def result_in(name, files=(CONFIG, ADAPTER_CONFIG)):
-    """The folder that has one of these files: the one of this name, or of a run merged/, or else final/; or
-    None."""
+    """The first folder of NAME, NAME/merged and NAME/final that has one of these files, or None."""
     for folder in (Path(name), Path(name) / "merged", Path(name) / "final"):
         if any((folder / file).exists() for file in files):
             return folder
@@ -2739,8 +2716,20 @@ def folder_of(flag, name, revisions=None, with_weights=True):
             others = f", tiny or, with --random_init, {' '.join(PRESETS)}" if flag == "model" else ""
             raise ValueError(f"--{flag} {name}: no such folder; expected a folder, or a Hub id such as "
                              f"Qwen/Qwen3-4B{others}")
-        folder = download(flag, name, [weight_files] if with_weights else [],
-                          {} if revisions is None else revisions)
+        from huggingface_hub import snapshot_download
+
+        wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model"]
+        if with_weights:
+            wanted.append(weight_files)
+        revisions = {} if revisions is None else revisions
+        try:
+            folder = Path(from_hub(snapshot_download, name, revision=revisions.get(name),
+                                   allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"]))
+        except Exception as error:  # its HTTP library has others, which another version does not have
+            line = " ".join(str(error).split())
+            raise ValueError(f"--{flag} {name}: no such folder, and not fetched from the Hub; the next start "
+                             f"continues: {type(error).__name__}: {listing([line])}") from error
+        revisions[name] = folder.name  # in the Hub's cache it has the name of its commit
     if (folder / config).exists():
         return folder
     found = []  # models and adapters in it, or up to two levels below it, as in the Hub's cache
@@ -2763,23 +2752,6 @@ OTHER_FORMATS = {
 def format_of_files(names):
     """What files of another format are, or None."""
     return next((what for ends, what in OTHER_FORMATS.items() if any(n.endswith(ends) for n in names)), None)
-
-
-def download(flag, name, weight_files, revisions):
-    """Fetches a model or an adapter from the Hub -> its folder in the Hub's cache, which has the name of its
-    commit. revisions: see tokenized()."""
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model", *weight_files]
-    try:
-        folder = Path(from_hub(snapshot_download, name, revision=revisions.get(name), allow_patterns=wanted,
-                               ignore_patterns=["onnx/*", "original/*"]))
-    except Exception as error:  # its HTTP library has others, which another version does not have
-        line = " ".join(str(error).split())
-        raise ValueError(f"--{flag} {name}: no such folder, and not fetched from the Hub; the next start "
-                         f"continues: {type(error).__name__}: {listing([line])}") from error
-    revisions[name] = folder.name
-    return folder
 
 
 # The types of weights that somebody has quantized, and the ends of the names of the tensors that stand for
@@ -2854,10 +2826,8 @@ class WeightFiles:
         for path in self.files:
             check_is_file(path)
             if not path.exists():
-                why = format_of_files(os.listdir(self.folder)) or (
-                    f"the download is incomplete (several files need their {single}.index.json), or the "
-                    "weights are .bin files, which can run code (transformers' save_pretrained writes "
-                    "safetensors)")
+                incomplete = f"the download is incomplete (several files need their {single}.index.json)"
+                why = format_of_files(os.listdir(self.folder)) or incomplete
                 raise ValueError(f"{path}: no such file: {why}")
             self.add_file(path)
         self.join_quantized()
@@ -3007,8 +2977,7 @@ class RandomWeights:
 
 
 def with_value(raw, key, value):
-    """The dict of a config.json with another value of a key. Models with a vision tower have most keys in
-    text_config, and some at the top as well."""
+    """The dict of a config.json with another value. Vision models have keys in text_config, or in both places."""
     if "text_config" in raw:
         raw = raw | {"text_config": raw["text_config"] | {key: value}}
     # transformers reads this one at the top, where it is true if it is not there
@@ -3018,8 +2987,7 @@ def with_value(raw, key, value):
 
 
 def has_two_matrices(adapter_reader, config):
-    """Whether the embedding and the head of an adapter differ although its base ties them: PEFT trains and
-    loads each by itself then."""
+    """Whether an adapter's embedding and head differ though its base ties them: PEFT trains each by itself."""
     names = [PEFT_PREFIX + name for name in (embedding_in_files(config), HEAD)]
     if not config.tie_word_embeddings or not adapter_reader.tensors.keys() >= {*names}:
         return False
@@ -3090,8 +3058,7 @@ def whole(reader, name):
 
 
 def check_weights(model, reader, folder):
-    """Raises a ValueError if the names or shapes in files are not those of the model, or of its LoRA
-    layers if it has any."""
+    """Raises a ValueError if names or shapes in files are not those of the model, or of its LoRA if it has any."""
     expected = shapes_in_files(model)
     advice = ""
     vocabulary = model.config.vocab_size, model.config.hidden_size
@@ -3154,8 +3121,7 @@ def open_adapter(folder):
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {lm.quoted(value)} is not implemented: {MERGE}")
     reader = WeightFiles(folder, ADAPTER_WEIGHTS)
-    # where the vocabulary was resized, PEFT writes trained modules three times: those that are trained have
-    # their own names
+    # if the vocabulary was resized, PEFT writes trained modules three times: the plain name has what it trained
     for name in list(reader.tensors):
         plain = re.sub("[.](modules_to_save|original_module)[.]weight$", ".weight", name)
         if plain != name and plain in reader.tensors:
@@ -3186,9 +3152,8 @@ def open_adapter(folder):
 
 @torch.no_grad()
 def load_weights_(model, reader, adapter_reader, seed, device, progress=False, frozen_only=False):
-    """Fills a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time.
-    adapter_reader: None for a fresh adapter; progress: show a bar on a terminal; frozen_only: leave out what
-    trains."""
+    """Fills a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time. progress:
+    show a bar on a terminal; frozen_only: leave out what trains. A fresh adapter has no adapter_reader."""
     params = dict(model.named_parameters())
     disable = None if progress else True  # None: no bar where stderr is no terminal
     for name in tqdm(params, "loading weights", unit="tensor", disable=disable, leave=False):
@@ -3223,8 +3188,8 @@ def load_weights_(model, reader, adapter_reader, seed, device, progress=False, f
             else:
                 out[out_rows] = rows
         # A tied model has no place for another head. An adapter's is equal here, see has_two_matrices().
-        is_head = name == EMBEDDING and HEAD not in params and source is reader and HEAD in reader.tensors
-        if is_head and not torch.equal(reader.rows(names[0], start, stop), reader.rows(HEAD, start, stop)):
+        has_head = name == EMBEDDING and HEAD not in params and source is reader and HEAD in reader.tensors
+        if has_head and not torch.equal(reader.rows(names[0], start, stop), reader.rows(HEAD, start, stop)):
             raise ValueError(f"config.json ties the head to the embedding, but {HEAD} in the files differs: "
                              "set tie_word_embeddings to false")
 
@@ -3265,9 +3230,9 @@ def full_tensors(model, trainable_only):
     for parameter, param in model.named_parameters():
         if trainable_only and not param.requires_grad:
             continue
-        whole = param.full_tensor() if nf4.is_sharded(param) else param
+        full = param.full_tensor() if nf4.is_sharded(param) else param
         names = names_in_files(parameter, model.config)
-        matrices = whole.detach().cpu().chunk(len(names))  # all experts are of one size
+        matrices = full.detach().cpu().chunk(len(names))  # all experts are of one size
         for name, matrix in zip(names, matrices):
             yield name, matrix.view(shapes[name])
 
@@ -3290,9 +3255,12 @@ def save_model(tensors, layout, out, raw_config, write):
 NOT_DESCRIPTIONS = (*TOKENIZER_FILES, CONFIG, ADAPTER_CONFIG, "chat_template.json")
 
 
-def copy_descriptions(base, out):
-    """Copies what else describes the base: no reader starts a copied vision tower without the sizes of its
-    pictures, in preprocessor_config.json. base: a folder, or None."""
+def begin_result(out, tokenizer, base=None):
+    """Makes a result's folder, with the files of the tokenizer and with those that describe a whole model
+    from the folder `base`: nobody starts a vision tower without preprocessor_config.json."""
+    remove(out)  # what a try before has left
+    out.mkdir()
+    tokenizer.save(out)
     with writing(out, "description"):
         for path in sorted(base.glob("*.json")) if base else ():
             # what describes tokens or adapters is another's, and an index is about files with other weights
@@ -3302,8 +3270,7 @@ def copy_descriptions(base, out):
 
 
 def layout_of_result(reader, config):
-    """{name: Stored} of a result: that of the files, with embedding and head as large as the model's, which
-    --add_tokens may have made larger."""
+    """{name: Stored} of a result: that of the files, with the model's vocabulary, which may have grown."""
     layout = {}
     for name, stored in reader.tensors.items():
         if name in (embedding_in_files(config), HEAD):
@@ -3376,11 +3343,7 @@ def export(args, model, reader, files, tokenizer, out, ranks):
     is_first = ranks.rank == 0
     with ranks.agree(end_run=False):  # before the first collective
         if is_first:
-            remove(unfinished)  # what a try before has left
-            unfinished.mkdir()
-            tokenizer.save(unfinished)
-            if not args.lora:
-                copy_descriptions(files.weights, unfinished)
+            begin_result(unfinished, tokenizer, None if args.lora else files.weights)
     tensors = full_tensors(model, args.lora)
     if args.lora:  # every rank goes through the tensors, which are gathered
         # embedding and head in the dtype of the base, as in a whole model
@@ -3411,10 +3374,7 @@ def merge(args, reader, adapter_reader, files, tokenizer, out):
     layout = layout_of_result(reader, lm.parse_config(files.config))
     where = f"--merge, {out}/final is complete" if (out / "final").exists() else f"--merge, {out}"
     with writing(where, "merged/"):
-        remove(unfinished)  # a merge that was killed has left it
-        unfinished.mkdir()
-        tokenizer.save(unfinished)
-        copy_descriptions(files.weights, unfinished)
+        begin_result(unfinished, tokenizer, files.weights)
         tensors = ((name, merged_weight(reader, name, adapter_reader, scale)) for name in layout)
         save_model(tensors, layout, unfinished, files.config, write=True)
         put_in_place(unfinished, out / "merged")

@@ -3251,9 +3251,9 @@ def read_state(folder, settings, ranks):
         # each version has the same flags and fields of a config in all its runs, and one format of NF4
         formats = [name for name in settings if name.startswith("the format of ") and name in saved]
         other_format = any(saved[name] != settings[name] for name in formats)
-        always = "--", "config.json's ", "the checksum of all "  # how the names begin that all runs have
-        names = [{name for name in one if name.startswith(always)} for one in (state["settings"], settings)]
-        if other_format or names[0] != names[1]:
+        in_all_runs = "--", "config.json's ", "the checksum of all "  # how their names begin
+        differ = settings.keys() ^ state["settings"].keys()
+        if other_format or any(name.startswith(in_all_runs) for name in differ):
             hint = f" ({OTHER_VERSION})"
         raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, "
                          f"or start a new run with another --out{hint}")

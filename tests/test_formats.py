@@ -1029,15 +1029,13 @@ def test_what_the_built_in_template_leaves_out_is_said_of_it():
 def test_a_result_has_one_template_for_every_reader(tmp_path):
     base = tmp_path / "base"
     out = tmp_path / "out"
-    for folder in (base, out):
-        folder.mkdir()
+    base.mkdir()
     model_folder(base)
     edit_json(base / "tokenizer_config.json", {"chat_template": CHATML, "model_max_length": 10**30})
     (base / "chat_template.json").write_text(WRITTEN["chat_template.json"](CHATML))
     own = tmp_path / "own.jinja"
     own.write_text(AGENT)
-    data.Tokenizer(base, own).save(out)
-    data.copy_descriptions(base, out)
+    data.begin_result(out, data.Tokenizer(base, own), base)
     # gguf-py and Ollama read the one in tokenizer_config.json, transformers the file
     assert (out / "chat_template.jinja").read_text() == AGENT
     assert not (out / "chat_template.json").exists()
