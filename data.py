@@ -22,9 +22,8 @@ per token on disk (torchtune #1097: 900 GB of RAM for a 3 GB file). The order of
 and the epoch alone, so the loader's whole state is the number of steps taken.
 
 The second half finds a model (a preset, a folder, a Hub id, the result of a run) and writes models and
-adapters as transformers and PEFT read them. There, rows are those of a matrix. A reader (WeightFiles or
-RandomWeights) has all weights of a model or an adapter and gives any rows of them, so that each rank reads
-only what it keeps.
+adapters as transformers and PEFT read them. There, rows are those of a matrix: a reader (WeightFiles or
+RandomWeights) gives any rows of a model's or an adapter's weights, so that a rank reads only what it keeps.
 """
 
 import ast
@@ -437,15 +436,15 @@ class Text(NamedTuple):
 
 def is_in(part, text):
     """Whether a text contains a part: as it is, or at least its words, because templates trim, quote and
-    escape. A part that is left out goes unnoticed if the rest of the text happens to have all of its words."""
+    escape. A part that is left out goes unnoticed if the rest of the text has all of its words."""
     words = re.findall(r"\w+", part)
     return part.strip() in text or all(word in text for word in words)
 
 
 def with_marks(messages, tools):
-    """-> (messages, tools, [(what, answer)]): the same with a number between two MARKs behind the name of
-    each tool and each call, and in its arguments. Their words prove nothing: prose may have them, too.
-    answer is the number of a message with arguments, and None of names, which no template may leave out."""
+    """-> (messages, tools, items): the same with a number between two MARKs behind the name of each tool and
+    each call, and in arguments: their words prove nothing, as prose may have them. items: for each number
+    (what it marks, the number of the message if that is arguments; None: a name, which has to be there)."""
     items = []
 
     def mark(what, answer=None):
@@ -625,7 +624,7 @@ class Tokenizer:
     bos_ids, eos_ids   the ids around a plain text
     stop_ids           the ids that end an answer; default_end: the text that does if no template tells it
     new_ids            a range: those of new_tokens, which are appended to those of the folder
-    markers            texts of the tokens that templates write around turns; is_marker [V]: whether an id is one
+    markers            texts of the tokens that templates write around turns; is_marker [V]: which ids are
     reserved           a pattern of what no conversation may spell: the markers, but not other special tokens
     templates          compiled: {"default": ..., and maybe "tool_use": the one for examples with tools}
     template_texts     {name of a file: a template that begins with the values of template_args}
@@ -681,7 +680,7 @@ class Tokenizer:
                         self.template_texts, train_on)
 
     def load_core(self, core, config, named):
-        """Completes the library's tokenizer -> {id: text} of the tokens that a file flags or names as special."""
+        """Completes the library's tokenizer -> {id: text} of tokens that a file flags or names as special."""
         # the file also has the truncation and padding that its author used last
         core.no_truncation()
         core.no_padding()
@@ -724,14 +723,16 @@ class Tokenizer:
         config = read_json(self.folder / "config.json", optional=True)
         config = (config.get("text_config") or {}) | config
         ids = generation.get("eos_token_id", config.get("eos_token_id"))
-        ids = {one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
+        if not isinstance(ids, list):
+            ids = [ids]
+        ids = {one for one in ids if isinstance(one, int)}
         # Also where the base has no such file: a later merge reads final/, and no config.json
         if turn_ends - ids or (ids and not path.exists()):
             self.changed["generation_config.json"] = generation | {"eos_token_id": sorted(turn_ends | ids)}
         return turn_ends | ids
 
     def load_templates(self, template_file, adapter_folder, template_args):
-        """Compiles --chat_template, or else those of the adapter's folder, or of the model's, or else ChatML."""
+        """Compiles --chat_template, or else the adapter's templates, or else the model's, or else ChatML."""
         found = {}
         if template_file:
             where = template_file
@@ -786,8 +787,8 @@ class Tokenizer:
             self.template_texts["chat_template.jinja" if name == "default" else TOOL_TEMPLATE] = text
 
     def try_template(self):
-        """-> (the token that the template writes behind an answer, as text; its source and what it writes in
-        trials: all tokens that it writes stand in one of these)."""
+        """-> (the token that the template writes behind an answer, as text; a text that contains all tokens
+        that the template can write: its source, and what it writes in trials)."""
         end = self.default_end
         written = "".join(self.template_texts.values())
         conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
@@ -880,8 +881,8 @@ class Tokenizer:
             # If all turns are trained on, a template may as well have two blocks in one, or none.
             if trained != turns:
                 if len(spans) != len(turns):
-                    raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, some of "
-                                     "weight 0")
+                    raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, some "
+                                     "of weight 0")
                 spans = [span for turn, span in zip(turns, spans) if turn in trained]
             documents = [Text(text, spans, turns=trained)]
         else:  # a template without generation blocks, as most models have
@@ -908,7 +909,7 @@ class Tokenizer:
 
     def check_complete(self, messages, tools, documents):
         """-> the documents with the names of what the template leaves out of the answers that they train.
-        Raises a ValueError if that is a tool, a call, a message of somebody else, or all that an answer says."""
+        Raises a ValueError if it is a tool, a call, another's message, or all that an answer says."""
         lost = self.lost_calls(messages, tools)
         for what, answer in lost:
             if answer is None:  # a name
@@ -976,8 +977,8 @@ class Tokenizer:
         return documents
 
     def render_turn(self, messages, tools, i):
-        """The conversation up to and with turn i, whose span is what the turn adds to the text that asks for
-        it. None if the template changes that text once it is answered."""
+        """Renders the conversation up to and with turn i -> Text. Its span is what the turn adds to its
+        prompt. None if the template changes the prompt once it is answered."""
         prompt, _ = self.render(messages[:i], tools, generation_prompt=True)
         text, _ = self.render(messages[: i + 1], tools)
         prompts = [prompt]
@@ -995,7 +996,7 @@ class Tokenizer:
         return None
 
     def encode(self, texts):
-        """[Text] -> yields (ids [n] int32, supervised [n] bool). Plain texts get BOS and EOS if they lack them."""
+        """[Text] -> yields (ids [n] int32, supervised [n] bool). Adds BOS and EOS to plain texts without."""
         with errors_of(self.path):
             encodings = self.core.encode_batch([one.text for one in texts], add_special_tokens=False)
         for one, encoding in zip(texts, encodings):
@@ -1103,7 +1104,7 @@ def parse_example(given, tokenizer, columns=()):
         form = "example"
         if not isinstance(example, dict):
             raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {lm.quoted(example)}")
-        # a table has a cell for each column in every row: null stands for a key that the example does not have
+        # a table has a cell for each column in every row: null stands for a key that is not there
         example = {key: value for key, value in example.items() if value is not None}
         example, renamed = with_columns(example, columns)
         example = from_openai(example)
@@ -1735,12 +1736,12 @@ class FileReport:
     unread: list = field(default_factory=list)  # keys that an example has and its format does not read
     new_ids: list = field(default_factory=list)  # tokens of --add_tokens that occur
     n_tokens: int = 0
-    largest_id: int = 0  # that occurs
+    largest_id: int = 0  # the largest token id that occurs
     checksums: dict = field(default_factory=dict)  # see checksums_of()
     checksum: int = 0  # covers the fields above
 
     def note(self, text, n=1):
-        """Counts n more of what the start says something of."""
+        """Counts n more of something that the start prints."""
         if n:
             self.notes[text] += int(n)
 
@@ -1749,7 +1750,7 @@ class FileReport:
 
 
 def tokenize(examples, tokenizer, folder, columns):
-    """Writes what examples_in() yields as ARRAYS and report.json. A ValueError if nothing can be trained on."""
+    """Writes what examples_in() yields as ARRAYS and report.json. A ValueError if there are no tokens."""
     report = FileReport()  # all functions below add to it what they find
     examples = tqdm(examples, "tokenizing", leave=False, disable=None)
     examples = read_examples(examples, tokenizer, columns, report)
@@ -1782,7 +1783,8 @@ def read_examples(examples, tokenizer, columns, report):
             if report.errors.count("\n") < 5 and str(error) not in report.errors:
                 report.errors += f"\n  line {line}: {error}"
             if report.n_bad == report.n_examples == 20:
-                raise ValueError(f"none of the first 20 examples can be trained on:{report.errors}") from error
+                none = f"none of the first 20 examples can be trained on:{report.errors}"
+                raise ValueError(none) from error
             continue
         first = texts[0]
         report.formats[first.form] += 1
@@ -1818,7 +1820,7 @@ def take(examples, n_chars):
 
 
 def documents_of(line, encoded, tokenizer, report):
-    """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], without empty and equal answers."""
+    """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], but not empty or equal answers."""
     is_empty = [mask.any() and not says_anything(tokenizer, ids[mask]) for _, ids, mask in encoded]
     if encoded[0][0].form == PAIR:
         _, (ids, other_ids), (mask, other_mask) = zip(*encoded)
@@ -1882,11 +1884,11 @@ def says_anything(tokenizer, ids):
 
 
 def hash_of_text(text):
-    """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It depends on
-    nothing but the text that the model sees. Raises a ValueError if the text cannot be tokenized."""
+    """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It depends
+    on nothing but the text that the model sees. Raises a ValueError if the text cannot be tokenized."""
     try:
         raw = text.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, as JSON may spell it, and see text_examples()
+    except UnicodeEncodeError as error:  # half a surrogate pair, from JSON or from text_examples()
         raise ValueError(f"not valid UTF-8: {error}: save it as UTF-8") from error
     if len(raw) > MAX_TEXT_BYTES:
         raise ValueError(f"larger than {MAX_TEXT_BYTES >> 20} MiB: split it")
@@ -1905,8 +1907,8 @@ class Refused(ValueError):
 
 def arrow_files(name, revision):
     """A value of --data like HUB_NAME, or of a folder that is_saved_set() -> (the paths of its Arrow files,
-    its commit or None). Splits, subsets, gated sets, layouts and starts without the Hub are the library's.
-    revision: the commit to use, or None for the newest one."""
+    its commit or None). The library knows splits, subsets, gated sets, layouts and its cache. revision: the
+    commit to use, or None for the newest one."""
     try:
         import datasets
     except ImportError as error:
@@ -1950,14 +1952,14 @@ def is_saved_set(name):
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def from_hub(function, *args, **options):
-    """in_thread() for what asks the Hub, up to three times: a cut connection or an error of a server is often
-    gone a moment later. That there is no such thing, or that it is not for this user, is an answer."""
+def from_hub(function):
+    """in_thread() for a function that asks the Hub, up to three times: a cut connection or an error of a
+    server is often gone a moment later. No such thing, or not for this user, is an answer."""
     from huggingface_hub import constants
 
     for pause_s in () if constants.HF_HUB_OFFLINE else HUB_PAUSES_S:
         try:
-            return in_thread(function, *args, **options)
+            return in_thread(function)
         except Refused:
             raise
         except Exception as error:  # its HTTP library has others, which another version does not have
@@ -1965,13 +1967,13 @@ def from_hub(function, *args, **options):
             if response is not None and response.status_code < 500:
                 raise
             time.sleep(pause_s)
-    return in_thread(function, *args, **options)
+    return in_thread(function)
 
 
-def in_thread(function, *args, limit_s=math.inf, **options):
+def in_thread(function, *args, limit_s=math.inf):
     """Calls a function of a library that waits for a network, for at most limit_s seconds. In a thread, or a
     signal would wait as well, until the last file is there: the Hub's library waits for its threads."""
-    result = ThreadPoolExecutor(1).submit(function, *args, **options)
+    result = ThreadPoolExecutor(1).submit(function, *args)
     end = time.monotonic() + limit_s
     try:
         while not result.done():
@@ -2013,7 +2015,7 @@ class DataFile(NamedTuple):
 
 
 class Documents:
-    """Parts of documents, each of which fits into a row: a table [n] PART, out of files [DataFile]."""
+    """The parts of all documents, a table [n] PART, and the files [DataFile] with their tokens."""
 
     def __init__(self, files, parts):
         self.files = files
@@ -2047,8 +2049,8 @@ def n_positions_of(parts):
 
 
 def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, hashes=range(HASHES)):
-    """Folders of the cache -> Documents of the examples with these hashes. overflow: what becomes of documents
-    of more than seq_len positions; None splits texts and drops the others. See check_file() for errors."""
+    """Folders of the cache -> Documents of the examples with these hashes. overflow: what becomes of
+    documents of more than seq_len positions; None splits texts and drops the others."""
     files = []
     tables = []
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
@@ -2092,7 +2094,7 @@ def open_file(folder, name, seq_len, overflow):
 
 
 def parts_of(documents, n_positions, seq_len, overflow):
-    """[n] DOCUMENT -> (the number of the document of each part, the parts without their targets). A part
+    """[n] DOCUMENT -> (the number of each part's document, the parts, whose n_targets are still 0). A part
     begins with the last token of the part before it, which is a target there and an input here. n_positions:
     what a document needs in a row, for a pair what both need."""
     length = documents["length"]
@@ -2157,7 +2159,7 @@ def pack_rows(lengths, seq_len):
 
 
 def pack_spans(pairs, n_tokens):
-    """[(start, stop)] -> Spans on the CPU. A plain batch, of documents as long as its rows, needs no bounds."""
+    """[(start, stop)] -> Spans on the CPU. A plain batch, whose rows are a document each, needs no bounds."""
     # documents, and the padding between and behind them, each up to the next bound
     bounds = torch.tensor(sorted({0, n_tokens, *itertools.chain(*pairs)}), dtype=torch.int32)
     longest = int(bounds.diff().max())
@@ -2175,7 +2177,7 @@ class Batch(NamedTuple):
     positions: torch.Tensor  # [B, T] int64
     supervised_S: torch.Tensor  # indices of the other targets in the flattened batch
     spans: Spans
-    n_targets: list  # for each document; of a row that ranks share its first one has them
+    n_targets: list  # of each document; if ranks share a row, only the first of them has these numbers
 
     def to(self, device):
         """Copies to a GPU asynchronously, out of pinned memory."""
@@ -2192,7 +2194,7 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """Deals out rows of documents, in an order of their own for each epoch. A micro-batch has B = batch_size
+    """Deals out rows of documents, in another random order in each epoch. A micro-batch has B = batch_size
     rows of a rank: row g of a step is in micro-batch g // (B * world) of rank g // B % world. Under
     sequence_parallel a "rank" is a group of so many ranks, and each of them gets a shard of the group's
     tokens.
@@ -2335,11 +2337,10 @@ def share_of(eval_data):
             numbers.append(float(word))
     if not numbers:
         return None
-    share = numbers[0]
-    if len(eval_data) == 1 and 0 < share < 1:
+    share = numbers[0] if len(eval_data) == 1 else 0.0
+    if 0 < share < 1:
         return share
-    # 1 may mean all, one example or one percent
-    if len(eval_data) == 1 and share >= 2 and share.is_integer():
+    if share >= 2 and share.is_integer():  # 1 may mean all, one example or one percent
         return int(share)
     raise ValueError(f"--eval_data {' '.join(eval_data)}: expected files, or one number alone: a share of "
                      "--data above 0 and below 1, such as 0.02, or a number of its examples, 2 or more")
@@ -2670,7 +2671,7 @@ QUANT_METHODS = "bitsandbytes", "fp8", "compressed-tensors"
 
 @contextlib.contextmanager
 def errors_of_base(model, adapter_folder):
-    """Says in errors about a base that the folder of an adapter, or None, names it, and the way out."""
+    """Adds to an error about a base model which adapter names it, if one does, and how to give another."""
     try:
         yield
     except ValueError as error:
@@ -2722,9 +2723,10 @@ def folder_of(flag, name, revisions=None, with_weights=True):
         if with_weights:
             wanted.append(weight_files)
         revisions = {} if revisions is None else revisions
+        fetch = functools.partial(snapshot_download, name, revision=revisions.get(name),
+                                  allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"])
         try:
-            folder = Path(from_hub(snapshot_download, name, revision=revisions.get(name),
-                                   allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"]))
+            folder = Path(from_hub(fetch))
         except Exception as error:  # its HTTP library has others, which another version does not have
             line = " ".join(str(error).split())
             raise ValueError(f"--{flag} {name}: no such folder, and not fetched from the Hub; the next start "
@@ -2751,7 +2753,10 @@ OTHER_FORMATS = {
 
 def format_of_files(names):
     """What files of another format are, or None."""
-    return next((what for ends, what in OTHER_FORMATS.items() if any(n.endswith(ends) for n in names)), None)
+    for ends, what in OTHER_FORMATS.items():
+        if any(name.endswith(ends) for name in names):
+            return what
+    return None
 
 
 # The types of weights that somebody has quantized, and the ends of the names of the tensors that stand for
@@ -2762,14 +2767,14 @@ PARTS = "", "_scale", "_scale_inv", NF4_STATE, ".absmax", ".quant_map", ".nested
 FP8_BLOCK = 128  # rows and columns that share a scale, if it is not that of a row or of the tensor
 
 
-# Files of Qwen3.5 on the Hub have a tensor for the matrices of all experts, here in the order of its rows: of
-# each expert those of gate_proj come before those of up_proj. Only WeightFiles and write_safetensors() know
-# this: all else sees a matrix per expert, as other files have.
+# Files of Qwen3.5 on the Hub have one tensor for the matrices of all experts. {its name: the matrices of each
+# expert, in the order of their rows}. Only WeightFiles and write_safetensors() know this: all else sees a
+# matrix per expert, as other files have.
 STACKS = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def matrices_in(name, stored):
-    """Yields (name, Stored) of the matrices that a tensor of a file has."""
+    """Yields (name, Stored) for each matrix that a tensor of a file has."""
     before, _, stack = name.partition(".experts.")
     # others are left as they are, so that check_weights() names them
     if stack not in STACKS or len(stored.shape) != 3 or 0 in stored.shape:
@@ -2901,7 +2906,7 @@ class WeightFiles:
         return scales.repeat_interleave(FP8_BLOCK, 0)[:N]
 
     def rows(self, name, start, stop):
-        """Rows [start, stop) of a tensor, on the CPU; of a quantized one dequantized, in float32."""
+        """Rows [start, stop) of a matrix or vector on the CPU, dequantized if they are quantized."""
         if name not in self.quantized:
             return self.read(self.tensors[name], start, stop)
         N, D = self.tensors[name].shape
@@ -2919,7 +2924,7 @@ class WeightFiles:
         return w_ND
 
     def read(self, stored, start, stop):
-        """Rows [start, stop) of what is stored, as it is."""
+        """Rows [start, stop) of what is stored, as they are."""
         shape = stored.stack or stored.shape
         if start == stop:  # the library refuses an empty range at the end of a tensor
             return torch.empty(0, *stored.row_shape, dtype=stored.dtype)
@@ -2977,7 +2982,7 @@ class RandomWeights:
 
 
 def with_value(raw, key, value):
-    """The dict of a config.json with another value. Vision models have keys in text_config, or in both places."""
+    """The dict of a config.json with another value, which vision models have in text_config or in both."""
     if "text_config" in raw:
         raw = raw | {"text_config": raw["text_config"] | {key: value}}
     # transformers reads this one at the top, where it is true if it is not there
@@ -2987,7 +2992,7 @@ def with_value(raw, key, value):
 
 
 def has_two_matrices(adapter_reader, config):
-    """Whether an adapter's embedding and head differ though its base ties them: PEFT trains each by itself."""
+    """Whether an adapter's embedding and head differ though its base ties them: PEFT trains them apart."""
     names = [PEFT_PREFIX + name for name in (embedding_in_files(config), HEAD)]
     if not config.tie_word_embeddings or not adapter_reader.tensors.keys() >= {*names}:
         return False
@@ -3019,8 +3024,7 @@ def random_rows(name, width, start, stop, seed, device, uniform=False):
 
 
 def names_in_files(name, config):
-    """The names in files of a parameter, or of its NF4 codes: one, or one for each expert, whose matrices it
-    has one below another."""
+    """The names that a parameter, or its NF4 codes, has in files: one, or one for each of stacked experts."""
     # names that are the model's own: NF4's, and the module that computes Gated DeltaNet's decay
     name = name.removesuffix("_codes").replace(".decay.", ".")
     # a model with a vision tower has "model.language_model." in its place
@@ -3042,8 +3046,8 @@ def shapes_in_files(model):
 
 
 def stacked_rows(reader, names, n_rows, start, stop):
-    """Rows [start, stop) of a parameter of n_rows, the matrices of these names one below another. Yields the
-    rows that are in one of them at a time, and their slice of [start, stop)."""
+    """Reads rows [start, stop) of a parameter of n_rows, which stacks the matrices of these names. Yields
+    (rows of one of these, the slice of [start, stop) that they fill)."""
     n = n_rows // len(names)  # all experts are of one size
     for i in range(start // n, nf4.ceil_div(stop, n)):
         first = max(start, i * n)
@@ -3058,7 +3062,7 @@ def whole(reader, name):
 
 
 def check_weights(model, reader, folder):
-    """Raises a ValueError if names or shapes in files are not those of the model, or of its LoRA if it has any."""
+    """Raises a ValueError if names or shapes in files are not those of the model, or of the LoRA it has."""
     expected = shapes_in_files(model)
     advice = ""
     vocabulary = model.config.vocab_size, model.config.hidden_size
@@ -3121,7 +3125,7 @@ def open_adapter(folder):
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {lm.quoted(value)} is not implemented: {MERGE}")
     reader = WeightFiles(folder, ADAPTER_WEIGHTS)
-    # if the vocabulary was resized, PEFT writes trained modules three times: the plain name has what it trained
+    # PEFT writes the modules of a resized vocabulary three times: the plain name has the trained one
     for name in list(reader.tensors):
         plain = re.sub("[.](modules_to_save|original_module)[.]weight$", ".weight", name)
         if plain != name and plain in reader.tensors:
@@ -3152,8 +3156,8 @@ def open_adapter(folder):
 
 @torch.no_grad()
 def load_weights_(model, reader, adapter_reader, seed, device, progress=False, frozen_only=False):
-    """Fills a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time. progress:
-    show a bar on a terminal; frozen_only: leave out what trains. A fresh adapter has no adapter_reader."""
+    """Fills a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time.
+    adapter_reader: None for a fresh adapter; progress: show a bar; frozen_only: leave out what trains."""
     params = dict(model.named_parameters())
     disable = None if progress else True  # None: no bar where stderr is no terminal
     for name in tqdm(params, "loading weights", unit="tensor", disable=disable, leave=False):
@@ -3325,14 +3329,14 @@ def save_adapter(adapter_tensors, out, base, rank, alpha, dropout, targets, rslo
 
 
 def modules_in(adapter_tensors, config, targets):
-    """Ends of the names of all layers with an adapter, as PEFT looks for them. They are longer beside a
-    vision tower, because those of Muse Glimmer and Mistral 3 have a q_proj, too, and where attention has a
-    gate_proj as the MLP does. Experts have no longer ones: a number stands before the name."""
+    """PEFT's target_modules: the ends of the names of all layers with an adapter. They have two parts
+    (self_attn.q_proj) beside a vision tower, because those of Muse Glimmer and Mistral 3 have a q_proj, too,
+    and where attention has a gate_proj as the MLP does; but not for experts, where a number is in between."""
     has_tower = config.prefix != "model."
     has_gate = lm.GATE_TARGET in lm.targets_in(config)
     if config.num_experts or not (has_tower or has_gate):
         return targets
-    # with --train_embeddings there are two more tensors, which are no adapters
+    # embedding and head, which --train_embeddings adds, are no adapters
     return sorted({".".join(name.split(".")[-4:-2]) for name in adapter_tensors if ".lora_" in name})
 
 

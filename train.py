@@ -2723,7 +2723,8 @@ def chat(args):
     # tie_() again: to_empty() makes two parameters of one that embedding and head share
     model.to_empty(device=ranks.device).tie_()
     with ranks.agree():
-        data.load_weights_(model, opened.reader, opened.adapter_reader, args.seed, ranks.device, progress=True)
+        data.load_weights_(model, opened.reader, opened.adapter_reader, args.seed, ranks.device,
+                           progress=True)
     model.eval()
     sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 becomes a mark
     messages = []
