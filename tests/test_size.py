@@ -99,7 +99,7 @@ def test_the_readme_is_short_and_its_text_is_narrow():
 
 # {flag: the names in code that go with it, behind that of their file where others have another meaning}
 FEATURES = {
-    "dpo": "dpo|train.py beta|preferences|log_probabilities|has_reference|PAIR|has_pairs|answers_of",
+    "dpo": "dpo|train.py beta|preferences|log_probabilities|has_reference|PAIR|has_pairs",
     "resident_blocks": "resident_blocks|n_resident|resident",
     "tiled_mlp": "tiled_mlp|tile_mlp_|run_in_tiles|Tiles|tiles?",
     "wandb": "wandb|WandB",
