@@ -707,7 +707,8 @@ class Tokenizer:
         self.eos = core.token_to_id(self.variables.get("eos_token", ""))
         if self.eos is not None and self.eos_ids[-1:] != [self.eos]:
             self.eos_ids.append(self.eos)
-        # Qwen's base models have ChatML's end of a turn, and an EOS that ends texts: <|endoftext|>.
+        # The end of a turn if no template tells it: ChatML's if there is one, or else EOS. Qwen's base models
+        # have both: there EOS, <|endoftext|>, ends a text.
         self.default_end = self.variables.get("eos_token", "")
         if "<|im_end|>" in self.added:
             self.default_end = "<|im_end|>"
@@ -878,8 +879,7 @@ class Tokenizer:
             documents = [Text(text, None, turns=turns)]
         elif spans:
             spans = self.without_prompted_thoughts(messages, tools, turns, text, spans)
-            # If all turns are trained on, a template may as well have two blocks in one, or none.
-            if trained != turns:
+            if trained != turns:  # else a template may also have two blocks in a turn, or none in some
                 if len(spans) != len(turns):
                     raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, some "
                                      "of weight 0")
@@ -1783,8 +1783,7 @@ def read_examples(examples, tokenizer, columns, report):
             if report.errors.count("\n") < 5 and str(error) not in report.errors:
                 report.errors += f"\n  line {line}: {error}"
             if report.n_bad == report.n_examples == 20:
-                none = f"none of the first 20 examples can be trained on:{report.errors}"
-                raise ValueError(none) from error
+                raise ValueError(f"none of the first 20 examples can be trained on:{report.errors}") from None
             continue
         first = texts[0]
         report.formats[first.form] += 1
@@ -2600,12 +2599,12 @@ TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 # What --model and --adapter may name, in the order in which it is looked for:
 #
 #                                         --model                               --adapter
-#   the name of a preset                  its shape, with random weights
 #   tiny                                  the built-in model
-#   a folder with config.json             that model
-#   a folder with adapter_config.json     that adapter, on the base it names    that adapter
+#   a folder with config.json             this model
+#   a folder with adapter_config.json     this adapter, on the base it names    this adapter
 #   the folder of a run                   its merged/, or else its final/       its final/
-#   an id on the Hub                      what is downloaded                    what is downloaded
+#   the name of a preset                  random weights of its shape
+#   an id on the Hub                      this model, downloaded                this adapter, downloaded
 #
 # find_result() finds folders before anything is downloaded: an adapter decides which other flags make sense.
 # find_model() and folder_of() open what it returns.
@@ -2630,8 +2629,8 @@ def result_in(name, files=(CONFIG, ADAPTER_CONFIG)):
 
 
 def find_result(model, adapter=None):
-    """--model and --adapter -> the same two with the folders that they stand for, where these are on this
-    machine; adapter is None if there is none. Raises a ValueError if they do not fit together."""
+    """--model and --adapter, or None -> (model, adapter or None): a folder of a result stands for what it
+    contains, see the table above. Raises a ValueError if the two do not fit together."""
     if model is None and adapter:
         if not os.path.exists(adapter):
             raise ValueError(f"--adapter {adapter}: no such folder; if it is on the Hub, give its base, too, "
