@@ -3795,9 +3795,9 @@ def from_short_rows(run, policy):
 
 
 def short_rows(run, policy):
-    """-> [RunSpec] with rows of three and of four pieces: from three on, every number of a trace is linear in the
-    tokens, as then a segment of Gated DeltaNet is between two others. Or the run itself, if its rows have few
-    pieces. A layer that loops over tokens in pieces of its own adds their size here."""
+    """-> [RunSpec] with rows of three and of four pieces: from three on, every number of a trace is linear in
+    the tokens, as then a segment of Gated DeltaNet is between two others. Or the run itself, if its rows have
+    few pieces. A layer that loops over tokens in pieces of its own adds their size here."""
     args = run.args
     rows = args.batch_size / args.sequence_parallel  # rows on a rank, or a part of one
     n_tokens = run.length * rows

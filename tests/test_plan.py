@@ -394,7 +394,7 @@ def count_with_flash(*args):
 @pytest.mark.unperturbed
 @pytest.mark.bf16  # oneDNN's kernels of some CPUs allocate copies
 def test_fp16_is_planned_with_flash_attention_on_cards_that_have_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "Run", functools.partial(train.Run, flash_in_fp16=True))
+    monkeypatch.setattr(train, "RunSpec", functools.partial(train.RunSpec, flash_in_fp16=True))
     flags = "--seq_len 1024 --precision fp16 --lora --no-activation_checkpointing --ce_chunk 64"
     plan, counted = planned_and_counted(folder_of("gqa", tmp_path / "model"), 1, flags, tmp_path, count_with_flash)
     assert plan == pytest.approx(counted, rel=0.02)
