@@ -811,8 +811,12 @@ def refuse_conflicts(args):
     # A preset has no weights. Without this error a user could take noise for a model.
     is_preset = args.model in data.PRESETS and not os.path.isdir(args.model)
     if is_preset and not (args.random_init or args.dry_run):
+        trained = f"--model {data.PRESETS[args.model]['_name_or_path']}"
+        if args.adapter:
+            refuse(f"{args.adapter}: its base {args.model} is a preset of shapes, without weights: "
+                   f"--adapter {args.adapter} {trained}")
         refuse(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
-               f"--model {data.PRESETS[args.model]['_name_or_path']}")
+               f"{trained}")
     sharding = args.replicas > 1 or not args.reshard_after_forward or not args.shard_embeddings
     if not args.fsdp2 and (sharding or "params" in args.offload):
         refuse("--replicas, --offload params, --no-reshard_after_forward and --no-shard_embeddings change "
@@ -4180,7 +4184,8 @@ def options_of(args, splits_rows=False, n_dear=0):
         for n in (1, 2, 4, 8):
             if n >= args.sequence_parallel:
                 accum = f"{min(n * rows, most_accum):g}"  # refused if it is not a whole number
-                options.append(f"--batch_size 1 --grad_accum {accum} --sequence_parallel {n}")
+                split = f" --sequence_parallel {n}" if n > args.sequence_parallel else ""
+                options.append(f"--batch_size 1 --grad_accum {accum}{split}")
     else:
         options.append("--optim_in_backward --clip 0")
     if args.precision != "fp16":  # fp16 is for cards that have no bf16
