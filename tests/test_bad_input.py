@@ -682,7 +682,7 @@ ADAPTERS = {
         says=["xxx"]),
     "a preset as the base of an adapter": Case(
         spoil=[write_adapter(base_model_name_or_path="llama-3.1-8b")],
-        flags="--adapter adapter",
+        flags="--model adapter",
         says=["adapter: its base llama-3.1-8b is a preset", "--adapter adapter --model meta-llama/Llama-3.1-8B"]),
     "long keys": Case(
         spoil=[write_adapter(**{"k" * LONG: "v" * LONG})],
