@@ -495,6 +495,14 @@ def write_adapter_of_one_tensor(name, rank):
     data.save_adapter(tensors, Path("adapter"), "base", rank, 4.0, 0.0, [name.split(".")[-1]])
 
 
+def test_a_preset_as_the_base_of_an_adapter_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_adapter(base_model_name_or_path="llama-3.1-8b")()
+    assert train.launch(["--model", "adapter"]) == 2
+    assert_says(capsys.readouterr().err, [
+        "adapter: its base llama-3.1-8b is a preset", "--adapter adapter --model meta-llama/Llama-3.1-8B"])
+
+
 # ---------------------------------------------------------------- folders and files
 
 
@@ -680,10 +688,6 @@ ADAPTERS = {
         spoil=[write_adapter(base_model_name_or_path="x" * LONG)],
         flags="--model adapter",
         says=["xxx"]),
-    "a preset as the base of an adapter": Case(
-        spoil=[write_adapter(base_model_name_or_path="llama-3.1-8b")],
-        flags="--model adapter",
-        says=["adapter: its base llama-3.1-8b is a preset", "--adapter adapter --model meta-llama/Llama-3.1-8B"]),
     "long keys": Case(
         spoil=[write_adapter(**{"k" * LONG: "v" * LONG})],
         flags=WITH_ADAPTER,
