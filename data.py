@@ -2218,7 +2218,7 @@ class Loader:
         parts = documents.parts
         # the answers of a pair follow each other, and the loss compares them: they share a row
         n_together = 2 if documents.has_pairs else 1
-        self.term = "pairs" if documents.has_pairs else "tokens"  # what the loss is a mean over
+        self.term = "pairs" if documents.has_pairs else "tokens"  # what the loss is divided by
         n_terms = np.arange(len(parts)) % 2 if documents.has_pairs else parts["n_targets"]
         units = np.arange(len(parts)).reshape(-1, n_together)
         n_positions = n_positions_of(parts)

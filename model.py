@@ -1728,9 +1728,9 @@ class RunOnce(torch.autograd.Function):
 
 
 def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
-    """Keeps the inputs of the first blocks, 2*D bytes a token and not about 34*D, and recomputes the rest in
-    the backward, at most a third more FLOP (arXiv:1604.06174). The last n_attention_kept of these blocks keep
-    attention's output as well."""
+    """Keeps the inputs of the first blocks, 2*D bytes a token and not about 34*D (43*D without --compile), and
+    recomputes the rest in the backward, at most a third more FLOP (arXiv:1604.06174). The last
+    n_attention_kept of these blocks keep attention's output as well."""
     # The first ones, because the backward gets to them last: what the others keep is free again by then.
     blocks = model.model.layers[:n_blocks]
     has_dropout = model.dropout > 0
@@ -1786,7 +1786,7 @@ class Counts(NamedTuple):
     targets: int  # supervised tokens
     tokens: int
     squares: int  # documents' squared lengths, summed: twice the pairs of tokens that attend to each other
-    terms: int = 0  # what the loss is a mean over: supervised tokens, or pairs of answers
+    terms: int = 0  # what the loss is divided by: supervised tokens, or pairs of answers
 
 
 def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):

@@ -1420,11 +1420,11 @@ def build(model, run, policy, ranks, load_weights):
     if args.fsdp2:
         shard_(model, args, device, policy.streamed(run.config.num_hidden_layers))
     # until here the model is on the meta device, so a rank allocates no more than its own shard
-    streamed = allocate_(model, run, policy, device)
+    on_host = allocate_(model, run, policy, device)
     load_weights(model)
     # these two live on in the hooks that they register on modules
-    if streamed:
-        StreamedWeights(streamed, device)
+    if on_host:
+        StreamedWeights(on_host, device)
     if run.streams and not run.trains_vocabulary:
         StreamedVocabulary(model, device)
     # on a CPU, activations are in host memory already
@@ -1444,7 +1444,7 @@ def build(model, run, policy, ranks, load_weights):
 
 def train_step(trainer, batches, n_terms, progress):
     """Forward and backward of each micro-batch, and one update of the weights -> ({name: sum of the loss or
-    of a metric}, norm of the gradients), on the device. n_terms: what the loss is a mean over, of all
+    of a metric}, norm of the gradients), on the device. n_terms: supervised tokens, or pairs, of all
     micro-batches and ranks. The memory plan runs it, too."""
     model, run, ranks, trained, optimizer, nonfinite, loss_scale, in_backward = trainer
     args = run.args
@@ -1784,8 +1784,8 @@ class StreamedWeights:
     they take in turns: block k is always in slot k % 2, so what autograd has saved of a weight in the forward
     is that weight again when its block is there for the backward.
 
-        forward:   block 0, block 1, block 2 ...   each leaves its slot to the next but one
-        backward:  ... block 2, block 1, block 0   the last two are still there, as the first two will be
+        forward:   block 0, block 1, block 2 ...   block k leaves its slot to block k + 2
+        backward:  ... block 2, block 1, block 0   begins with the last two there, and ends with the first two
 
     k counts streamed blocks. What blocks with resident weights compute between two of them is time for the
     copies as well. The host waits for nothing: a copy waits for all compute that was issued before it, and a
@@ -2133,7 +2133,7 @@ def seed_dropout(seed, step, rank):
 
 def loss_of(model, b, args):
     """-> (summed loss of a batch, {name: sum of a metric}). A sum is a tensor on the device; all batches have
-    the same names. The log has means, over what the loss is a mean over: supervised tokens, or pairs. Metrics
+    the same names. The log divides them by the supervised tokens, with --dpo by the pairs. Metrics
     of tokens come from lm_head.loss. With --sequence_parallel N a rank has a shard of the tokens, but
     b.n_targets of all documents of its group: a metric that sums these counts them N times."""
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
@@ -2623,7 +2623,7 @@ def describe_blocks(run, policy):
         text = (f"--activation_checkpointing {args.activation_checkpointing}: the backward recomputes "
                 f"{policy.n_recomputed} of {n_layers} blocks")
         if policy.n_attention_kept:
-            text += f", in {policy.n_attention_kept} of them all but attention"
+            text += f", {policy.n_attention_kept} of them without attention"
         if policy.n_weights_kept:
             text += f"; {policy.n_weights_kept} keep their NF4 weights in 16 bits"
         texts.append(text)
@@ -2795,8 +2795,8 @@ class NonFinite:
 
     found_inf is a flag on the device. It becomes 1 in the first step whose gradients have an inf or nan.
     Optimizers read it there and change no weight while it is 1 (the protocol of torch.amp.GradScaler).
-    Nothing resets it, so all weights stay as they were before that step, until main fetches the count of such
-    steps with the next row of the log, and ends the run.
+    Except in fp16 it stays 1, and all weights as they were before that step, until main fetches the count of
+    such steps with the next row of the log, and ends the run.
 
     fp16 is the exception: LossScale.update_() resets found_inf after each step. A step whose gradients
     overflow is skipped then, and the run goes on."""
@@ -3496,8 +3496,10 @@ def plan(run, policy):
     return table, dict(+step.on_host)
 
 
-def planned_bytes(run, policy, room=math.inf):
+def planned_bytes(run, policy, room=math.inf, extrapolates=True):
     """What a GPU needs for a step, CUDA's own memory included; less, if even that is more than `room`."""
+    if not extrapolates:
+        return max(peaks_of(trace(run, policy)).values()) + OVERHEAD
     # short rows take a third of the time, and may need too much already
     for rows in (short_rows(run, policy)[0], run):
         n_bytes = max(peaks_of(extrapolate(rows, policy, with_host=False)).values()) + OVERHEAD
@@ -3700,8 +3702,8 @@ def in_two_groups(first, last, share):
             continue
         # The first blocks run before the last ones have kept anything, or when all of that is free again.
         step.alive[in_front(phase), what] = n_bytes
-        # The last blocks run beside all that the first ones keep. The head shows how much more or less that
-        # is than what these would keep if they were like the last.
+        # The last blocks run beside what the first ones keep. How much that differs from what blocks like
+        # the last ones would keep shows at the head.
         if (phase, what) in last.alive:
             head = Phase(phase.n_forward, "forward", "head"), "start"
             more = share * (first.alive[head] - last.alive[head])
@@ -3746,8 +3748,8 @@ def numbers_of_few(run):
 
 
 def is_linear(run, policy):
-    """Whether two models of few blocks predict the peaks of a third one. They do not if a fork changes blocks
-    by their number, or shards some of them together."""
+    """Whether two models of few blocks predict the peaks of a third one. They do not if a fork shards some
+    blocks together, or changes every other one. What it does to late blocks alone, none of the three has."""
     few, more = numbers_of_few(run)
     third = 2 * more - few
     if third >= run.config.num_hidden_layers:
@@ -4074,7 +4076,7 @@ class BlockPolicy(NamedTuple):
     """How many blocks keep what from their forward to their backward. Losses do not depend on it."""
 
     n_recomputed: int  # the first ones, because what the last ones keep is free again soonest
-    n_weights_kept: int = 0  # the last ones: they keep NF4 weights in 16 bits
+    n_weights_kept: int = 0  # the last ones: they keep their dequantized NF4 weights, in 16 bits
     n_attention_kept: int = 0  # the last of the recomputed ones: they keep attention's output
     n_resident: int = 0  # their frozen weights stay on the GPU, where --offload params moves those of others
     segment: int = lm.SEGMENT  # tokens that Gated DeltaNet mixes at a time
@@ -4091,8 +4093,8 @@ class BlockPolicy(NamedTuple):
     def streamed(self, n_layers):
         """Numbers of the blocks whose frozen weights --offload params has in host memory: the last one, and
         others spread evenly. A copy then hides behind the blocks between two streamed ones as well, so that a
-        step takes the longer of all compute and all copies. In a row, each copy would have the time of its
-        own block alone, and the compute of all resident ones would hide two copies."""
+        step takes the longer of all compute and all copies. If they were the last blocks, each copy would
+        have the time of one block, and the compute of all resident ones would hide two copies."""
         n_streamed = n_layers - self.n_resident
         return [i for i in range(n_layers) if (i + 1) * n_streamed // n_layers > i * n_streamed // n_layers]
 
@@ -4143,8 +4145,10 @@ def choose_blocks(run, room):
         shorter = [n for n in (4096, 2048, lm.SEGMENT) if n < n_tokens]
         choices = at_once + [choices[-1]._replace(segment=n) for n in shorter]
 
+    extrapolates = is_linear(run, choices[-1])  # of a fork it may not be, as in plan()
+
     def fits(choice):
-        return planned_bytes(run, choice, 0.9 * room) <= 0.9 * room
+        return planned_bytes(run, choice, 0.9 * room, extrapolates) <= 0.9 * room
 
     # Each choice needs at most the memory of the one before it. Often not even the last one fits.
     if not fits(choices[-1]):
@@ -4261,7 +4265,7 @@ def print_plan(run, policy, room):
                  f"micro-batches of {run.args.batch_size} x {run.length} tokens")
         print_phases(phases, name)
         if run.args.compile:
-            data.say("  --compile: what torch's partitioner saves; an H100 took within 1 % of it")
+            data.say("  kept with --compile: what torch's partitioner saves, on an H100 within 1 %")
         data.say(f"  host memory: {host_text}")
         of, verdict = "", ""
         if room < math.inf:

@@ -528,6 +528,17 @@ def test_a_forks_sharding_is_planned_without_an_edit(tmp_path, monkeypatch, flag
     assert plan == pytest.approx(counted, rel=0.02)
 
 
+def test_auto_counts_all_blocks_of_a_fork_whose_few_blocks_do_not_tell(monkeypatch):
+    monkeypatch.setattr(train, "TRACES", {})
+    monkeypatch.setattr(train, "shard_", shard_in_pairs_)
+    config = lm.parse_config(data.PRESETS["qwen3-0.6b"] | {"num_hidden_layers": 8})
+    run = planned(["--model", "qwen3-0.6b", "--fsdp2", "--seq_len", 1024], config, 4).run
+    choices = train.block_choices(config.num_hidden_layers, False)
+    needs = [max(train.peaks_of(train.trace(run, choice)).values()) + train.OVERHEAD for choice in choices]
+    for i in (0, 6, len(choices) - 1):
+        assert train.choose_blocks(run, needs[i] / 0.9 + 1) == choices[needs.index(needs[i])]
+
+
 def test_a_run_on_a_cpu_plans_nothing(monkeypatch):
     monkeypatch.setattr(train, "TRACES", {})
     args = train.parse_args(["--model", "qwen3.5-9b", "--lora", "--fsdp2", "--dry_run"])
