@@ -1245,7 +1245,7 @@ class LMHead(nn.Module):
 
     def losses(self, logits_CV, targets_C):
         """A fork's loss -> losses [C], which are 0 where the target is IGNORE, and {name: sum of a metric}
-        over the other tokens."""
+        over the other tokens. Its slope has to be finite there, too: 0 times infinity is nan."""
         losses_C = self.loss(logits_CV, targets_C)
         metrics = {}
         if isinstance(losses_C, tuple):
@@ -1728,7 +1728,7 @@ class RunOnce(torch.autograd.Function):
 
 
 def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
-    """Keeps the inputs of the first blocks, 2*D bytes a token and not about 34*D (43*D without --compile), and
+    """Keeps the inputs of the first blocks, 2*D bytes a token for about 34*D (43*D without --compile), and
     recomputes the rest in the backward, at most a third more FLOP (arXiv:1604.06174). The last
     n_attention_kept of these blocks keep attention's output as well."""
     # The first ones, because the backward gets to them last: what the others keep is free again by then.
@@ -1743,7 +1743,8 @@ def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
 
 
 def call_recomputed(block, forward, keeps_attention, has_dropout, *args):
-    """A call of a block under torch's checkpoint."""
+    """A call of a block under torch's checkpoint, which saves those of args that are bare tensors: the input
+    of the block, under the hooks that are around this call."""
     record = AttentionRecord() if keeps_attention else None
 
     def run(*args):  # in the forward, and again in the backward

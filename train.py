@@ -1414,6 +1414,7 @@ def build(model, run, policy, ranks, load_weights):
     if args.compile:
         lm.compile_(model, args.packing)
     wrap_blocks_(model, args.tiled_mlp, policy)
+    # A fork's own feature of blocks goes here: it sees what a block recomputes, and FSDP2 sees what it made.
     # groups of consecutive ranks, as Loader deals out rows: rank // N is the group, rank % N the shard of it
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.step_limit)
@@ -1718,6 +1719,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     """Keeps what autograd saves inside the context in host memory: copied out behind the forward, brought
     back ahead of the backward, both on a side stream. With checkpointing these are the blocks' inputs, 2*D
     bytes per token and layer, which any PCIe 4 card moves while a block computes (ALST, arXiv:2506.13996).
+    One tensor a node of autograd; of nested hooks torch calls only the innermost.
 
         forward:   pack 1, pack 2, pack 3         each starts the copy out, and links to the tensor before it
         backward:  unpack 3, unpack 2, unpack 1   each starts the copy back of the tensor before it
@@ -4073,7 +4075,8 @@ def peak_of(phases):
 
 
 class BlockPolicy(NamedTuple):
-    """How many blocks keep what from their forward to their backward. Losses do not depend on it."""
+    """How many blocks keep what from their forward to their backward. Losses do not depend on it: a feature
+    that changes what a recomputed block computes has to set --activation_checkpointing in resolve_flags()."""
 
     n_recomputed: int  # the first ones, because what the last ones keep is free again soonest
     n_weights_kept: int = 0  # the last ones: they keep their dequantized NF4 weights, in 16 bits
