@@ -46,6 +46,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import zlib
 from collections import Counter, defaultdict
@@ -2452,10 +2453,8 @@ def print_data(args, loader, eval_loader, tokenizer):
             files = files + eval_loader.documents.files
         print_rows(eval_loader)
     if any(file.report.n_chats for file in files):
-        line = f"conversations are rendered by {tokenizer.source}"
-        if len(line) > 80:  # a long path: its end says more
-            line = f"{line[:46]}...{line[-31:]}"
-        say(line)
+        source = re.sub(r"\(.+(.{28}\))", r"(...\1", tokenizer.source)  # the end of a long path says more
+        say(textwrap.fill(f"conversations are rendered by {source}", 80, subsequent_indent="  "))
     if unused := unused_tokens(tokenizer, loader.documents.files):
         say(f"--add_tokens {listing(unused)}: in no row of the data, so that they are not learned")
     documents = loader.documents
