@@ -162,10 +162,12 @@ def test_a_dry_run_says_at_once_what_it_does(capsys, monkeypatch):
     ("--model qwen3-4b --qlora --fsdp2 --world 4 --replicas 4 --gpu_gib 24", False),  # nor is it here
     ("--model qwen3-4b --fsdp2 --world 2 --gpu_gib 400", False),  # gradients of all weights are no small thing
     ("--model qwen3-4b --lora --fsdp2 --world 2 --gpu_gib 16", False),  # weights: 7.5 GiB
-    ("--model qwen3-4b --qlora --fsdp2 --world 2 --gpu_gib 24 --seq_len 250000", False),  # activations
+    # activations: 22.1 GiB, and 0.6 more without shards
+    ("--model qwen3-4b --qlora --fsdp2 --world 2 --gpu_gib 24 --seq_len 60000 --activation_checkpointing all", False),
 ])
 def test_a_plan_says_where_weights_need_no_shards(capsys, line, fits):
     said = dry_run(capsys, f"{line} --seq_len 2048" if "--seq_len" not in line else line)
+    assert ": fits\n" in said
     assert ("fits without --fsdp2" in said) == fits
 
 

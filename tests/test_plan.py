@@ -706,7 +706,7 @@ def test_what_the_search_adds_fits_and_is_needed_and_turns_no_flag_the_wrong_way
     check_no_flag_is_turned_the_wrong_way(run, options)
 
 
-@pytest.mark.parametrize("job", named([JOBS[1], JOBS[2], JOBS[6]]))  # in full, --lora and --dpo
+@pytest.mark.parametrize("job", named([JOBS[1], JOBS[2]]))  # in full and --lora
 def test_all_that_helps_turns_no_flag_the_wrong_way(job):
     """Nothing fits into 1 GiB, and all that helps is added."""
     check_no_flag_is_turned_the_wrong_way(run_of(job), options_for(job, 1))
