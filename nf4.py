@@ -409,7 +409,8 @@ class NF4Linear(nn.Module):
         codes = self.weight_codes
         scales = self.weight_scales
         is_generating = row_stops is not None and not torch.is_grad_enabled()
-        if is_generating and 0 < len(x) < MANY_ROWS * len(row_stops):
+        # a plan (x is on the meta device) cannot know which have rows
+        if is_generating and 0 < len(x) < MANY_ROWS * len(row_stops) and not x.is_meta:
             codes, scales, row_stops = experts_with_rows(codes, scales, row_stops)
         if self.keeps_weight:
             # Autograd saves the weight. In a recomputed block it is the recomputation's: two dequantizations,
