@@ -628,12 +628,12 @@ def parse_args(argv, args=None):
     for word, following in zip(argv, [*argv[1:], ""]):
         if word.startswith("--") and f"--no-{word[2:]}" in argv:
             refuse(f"{word} and --no-{word[2:]}: leave one out")
-        if [word, following] == ["--train_on", "last"]:
-            refuse('--train_on last: expected targets or all; an answer with "weight": 0 is not trained on')
         # argparse drops such a value, and then raises a bare ValueError, or uses the default
         if re.fullmatch(r"--\w+=--", word):
             refuse(f"{word}: expected a value, got two dashes")
         flag, _, value = word.partition("=")
+        if flag == "--train_on" and (value or following) == "last":  # as others call it
+            refuse('--train_on last: expected targets or all; an answer with "weight": 0 is not trained on')
         if flag in switches and (value or following).lower() in ("true", "false", "yes", "no", "1", "0"):
             off = flag.replace("--", "--no-", 1)
             refuse(f"{flag} {value or following}: a switch has no value: {flag} is on, "

@@ -117,6 +117,7 @@ FLAGS = {  # flags: words of the message
     "--template_args a=1 a=2": ['"a=2"', "a is given twice"],
     "--chat_template_kwargs x": ["mean --template_args?"],
     "--train_on last": ["expected targets or all", '"weight": 0'],
+    "--train_on=last": ["expected targets or all", '"weight": 0'],
     "--packing --no-packing": ["--packing and --no-packing: leave one out"],
     "--val_set_size 0.1": ["mean --eval_data?"],
 
