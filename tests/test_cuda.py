@@ -381,7 +381,8 @@ def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, 
     rounding_gib = 0
     if not LOADED and torch.cuda.get_device_capability() >= (9, 0):
         measured_gib -= 2**-4  # cuBLAS's workspaces of 2 x 32 MiB on Hopper, which the plan counts apart
-        rounding_gib = 0.02  # an H200 had 16 MiB more than planned where the head comes from the host
+        if "--resident_blocks 0 --ce_chunk" in flags:
+            rounding_gib = 0.02  # an H200 had 16 MiB more than planned, which nobody has explained
 
     # in a process of its own: a process that has run a backward has threads, and ranks are forks of this one
     result = tmp_path / "planned"
