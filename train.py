@@ -93,7 +93,7 @@ NOT_FINITE = 3
 OUT_OF_MEMORY = 4
 # what to do where a number of --precision fp16 is inf or nan
 FP16_ENDS = "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU with bf16"
-UNTESTED_TORCH = 2, 15  # and what is newer
+UNTESTED_TORCH = 2, 16  # and what is newer
 
 # ---------------- main
 
@@ -3969,6 +3969,8 @@ def on_paper(run):
 
 class StreamOnPaper:
     """A stream or an event of the meta device: nothing runs there, so nothing waits."""
+
+    stream_id = device_index = device_type = 0  # by which FSDP2 of torch 2.15 tells streams apart
 
     def __init__(self, **_):
         pass
