@@ -47,7 +47,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nf4
@@ -1828,11 +1827,10 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
 # gradient of a norm's weight. A layer that brings a kernel of its own needs a stand-in in ON_PAPER.
 
 ATEN = torch.ops.aten
-PRODUCTS = (ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.baddbmm.default,
-            ATEN._grouped_mm.default)
+PRODUCTS = "mm", "bmm", "addmm", "baddbmm", "_grouped_mm"  # names of operators
 CPU = torch.device("cpu")
 META = torch.device("meta")
-MOVES = ATEN._to_copy.default, ATEN._pin_memory.default  # operators that may move a tensor to host memory
+MOVES = "_to_copy", "_pin_memory"  # operators that may move a tensor to host memory
 # {operator and its arguments, tensors by their form: (shape, strides, dtype) of the new tensor, and its Work}
 FORMS = {}
 FREE = re.compile("empty|zeros|view|detach")  # here zeros are what a stand-in allocates
@@ -1840,9 +1838,9 @@ READ_AS_MUCH = "copy_", "embedding", "index_select", "index", "gather"  # as the
 COMPILED_CALL = 10  # launches that take the host as long as a call of compiled code, 70 to 120 us
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors on the meta device that are alive. As a mode it sees each operator that
-    makes one; Python tells when nothing refers to its memory any more.
+class LiveBytes:
+    """Counts the bytes of all tensors on the meta device that are alive. run() is called for each operator;
+    Python tells when nothing refers to a tensor's memory any more.
 
         live.begin("loss")      the phase "loss" of the step begins
         live.most["loss"]       {(operator, last dimension of its result): the most bytes alive after one of
@@ -1864,7 +1862,6 @@ class LiveBytes(TorchDispatchMode):
     flash_in_fp16 = False  # see has_flash_on_paper()
 
     def __init__(self):
-        super().__init__()
         self.work = {}
         self.has_compiled = False  # whether anything was compiled
         self.alive = 0  # bytes on the GPU
@@ -1876,11 +1873,6 @@ class LiveBytes(TorchDispatchMode):
         self.is_compiled = False
         self.begin("before")
 
-    @classmethod
-    def _should_skip_dynamo(cls):
-        """A private name. Else operators pass through torch.compile's wrapper: plans are a tenth slower."""
-        return False
-
     def begin(self, phase):
         """A phase may begin more than once: its numbers are the most of all."""
         self.most_in_phase = self.most.setdefault(phase, {})
@@ -1890,8 +1882,10 @@ class LiveBytes(TorchDispatchMode):
     def note(self, what, n_bytes):
         self.most_in_phase[what] = max(self.most_in_phase.get(what, 0), n_bytes)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
+    def run(self, func, types, args, kwargs):
+        """Calls an operator, and counts what it makes. types: those of the arguments that are no plain
+        tensors."""
+        name = func._opname
         if func.is_view and not types:
             return func(*args, **kwargs)
         on_host = self.on_host and kwargs.get("device") != META and self.lies_on_host(args)
@@ -1902,21 +1896,21 @@ class LiveBytes(TorchDispatchMode):
             if not (on_host or func.is_view):
                 self.add_work(work_of(func, local_rows(args), made))
             return out
-        if func in MOVES or "pin_memory" in kwargs or kwargs.get("device") == CPU:
+        if name in MOVES or "pin_memory" in kwargs or kwargs.get("device") == CPU:
             moved = self.to_host(func, args, kwargs)
             if moved is not None:
                 return moved
-        if func is ATEN._local_scalar_dense.default and args[0].is_meta:
+        if name == "_local_scalar_dense" and args[0].is_meta:
             return 0  # what the host reads of a tensor without numbers
         if self.in_backward and is_sum_of_gradients(func, args):
             self.add_work(work_of(func, args, args[0]))
             return args[0]
         out, work = self.result_of(func, args, kwargs)
-        if func is ATEN.copy_.default and self.on_host and self.lies_on_host(args[1:]) != on_host:
+        if name == "copy_" and self.on_host and self.lies_on_host(args[1:]) != on_host:
             note_kernel("copy", bus=out.nbytes)
         elif not on_host:
             self.add_work(work)
-        if self.is_compiled and func in PRODUCTS:
+        if self.is_compiled and name in PRODUCTS:
             self.see(func, args)  # what a product reads is in memory
         self.see(func, out, self.is_compiled and work.is_fused, on_host)
         return out
@@ -1931,15 +1925,16 @@ class LiveBytes(TorchDispatchMode):
 
     def to_host(self, func, args, kwargs):
         """-> a tensor that stands for host memory, or None if a call of an operator makes none."""
-        is_pinned = kwargs.pop("pin_memory", False) or func is ATEN._pin_memory.default
+        is_move = func._opname in MOVES
+        is_pinned = kwargs.pop("pin_memory", False) or func._opname == "_pin_memory"
         goes_to_cpu = kwargs.get("device") == CPU
         source = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].is_meta else None
         if source is None or not (is_pinned or goes_to_cpu):
             return None  # a small tensor of the host's own, such as a count of steps
-        is_pinned = is_pinned or (func in MOVES and kwargs.get("non_blocking", False))
+        is_pinned = is_pinned or (is_move and kwargs.get("non_blocking", False))
         out = torch.empty_like(source, dtype=kwargs.get("dtype"))
         self.count(out.untyped_storage(), out.nbytes, "pinned" if is_pinned else "host")
-        if func in MOVES and not self.lies_on_host(args):
+        if is_move and not self.lies_on_host(args):
             note_kernel("copy", bus=out.nbytes)
         return out
 
@@ -1955,7 +1950,7 @@ class LiveBytes(TorchDispatchMode):
         """-> (func(*args, **kwargs), its Work). Most operators on the meta device are Python functions that
         take 0.1 ms. So the form of a new tensor is noted and the next one is made at once: plans are three
         times as fast."""
-        if func is ATEN._grouped_mm.default:  # which the meta device has for bf16 alone
+        if func._opname == "_grouped_mm":  # which the meta device has for bf16 alone
             a, b, stops = args[:3]
             out = a.new_empty(len(a), b.shape[-1])  # where b is a stack
             if b.dim() == 2:
@@ -2106,8 +2101,7 @@ def is_sum_of_gradients(func, args):
 
 
 def n_holders(storage):
-    """A private name of torch, here in 2.11 to 2.14. If a later one lacks it, return 2: then all sums of
-    gradients are in place, and plans with --tiled_mlp are 1.5 to 3 % too low."""
+    """How many objects hold a storage."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
@@ -2116,7 +2110,7 @@ def is_fused(func, args, out):
     the backward computes it again. That is so for what is made of one tensor as large, like SiLU of gate, and
     for a product of two, both of which its backward needs anyway. A sum of two would be kept as two, and the
     sums of a norm's rows are few. tests/test_compile.py compares this rule with torch's partitioner."""
-    if func.namespace != "aten" or func in PRODUCTS or not isinstance(out, torch.Tensor):
+    if func.namespace != "aten" or func._opname in PRODUCTS or not isinstance(out, torch.Tensor):
         return False
     if func is ATEN.mul.Tensor:
         return True
@@ -2245,6 +2239,19 @@ ON_PAPER = [
 @contextlib.contextmanager
 def on_paper(flash_in_fp16=False):
     """A context in which stand-ins are in the place of kernels -> the LiveBytes that counts meanwhile."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        """torch calls it for each operator."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return live.run(func, types, args, dict(kwargs or {}))
+
+        @classmethod
+        def _should_skip_dynamo(cls):
+            """Else operators pass through torch.compile's wrapper: plans are a tenth slower."""
+            return False
+
     live = LiveBytes()
     resize_ = torch.UntypedStorage.resize_
     to = torch.Tensor.to
@@ -2289,7 +2296,7 @@ def on_paper(flash_in_fp16=False):
     collects = gc.isenabled()
     gc.disable()
     try:
-        with replaced(calls), live:
+        with replaced(calls), Mode():
             yield live
     finally:
         if collects:

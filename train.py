@@ -93,7 +93,7 @@ NOT_FINITE = 3
 OUT_OF_MEMORY = 4
 # what to do where a number of --precision fp16 is inf or nan
 FP16_ENDS = "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU with bf16"
-UNTESTED_TORCH = 2, 16  # and what is newer
+TESTED_TORCH = 2, 15  # the newest one, see tests/private_names.py
 
 # ---------------- main
 
@@ -140,12 +140,11 @@ def main(argv, progress, exits):
     has_flash = all(ranks.gather(device.type == "cuda" and has_bf16(device)))
     run = RunSpec(args, config, ranks.world, loader.longest, has_flash)
     room = smallest_memory(args.gpu_gib, ranks)
-    policy = choose_blocks(run, room)
+    policy, planned = plan_run(run, room, steps, mean_length(loader), ranks)
     print_start(argv, run, model, tokenizer.new_ids, policy, ranks)
-    limit_gpu(run, policy, room, ranks)
-    name = card_named(ranks.device_name)
-    if name:
-        ranks.say(describe_time(run, policy, name, steps, mean_length(loader)))
+    limit_gpu(args.gpu_gib, room, ranks)
+    for line in planned:
+        ranks.say(line)
 
     # ---- the model and its optimizer, and the state of a run that is resumed
     load = functools.partial(load_weights_, opened=opened, seed=args.seed, resumed=resumed, ranks=ranks)
@@ -1365,18 +1364,16 @@ def smallest_memory(gpu_gib, ranks):
     return min(ranks.gather(room))
 
 
-def limit_gpu(run, policy, room, ranks):
-    """Limits the process to --gpu_gib of its GPU, if it has one. Rank 0 prints the plan."""
+def limit_gpu(gpu_gib, room, ranks):
+    """Limits the process to --gpu_gib of its GPU, if it has one."""
     if ranks.device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(ranks.device).total_memory
-    limit = min(total, (run.args.gpu_gib or math.inf) * GIB)
+    limit = min(total, (gpu_gib or math.inf) * GIB)
     torch.cuda.set_per_process_memory_fraction(limit / total, ranks.device)
     if room < limit - 0.1 * GIB:
         ranks.say(f"note: {(limit - room) / GIB:.2f} GiB of a GPU are another process's, or one card is "
                   "smaller: the plan leaves them out")
-    if ranks.rank == 0:
-        print_plan(run, policy, room)
 
 
 def keep_freed_memory(on):
@@ -1595,9 +1592,7 @@ def offload_trained_(block, pin_memory):
     all other blocks are offloaded, and the optimizer updates parameters on one device.
 
     fully_shard() has one offload policy for all parameters of a unit, and a second unit for the adapters
-    would make twice as many all-gathers. So this sets what the policy would have set. These names of FSDP2
-    are private, and the same in torch 2.11 to 2.13: _get_fsdp_state, _fsdp_param_group, fsdp_params,
-    sharded_param, offload_to_cpu, pin_memory."""
+    would make twice as many all-gathers. So this sets what the policy would have set, by private names."""
     for fsdp_param in block._get_fsdp_state()._fsdp_param_group.fsdp_params:
         if fsdp_param.sharded_param.requires_grad:
             fsdp_param.offload_to_cpu = True
@@ -1611,9 +1606,9 @@ def offloads_frozen(args):
 
 def streams_weights(args, world):
     """Whether StreamedWeights and StreamedVocabulary, and not FSDP2, bring frozen weights from host memory:
-    where a rank has all of their rows. FSDP2 (torch 2.11 to 2.13) makes no collective on one rank, but it
-    copies a unit on the compute stream, where nothing hides it, and then a second time, from GPU memory to
-    GPU memory. Several ranks share the rows, so there FSDP2 reads them and gathers them ahead."""
+    where a rank has all of their rows. FSDP2 makes no collective on one rank, but it copies a unit on the
+    compute stream, where nothing hides it, and then a second time, from GPU memory to GPU memory. Several
+    ranks share the rows, so there FSDP2 reads them and gathers them ahead."""
     return offloads_frozen(args) and world == args.replicas
 
 
@@ -2609,7 +2604,7 @@ def print_start(argv, run, model, new_ids, policy, ranks):
         lines.append(f"  note: config.json: {', '.join(c.rope_ignored)} of RoPE: ignored, as by transformers")
     if args.seq_len > c.n_positions:
         lines.append(f"  note: --seq_len is beyond the {c.n_positions} positions that the model is made for")
-    if torch.__version__ >= UNTESTED_TORCH:
+    if torch.__version__ >= (TESTED_TORCH[0], TESTED_TORCH[1] + 1):
         lines.append(f"  note: torch {torch.__version__} is newer than those that were tested")
     for line in lines:
         # names of models have hyphens, and are no words to be divided
@@ -3543,13 +3538,30 @@ def peaks_of(step):
 TRACES = {}  # {what a trace depends on: Trace}
 
 
+class Unplanned(Exception):
+    """A step cannot run on paper."""
+
+
 def trace(run, policy):
-    """Runs a step on the meta device -> Trace, once for the same arguments."""
-    args = run.args
-    flags = {**vars(args), "activation_checkpointing": None, "resident_blocks": None}  # `policy` has these
+    """Runs a step on the meta device -> Trace, once for the same arguments.
+
+    A trace needs private names of torch, and a run does not: tests/private_names.py has them. So whatever
+    goes wrong here is Unplanned, which ends no run: see plan_run()."""
+    flags = {**vars(run.args), "activation_checkpointing": None, "resident_blocks": None}  # `policy` has these
     key = repr((flags, *run[1:], policy))
-    if key in TRACES:
-        return TRACES[key]
+    if key not in TRACES:
+        try:
+            TRACES[key] = run_on_paper(run, policy)
+        except Exception as error:
+            newest = ".".join(map(str, TESTED_TORCH))
+            raise Unplanned(f"torch {torch.__version__} does not let oomph plan a step, which works up to "
+                            f"torch {newest} ({type(error).__name__}: {error})") from error
+    return TRACES[key]
+
+
+def run_on_paper(run, policy):
+    """Makes a model on the meta device, and runs a step of it there -> Trace."""
+    args = run.args
     ranks = argparse.Namespace(
         world=run.world, rank=0, device=torch.device("meta"), step_limit=timedelta(seconds=args.timeout))
     lengths = [run.length]
@@ -3569,8 +3581,7 @@ def trace(run, policy):
         for done, times in live.work[phase].items():
             for unit, amount in done.amounts.items():
                 work[phase[:2], (done.kernel, unit)] += times * amount
-    TRACES[key] = Trace(Counter(alive), watch.gradients_at, on_gpu, host, work)
-    return TRACES[key]
+    return Trace(Counter(alive), watch.gradients_at, on_gpu, host, work)
 
 
 def bytes_by_kind(trainer, live):
@@ -4007,8 +4018,7 @@ def ranks_on_paper(world, live):
     DTensor caches meshes, so a trace may get an earlier one's, with its groups. So all traces of a world have
     the same groups, in tables of their own: a run that ends empties torch's, and those of names in C++.
 
-    The names of torch that begin with _ are private, and the same in torch 2.11, 2.13 and 2.14. If a later
-    one lacks some, this is an AttributeError, and tests/test_trace_plan.py says what to do."""
+    Where a torch to come lacks one of these private names, tests/private_names.py says what to do."""
     from torch.distributed import distributed_c10d
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -4113,6 +4123,31 @@ def blocks_as_asked(run):
     asked = run.args.resident_blocks
     n_resident = {"all": n_layers, "auto": 0}.get(asked, asked)
     return BlockPolicy(min(n_recomputed, n_layers), n_resident=min(n_resident, n_layers))
+
+
+def plan_run(run, room, steps, length, ranks):
+    """-> (BlockPolicy, [lines on the memory and the time of a step on a GPU, for rank 0]). Collective. steps
+    and length: see describe_time().
+
+    A run does not end because of its plan. If a rank cannot trace a step, all ranks take the policy that
+    needs the least memory, and the lines say why."""
+    policy = blocks_as_asked(run)
+    lines = []
+    problem = None
+    try:
+        policy = choose_blocks(run, room)
+        if ranks.device.type == "cuda" and ranks.rank == 0:
+            lines = list(describe_plan(run, policy, room))
+            name = card_named(ranks.device_name)
+            if name:
+                lines.append(describe_time(run, policy, name, steps, length))
+    except Unplanned as error:
+        problem = str(error)
+    problems = list(filter(None, ranks.gather(problem)))
+    if problems:
+        note = f"note: {problems[0]}. The run goes on with the blocks that need the least memory"
+        return blocks_as_asked(run), [textwrap.fill(note, 80, subsequent_indent="  ")]
+    return policy, lines
 
 
 def choose_blocks(run, room):
@@ -4255,32 +4290,31 @@ def choose_options(run, room):
     return options
 
 
-def print_plan(run, policy, room):
-    """Prints the plan as a table, whether it fits into `room` bytes (infinite: not known), and which flags
-    would make it fit. A run that needs less than 60 % of the room prints one line."""
+def describe_plan(run, policy, room):
+    """Yields lines: the plan as a table, whether it fits into `room` bytes (infinite: not known), and which
+    flags would make it fit. A run that needs less than 60 % of the room gets one line."""
     phases, host = plan(run, policy)
     name, peak = peak_of(phases)
     need = peak + OVERHEAD
     host_text = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in host.items()) or "none"
     is_short = not run.args.dry_run and need < 0.6 * room
     if is_short:
-        data.say(f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}")
+        yield (f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}")
     else:
-        data.say(f"memory plan, GiB of rank 0 of {run.world}, "
+        yield (f"memory plan, GiB of rank 0 of {run.world}, "
                  f"micro-batches of {run.args.batch_size} x {run.length} tokens")
-        print_phases(phases, name)
+        yield from table_of(phases, name)
         if run.args.compile:
-            data.say("  kept with --compile: what torch's partitioner saves, on an H100 within 1 %")
-        data.say(f"  host memory: {host_text}")
+            yield ("  kept with --compile: what torch's partitioner saves, on an H100 within 1 %")
+        yield (f"  host memory: {host_text}")
         of, verdict = "", ""
         if room < math.inf:
             of = f" of {room / GIB:.2f}"
             verdict = ": fits" if need <= room else ": does not fit"
-        # at once: choose_options() may take some seconds
-        data.say(f"  needs {need / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL){verdict}")
+        yield (f"  needs {need / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL){verdict}")
         least = planned_bytes(run, blocks_as_asked(run))
         if least < need:
-            data.say(f"  auto takes what is there: the least that it can do with is {least / GIB:.2f} GiB")
+            yield (f"  auto takes what is there: the least that it can do with is {least / GIB:.2f} GiB")
     if math.isinf(room):
         return
     if need > room:
@@ -4289,22 +4323,22 @@ def print_plan(run, policy, room):
         phases, host = plan(changed, blocks_as_asked(changed))
         need = peak_of(phases)[1] + OVERHEAD
         on_host = sum(host.values())
-        data.say(f"  it needs {need / GIB:.2f} GiB, and {on_host / GIB:.2f} GiB of host memory, with\n"
+        yield (f"  it needs {need / GIB:.2f} GiB, and {on_host / GIB:.2f} GiB of host memory, with\n"
                  f"    {' '.join(options) or 'the flags that it has'}")
     elif fits_unsharded(run, phases[name], room):
-        data.say("  note: it fits without --fsdp2, too, and should take less time: GPUs exchange\n"
+        yield ("  note: it fits without --fsdp2, too, and should take less time: GPUs exchange\n"
                  "  nothing but the gradients of adapters then")
 
 
-def print_phases(phases, largest):
-    """Prints a column for each phase, and a row for each kind of bytes."""
+def table_of(phases, largest):
+    """Yields lines: a column for each phase, and a row for each kind of bytes."""
     titles = [f"{phase}*" if phase == largest else phase for phase in phases]
-    data.say(" " * 20 + "".join(f"{title:>15}" for title in titles))
+    yield (" " * 20 + "".join(f"{title:>15}" for title in titles))
     rows = {kind: [kinds[kind] for kinds in phases.values()] for kind in KINDS}
     rows["all"] = [kinds.total() for kinds in phases.values()]
     for name, values in rows.items():
         if any(values):
-            data.say(f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
+            yield (f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
 
 
 def fits_unsharded(run, kinds, room):
@@ -4333,14 +4367,15 @@ def dry_run(args):
         policy = choose_blocks(run, room)
         for text in describe_blocks(run, policy):
             data.say(textwrap.fill(text, 80, subsequent_indent="  "))
-        print_plan(run, policy, room)
+        for line in describe_plan(run, policy, room):
+            data.say(line)
         steps = length = None
         if args.data not in ([], DEMO_DATA):
             tokenizer = open_tokenizer(args, files, adapter_reader)
             steps, length = print_steps(args, tokenizer, config.vocab_size, world)
         if args.gpu:
             data.say(describe_time(run, policy, args.gpu, steps, length))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, Unplanned) as error:
         raise SystemExit(str(error)) from error
 
 

@@ -350,9 +350,10 @@ def test_the_start_has_the_flags_that_are_not_at_their_default_as_they_are_typed
 
 def test_a_torch_newer_than_those_that_were_tested_is_named(monkeypatch, capsys):
     words = "is newer than those that were tested"
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.15.1+cu132"))
     assert words not in start_of([], capsys)
-    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.15.0"))
-    assert f"  note: torch 2.15.0 {words}\n" in start_of([], capsys)
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.16.0"))
+    assert f"  note: torch 2.16.0 {words}\n" in start_of([], capsys)
 
 
 def test_a_new_flag_that_changes_the_mathematics_needs_no_list(monkeypatch, capsys):
