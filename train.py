@@ -51,6 +51,7 @@ import difflib
 import faulthandler
 import fcntl
 import functools
+import gc
 import importlib.util
 import itertools
 import json
@@ -3569,6 +3570,8 @@ def run_on_paper(run, policy):
         lengths = [min(run.length, 128), run.length]
     with on_paper(run) as live:
         trainer = build(lm.on_meta(run.config, args), run, policy, ranks, load_weights=lambda model: None)
+        # fully_shard() on a mesh of two dimensions leaves a cycle of references, and with it a block's weights
+        gc.collect(0)  # what is younger than on_paper()
         watch = Watch(live, trainer)
         train_step(trainer, [batch_on_paper(args, n) for n in lengths], 1, {})
         on_gpu, host = bytes_by_kind(trainer, live)
@@ -4062,19 +4065,20 @@ def batch_on_paper(args, length):
     """-> data.Batch of this rank: a document in each row, with --dpo a pair, and each token supervised. For
     kernels of cards without FlashAttention the last token of a document is a gap, as packed rows have one."""
     n_tokens = args.batch_size * length
+    n_padded = nf4.ceil_div(n_tokens, args.sequence_parallel) * args.sequence_parallel  # see Loader.batch()
     n_documents = 2 * args.batch_size if args.dpo else args.batch_size
     edges = [n_tokens * i // n_documents for i in range(n_documents + 1)]
     pairs = list(itertools.pairwise(edges))
     n_targets = [stop - start for start, stop in pairs]
     bounds = None
-    if n_tokens % n_documents:  # they are not of one length, see data.pack_spans()
+    if n_tokens % n_documents or n_padded > n_tokens:  # not of one length, or with a gap: data.pack_spans()
         bounds = torch.empty(n_documents + 1, dtype=torch.int32, device="meta")
     if args.precision in ("fp16", "fp32"):
         pairs = [(start, stop - 1) for start, stop in pairs]
         bounds = torch.empty(2 * n_documents + 1, dtype=torch.int32, device="meta")
     shape = args.batch_size, length
     if args.sequence_parallel > 1:
-        shape = 1, nf4.ceil_div(n_tokens, args.sequence_parallel)
+        shape = 1, n_padded // args.sequence_parallel
     tokens, targets, positions, supervised = torch.empty(4, *shape, dtype=torch.int64, device="meta").unbind()
     spans = lm.Spans(pairs, bounds, length)
     return data.Batch(tokens, targets, positions, supervised.flatten(), spans, n_targets)

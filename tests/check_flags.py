@@ -238,8 +238,12 @@ def check_plan(rng, folder):
     model = random_model(folder / "model", **sizes)
     try:
         args = train.parse_args(["--model", str(model), "--random_init", "--dry_run", *words.split()])
-        train.open_config(args, world, device=None, random_init=True)
+        config = train.open_config(args, world, device=None, random_init=True).config
     except (argparse.ArgumentError, ValueError):
+        yield Answer(None, said)
+        return
+    # planned_and_counted() plans without --offload params, and such a run has two slots for weights in addition
+    if train.RunSpec(args, config, world, args.seq_len).streams:
         yield Answer(None, said)
         return
     planned, counted = test_plan.planned_and_counted(model, world, words, folder)
@@ -249,16 +253,19 @@ def check_plan(rng, folder):
 
 
 def answers_until(end, args):
-    """Yields the Answers of random cases, one behind the other."""
-    rng = random.Random(args.seed)
-    while time.time() < end:
+    """Yields the Answers of random cases, one behind the other. Each has a seed of its own, which repeats it."""
+    for seed in itertools.count(args.seed):
+        if time.time() > end:
+            return
+        rng = random.Random(seed)
         with tempfile.TemporaryDirectory() as folder:
             if args.plan:
                 with contextlib.redirect_stdout(io.StringIO()):
                     answers = list(check_plan(rng, Path(folder)))
-                yield from answers
             else:
-                yield from check_case(rng, Path(folder), args.compile)
+                answers = check_case(rng, Path(folder), args.compile)
+            for answer in answers:
+                yield answer._replace(said=[f"--seed {seed}", *answer.said])
 
 
 def main():

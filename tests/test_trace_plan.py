@@ -5,10 +5,11 @@ import argparse
 import itertools
 import os
 import re
+import subprocess
 import sys
 from typing import NamedTuple
 
-import conftest  # noqa: F401  (puts train.py on the path)
+import conftest
 import pytest
 import torch
 from torch import distributed as dist
@@ -152,6 +153,35 @@ def test_what_offload_params_takes_off_the_gpu_is_on_the_host(flags):
         # All but vectors, and the two blocks that StreamedWeights has on the GPU.
         assert gone >= 0.93 * n_bytes, kind
         assert gone <= streamed.on_host[kind] <= 2 * n_bytes, kind  # pinned memory is a power of two
+
+
+FIRST_AND_SECOND = """
+import train
+args = train.parse_args("--model llama-3.2-1b --lora --fsdp2 --replicas 2 --no-compile --dry_run".split())
+run = train.RunSpec(args, train.open_config(args, 2, None, True).config, 2, 256)
+for _ in range(2):
+    train.TRACES.clear()
+    print(train.peaks_of(train.trace(train.of_blocks(run, range(4)), train.BlockPolicy(4))))
+"""
+
+
+def test_the_first_trace_of_a_process_counts_no_block_twice():
+    """fully_shard() on a mesh of two dimensions leaves a cycle of references once."""
+    command = [sys.executable, "-c", FIRST_AND_SECOND]
+    first, second = subprocess.run(command, cwd=conftest.HERE.parent, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert first == second
+
+
+@pytest.mark.parametrize("batch_size", [3, 5])
+def test_rows_that_ranks_do_not_divide_are_planned(batch_size):
+    """903 tokens on two ranks: the last shard is padded, as Loader.batch() does it."""
+    flags = f"--model qwen3-0.6b --world 2 --lora --sequence_parallel 2 --batch_size {batch_size}"
+    peaks = []
+    for length in (300, 301, 302):
+        run = run_of(f"{flags} --seq_len {length}")
+        run = train.of_blocks(run, range(3))
+        peaks.append(train.planned_bytes(run, train.BlockPolicy(3)))
+    assert peaks[0] < peaks[1] < peaks[2]
 
 
 def test_memory_that_has_stood_for_the_hosts_is_counted_when_it_is_used_again():
