@@ -746,7 +746,7 @@ class Tokenizer:
         self.has_template = bool(found)  # its own
         self.source = f"chat template ({where})"
         if self.folder == TINY and not template_file and not adapter_folder:
-            self.source += " of the built-in model: another --model has its own"
+            self.source += " of the built-in model; your own --model will use its own"
         if not found:
             self.source = "ChatML (the model has no template)"
             # The model's tokens stand in it as text, so that the file that save() writes means the same to
@@ -1544,7 +1544,8 @@ def files_of(name, revisions):
     # data/train.jsonl looks like a data set's name, too, but who writes it means a file
     is_hub_name = HUB_NAME.fullmatch(name) and file_type not in FILE_TYPES and not path.exists()
     if not is_hub_name and not is_saved_set(name):
-        raise ValueError(f"{name}: no such file; {EXPECTED}")
+        problem = f"a folder: give '{name}/*.jsonl', in quotes" if path.is_dir() else "no such file"
+        raise ValueError(f"{name}: {problem}; {EXPECTED}")
     key = f"datasets/{name}"  # as the Hub tells data sets from models
     paths, commit = arrow_files(name, revisions.get(key))
     if commit:
@@ -1795,12 +1796,12 @@ def read_examples(examples, tokenizer, columns, report):
             continue
         report.n_chats += first.is_chat
         if first.form in (PAIR, "prompt + completion") and not first.is_chat and tokenizer.has_template:
-            report.note("prompts are plain text, trained on as they stand: only lists of messages go "
-                        "through the chat template")
+            report.note("prompts are plain strings: the chat template is NOT applied to them. Use lists of "
+                        "messages if the model is a chat model")
         report.note("developer messages are read as system messages: the template has no such role",
                     first.n_developers)
-        report.note("assistant turns not trained on: the template rewrites them later, or they cannot be "
-                    "delimited", first.n_without_mask)
+        report.note("assistant turns are not trained on, because the template changes them in later turns or "
+                    "their start and end cannot be found", first.n_without_mask)
         for one in texts:
             for what in one.left_out:
                 report.note(f"answers lose their {what}: the chat template leaves it out")
@@ -1851,14 +1852,14 @@ def note_answers(text, ids, mask, tokenizer, report):
     is_marker = tokenizer.is_marker[ids]
     report.note("assistant turns end without a special token: the model cannot learn to stop",
                 (~(is_marker[ends] | is_marker[ends - 1])).sum())
-    unlearns = "the model unlearns to think when it is asked in its default mode"
+    forgets = "training on them teaches the model to stop reasoning in its default mode"
     if "enable_thinking" in tokenizer.template_reads:
-        unlearns += "; --template_args enable_thinking=false puts the empty thought into the prompt"
+        forgets += "; --template_args enable_thinking=false puts the empty thought into the prompt"
     for start, stop in text.spans or ():
         if EMPTY_THOUGHT.match(text.text, start, stop):
-            report.note(f"answers begin with an empty thought: {unlearns}")
+            report.note(f"answers begin with an empty thought: {forgets}")
         if text.opens_thought and "</think>" not in text.text[start:stop]:
-            report.note(f"answers begin without the thought of the prompt: {unlearns}")
+            report.note(f"answers have no reasoning although the prompt opens a thought: {forgets}")
 
 
 def append(documents, folder, tokenizer, report):
@@ -2124,8 +2125,8 @@ def check_file(file, seq_len, vocab_size):
     elif report.largest_id >= vocab_size:
         why = f"token {report.largest_id} of {vocab_size} embeddings: the tokenizer belongs to another model"
     elif not file.n_trained:
-        why = (f"nothing to train on: of {report.n_examples} examples {file.n_long} are longer than "
-               f"--seq_len {seq_len} (up to {file.longest}), {file.n_untrained} have no supervised "
+        why = (f"nothing to train on: of {report.n_examples} examples, {file.n_long} are longer than "
+               f"--seq_len {seq_len} (longest: {file.longest} tokens) and {file.n_untrained} have no trained "
                f"token{report.note_lines()}")
     elif file.n_trained < 0.01 * file.n_tokens:  # then the template or the masks are wrong
         why = (f"only {file.n_trained:,} of {file.n_tokens:,} tokens are trained on: "
@@ -2454,7 +2455,7 @@ def print_data(args, loader, eval_loader, tokenizer):
         print_rows(eval_loader)
     if any(file.report.n_chats for file in files):
         source = re.sub(r"\(.+(.{28}\))", r"(...\1", tokenizer.source)  # the end of a long path says more
-        say(textwrap.fill(f"conversations are rendered by {source}", 80, subsequent_indent="  "))
+        say(textwrap.fill(f"chat template: {source}", 80, subsequent_indent="  "))
     if unused := unused_tokens(tokenizer, loader.documents.files):
         say(f"--add_tokens {listing(unused)}: in no row of the data, so that they are not learned")
     documents = loader.documents
@@ -2727,8 +2728,9 @@ def folder_of(flag, name, revisions=None, with_weights=True):
             folder = Path(from_hub(fetch))
         except Exception as error:  # its HTTP library has others, which another version does not have
             line = " ".join(str(error).split())
-            raise ValueError(f"--{flag} {name}: no such folder, and not fetched from the Hub; the next start "
-                             f"continues: {type(error).__name__}: {listing([line])}") from error
+            raise ValueError(f"--{flag} {name}: not a folder here, and the download from the Hub failed (a "
+                             "partial download resumes at the next start): "
+                             f"{type(error).__name__}: {line}") from error
         revisions[name] = folder.name  # in the Hub's cache it has the name of its commit
     if (folder / config).exists():
         return folder

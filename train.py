@@ -413,27 +413,28 @@ def make_parser():
         add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.register("action", None, StoreOnce)
     declare(parser, "-h", "--help", "--help_all", action="help", everyday=True,
-            help="print the most used flags, with --help_all all flags, and exit")
+            help="print the everyday flags, or all flags with --help_all, and exit")
 
     model = parser.add_argument_group("model")
     add(model, "--model", PATH, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
         "run, or with --random_init one of " + ", ".join(data.PRESETS) + " (default: tiny, or the base of "
         "--adapter)", everyday=True)
-    switch(model, "--random_init", "start from random weights in the shapes of --model", fixed=True)
+    switch(model, "--random_init", "start from random weights of --model's shapes", fixed=True)
     add(model, "--precision", str, None,
-        "mixed: train in float32, multiply in bf16; fp16: the same in fp16, with a loss scale; bf16, fp32: "
-        "do both in that format (default: mixed; without bf16 instructions fp16 on a GPU, fp32 on a CPU)",
+        "mixed: float32 trained weights, bf16 compute; fp16: the same with fp16 compute and a loss scale; "
+        "bf16, fp32: everything in that format (default: mixed; on hardware without bf16, fp16 on a GPU and "
+        "fp32 on a CPU)",
         choices=("mixed", "bf16", "fp16", "fp32"), fixed=True)
     add(model, "--adapter", PATH, None,
-        "folder or Hub id of a PEFT adapter, or the folder of a run, to train further with its rank, alpha, "
-        "rsLoRA and targets (default: none)")
+        "continue to train a PEFT adapter: a folder, a Hub id or the folder of a run. The adapter sets rank, "
+        "alpha, rsLoRA and targets (default: none)")
 
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
            everyday=True)
-    switch(method, "--qlora", "--lora with the weights of the blocks in NF4, 4.14 bits each", fixed=True,
-           everyday=True)
-    add(method, "--nf5", str, None, "layers that --qlora keeps in 5.14 bits a weight and not 4.14 "
+    switch(method, "--qlora", "--lora with the blocks' weights quantized to NF4 (4.14 bits per weight)",
+           fixed=True, everyday=True)
+    add(method, "--nf5", str, None, "layers to store in NF5 (5.14 bits per weight) instead of NF4 "
         "(default: none; without a value: all)", nargs="*", metavar="LAYER", fixed=True, needs="qlora",
         everyday=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True,
@@ -443,21 +444,21 @@ def make_parser():
     switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True,
            needs="lora")
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
-        "fraction of an adapter's inputs that is zeroed in training; which ones depends on --tiled_mlp and "
-        "the number of ranks and micro-batches (default: 0)", fixed=True, needs="lora")
+        "dropout rate of the adapters' inputs. The masks change with --tiled_mlp, the number of ranks and "
+        "--grad_accum (default: 0)", fixed=True, needs="lora")
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
            "reference is the model without adapters", fixed=True, needs="lora", everyday=True)
-    add(method, "--beta", AMOUNT, None, "with a smaller one --dpo takes the model further from its reference "
-        "(default: 0.1)", fixed=True, needs="dpo")
-    switch(method, "--train_embeddings", "train embedding and head in full beside adapters, as PEFT's "
-           "modules_to_save", fixed=True)
+    add(method, "--beta", AMOUNT, None, "DPO's beta: a smaller value lets the model move further from the "
+        "reference (default: 0.1)", fixed=True, needs="dpo")
+    switch(method, "--train_embeddings", "also train embedding and head in full (PEFT's modules_to_save)", fixed=True)
     add(method, "--lora_targets", str, None,
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them "
-        "but in_proj_a and in_proj_b; where attention has a gate_proj, too, that name alone is the MLP's)",
+        "except in_proj_a and in_proj_b). If attention also has a gate_proj, plain gate_proj means the MLP's",
         nargs="+", metavar="LAYER", fixed=True, needs="lora")
-    add(method, "--add_tokens", os.path.expanduser, None, "tokens to append to the vocabulary, which "
-        "messages may spell, or a file with a token a line; adapters need --train_embeddings, too, and where "
-        "V grew PEFT needs model.resize_token_embeddings(V) before it loads the adapter (default: none)",
+    add(method, "--add_tokens", os.path.expanduser, None, "new tokens to append to the "
+        "vocabulary, or a file with one token per line. With adapters, also give --train_embeddings. If the "
+        "vocabulary grows, call model.resize_token_embeddings(V) before PEFT loads the adapter (default: "
+        "none)",
         nargs="+", metavar="TOKEN", fixed=True)
 
     add_data_flags(parser)
@@ -469,145 +470,150 @@ def make_parser():
 
 def add_data_flags(parser):
     dataset = parser.add_argument_group("data")
-    add(dataset, "--data", PATH, None, "files to train on, .jsonl, .ndjson, .json, .csv, .parquet, .txt or "
-        ".gz of these, data sets of the Hub (org/name, org/name:split, org/name/subset:split; the split "
-        "train if none is named) or folders of datasets' save_to_disk(), or the built-in stdlib:docs and "
-        "stdlib:code; a pattern in quotes stands for the files that it matches; a file given twice is read "
-        "twice per epoch (default: stdlib:docs)", nargs="+", everyday=True)
+    add(dataset, "--data", PATH, None, "files to train on: .jsonl, .ndjson, .json, .csv, .parquet, .txt, "
+        "also with .gz; data sets of the Hub (org/name, org/name:split or org/name/subset:split; the default "
+        "split is train); folders written by datasets' save_to_disk(); or the built-in stdlib:docs and "
+        "stdlib:code. Quote a pattern such as 'chats/*.jsonl'. A file that is given twice is read twice per "
+        "epoch (default: stdlib:docs)", nargs="+", everyday=True)
     add(dataset, "--eval_data", PATH, None,
-        "files to evaluate on, as in --data; of stdlib:* the 5 %% held out from training; or a number, which "
-        "holds examples of --data out, chosen by a hash of each: below 1 a share of them, or else that many "
-        "different ones (default: none)",
+        "files to evaluate on, as in --data; stdlib:* means the 5 %% of it held out from training. Or a "
+        "number: hold out that many examples of --data, or that fraction of them if it is below 1, chosen by "
+        "a hash of their text (default: none)",
         nargs="+", everyday=True)
     add(dataset, "--columns", column, None,
-        "columns of the data to read as keys of another name, as in question=instruction answer=output "
-        "(default: none)", nargs="+", metavar="COLUMN=KEY", fixed=True)
+        "rename columns: question=instruction reads the column 'question' as 'instruction' (default: none)",
+        nargs="+", metavar="COLUMN=KEY", fixed=True)
     add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True)
     add(dataset, "--overflow", str, None,
         "what to do with documents longer than a row (default: split texts, drop others)",
         choices=("split", "drop", "truncate"))
-    switch(dataset, "--packing", "put several documents into a row; they do not see each other", on=True,
+    switch(dataset, "--packing", "pack several documents into each row; they do not see each other", on=True,
            fixed=True)
     add(dataset, "--train_on", str, "targets",
-        "tokens that count in the loss; targets: answers and plain texts, and an answer that the template "
-        "rewrites in later turns gets a document of its own; whole: without such documents; all: every token "
-        "of the whole conversations and texts",
+        "tokens to train on. targets: assistant answers and plain texts. If the template rewrites an earlier "
+        "answer (Qwen3 drops its thoughts), that answer is trained on as a separate document; 'whole' skips "
+        "such answers. all: every token",
         choices=("targets", "whole", "all"), fixed=True)
-    add(dataset, "--chat_template", PATH, None, "jinja file, in place of the model's own (default: none)",
-        everyday=True)
-    add(dataset, "--template_args", str, None, "variables of the chat template, in JSON or as text, such as "
-        "enable_thinking=false; final/ has them (default: none)", nargs="+", metavar="KEY=VALUE", fixed=True,
-        everyday=True)
+    add(dataset, "--chat_template", PATH, None,
+        "jinja file to use instead of the model's own chat template (default: none)", everyday=True)
+    add(dataset, "--template_args", str, None, "variables for the chat template, such as "
+        "enable_thinking=false. Values are JSON or plain text, and are saved in final/ (default: none)",
+        nargs="+", metavar="KEY=VALUE", fixed=True, everyday=True)
     add(dataset, "--inspect", WHOLE, None,
-        "print N examples, with the trained tokens in brackets, and exit (default: off)", everyday=True)
+        "print N examples with the trained tokens in brackets, and exit (default: off)", everyday=True)
 
 
 def add_memory_flags(parser):
     memory = parser.add_argument_group("memory and speed")
-    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over ranks", everyday=True)
+    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks", everyday=True)
     switch(memory, "--reshard_after_forward",
            "free the gathered weights of a block between its forward and its backward", on=True)
     switch(memory, "--shard_embeddings",
-           "gather embedding and head only while they are in use; a tied pair stays gathered", on=True)
-    add(memory, "--replicas", WHOLE, 1, "replicas of the model, each sharded over world/N ranks (HSDP); "
-        "these are usually one node, and gradients are all-reduced between replicas")
+           "gather the embedding and the head only while they are used; tied ones stay gathered", on=True)
+    add(memory, "--replicas", WHOLE, 1, "HSDP: N replicas of the model, each sharded over world/N ranks, "
+        "usually one node; gradients are all-reduced between replicas")
     add(memory, "--sequence_parallel", WHOLE, 1,
         "split each row over a group of N ranks; --batch_size then counts rows per group")
-    add(memory, "--offload", str, None, "what to keep in host memory until it is used; activations: block "
-        "inputs, params: weights, gradients, optimizer state (default: nothing; without a value: all that "
-        "applies)", nargs="*", choices=("activations", "params"), everyday=True)
-    add(memory, "--resident_blocks", blocks_or_auto, "auto", "with --offload params and adapters: keep the "
-        "frozen weights of N blocks (or all) on the GPUs; auto: of as many as fit beside what "
-        "--activation_checkpointing keeps, none on a CPU without --gpu_gib")
-    add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "recompute the first N blocks (or all) "
-        "in the backward, keeping only their inputs; auto: what is fastest of all that fits, from keeping "
-        "even dequantized NF4 weights to recomputing even attention; all blocks on a CPU without --gpu_gib, "
-        "and with --offload activations", nargs="?", const="all", everyday=True)
+    add(memory, "--offload", str, None, "what to offload to host memory. activations: inputs of recomputed "
+        "blocks. params: weights, gradients and optimizer state, with --fsdp2 (default: nothing; without a "
+        "value: both, or activations alone without --fsdp2)",
+        nargs="*", choices=("activations", "params"), everyday=True)
+    add(memory, "--resident_blocks", blocks_or_auto, "auto", "with --offload params and adapters: number "
+        "of blocks (or all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU "
+        "without --gpu_gib")
+    add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "store only the inputs of the first N "
+        "blocks (or all), and recompute these blocks in the backward. auto: the fastest setting that fits in "
+        "memory, from keeping even dequantized NF4 weights to recomputing even attention; all on a CPU "
+        "without --gpu_gib, and with --offload activations", nargs="?", const="all", everyday=True)
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
-            dest="activation_checkpointing", help="recompute nothing: least time, most memory")
+            dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
     switch(memory, "--chunked_ce",
-           "compute head and loss in chunks of tokens, without a [tokens, vocabulary] tensor", on=True)
+           "compute head and loss in chunks of tokens, never all logits at once", on=True)
     add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
-    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time; try 4096 (default: off)",
+    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time, such as 4096 (default: off)",
         everyday=True)
-    add(memory, "--optim", str, "adamw", "adamw8bit keeps 2 bytes of state per parameter instead of 8",
+    add(memory, "--optim", str, "adamw", "adamw8bit stores 2 bytes of state per parameter instead of 8",
         choices=("adamw", "adamw8bit"), fixed=True, everyday=True)
     switch(memory, "--stochastic_rounding",
            "round bf16 weights and moments at random, so that small updates count on average", fixed=True)
     switch(memory, "--optim_in_backward",
-           "update each weight as soon as its gradient is there and free that, which rules out --clip")
-    switch(memory, "--fused_adamw", "run AdamW as one kernel, on GPU and CPU", on=True)
+           "run the optimizer during the backward and free each gradient at once; rules out --clip")
+    switch(memory, "--fused_adamw", "run AdamW as one fused kernel, on GPU and CPU", on=True)
     declare(memory, "--compile", action=argparse.BooleanOptionalAction, everyday=True,
-            help="torch.compile the blocks, the loss and NF4: half a minute in the first step, which torch "
-            "caches for the next run (default: on if there are a GPU, Triton, a C compiler and "
-            f"{COMPILES_FROM / 1e9:g} billion parameters)")
+            help="torch.compile the blocks, the loss and NF4. The first step takes half a minute longer; "
+            "torch caches the result for the next run (default: on with a GPU, Triton, a C compiler and a model of "
+            f"at least {COMPILES_FROM / 1e9:g} billion parameters)")
 
 
 def add_schedule_flags(parser):
     schedule = parser.add_argument_group("schedule")
     add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch", everyday=True)
     add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True)
-    add(schedule, "--steps", WHOLE, None, "number of optimizer steps (default: from --epochs)", everyday=True)
-    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides it", everyday=True)
+    add(schedule, "--steps", WHOLE, None, "optimizer steps (default: what --epochs needs)", everyday=True)
+    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides --epochs", everyday=True)
     add(schedule, "--lr", AMOUNT_OR_0, None,
-        "peak learning rate (default: with adapters 5e-4 * (2000 / hidden size)^p, where p is 0.0775 for "
-        "Qwen and 0.781 for all others, which is tinker-cookbook's get_lr; a tenth of it without adapters, "
-        "and a tenth of that with --dpo, whose loss falls for as long as the weights grow)",
+        "peak learning rate (default: for adapters, 5e-4 * (2000 / hidden size)^p, where p is 0.0775 for "
+        "Qwen and 0.781 for all others, the rule of tinker-cookbook's get_lr; a tenth of that for full "
+        "fine-tuning and for --dpo)",
         fixed=True, everyday=True)
     add(schedule, "--embedding_lr", AMOUNT, None,
         "peak learning rate of what --train_embeddings trains (default: a tenth of --lr)", fixed=True)
-    add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; that of "
+    add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; "
         "--embedding_lr falls to the same fraction of its peak", fixed=True)
     add(schedule, "--warmup", AMOUNT_OR_0, 0.03,
-        "steps of linear warmup, from lr / (warmup + 1); below 1: fraction of all steps", fixed=True)
-    add(schedule, "--schedule", str, "cosine", "course of the learning rate after the warmup",
+        "steps of linear warmup, starting at lr / (warmup + 1), or a fraction of all steps if below 1",
+        fixed=True)
+    add(schedule, "--schedule", str, "cosine", "shape of the learning rate after the warmup",
         choices=("cosine", "linear", "constant"), fixed=True)
-    add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, on matrices only", fixed=True)
+    add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, applied to matrices only", fixed=True)
     add(schedule, "--clip", AMOUNT_OR_0, None,
-        "largest gradient norm; 0: no limit (default: 1; 0 with --optim_in_backward)", fixed=True)
+        "maximum gradient norm; 0: no limit (default: 1; 0 with --optim_in_backward)", fixed=True)
     add(schedule, "--seed", WHOLE_OR_0, 0,
-        "seed of data order, random weights, adapters, dropout", fixed=True)
+        "seed of the data order, random weights, adapters and dropout", fixed=True)
 
 
 def add_run_flags(parser):
     run = parser.add_argument_group("run")
     add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
     add(run, "--save_every", WHOLE_OR_0, 500,
-        "steps between checkpoints; the last step and what an evaluation finds best so far are saved, too. "
-        "0: save only on a signal", everyday=True)
-    add(run, "--keep", WHOLE, 2, "newest checkpoints to keep, besides the one with the best evaluation")
+        "save a checkpoint every N steps, at the last step and at each new best evaluation; 0: save only "
+        "when interrupted", everyday=True)
+    add(run, "--keep", WHOLE, 2, "number of newest checkpoints to keep, in addition to the best evaluation's")
     add(run, "--resume", PATH, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
-        "checkpoint of --out or of the newest run in out/, or start a new one if there is none (default: "
+        "checkpoint of --out or of the newest run in out/, or start a new run if there is none (default: "
         "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN", everyday=True)
     add(run, "--timeout", SECONDS, 1800.0,
         "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first. "
-        "Where one rank loads, saves or exports, the others wait for 4 N seconds. "
-        "Weights that fit on no disk at the end wait N seconds for room")
+        "While one rank loads, saves or exports, the others wait for up to 4 N seconds. If the disk is full "
+        "when the result is written, retry for N seconds")
     add(run, "--log_every", WHOLE, 10,
-        "log every N steps, and also the first ten steps and at least every ten seconds")
+        "log every N steps, at least every ten seconds, and each of the first ten steps")
     add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)",
         needs="eval_data")
     switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
     add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)", needs="dry_run",
         everyday=True)
-    add(run, "--gpu", str, None, "card that --dry_run plans for, its memory and the time of a step, such as "
-        "3090 or H100 (default: none)", needs="dry_run", metavar="NAME", everyday=True)
-    add(run, "--gpu_gib", AMOUNT, None, "GiB per GPU that the run or the plan may use; a card of 24 GB has "
+    add(run, "--gpu", str, None, "card that --dry_run plans for, such as 3090 or H100: its memory and, "
+        "for common cards, the time of a step (default: none)",
+        needs="dry_run", metavar="NAME", everyday=True)
+    add(run, "--gpu_gib", AMOUNT, None, "GiB of each GPU that the run or the plan may use; a 24 GB card has "
         "23.6 (default: all)", everyday=True)
-    switch(run, "--tensorboard", "write metrics for TensorBoard, too (pip install tensorboard)")
-    switch(run, "--wandb", "send metrics to Weights & Biases, too, set up by WANDB_PROJECT, WANDB_NAME, "
+    switch(run, "--tensorboard", "also write metrics for TensorBoard (pip install tensorboard)")
+    switch(run, "--wandb", "also send metrics to Weights & Biases, configured by WANDB_PROJECT, WANDB_NAME, "
            "WANDB_MODE and so on (pip install wandb)", everyday=True)
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot",
            "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
-    switch(run, "--merge", "also write the 16-bit model with the adapter merged in; with a given adapter and "
-           "without --data that alone", needs="lora", everyday=True)
+    switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
+           "and without --data, only merge", needs="lora", everyday=True)
     add(run, "--sample", str, None,
-        "text to continue or question to answer before training, at each evaluation and after training "
-        "(default: one for built-in data)")
+        "a text to continue or a question to answer before training, at each evaluation and after training "
+        "(default: none, except for the built-in data)")
     switch(run, "--chat", "talk with --model instead of training", everyday=True)
-    add(run, "--temperature", AMOUNT_OR_0, 0.0, "temperature of --chat and --sample; 0: the likeliest token")
-    add(run, "--max_new_tokens", WHOLE, None, "longest answer, in tokens (default: --chat 512, --sample 48)")
+    add(run, "--temperature", AMOUNT_OR_0, 0.0,
+        "temperature of --chat and --sample; 0: always the most likely token")
+    add(run, "--max_new_tokens", WHOLE, None,
+        "maximum length of an answer in tokens (default: --chat 512, --sample 48)")
 
 
 def flags_with(mark):
@@ -775,7 +781,7 @@ def refuse_conflicts(args):
         refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
                "tokens are never learned")
     if args.merge and not args.lora and os.path.isdir(args.model):
-        refuse(f"--merge: {args.model} is a whole model: leave it out, or add --lora")
+        refuse(f"--merge: {args.model} has no adapter to merge: leave out --merge, or train one with --lora")
     for flag in flags_with("needs"):
         if getattr(args, flag.dest) and not getattr(args, flag.needs):
             refuse(f"--{flag.dest} needs --{flag.needs}")
@@ -1150,13 +1156,15 @@ def check_sizes(args, config, world):
     if "linear_attention" in config.layer_types:
         # a key head stays together with its value heads
         n_heads["key heads of Gated DeltaNet"] = config.linear_num_key_heads
-    # each rank of a --sequence_parallel group mixes its share of the heads
-    n_shares = math.gcd(world, *n_heads.values())
-    for flag, n in (("replicas", world), ("sequence_parallel", n_shares)):
+    for flag in ("replicas", "sequence_parallel"):
         given = getattr(args, flag)
-        if n % given:
-            heads = ", ".join(f"{count} {kind}" for kind, count in n_heads.items())
-            raise ValueError(f"--{flag} {given}: expected a divisor of {n}, for {world} rank(s) and {heads}")
+        if world % given:
+            raise ValueError(f"--{flag} {given} needs {given} processes or a multiple of that, not {world}: "
+                             f"torchrun --nproc_per_node {given} starts {given}")
+    # each rank of a --sequence_parallel group mixes its share of the heads
+    if math.gcd(*n_heads.values()) % args.sequence_parallel:
+        heads = ", ".join(f"{count} {kind}" for kind, count in n_heads.items())
+        raise ValueError(f"--sequence_parallel {args.sequence_parallel}: it must divide the model's {heads}")
     if config.num_experts:
         expert_targets = set(args.lora_targets or []) & {"gate_proj", "up_proj", "down_proj"}
         if len(expert_targets & {"gate_proj", "up_proj"}) == 1:
@@ -1300,8 +1308,8 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
     say_notes(args, config, steps, ranks)
     if state["steps"] != steps:
-        ranks.say(f"note: {resumed} was to end at step {state['steps']}, not {steps}: the learning rate "
-                  "changes")
+        ranks.say(f"note: {resumed} was planned for {state['steps']} steps, not {steps}: the learning-rate "
+                  "schedule differs from here on")
         state["steps"] = steps
     if eval_data not in (None, state["eval_data"]):
         if state["evaluated"]:
@@ -1328,7 +1336,7 @@ def say_notes(args, config, steps, ranks):
     dropouts = [f"{key} {getattr(config, key):g}" for key in ("attention_dropout", "residual_dropout")
                 if getattr(config, key)]
     if dropouts:
-        ranks.say(f"note: nothing is dropped at random, although config.json has {', '.join(dropouts)}")
+        ranks.say(f"note: {', '.join(dropouts)} in config.json is ignored")
     if config.shared_expert_intermediate_size and args.lora and not args.merge:
         ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
     missing = missing_for_compile(ranks.device)
@@ -1343,8 +1351,8 @@ def say_notes(args, config, steps, ranks):
     trained_on = {os.path.realpath(name) for name in args.data if name not in data.BUILT_IN}
     both = [name for name in args.eval_data or () if os.path.realpath(name) in trained_on]
     if both:
-        ranks.say(f"note: {data.listing(both)} is in --data and --eval_data: evaluations are about rows that "
-                  "are trained on")
+        ranks.say(f"note: {data.listing(both)} is both in --data and in --eval_data: the evaluation "
+                  "loss is on training data")
     # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
     if steps < 20 and not args.steps:
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
@@ -1373,8 +1381,8 @@ def limit_gpu(gpu_gib, room, ranks):
     limit = min(total, (gpu_gib or math.inf) * GIB)
     torch.cuda.set_per_process_memory_fraction(limit / total, ranks.device)
     if room < limit - 0.1 * GIB:
-        ranks.say(f"note: {(limit - room) / GIB:.2f} GiB of a GPU are another process's, or one card is "
-                  "smaller: the plan leaves them out")
+        ranks.say(f"note: another process uses {(limit - room) / GIB:.2f} GiB of a GPU, or one GPU is "
+                  "smaller: the plan does not count on it")
 
 
 def keep_freed_memory(on):
@@ -2574,7 +2582,7 @@ def print_start(argv, run, model, new_ids, policy, ranks):
     other_dtype = str(model.compute_dtype).removeprefix("torch.")
     lines = [f"{args.model} ({c.model_type}): {n_total:,} parameters, {n_trained:,} trained, "
              f"{ranks.world} x {ranks.device_name}",
-             f"  --precision {args.precision}: trained {trained_dtype}, all else {other_dtype}"]
+             f"  --precision {args.precision}: trained weights in {trained_dtype}, all else in {other_dtype}"]
     if args.precision == "fp16":
         why = "" if has_bf16(ranks.device) else "this device has no bf16; "
         lines.append(f"  fp16: {why}the loss is scaled, and a step whose gradients overflow is skipped")
@@ -2621,7 +2629,7 @@ def describe_blocks(run, policy):
         text = (f"--activation_checkpointing {args.activation_checkpointing}: the backward recomputes "
                 f"{policy.n_recomputed} of {n_layers} blocks")
         if policy.n_attention_kept:
-            text += f", {policy.n_attention_kept} of them without attention"
+            text += f", {policy.n_attention_kept} of them except attention, whose outputs are kept"
         if policy.n_weights_kept:
             text += f"; {policy.n_weights_kept} keep their NF4 weights in 16 bits"
         texts.append(text)
@@ -2861,15 +2869,15 @@ def end_not_finite(model, loader, step, args, ranks):
     # If a weight itself is not finite, that is the cause, and no document is to blame.
     check_finite(dict(model.named_parameters()), step, ranks)
     places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
-    changed = "no weight was changed by it"
+    changed = "The weights and"
     if args.optim_in_backward:
-        changed = "those of its gradients that came earlier were applied"
+        changed = "Gradients that came earlier in this step were applied. The"
     advice = f"Lower --lr, which is {args.lr:g}, raise --warmup"
     if args.precision == "fp16":
-        advice = f"{FP16_ENDS}. If that is not finite either, lower --lr, which is {args.lr:g}"
+        advice = f"{FP16_ENDS}. If the loss still becomes inf or nan, lower --lr, which is {args.lr:g}"
     ranks.leave()
     raise FloatingPointError(
-        f"step {step + 1}: not finite: the loss or a gradient; {changed}, checkpoints are as they were. "
+        f"step {step + 1}: the loss or a gradient is inf or nan. {changed} checkpoints were not touched. "
         f"{advice}, or look at the documents of that step:"
         + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
 
@@ -2965,8 +2973,8 @@ def merge_result(args, exits):
             exits.callback(folder.leave)
             out = folder.path
         data.merge(args, opened.reader, opened.adapter_reader, opened.files, opened.tokenizer, out)
-    ranks.say(f"done: {out}/merged, and nothing was trained, as there is no --data; --chat --model {out} "
-              "talks with it")
+    ranks.say(f"done: {out}/merged (no training, because no --data was given). Try it: python train.py "
+              f"--chat --model {out}/merged")
 
 
 # ---------------- checkpoints
@@ -3936,19 +3944,21 @@ def describe_time(run, policy, name, steps, length):
     args = run.args
     unknown = {
         "for such a card": not CARDS[name].attention,
-        "for experts below Hopper": run.config.num_experts and name[0] != "H",  # multiplied one by one
+        # torch multiplies them one by one there
+        "for experts on cards older than Hopper": run.config.num_experts and name[0] != "H",
         "for an optimizer on the CPU": "params" in args.offload and not run.streams,
         "without bf16, --packing and torch's attention":
             args.precision in ("fp16", "fp32") or not args.packing,
         "for windows in longer documents": run.config.sliding_window < (length or run.length),
     }
     if any(unknown.values()):
-        return f"the time of a step is not known {next(why for why in unknown if unknown[why])}"
+        return f"no time estimate {next(why for why in unknown if unknown[why])}"
     with_host, seconds = time_of_step(run, policy, CARDS[name], length)
     bounds = {
-        "the GPU waits for the host, which launches its kernels": with_host > 1.1 * seconds,
-        "small products reach less of a card": run.config.hidden_size < 4096,  # 3B: 22 to 36 % more time
-        "waits of GPUs for one another are not counted": run.world > 1,
+        "launch-bound: the CPU cannot launch kernels fast enough": with_host > 1.1 * seconds,
+        # a model of 3B takes 22 to 36 % more time
+        "small models use the GPU less efficiently": run.config.hidden_size < 4096,
+        "the time that GPUs wait for each other is not counted": run.world > 1,
     }
     reasons = "; ".join(why for why in bounds if bounds[why])
     about, up_to = ("at least", "at most ") if reasons else ("about", "")
@@ -3956,7 +3966,7 @@ def describe_time(run, policy, name, steps, length):
     text = f"a step takes {about} {seconds:,.2f} s on an {name}, {up_to}{n_tokens / seconds:,.0f} tok/s"
     if steps:
         text += f", {steps:,} steps {about} {timedelta(seconds=round(steps * seconds))}"
-    accuracy = "an estimate for what has not been measured, within about a quarter"
+    accuracy = "an estimate: this card has not been measured, expect an error of up to about 25 %"
     is_measured = name in ("H100", "H200") and args.lora and not args.dpo and not run.streams
     has_long_rows = args.batch_size * run.length >= 4096  # as all that were measured
     if is_measured and has_long_rows and "linear_attention" not in run.config.layer_types:
@@ -4309,7 +4319,7 @@ def describe_plan(run, policy, room):
                  f"micro-batches of {run.args.batch_size} x {run.length} tokens")
         yield from table_of(phases, name)
         if run.args.compile:
-            yield ("  kept with --compile: what torch's partitioner saves, on an H100 within 1 %")
+            yield ("  kept for backward: an estimate of what torch.compile saves, within 1 % on an H100")
         yield (f"  host memory: {host_text}")
         of, verdict = "", ""
         if room < math.inf:
@@ -4388,7 +4398,7 @@ def print_steps(args, tokenizer, vocab_size, world):
     ranks = Ranks(want_group=False, timeout=args.timeout)
     ranks.world = world
     if tokenizer.folder == data.TINY and args.model != "tiny":
-        data.say("note: the data are counted in tokens of the built-in model; a folder or Hub id has its own")
+        data.say("note: tokens are counted with the built-in tokenizer; a model folder or Hub id is exact")
     loader, eval_loader = data.open_data(args, tokenizer, vocab_size, ranks)
     data.print_data(args, loader, eval_loader, tokenizer)
     rows_a_step, steps = count_steps(args, len(loader.rows), world)
@@ -4464,9 +4474,9 @@ def launch(argv=None):
             # The rank that has ended first, or torchrun, says why. gloo names it, and a time behind its name
             # whether it has waited or not.
             which = re.sub(r" in \d+ ms$|\. This is.*", "", str(error).splitlines()[0])
-            message = (f"another rank has ended, or hangs, while this one was at step {progress['step']}, "
-                       f"in {stack_of(error)}; complete checkpoints are as they were. ({which}. Outside of a "
-                       f"step, --timeout N waits for {PATIENCE} N seconds.)")
+            message = (f"lost contact with another rank at step {progress['step']}, in {stack_of(error)}: it "
+                       f"crashed or hangs. Saved checkpoints are intact. ({which}. Outside of a step, "
+                       f"--timeout N waits for {PATIENCE} N seconds.)")
         else:
             speaks = True
             message = f"{type(error).__name__}: {error}"

@@ -519,7 +519,7 @@ MODELS = {
         says=["--model nowhere", "no such folder", "Hub id", "qwen3-0.6b"]),
     "no such id": Case(
         flags="--model nobody/nothing-at-all",
-        says=["--model nobody/nothing-at-all", "not fetched from the Hub"]),
+        says=["--model nobody/nothing-at-all", "the download from the Hub failed"]),
     "the upper folder of the Hub's cache": Case(
         spoil=[write("models--a--b/snapshots/abc/config.json", "{}")],
         flags="--model models--a--b",
@@ -655,7 +655,7 @@ ADAPTERS = {
         says=["--adapter adapter: no such folder", "Hub id"]),
     "no such adapter on the Hub": Case(
         flags="--adapter nobody/nothing-at-all",
-        says=["--adapter nobody/nothing-at-all", "not fetched from the Hub"]),
+        says=["--adapter nobody/nothing-at-all", "the download from the Hub failed"]),
     "a model as an adapter": Case(
         flags="--adapter model",
         says=["model: no adapter_config.json: give --model model"]),
@@ -803,7 +803,7 @@ RUNS = {
         says=["--resume model", "no complete checkpoint"]),
     "replicas of a plan": Case(
         flags="--fsdp2 --replicas 3 --dry_run --world 8",
-        says=["--replicas 3", "8 rank", "divisor of 8"]),
+        says=["--replicas 3 needs 3 processes or a multiple of that, not 8"]),
     "groups of a plan": Case(
         flags="--sequence_parallel 4 --dry_run --world 6",
         says=["--sequence_parallel 4", "6 rank", "of 2"]),
@@ -812,7 +812,7 @@ RUNS = {
         says=["--sequence_parallel 4", "14 heads", "of 14"]),
     "groups of heads of two kinds": Case(  # both 24 ranks and 24 heads of attention could be split by 3
         flags="--model qwen3.5-27b --sequence_parallel 3 --dry_run --world 24",
-        says=["--sequence_parallel 3", "24 heads of attention, 16 key heads of Gated DeltaNet", "divisor of 8"]),
+        says=["--sequence_parallel 3", "24 heads of attention, 16 key heads of Gated DeltaNet"]),
     "half of the experts": Case(
         flags="--lora --lora_targets up_proj --dry_run --model qwen3-30b-a3b",
         says=["up_proj", "give both"]),

@@ -626,13 +626,13 @@ def test_a_prompt_that_opens_a_thought_ends_before_it_and_plain_answers_are_coun
     rows = [chat(QUESTION, ANSWER, QUESTION, ANSWER), chat(QUESTION, message("assistant", "<b>4</b>"))]
     texts, file = read_rows(tmp_path, tokenizer, *rows)
     assert texts == [2 * (ASKED + ANSWERED), ASKED + trained_turn("<b>4</b>")]
-    assert noted(file, "without the thought of the prompt") == 3
+    assert noted(file, "no reasoning although the prompt") == 3
     documents, _ = read_data(jsonl(tmp_path / "rows.jsonl", *rows), tokenizer)
     loader = data.Loader(documents, 1000, True, 1, 0, 0, 1)
     args = train.parse_args([])
     data.print_data(args, loader, None, tokenizer)
-    assert ("3 answers begin without the thought of the prompt: the model unlearns to think when it is asked in its "
-            "default mode") in capsys.readouterr().out
+    assert ("3 answers have no reasoning although the prompt opens a thought: training on them teaches the model to "
+            "stop reasoning in its default mode") in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- 14: configs and adapters

@@ -857,7 +857,7 @@ BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
     "a list inside an object": (
         "a.json", b'{"data": [{"text": "a"}]}', "expected an object with .*; got the keys data: "),
     # nothing, or next to nothing, to train on
-    "no answer": ("a.jsonl", line_of(chat(QUESTION)), "nothing to train on: of 1 examples .* 1 have no supervised"),
+    "no answer": ("a.jsonl", line_of(chat(QUESTION)), "nothing to train on: of 1 examples.* 1 have no trained"),
     "hardly an answer": ("a.jsonl", LONG_PROMPT, "only 2 of 501 tokens are trained on"),
 }
 
@@ -885,7 +885,7 @@ def test_name_of_no_file_is_refused_with_what_is_expected(tiny, tmp_path, is_fol
     path = tmp_path / "a.jsonl"
     if is_folder:
         path.mkdir()
-    with pytest.raises(ValueError, match=r"(?s)a\.jsonl.*no such file; expected a \.jsonl"):
+    with pytest.raises(ValueError, match=r"(?s)a\.jsonl.*(no such file|a folder: .*); expected a \.jsonl"):
         read_data(path, tiny)
 
 
@@ -1022,7 +1022,7 @@ def test_a_template_is_found_where_its_family_keeps_it(tmp_path, file, is_adapte
 def test_what_the_built_in_template_leaves_out_is_said_of_it():
     tokenizer = data.Tokenizer(data.TINY)
     call = {"function": {"name": "add", "arguments": {"a": 2}}}
-    with pytest.raises(ValueError, match=r"chat_template.jinja\) of the built-in model: another --model has its own"):
+    with pytest.raises(ValueError, match=r"template.jinja\) of the built-in model; your own --model will use its own"):
         tokenizer.conversation([QUESTION, message("assistant", "", tool_calls=[call])], [SCHEMA])
 
 
@@ -1099,8 +1099,8 @@ def test_a_run_on_conversations_says_where_the_template_is_from(tmp_path, capsys
         template_file.write_text(CHATML)
     tokenizer = data.Tokenizer(folder, template_file)
     text = start_up_text(folder, tokenizer, chat(QUESTION, ANSWER), capsys)
-    (line,) = [line for line in text.splitlines() if "rendered" in line]
-    assert re.fullmatch(f"conversations are rendered by {pattern}", line)
+    (line,) = [line for line in text.splitlines() if "chat template" in line]
+    assert re.fullmatch(f"chat template: {pattern}", line)
     assert len(line) <= 80  # long names of folders are cut
 
 
@@ -1123,7 +1123,7 @@ def test_keys_that_are_not_read_are_listed(tmp_path, agent, capsys):
 ], ids=["text", "messages", "no prompt"])
 def test_prompts_that_get_no_template_are_counted_if_the_model_has_one(tmp_path, tiny, capsys, row, n_plain):
     said = start_up_text(tmp_path, tiny, row, capsys)
-    assert ("1 prompts are plain text, trained on as they stand: only" in said) == bool(n_plain)
+    assert ("1 prompts are plain strings: the chat template is NOT applied" in said) == bool(n_plain)
     # of a base model nobody expects one
     tiny_without = copy.copy(tiny)
     tiny_without.has_template = False

@@ -305,7 +305,7 @@ def test_activations_that_overflow_end_the_run_and_name_the_flag(shallow_job, tm
     argv = [*shallow_job, "--model", wild]
     codes, _, (said,) = changed(1, change_nothing, argv, tmp_path / "run")
     assert codes == [train.NOT_FINITE], said
-    assert "step 1: not finite: the loss or a gradient; no weight was changed by it" in said
+    assert "step 1: the loss or a gradient is inf or nan. The weights and checkpoints were not touched" in said
     assert "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU with bf16" in said
     assert not (tmp_path / "run/final").exists()
     assert math.isfinite(sum(losses(1, [*argv, "--precision", "fp32", "--steps", 1], tmp_path / "fp32")))
@@ -328,7 +328,7 @@ def test_a_scale_below_1_ends_the_run_and_names_the_flag(shallow_job, tmp_path):
     codes, rows, (said,) = changed(1, make_every_gradient_infinite, [*shallow_job, "--lora"], tmp_path / "run")
     assert codes == [train.NOT_FINITE], said
     assert [row["loss_scale"] for row in rows] == [2, 1]
-    assert "step 3: not finite: the loss or a gradient" in said
+    assert "step 3: the loss or a gradient is inf or nan" in said
     assert "fp16 numbers end at 65,504" in said
 
 

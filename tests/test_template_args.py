@@ -187,7 +187,7 @@ def test_thoughts_that_are_preserved_need_no_document_of_their_own(tmp_path):
 
 # ---------------------------------------------------------------- empty thoughts
 
-NOTE = "answers begin with an empty thought: the model unlearns to think when it is asked in its default mode"
+NOTE = "answers begin with an empty thought: training on them teaches the model to stop reasoning in its default mode"
 HINT = "; --template_args enable_thinking=false puts the empty thought into the prompt"
 PLAIN_AND_THOUGHTFUL = [chat(QUESTION, ANSWER), chat(QUESTION, THOUGHTFUL), chat(QUESTION, ANSWER)]
 # what the row itself says is as harmful
@@ -264,7 +264,7 @@ def test_a_row_may_close_the_thought_that_prompts_open(tmp_path):
     tokenizer = tokenizer_of(tmp_path, CHATML.replace("assistant\n' }}", "assistant\n' }}" + opens))
     rows = [chat(QUESTION, ANSWER), chat(QUESTION, ANSWER, chat_template_kwargs=NO_THINKING)]
     _, file = read_rows(tmp_path, tokenizer, *rows)
-    assert noted(file, "begin without the thought of the prompt") == 1
+    assert noted(file, "no reasoning although the prompt opens a thought") == 1
 
 
 def test_a_variable_of_a_row_that_the_template_does_not_read_is_listed(tmp_path):

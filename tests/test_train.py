@@ -135,7 +135,7 @@ WORDS_OF_THE_START = [
 def test_main_job_says_what_was_decided_and_what_is_not_at_its_default(main_job):
     said = main_job.said
     precision = "mixed" if torch.cpu._is_avx512_bf16_supported() else "fp32"
-    assert f"\n  --precision {precision}: trained float32, all else " in said
+    assert f"\n  --precision {precision}: trained weights in float32, all else in " in said
     for words in WORDS_OF_THE_START:
         assert f"\n  {words}" in said
 
@@ -189,12 +189,12 @@ def test_merged_model_is_base_plus_adapter(main_job):
 def test_a_qlora_run_is_merged_later_into_the_16_bit_weights_to_the_same_bytes(main_job, tmp_path, capsys):
     check_merges_later(main_job.out, tmp_path)
     said = capsys.readouterr().out
-    assert f"done: {tmp_path}/later/merged, and nothing was trained, as there is no --data" in said
+    assert f"done: {tmp_path}/later/merged (no training, because no --data was given)" in said
     assert "stdlib:docs" not in said
     # that is what the run stands for now
     assert data.find_result(str(tmp_path / "later")) == (str(tmp_path / "later/merged"), None)
     assert train.launch(["--merge", "--model", str(tmp_path / "later")]) == 2
-    assert f"--merge: {tmp_path}/later/merged is a whole model" in capsys.readouterr().err
+    assert f"--merge: {tmp_path}/later/merged has no adapter to merge" in capsys.readouterr().err
 
 
 @pytest.mark.bf16
@@ -617,7 +617,7 @@ def test_learning_rate_schedules(schedule, in_the_middle, at_the_end):
 @pytest.mark.parametrize("flags, words", [
     ("--lr 1e-3 --min_lr 2e-3", "note: --min_lr 0.002 is above --lr 0.001: the learning rate rises"),
     ("--warmup 50", "note: --warmup 50 is not shorter than the run, 50 steps: the learning rate does not reach --lr"),
-    ("--data a.jsonl b.jsonl --eval_data ./b.jsonl", "note: ./b.jsonl is in --data and --eval_data: evaluations are"),
+    ("--data a.jsonl b.jsonl --eval_data ./b.jsonl", "note: ./b.jsonl is both in --data and in --eval_data: "),
 ])
 def test_what_is_probably_not_meant_gets_a_note(flags, words, capsys):
     config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
