@@ -150,12 +150,42 @@ def test_flop_of_a_step_are_those_that_the_log_counts():
     ("NVIDIA H100 80GB HBM3", "H100"),
     ("NVIDIA H100 PCIe", "H100 PCIe"),
     ("H100", "H100"),
-    ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+    ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+    ("NVIDIA A100 80GB PCIe", "A100 80GB"),
+    ("Tesla V100-PCIE-16GB", "V100 16GB"),
+    ("NVIDIA GH200 480GB", "GH200"),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+    ("NVIDIA RTX A6000", "A6000"),
+    ("NVIDIA GeForce RTX 3060 Ti", "RTX 3060 Ti"),
+    ("3060Ti", "RTX 3060 Ti"),
+    ("3060", "RTX 3060"),
+    ("rtx4070 ti super", "RTX 4070 Ti Super"),
+    ("4060 Ti 16 GB", "RTX 4060 Ti 16GB"),
+    ("L4", "L4"),
+    ("L40", "L40"),
+    ("H20", "H20"),
+    ("A10", "A10"),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("Quadro RTX 6000", None),
+    ("H100 40GB", None),
     ("CPU", None),
+    ("4", None),
+    ("M4", None),
+    ("B2", None),
+    ("", None),
 ])
 def test_a_card_is_found_by_what_a_device_or_a_person_calls_it(text, name):
-    assert train.card_named(text) == name
+    assert train.cards_named(text) == ([name] if name else [])
+
+
+def test_every_card_is_found_by_its_own_name_alone():
+    for name in train.CARDS:
+        assert train.cards_named(name) == [name]
+
+
+def test_a_name_of_several_cards_is_refused_with_theirs():
+    with pytest.raises(Exception, match=r"--gpu A100: which one\? A100 40GB, A100 80GB"):
+        train.parse_args(["--dry_run", "--gpu", "A100"])
 
 
 def dry_run(capsys, flags):
@@ -175,11 +205,11 @@ def test_a_dry_run_tells_memory_and_time_of_a_card_by_name(capsys):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    ("--model llama-3.1-8b --lora --gpu T4", "not known for such a card"),
-    ("--model llama-3.1-8b --lora --gpu B200", "not known for such a card"),
-    ("--model qwen3-30b-a3b --qlora --gpu A100", "not known for experts below Hopper"),
-    ("--model llama-3.1-8b --fsdp2 --offload params --gpu H100", "not known for an optimizer on the CPU"),
-    ("--model llama-3.1-8b --lora --precision fp32 --gpu H100", "not known without bf16"),
+    ("--model llama-3.1-8b --lora --gpu T4", "no time estimate for such a card"),
+    ("--model llama-3.1-8b --lora --gpu B200", "no time estimate for such a card"),
+    ("--model qwen3-30b-a3b --qlora --gpu L40S", "for experts on cards older than Hopper"),
+    ("--model llama-3.1-8b --fsdp2 --offload params --gpu H100", "no time estimate for an optimizer on the CPU"),
+    ("--model llama-3.1-8b --lora --precision fp32 --gpu H100", "no time estimate without bf16"),
     ("--model qwen3-4b --lora --gpu H100", "at least"),
     ("--model llama-3.1-8b --lora --fsdp2 --world 2 --gpu H100", "at least"),
     ("--model llama-3.1-8b --lora --seq_len 128 --no-compile --gpu H200", "launch-bound: the CPU"),
