@@ -2602,7 +2602,7 @@ TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 #   tiny                                  the built-in model
 #   a folder with config.json             this model
 #   a folder with adapter_config.json     this adapter, on the base it names    this adapter
-#   the folder of a run                   its merged/, or else its final/       its final/
+#   the folder of a run                   its final/, or else its merged/       its final/
 #   the name of a preset                  random weights of its shape
 #   an id on the Hub                      this model, downloaded                this adapter, downloaded
 #
@@ -2621,8 +2621,8 @@ FOLDERS = {
 
 
 def result_in(name, files=(CONFIG, ADAPTER_CONFIG)):
-    """The first folder of NAME, NAME/merged and NAME/final that has one of these files, or None."""
-    for folder in (Path(name), Path(name) / "merged", Path(name) / "final"):
+    """The first folder of NAME, NAME/final and NAME/merged that has one of these files, or None."""
+    for folder in (Path(name), Path(name) / "final", Path(name) / "merged"):
         if any((folder / file).exists() for file in files):
             return folder
     return None
@@ -3367,7 +3367,7 @@ def export(args, model, reader, files, tokenizer, out, ranks):
             save_adapter(adapter_tensors, unfinished, files.base, args.lora_rank, args.lora_alpha,
                          args.lora_dropout, modules, args.rslora)
         if is_first:
-            remove(out / "merged")  # belongs to an older final/: find_result() would prefer it to this one
+            remove(out / "merged")  # belongs to an older final/
             put_in_place(unfinished, out / "final")
 
 

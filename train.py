@@ -103,11 +103,13 @@ def main(argv, progress, exits):
     """A training run from top to bottom. `progress` is kept up to date for launch(), and `exits` is its stack
     of what has to be closed, however the run ends."""
     args = parse_args(argv)
-    # these three train nothing, and --dry_run needs neither weights nor a device
+    # these train nothing, and --dry_run needs neither weights nor a device
     if args.dry_run:
         return dry_run(args)
     if args.chat:
         return chat(args)
+    if args.export:
+        return export_checkpoint(args, exits)
     if not args.data:
         return merge_result(args, exits)
 
@@ -450,7 +452,7 @@ def make_parser():
            "reference is the model without adapters", fixed=True, needs="lora", everyday=True)
     add(method, "--beta", AMOUNT, None, "DPO's beta: a smaller value lets the model move further from the "
         "reference (default: 0.1)", fixed=True, needs="dpo")
-    switch(method, "--train_embeddings", "also train embedding and head in full (PEFT's modules_to_save)", fixed=True)
+    switch(method, "--train_embeddings", "also train embedding and head (PEFT's modules_to_save)", fixed=True)
     add(method, "--lora_targets", str, None,
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them "
         "except in_proj_a and in_proj_b). If attention also has a gate_proj, plain gate_proj means the MLP's",
@@ -541,8 +543,8 @@ def add_memory_flags(parser):
     switch(memory, "--fused_adamw", "run AdamW as one fused kernel, on GPU and CPU", on=True)
     declare(memory, "--compile", action=argparse.BooleanOptionalAction, everyday=True,
             help="torch.compile the blocks, the loss and NF4. The first step takes half a minute longer; "
-            "torch caches the result for the next run (default: on with a GPU, Triton, a C compiler and a model of "
-            f"at least {COMPILES_FROM / 1e9:g} billion parameters)")
+            "torch caches the result for the next run (default: on with a GPU, Triton, a C compiler and a "
+            f"model of at least {COMPILES_FROM / 1e9:g} billion parameters)")
 
 
 def add_schedule_flags(parser):
@@ -604,6 +606,8 @@ def add_run_flags(parser):
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot",
            "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
+    add(run, "--export", PATH, None, "write final/ of a run's checkpoint and exit; needs neither that "
+        "run's flags nor its data (default: none)", metavar="RUN/checkpoint-N", everyday=True)
     switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
            "and without --data, only merge", needs="lora", everyday=True)
     add(run, "--sample", str, None,
@@ -753,13 +757,12 @@ def find_results(args):
 
 
 def refuse_checkpoint(flag, folder):
-    """A checkpoint has the rows of ranks, and no model that could be read. If one is given, or a run that has
-    no result yet, this names the command that makes a model of it."""
+    """A checkpoint holds each rank's shards, not a loadable model. If a flag is given a checkpoint, or a run
+    without a result, this raises an error with the command that exports it."""
     checkpoint = folder if (folder / STATE).is_file() else newest_checkpoint(folder)
     # transformers writes a state of this name, too, beside a model
     if checkpoint and not any(data.result_in(one) for one in (folder, checkpoint)):
-        refuse(f"--{flag} {folder}: a run's checkpoint is no model yet: the command of that run with "
-               f"{export_of(checkpoint)} makes one, best/final")
+        refuse(f"--{flag} {folder}: a checkpoint is not a model yet: --export {checkpoint} makes one of it")
 
 
 def layer_names(flag, words):
@@ -809,8 +812,8 @@ def refuse_conflicts(args):
         refuse("--chat needs one device: no torchrun, no --fsdp2")
     if args.dry_run and "RANK" in os.environ:
         refuse("--dry_run needs one process: no torchrun; --world N plans for N GPUs")
-    if args.merge and args.adapter and not args.data and "RANK" in os.environ:
-        refuse("--merge without --data needs one process: no torchrun")
+    if (args.export or (args.merge and args.adapter and not args.data)) and "RANK" in os.environ:
+        refuse("--export, and --merge without --data, need one process: no torchrun")
     if args.optim_in_backward and args.precision == "fp16":
         refuse(f"--optim_in_backward: {WHOLE_STEPS}")
     for flag in ("tensorboard", "wandb"):
@@ -2599,6 +2602,8 @@ def print_start(argv, run, model, new_ids, policy, ranks):
             words.append(f"dropout {args.lora_dropout:g}")
         frozen = "; frozen blocks in NF4" if args.qlora else ""
         lines.append(f"  adapters on {layers}: {', '.join(words)}{frozen}")
+    if args.adapter:
+        lines.append(f"  continues the adapter of {args.adapter}")
     if args.train_embeddings:
         lines.append(f"  embedding and head: trained in full, learning rate {args.embedding_lr:.3g}")
     if args.add_tokens:
@@ -2742,14 +2747,22 @@ def chat(args):
     model.eval()
     sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 becomes a mark
     messages = []
+    who = args.adapter or args.model
+    commands = "/reset starts a new chat, Ctrl-C stops an answer, /quit or Ctrl-D ends"
+    if sys.stdin.isatty():
+        data.say(f"talking with {who}: {commands}")
     while True:
         try:
             question = input("> " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
             break
+        if question == "/quit":
+            break
         if question == "/reset":
             messages = []
-        if question in ("", "/reset"):
+        elif question in ("/help", "/?"):
+            data.say(commands)
+        if question in ("", "/reset", "/help", "/?"):
             continue
         # The history grows by a question and its answer together, or, if either fails, by neither.
         asked = [*messages, {"role": "user", "content": question}]
@@ -2944,21 +2957,48 @@ def say_done(lora, merge, random_init, model, out, state, ranks):
     best = state["best_eval"]
     if best and best["step"] < state["step"] and best["step"] in checkpoints(out):
         checkpoint = checkpoints(out)[best["step"]]
-        ranks.say(f"the best evaluation was that of step {best['step']}, {best['eval_loss']:.4f}: the same "
-                  f"command with {export_of(checkpoint)} writes its model, best/final")
+        ranks.say(f"best evaluation loss {best['eval_loss']:.4f} at step {best['step']}; final/ has step "
+                  f"{state['step']}. To export the best: python train.py --export {checkpoint}")
     written = f"{out}/final"
     if merge:
         written += f" and {out}/merged"
-    next_step = f"--chat --model {out} talks with it"
+    next_step = f"Try it: python train.py --chat --model {out}/{'merged' if merge else 'final'}"
     if lora and not merge:
         try:
             adapter_reader, _ = data.open_adapter(out / "final")
             data.check_weights(model, adapter_reader, out / "final")
         except (ValueError, OSError) as error:
-            next_step = f"--chat cannot talk with it: {error}"
+            next_step = f"--chat cannot load it: {error}"
         if random_init:
-            next_step = "--chat cannot talk with it: only --merge saves the random weights under it"
-    ranks.say(f"done: {written}; {next_step}")
+            next_step = "--chat cannot load it: only --merge saves the random weights under it"
+    ranks.say(f"done: {written}. {next_step}")
+
+
+def export_checkpoint(args, exits):
+    """--export: writes final/ of a checkpoint, as its run would have written it at that step, to --out or
+    beside its run. The flags come from the run's args.json. No data and no frozen weights are read."""
+    checkpoint = Path(args.export).resolve()
+    ranks = Ranks(want_group=False, timeout=args.timeout)
+    with ranks.agree():
+        if not (checkpoint / STATE).is_file():
+            raise ValueError(f"--export {args.export}: no {STATE} in it: give a RUN/checkpoint-<step>")
+        state = read_state(checkpoint, data.read_json(checkpoint / STATE).get("settings", {}), ranks)
+        of_run = data.read_json(checkpoint.parent / "args.json")
+        flags = {name: of_run.get(name, value) for name, value in vars(args).items()}
+        one_rank = {"fsdp2": False, "replicas": 1, "sequence_parallel": 1}
+        revisions = revisions_of(checkpoint)
+    opened = open_model(argparse.Namespace(**flags | one_rank), ranks, revisions)
+    model = opened.model
+    model.to_empty(device="cpu").tie_()  # frozen weights are never touched, so they take no memory
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    with ranks.agree():
+        load_checkpoint(checkpoint, state["files"], trained, weights_only=True)
+        folder = RunFolder(args.out or f"{checkpoint.parent}-step-{state['step']}", None)
+        exits.callback(folder.leave)
+        flags = argparse.Namespace(**flags)
+        data.export(flags, model, opened.reader, opened.files, opened.tokenizer, folder.path, ranks)
+    ranks.say(f"done: {folder.path}/final has step {state['step']}. Try it: python train.py --chat --model "
+              f"{folder.path}/final")
 
 
 def merge_result(args, exits):
@@ -3021,11 +3061,6 @@ def newest_checkpoint(run):
     """Returns the folder of the newest complete checkpoint, or None."""
     found = checkpoints(run)
     return found[max(found)] if found else None
-
-
-def export_of(checkpoint):
-    """The flags with which the command of a run writes the model of a checkpoint, and trains no further."""
-    return f"--resume {checkpoint} --steps {step_of(checkpoint.resolve())} --out best"
 
 
 def checkpoint_to_resume(out, resume):
@@ -3323,9 +3358,10 @@ def write_rows(path, rows_of):
     return data.write_safetensors(path, data.layout_of(ordered), tensors, zlib.crc32)
 
 
-def load_checkpoint(folder, files, tensors):
+def load_checkpoint(folder, files, tensors, weights_only=False):
     """Fills this rank's rows of `tensors` from `files`, those of any number of ranks. What else lies in the
-    folder is not read. ValueError names what is wrong."""
+    folder is not read. weights_only: also what the files have beside these tensors. ValueError names what is
+    wrong."""
     # Every rank looks at all keys, also at those of rows that it does not need. So all ranks find the same
     # rows missing, and none of them trains on alone.
     n_missing = {name: math.prod(tensor.shape[:1]) for name, tensor in tensors.items()}  # rows
@@ -3334,6 +3370,8 @@ def load_checkpoint(folder, files, tensors):
             with safe_open(folder / file, framework="pt") as reader:
                 for key in reader.keys():  # noqa: SIM118
                     name, _, first = key.rpartition(":")
+                    if weights_only and name not in tensors:
+                        continue
                     if name not in tensors or not first.isdecimal():
                         raise ValueError(f"{key}: this run trains no such tensor")
                     saved = reader.get_slice(key)

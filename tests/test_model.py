@@ -866,5 +866,7 @@ def test_a_run_or_an_adapter_is_a_model_and_folders_are_named_absolutely(tmp_pat
     assert data.find_result("run") == ("base", "run/final")
     assert data.find_result("run/final") == ("base", "run/final")
     shutil.copytree(data.TINY, run / "merged")
+    assert data.find_result("run") == ("base", "run/final")  # what the same words meant before merged/ was made
+    shutil.rmtree(final)
     assert data.find_result("run") == ("run/merged", None)
     assert data.find_model("run/merged", False).base == str(run / "merged")

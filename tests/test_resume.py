@@ -131,7 +131,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(job, six_rows, tmp_p
 def test_a_newer_result_is_not_hidden_by_an_older_merged_model(job, tmp_path):
     out = tmp_path / "run"
     run(1, [*job, "--lora", "--merge", "--steps", 2], out)
-    assert data.find_result(str(out)) == (str(out / "merged"), None)
+    assert (out / "merged").exists()
     run(1, [*job, "--lora", "--resume", out], out)  # without --merge
     _, adapter = data.find_result(str(out))
     assert adapter == str(out / "final")
@@ -742,26 +742,29 @@ def test_the_best_checkpoint_is_named_at_the_end_and_its_command_writes_its_mode
     argv = [*map(str, argv), *method, *"--seq_len 64 --batch_size 2 --precision fp32".split()]
     argv += "--lr 1e-2 --schedule constant --warmup 0".split()  # a shorter run has the same rates
     assert train.launch([*argv, "--steps", "3", "--save_every", "1", "--keep", "1", "--out", str(out)]) == 0
-    command = f"--resume {out}/checkpoint-2 --steps 2 --out best"
+    command = f"--export {out}/checkpoint-2"
     said = capsys.readouterr().out
-    assert f"best evaluation was that of step 2, 1.0000: the same command with {command} writes its model" in said
+    assert "best evaluation loss 1.0000 at step 2; final/ has step 3. To export the best: " in said
+    assert f"python train.py {command}\n" in said
 
     # what says so, too, is a checkpoint that is given as a model, also by its run if that has no other result
     for name in ("run/checkpoint-2", "run/checkpoint-3"):
         assert train.launch(["--chat", "--model", str(tmp_path / name)]) == 2
-        step = name[-1]
-        words = f"no model yet: the command of that run with --resume {tmp_path / name} --steps {step} --out best makes"
-        assert words in capsys.readouterr().err
+        assert f"not a model yet: --export {tmp_path / name} makes one of it" in capsys.readouterr().err
     shutil.rmtree(out / "final")
     assert train.launch(["--chat", "--adapter", str(out)]) == 2
-    assert f"--resume {out}/checkpoint-3 --steps 3" in capsys.readouterr().err
+    assert f"--export {out}/checkpoint-3 makes" in capsys.readouterr().err
 
-    monkeypatch.chdir(tmp_path)
-    assert train.launch([*argv, *command.split()]) == 0
-    assert "best evaluation" not in capsys.readouterr().out
+    # neither the data nor any flag of the run is needed
+    kept = six_rows.rename(tmp_path / "elsewhere.jsonl")
+    assert train.launch(command.split()) == 0
+    kept.rename(six_rows)
+    assert f"done: {out}-step-2/final has step 2" in capsys.readouterr().out
+    assert train.launch(["--export", str(out)]) == 1
+    assert "give a RUN/checkpoint-<step>" in capsys.readouterr().err
     assert train.launch([*argv, "--steps", "2", "--out", str(tmp_path / "two")]) == 0
     name = "adapter_model.safetensors" if method else "model.safetensors"
-    assert (tmp_path / "best/final" / name).read_bytes() == (tmp_path / "two/final" / name).read_bytes()
+    assert (tmp_path / "run-step-2/final" / name).read_bytes() == (tmp_path / "two/final" / name).read_bytes()
 
 
 # ---------------------------------------------------------------- names on the Hub
