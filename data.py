@@ -293,11 +293,10 @@ def write_safetensors(path, layout, tensors, checksum=None):
 
 # ---------------- chat templates and the tokenizer
 
+# Without {% generation %}, which llama-cpp-python, tabbyAPI and others with plain jinja cannot read.
 CHATML = """\
 {{ bos }}{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' %}{% generation %}{{ m.content + end_of_turn }}{% endgeneration %}
-{% else %}{{ m.content + end_of_turn }}{% endif %}
-
+{{ m.content + end_of_turn }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 # a private character that marks the start of a {% generation %} block in the rendered text
@@ -313,6 +312,8 @@ NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", 
 THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thought
 # how an answer without a thought begins if a template gives all answers one; the prompt may have <think>
 EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\n*")
+# the whole of an empty thought
+WHOLE_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\n*")
 # what a prompt ends with that opens a thought, and closes it at once where the model is asked not to think
 OPENED_THOUGHT = re.compile(r"(<think>\n?)\s*(</think>\s*)?\Z")
 SHORT_QUESTION = {"role": "user", "content": "a"}  # for trials
@@ -321,6 +322,7 @@ TOKENIZER_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )
+PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for tools, where transformers has it
 
 
@@ -615,6 +617,20 @@ def add_new_tokens_(core, tokens):
     return range(first, first + len(tokens))
 
 
+def code_of(folder):
+    """The paths of a model's own code: the modules that auto_map names, and those beside them which they
+    import. Results get copies, and nothing here runs it."""
+    configs = [read_json(folder / name, optional=True) for name in ("config.json", "tokenizer_config.json")]
+    modules = re.findall(r'"(\w+)[.]\w+"', json.dumps([config.get("auto_map") for config in configs]))
+    found = {}
+    for module in modules:  # the loop also visits the modules that it appends
+        path = folder / f"{module}.py"
+        if path not in found and path.is_file():
+            found[path] = path.read_text("utf-8", "replace")
+            modules += re.findall(r"^\s*from [.](\w+) import", found[path], re.MULTILINE)
+    return sorted(found)
+
+
 class Tokenizer:
     """The tokens and the chat template of a model folder. Works in the main thread only: a signal stops slow
     templates.
@@ -646,8 +662,7 @@ class Tokenizer:
         self.changed = {}
         # What tokenizer_config.json loses: the template stands in a file of its own.
         outdated = {"chat_template"}
-        # Code that auto_map may name: results get copies of it, and nothing here reads or runs it.
-        self.code = sorted(self.folder.glob("*.py"))
+        self.code = code_of(self.folder)
         if not self.code:
             outdated.add("auto_map")
         with errors_of(self.path):
@@ -961,7 +976,9 @@ class Tokenizer:
             up to A1              Q1 T1 A1           the whole does not begin with it: one more document
 
         come two documents. In general a turn belongs to the first document that begins with the text up to
-        it. With train_on "whole" there are no further documents."""
+        it. An answer that loses no more than an empty thought is trained in the whole conversation: documents
+        of their own cost ten short answers 5.5 times the tokens, and equal tokens taught less (tests/LOG.md).
+        With train_on "whole" there are no further documents."""
         documents = [Text(text, [], turns=[])]
         for i in reversed(turns):  # a document that a turn adds may begin with turns before it
             turn = None
@@ -973,6 +990,9 @@ class Tokenizer:
             if fitting:
                 fitting[0].spans.extend(turn.spans)
                 fitting[0].turns.append(i)
+            elif span := span_in_place(text, turn):
+                documents[0].spans.append(span)
+                documents[0].turns.append(i)
             elif self.train_on == "targets":
                 documents.append(turn)
         return documents
@@ -1047,6 +1067,17 @@ class Tokenizer:
         # a model may have more rows than there are tokens
         ids = [number for number in ids if number >= len(self.is_marker) or not self.is_marker[number]]
         return self.core.decode(ids, skip_special_tokens=False)
+
+
+def span_in_place(text, turn):
+    """The (start, stop) of an answer in the text of the whole conversation, if all that this text leaves out
+    of the turn's own text is an empty thought, or None."""
+    start, stop = turn.spans[0]
+    for thought in WHOLE_EMPTY_THOUGHT.finditer(turn.text):
+        plain = turn.text[: thought.start()] + turn.text[thought.end() : stop]
+        if thought.start() <= start <= thought.end() and text.startswith(plain):
+            return thought.start(), len(plain)
+    return None
 
 
 def tokens_in(encoding, spans, is_marker):
@@ -1311,6 +1342,8 @@ def json_in(value, kind, must):
     """A dict or a list, which may be given as JSON in a text: a csv file has only texts, and data sets store
     as text what has another shape in each example. must: words of an error."""
     found = from_json(value)
+    if found is None and value is not None:  # json.dumps(None)
+        return kind()
     if not isinstance(found, kind):
         raise ValueError(f"{must}, got {lm.quoted(value)}")
     return found
@@ -1337,7 +1370,8 @@ def without_nulls(value, but=None):
 def read_tools(places):
     """The tools of an example, or None. places: it and its messages, where GLM and DeepSeek have tools."""
     must = "a tool of 'tools' must be an object"
-    given = [from_json(place[key]) for place in places for key in TOOLS_KEYS if place.get(key)]
+    given = [from_json(place.get(key)) for place in places for key in TOOLS_KEYS]
+    given = [tools for tools in given if tools]
     if any(others != given[0] for others in given):
         raise ValueError("'tools' or 'functions' of the row and of its messages are not the same")
     tools = []
@@ -1414,7 +1448,7 @@ def check_messages(messages, tools=None):
 def check_message(message, schemas):
     # Nulls in arguments may mean something. Else what is empty says nothing, but for an empty answer.
     message = {key: value for key, value in without_nulls(message, but="arguments").items()
-               if key == "content" or value not in ("", [], {})}
+               if key == "content" or value not in ("", [], {}, "null")}
     # calls of tools stand in several keys
     calls = json_in(message.pop("tool_calls", []), list, "'tool_calls' must be a list of objects")
     if message.get("role") in CALL_ROLES:  # one or several as JSON in place of a text
@@ -1680,7 +1714,9 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
     contents = [sha256_of(path) for path in (__file__, *paths)]
     versions = sys.version, tokenizers.__version__, jinja2.__version__
     made_of = json.dumps([contents, file_type, held_out, columns, tokenizer.made_of, versions])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oomph"
+    cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "oomph"
+    if str(cache).startswith("~"):
+        raise ValueError("this user has no home folder for tokens: set XDG_CACHE_HOME to a folder")
     folder = cache / hashlib.sha256(made_of.encode()).hexdigest()[:32]
     if os.path.lexists(folder):
         with contextlib.suppress(OSError, ValueError):
@@ -1689,7 +1725,7 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
         say(f"{spec} is tokenized again: {folder} in the cache is damaged")
         remove(folder)
     try:
-        with writing(f"{spec}: {cache} (delete this folder, or move it by XDG_CACHE_HOME)", "tokens"):
+        with writing(f"{spec}: {cache} (XDG_CACHE_HOME can name another folder)", "tokens"):
             cache.mkdir(parents=True, exist_ok=True)
             # a place of this process alone: other jobs may be making the same folder
             with tempfile.TemporaryDirectory(dir=cache) as place:
@@ -1738,6 +1774,8 @@ class FileReport:
     unread: list = field(default_factory=list)  # keys that an example has and its format does not read
     new_ids: list = field(default_factory=list)  # tokens of --add_tokens that occur
     n_tokens: int = 0
+    n_further: int = 0  # further documents, and the tokens in them
+    n_further_tokens: int = 0
     largest_id: int = 0  # the largest token id that occurs
     checksums: dict = field(default_factory=dict)  # see checksums_of()
     checksum: int = 0  # covers the fields above
@@ -1843,8 +1881,9 @@ def documents_of(line, encoded, tokenizer, report):
 
 def note_answers(text, ids, mask, tokenizer, report):
     """Counts what a user should know of a document's answers. mask: [n] bool, the tokens to train on."""
-    report.note("further documents: assistant turns that the template rewrites later (--train_on whole "
-                "leaves them out)", text.is_further)
+    if text.is_further:
+        report.n_further += 1
+        report.n_further_tokens += len(ids)
     if not text.is_chat:
         return
     # The last trained token of a turn should be a marker, or the token before it, if a newline follows that.
@@ -1858,6 +1897,8 @@ def note_answers(text, ids, mask, tokenizer, report):
     for start, stop in text.spans or ():
         if EMPTY_THOUGHT.match(text.text, start, stop):
             report.note(f"answers begin with an empty thought: {forgets}")
+        if "<think>" in text.text[start:stop].rpartition("</think>")[2]:
+            report.note("answers begin a thought that never ends: <think> without </think>")
         if text.opens_thought and "</think>" not in text.text[start:stop]:
             report.note(f"answers have no reasoning although the prompt opens a thought: {forgets}")
 
@@ -1889,8 +1930,11 @@ def hash_of_text(text):
     on nothing but the text that the model sees. Raises a ValueError if the text cannot be tokenized."""
     try:
         raw = text.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, from JSON or from text_examples()
-        raise ValueError(f"not valid UTF-8: {error}: save it as UTF-8") from error
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        if "\udc80" <= half <= "\udcff":  # from text_examples()
+            raise ValueError(f"not valid UTF-8: {error}: save it as UTF-8") from error
+        raise ValueError(f"{half!a} is half of a character (a surrogate): leave it out") from error
     if len(raw) > MAX_TEXT_BYTES:
         raise ValueError(f"larger than {MAX_TEXT_BYTES >> 20} MiB: split it")
     return int.from_bytes(hashlib.blake2b(raw, digest_size=7).digest(), "big")
@@ -2128,7 +2172,8 @@ def check_file(file, seq_len, vocab_size):
         why = (f"nothing to train on: of {report.n_examples} examples, {file.n_long} are longer than "
                f"--seq_len {seq_len} (longest: {file.longest} tokens) and {file.n_untrained} have no trained "
                f"token{report.note_lines()}")
-    elif file.n_trained < 0.01 * file.n_tokens:  # then the template or the masks are wrong
+    # Then the template or the masks are wrong. Further documents repeat what stands before their answers.
+    elif file.n_trained < 0.01 * file.n_tokens * (1 - report.n_further_tokens / report.n_tokens):
         why = (f"only {file.n_trained:,} of {file.n_tokens:,} tokens are trained on: "
                "look at it with --inspect 3")
     if why:
@@ -2452,6 +2497,9 @@ def print_data(args, loader, eval_loader, tokenizer):
             for file in eval_loader.documents.files:
                 print_file(file)
             files = files + eval_loader.documents.files
+            both = np.intersect1d(loader.documents.parts["hash"], eval_loader.documents.parts["hash"])
+            if len(both):
+                say(f"note: {len(both):,} examples of --eval_data are trained on, too, word for word")
         print_rows(eval_loader)
     if any(file.report.n_chats for file in files):
         source = re.sub(r"\(.+(.{28}\))", r"(...\1", tokenizer.source)  # the end of a long path says more
@@ -2478,6 +2526,11 @@ def print_file(file):
     say(f"  {file.n_tokens:,} tokens, {file.n_trained / max(file.n_tokens, 1):.1%} trained on")
     if file.n_long:
         say(f"  {file.n_long:,} longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}")
+    if report.n_further:
+        ratio = report.n_tokens / (report.n_tokens - report.n_further_tokens)
+        say(f"  {report.n_further:,} further documents, for answers that the template rewrites later: "
+            f"{ratio:.1f} times\n  the tokens; --train_on whole makes none: it trains such answers in place, "
+            "and leaves\n  out those that lose a thought")
     if file.n_untrained:
         say(f"  {file.n_untrained:,} without a token to train on: dropped")
     if report.notes:
@@ -2592,6 +2645,8 @@ COPIED_PREFIXES = ("model.visual.", "mtp.", "model.vision_", "model.multi_modal_
 OLD_PREFIXES = {
     "language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.",
     "vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector.",
+    # of transformers' AutoModel
+    "layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm.",
 }
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
@@ -2662,6 +2717,7 @@ class ModelFiles(NamedTuple):
     tokenizer: Path  # folder of the tokenizer
     weights: Path | None  # folder of the weights; None: random ones
     base: str  # what a PEFT adapter names as its base
+    commit: str | None = None  # of the base on the Hub
 
 
 # the quantization methods that WeightFiles reads, as far as the tensors are NF4 or FP8
@@ -2701,7 +2757,8 @@ def find_model(name, random_init, revisions=None):
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         if HUB_NAME.fullmatch(str(raw.get("_name_or_path"))):
             base = raw["_name_or_path"]
-    return ModelFiles(raw, folder, None if random_init else folder, base)
+    commit = revisions.get(name) if base == name and revisions else None
+    return ModelFiles(raw, folder, None if random_init else folder, base, commit)
 
 
 def folder_of(flag, name, revisions=None, with_weights=True):
@@ -2718,7 +2775,7 @@ def folder_of(flag, name, revisions=None, with_weights=True):
                              f"Qwen/Qwen3-4B{others}")
         from huggingface_hub import snapshot_download
 
-        wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model"]
+        wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model", "README.md"]
         if with_weights:
             wanted.append(weight_files)
         revisions = {} if revisions is None else revisions
@@ -2742,19 +2799,23 @@ def folder_of(flag, name, revisions=None, with_weights=True):
     raise ValueError(f"{folder}: no {config}: {what or 'expected a folder as transformers or PEFT save it'}")
 
 
-# {the ends of the names of files: what they are, and what to do}
+# {a pattern of the names of files: what they are, and what to do}
 OTHER_FORMATS = {
-    (".gguf",): "GGUF is llama.cpp's format, mostly of quantized weights: give the model that it was made of",
-    ("params.json", "consolidated.safetensors", ".00.pth"):
+    r"\.gguf$": "GGUF is llama.cpp's format, mostly of quantized weights: give the model that it was made of",
+    r"\.distcp$|^pytorch_model_fsdp_\d+$":
+        "shards of FSDP: `accelerate merge-weights` makes safetensors of them",
+    r"^zero_to_fp32\.py$|^global_step\d+$":
+        "shards of DeepSpeed: its zero_to_fp32.py with --safe_serialization makes safetensors of them",
+    r"params\.json$|consolidated\.safetensors$|\.00\.pth$":
         "Meta's or Mistral's own format: take the same model's config.json and model*.safetensors",
-    (".pth", ".pt", ".bin"): ".bin and .pth can run code: transformers' save_pretrained writes safetensors",
+    r"\.(pth|pt|bin)$": ".bin and .pth can run code: transformers' save_pretrained writes safetensors",
 }
 
 
 def format_of_files(names):
     """What files of another format are, or None."""
-    for ends, what in OTHER_FORMATS.items():
-        if any(name.endswith(ends) for name in names):
+    for pattern, what in OTHER_FORMATS.items():
+        if any(re.search(pattern, name) for name in names):
             return what
     return None
 
@@ -2817,6 +2878,27 @@ def module_name(name):
     return name
 
 
+def check_parts(parts, state, shape):
+    """Raises a ValueError if the tensors that stand for a matrix, {one of PARTS: its Stored}, are not of the
+    type and size that they have in FP8, or in NF4 with this state: others would be read as noise."""
+    n = math.prod(shape)
+    n_blocks = n // nf4.BLOCK
+    expected = {"": (QUANTIZED["F8_E4M3"], n)}
+    if state:
+        expected = {"": (torch.uint8, n // 2), ".absmax": (torch.float32, n_blocks)}
+        if parts[".absmax"].dtype == torch.uint8:  # they are quantized, too
+            n_nested = nf4.ceil_div(n_blocks, state["nested_blocksize"])
+            expected |= {".absmax": (torch.uint8, n_blocks), ".nested_absmax": (torch.float32, n_nested),
+                         ".nested_quant_map": (torch.float32, 256)}
+    elif any(stored.dtype not in DTYPES.values() for part, stored in parts.items() if part):
+        raise ValueError("a scale that is no float")
+    for part, (dtype, size) in expected.items():
+        stored = parts.get(part)
+        if not stored or stored.dtype != dtype or math.prod(stored.shape) != size:
+            found = f"{list(stored.shape)} in {stored.dtype}" if stored else "none"
+            raise ValueError(f"{part or 'codes'}: expected {size:,} numbers in {dtype}, got {found}")
+
+
 class WeightFiles:
     """The weights of a folder, read by rows. tensors: {name: Stored}. Raises a ValueError if a file is
     missing, cut short or in another format, or if a tensor is in two files."""
@@ -2833,7 +2915,7 @@ class WeightFiles:
             if not path.exists():
                 incomplete = f"the download is incomplete (several files need their {single}.index.json)"
                 why = format_of_files(os.listdir(self.folder)) or incomplete
-                raise ValueError(f"{path}: no such file: {why}")
+                raise ValueError(f"{path}: no such file: {why}; there are {listing(os.listdir(self.folder))}")
             self.add_file(path)
         self.join_quantized()
 
@@ -2851,6 +2933,9 @@ class WeightFiles:
             dtype = stored.get_dtype()
             if name.endswith((".activation_scale", ".input_scale", ".k_scale", ".v_scale")):
                 continue  # scales of inputs, keys and values, which nothing here quantizes
+            if name.startswith("v_head."):
+                say_once(f"note: {path}: the value head (v_head.*) of TRL is left out")
+                continue
             tensor = Stored(path, tuple(stored.get_shape()), (DTYPES | QUANTIZED).get(dtype, dtype), name)
             for module, matrix in matrices_in(module_name(name), tensor):
                 if module in self.tensors:
@@ -2877,6 +2962,7 @@ class WeightFiles:
                     if state["blocksize"] != nf4.BLOCK or D % nf4.BLOCK:
                         raise ValueError(f"expected rows in blocks of {nf4.BLOCK}, got {lm.quoted(state)}")
                     form = form._replace(shape=(N, D), dtype=getattr(torch, state["dtype"]))
+                check_parts(parts, state, form.shape)
                 self.tensors[matrix] = form
                 self.quantized[matrix] = parts, state
                 self.scales(matrix)  # so that an error comes now
@@ -2894,7 +2980,7 @@ class WeightFiles:
         if state:
             absmax = found[".absmax"]
             if ".nested_absmax" in found:  # it is quantized, too
-                nested = found[".nested_absmax"].repeat_interleave(state["nested_blocksize"])[: len(absmax)]
+                nested = found[".nested_absmax"][torch.arange(len(absmax)) // state["nested_blocksize"]]
                 absmax = found[".nested_quant_map"][absmax.int()] * nested + state["nested_offset"]
             return absmax.view(N, D // nf4.BLOCK)
         (scales,) = found.values()
@@ -3255,21 +3341,16 @@ def save_model(tensors, layout, out, raw_config, write):
             pass
 
 
-# files of JSON that are written in another place, or that a result has no use for
-NOT_DESCRIPTIONS = (*TOKENIZER_FILES, CONFIG, ADAPTER_CONFIG, "chat_template.json")
-
-
 def begin_result(out, tokenizer, base=None):
-    """Makes a result's folder, with the files of the tokenizer and with those that describe a whole model
-    from the folder `base`: nobody starts a vision tower without preprocessor_config.json."""
+    """Makes a result's folder, with the files of the tokenizer. A whole model also gets from the folder
+    `base` what its vision tower needs and its code, and nothing else: other files may be another trainer's,
+    private, or about weights in another format."""
     remove(out)  # what a try before has left
     out.mkdir()
     tokenizer.save(out)
     with writing(out, "description"):
-        for path in sorted(base.glob("*.json")) if base else ():
-            # what describes tokens or adapters is another's, and an index is about files with other weights
-            is_other = path.name.endswith(".index.json") or path.name in NOT_DESCRIPTIONS
-            if not is_other and path.is_file():
+        for path in (*(base / name for name in PROCESSOR_FILES), *code_of(base)) if base else ():
+            if path.is_file():
                 shutil.copyfile(path, out / path.name)
 
 
@@ -3340,6 +3421,26 @@ def modules_in(adapter_tensors, config, targets):
     return sorted({".".join(name.split(".")[-4:-2]) for name in adapter_tensors if ".lora_" in name})
 
 
+def card_of(args, files):
+    """The text of README.md beside a result, by which the Hub finds its base. It names what is on the Hub
+    for everybody: no folder of this machine, and no data set that may have needed a login."""
+    from huggingface_hub import get_token
+
+    lines = ["---", f"library_name: {'peft' if args.lora else 'transformers'}"]
+    base = files.base if HUB_NAME.fullmatch(files.base) else None
+    if base:
+        lines.append(f"base_model: {base}")
+    card = files.weights and files.weights / "README.md"
+    if card and card.is_file():
+        found = re.search(r"\A---\n(?:.+\n)*?(license: *[\w.-]+)\n", card.read_text("utf-8", "replace"))
+        lines += [found[1]] if found else []
+    sets = [HUB_NAME.fullmatch(name) for name in args.data if not os.path.exists(name.partition(":")[0])]
+    if any(sets) and get_token() is None:
+        lines += ["datasets:", *sorted({f"- {found['id']}" for found in sets if found})]
+    what = "A LoRA adapter for" if args.lora else "All weights, fine-tuned, of"
+    return "\n".join([*lines, "---", "", f"{what} {base or 'a model of its own'}, trained with oomph.", ""])
+
+
 def export(args, model, reader, files, tokenizer, out, ranks):
     """Writes final/, the PEFT adapter or the whole model. Collective. If it cannot be written, all ranks
     raise the same OSError and may call this again."""
@@ -3366,7 +3467,11 @@ def export(args, model, reader, files, tokenizer, out, ranks):
             modules = modules_in(adapter_tensors, model.config, args.lora_targets)
             save_adapter(adapter_tensors, unfinished, files.base, args.lora_rank, args.lora_alpha,
                          args.lora_dropout, modules, args.rslora)
+            if files.commit:
+                settings = read_json(unfinished / ADAPTER_CONFIG)
+                write_json(unfinished / ADAPTER_CONFIG, settings | {"revision": files.commit})
         if is_first:
+            replace_file(unfinished / "README.md", card_of(args, files))
             remove(out / "merged")  # belongs to an older final/
             put_in_place(unfinished, out / "final")
 

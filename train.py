@@ -114,8 +114,10 @@ def main(argv, progress, exits):
         return merge_result(args, exits)
 
     # ---- what the user gave: everything is checked before anything large is allocated
-    stop = StopSignal()
+    # While it waits for other ranks in C++, no handler in Python would run.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     ranks = Ranks(args.fsdp2, args.timeout)
+    stop = StopSignal()
     device = ranks.device
     # First of all, so that two starts never share a folder, however long they load. If this one ends before
     # its first step, RunFolder.leave() removes it again: a mistake in the data leaves no folder behind.
@@ -381,6 +383,13 @@ class StoreOnce(argparse._StoreAction):
         super().__call__(parser, namespace, value, option)
 
 
+class ExtendOrAll(argparse._ExtendAction):
+    """A list without a value has the value all, also where another one of the same flag has values."""
+
+    def __call__(self, parser, namespace, values, option=None):
+        super().__call__(parser, namespace, values or ["all"], option)
+
+
 def declare(group, *names, **options):
     """Adds a flag to a group, with MARKS as attributes: argparse keeps those that it does not know."""
     marks = {mark: options.pop(mark, None) for mark in MARKS}
@@ -394,7 +403,7 @@ def add(group, flag, value_type, default, text, **options):
     if value_type not in (str, PATH):
         options.setdefault("metavar", "N")
     if options.get("nargs") in ("+", "*"):  # a list that is given twice adds up
-        options["action"] = "extend"
+        options["action"] = ExtendOrAll
     declare(group, flag, type=value_type, default=default, help=text, **options)
 
 
@@ -411,7 +420,8 @@ def make_parser():
     # allow_abbrev=False: with a new flag, an abbreviation in somebody's script would mean two flags.
     # exit_on_error=False: argparse raises instead of printing its usage, and launch() prints one line
     parser = argparse.ArgumentParser(
-        usage="[torchrun --nproc_per_node N | python] train.py [flags]", description=__doc__.split("\n\n")[0],
+        usage="[torchrun --nproc_per_node N | python] train.py [flags]",
+        description=(__doc__ or "").split("\n\n")[0],  # PYTHONOPTIMIZE=2 takes it away
         add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.register("action", None, StoreOnce)
     declare(parser, "-h", "--help", "--help_all", action="help", everyday=True,
@@ -481,7 +491,7 @@ def add_data_flags(parser):
         "files to evaluate on, as in --data; stdlib:* means the 5 %% of it held out from training. Or a "
         "number: hold out that many examples of --data, or that fraction of them if it is below 1, chosen by "
         "a hash of their text (default: none)",
-        nargs="+", everyday=True)
+        nargs="+", everyday=True, needs="data")
     add(dataset, "--columns", column, None,
         "rename columns: question=instruction reads the column 'question' as 'instruction' (default: none)",
         nargs="+", metavar="COLUMN=KEY", fixed=True)
@@ -492,8 +502,8 @@ def add_data_flags(parser):
     switch(dataset, "--packing", "pack several documents into each row; they do not see each other", on=True,
            fixed=True)
     add(dataset, "--train_on", str, "targets",
-        "tokens to train on. targets: assistant answers and plain texts. If the template rewrites an earlier "
-        "answer (Qwen3 drops its thoughts), that answer is trained on as a separate document; 'whole' skips "
+        "tokens to train on. targets: assistant answers and plain texts. If the template drops the thought "
+        "of an earlier answer, as Qwen3's does, that answer is trained on as a separate document; 'whole' skips "
         "such answers. all: every token",
         choices=("targets", "whole", "all"), fixed=True)
     add(dataset, "--chat_template", PATH, None,
@@ -701,10 +711,11 @@ def resolve_flags(args):
     if args.lora_targets:
         args.lora_targets = layer_names("lora_targets", args.lora_targets)
     if args.nf5 is not None:
-        args.nf5 = layer_names("nf5", args.nf5 or ["all-linear"])
-    if args.offload == []:  # --offload without a value
-        args.offload = ["activations", "params"] if args.fsdp2 else ["activations"]
-    args.offload = list(dict.fromkeys(args.offload or []))
+        args.nf5 = layer_names("nf5", [name.replace("all", "all-linear", name == "all") for name in args.nf5])
+    args.offload = args.offload or []
+    if "all" in args.offload:
+        args.offload += ["activations", "params"] if args.fsdp2 else ["activations"]
+    args.offload = [part for part in ("activations", "params") if part in args.offload]
     if args.gpu:
         found = cards_named(args.gpu)
         if len(found) > 1:
@@ -761,7 +772,7 @@ def refuse_checkpoint(flag, folder):
     without a result, this raises an error with the command that exports it."""
     checkpoint = folder if (folder / STATE).is_file() else newest_checkpoint(folder)
     # transformers writes a state of this name, too, beside a model
-    if checkpoint and not any(data.result_in(one) for one in (folder, checkpoint)):
+    if checkpoint and is_ours(checkpoint) and not any(data.result_in(one) for one in (folder, checkpoint)):
         refuse(f"--{flag} {folder}: a checkpoint is not a model yet: --export {checkpoint} makes one of it")
 
 
@@ -905,6 +916,10 @@ class Ranks:
         under_torchrun = "RANK" in os.environ
         store = dist.HashStore()  # belongs to this process alone: no port has to be free
         if under_torchrun:
+            # torchrun itself waits for all ranks
+            if "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("WORLD_SIZE") != "1":
+                set_to = " ".join(f"{name}={os.environ.get(name)}" for name in sorted(OF_GROUP))
+                data.say(f"{set_to}: waits for the other ranks; to train alone, unset RANK", to_stderr=True)
             # init_process_group() would do the same by itself, but with names that nobody can change
             try:
                 store, self.rank, self.world = next(rendezvous("env://", timeout=self.step_limit))
@@ -1074,9 +1089,12 @@ def open_config(args, world, device, random_init, revisions=None):
     if args.adapter:
         folder = data.folder_of("adapter", args.adapter, revisions)
         adapter_reader, adapter_settings = data.open_adapter(folder)
-        # the commit of the base that a run has trained the adapter on
+        # the commit of the base that the adapter was trained on, as PEFT and older results name it
+        settings = data.read_json(folder / data.ADAPTER_CONFIG)
         commits = revisions_of(folder) if is_run(folder.parent) else {}
-        if args.model in commits:
+        if settings.get("revision"):
+            commits[settings.get(data.BASE)] = str(settings["revision"])
+        if args.model in commits and not os.path.isdir(args.model):
             revisions.setdefault(args.model, commits[args.model])
     with data.errors_of_base(args.model, folder):
         files = data.find_model(args.model, random_init, revisions)
@@ -1349,17 +1367,14 @@ def say_notes(args, config, steps, ranks):
     missing = missing_for_compile(ranks.device)
     if missing and steps > 200 and not args.compile:
         ranks.say(f"note: --compile needs {missing}; with it a step is about 1.2 times as fast")
+    rate = default_rate(config, args.lora, args.dpo)
+    if not rate / 30 <= args.lr <= 30 * rate:
+        ranks.say(f"note: --lr {args.lr:g} is {args.lr / rate:.2g} times this method's default, {rate:g}")
     if args.min_lr > args.lr and args.schedule != "constant":
         ranks.say(f"note: --min_lr {args.min_lr:g} is above --lr {args.lr:g}: the learning rate rises")
     if 1 <= args.warmup >= steps:
         ranks.say(f"note: --warmup {args.warmup:g} is not shorter than the run, {steps} steps: the learning "
                   "rate does not reach --lr")
-    # evaluations on built-in data have other rows than the training
-    trained_on = {os.path.realpath(name) for name in args.data if name not in data.BUILT_IN}
-    both = [name for name in args.eval_data or () if os.path.realpath(name) in trained_on]
-    if both:
-        ranks.say(f"note: {data.listing(both)} is both in --data and in --eval_data: the evaluation "
-                  "loss is on training data")
     # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
     if steps < 20 and not args.steps:
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
@@ -2442,6 +2457,9 @@ class Log:
         self.draw()
         n_steps = self.state["step"] - self.start_step
         skipped = f", {self.n_skipped} of them skipped" if self.n_skipped else ""
+        losses = [losses_of(row)[-1] for row in read_metrics(self.out, self.state["step"]) if "losses" in row]
+        if losses and losses[-1] > 10 * losses[0]:
+            self.ranks.say(f"note: the loss rose from {losses[0]:.4g} to {losses[-1]:.4g}: lower --lr")
         self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s{skipped}")
 
 
@@ -3036,6 +3054,7 @@ def merge_result(args, exits):
 STATE = "trainer_state.json"  # a folder without it is not a checkpoint
 OURS = {"written_by": "oomph"}  # in args.json: a folder without it is not a run's
 REMOVE = "remove this checkpoint to continue from an older one"
+DATA_CHECKSUM = "the checksum of all --data's tokens and masks"  # older versions had another, without "all"
 OTHER_VERSION = "another version of oomph has written this checkpoint"
 # what open_run() and Saver put into a state; there may be no evaluation yet, and no data for it
 STATE_TYPES = {
@@ -3076,7 +3095,18 @@ def checkpoint_to_resume(out, resume):
     found = given if (given / STATE).is_file() else newest_checkpoint(given)
     if not found:
         raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
+    if not is_ours(found):
+        what = data.format_of_files(os.listdir(found)) or f"--model {found} begins with its weights"
+        raise ValueError(f"--resume {resume}: a checkpoint of another trainer: {what}")
     return found
+
+
+def is_ours(checkpoint):
+    """Whether a run of this program has written a state, as far as it can be read."""
+    with contextlib.suppress(ValueError):
+        state = data.read_json(checkpoint / STATE)
+        return not state or "checksum" in state
+    return True
 
 
 class RunFolder:
@@ -3289,7 +3319,12 @@ def read_state(folder, settings, ranks):
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
     # a version that did not have a flag computed what the flag's default does
     defaults = {f"--{flag.dest}": flag.default for flag in flags_with("fixed")}
-    saved = defaults | state["settings"]
+    # What has no name in the state of an older version was not computed, or is compared by another name.
+    of_config = {name: value for name, value in settings.items() if name.startswith("config.json's ")}
+    saved = of_config | defaults | state["settings"]
+    if "the checksum of --data's tokens and masks" in saved:  # of other bytes
+        saved[DATA_CHECKSUM] = settings[DATA_CHECKSUM]
+        ranks.say(f"note: {folder} is of an older version: whether its --data was the same is not compared")
     changed = [f"{name} was {brief(str(saved.get(name)))}, is {brief(str(value))}"
                for name, value in settings.items() if saved.get(name) != value]
     # a version with a flag that this one does not have may have computed something else
@@ -3490,11 +3525,13 @@ class Saver:
 def fixed_settings(args, config, rows_a_step, loader, reader):
     """{name: value} of all that changes the mathematics of a run, among them each flag with fixed=True.
     read_state() refuses a checkpoint of other settings."""
-    settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()}
+    # without its family, which follows from model_type: a trait more would refuse all older checkpoints
+    settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()
+                if key != "family"}
     settings |= {f"--{flag.dest}": getattr(args, flag.dest) for flag in flags_with("fixed")}
     settings["rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
     settings["the share of --data that --eval_data holds out"] = data.share_of(args.eval_data)
-    settings["the checksum of all --data's tokens and masks"] = loader.documents.checksum
+    settings[DATA_CHECKSUM] = loader.documents.checksum
     # In full fine-tuning all weights come out of the checkpoint.
     if args.lora:
         settings["the checksum of --model's frozen weights"] = reader.crc()

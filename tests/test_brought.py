@@ -1,14 +1,21 @@
 """What people bring is read as they mean it, or refused by name: rows, files and folders in shapes of public data sets
 and bug reports. check_data.py and check_folders.py hold many more of them against transformers, TRL and PEFT."""
 
+import argparse
 import datetime
 import decimal
 import gzip
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 
+import huggingface_hub
 import pytest
-from conftest import HERE, model_with_weights, noted, random_model, read_data, run_ranks
+import torch
+from conftest import HERE, TRAIN, model_with_weights, noted, random_model, read_data, run_ranks
 from safetensors.torch import load_file, save_file
 from test_formats import (
     AGENT, ANSWER, ANSWERED, ASKED, CALL, CHATML, END, LLAMA2, QUESTION, QWEN35, SCHEMA, SCHEMA_TURN, START, calling,
@@ -742,6 +749,12 @@ def test_a_list_that_is_given_twice_adds_up():
     assert args.template_args == ["x=1", "y=2"]
     assert args.columns == [("q", "text"), ("r", "input")]
     assert args.offload == ["activations"]
+    # without a value one of these is all that there is, also beside a value
+    for bare in ("--nf5 --nf5 q_proj", "--nf5 q_proj --nf5", "--nf5"):
+        assert train.parse_args(f"--qlora {bare}".split()).nf5 == list(lm.ALL_LINEAR)
+    for bare in ("--offload --offload params", "--offload params --offload", "--offload"):
+        assert train.parse_args(f"--fsdp2 {bare}".split()).offload == ["activations", "params"]
+    assert train.parse_args("--qlora --nf5 q_proj --nf5 k_proj".split()).nf5 == ["q_proj", "k_proj"]
 
 
 def test_one_value_may_be_given_twice():
@@ -818,3 +831,156 @@ def test_a_csv_with_other_separators_is_named(tmp_path, tiny, separator):
     (tmp_path / "a.csv").write_text(f"instruction{separator}output\nq{separator}a\n")
     with pytest.raises(ValueError, match="line 1: expected commas between columns, got"):
         read_data(tmp_path / "a.csv", tiny)
+
+
+# ---------------------------------------------------------------- a JSON null in a text, halves of characters
+
+
+@pytest.mark.parametrize("key", ["tools", "functions", "chat_template_kwargs", "history"])
+def test_a_null_in_a_text_is_no_value(agent, key):
+    row = chat(QUESTION, ANSWER)
+    assert text_of(row | {key: "null"}, agent) == text_of(row, agent)
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content", "weight"])
+def test_a_null_in_a_text_of_a_message_is_no_value(agent, key):
+    assert text_of(chat(QUESTION, {**ANSWER, key: "null"}), agent) == text_of(chat(QUESTION, ANSWER), agent)
+
+
+def test_content_may_say_null(agent):
+    assert "null" in text_of(chat(QUESTION, message("assistant", "null")), agent)
+
+
+def test_half_of_a_character_is_not_blamed_on_the_encoding(agent):
+    said = refusal(chat(QUESTION, message("assistant", "\ud83d")), agent)
+    assert r"'\ud83d' is half of a character" in said
+    assert "UTF-8" not in said
+
+
+# ---------------------------------------------------------------- thoughts
+
+
+def test_thoughts_that_never_end_are_counted(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, golden_template("qwen3"))
+    cut_off = message("assistant", "<think>\nhm, and then")
+    rows = [chat(QUESTION, answer) for answer in (cut_off, THOUGHTFUL, ANSWER)]
+    _, file = read_rows(tmp_path, tokenizer, *rows)
+    assert noted(file, "begin a thought that never ends") == 1
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_a_value_head_is_left_out_and_said(tmp_path, capsys):
+    folder = model_with_weights(tmp_path / "model")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    names = data.WeightFiles(folder).tensors.keys()
+    save_file(tensors | {"v_head.summary.weight": torch.zeros(1, 8)}, path)
+    assert data.WeightFiles(folder).tensors.keys() == names
+    assert "the value head (v_head.*) of TRL is left out" in capsys.readouterr().out
+
+
+def test_names_of_automodel_are_read(tmp_path):
+    folder = model_with_weights(tmp_path / "model", tie_word_embeddings=True)
+    path = folder / "model.safetensors"
+    before = data.WeightFiles(folder).tensors.keys()
+    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}, path)
+    assert data.WeightFiles(folder).tensors.keys() == before
+
+
+SHARDS = {  # what lies beside other trainers' states: what is said of it
+    "pytorch_model_fsdp_0/__0_0.distcp": "accelerate merge-weights",
+    "global_step9/mp_rank_00_model_states.pt": "zero_to_fp32.py",
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards_of_other_trainers_are_named(tmp_path, name):
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_bytes(b"PK")
+    (tmp_path / train.STATE).write_text('{"global_step": 9}')
+    for flag in ("--model", "--resume"):
+        with pytest.raises((argparse.ArgumentError, ValueError)) as error:
+            if flag == "--resume":
+                train.checkpoint_to_resume(None, str(tmp_path))
+            args = train.parse_args([flag, str(tmp_path)])
+            data.find_model(args.model, random_init=True)
+        assert SHARDS[name] in str(error.value)
+
+
+def test_a_checkpoint_of_another_trainer_is_no_damaged_one(tmp_path):
+    folder = model_with_weights(tmp_path / "checkpoint-100")
+    (folder / train.STATE).write_text('{"global_step": 100, "log_history": []}')
+    with pytest.raises(ValueError, match=r"another trainer: --model .*checkpoint-100 begins with its weights"):
+        train.checkpoint_to_resume(None, str(folder))
+    # nor is it a run's that has no model yet
+    assert train.parse_args(["--model", str(folder)]).model == str(folder)
+
+
+def test_what_is_in_the_place_of_the_weights_is_named(tmp_path):
+    folder = model_with_weights(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"model.safetensors: no such file: .*there are .*weights.safetensors"):
+        data.WeightFiles(folder)
+
+
+def test_a_user_without_a_home_is_told_of_the_cache(tmp_path, tiny, monkeypatch):
+    path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as Python has it for a user without an entry
+    with pytest.raises(ValueError, match="no home folder for tokens: set XDG_CACHE_HOME"):
+        data.tokenized(str(path), False, tiny)
+
+
+def test_the_program_runs_without_docstrings():
+    command = [sys.executable, "-OO", TRAIN, "--help"]
+    assert "--qlora" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# ---------------------------------------------------------------- results
+
+
+def test_an_adapter_is_trained_on_with_the_commit_of_its_base_and_names_it(tmp_path, monkeypatch, few_chats):
+    commits = {"1" * 40: model_with_weights(tmp_path / ("1" * 40)), "2" * 40: model_with_weights(tmp_path / ("2" * 40))}
+    refs = {None: "1" * 40, "main": "1" * 40, "old": "2" * 40} | {commit: commit for commit in commits}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, revision, **_: commits[refs[revision]])
+    (commits["2" * 40] / "README.md").write_text("---\ntags:\n- a\nlicense: apache-2.0\n---\nA model.\n")
+    job = ["--data", str(few_chats), "--seq_len", "96", "--steps", "1", "--precision", "fp32", "--sample="]
+    monkeypatch.chdir(tmp_path)
+    assert train.launch(["--model", "ann/legs", "--lora", *job, "--out", "first"]) == 0
+    settings = data.read_json(tmp_path / "first/final/adapter_config.json")
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("ann/legs", "1" * 40)
+    # as PEFT reads it: a branch, or a commit
+    data.write_json(tmp_path / "first/final/adapter_config.json", settings | {"revision": "old"})
+    assert train.launch(["--model", "first", *job, "--out", "second"]) == 0
+    assert data.read_json(tmp_path / "second/final/adapter_config.json")["revision"] == "2" * 40
+    card = (tmp_path / "second/final/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: peft\nbase_model: ann/legs\nlicense: apache-2.0\n---\n")
+    assert str(tmp_path) not in card  # nor the name of a private file of data
+
+
+def test_a_result_has_what_a_model_needs_and_nothing_of_others(tmp_path):
+    base = model_folder(tmp_path)
+    others = ["trainer_state.json", "args.json", "hf_quant_config.json", "secrets.json", "zero_to_fp32.py"]
+    for name in others:
+        (base / name).write_text("{}")
+    auto_map = {"AutoModel": "modeling.A", "AutoConfig": "org/a--other.B"}
+    (base / "config.json").write_text(json.dumps({"auto_map": auto_map}))
+    (base / "modeling.py").write_text("import os\nfrom .parts import x\nraise SystemExit\n")
+    for name in ("parts.py", "other.py", "preprocessor_config.json"):
+        (base / name).write_text("{}")
+    data.begin_result(tmp_path / "out", data.Tokenizer(base), base)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert not names & {*others, "other.py"}
+    assert names >= {"modeling.py", "parts.py", "preprocessor_config.json", "tokenizer.json"}
+
+
+def test_a_loss_that_ends_ten_times_higher_and_rows_in_both_sets_get_a_note(tmp_path, chats):
+    job = ["--model", "tiny", "--data", chats, "--seq_len", 96, "--steps", 12, "--schedule", "constant", "--sample="]
+    _, said, codes = run_ranks(1, [*job, "--lr", 1, "--eval_data", chats], tmp_path / "out")
+    assert codes == [0], said
+    assert re.search(r"note: the loss rose from \d+\S* to \d+\S*: lower --lr", said)
+    assert re.search(r"note: \d+ examples of --eval_data are trained on, too", said)
+    _, said, _ = run_ranks(1, [*job, "--lr", 1e-4, "--steps", 2], tmp_path / "good")
+    assert "note:" not in said

@@ -15,6 +15,7 @@ import signal
 import string
 from types import SimpleNamespace
 
+import jinja2.sandbox
 import pytest
 import tokenizers
 from conftest import HERE, noted, pieces, read_data
@@ -374,7 +375,9 @@ def test_answers_that_later_turns_rewrite_are_trained_on_in_a_document_of_their_
     assert documents.parts["line"].tolist() == [1, 1]  # both are of the same line
     assert noted(file, "not trained on") == 0
     data.print_file(file)
-    assert "1 further documents: " in capsys.readouterr().out
+    first, second = (len(ids) for ids, _ in pieces(documents))
+    assert f"1 further documents, for answers that the template rewrites later: {1 + second / first:.1f} times" in (
+        capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("train_on, expected, n_without_mask", [
@@ -747,7 +750,7 @@ BAD_LINES = {  # name: (the line, or its row, and a pattern of what is said of i
     "invalid-utf8": (b'{"text": "a\xff"}', "not valid UTF-8: .*: save it as UTF-8"),
     "nested": (NESTED, "not valid JSON.*recursion"),
     "text-number": ({"text": 5}, "not valid text"),
-    "half-a-surrogate": (r'{"text": "a\ud83d"}', "surrogates not allowed"),
+    "half-a-surrogate": (r'{"text": "a\ud83d"}', r"'\\ud83d' is half of a character"),
     "messages-empty": ({"messages": []}, "no messages"),
     "unknown-role": (chat(message("judge", "q")), "unknown role \"judge\"; expected system"),
     "long-role": (chat(message("x" * 300_000, "q")), "unknown role"),
@@ -1068,6 +1071,24 @@ def test_exports_carry_the_template_that_was_trained_on(tmp_path, of_model, of_f
     assert written.template_texts == tokenizer.template_texts
     if of_model:
         assert written.template_texts == {"chat_template.jinja": of_flag or of_model}
+
+
+def test_our_chatml_is_plain_jinja_and_a_run_goes_on_from_it_with_the_same_masks(tmp_path):
+    (tmp_path / "base").mkdir()
+    tokenizer = data.Tokenizer(model_folder(tmp_path / "base"))
+    (tmp_path / "final").mkdir()
+    tokenizer.save(tmp_path / "final")
+    source = (tmp_path / "final/chat_template.jinja").read_text()
+    plain = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+    conversation = [message("system", "s"), QUESTION, ANSWER, message("user", " ☃\n"), message("assistant", "a "),
+                    QUESTION, message("assistant", "")]
+    assert plain.render(messages=conversation).count(END) == 7
+    expected = (
+        turn("system", "s") + ASKED + trained_turn("It is 4.") + turn("user", " ☃\n") + trained_turn("a ") + ASKED
+        + trained_turn(""))
+    for one in (tokenizer, data.Tokenizer(tmp_path / "final")):
+        texts, _ = read_rows(tmp_path, one, chat(*conversation))
+        assert texts == [expected]
 
 
 # ---------------------------------------------------------------- what a run says of its data

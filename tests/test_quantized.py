@@ -155,3 +155,46 @@ def test_a_state_of_bitsandbytes_that_does_not_fit_is_refused(tmp_path, change):
     words = "expected float32" if "dtype" in change else "not as bitsandbytes or transformers write it"
     with pytest.raises(ValueError, match=f"up_proj.weight.*{words}"):
         data.WeightFiles(tmp_path)
+
+
+N_BLOCKS = 3 * 128 // 64
+NF4_PARTS = {
+    "": torch.zeros(192, 1, dtype=torch.uint8),
+    ".absmax": torch.zeros(N_BLOCKS, dtype=torch.uint8),
+    ".nested_absmax": torch.ones(1),
+    ".nested_quant_map": torch.ones(256),
+    ".quant_map": torch.ones(16),
+}
+
+
+@pytest.mark.parametrize("changes, state, words", [
+    ({}, {}, None),
+    ({}, {"nested_blocksize": 10**10}, None),  # one block, whatever its size: nothing is as large as this
+    ({"": torch.zeros(191, 1, dtype=torch.uint8)}, {}, "codes: expected 192 numbers in torch.uint8"),
+    ({"": torch.zeros(192, 1)}, {}, "codes: expected 192 numbers in torch.uint8"),
+    ({".absmax": torch.zeros(N_BLOCKS - 1, dtype=torch.uint8)}, {}, ".absmax: expected 6 numbers"),
+    ({".nested_absmax": None}, {}, ".nested_absmax: expected 1 numbers in torch.float32, got none"),
+    ({".nested_quant_map": torch.ones(16)}, {}, ".nested_quant_map: expected 256 numbers"),
+    ({}, {"nested_blocksize": 2}, ".nested_absmax: expected 3 numbers"),
+    ({}, {"nested_blocksize": 0}, "not as bitsandbytes"),
+], ids=str)
+def test_parts_of_nf4_are_of_their_type_and_size(tmp_path, changes, state, words):
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [3, 128], "nested_blocksize": 256,
+             "nested_offset": 0.5} | state
+    tensors = {UP + part: tensor for part, tensor in (NF4_PARTS | changes).items() if tensor is not None}
+    tensors[UP + data.NF4_STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    if words:
+        with pytest.raises(ValueError, match=f"up_proj.weight.*{words}"):
+            data.WeightFiles(tmp_path)
+    else:
+        assert data.WeightFiles(tmp_path).rows(UP, 0, 3).shape == (3, 128)
+
+
+@pytest.mark.parametrize("codes, scale", [(torch.uint8, torch.float32), (torch.float8_e4m3fn, torch.int32)], ids=str)
+def test_what_is_no_fp8_is_refused(tmp_path, codes, scale):
+    tensors = {UP: torch.zeros(3, 64).to(codes), f"{UP}_scale": torch.ones(1).to(scale)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    words = "a scale that is no float" if codes == torch.float8_e4m3fn else "expected 192 numbers in torch.float8"
+    with pytest.raises(ValueError, match=f"up_proj.weight.*{words}"):
+        data.WeightFiles(tmp_path)

@@ -291,7 +291,7 @@ def check_result_is(tensors, folder, files, out):
     """A run that changes nothing writes the tensors of the folder that it has read, under the same names."""
     ranks = SimpleNamespace(rank=0, agree=lambda end_run: contextlib.nullcontext())
     source = data.WeightFiles(folder)
-    data.export(SimpleNamespace(lora=False), build(folder), source, files, NoTokenizer(), out, ranks)
+    data.export(SimpleNamespace(lora=False, data=[]), build(folder), source, files, NoTokenizer(), out, ranks)
     written = load_file(out / "final/model.safetensors")
     assert written.keys() == tensors.keys()
     for name, t in tensors.items():
@@ -325,7 +325,7 @@ def test_a_whole_result_has_all_that_describes_the_model(code, tmp_path):
     base = tmp_path / "base"
     tensors = write_in_float32(EXPERTS, base, keep_stacks)
     # without the first of them vLLM and transformers do not start the tower that the result has
-    described = {"preprocessor_config.json", "video_preprocessor_config.json", "params.json"}
+    described = {"preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"}
     of_others = {"model.safetensors.index.json", "adapter_config.json", "chat_template.json"}
     for name in described | of_others:
         places = dict.fromkeys(tensors, "model.safetensors")
@@ -334,11 +334,14 @@ def test_a_whole_result_has_all_that_describes_the_model(code, tmp_path):
         (base / code).write_text("raise SystemExit('nobody runs this')")
     config = data.read_json(base / "config.json")
     auto_map = {"auto_map": {"AutoModel": "modeling.Other"}}
-    files = model_files(base)._replace(config=config | auto_map)
+    (base / "config.json").write_text(json.dumps(config | auto_map))
+    files = model_files(base)
 
     check_result_is(tensors, base, files, tmp_path)
-    assert {path.name for path in (tmp_path / "final").iterdir()} == described | {"config.json", "model.safetensors"}
-    assert data.read_json(tmp_path / "final/config.json") == config  # nor code that the result does not have
+    expected = described | {"config.json", "model.safetensors", "README.md"} | ({code} if code else set())
+    assert {path.name for path in (tmp_path / "final").iterdir()} == expected
+    # it names no code that the result does not have
+    assert data.read_json(tmp_path / "final/config.json") == config | (auto_map if code else {})
 
     (base / "tokenizer.json").symlink_to(data.TINY / "tokenizer.json")
     args = SimpleNamespace(lora_rank=1, lora_alpha=1, rslora=False)

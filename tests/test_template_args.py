@@ -187,6 +187,60 @@ def test_thoughts_that_are_preserved_need_no_document_of_their_own(tmp_path):
 
 # ---------------------------------------------------------------- empty thoughts
 
+TURNS = [QUESTION, ANSWER] * 4
+SHORT = f"{ASKED}<|im_start|>assistant\n⟦It is 4.{END}⟧\n"  # an answer whose empty thought is left out
+
+
+@pytest.mark.parametrize("template, args, last", [
+    ("qwen3", {}, f"⟦<think>\n\n</think>\n\nIt is 4.{END}⟧"),
+    ("qwen3", NO_THINKING, f"<think>\n\n</think>\n\n⟦It is 4.{END}⟧"),
+    ("qwen3.5, large", {}, f"<think>⟦\n\n</think>\n\nIt is 4.{END}⟧"),
+    ("qwen3.5, large", NO_THINKING, f"<think>\n\n</think>\n\n⟦It is 4.{END}⟧"),
+    ("qwen3.5, small", {}, f"<think>\n\n</think>\n\n⟦It is 4.{END}⟧"),
+])
+@pytest.mark.parametrize("train_on", ["targets", "whole"])
+def test_answers_without_thoughts_are_trained_in_the_whole_conversation(tmp_path, template, args, last, train_on):
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES[template], args, train_on=train_on)
+    texts, file = read_rows(tmp_path, tokenizer, chat(*TURNS))
+    assert texts == [SHORT * 3 + f"{ASKED}<|im_start|>assistant\n{last}\n"]
+    assert noted(file, "not trained on") == 0
+    assert file.report.n_further == 0
+
+
+def test_of_an_answer_that_begins_as_a_thought_does_all_is_trained(tmp_path):
+    odd = message("assistant", "<b>4</b>\n</think> <think>")
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3"], NO_THINKING, train_on="whole")
+    for answer in (message("assistant", "<b>4</b>"), message("assistant", "    4")):
+        texts, _ = read_rows(tmp_path, tokenizer, chat(QUESTION, answer, QUESTION, ANSWER))
+        assert texts[0].startswith(f"{ASKED}<|im_start|>assistant\n⟦{answer['content']}{END}⟧\n")
+    # what the template changes in the history is no empty thought
+    texts, file = read_rows(tmp_path, tokenizer, chat(QUESTION, odd, QUESTION, ANSWER))
+    assert texts[0].count("⟦") == 1
+    assert noted(file, "not trained on") == 1
+
+
+@pytest.mark.parametrize("train_on, n_documents", [("targets", 2), ("whole", 1)])
+def test_an_answer_that_loses_a_thought_has_a_document_of_its_own_or_is_left_out(tmp_path, train_on, n_documents):
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3"], NO_THINKING, train_on=train_on)
+    texts, file = read_rows(tmp_path, tokenizer, chat(QUESTION, ANSWER, QUESTION, THOUGHTFUL, QUESTION, ANSWER))
+    assert len(texts) == n_documents
+    assert texts[0] == SHORT + SHORT.replace("⟦", "").replace("⟧", "") + (
+        f"{ASKED}<|im_start|>assistant\n<think>\n\n</think>\n\n⟦It is 4.{END}⟧\n")
+    assert noted(file, "not trained on") == 2 - n_documents
+
+
+def test_what_further_documents_repeat_does_not_count_as_untrained(tmp_path):
+    # 30 long questions with short answers that lose their thoughts: less than 1 % of all tokens are trained on, and
+    # more of the tokens that the whole conversation has
+    long = message("user", "and then it rained " * 60)
+    rows = [chat(*[long, THOUGHTFUL] * 30)]
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3"])
+    _, file = read_data(jsonl(tmp_path / "a.jsonl", *rows), tokenizer, 10**6)
+    assert file.report.n_further == 29
+    assert file.n_trained < 0.01 * file.n_tokens
+    data.check_file(file, 10**6, 1 << 31)
+
+
 NOTE = "answers begin with an empty thought: training on them teaches the model to stop reasoning in its default mode"
 HINT = "; --template_args enable_thinking=false puts the empty thought into the prompt"
 PLAIN_AND_THOUGHTFUL = [chat(QUESTION, ANSWER), chat(QUESTION, THOUGHTFUL), chat(QUESTION, ANSWER)]

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from conftest import HANG_S, HERE, random_model, run_ranks
+from conftest import HANG_S, HERE, free_port, random_model, run_ranks
 
 ENOUGH = 300  # steps after the signal: who has not stopped by then does not stop
 
@@ -47,6 +48,20 @@ def start_torchrun(script, job, out, *options):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HERE.parent)}
     return subprocess.Popen([*torchrun, script, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             env=environment)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_start_that_waits_for_ranks_says_so_and_a_signal_ends_it(job, tmp_path, number):
+    """RANK and WORLD_SIZE are left in the environment of a pod: nobody else comes."""
+    of_rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, HERE.parent / "train.py", "--out", tmp_path / "out"]
+    process = subprocess.Popen(command, env=os.environ | of_rank, stderr=subprocess.PIPE, text=True)
+    said = process.stderr.readline()
+    assert said.startswith("MASTER_ADDR=127.0.0.1 MASTER_PORT=")
+    assert said.endswith(" RANK=0 WORLD_SIZE=2: waits for the other ranks; to train alone, unset RANK\n")
+    time.sleep(1)  # until it waits in C++, where no handler in Python would run
+    process.send_signal(number)
+    assert process.wait(HANG_S) == -number
 
 
 def children_of(process):
