@@ -503,8 +503,8 @@ def add_data_flags(parser):
            fixed=True)
     add(dataset, "--train_on", str, "targets",
         "tokens to train on. targets: assistant answers and plain texts. If the template drops the thought "
-        "of an earlier answer, as Qwen3's does, that answer is trained on as a separate document; 'whole' skips "
-        "such answers. all: every token",
+        "of an earlier answer, as Qwen3's does, that answer is trained on as a separate document; 'whole' "
+        "skips such answers. all: every token",
         choices=("targets", "whole", "all"), fixed=True)
     add(dataset, "--chat_template", PATH, None,
         "jinja file to use instead of the model's own chat template (default: none)", everyday=True)
