@@ -701,6 +701,11 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     return [t.flatten(1, 2) for t in system]
 
 
+def chunk_by_chunk(*tensors):
+    """(what belongs to chunk 0), (chunk 1) ... It has a name because a plan runs the first chunk alone."""
+    return zip(*tensors)
+
+
 def plus_product(x, a, b):
     """x + a @ b of [n, H, rows, columns], in one call."""
     return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).view_as(x)
@@ -727,7 +732,7 @@ class Scan(torch.autograd.Function):
         before_nHKP = states_HKP[:-1]
         after_nHKP = states_HKP[1:]
         torch.bmm(keys_nHCK.mT.flatten(0, 1), u_nHCP.flatten(0, 1), out=after_nHKP.flatten(0, 1))
-        for move_HKK, before_HKP, after_HKP in zip(move_nHKK, before_nHKP, after_nHKP):
+        for move_HKK, before_HKP, after_HKP in chunk_by_chunk(move_nHKK, before_nHKP, after_nHKP):
             after_HKP.baddbmm_(move_HKK, before_HKP)
         d_nHCP = plus_product(u_nHCP, w_nHCK, before_nHKP)
         ctx.save_for_backward(w_nHCK, keys_nHCK, move_nHKK, before_nHKP, d_nHCP)
@@ -740,7 +745,8 @@ class Scan(torch.autograd.Function):
         grads_HKP = torch.cat([grad_before_nHKP, grad_last_HKP[None]])
         grads_HKP[:-1].flatten(0, 1).baddbmm_(w_nHCK.mT.flatten(0, 1), grad_d_nHCP.flatten(0, 1))
         after_nHKP = grads_HKP[1:]
-        for move_HKK, before_HKP, after_HKP in reversed(list(zip(move_nHKK, grads_HKP, after_nHKP))):
+        last_first = [t.unbind()[::-1] for t in (move_nHKK, grads_HKP[:-1], after_nHKP)]
+        for move_HKK, before_HKP, after_HKP in chunk_by_chunk(*last_first):
             before_HKP.baddbmm_(move_HKK.mT, after_HKP)
         # d is read in its own chunk, and written to the state behind it
         grad_u_nHCP = plus_product(grad_d_nHCP, keys_nHCK, after_nHKP)
@@ -785,6 +791,16 @@ class DecayGate(nn.Module):
 
     def forward(self, a_BTH):
         return -self.A_log.exp() * F.softplus(a_BTH.float() + self.dt_bias)
+
+
+def mix_segments(mix, size, tokens, tail_JX, state_HKP, w_XJ):
+    """GatedDeltaNet.mix() of one segment of `size` tokens after another -> what it returns of all of them. A
+    plan has segments_on_paper() in its place."""
+    out = []
+    for segment in zip(*(t.split(size) for t in tokens)):
+        out_NY, tail_JX, state_HKP = mix(*segment, tail_JX, state_HKP, w_XJ)
+        out.append(out_NY)
+    return torch.cat(out), tail_JX, state_HKP
 
 
 class GatedDeltaNet(nn.Module):
@@ -848,19 +864,14 @@ class GatedDeltaNet(nn.Module):
             tail_JX = qkv_BTX.new_zeros(n_before, qkv_BTX.shape[2])
             state_HKP = g_BTH.new_zeros(g_BTH.shape[2], self.head_dim, self.head_dim)
         tokens = [t.flatten(0, 1) for t in (qkv_BTX, z_BTY, g_BTH, beta_BTH, spans.positions_BT)]
-        segments = [tokens]
         mix = functools.partial(checkpoint, self.mix, use_reentrant=False, preserve_rng_state=False)
         if len(tokens[0]) > self.segment:  # split() and cat() would copy a whole row
-            segments = zip(*(t.split(self.segment) for t in tokens))
-        elif self.is_recomputed:
-            mix = self.mix
-        out = []
-        for segment in segments:
-            out_NY, tail_JX, state_HKP = mix(*segment, tail_JX, state_HKP, w_XJ)
-            out.append(out_NY)
+            out, tail_JX, state_HKP = mix_segments(mix, self.segment, tokens, tail_JX, state_HKP, w_XJ)
+        else:
+            mix = self.mix if self.is_recomputed else mix
+            out, tail_JX, state_HKP = mix(*tokens, tail_JX, state_HKP, w_XJ)
         if cache is not None:
             cache.layers[self] = (tail_JX, state_HKP)
-        out = torch.cat(out) if len(out) > 1 else out[0]
         if group is not None:
             out = to_my_tokens(out, group)
         return out.view(B, T, -1)
@@ -1149,6 +1160,11 @@ def losses_and_gradient(logits_CV, targets_C1):
     return losses_C1, grad_CV
 
 
+def chunk_starts(n_tokens, chunk):
+    """Where chunks begin. It has a name because a plan runs the first chunk alone."""
+    return range(0, n_tokens, chunk)
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S in float32, or with per_token that of each
     token, [S, 1], where the head is frozen. The forward computes the gradients as well, so that no logits
@@ -1175,7 +1191,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         sum_dtype = w_VD.dtype if len(h_SD) <= chunk else torch.float32
         # one memory for the logits of all chunks: allocated anew, two of them would be alive for a moment
         memory_CV = h_SD.new_empty(min(chunk, len(h_SD)), len(w_VD))
-        for start in range(0, len(h_SD), chunk):
+        for start in chunk_starts(len(h_SD), chunk):
             rows = slice(start, start + chunk)
             h_CD = h_SD[rows]
             targets_C1 = targets_S[rows, None]
@@ -1843,19 +1859,16 @@ class LiveBytes:
     Python tells when nothing refers to a tensor's memory any more.
 
         live.begin("loss")      the phase "loss" of the step begins
-        live.most["loss"]       {(operator, last dimension of its result): the most bytes alive after one of
-                                its calls, "start": those when the phase began}
+        live.peaks["loss"]      the most bytes that were alive at once in this phase
         live.work["loss"]       {Work: how often a GPU does it}
-
-    The largest number in live.most["loss"] is the peak of the phase. A plan extrapolates all of them to
-    longer rows, because each is linear in the tokens, but another one may be the largest there.
 
     Tensors that code moves to the CPU stay on the meta device, and count as host memory, in `host`. So do the
     results of operators that read them.
 
     torch's MemTracker counts alike, but raises an error on frozen parameters under autograd.
 
-    Set from outside: in_backward, while autograd runs, is_compiled and has_compiled (compile_on_paper)."""
+    Set from outside: in_backward, while autograd runs, is_compiled and has_compiled (compile_on_paper), and
+    after_backward, a function that is called when a backward has ended."""
 
     now = None  # the one that counts, inside of on_paper()
     repeats = 1  # times that a GPU runs what runs once here, see first_of()
@@ -1868,19 +1881,17 @@ class LiveBytes:
         self.host = 0  # bytes in host memory
         self.sizes = {}  # {id of a storage: its bytes}
         self.on_host = set()  # ids of the storages that stand for host memory
-        self.most = {}
+        self.peaks = {}
         self.in_backward = False
         self.is_compiled = False
+        self.after_backward = lambda: None
         self.begin("before")
 
     def begin(self, phase):
-        """A phase may begin more than once: its numbers are the most of all."""
-        self.most_in_phase = self.most.setdefault(phase, {})
+        """A phase may begin more than once: its peak is the highest of all."""
+        self.phase = phase
         self.work_in_phase = self.work.setdefault(phase, Counter())
-        self.note("start", self.alive)
-
-    def note(self, what, n_bytes):
-        self.most_in_phase[what] = max(self.most_in_phase.get(what, 0), n_bytes)
+        self.peaks[phase] = max(self.peaks.get(phase, 0), self.alive)
 
     def run(self, func, types, args, kwargs):
         """Calls an operator, and counts what it makes. types: those of the arguments that are no plain
@@ -1889,10 +1900,15 @@ class LiveBytes:
         if func.is_view and not types:
             return func(*args, **kwargs)
         on_host = self.on_host and kwargs.get("device") != META and self.lies_on_host(args)
+        if not func._schema.returns:
+            # It writes what is there. DTensor would look at all weights for each weight: 16 s of a 405B model.
+            if not on_host:
+                self.add_work(work_of(func, local_rows(args) if types else args, None))
+            return None
         if types:  # FSDP2's DTensors
             out = func(*args, **kwargs)
             made = local_rows([out])
-            self.see(func, made, on_host=on_host)
+            self.see(made, on_host=on_host)
             if not (on_host or func.is_view):
                 self.add_work(work_of(func, local_rows(args), made))
             return out
@@ -1911,8 +1927,8 @@ class LiveBytes:
         elif not on_host:
             self.add_work(work)
         if self.is_compiled and name in PRODUCTS:
-            self.see(func, args)  # what a product reads is in memory
-        self.see(func, out, self.is_compiled and work.is_fused, on_host)
+            self.see(args)  # what a product reads is in memory
+        self.see(out, self.is_compiled and work.is_fused, on_host)
         return out
 
     def add_work(self, work):
@@ -1971,7 +1987,7 @@ class LiveBytes:
             FORMS[key] = out.shape, out.stride(), out.dtype, work
         return out, work
 
-    def see(self, operator, out, fused=False, on_host=False):
+    def see(self, out, fused=False, on_host=False):
         """Counts what an operator has returned. If that is fused, it has only the memory that was there."""
         for t in out if isinstance(out, tuple | list) else [out]:
             if isinstance(t, torch.Tensor) and t.is_meta:
@@ -1982,7 +1998,7 @@ class LiveBytes:
                 if fused:
                     n_bytes = self.sizes.get(id(storage), 0)
                 self.count(storage, n_bytes, "host" if on_host and id(storage) not in self.sizes else "gpu")
-                self.note((operator, *t.shape[-1:]), self.alive)
+                self.peaks[self.phase] = max(self.peaks[self.phase], self.alive)
 
     def count(self, storage, n_bytes, where="gpu"):
         """From here on a storage, which may be new, has so many bytes there: "gpu", "host" or "pinned"."""
@@ -2126,7 +2142,7 @@ def compile_on_paper(live, function, **_):
             out = function(*args)
         finally:  # a recomputation leaves by an exception
             live.is_compiled = False
-        live.see("compiled", out)
+        live.see(out)
         # what it returns is written, and made of about two tensors as large
         note_kernel("compiled", COMPILED_CALL, bytes=sum(3 * t.nbytes for t in flat([out])))
         return out
@@ -2208,17 +2224,73 @@ class ExchangeOnPaper(torch.autograd.Function):
         return torch.empty_like(grad), None
 
 
-def first_of(cut):
-    """nf4.bands() or nf4.regions(), but the first one alone: they follow one another, and none is larger. Its
-    work counts as often as there are such."""
+def first_of(cut, n=1):
+    """A function that cuts something into pieces, but with the first n pieces alone: they follow one another,
+    and no other one is larger. The work of the last of these counts for all that are left out, too."""
 
     def first(*args, **kwargs):
         pieces = list(cut(*args, **kwargs))
-        LiveBytes.repeats = len(pieces)
-        yield from pieces[:1]
-        LiveBytes.repeats = 1
+        yield from pieces[: n - 1]
+        with repeated(len(pieces) - n + 1):
+            yield from pieces[n - 1 : n]
 
     return first
+
+
+@contextlib.contextmanager
+def repeated(n):
+    """A context whose work a GPU does n times."""
+    before = LiveBytes.repeats
+    LiveBytes.repeats = before * n
+    try:
+        yield
+    finally:
+        LiveBytes.repeats = before
+
+
+class Between(torch.autograd.Function):
+    """The segments of Gated DeltaNet between the first and the last one, without their operators: memory for
+    their results, for what their checkpoints save (a tail and a state each), and for their gradients."""
+
+    @staticmethod
+    def forward(ctx, n_segments, out_NY, tail_JX, state_HKP, *tokens):
+        ctx.n_segments = n_segments
+        saved = [t.new_empty(n_segments, *t.shape) for t in (tail_JX, state_HKP)]
+        ctx.save_for_backward(*saved, *tokens)
+        out = out_NY.new_empty(len(tokens[0]), *out_NY.shape[1:])
+        return out, torch.empty_like(tail_JX), torch.empty_like(state_HKP)
+
+    @staticmethod
+    def backward(ctx, *_):
+        tails, states, *tokens = ctx.saved_tensors
+        LiveBytes.repeats *= ctx.n_segments + 1  # the first segment is next, see segments_on_paper()
+        inputs = [None, None, tails[0], states[0], *tokens]
+        wanted = zip(inputs, ctx.needs_input_grad)
+        return tuple(torch.empty_like(t) if t is not None and needs else None for t, needs in wanted)
+
+
+def segments_on_paper(run_all, mix, size, tokens, tail_JX, state_HKP, w_XJ):
+    """run_all, which is mix_segments(), but only the first and the last segment run. They have the peaks: in
+    the forward the last one, beside the results of all others, and in the backward the first one, beside all
+    gradients. The work of the first one counts for those between, too."""
+    n_between = nf4.ceil_div(len(tokens[0]), size) - 2
+    if n_between < 2:
+        return run_all(mix, size, tokens, tail_JX, state_HKP, w_XJ)
+    sizes = [size, n_between * size, len(tokens[0]) - (n_between + 1) * size]
+    first, between, last = zip(*(t.split(sizes) for t in tokens))
+    with repeated(n_between + 1):
+        out, *carried = mix(*first, tail_JX, state_HKP, w_XJ)
+    out_between, *carried = Between.apply(n_between, out, *carried, *between)
+    if out_between.requires_grad:
+        # The gradients of its inputs are there when the backward of the first segment has ended. That of the
+        # last input is used first.
+        [t for t in first if t.requires_grad][-1].register_hook(functools.partial(end_repeats, n_between + 1))
+    out_last, *carried = mix(*last, *carried, w_XJ)
+    return torch.cat([out, out_between, out_last]), *carried
+
+
+def end_repeats(n, _):
+    LiveBytes.repeats //= n
 
 
 HERE = sys.modules[__name__]
@@ -2231,6 +2303,9 @@ ON_PAPER = [
     (HERE, "runs_flash_attention", has_flash_on_paper),
     (HERE, "shares_key_heads", has_flash_on_paper),
     (HERE, "exchange", ExchangeOnPaper.apply),
+    (HERE, "mix_segments", functools.partial(segments_on_paper, mix_segments)),
+    (HERE, "chunk_starts", first_of(chunk_starts, 2)),  # the second one adds to the gradient of the head
+    (HERE, "chunk_by_chunk", first_of(chunk_by_chunk)),
     (nf4, "bands", first_of(nf4.bands)),
     (nf4, "regions", first_of(nf4.regions)),
 ]
@@ -2281,10 +2356,12 @@ def on_paper(flash_in_fp16=False):
         live.in_backward = True
         backward(loss)
         live.in_backward = False
+        live.after_backward()
 
     calls = [
         *ON_PAPER,
         (LiveBytes, "now", live),
+        (LiveBytes, "repeats", 1),
         (LiveBytes, "flash_in_fp16", flash_in_fp16),
         (torch, "compile", functools.partial(compile_on_paper, live)),
         (torch.UntypedStorage, "resize_", resize_on_paper_),

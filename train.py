@@ -1447,7 +1447,7 @@ def build(model, run, policy, ranks, load_weights):
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.step_limit)
     if args.fsdp2:
-        shard_(model, args, device, policy.streamed(run.config.num_hidden_layers))
+        shard_(model, args, device, policy.streamed)
     # until here the model is on the meta device, so a rank allocates no more than its own shard
     on_host = allocate_(model, run, policy, device)
     load_weights(model)
@@ -1655,11 +1655,11 @@ def wrap_blocks_(model, tiled_mlp, policy):
     for module in model.modules():
         if isinstance(module, lm.GatedDeltaNet):
             module.segment = policy.segment
-    if policy.n_recomputed:
-        lm.recompute_blocks_(model, policy.n_recomputed, policy.n_attention_kept)
-    # The last blocks, because the backward comes to them first: what they keep is free again soonest.
-    if policy.n_weights_kept:
-        lm.keep_weights_(model.model.layers[-policy.n_weights_kept :])
+    if policy.count("recomputed"):
+        lm.recompute_blocks_(model, policy.count("recomputed"), policy.count("attention"))
+    for block, kept in zip(model.model.layers, policy.blocks):
+        if kept.weights:
+            lm.keep_weights_(block)
 
 
 def allocate_(model, run, policy, device):
@@ -1669,7 +1669,7 @@ def allocate_(model, run, policy, device):
     if not offloads_frozen(run.args):
         return []
     layers = model.model.layers
-    streamed = [layers[i] for i in policy.streamed(len(layers))]
+    streamed = [layers[i] for i in policy.streamed]
     # the last norm as well: FSDP2, which would bring it, ignores all that is frozen then
     modules = [*layers, model.model.norm] if run.streams else layers
     for module in modules:
@@ -2654,14 +2654,14 @@ def describe_blocks(run, policy):
     texts = []
     if args.activation_checkpointing:
         text = (f"--activation_checkpointing {args.activation_checkpointing}: the backward recomputes "
-                f"{policy.n_recomputed} of {n_layers} blocks")
-        if policy.n_attention_kept:
-            text += f", {policy.n_attention_kept} of them except attention, whose outputs are kept"
-        if policy.n_weights_kept:
-            text += f"; {policy.n_weights_kept} keep their NF4 weights in 16 bits"
+                f"{policy.count('recomputed')} of {n_layers} blocks")
+        if policy.count("attention"):
+            text += f", {policy.count('attention')} of them except attention, whose outputs are kept"
+        if policy.count("weights"):
+            text += f"; {policy.count('weights')} keep their NF4 weights in 16 bits"
         texts.append(text)
     if offloads_frozen(args):
-        texts.append(f"--resident_blocks {args.resident_blocks}: frozen weights of {policy.n_resident} of "
+        texts.append(f"--resident_blocks {args.resident_blocks}: frozen weights of {policy.count('resident')} of "
                      f"{n_layers} blocks stay on the GPU")
     if "linear_attention" in run.config.layer_types:
         texts.append(f"Gated DeltaNet mixes {policy.segment:,} tokens at a time")
@@ -3254,7 +3254,8 @@ def write_files(out, args, policy, revisions, state, ranks):
     saved that the run resumes from: what came later is repeated."""
     if ranks.rank:
         return
-    settings = settings_of(args, ranks.world) | policy._asdict()
+    settings = settings_of(args, ranks.world) | {"segment": policy.segment}
+    settings |= {f"n_{what}": policy.count(what) for what in Kept._fields}
     data.write_json(out / "args.json", settings | {"revisions": revisions} | OURS)
     metrics = out / "metrics.jsonl"
     if metrics.is_file() and metrics.stat().st_size > state["metrics_bytes"]:
@@ -3549,8 +3550,8 @@ def fixed_settings(args, config, rows_a_step, loader, reader):
 # it, and LiveBytes counts what a GPU and the host would hold. The other ranks are not there. So whatever
 # build() and train_step() call is planned as it runs, and nobody has to tell the plan of it.
 #
-# A trace of a model of 126 blocks takes 10 s, and a search asks for many. Bytes are linear in the number of
-# equal blocks and in the tokens of long rows, so extrapolate() traces models of few blocks and short rows.
+# A trace of all blocks takes up to 15 s, and a search asks for many. So extrapolate() traces few blocks, and
+# adds what one in the middle has added as often as there are more of them.
 
 GIB = 2**30
 OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
@@ -3565,62 +3566,71 @@ def plan(run, policy):
     memory}). For each of TITLES it is the phase with the highest peak. We assume rows of run.length tokens,
     one document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py compares the sums
     with real steps."""
-    step = extrapolate(run, policy) if is_linear(run, policy) else trace(run, policy)
-    peaks = peaks_of(step)
+    step = extrapolate(run, policy)
     table = {}
     for module, title in TITLES.items():
         # from the last one on: of two equal peaks it is the backward's
-        phases = [phase for phase in reversed(peaks) if phase.module == module]
+        phases = [phase for phase in reversed(step.peaks) if phase.module == module]
         if phases:
-            phase = max(phases, key=peaks.get)
-            start = step.alive[phase, "start"]
-            kinds = step.on_gpu + Counter(gradients=step.gradients[phase])
-            kinds["kept for backward"] = start - kinds.total()
-            kinds["workspace"] = peaks[phase] - start
+            phase = max(phases, key=step.peaks.get)
+            start = step.starts[phase]
+            kinds = bytes_by_kind(step, "gpu") + Counter(gradients=start["gradients"])
+            kinds["kept for backward"] = start["gpu"] - start["gradients"]
+            kinds["workspace"] = step.peaks[phase] - start["gpu"]
             table[title] = kinds
-    return table, dict(+step.on_host)
+    host = bytes_by_kind(step, "host")
+    head = step.starts[max(phase for phase in step.peaks if phase[1:3] == ("forward", "head"))]
+    host["activations"] = head["host"] - head["host gradients"]
+    host["gradients"] = max(start["host gradients"] for start in step.starts.values())
+    return table, dict(+host)
 
 
-def planned_bytes(run, policy, room=math.inf, extrapolates=True):
-    """What a GPU needs for a step, CUDA's own memory included; less, if even that is more than `room`."""
-    if not extrapolates:
-        return max(peaks_of(trace(run, policy)).values()) + OVERHEAD
-    # short rows take a third of the time, and may need too much already
-    for rows in (short_rows(run, policy)[0], run):
-        n_bytes = max(peaks_of(extrapolate(rows, policy, with_host=False)).values()) + OVERHEAD
-        if n_bytes > room:
-            break
-    return n_bytes
+def planned_bytes(run, policy):
+    """What a GPU needs for a step, CUDA's own memory included."""
+    return max(peaks_of(extrapolate(run, policy)).values()) + OVERHEAD
 
 
 # ---- a step on the meta device
 
 
 class Phase(NamedTuple):
-    """What a step does between two calls of Watch.begin(). All blocks but the first and the last are one."""
+    """What a step does between two calls of Watch.begin()."""
 
     n_forward: int  # the number of the model's forward in this step
     direction: str  # forward, backward or update
     module: str  # one of TITLES
-    which: str = ""  # first, last or between, if it is a block; see also in_two_groups()
+    block: int = -1  # the number of a block
+
+
+# what is counted when a phase begins: activations and gradients on the GPU, activations and gradients in host
+# memory, and of these the gradients alone
+COUNTED = "gpu", "host", "gradients", "host gradients"
 
 
 class Trace(NamedTuple):
-    """Bytes and work of a step."""
+    """Bytes and work of a step. Weights and optimizer are in `owned` alone."""
 
-    alive: Counter  # {(Phase, what): bytes on the GPU}, see LiveBytes.most
-    gradients: Counter  # {Phase: bytes of gradients when it begins}
-    on_gpu: Counter  # {kind: bytes} of weights and optimizer
-    on_host: Counter  # {kind: bytes}
-    work: Counter  # {(n_forward, direction), (kernel, unit): amount}, see LiveBytes.work
+    peaks: dict  # {Phase: the most bytes on the GPU at once}
+    starts: dict  # {Phase: Counter of bytes when it begins, see COUNTED}
+    # {("gpu" or "host", kind, number of the block, or -1): bytes} of weights and optimizer
+    owned: Counter
+    unowned: int  # bytes on the GPU that were there before the step and are in no weight and no optimizer
+    work: dict  # {Phase: Counter {(kernel, unit): amount}}, see LiveBytes.work
+
+
+def bytes_by_kind(step, where):
+    """-> {kind: bytes} of weights and optimizer on the "gpu" or in "host" memory."""
+    kinds = Counter()
+    for (place, kind, _), n_bytes in step.owned.items():
+        if place == where:
+            kinds[kind] += n_bytes
+    return kinds
 
 
 def peaks_of(step):
-    """-> {Phase: bytes}."""
-    peaks = Counter()
-    for (phase, _), n_bytes in step.alive.items():
-        peaks[phase] = max(peaks[phase], n_bytes)
-    return peaks
+    """-> {Phase: bytes on the GPU}, weights and optimizer included."""
+    owned = bytes_by_kind(step, "gpu").total()
+    return {phase: owned + n_bytes for phase, n_bytes in step.peaks.items()}
 
 
 TRACES = {}  # {what a trace depends on: Trace}
@@ -3650,6 +3660,7 @@ def trace(run, policy):
 def run_on_paper(run, policy):
     """Makes a model on the meta device, and runs a step of it there -> Trace."""
     args = run.args
+    # all that build() and train_step() ask of Ranks
     ranks = argparse.Namespace(
         world=run.world, rank=0, device=torch.device("meta"), step_limit=timedelta(seconds=args.timeout))
     lengths = [run.length]
@@ -3659,38 +3670,43 @@ def run_on_paper(run, policy):
         trainer = build(lm.on_meta(run.config, args), run, policy, ranks, load_weights=lambda model: None)
         # fully_shard() on a mesh of two dimensions leaves a cycle of references, and with it a block's weights
         gc.collect(0)  # what is younger than on_paper()
+        before_step = live.alive
         watch = Watch(live, trainer)
         train_step(trainer, [batch_on_paper(args, n) for n in lengths], 1, {})
-        on_gpu, host = bytes_by_kind(trainer, live)
-    host["activations"] = watch.host_at_head - host.total()
-    host["gradients"] = watch.gradients_on_host
-    del live.most["before"]  # what was alive before the step
-    alive = {(phase, what): n_bytes for phase, most in live.most.items() for what, n_bytes in most.items()}
-    work = Counter()
-    for phase in live.most:
+        owned = owned_bytes(trainer, live)
+    totals = Counter()
+    for (where, _, _), n_bytes in owned.items():
+        totals[where] += n_bytes
+    peaks = {phase: live.peaks[phase] - totals["gpu"] for phase in watch.starts}
+    for start in watch.starts.values():
+        start.subtract(totals)
+    work = {phase: Counter() for phase in watch.starts}
+    for phase, amounts in work.items():
         for done, times in live.work[phase].items():
             for unit, amount in done.amounts.items():
-                work[phase[:2], (done.kernel, unit)] += times * amount
-    return Trace(Counter(alive), watch.gradients_at, on_gpu, host, work)
+                amounts[done.kernel, unit] += times * amount
+    return Trace(peaks, watch.starts, owned, before_step - totals["gpu"], work)
 
 
-def bytes_by_kind(trainer, live):
-    """-> ({kind: bytes on the GPU}, {kind: bytes in host memory}), of what is there for the whole step."""
-    kinds = {}  # {id of a storage: kind}; two parameters may be one, or share a slot of StreamedWeights
+def owned_bytes(trainer, live):
+    """-> Trace.owned. What several blocks share, a slot of StreamedWeights for example, belongs to none."""
+    kinds = {}  # {id of a storage: kind}
+    blocks = {}  # {id of a storage: {numbers of blocks, or -1}}
     for name, p in trainer.model.named_parameters():
-        kind = kind_of(name, p)
-        stored = [p, *getattr(p, "host_pages", ())]
-        kinds |= {id(rows.untyped_storage()): kind for rows in nf4.rows_of(stored)}
-    for state in trainer.optimizer.state.values():
+        block = int(name.split(".")[2]) if name.startswith("model.layers.") else -1
         # the number of steps may be a tensor on the CPU
-        rows = nf4.rows_of(t for t in state.values() if t.is_meta)
-        kinds |= {id(t.untyped_storage()): "optimizer" for t in rows}
-    on_gpu = Counter()
-    host = Counter()
+        state = [t for t in trainer.optimizer.state.get(p, {}).values() if t.is_meta]
+        for kind, tensors in (kind_of(name, p), [p, *getattr(p, "host_pages", ())]), ("optimizer", state):
+            for rows in nf4.rows_of(tensors):
+                storage = id(rows.untyped_storage())
+                kinds[storage] = kind
+                blocks.setdefault(storage, set()).add(block)
+    owned = Counter()
     for storage, kind in kinds.items():
-        where = host if storage in live.on_host else on_gpu
-        where[kind] += live.sizes[storage]
-    return on_gpu, host
+        where = "host" if storage in live.on_host else "gpu"
+        block = min(blocks[storage]) if len(blocks[storage]) == 1 else -1
+        owned[where, kind, block] += live.sizes[storage]
+    return owned
 
 
 def kind_of(name, p):
@@ -3701,58 +3717,48 @@ def kind_of(name, p):
 
 class Watch:
     """Begins a phase of LiveBytes where a step reaches the embedding, a block, the head with the norm below
-    it, each of these in the backward, and the update. The backward of a module begins when there is a
-    gradient of its output.
+    it, each of these in the backward, the end of the backward, and the update. The backward of a module
+    begins when there is a gradient of its output.
 
     Its hooks come before FSDP2's, so that what these gather for a module counts as the module's."""
 
     def __init__(self, live, trainer):
-        model = trainer.model
         self.live = live
         self.n_forwards = 0
         self.without_gradient = trainer.trained
-        self.gradients = 0  # bytes
-        self.gradients_on_host = 0
-        self.gradients_at = Counter()  # {Phase: bytes}
-        model.register_forward_pre_hook(self.before_model, prepend=True)
-        model.register_forward_hook(lambda _, __, loss: self.begin_backward_at(loss, "head"))
-        layers = model.model.layers
-        for i, block in enumerate(layers):
-            # Memory peaks at one end of the model, and at which one depends on how many blocks it has.
-            which = {0: "first", len(layers) - 1: "last"}.get(i, "between")
-            block.register_forward_pre_hook(functools.partial(self.before_block, which), prepend=True)
-            block.register_forward_hook(functools.partial(self.after_block, which), prepend=True)
-        layers[0].register_forward_pre_hook(
-            lambda _, inputs: self.begin_backward_at(inputs[0], "embedding"), prepend=True)
-        model.model.norm.register_forward_pre_hook(self.before_head, prepend=True)
+        self.gradients = Counter()  # {one of COUNTED: bytes}
+        self.starts = {}  # see Trace
+        model = trainer.model
+        self.add_hooks(model, model.model.embed_tokens, "embedding")
+        for i, block in enumerate(model.model.layers):
+            self.add_hooks(block, block, "block", i)
+        self.add_hooks(model.model.norm, model, "head")
         if not trainer.in_backward:
+            live.after_backward = functools.partial(self.begin, "backward", "update")  # norms, exchanges
             # not by a hook: a fork's optimizer may have none
             trainer.optimizer.step = functools.partial(self.update, trainer.optimizer.step)
 
-    def before_model(self, *_):
-        self.n_forwards += 1
-        self.begin("forward", "embedding")
+    def add_hooks(self, first, last, *phase):
+        """A phase lasts from the call of one module to the result of another one, or of the same."""
 
-    def before_block(self, which, *_):
-        self.begin("forward", "block", which)
+        def before(*_):
+            if first is not last and phase[0] == "embedding":
+                self.n_forwards += 1
+            self.begin("forward", *phase)
 
-    def after_block(self, which, _, __, x):
-        self.begin_backward_at(x, "block", which)
+        def after(_, __, x):
+            if x.requires_grad:
+                x.register_hook(lambda _: self.begin("backward", *phase))
 
-    def before_head(self, *_):
-        self.begin("forward", "head")
-        self.host_at_head = self.live.host - self.gradients_on_host  # bytes of weights and activations
+        first.register_forward_pre_hook(before, prepend=True)
+        last.register_forward_hook(after, prepend=True)
 
     def update(self, step):
         self.begin("update", "update")
         step()
 
-    def begin_backward_at(self, x, *phase):
-        if x.requires_grad:
-            x.register_hook(lambda _: self.begin("backward", *phase))
-
-    def begin(self, direction, *phase):
-        phase = Phase(self.n_forwards, direction, *phase)
+    def begin(self, *phase):
+        phase = Phase(self.n_forwards, *phase)
         self.live.begin(phase)
         new = [p for p in self.without_gradient if p.grad is not None]
         if new:
@@ -3760,108 +3766,45 @@ class Watch:
             for rows in nf4.rows_of(p.grad for p in new):
                 storage = id(rows.untyped_storage())
                 if storage in self.live.on_host:
-                    self.gradients_on_host += self.live.sizes[storage]
+                    self.gradients["host gradients"] += self.live.sizes[storage]
                 else:
-                    self.gradients += rows.nbytes
-        self.gradients_at[phase] = max(self.gradients_at[phase], self.gradients)
+                    self.gradients["gradients"] += rows.nbytes
+        start = self.gradients | Counter(gpu=self.live.alive, host=self.live.host)
+        self.starts[phase] = self.starts.get(phase, Counter()) | start  # the larger of two, if it begins twice
 
 
-# ---- the step of a whole model in whole rows, extrapolated from few blocks and short rows
-
-UNIT = 1024  # tokens of a piece of a short row
-PIECES = "tiled_mlp", "ce_chunk"  # flags: how many tokens a loop works on at a time
+# ---- the step of all blocks, from a trace of few
 
 
-def extrapolate(run, policy, with_host=True):
-    """-> Trace of a step, in a fraction of the time of trace(). with_host=False saves time: with
-    --resident_blocks, host memory and work are wrong then."""
-    n_layers = run.config.num_hidden_layers
-    kinds = [policy.kept_by(i, n_layers) for i in range(n_layers)]
-    is_small = n_layers <= numbers_of_few(run)[1]
-    if is_small or len(set(kinds)) > 2:  # no search asks for more than two
-        return from_short_rows(run, policy)
-    step = from_few_blocks(run, kinds[-1])
-    if kinds[0] != kinds[-1]:
-        step = in_two_groups(from_few_blocks(run, kinds[0]), step, kinds.count(kinds[0]) / n_layers)
-    if 0 < policy.n_resident < n_layers:
-        step = with_resident(step, run, policy)
-        if with_host:  # both are linear in the number of resident blocks
-            all_resident = from_few_blocks(run, kinds[-1]._replace(n_resident=n_layers))
-            between = along_line(step, all_resident, policy.n_resident / n_layers)
-            step = step._replace(on_host=between.on_host, work=between.work)
-    return step
+def extrapolate(run, policy):
+    """-> Trace of a step of all blocks. Blocks that keep the same are alike, so it is put together from
+    traces of few equal blocks. If these do not tell, all blocks are traced."""
+    steps = {kept: of_equal_blocks(run, kept, policy.segment) for kept in set(policy.blocks)}
+    if None in steps.values():
+        return trace(run, policy)
+    return joined(steps, policy.blocks)
 
 
-def in_two_groups(first, last, share):
-    """-> Trace of a model whose first blocks, this share of all, are those of one trace, and whose last
-    blocks are those of the other."""
-
-    def in_front(phase):
-        return phase._replace(which=f"{phase.which} of the first blocks")
-
-    step = along_line(last, first, share)
-    for (phase, what), n_bytes in first.alive.items():
-        if phase.module != "block":
-            continue
-        # The first blocks run before the last ones have kept anything, or when all of that is free again.
-        step.alive[in_front(phase), what] = n_bytes
-        # The last blocks run beside what the first ones keep. How much that differs from what blocks like
-        # the last ones would keep shows at the head.
-        if (phase, what) in last.alive:
-            head = Phase(phase.n_forward, "forward", "head"), "start"
-            more = share * (first.alive[head] - last.alive[head])
-            step.alive[phase, what] = last.alive[phase, what] + round(more)
-    for phase, n_bytes in first.gradients.items():
-        step.gradients[in_front(phase)] = n_bytes
-    return step
-
-
-def with_resident(step, run, policy):
-    """The Trace of a model whose blocks are all streamed from host memory -> that with --resident_blocks."""
-    layers = lm.on_meta(run.config, run.args).model.layers
-    streamed = policy.streamed(len(layers))
-    resident = Counter()  # {kind: bytes} of this rank's frozen weights
-    for i, block in enumerate(layers):
-        for p in frozen_of(block) if i not in streamed else ():
-            resident[kind_of("", p)] += p.nbytes // run.shards
-    alive = Counter({key: n + resident.total() for key, n in step.alive.items()})
-    return step._replace(alive=alive, on_gpu=step.on_gpu + resident)
-
-
-def from_few_blocks(run, policy):
-    """-> Trace of a model whose blocks all have one policy, extrapolated from two models of few blocks."""
-    few, more = numbers_of_few(run)
-    steps = [from_short_rows(of_blocks(run, range(n)), policy) for n in (few, more)]
-    return along_line(*steps, (run.config.num_hidden_layers - few) / (more - few))
-
-
-def numbers_of_few(run):
-    """-> two numbers of blocks. From the smaller one on, each more period of blocks adds the same bytes."""
+def of_equal_blocks(run, kept, segment):
+    """-> Trace of all blocks, each of which keeps the same, from one trace of few; or None. The few are some
+    at the bottom, a period of blocks that repeats, and some at the top."""
     n_layers = run.config.num_hidden_layers
     period = period_of(run.config)
-    few = max(3, period)
-    # Neighbours of a block are in memory with it: FSDP2 gathers the next one, --offload activations brings
-    # back the one before. So each type of block is once neither the first one nor the last.
-    if run.args.fsdp2 or run.args.offload:
-        few = period + 2
-    if run.args.lora and not set(run.args.lora_targets) & set(lm.MLP_TARGETS):
-        few += period  # mixers of one type may have no adapter, and those below the first one save nothing
-    few += (n_layers - few) % period
-    return few, few + period
-
-
-def is_linear(run, policy):
-    """Whether two models of few blocks predict the peaks of a third one. They do not if a fork shards some
-    blocks together, or changes every other one. What it does to late blocks alone, none of the three has."""
-    few, more = numbers_of_few(run)
-    third = 2 * more - few
-    if third >= run.config.num_hidden_layers:
-        return True
-    policy = policy.kept_by(0, run.config.num_hidden_layers)
-    short = short_rows(run, policy)[0]
-    steps = [trace(of_blocks(short, range(n)), policy) for n in (few, more, third)]
-    expected = peaks_of(along_line(*steps[:2], 2))
-    return all(abs(expected[phase] - n) <= 0.001 * n for phase, n in peaks_of(steps[2]).items())
+    if not run.args.fused_adamw:  # torch's other AdamW has temporaries of all weights at once
+        return None
+    # Neighbours of a block are in memory with it, and copies to and from the host are two blocks ahead. If all
+    # that does not tell, the first blocks may be without adapters.
+    margins = [(2, 1), (3, 2), (2 + period, 2)]  # numbers of blocks below and above
+    for below, above in margins[1:] if run.args.offload else margins:
+        n_more = (n_layers - below - above) // period - 1
+        if n_more < 1:
+            return None
+        top = below + period - 1
+        numbers = [*range(top + 1), *range(top + 1 + n_more * period, n_layers)]
+        few = trace(of_blocks(run, numbers), BlockPolicy((kept,) * len(numbers), segment))
+        if tells_of_more(few, top, period, n_more):
+            return with_periods(few, top, period, n_more)
+    return None
 
 
 def period_of(config):
@@ -3883,58 +3826,109 @@ def of_blocks(run, numbers):
     return run._replace(config=dataclasses.replace(run.config, num_hidden_layers=len(numbers), **entries))
 
 
-def from_short_rows(run, policy):
-    """-> Trace, extrapolated from two lengths of short rows and two sizes of their pieces."""
-    short, *longer = short_rows(run, policy)
-    first = step = trace(short, policy)
-    for long in longer:
-        times = (run.length - short.length) / (long.length - short.length)
-        step = along_line(first, trace(long, policy), times)
-    for flag in PIECES:
-        size = getattr(short.args, flag)
-        if size != getattr(run.args, flag):
-            halved = argparse.Namespace(**vars(short.args) | {flag: size // 2})
-            times = (getattr(run.args, flag) - size) / (size - size // 2)
-            of_halves = trace(short._replace(args=halved), policy)
-            # work is linear in the number of pieces, of which longer rows have more
-            times_for_work = (1 - size / getattr(run.args, flag)) * run.length / short.length
-            work = along_line(of_halves, first, times_for_work, step).work
-            step = along_line(of_halves, first, times, step)._replace(work=work)
+def growth(step, n_forward, direction, top, period):
+    """-> {one of COUNTED: bytes} that the period which ends with block `top` adds in a forward, or in a
+    backward, which comes to it from above. What is in flight at both ends cancels."""
+    ends = (top + 1 - period, top + 1) if direction == "forward" else (top, top - period)
+    first, last = (step.starts.get(Phase(n_forward, direction, "block", i), Counter()) for i in ends)
+    return {what: last[what] - first[what] for what in COUNTED}
+
+
+def plus(start, *added):
+    """start + times * bytes for each (times, bytes) of `added`, for all of COUNTED."""
+    return Counter({what: start[what] + sum(times * n_bytes[what] for times, n_bytes in added) for what in COUNTED})
+
+
+def tells_of_more(few, top, period, n_more):
+    """Whether the period of blocks that ends one block earlier adds the same as the one that ends with `top`.
+    It does not if a fork shards some blocks together, or changes every other one."""
+    bounds = [few.unowned]
+    for n_forward, direction in {phase[:2] for phase in few.peaks if phase.module == "block"}:
+        adds, before = (growth(few, n_forward, direction, i, period) for i in (top, top - 1))
+        bounds += [n_more * (adds[what] - before[what]) for what in COUNTED]
+        # of two blocks of the same type
+        of_two = [Phase(n_forward, direction, "block", i) for i in (top, top - period)]
+        if all(phase in few.peaks for phase in of_two):
+            highest, other = (few.peaks[phase] - few.starts[phase]["gpu"] for phase in of_two)
+            bounds.append(highest - other)
+    owned, copied = [], []
+    for blocks in (range(i + 1 - period, i + 1) for i in (top, top - 1)):
+        owned.append(sum(n for (where, _, block), n in few.owned.items() if where == "gpu" and block in blocks))
+        copied.append(sum(n for phase, amounts in few.work.items() if phase.block in blocks
+                          for (_, unit), n in amounts.items() if unit == "bus"))
+    bounds += [n_more * (owned[0] - owned[1]), copied[0] - copied[1]]
+    return max(map(abs, bounds)) <= 0.001 * max(peaks_of(few).values())
+
+
+def with_periods(few, top, period, n_more):
+    """-> Trace of a model that has n_more more periods of blocks behind block `top`, like the period that ends
+    with it. Copy 0 of a block is in the model of few blocks, copy n_more is the highest one."""
+
+    def copies_of(block):
+        """-> [(number of a block in the large model, how many new periods are below it)]."""
+        if block > top:
+            return [(block + n_more * period, n_more)]
+        n_copies = n_more + 1 if block > top - period else 1
+        return [(block + n * period, n) for n in range(n_copies)]
+
+    peaks, starts, work = {}, {}, {}
+    earlier = Counter()  # what new blocks have left in an earlier forward and backward: gradients
+    n_forwards = max(phase.n_forward for phase in few.peaks)
+    for n_forward in range(1, n_forwards + 1):
+        forward, backward = (growth(few, n_forward, name, top, period) for name in ("forward", "backward"))
+        for phase in (phase for phase in few.peaks if phase.n_forward == n_forward):
+            copies = copies_of(phase.block) if phase.module != "head" else [(-1, n_more)]
+            for block, n_below in copies if phase.direction == "forward" else reversed(copies):
+                image = phase._replace(block=block)
+                # a forward has been in the new periods below, and a backward in all those that are not
+                met = (n_below, 0) if phase.direction == "forward" else (n_more, n_more - n_below)
+                more = plus(earlier, (met[0], forward), (met[1], backward))
+                if phase.module == "update" and n_forward == n_forwards:
+                    more["gpu"] = more["gradients"]  # all else is free, whenever it was freed
+                peaks[image] = few.peaks[phase] + more["gpu"]
+                starts[image] = plus(few.starts[phase], (1, more))
+                work[image] = few.work[phase]
+        earlier = plus(earlier, (n_more, forward), (n_more, backward))
+    owned = Counter()
+    for (where, kind, block), n_bytes in few.owned.items():
+        owned.update({(where, kind, image): n_bytes for image, _ in copies_of(block)})
+    step = Trace(peaks, starts, owned, few.unowned, work)
+    # an update launches kernels for each weight, or few that read all weights
+    n_few = 1 + max(phase.block for phase in few.peaks)
+    states, of_few = (bytes_by_kind(each, "gpu")["optimizer"] + bytes_by_kind(each, "host")["optimizer"]
+                      for each in (step, few))
+    for phase in (phase for phase in work if phase.module == "update"):
+        work[phase] = Counter(work[phase])
+        for (kernel, unit), amount in work[phase].items():
+            times = states / of_few
+            if unit == "launches":
+                times = 1 + n_more * period / n_few if amount >= n_few else 1
+            work[phase][kernel, unit] = round(times * amount)
     return step
 
 
-def short_rows(run, policy):
-    """-> [RunSpec] with rows of three and of four pieces: from three on, every number of a trace is linear in
-    the tokens, as then a segment of Gated DeltaNet is between two others. Or the run itself, if its rows have
-    few pieces. A layer that loops over tokens in pieces of its own adds their size here."""
-    args = run.args
-    rows = args.batch_size / args.sequence_parallel  # rows on a rank, or a part of one
-    n_tokens = run.length * rows
-    pieces = {flag: getattr(args, flag) for flag in PIECES if getattr(args, flag)}
-    unit = min(UNIT, max(16, n_tokens / 4))
-    if policy.segment < args.batch_size * run.length:  # Gated DeltaNet mixes more than one, of all ranks
-        unit = max(unit / min(args.sequence_parallel, 2), policy.segment / args.sequence_parallel)
-    if args.precision in ("fp16", "fp32") and run.config.sliding_window < run.length:  # see lm.sdpa()
-        unit = max(unit, run.config.sliding_window * rows)
-    # A short loop takes less time than two traces. That of the loss does not run in each block.
-    if n_tokens <= 8 * min(unit, args.tiled_mlp or unit, 8 * (args.ce_chunk or unit)):
-        return [run]
-    # no loop runs for more than 32 pieces
-    sizes = {flag: math.ceil(min(max(n, unit / 8), unit)) for flag, n in pieces.items() if n < n_tokens}
-    changed = argparse.Namespace(**vars(args) | sizes)
-    return [run._replace(length=math.ceil(n * unit / rows), args=changed) for n in (3, 4)]
-
-
-def along_line(few, more, times, start=None):
-    """-> Trace: start + times * (more - few), number by number. start: `few` if it is not given."""
-    start = start or few
-
-    def add(total, a, b):
-        return Counter({key: round(total[key] + times * (b[key] - a[key])) for key in total | a | b})
-
-    total = Trace(*map(add, start, few, more))
-    in_all = start.alive.keys() & few.alive.keys() & more.alive.keys()
-    return total._replace(alive=Counter({key: total.alive[key] for key in in_all}))
+def joined(steps, blocks):
+    """-> Trace of a model whose block i keeps blocks[i]. steps: {what a block keeps: Trace of a model whose
+    blocks all keep that}. A block runs beside what the blocks below it keep: where its neighbor below is
+    unlike it, that is what there is when a block like the neighbor would begin."""
+    first, last = steps[blocks[0]], steps[blocks[-1]]
+    peaks, starts, work = {}, {}, {}
+    for n_forward in range(1, 1 + max(phase.n_forward for phase in first.peaks)):
+        more = [Counter()]  # for each block: bytes beside it that are not beside it in steps[blocks[i]]
+        for i, (below, kept) in enumerate(itertools.pairwise(blocks), 1):
+            begin = Phase(n_forward, "forward", "block", i)
+            more.append(plus(more[-1], (1, steps[below].starts[begin]), (-1, steps[kept].starts[begin])))
+        for phase in (phase for phase in first.peaks if phase.n_forward == n_forward):
+            # the update, and the embedding in the backward, come when all that was kept is free again
+            i = {"block": phase.block, "head": -1}.get(phase.module, 0)
+            step = steps[blocks[i]]
+            peaks[phase] = step.peaks[phase] + more[i]["gpu"]
+            starts[phase] = plus(step.starts[phase], (1, more[i]))
+            work[phase] = step.work[phase]
+    owned = Counter({key: n for key, n in last.owned.items() if key[2] == -1})
+    for i, kept in enumerate(blocks):
+        owned.update({key: n for key, n in steps[kept].owned.items() if key[2] == i})
+    return Trace(peaks, starts, owned, last.unowned, work)
 
 
 # ---- the time of a step
@@ -4059,8 +4053,9 @@ def time_of_step(run, policy, card, length=None):
     the host that launches kernels, the bus or the links; a kernel as its products or its memory. length: how
     many tokens a token's document has on average, by default those of a row."""
     kernels = {}  # {(pass, kernel): {unit: amount}}
-    for (one, (kernel, unit)), n in extrapolate(run, policy).work.items():
-        kernels.setdefault((one, kernel), Counter())[unit] = n
+    for phase, amounts in extrapolate(run, policy).work.items():
+        for (kernel, unit), n in amounts.items():
+            kernels.setdefault((phase[:2], kernel), Counter())[unit] += n
     busy = {}  # {pass: {what: seconds}}
     for (one, _), n in kernels.items():
         products_s = n["flops"] / (1e12 * card.tflops * PRODUCTS)
@@ -4242,32 +4237,48 @@ def peak_of(phases):
     return title, phases[title].total()
 
 
-class BlockPolicy(NamedTuple):
-    """How many blocks keep what from their forward to their backward. Losses do not depend on it: a feature
-    that changes what a recomputed block computes has to set --activation_checkpointing in resolve_flags()."""
+class Kept(NamedTuple):
+    """What a block keeps from its forward to its backward, and where its weights are."""
 
-    n_recomputed: int  # the first ones, because what the last ones keep is free again soonest
-    n_weights_kept: int = 0  # the last ones: they keep their dequantized NF4 weights, in 16 bits
-    n_attention_kept: int = 0  # the last of the recomputed ones: they keep attention's output
-    n_resident: int = 0  # their frozen weights stay on the GPU, where --offload params moves those of others
+    recomputed: bool = False  # its input alone: the backward runs it again
+    attention: bool = False  # and, if it is recomputed, the output of attention, which does not run again
+    weights: bool = False  # dequantized NF4 weights, in 16 bits
+    resident: bool = False  # on the GPU, where --offload params moves the frozen weights of other blocks
+
+
+class BlockPolicy(NamedTuple):
+    """What blocks keep. Losses do not depend on it: a feature that changes what a recomputed block computes
+    has to set --activation_checkpointing in resolve_flags()."""
+
+    blocks: tuple  # of Kept
     segment: int = lm.SEGMENT  # tokens that Gated DeltaNet mixes at a time
 
-    def kept_by(self, i, n_layers):
-        """-> BlockPolicy of a model whose blocks are all like block i; all are resident, or none."""
-        is_recomputed = i < self.n_recomputed
-        keeps_weights = i >= n_layers - self.n_weights_kept
-        keeps_attention = is_recomputed and i >= self.n_recomputed - self.n_attention_kept
-        all_resident = self.n_resident >= n_layers
-        keeps = is_recomputed, keeps_weights, keeps_attention, all_resident
-        return BlockPolicy(*(n_layers * is_on for is_on in keeps), segment=self.segment)
+    def count(self, what):
+        """Of how many blocks a field of Kept is true."""
+        return sum(getattr(kept, what) for kept in self.blocks)
 
-    def streamed(self, n_layers):
-        """Numbers of the blocks whose frozen weights --offload params has in host memory: the last one, and
-        others spread evenly. A copy then hides behind the blocks between two streamed ones as well, so that a
-        step takes the longer of all compute and all copies. If they were the last blocks, each copy would
-        have the time of one block, and the compute of all resident ones would hide two copies."""
-        n_streamed = n_layers - self.n_resident
-        return [i for i in range(n_layers) if (i + 1) * n_streamed // n_layers > i * n_streamed // n_layers]
+    @property
+    def streamed(self):
+        """Numbers of the blocks whose frozen weights --offload params has in host memory."""
+        return [i for i, kept in enumerate(self.blocks) if not kept.resident]
+
+
+def policy_of(n_layers, n_recomputed, n_weights_kept=0, n_attention_kept=0, n_resident=0, segment=lm.SEGMENT):
+    """-> BlockPolicy. The first blocks are recomputed, because what the last ones keep is free again soonest;
+    the last of them keep attention's output. The last blocks keep their weights.
+
+    Blocks with streamed weights are the last one, and others spread evenly. A copy then hides behind the
+    blocks between two streamed ones as well, so that a step takes the longer of all compute and all copies.
+    If they were the last blocks, each copy would have the time of one block, and the compute of all resident
+    ones would hide two copies."""
+    n_streamed = n_layers - n_resident
+    blocks = [
+        Kept(recomputed=i < n_recomputed,
+             attention=n_recomputed - n_attention_kept <= i < n_recomputed,
+             weights=i >= n_layers - n_weights_kept,
+             resident=(i + 1) * n_streamed // n_layers == i * n_streamed // n_layers)
+        for i in range(n_layers)]
+    return BlockPolicy(tuple(blocks), segment)
 
 
 def blocks_as_asked(run):
@@ -4278,7 +4289,7 @@ def blocks_as_asked(run):
     n_recomputed = {"all": n_layers, "auto": n_layers}.get(asked, asked)
     asked = run.args.resident_blocks
     n_resident = {"all": n_layers, "auto": 0}.get(asked, asked)
-    return BlockPolicy(min(n_recomputed, n_layers), n_resident=min(n_resident, n_layers))
+    return policy_of(n_layers, min(n_recomputed, n_layers), n_resident=min(n_resident, n_layers))
 
 
 def plan_run(run, room, steps, length, ranks):
@@ -4312,57 +4323,57 @@ def choose_blocks(run, room):
     args = run.args
     n_layers = run.config.num_hidden_layers
     asked = blocks_as_asked(run)
-    choices = [asked]
     if room == math.inf:  # on a CPU, and where a dry run names no card
         return asked
+    n_tokens = args.batch_size * run.length
+    n_tokens += -n_tokens % args.sequence_parallel  # shards are equal, see Loader.batch()
+    choices = [{"n_recomputed": asked.count("recomputed")}]  # arguments of policy_of()
     # with the inputs of blocks offloaded, auto recomputes all blocks
     if args.activation_checkpointing == "auto" and "activations" not in args.offload:
         can_keep_weights = args.qlora and not args.tiled_mlp  # a tile dequantizes its weights again
-        choices = [choice._replace(n_resident=asked.n_resident)
-                   for choice in block_choices(n_layers, can_keep_weights)]
+        choices = block_choices(n_layers, can_keep_weights)
+    choices = [choice | {"n_resident": asked.count("resident")} for choice in choices]
     if args.resident_blocks == "auto" and offloads_frozen(args):
         # Memory goes to activations first: a block that is not recomputed saves a third of its products in
         # any case. Then it goes to resident weights. They save two copies of a block, but time only where
         # these do not hide behind compute: on a 3090 in micro-batches below 330 tokens in NF4, or 1,300 in
         # bf16 (tests/by_card.py --copies). Per byte that is no more than activations save, even there. Last
         # come dequantized weights: four times the bytes of NF4, to save a dequantization.
-        with_weights = [choice._replace(n_resident=n_layers) for choice in choices if choice.n_weights_kept]
-        others = [choice for choice in choices if not choice.n_weights_kept]
-        resident = [others[0]._replace(n_resident=n) for n in range(n_layers, 0, -1)]
+        with_weights = [choice | {"n_resident": n_layers} for choice in choices if "n_weights_kept" in choice]
+        others = [choice for choice in choices if "n_weights_kept" not in choice]
+        resident = [others[0] | {"n_resident": n} for n in range(n_layers, 0, -1)]
         choices = [*with_weights, *resident, *others]
     if "linear_attention" in run.config.layer_types:
         # Memory goes to segments before all that: Gated DeltaNet mixes all tokens of a micro-batch at once,
         # and only the smallest choice comes with shorter segments, too. They need memory once, for one block
         # after another, and on an H100 a layer takes 17 ms for 8,192 tokens at once, and 37 ms in segments of
         # 2,048 (tests/LOG.md).
-        n_tokens = args.batch_size * run.length
-        n_tokens += -n_tokens % args.sequence_parallel  # shards are equal, see Loader.batch()
-        at_once = [choice._replace(segment=max(n_tokens, lm.SEGMENT)) for choice in choices]
+        at_once = [choice | {"segment": max(n_tokens, lm.SEGMENT)} for choice in choices]
         shorter = [n for n in (4096, 2048, lm.SEGMENT) if n < n_tokens]
-        choices = at_once + [choices[-1]._replace(segment=n) for n in shorter]
+        choices = at_once + [choices[-1] | {"segment": n} for n in shorter]
+    policies = [policy_of(n_layers, **choice) for choice in choices]
 
-    extrapolates = is_linear(run, choices[-1])  # of a fork it may not be, as in plan()
-
-    def fits(choice):
-        return planned_bytes(run, choice, 0.9 * room, extrapolates) <= 0.9 * room
+    def fits(policy):
+        return planned_bytes(run, policy) <= 0.9 * room
 
     # Each choice needs at most the memory of the one before it. Often not even the last one fits.
-    if not fits(choices[-1]):
-        return choices[-1]
-    return choices[bisect.bisect_left(choices, True, key=fits)]
+    if not fits(policies[-1]):
+        return policies[-1]
+    return policies[bisect.bisect_left(policies, True, key=fits)]
 
 
 def block_choices(n_layers, can_keep_weights):
-    """-> [BlockPolicy] from the fastest to the smallest: each needs at most the memory of the one before."""
+    """-> [arguments of policy_of()] from the fastest to the smallest: each needs at most the memory of the
+    one before."""
     # recompute no block, and keep fewer and fewer dequantized weights
     choices = []
     if can_keep_weights:
-        choices = [BlockPolicy(0, n_weights_kept=n) for n in range(n_layers, 0, -1)]
+        choices = [{"n_recomputed": 0, "n_weights_kept": n} for n in range(n_layers, 0, -1)]
     # Recompute more and more blocks, but not attention: its output is the cheapest thing to keep per second
     # that it saves, where documents are longer than about D tokens.
-    choices += [BlockPolicy(n, n_attention_kept=n) for n in range(n_layers + 1)]
+    choices += [{"n_recomputed": n, "n_attention_kept": n} for n in range(n_layers + 1)]
     # recompute attention as well, in more and more blocks
-    choices += [BlockPolicy(n_layers, n_attention_kept=n) for n in range(n_layers - 1, -1, -1)]
+    choices += [{"n_recomputed": n_layers, "n_attention_kept": n} for n in range(n_layers - 1, -1, -1)]
     return choices
 
 
@@ -4406,10 +4417,10 @@ def with_options(run, options):
     return run._replace(args=args)
 
 
-def bytes_with(run, options, room=math.inf):
+def bytes_with(run, options):
     """planned_bytes() with some options, or infinity where they cannot be used together."""
     changed = with_options(run, options)
-    return planned_bytes(changed, blocks_as_asked(changed), room) if changed else math.inf
+    return planned_bytes(changed, blocks_as_asked(changed)) if changed else math.inf
 
 
 def usable(run, options):
@@ -4429,7 +4440,7 @@ def choose_options(run, room):
     the peak."""
     for n_dear, splits_rows in itertools.product(range(3), (False, True)):
         options = usable(run, options_of(run.args, splits_rows, n_dear))
-        least = bytes_with(run, options, room)
+        least = bytes_with(run, options)
         if least <= room:
             break
     else:
@@ -4437,11 +4448,11 @@ def choose_options(run, room):
         room = 1.01 * bytes_with(run, options)  # less is not worth a flag
     # more options never need more: the smallest number of the first ones that is enough
     numbers = range(len(options))
-    n = bisect.bisect_left(numbers, True, key=lambda n: bytes_with(run, options[:n], room) <= room)
+    n = bisect.bisect_left(numbers, True, key=lambda n: bytes_with(run, options[:n]) <= room)
     options = options[:n]
     for option in reversed(options[:-1]):  # the dearest that others have made needless goes first
         others = [other for other in options if other != option]
-        if bytes_with(run, others, room) <= room:
+        if bytes_with(run, others) <= room:
             options = others
     return options
 

@@ -149,7 +149,7 @@ def test_dry_run_prints_the_plan_of_each_kind_of_model_and_writes_nothing(capsys
 def test_a_dry_run_says_at_once_what_it_does(capsys, monkeypatch):
     def take_long(*_):
         assert capsys.readouterr().out == "planning qwen3-4b\n"  # before the plan, which may take seconds
-        return train.BlockPolicy(0)
+        return train.policy_of(36, 0)
 
     monkeypatch.setattr(train, "choose_blocks", take_long)
     assert "memory plan" in dry_run(capsys, "--model qwen3-4b")

@@ -533,7 +533,7 @@ def test_auto_counts_all_blocks_of_a_fork_whose_few_blocks_do_not_tell(monkeypat
     monkeypatch.setattr(train, "shard_", shard_in_pairs_)
     config = lm.parse_config(data.PRESETS["qwen3-0.6b"] | {"num_hidden_layers": 8})
     run = planned(["--model", "qwen3-0.6b", "--fsdp2", "--seq_len", 1024], config, 4).run
-    choices = train.block_choices(config.num_hidden_layers, False)
+    choices = [train.policy_of(8, **choice) for choice in train.block_choices(8, False)]
     needs = [max(train.peaks_of(train.trace(run, choice)).values()) + train.OVERHEAD for choice in choices]
     for i in (0, 6, len(choices) - 1):
         assert train.choose_blocks(run, needs[i] / 0.9 + 1) == choices[needs.index(needs[i])]
@@ -574,13 +574,14 @@ def test_auto_recomputes_little_keeps_many_weights_and_leaves_a_tenth_of_the_mem
     argv = ["--model", "llama-3.1-8b", flag, "--seq_len", 8192, "--gpu_gib", gib]
     plan = planned(argv, config, 1)
     blocks = blocks_of(plan.run)
-    assert blocks.n_recomputed in n_recomputed
-    assert blocks.n_weights_kept in n_kept
+    n = blocks.count("recomputed")
+    assert n in n_recomputed
+    assert blocks.count("weights") in n_kept
     room = 0.9 * gib * train.GIB
     if gib > 10:  # less does not help any more
         assert plan.peak() + train.OVERHEAD <= room
     if SOME in (n_recomputed, n_kept):  # one block more would not have fitted
-        more = train.BlockPolicy(max(0, blocks.n_recomputed - 1), blocks.n_weights_kept + 1, blocks.n_attention_kept)
+        more = train.policy_of(32, max(0, n - 1), blocks.count("weights") + 1, blocks.count("attention"))
         assert train.planned_bytes(plan.run, more) > room
 
 
@@ -610,9 +611,11 @@ def test_auto_keeps_as_many_blocks_on_the_gpu_as_fit(model, flag, world):
     argv = ["--model", model, flag, "--fsdp2", "--offload", "--seq_len", 4096, "--gpu_gib", 24]
     run = planned(argv, config, world).run
     blocks = blocks_of(run)
-    assert 0 < blocks.n_resident < config.num_hidden_layers
+    n_layers = config.num_hidden_layers
+    n = blocks.count("resident")
+    assert 0 < n < n_layers
     room = 0.9 * 24 * train.GIB
-    one_more = blocks._replace(n_resident=blocks.n_resident + 1)
+    one_more = train.policy_of(n_layers, n_layers, n_resident=n + 1)
     assert train.planned_bytes(run, blocks) <= room
     assert train.planned_bytes(run, one_more) > room
 
@@ -656,7 +659,7 @@ def test_a_forks_optimizer_is_planned_without_an_edit(monkeypatch):
 def test_each_choice_of_auto_needs_at_most_the_memory_of_the_one_before(preset, flags):
     config = lm.parse_config(data.PRESETS[preset] | {"num_hidden_layers": 8})  # each block is one choice more
     run = planned(["--model", preset, "--seq_len", 4096, *flags.split()], config, 2).run
-    choices = train.block_choices(config.num_hidden_layers, run.args.qlora)
+    choices = [train.policy_of(8, **choice) for choice in train.block_choices(8, run.args.qlora)]
     peaks = [train.planned_bytes(run, choice) for choice in choices]
     assert peaks == sorted(peaks, reverse=True)  # or bisecting could miss the fastest that fits
 
@@ -728,8 +731,7 @@ def check_no_flag_is_turned_the_wrong_way(run, options):
     for flag in ("fused_adamw", "chunked_ce", "reshard_after_forward", "shard_embeddings", "fsdp2", "qlora",
                  "optim_in_backward", "stochastic_rounding"):
         assert getattr(after, flag) >= getattr(before, flag), flag
-    n_before = train.blocks_as_asked(run).n_recomputed
-    n_after = train.blocks_as_asked(changed).n_recomputed
+    n_before, n_after = (train.blocks_as_asked(each).count("recomputed") for each in (run, changed))
     assert n_after >= n_before
     assert after.replicas <= before.replicas
     assert after.batch_size <= before.batch_size
