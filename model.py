@@ -395,9 +395,7 @@ class Cache:
 class Attention(nn.Module):
     """A block calls qkv(), forward() and o_proj one after another and compiles all but forward(), which
     depends on where the documents lie. In Qwen3.5 and Muse Glimmer the output is multiplied by a gate
-    (arXiv:2505.06708).
-
-    Set from outside: record (call_recomputed)."""
+    (arXiv:2505.06708)."""
 
     def __init__(self, c, number):
         super().__init__()
@@ -409,7 +407,6 @@ class Attention(nn.Module):
             self.q_factor *= c.attention_multiplier * c.head_dim**0.5
         self.has_rope = c.rope_layers[number]  # SmolLM3 and Muse Glimmer leave some blocks without
         self.window = c.sliding_window if c.layer_types[number] == "sliding_attention" else NO_WINDOW
-        self.record = None
         # with a gate in it, each head has K rows of q, then K rows of its gate
         q_width = 2 * c.q_size if self.gate_in_q else c.q_size
         self.q_proj = Linear(c.hidden_size, q_width, c.family.bias)
@@ -443,11 +440,11 @@ class Attention(nn.Module):
             k_BTGK = rotate(k_BTGK, k_cos_sin)
         return q_BTHK, k_BTGK, v_BTGK, gate_BTHK
 
-    def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group):
-        """-> [B, T, H*K], the input of o_proj."""
+    def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group, record=None):
+        """-> [B, T, H*K], the input of o_proj. record: see RunOnce."""
         if cache is not None:
             k_BTGK, v_BTGK = cache.extend(self, k_BTGK, v_BTGK)  # now of all tokens so far
-        out = attend(q_BTHK, k_BTGK, v_BTGK, spans, self.window, group, self.record)
+        out = attend(q_BTHK, k_BTGK, v_BTGK, spans, self.window, group, record)
         return out * gate_BTHK.flatten(2).sigmoid() if self.has_gate else out
 
 
@@ -848,7 +845,7 @@ class GatedDeltaNet(nn.Module):
         """-> qkv_BTX, z_BTY, a_BTH and b_BTH."""
         return self.in_proj_qkv(h_BTD), self.in_proj_z(h_BTD), self.in_proj_a(h_BTD), self.in_proj_b(h_BTD)
 
-    def forward(self, qkv_BTX, z_BTY, a_BTH, b_BTH, spans, cache, group):
+    def forward(self, qkv_BTX, z_BTY, a_BTH, b_BTH, spans, cache, group, record=None):
         """-> [B, T, Y]. Rows follow one another as documents of one long row; with a cache there is one row.
         The cache gets the tail, the last J - 1 rows of qkv, and the state after its last token."""
         B, T = a_BTH.shape[:2]
@@ -1075,8 +1072,10 @@ class Block(nn.Module):
     start_mlp(), each once for all blocks and all packed rows. down_proj stays outside of start_mlp(): the
     recomputation of a block ends before it, but a compiled graph always runs to its end.
 
-    Set from outside: qkv and start_mlp (compile_), o_proj_and_mlp (tile_mlp_), forward
-    (recompute_blocks_, fully_shard)."""
+    Set from outside: qkv and start_mlp (compile_), n_groups (tile_mlp_), forward (tile_mlp_,
+    recompute_blocks_, fully_shard)."""
+
+    n_groups = 1  # of key heads, see forward_in_tiles()
 
     def __init__(self, c, number):
         super().__init__()
@@ -1108,9 +1107,10 @@ class Block(nn.Module):
         """The norm before the MLP, which has one of two names."""
         return self.pre_feedforward_layernorm if self.has_branch_norms else self.post_attention_layernorm
 
-    def forward(self, x, rope, spans, cache=None, group=None):
-        """[B, T, D] -> [B, T, D], the four lines above. mixed: what the mixer makes, [B, T, Y]."""
-        mixed = self.mixer(*self.qkv(x, rope), spans, cache, group)
+    def forward(self, x, rope, spans, cache=None, group=None, records=(None,)):
+        """[B, T, D] -> [B, T, D], the four lines above. mixed: what the mixer makes, [B, T, Y]. records: see
+        call_recomputed()."""
+        mixed = self.mixer(*self.qkv(x, rope), spans, cache, group, records[0])
         return self.o_proj_and_mlp(x, mixed)
 
     def qkv(self, x, rope):
@@ -1184,7 +1184,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         losses_S1 = torch.empty(len(h_SD), 1, dtype=torch.float32, device=h_SD.device)
         grad_h = None
         if with_grad and ctx.needs_input_grad[0]:
-            grad_h = torch.empty_like(h_SD)
+            grad_h = h_SD.detach()  # takes the place of h_SD, a chunk at a time
         grad_w = None
         trains_w = with_grad and ctx.needs_input_grad[1]
         # gradients of several chunks are summed in float32
@@ -1202,12 +1202,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 logits.copy_(grad)
                 del grad  # or it would stay alive beside that of the next tokens
             # from here on logits_CV is the gradient of the logits
-            if grad_h is not None:
-                torch.mm(logits_CV, w_VD, out=grad_h[rows])
             if trains_w and grad_w is None:
                 grad_w = (logits_CV.T @ h_CD).to(sum_dtype)
             elif trains_w:
                 grad_w += logits_CV.T @ h_CD
+            if grad_h is not None:
+                torch.mm(logits_CV, w_VD, out=grad_h[rows])  # the last use of h_CD, which is lost
         if trains_w:  # None where this rank has no target
             grad_w = torch.zeros_like(w_VD) if grad_w is None else grad_w.to(w_VD.dtype)
         ctx.grads = (grad_h, grad_w)
@@ -1642,21 +1642,22 @@ class SaveNow(torch.autograd.Function):
 
 
 class Tiles:
-    """One call of o_proj_and_mlp(), in tiles of `size` tokens. Its inputs x and mixed are saved once, whole,
-    and the checkpoint around a tile saves nothing but the tile's number:
+    """A call of a function in tiles of `size` tokens. Its inputs [B, T, ...] are saved once, whole, and the
+    checkpoint around a tile saves nothing but the tile's number:
 
-        forward     save x and mixed; run tile 1, tile 2, ... tile n
-        backward    read x and mixed; run tile n again, then its backward; ... the same for tile 1
+        forward     save the inputs; run tile 1, tile 2, ... tile n
+        backward    read the inputs; run tile n again, then its backward; ... the same for tile 1
 
-    In a recomputed block, the read starts the recomputation, which ends where x and mixed are saved. If each
-    tile saved its own inputs, it would go on to the last tile, and each tile would run three times."""
+    In a recomputed block, the first read starts the recomputation, which ends where the last call in tiles
+    saves its inputs. If each tile saved its own, it would go on to the last tile, and each would run three
+    times."""
 
-    def __init__(self, function, size, x, mixed):
+    def __init__(self, function, size, *inputs):
         self.function = function
         self.size = size
         # an attribute, because torch 2.11 frees what it saved together with it
-        self.saved = SaveNow.apply(torch.empty(0, requires_grad=True), x, mixed)
-        self.inputs = self.cut(x, mixed)
+        self.saved = SaveNow.apply(torch.empty(0, requires_grad=True), *inputs)
+        self.inputs = self.cut(*inputs)
 
     def cut(self, *inputs):
         return list(zip(*(t.flatten(0, 1).split(self.size) for t in inputs)))
@@ -1670,24 +1671,70 @@ class Tiles:
         return self.function(*self.inputs[i])
 
 
-def run_in_tiles(function, size, has_dropout, x, mixed):
-    """A block's o_proj_and_mlp() by --tiled_mlp."""
-    tiles = Tiles(function, size, x, mixed)
+def run_in_tiles(size, has_dropout, function, *inputs):
+    """-> [tensors that function() returns, each [B, T, ...]], of inputs [B, T, ...]."""
+    tiles = Tiles(function, size, *inputs)
     # a tile that runs again draws the masks that it has drawn
     run = functools.partial(checkpoint, tiles.run, use_reentrant=False, preserve_rng_state=has_dropout)
     # not as a recomputed block around them, which would count what tiles save
     with saving_as_usual():
         out = [run(i) for i in range(len(tiles.inputs))]
-    tiles.inputs = []  # views of x and mixed, which would keep them in memory until the backward
-    return torch.cat(out).view_as(x)
+    tiles.inputs = []  # views of the inputs, which would keep them in memory until the backward
+    return [torch.cat(parts).unflatten(0, inputs[0].shape[:2]) for parts in zip(*out)]
 
 
-def tile_mlp_(model, size):
-    """Runs what follows attention `size` tokens at a time, and once more in the backward: 6*F values a token
-    live for one tile (ALST, arXiv:2506.13996)."""
-    has_dropout = model.dropout > 0
+def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, records=None):
+    """Block.forward() by --tiled_mlp. What stands before and behind the mixer runs in tiles of tokens, and
+    attention for one group of key heads, with their query heads, at a time:
+
+        forward     tiles of qkv(); attention of group 1, group 2, ... group n; tiles of o_proj_and_mlp()
+        backward    tiles of o_proj_and_mlp(); attention of group n, ... group 1; tiles of qkv()
+
+    A group's q, k, v, output and their gradients are tensors of their own from qkv() to o_proj, so they are
+    free again when its backward is done. And what the kernel's backward adds for all query heads (dq in
+    float32, dk and dv of each), 4 values for one of q, is there for one group."""
+    n_groups = block.n_groups
+    records = records or [None] * n_groups
+
+    def start(x_ND, *rope_N):
+        q_cos, q_sin, k_cos, k_sin = (t[None] for t in rope_N)
+        qkv = block.qkv(x_ND[None], (CosSin(q_cos, q_sin), CosSin(k_cos, k_sin)))
+        return [part[0] for t in qkv if t is not None for part in t.chunk(n_groups, 2)]
+
+    def finish(x_ND, *mixed_N):
+        return [block.o_proj_and_mlp(x_ND, torch.cat(mixed_N, -1))]
+
+    if cache is not None or n_groups == 1:
+        mixed = [block.mixer(*block.qkv(x, rope), spans, cache, group, records[0])]
+    else:
+        parts = in_tiles(start, x, *rope[0], *rope[1])
+        # q of all groups come first, then k, v, and gates if there are any
+        groups = [parts[i::n_groups] for i in range(n_groups)]
+        del parts
+        mixed = []
+        for record in records:
+            # taken out of the list, so that nothing but autograd has these
+            q, k, v, *gate = groups.pop(0)
+            mixed.append(block.mixer(q, k, v, *(gate or [None]), spans, cache, group, record))
+    return in_tiles(finish, x, *mixed)[0]
+
+
+GROUP_TOKENS = 8192  # a group for so many tokens of a row: shorter rows would launch more and save little
+
+
+def tile_mlp_(model, size, seq_len=0, n_ranks=1):
+    """Runs the MLP `size` tokens at a time, and once more in the backward: 6*F values a token live for one
+    tile (ALST, arXiv:2506.13996). In long rows the projections of attention run in tiles, too, and attention
+    by groups of key heads (as in UPipe, arXiv:2602.21196). n_ranks: the ranks that share a row. Each of them
+    has heads of every group."""
+    n_heads = model.config.num_key_value_heads
+    sizes = range(1, min(seq_len // GROUP_TOKENS, n_heads) + 1)
+    n_groups = max((n for n in sizes if n_heads % (n * n_ranks) == 0), default=1)
+    in_tiles = functools.partial(run_in_tiles, size, model.dropout > 0)
     for block in model.model.layers:
-        block.o_proj_and_mlp = functools.partial(run_in_tiles, block.o_proj_and_mlp, size, has_dropout)
+        if isinstance(block.mixer, Attention):
+            block.n_groups = n_groups
+        block.forward = functools.partial(forward_in_tiles, block, in_tiles)
 
 
 class AttentionRecord:
@@ -1733,7 +1780,7 @@ class RunOnce(torch.autograd.Function):
     def backward(ctx, grad):
         inputs = ctx.record.inputs
         out = ctx.record.out
-        # the mixer has `record` until its next call, so what is in it would stay in memory
+        # the checkpoint has `record` for longer, so what is in it would stay in memory
         ctx.record.inputs = ()
         ctx.record.out = None
         wanted = [t for t in inputs if t.requires_grad]
@@ -1760,12 +1807,9 @@ def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
 def call_recomputed(block, forward, keeps_attention, has_dropout, *args):
     """A call of a block under torch's checkpoint, which saves those of args that are bare tensors: the input
     of the block, under the hooks that are around this call."""
-    record = AttentionRecord() if keeps_attention else None
-
-    def run(*args):  # in the forward, and again in the backward
-        block.mixer.record = record
-        return forward(*args)
-
+    # one for each group of heads, the same in the forward and in the recomputation
+    records = [AttentionRecord() if keeps_attention else None for _ in range(block.n_groups)]
+    run = functools.partial(forward, records=records)
     # the recomputation draws the masks that the forward has drawn
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=has_dropout)
 

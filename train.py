@@ -542,8 +542,8 @@ def add_memory_flags(parser):
     switch(memory, "--chunked_ce",
            "compute head and loss in chunks of tokens, never all logits at once", on=True)
     add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
-    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time, such as 4096 (default: off)",
-        everyday=True)
+    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time, and in rows of 16,384 tokens "
+        "and more attention on groups of heads; try 4096 (default: off)", everyday=True)
     add(memory, "--optim", str, "adamw", "adamw8bit stores 2 bytes of state per parameter instead of 8",
         choices=("adamw", "adamw8bit"), fixed=True, everyday=True)
     switch(memory, "--stochastic_rounding",
@@ -1441,7 +1441,7 @@ def build(model, run, policy, ranks, load_weights):
     device = ranks.device
     if args.compile:
         lm.compile_(model, args.packing)
-    wrap_blocks_(model, args.tiled_mlp, policy)
+    wrap_blocks_(model, args, policy)
     # A fork's own feature of blocks goes here: it sees what a block recomputes, and FSDP2 sees what it made.
     # groups of consecutive ranks, as Loader deals out rows: rank // N is the group, rank % N the shard of it
     if args.sequence_parallel > 1:
@@ -1458,7 +1458,7 @@ def build(model, run, policy, ranks, load_weights):
         StreamedVocabulary(model, device)
     # on a CPU, activations are in host memory already
     if "activations" in args.offload and device.type != "cpu":
-        model.activation_hooks = OffloadActivations(device)
+        model.activation_hooks = OffloadActivations(device, model.model.layers)
     # after shard_(): FSDP2 has replaced the parameters by their shards
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trained = list(named.values())
@@ -1647,11 +1647,12 @@ def frozen_of(module):
     return [p for p in module.parameters() if not p.requires_grad]
 
 
-def wrap_blocks_(model, tiled_mlp, policy):
-    """Makes the blocks recompute and keep what `policy` says, with tiles of the MLP and segments of Gated
-    DeltaNet inside of what is recomputed."""
-    if tiled_mlp:
-        lm.tile_mlp_(model, tiled_mlp)
+def wrap_blocks_(model, args, policy):
+    """Makes the blocks recompute and keep what `policy` says. Tiles and segments of Gated DeltaNet stand
+    inside of what is recomputed."""
+    if args.tiled_mlp:
+        # --seq_len, because the rows of a plan may be shorter
+        lm.tile_mlp_(model, args.tiled_mlp, args.seq_len, args.sequence_parallel)
     for module in model.modules():
         if isinstance(module, lm.GatedDeltaNet):
             module.segment = policy.segment
@@ -1698,13 +1699,12 @@ class Copy(NamedTuple):
 
 
 class Parked:
-    """A saved tensor in pages of host memory. previous: the one that was parked before it, which the backward
-    needs after it. in_flight: the Copy that brings it back, from its start until it is used."""
+    """A saved tensor in pages of host memory. in_flight: the Copy that brings it back, from its start to its
+    use."""
 
-    def __init__(self, tensor, previous):
+    def __init__(self, tensor):
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        self.previous = previous
         self.in_flight = None
         # pinned: from memory that the kernel may move, the GPU cannot copy while the host goes on
         self.pages = [
@@ -1747,8 +1747,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     bytes per token and layer, which any PCIe 4 card moves while a block computes (ALST, arXiv:2506.13996).
     One tensor a node of autograd; of nested hooks torch calls only the innermost.
 
-        forward:   pack 1, pack 2, pack 3         each starts the copy out, and links to the tensor before it
-        backward:  unpack 3, unpack 2, unpack 1   each starts the copy back of the tensor before it
+        forward:   pack 1, pack 2, pack 3      each starts the copy out
+        backward:  unpack 3, unpack 2, ...     between two of them, behind the MLP's backward of the block
+                                               that runs, the copy back of the next one starts
 
     There are two ways to corrupt this silently. torchtune met both; this is what prevents them here:
     - Memory is reused while the side stream still reads it. So a tensor that leaves is held until the compute
@@ -1757,17 +1758,33 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
       returns is allocated on the compute stream and nobody counts its uses: it is free when its last view
       is."""
 
-    def __init__(self, device, min_bytes=1 << 16):
+    def __init__(self, device, blocks, min_bytes=1 << 16):
         super().__init__(self.pack, self.unpack)
         self.device = device
         self.min_bytes = min_bytes
         self.last = None  # the newest Parked
+        self.next = None  # the Parked before it, until the mixer of the block runs
         self.leaving = []  # the Copy of each tensor that is on its way out
         self.side = SideStream(device)
+        for block in blocks:
+            block.mixer.register_forward_hook(self.after_mixer)
 
     def __enter__(self):
         self.last = None  # else the first tensor would link to the last one of the previous forward
         return super().__enter__()
+
+    def __exit__(self, *error):
+        self.release(n_held=0)  # and not in the backward: the last block and the head need memory, too
+        self.next = self.last  # for the last block, whose own input stays
+        return super().__exit__(*error)
+
+    def after_mixer(self, mixer, inputs, out):
+        """Has the next input brought back when the backward of the mixer begins, in groups that of the first
+        and last one: the backward of the MLP, and of other groups, has then freed what they needed."""
+        parked = self.next
+        self.next = None  # so the calls for other groups, and those of a recomputation, do nothing
+        if parked is not None and out.requires_grad:
+            out.register_hook(lambda _: self.bring_back(parked))
 
     def release(self, n_held):
         """Drops tensors on their way out, all but the newest `n_held`, after a wait for their copies."""
@@ -1781,28 +1798,25 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         if elsewhere or tensor.nbytes < self.min_bytes or isinstance(tensor, nn.Parameter):
             return tensor
         tensor = tensor.contiguous()  # pages are cut out of its bytes as they lie in memory
-        self.last = Parked(tensor, self.last)
+        self.next = self.last
+        self.last = Parked(tensor)
         self.leaving.append(Copy(tensor, self.side.copy(self.last.pages, pages_of(tensor))))
         self.release(n_held=1)  # one copy behind the compute: more would only keep more on the device
         return self.last
 
     def bring_back(self, parked):
         """Starts the copy to the device, unless it has been started."""
-        if parked is not None and parked.in_flight is None:
+        if parked.in_flight is None:
             tensor = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
             parked.in_flight = Copy(tensor, self.side.copy(pages_of(tensor), parked.pages))
 
     def unpack(self, saved):
         if isinstance(saved, torch.Tensor):  # pack() has left it where it was
             return saved
-        # The forward has ended, and with it the calls of pack() that would have dropped its last tensor.
-        self.release(n_held=0)
-        # only the first tensor of a backward: the others are on their way since the one before them
-        self.bring_back(saved)
+        self.bring_back(saved)  # on its way already, unless it is no block's input
         tensor, end = saved.in_flight
         saved.in_flight = None  # a second backward brings it back again
         self.side.wait_for(end)
-        self.bring_back(saved.previous)  # on its way while this block computes
         return tensor
 
 

@@ -137,15 +137,15 @@ def counted(case, folder, tokens):
     events, load_weights_ = [], data.load_weights_
 
     class InNumpy(train.Parked):  # whose memory stands for the host's
-        def __init__(self, tensor, before):
-            super().__init__(tensor[:0], before)
+        def __init__(self, tensor):
+            super().__init__(tensor[:0])
             self.shape, pages = tensor.shape, train.pages_of(tensor)
             self.pages = [torch.from_numpy(np.empty(page.nbytes, np.uint8)) for page in pages]
 
     def load_and_offload(model, *args, **kwargs):
         if "--offload activations" in given:  # a CPU run would leave them
             train.Parked = InNumpy
-            model.activation_hooks = train.OffloadActivations(torch.device("cpu"))
+            model.activation_hooks = train.OffloadActivations(torch.device("cpu"), model.model.layers)
         return load_weights_(model, *args, **kwargs)
 
     def walk(tree):

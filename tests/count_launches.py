@@ -108,7 +108,7 @@ def compiled_launches_of(preset, flags, _, n_blocks):
     model = lm.on_meta(config_of(preset, n_blocks, **NARROW), args).to_empty(device="cpu")
     model.tie_()
     lm.compile_(model, args.packing)
-    train.wrap_blocks_(model, args.tiled_mlp, train.policy_of(n_blocks, n_blocks, segment=NARROW_TOKENS))
+    train.wrap_blocks_(model, args, train.policy_of(n_blocks, n_blocks, segment=NARROW_TOKENS))
     model.model.embed_tokens.weight.requires_grad_()
     tokens = torch.zeros(1, NARROW_TOKENS, dtype=torch.int64)
     places = torch.arange(NARROW_TOKENS)

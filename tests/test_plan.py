@@ -225,16 +225,6 @@ class Counted(NamedTuple):
     offloaded: int  # bytes of these in pages of activations
 
 
-def bytes_parked(hooks):
-    """Of all activations that OffloadActivations has in host memory, which it never frees."""
-    n_bytes = 0
-    parked = hooks.last
-    while parked is not None:
-        n_bytes += sum(page.nbytes for page in parked.pages)
-        parked = parked.previous
-    return n_bytes
-
-
 def start_profiler():
     """A profiler of allocations alone. With an event for each operator it would see ten times as many, and the end of
     a profile takes as long as a step."""
@@ -257,23 +247,28 @@ def largest_total(profiler):
 def count(argv, world, result):
     """Runs train.main as rank 0 of `world` up to the export, and writes a Counted to the file `result`."""
     load_weights_ = data.load_weights_
-    hooks = []
+    offloaded = 0  # bytes
+
+    class NotingParked(train.Parked):
+        def __init__(self, tensor):
+            nonlocal offloaded
+            super().__init__(tensor)
+            offloaded += sum(page.nbytes for page in self.pages)
 
     def load_and_add_hooks_(model, *rest, **flags):
         load_weights_(model, *rest, **flags)
         if "activations" in train.parse_args(argv).offload:  # which a run on a CPU leaves where they are
-            model.activation_hooks = train.OffloadActivations(torch.device("cpu"))
-            hooks.append(model.activation_hooks)
+            model.activation_hooks = train.OffloadActivations(torch.device("cpu"), model.model.layers)
 
     def stop(*_):
         profiler.stop()
-        offloaded = sum(map(bytes_parked, hooks))
         Path(result).write_text(json.dumps(Counted(largest_total(profiler), offloaded)))
         os._exit(0)
 
     standins.install()
     del os.environ["RANK"]
     train.PAGE = SMALL_PAGE
+    train.Parked = NotingParked
     train.Ranks = functools.partial(RankOfMany, world)
     data.load_weights_ = load_and_add_hooks_
     data.export = stop
