@@ -2670,7 +2670,7 @@ def describe_blocks(run, policy):
         text = (f"--activation_checkpointing {args.activation_checkpointing}: the backward recomputes "
                 f"{policy.count('recomputed')} of {n_layers} blocks")
         if policy.count("attention"):
-            text += f", {policy.count('attention')} of them except attention, whose outputs are kept"
+            text += f"; {policy.count('attention')} of them keep the outputs of their attention"
         if policy.count("weights"):
             text += f"; {policy.count('weights')} keep their NF4 weights in 16 bits"
         texts.append(text)

@@ -24,7 +24,7 @@ LINES = {"main": 150}  # of code, without comments, docstrings and blank lines
 OTHER_LINES = 100  # of any other function
 LOOP_LINES = 60
 PARAMETERS = 8
-README_LINES, README_WIDTH = 260, 100
+README_LINES, README_WIDTH = 320, 100
 NO_CODE = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER}
 
 
