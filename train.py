@@ -119,17 +119,16 @@ def main(argv, progress, exits):
     ranks = Ranks(args.fsdp2, args.timeout)
     stop = StopSignal()
     device = ranks.device
-    # First of all, so that two starts never share a folder, however long they load. If this one ends before
-    # its first step, RunFolder.leave() removes it again: a mistake in the data leaves no folder behind.
+    # Comes first, so that two starts never share a folder. If this start ends before its first step,
+    # RunFolder.leave() removes the folder again.
     out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, exits)
     progress["out"] = out
     opened = open_model(args, ranks, revisions)
     config = opened.config
     model = opened.model
     tokenizer = opened.tokenizer
-    # A GPU may multiply float32 matrices in TF32, which rounds what it reads to 11 bits, bf16 to 8. In runs
-    # that compute in 16 bits these are the products of Gated DeltaNet alone (tests/test_trace_plan.py). A
-    # scope around its forward would not reach its backward.
+    # TF32 rounds float32 products to 11 bits; bf16 has 8. In 16-bit runs only Gated DeltaNet multiplies in
+    # float32 (tests/test_trace_plan.py). A scope around its forward would not reach its backward.
     torch.backends.cuda.matmul.allow_tf32 = args.precision != "fp32"
     # before data and weights, which may take an hour: an error of a network or a login comes at once
     sinks = open_sinks(args, out, resumed, ranks, exits)
@@ -140,8 +139,7 @@ def main(argv, progress, exits):
         return ranks.leave()
     state = open_run(args, config, loader, eval_loader, opened.reader, resumed, ranks)
     steps = state["steps"]
-    # after the data, because the longest row decides how much the blocks must recompute
-    # all ranks have to choose alike
+    # after the data, because the longest row decides how much is recomputed
     has_flash = all(ranks.gather(device.type == "cuda" and has_bf16(device)))
     run = RunSpec(args, config, ranks.world, loader.longest, has_flash)
     room = smallest_memory(args.gpu_gib, ranks)
@@ -197,14 +195,14 @@ def main(argv, progress, exits):
     # a thread makes the batches of the next step while this one computes
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
         n_done = state["step"]  # data, dropout and schedule count from 0
-        # The evaluation of the step before. It stands here, and not behind the save, because a run that was
-        # stopped between the two evaluates first when it is resumed.
+        # Turn n + 1 begins with the evaluation of step n, so a run that was stopped between the two evaluates
+        # first when it is resumed.
         is_due = args.eval_every and n_done % args.eval_every == 0
         if is_due and state["evaluated"] < n_done:
             evaluate_now()
         step = n_done + 1  # as it is logged
         ranks.alive()  # one of several ranks has --timeout seconds from here to the next call
-        lr = set_rates_(optimizer, n_done, steps, args, loss_scale)
+        lr = set_rates_(optimizer, n_done, steps, args)
         seed_dropout(args.seed, n_done, ranks.rank)
 
         progress["step"] = step
@@ -215,14 +213,13 @@ def main(argv, progress, exits):
         flops = lm.step_flops(config, counts, args.lora, args.dpo, run.trains_vocabulary) / ranks.world
         log.count(sums, counts, flops)
 
-        # once in a while: log, and see whether the numbers are still finite. This comes before each save,
-        # too, so that no checkpoint counts a step that ends the run.
-        # All ranks must decide alike, or one would save while the others train. This all-reduce is gloo's: it
-        # does not wait for the GPU.
+        # Once in a while: log, and check that the numbers are finite. This comes before each save, so no
+        # checkpoint counts a step that ends the run. All ranks must decide alike, or one would save while the
+        # others train. The all-reduce is gloo's: it does not wait for the GPU.
         stopped, overdue = ranks.largest(stop.number, log.seconds() > 10)
         # the last step, too: --resume with more --steps continues it
         save_due = args.save_every and (step % args.save_every == 0 or step == steps)
-        # the first steps show whether a run learns, and one after a resume whether it goes on where it was
+        # the first steps show whether a run learns, the first after a resume whether it continues well
         log_due = step <= 10 or step == log.start_step + 1 or step == steps or step % args.log_every == 0
         if log_due or overdue or save_due or stopped:
             # the only host sync of the step
@@ -397,7 +394,7 @@ def declare(group, *names, **options):
 
 
 def add(group, flag, value_type, default, text, **options):
-    """Adds a flag that has a value. Where the default is None, the text says what that means."""
+    """Adds a flag that has a value. If the default is None, the text says what that means."""
     if default is not None:
         text += f" (default: {default})"
     if value_type not in (str, PATH):
@@ -637,8 +634,8 @@ def flags_with(mark):
 
 
 def parse_args(argv, args=None):
-    """The flags of a run, checked and resolved. argparse.ArgumentError names the flag to change. With `args`
-    the flags are written over those of an earlier call."""
+    """-> the flags of a run, checked and resolved. argparse.ArgumentError names the flag to change. `args`:
+    flags of an earlier call to write over."""
     parser = make_parser()
     if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
         for action in parser._actions:
@@ -672,8 +669,8 @@ def refuse(message):
 
 
 def refuse_unknown(word, flags):
-    """Names the flag that was probably meant by a word: another trainer's flag, - for _, or a misspelling. A
-    launcher's flag stands before train.py."""
+    """Refuses a word with the flag that was probably meant: another trainer's name, - for _, or a
+    misspelling."""
     name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
     known = {name: flag for flag, names in OTHER_NAMES.items() for name in names.split()}
     known |= {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
@@ -692,9 +689,8 @@ def refuse_unknown(word, flags):
 
 
 def resolve_flags(args):
-    """Refuses what cannot work, and writes the final value of flags that depend on other flags alone. What
-    depends on the model or the device is written by resolve_for_model(), and nothing writes to `args` after
-    that."""
+    """Validates the flags and fills in defaults that depend only on other flags. resolve_for_model() fills in
+    those that depend on the model or the device; nothing writes to `args` after that."""
     if args.model == "":  # it would be the folder that the command runs in
         refuse("--model: expected a name, got an empty text")
     find_results(args)  # this comes first, because an adapter decides which other flags make sense
@@ -750,7 +746,7 @@ def resolve_flags(args):
 
 
 def find_results(args):
-    """Puts results in the place of the folders of runs that stand for them in --model and --adapter."""
+    """Replaces the folder of a run in --model and --adapter by its result."""
     given = " ".join(f"--{flag} {getattr(args, flag)}" for flag in ("model", "adapter")
                      if getattr(args, flag))
     try:
@@ -808,8 +804,8 @@ def refuse_conflicts(args):
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
     if args.dpo and (args.overflow or args.train_on != "targets" or args.sequence_parallel > 1):
         refuse("--dpo: leave out --overflow, --train_on and --sequence_parallel")
-    # The reference is this model without adapters. With other embeddings it would need the old ones as well,
-    # and the loss of each token, which --dpo needs, has no gradient of the head.
+    # The reference is the model without adapters: it would need the old embeddings as well, and the loss of
+    # each token, which --dpo needs, has no gradient of the head.
     if args.dpo and args.train_embeddings:
         refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
                "before, and give its merged model")
@@ -855,7 +851,7 @@ def refuse_conflicts(args):
 
 def is_installed(package):
     spec = importlib.util.find_spec(package)
-    # Python takes a folder of this name for a package without origin. wandb leaves one wherever it has run.
+    # a folder of this name, which wandb leaves wherever it has run, is a package without origin
     return spec is not None and spec.origin is not None
 
 
@@ -865,16 +861,16 @@ PATIENCE = 4  # how many --timeout a rank may be late outside of the training lo
 
 
 class Ranks:
-    """This process among the others: its number, its device, and the small values that they exchange.
+    """This process among the others: its number, its device, and the small values that ranks exchange.
 
-    If a rank hangs in the training loop, alive() ends the job after --timeout. Elsewhere a rank may spend
-    hours loading or saving: those that wait for it in gather() or agree() give up later, rank 0 after
-    PATIENCE times as long, the others after twice that."""
+    Who waits how long for a rank that hangs: alive() ends a step after --timeout. In gather() and agree(),
+    where a rank may load or save for hours, rank 0 gives up after PATIENCE times as long, the others after
+    twice that."""
 
     def __init__(self, want_group, timeout):
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
-            # Segments that can grow leave no holes between tensors of different sizes, which would be memory
-            # that is reserved and cannot be used. CUDA's allocator reads this when it is first used.
+            # Segments that can grow leave no unusable holes between tensors of different sizes. CUDA's
+            # allocator reads this at its first use.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         self.timeout = timeout  # seconds of a step, see alive()
         # the limit of a step's collectives is longer, so that alive() reports first
@@ -899,8 +895,8 @@ class Ranks:
             self.device = torch.device("cuda", self.local)
             # before anything is allocated: what asks for "cuda" alone would be on GPU 0, from every rank
             torch.cuda.set_device(self.device)
-            # On Hopper torch 2.14 prefers cuDNN's attention, which plans each new length for 170 ms. What
-            # goes to sdpa(), see attend_here() in model.py, has another length in each batch.
+            # On Hopper torch 2.14 prefers cuDNN's attention, which plans each new length for 170 ms, and our
+            # lengths (attend_here() in model.py) differ in each batch.
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.device_name = torch.cuda.get_device_name(self.device)
         threads = os.environ.get("OMP_NUM_THREADS")
@@ -911,8 +907,8 @@ class Ranks:
         self.join(want_group)
 
     def join(self, want_group):
-        """Joins the process group that torchrun's variables describe, or with `want_group` a group of this
-        process alone, which FSDP2 needs under plain python."""
+        """Joins the process group that torchrun's variables describe. want_group: else make a group of this
+        process alone, which FSDP2 needs."""
         under_torchrun = "RANK" in os.environ
         store = dist.HashStore()  # belongs to this process alone: no port has to be free
         if under_torchrun:
@@ -927,8 +923,8 @@ class Ranks:
                 raise SystemExit(f"RANK is set, so that this is one of several ranks. {error}. torchrun sets "
                                  f"{data.listing(OF_GROUP)}: start with it, or unset RANK") from error
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                # torchrun keeps its store when it restarts the ranks, and the store keeps the addresses of
-                # the dead processes, so each start gets names of its own (pytorch #135712)
+                # A restarted rank gets the store of the dead ones, with their addresses. So each start uses
+                # names of its own (pytorch #135712).
                 store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         elif os.environ.get("SLURM_NTASKS", "1") != "1":  # tasks of the job, or of the srun that started this
             data.say(f"note: SLURM has {os.environ['SLURM_NTASKS']} tasks, and this one trains alone: "
@@ -940,8 +936,7 @@ class Ranks:
                 backend, store=store, rank=self.rank, world_size=self.world,
                 timeout=self.step_limit)
         if self.world > 1:
-            # For gather() and agree(). Rank 0 gives up after long_limit and says who is missing; the others
-            # have twice that, so that they do not fail first.
+            # rank 0 gives up after long_limit and says who is missing, so the others must not fail first
             self.control = dist.new_group(backend="gloo", timeout=2 * self.long_limit)
 
     def say(self, text):
@@ -969,9 +964,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def agree(self, end_run=True):
-        """If any rank raises ValueError or OSError inside the block, all ranks end, with one message; without
-        `end_run` they all raise an OSError with it. Otherwise the ranks that saw no error would wait forever
-        in their next collective."""
+        """If any rank raises ValueError or OSError inside the block, all ranks end with one message, instead
+        of waiting for it in their next collective. end_run=False: they all raise an OSError with it."""
         error = None
         try:
             yield
@@ -986,17 +980,15 @@ class Ranks:
             raise SystemExit(errors[0])  # a wrong flag is an error on all ranks: one of them is enough
 
     def alive(self):
-        """Call it at each step: if the next call does not come within `timeout` seconds, this rank prints
-        where its threads stand and ends. A collective that hangs prints nothing by itself (torchtitan
-        #3065)."""
+        """Call it at each step. If the next call does not come within `timeout` seconds, this rank prints its
+        stacks and ends. A collective that hangs prints nothing by itself (torchtitan #3065)."""
         if self.world > 1:
-            # The timer is a thread in C: no lock of Python can hold it up. Each call replaces the timer that
-            # the one before has set.
+            # A thread in C, which no lock of Python holds up. Each call replaces the timer before.
             faulthandler.dump_traceback_later(self.timeout, exit=True)
 
     def leave(self):
-        """Ends the process group on all ranks together: with gloo, a process that leaves while others still
-        talk to it makes them abort. From then on gather() and agree() are about this rank alone."""
+        """Ends the process group on all ranks together: with gloo, others abort when one leaves early.
+        Afterwards gather() and agree() are about this rank alone."""
         faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized():
             dist.barrier(self.control)
@@ -1005,24 +997,22 @@ class Ranks:
 
 
 class StopSignal:
-    """Notes SIGTERM, SIGUSR1, SIGHUP (its terminal was closed) or Ctrl-C, so that a run can finish its step,
-    save and end. `number` is the signal's, or 0; only ranks.largest(stop.number) makes all ranks see it after
-    the same step. SIGKILL to torchrun alone reaches no rank: they train on, and keep the run's lock.
+    """Notes SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, so that a run can finish its step, save and end. `number` is
+    the signal's, or 0; ranks.largest(stop.number) makes all ranks see it after the same step.
 
-    While main has not set `can_save` there is nothing to save, and a signal ends the process at once. So does
-    a second Ctrl-C, except under torchrun, which itself sends each rank a second."""
+    Before main sets `can_save`, a signal ends the process at once. So does a second Ctrl-C, except under
+    torchrun, which itself sends each rank a second."""
 
     def __init__(self):
         self.number = 0
         self.can_save = False
-        # A cluster sends the first or the second some time before it kills a job: Slurm by --signal, clouds
-        # when they take a machine back.
+        # Slurm (--signal) and clouds send one of the first two before they kill a job.
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.note)
 
     def note(self, number, _):
-        # A handler may run in the middle of an update, where nothing could be saved. So main saves, later.
+        # A handler may run in the middle of an update, so main saves later.
         is_second = number == self.number == signal.SIGINT and "RANK" not in os.environ
         if is_second or not self.can_save:
             raise KeyboardInterrupt
@@ -1053,8 +1043,7 @@ class OpenedConfig(NamedTuple):
 
 
 class RunSpec(NamedTuple):
-    """What the memory of a run depends on, all of it known before anything is allocated. What a run carries
-    from step to step is its `state`, see open_run()."""
+    """What the memory of a run depends on, known before anything is allocated."""
 
     args: argparse.Namespace  # the final value of every flag
     config: lm.Config
@@ -1080,8 +1069,8 @@ class RunSpec(NamedTuple):
 
 
 def open_config(args, world, device, random_init, revisions=None):
-    """-> OpenedConfig. `args` has its final values after it. device: None if the run is only planned.
-    revisions: see take_folder()."""
+    """-> OpenedConfig, and gives `args` its final values. device: None if the run is only planned. revisions:
+    see take_folder()."""
     revisions = {} if revisions is None else revisions
     adapter_reader = None
     adapter_settings = {}
@@ -1111,8 +1100,8 @@ def open_config(args, world, device, random_init, revisions=None):
 
 
 def with_vocabulary(files, n_stored, new_tokens, adapter_reader):
-    """ModelFiles with the tokenizer, and in config the vocabulary, of a run. An adapter with an embedding of
-    its own brings both: it may come from a run with --add_tokens. n_stored: rows of the model's embedding."""
+    """ModelFiles with a run's tokenizer and vocabulary. An adapter with an embedding of its own brings both:
+    it may come from a run with --add_tokens. n_stored: rows of the model's embedding."""
     n_rows = n_stored
     if new_tokens:
         new_ids = data.add_new_tokens_(data.read_tokenizer(files.tokenizer).core, new_tokens)
@@ -1135,9 +1124,8 @@ def with_vocabulary(files, n_stored, new_tokens, adapter_reader):
 
 
 def resolve_for_model(args, config, adapter_settings, device):
-    """Writes the final value of flags that depend on the model or the device. Nothing writes to `args` after
-    it. Rank, alpha, rsLoRA and targets of an adapter become those of the run, and so does its dropout unless
-    --lora_dropout is given."""
+    """Writes the final value of flags that depend on the model or the device. An adapter's rank, alpha,
+    rsLoRA and targets become the run's, and so does its dropout unless --lora_dropout is given."""
     for name, value in adapter_settings.items():
         # a switch that was not given is False; and `is`, because a dropout of 0 that was given equals it
         if getattr(args, name) is None or getattr(args, name) is False:
@@ -1205,9 +1193,9 @@ def check_sizes(args, config, world):
 
 
 def default_rate(config, lora, dpo):
-    """--lr where it is not given. The rule is fitted to the best rates of LoRA on Llama and Qwen of many
-    sizes (get_lr() in github.com/thinking-machines-lab/tinker-cookbook, whose adapters are scaled as ours):
-    wider models want a smaller rate, of Qwen hardly. Nobody has published one for other families."""
+    """The default of --lr. The rule is fitted to the best rates of LoRA on Llama and Qwen of many sizes
+    (get_lr() in github.com/thinking-machines-lab/tinker-cookbook): wider models need a smaller rate, Qwen
+    hardly. There is no published rule for other families."""
     exponent = 0.0775 if config.model_type.startswith("qwen") else 0.781
     rate = 5e-4 * (2000 / config.hidden_size) ** exponent
     if not lora:
@@ -1272,9 +1260,8 @@ def open_tokenizer(args, files, adapter_reader):
 
 
 def default_precision(is_chat, device):
-    """bf16 that is emulated takes several times as long as float32. A GPU without bf16 (Turing, Volta) has
-    fp16, 8 times as fast as float32; a CPU without it has neither. device: None if the run is only planned,
-    for GPUs that have bf16."""
+    """Emulated bf16 is several times slower than float32. A GPU without bf16 (Turing, Volta) has fp16, 8
+    times as fast as float32. device: None if the run is only planned, for GPUs with bf16."""
     if device is None:
         return "mixed"
     if not has_bf16(device):
@@ -1301,8 +1288,8 @@ def compiles_by_default(config, device):
 
 
 def missing_for_compile(device):
-    """What torch.compile needs on a GPU and does not find, or None. Triton has the code that launches its
-    kernels compiled by $CC, gcc or clang."""
+    """What torch.compile needs on a GPU and does not find, or None. Triton needs a C compiler: $CC, gcc or
+    clang."""
     if device is None or device.type != "cuda":
         return None
     if not is_installed("triton"):
@@ -1316,9 +1303,9 @@ def missing_for_compile(device):
 
 
 def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
-    """-> the state of the run at its start: all that it carries from step to step beside its tensors;
-    trainer_state.json holds it. evaluated: the step of the newest evaluation. best_eval: the best one's row
-    of metrics.jsonl. eval_data: the checksum of what they read. metrics_bytes: the size of metrics.jsonl."""
+    """-> the state of the run at its start: all that it carries from step to step beside its tensors, as
+    trainer_state.json has it. evaluated: the step of the newest evaluation. best_eval: the best one's row of
+    metrics.jsonl. eval_data: the checksum of what they read. metrics_bytes: the size of metrics.jsonl."""
     with ranks.agree():
         rows_a_step, steps = count_steps(args, len(loader.rows), ranks.world)
         settings = fixed_settings(args, config, rows_a_step, loader, reader)
@@ -1384,9 +1371,9 @@ def say_notes(args, config, steps, ranks):
 
 
 def smallest_memory(gpu_gib, ranks):
-    """Bytes that a run may use of each GPU: what no other process, a desktop for example, holds now. On a CPU
-    only --gpu_gib is a limit. The smallest GPU decides for all: ranks that recompute other blocks than the
-    others would wait for one another. Collective."""
+    """Bytes of each GPU that the run may use, without what other processes hold now. On a CPU only --gpu_gib
+    is a limit. All ranks use the smallest GPU's limit, so that they recompute the same blocks and none waits
+    for another. Collective."""
     room = (gpu_gib or math.inf) * GIB
     if ranks.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(ranks.device)
@@ -1408,7 +1395,7 @@ def limit_gpu(gpu_gib, room, ranks):
 
 
 def keep_freed_memory(on):
-    """Tells glibc to keep freed memory. Mapping large tensors anew would take a fifth of a step on a CPU."""
+    """Tells glibc to keep freed memory: mapping large tensors anew would take a fifth of a step on a CPU."""
     if on and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: a large block gets no mapping of its own
@@ -1968,13 +1955,6 @@ def groups_of(named, weight_decay, embedding_lr):
     return groups
 
 
-@torch.library.impl("aten::_fused_adamw_.tensor_lr", "Meta")
-def shapes_of_adamw(*_, **__):
-    """Fused AdamW with a rate that is a tensor, as in fp16, makes no new tensor. DTensor asks for that, of
-    the full shapes. torch 2.13 and 2.14 do not know it: to see what the kernel makes, they would run it on
-    four new tensors, each as large as that of all ranks together."""
-
-
 def make_optimizer(named, args, found_inf):
     """AdamW with weight decay on matrices only: pulling norms and biases towards zero regularises nothing.
 
@@ -1986,8 +1966,8 @@ def make_optimizer(named, args, found_inf):
     - Either keep `found_inf` as an attribute of this name and change nothing where it is 1 (a gradient was
       inf or nan), read on the device. Or have none: then NonFinite.step_if_finite() waits for the device in
       each step and does not call step().
-    - Read the learning rate from param_groups, in fp16 a tensor, and skip a parameter whose grad is None:
-      --optim_in_backward calls step() once for each parameter, while no other gradient is alive.
+    - Skip a parameter whose grad is None: --optim_in_backward calls step() once for each parameter, while no
+      other gradient is alive.
     """
     params = list(named.values())
     groups = groups_of(named, args.weight_decay, args.embedding_lr)
@@ -2006,26 +1986,12 @@ def make_optimizer(named, args, found_inf):
     return optimizer
 
 
-def set_rates_(optimizer, step, steps, args, loss_scale):
+def set_rates_(optimizer, step, steps, args):
     """Gives each group of an optimizer its learning rate in this step -> that of --lr. Embedding and head
-    that train beside adapters have a peak of their own, see groups_of().
-
-    In fp16, as in transformers, a skipped step does not move the rates on. Only the device knows how many
-    were skipped, so it looks the rates up, in a table of all steps: they are tensors then."""
-    rates_now = []
+    that train beside adapters have a peak of their own, see groups_of()."""
     for group in optimizer.param_groups:
-        peak = group.get("peak", args.lr)
-        if loss_scale.value is None:
-            rate = lr_at(step, steps, args, peak)
-            group["lr"] = rate
-        else:
-            if "rates" not in group:
-                rates = [lr_at(n, steps, args, peak) for n in range(steps)]
-                group["rates"] = torch.tensor(rates, dtype=torch.float64, device=loss_scale.value.device)
-            rate = group["rates"].take((step - loss_scale.n_skipped).long())
-            group["lr"] = rate.float()  # as CUDA's fused kernel reads it
-        rates_now.append(rate)
-    return rates_now[0]
+        group["lr"] = lr_at(step, steps, args, group.get("peak", args.lr))
+    return optimizer.param_groups[0]["lr"]
 
 
 def lr_at(step, steps, args, peak):
@@ -2075,7 +2041,7 @@ class LossScale:
     the loss is multiplied by a scale before the backward, and all gradients with it:
 
         a step                      loss * scale -> backward -> gradients / scale -> norm, clip, optimizer
-        a gradient has overflowed   no weight changes, the rate does not go on, and the scale is halved
+        a gradient has overflowed   no weight changes, and the scale is halved
         2,000 steps without that    the scale is doubled
 
     The steps of AdamW in 8 bits are counted on the host, which does not know of skipped ones: its first
@@ -2092,7 +2058,6 @@ class LossScale:
             self.value = torch.full_like(found_inf, self.FIRST)
             # steps since the scale has changed; int32 is what torch's kernel expects
             self.n_good = torch.zeros_like(found_inf, dtype=torch.int32)
-            self.n_skipped = torch.zeros_like(self.n_good)  # in the whole run
 
     def of(self, loss):
         return loss if self.value is None else loss * self.value
@@ -2106,7 +2071,6 @@ class LossScale:
     def update_(self):
         """Call it after each step. It sets found_inf to 0: the next step has a new scale, and may update."""
         if self.value is not None:
-            self.n_skipped += self.found_inf.int()
             # GradScaler's own kernel. It counts the good steps, then doubles or halves, without the host.
             torch._amp_update_scale_(
                 self.value, self.n_good, self.found_inf, 2.0, 0.5, self.GROWTH_INTERVAL)
@@ -2118,11 +2082,8 @@ class LossScale:
 
     def tensors(self):
         """What a checkpoint needs, {name: tensor}: a run that resumed at the first scale would skip its steps
-        until the scale fits again, and one that forgot the skipped steps would have other rates."""
-        if self.value is None:
-            return {}
-        return {"loss_scale": self.value, "loss_scale.n_good": self.n_good,
-                "loss_scale.n_skipped": self.n_skipped}
+        until the scale fits again."""
+        return {} if self.value is None else {"loss_scale": self.value, "loss_scale.n_good": self.n_good}
 
 
 class StepInBackward:
@@ -2483,35 +2444,31 @@ FINISH_S = 30  # for a sink to send its last rows, at the end of a run
 def open_sinks(args, out, resumed, ranks, exits):
     """-> [what else gets the metrics of this run], none on other ranks than 0. Collective.
 
-    A sink is an object with write(row), a row being {name: number} with the step as one of the names, and
-    close(has_failed). To add one, write a flag, a class like TensorBoard below and a line here. An error ends
-    a run that begins: its user is there, and can mend it. A run that is resumed goes on without the sink:
-    torchrun may have started it, at night."""
+    A sink is an object with write({name: number}), where the step is one of the names, and close(has_failed).
+    To add one, write a flag, a class like TensorBoard below and a line here. An error ends a run at its start,
+    where its user can fix it. A resumed run, which torchrun may have started at night, goes on without."""
     kinds = {"tensorboard": TensorBoard, "wandb": WandB}
     sinks = []
+    exits.push(functools.partial(close_sinks, sinks))
     step = step_of(resumed) if resumed else 0
     with ranks.agree():
         for flag, kind in kinds.items():
             if ranks.rank or not out or not getattr(args, flag):
                 continue
             try:
-                sink = kind(out, step, settings_of(args, ranks.world))
-                sinks.append(sink)
-                exits.push(functools.partial(close_sink, sink, sinks))
+                sinks.append(kind(out, step, settings_of(args, ranks.world)))
             except Exception as error:  # each library raises classes of its own, also when it is imported
                 message = f"--{flag}: {type(error).__name__}: {error}"
                 if not resumed:
-                    raise ValueError(
-                        f"{message}\nLeave --{flag} out: metrics.jsonl has all rows. With --wandb, "
-                        "WANDB_MODE=offline keeps them for `wandb sync`") from error
-                data.say(f"{message}. The run goes on without it, metrics.jsonl has all rows")
+                    raise ValueError(f"{message}\nLeave --{flag} out: metrics.jsonl has all rows. With --wandb, "
+                                     "WANDB_MODE=offline keeps them for `wandb sync`") from error
+                data.say(f"{message}. The run continues without it; metrics.jsonl has all rows")
     return sinks
 
 
 @contextlib.contextmanager
 def dropping(sink, sinks):
-    """If the sink fails inside the block, it is dropped with one message: neither a network nor a full disk
-    ends a training."""
+    """Drops a sink that fails inside the block, with one message: no network and no full disk ends a run."""
     try:
         yield
     except Exception as error:
@@ -2520,11 +2477,10 @@ def dropping(sink, sinks):
                  f"{type(error).__name__}: {error}")
 
 
-def close_sink(sink, sinks, error, *_):
-    """Tells a sink that the run is over. ExitStack calls this, however the run ends, with the class of the
-    error that ends it. Nothing else would: the process ends by os._exit(), and wandb keeps rows in memory and
-    closes its file in a function of atexit."""
-    if sink in sinks:
+def close_sinks(sinks, error, *_):
+    """ExitStack calls this however the run ends, with the class of its error. The process ends by os._exit(),
+    so nothing else would make wandb send its last rows."""
+    for sink in list(sinks):
         # Another Ctrl-C gives up on a network that is slow, and does not change how the run has ended.
         with dropping(sink, sinks), contextlib.suppress(KeyboardInterrupt):
             data.in_thread(sink.close, error is not None, limit_s=FINISH_S)

@@ -192,33 +192,12 @@ def test_steps_that_overflow_are_skipped_and_counted(shallow_job, tmp_path, worl
         assert (row["grad_norm"] is None) == row["skipped_steps"]  # inf or nan is no JSON
         scale /= 2 ** row["skipped_steps"]
         assert row["loss_scale"] == scale
-    # a skipped step does not move the rate on, as in transformers
+    # a skipped step takes its place in the schedule, as with torch's GradScaler
     args = train.parse_args([*map(str, shallow_job), "--steps", "8"])
-    n_applied = 0
-    for row in rows:
-        assert row["lr"] == train.lr_at(n_applied, 8, args, args.lr)
-        n_applied += 1 - row["skipped_steps"]
+    assert [row["lr"] for row in rows] == [train.lr_at(step, 8, args, args.lr) for step in range(8)]
     # the first one that is not skipped changes the weights, and its norm is that of unscaled gradients
     first = next(row for row in rows if not row["skipped_steps"])
     assert first["grad_norm"] < 100
-
-
-@pytest.mark.parametrize("flags", ["", "--no-fused_adamw", "--optim adamw8bit"])
-def test_a_rate_that_the_device_looks_up_updates_as_a_number_does(flags):
-    args = train.parse_args(["--lr", "0.1", *flags.split()])
-    updated = []
-    for is_fp16 in (False, True):
-        scale = train.LossScale(is_fp16, torch.zeros(()))
-        w = torch.nn.Parameter(torch.linspace(0.1, 3.0, 64).view(8, 8))
-        optimizer = train.make_optimizer({"w": w}, args, scale.found_inf)
-        for step in range(5):
-            w.grad = torch.linspace(-1.0, 1.0, 64).view(8, 8)
-            lr = train.set_rates_(optimizer, step, 5, args, scale)
-            assert isinstance(lr, torch.Tensor) == is_fp16
-            optimizer.step()
-        updated.append(w.detach())
-    # the fused kernel reads a float32, 24 bits
-    torch.testing.assert_close(updated[1], updated[0], rtol=1e-6, atol=1e-7)
 
 
 def test_a_skipped_step_changes_no_weight(shallow_job, tmp_path):
@@ -292,7 +271,6 @@ def test_a_resumed_run_goes_on_with_the_scale_that_it_had_bit_for_bit(shallow_jo
     assert saved["loss_scale:0"] == rows[-1]["loss_scale"] != 2**16
     last_skipped = max(row["step"] for row in rows if row["skipped_steps"])
     assert saved["loss_scale.n_good:0"] == 8 - last_skipped
-    assert saved["loss_scale.n_skipped:0"] == sum(row["skipped_steps"] for row in rows)
 
 
 # ---------------------------------------------------------------- what fits at no scale

@@ -130,8 +130,7 @@ def test_text_from_files_and_flags_is_printed_without_control_characters(capsys)
 def closing(sinks):
     """What launch() has on its stack once open_sinks() has opened these."""
     exits = contextlib.ExitStack()
-    for sink in sinks:
-        exits.push(functools.partial(train.close_sink, sink, sinks))
+    exits.push(functools.partial(train.close_sinks, sinks))
     return exits
 
 
