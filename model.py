@@ -2,16 +2,15 @@
 dense and MoE, its loss, and what a trainer does to it.
 
 The modules are vanilla and carry Hugging Face's parameter names, so weights need no mapping table. Every
-family is Llama 2 with a few traits, and FAMILIES says with which. A model's config.json says the rest:
-sizes, windows, how RoPE is scaled, whether the head is tied to the embedding.
+family is Llama 2 with the traits that FAMILIES lists. A model's config.json says the rest.
 
-Two tensors would be too large if they existed. Attention scores (T*T per head) do not, because attention runs
-document by document in kernels that never store them. Logits (8,192 x 128,256 x 4 bytes = 3.9 GiB) do not,
-because the loss turns them into their gradient in the forward, chunk by chunk (Liger, arXiv:2410.10989; Cut
-Cross-Entropy, arXiv:2411.09009).
+Two tensors are never materialized, because they are too large: attention scores (T*T per head), because the
+kernels work document by document and never store them, and logits (8,192 x 128,256 x 4 bytes = 3.9 GiB),
+because the loss overwrites them with their gradient in the forward, chunk by chunk (Liger, arXiv:2410.10989;
+Cut Cross-Entropy, arXiv:2411.09009).
 
-Read Transformer.forward first, then Block. What follows "LoRA" edits a finished model; how a config.json is
-read and refused stands last. This file needs torch and nf4.py alone: copy the two to use them elsewhere.
+Read Transformer.forward first, then Block. What follows "LoRA" edits a finished model. This file needs torch
+and nf4.py alone: copy the two to use them elsewhere.
 
 Shapes are in the names:
 
@@ -21,12 +20,11 @@ Shapes are in the names:
     E experts                   k experts per token         S supervised tokens
     C tokens in a chunk         N rows of a matrix: tokens of an activation, out features of a weight
 
-Gated DeltaNet has a few more, which stand where it begins. x is the residual stream in Block and Transformer,
-and the input of a layer elsewhere; h is x after a norm.
+x is the residual stream in Block and Transformer, and the input of a layer elsewhere; h is x after a norm.
 
-A mixer is the half of a block in which tokens see each other: attention or Gated DeltaNet. A chunk is some
-tokens that the loss, or Gated DeltaNet, works on at a time; a tile the same for the MLP. What the forward of
-a block keeps for its backward has the verb keep."""
+Mixer: the half of a block in which tokens see each other, attention or Gated DeltaNet. Chunk: the tokens that
+the loss or Gated DeltaNet processes at a time; tile: the same for the MLP. Keep: to store in the forward of a
+block for its backward."""
 
 import contextlib
 import functools
@@ -61,15 +59,13 @@ BETA_SLOW = 1
 # ---------------- families and config
 
 class Family(NamedTuple):
-    """What a family has that Llama 2 does not have. A new trait is a field here, and an `if c.family.TRAIT`
-    where the model differs."""
+    """How a family differs from Llama 2. A new trait is a field here and an `if c.family.TRAIT` in the
+    model."""
 
     architecture: str  # what `architectures` in a config.json says
-    # The mixers of its blocks, in config.json's words. In full_attention a token attends to all earlier ones,
-    # in sliding_attention to those in a window, and linear_attention is Gated DeltaNet.
+    # The mixers of its blocks, in config.json's words. linear_attention is Gated DeltaNet.
     layer_types: tuple = ("full_attention",)
-    # Which blocks have the first of two types, where a file does not list the types: every fourth block, from
-    # the fourth or the first one on, or back from the last one. "": none.
+    # Which blocks have the first of two types if a file does not list them. "": none
     first_type_in: str = "4, 8, ..."
     bias: bool = False  # q_proj, k_proj and v_proj have one
     qk_norm: bool = False  # RMSNorm on each head of q and k, which bounds the scores (arXiv:2302.05442)
@@ -85,15 +81,14 @@ class Family(NamedTuple):
     growing_q: bool = False  # q grows with its position beyond the length of pretraining
     experts: bool = False  # in place of the MLP
     shared_expert: bool = False  # one more expert, which sees all tokens
-    # What transformers 5 writes as `architectures` of a family that it computes with another one's class.
+    # what transformers 5 writes as `architectures` of a family that it computes with another one's class
     other_architecture: str | None = None
-    # Files have a vision tower, and keep the decoder's keys in `text_config`, with one of these model_types.
-    # Files of the decoder alone have it at the top.
+    # Files have a vision tower, and the decoder's keys are in `text_config` with one of these model_types.
     decoders: tuple = ()
 
 
-# By model_type. To add a family, copy a row. IMPLIED has defaults of keys that files may lack, REFUSED those
-# that are not computed. Some lines below, and default_rate() in train.py, know Llama or Qwen by name.
+# By model_type. To add a family, copy a row, and look at IMPLIED and REFUSED. Some lines below, and
+# default_rate() in train.py, know Llama or Qwen by name.
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "iquestcoder": Family("IQuestCoderForCausalLM", other_architecture="LlamaForCausalLM"),
@@ -180,7 +175,7 @@ class Config:
     post_norm_eps: float = within(0, 1, 0.0)  # for branch_norms; 0: rms_norm_eps
     output_multiplier: float = within(1e-30, 1e30, 1.0)  # logits are multiplied by it
     final_logit_softcapping: float = within(0, 1e30, 0.0)  # then they become cap * tanh(logits / cap); 0: not
-    # What a file wants zeroed at random in training. This is not done, and the start says so.
+    # ignored, and the start says so
     attention_dropout: float = within(0, 1, 0.0)
     residual_dropout: float = within(0, 1, 0.0)
 
@@ -194,8 +189,8 @@ class Config:
 
     @property
     def n_positions(self):
-        """Tokens of the longest row that the model is made for. With YaRN, max_position_embeddings may be the
-        length before it, the one after it, or neither (Qwen3's 40,960)."""
+        """Tokens of the longest row that the model is made for. Under YaRN, files have in
+        max_position_embeddings the length before it, the one after it, or neither (Qwen3's 40,960)."""
         if self.rope_scaling["rope_type"] != "yarn":
             return self.max_position_embeddings
         longest = int(self.rope_scaling["factor"] * self.n_pretrained_positions)
@@ -228,9 +223,9 @@ class Config:
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / RMS(x) * w over the last dimension (arXiv:1910.07467), or times 1 + w. Computed in float32, but for
-    the weight, which is rounded to the dtype of x, as only then a fused kernel runs: an error of 2.4e-3 in
-    bf16 where a float32 weight has 1.7e-3."""
+    """x / RMS(x) * w over the last dimension (arXiv:1910.07467), or times 1 + w. It computes in float32,
+    except that the weight is rounded to the dtype of x, because only then does a fused kernel run: an error
+    of 2.4e-3 in bf16 instead of 1.7e-3."""
 
     def __init__(self, size, eps, adds_one=False):
         super().__init__(size, eps)
@@ -239,13 +234,12 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x):
         weight = self.weight
         if self.adds_one:
-            weight = 1 + weight  # in bf16 it has the bits of a float32 sum that is rounded then
+            weight = 1 + weight
         return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
 
 
 class Linear(nn.Linear):
-    """Computes in the dtype of its input: its weights may be float32 masters. With `row_stops` it is a
-    stack of experts, see nf4.linear()."""
+    """Computes in the dtype of its input: its weights may be float32 masters. row_stops: see nf4.linear()."""
 
     def forward(self, x, row_stops=None):
         # autograd takes the gradient through the cast, so a float32 master gets a float32 one
@@ -254,21 +248,19 @@ class Linear(nn.Linear):
 
 
 class CosSin(NamedTuple):
-    """Cos and sin of the angles by which the pairs of a head's elements are rotated, [B, T, 1, rope_size/2];
-    the 1 is for the heads."""
+    """Of the angles by which the pairs of a head's elements are rotated, [B, T, 1 for heads, rope_size/2]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 def rope_table(positions_BT, config):
-    """-> (CosSin of q, CosSin of k). Angles are float32, as bf16 is wrong beyond a few hundred tokens. How
-    rows longer than those of pretraining are told positions that it has seen is `rope_type`. It does not
-    depend on a row's length: dynamic, which does for rows beyond max_position_embeddings, is the default for
-    others."""
+    """-> (CosSin of q, CosSin of k). Angles are float32, because bf16 is wrong beyond a few hundred tokens.
+    `rope_type` says how rows longer than those of pretraining are mapped to angles that it has seen.
+    `dynamic` is computed as `default`: it differs only beyond max_position_embeddings."""
     scaling = config.rope_scaling
     even_numbers = torch.arange(0, config.rope_size, 2, device=positions_BT.device)
-    # radians a token: from 1 for the first pair to almost 1 / theta for the last, which tells far ones apart
+    # radians a token: from 1 for the first pair to almost 1 / theta for the last
     freq = 1.0 / config.rope_theta ** (even_numbers.float() / config.rope_size)
     if scaling["rope_type"] == "linear":
         freq = freq / scaling["factor"]  # `factor` times the context is rotated as far as pretraining's was
@@ -292,23 +284,21 @@ def rope_table(positions_BT, config):
     if not config.family.growing_q:
         cos_sin = CosSin(cos, sin)
         return cos_sin, cos_sin
-    # As in Llama 4, a query that sees more keys is longer, so that its softmax stays as sharp. It is enough
-    # to multiply cos and sin, because RoPE rotates the whole head here.
+    # As in Llama 4, a query that sees more keys is longer, so that its softmax stays as sharp. RoPE rotates
+    # the whole head here, so multiplying cos and sin is enough.
     n_lengths = positions_BT[..., None, None] // config.n_pretrained_positions
     growth = 1 + scaling.get("llama_4_scaling_beta", 0) * torch.log1p(n_lengths.float())
     return CosSin(cos * growth, sin * growth), CosSin(cos, sin)
 
 
 def yarn_frequencies(freq, config):
-    """YaRN (arXiv:2309.00071): pairs that rotate often over the context of pretraining stay, because they
-    tell neighbours apart; pairs that rotate less than about once are stretched by `factor`, or a longer row
-    would have angles that they have never seen; those between are blended. The paper's blend is linear in the
-    rotations of a pair. Its authors' code, and all that followed, is linear in the pair's number, and so is
-    this."""
+    """YaRN (arXiv:2309.00071): pairs that rotate often over the context of pretraining stay, pairs that
+    rotate less than about once are stretched by `factor`, those between are blended. The blend is linear in
+    the number of the pair, as in its authors' code; the paper's is linear in the rotations of a pair."""
     scaling = config.rope_scaling
 
     def pair_that_rotates(n_times):
-        """The number of the pair that rotates so often over the context of pretraining, with a fraction."""
+        """-> float, the number of the pair that rotates so often over the context of pretraining."""
         wavelength = config.n_pretrained_positions / n_times
         return config.rope_size * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.rope_theta))
 
@@ -327,8 +317,8 @@ def yarn_frequencies(freq, config):
 
 
 def yarn_attention_factor(scaling):
-    """What YaRN multiplies cos and sin by, and so scores by its square: over more keys softmax is flatter,
-    and this makes up for it. mscale and mscale_all_dim are DeepSeek's, and count only together."""
+    """YaRN multiplies cos and sin by this, and so scores by its square, because softmax over more keys is
+    flatter. mscale and mscale_all_dim are DeepSeek's and count only together."""
 
     def growth(mscale):
         return 1 + 0.1 * mscale * math.log(max(scaling["factor"], 1))
@@ -341,9 +331,8 @@ def yarn_attention_factor(scaling):
 
 
 def rotate(q_BTHK, cos_sin):
-    """Element i of a head is rotated with element i + K/2, which is Hugging Face's pairing. The paper
-    (arXiv:2104.09864) pairs neighbours: the same up to the order of the rows of q_proj and k_proj. Where only
-    a part of a head has angles, the rest stays as it is."""
+    """Rotates element i of a head with element i + K/2, which is Hugging Face's pairing; the paper
+    (arXiv:2104.09864) pairs neighbours. If only a part of a head has angles, the rest stays as it is."""
     cos, sin = cos_sin
     # float32 until the end: the differences below would otherwise be taken of products rounded to 8 bits
     rotated, rest = q_BTHK.float().tensor_split((2 * cos.shape[-1],), -1)
@@ -357,25 +346,24 @@ def rotate(q_BTHK, cos_sin):
 class Spans:
     """Where the documents of packed rows lie in the flattened B*T tokens.
 
-        pairs      (start, stop) of each document
-        bounds     where each document and each gap between two begins, and the end: int32 on the device; None
-                   if documents are equally long and leave no gaps
-        longest    tokens of the longest one in `bounds`
+        pairs           (start, stop) of each document
+        bounds          where each document and each gap between two begins, and the end: int32 on the device;
+                        None if documents are equally long and leave no gaps
+        longest         tokens of the longest one in `bounds`
+        positions_BT    of each token in its document, for Gated DeltaNet. Transformer.forward() adds them.
 
-    Neither a tuple nor a dataclass, because FSDP2 walks through those in Python at every forward.
+    A plain class, because FSDP2 traverses tuples and dataclasses in Python at every forward."""
 
-    Set from outside: positions_BT (Transformer.forward), where each of these tokens is in its document."""
-
-    def __init__(self, pairs, bounds=None, longest=0):
+    def __init__(self, pairs, bounds=None, longest=0, positions_BT=None):
         self.pairs = pairs
         self.bounds = bounds
         self.longest = longest
-        self.positions_BT = None
+        self.positions_BT = positions_BT
 
 
 class Cache:
-    """Keys and values of the tokens that a generation has seen, 2 * layers * G * K numbers a token; of a
-    Gated DeltaNet its state, which does not grow. Not a dict: on a GPU FSDP2 copies dicts among the arguments
+    """Keys and values of the tokens that a generation has seen, 2 * layers * G * K numbers a token, and the
+    states of Gated DeltaNets, which do not grow. Not a dict: on a GPU FSDP2 copies dicts among the arguments
     of a model, and what is added to a copy is lost."""
 
     def __init__(self):
@@ -383,8 +371,8 @@ class Cache:
         self.layers = {}  # {Attention: (keys, values), GatedDeltaNet: (tail, state)}
 
     def extend(self, layer, *new):
-        """Adds a layer's new keys and values, [B, T, G, K] -> all that it has, oldest first. What the next
-        token will not see is dropped."""
+        """Adds a layer's new keys and values, [B, T, G, K] -> all that it has, oldest first. Drops what the
+        next token will not see."""
         if layer in self.layers:
             new = [torch.cat(pair, 1) for pair in zip(self.layers[layer], new)]
         n_old = max(0, new[0].shape[1] + 1 - layer.window)  # + 1, because the window counts the next token
@@ -393,9 +381,8 @@ class Cache:
 
 
 class Attention(nn.Module):
-    """A block calls qkv(), forward() and o_proj one after another and compiles all but forward(), which
-    depends on where the documents lie. In Qwen3.5 and Muse Glimmer the output is multiplied by a gate
-    (arXiv:2505.06708)."""
+    """Block calls qkv(), forward() and o_proj in turn. All but forward() are compiled, because forward()
+    depends on where the documents lie. Some families multiply the output by a gate (arXiv:2505.06708)."""
 
     def __init__(self, c, number):
         super().__init__()
@@ -421,7 +408,6 @@ class Attention(nn.Module):
     def qkv(self, h_BTD, rope):
         """-> q_BTHK, k_BTGK, v_BTGK and gate_BTHK, which is None without a gate."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        # three products, and not one of a joined weight: the files, LoRA and NF4 have three
         q_BTHK, k_BTGK, v_BTGK = (proj(h_BTD).unflatten(-1, (-1, self.head_dim)) for proj in projections)
         gate_BTHK = None
         if self.gate_in_q:  # so q has every second head here, and gates have the others
@@ -459,8 +445,8 @@ def head_norm(c):
 
 def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, record=None):
     """Causal attention inside each document -> [B, T, H*K]. A token sees itself and the window - 1 tokens
-    before it. Nothing allocates T*T numbers. Padding gets any finite values. With a group, the tensors have
-    this rank's tokens only; without one, as many tokens as `spans` describes."""
+    before it. Padding gets any finite values. With a group, the tensors have this rank's tokens only, while
+    `spans` describes those of all its ranks."""
     if group is not None:
         return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record)
     run = functools.partial(attend_here, spans, window)
@@ -473,17 +459,15 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, record=N
 def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
     """attend() on one rank, in the fastest of four ways:
 
-        FlashAttention, documents of any lengths    one call, which is told where they begin (`bounds`)
+        FlashAttention, documents of any lengths    one call, which gets their `bounds`
         documents of one length, without gaps       one call of sdpa(), each document a row of its batch
-        a new token behind a cache                  the same: it sees all keys, so nothing is hidden from it
+        a new token behind a cache                  the same: it sees all keys
         else                                        a call of sdpa() for each document
 
-    A window shorter than documents of one length takes the first way where it can.
-
-    The last way is that of packed rows in float32, and of all 16-bit ones on a card older than Ampere, where
-    sdpa() is torch's memory-efficient kernel. It costs some launches a document, 2*H*K bytes a token for the
-    one tensor that the outputs are copied to, and keys and values of every query head. A mask of documents
-    would need one call, but T*T numbers, and the time of T*T scores: 16 times that of documents of T/16."""
+    The last way is for packed rows in float32, and for all 16-bit ones on a card older than Ampere, where
+    sdpa() is torch's memory-efficient kernel. It costs some launches a document, 2*H*K bytes a token for a
+    copy of the outputs, and keys and values of every query head. One call with a mask of documents would need
+    T*T numbers, and 16 times the time of documents of T/16."""
     B, T, H, K = q_BTHK.shape
     has_cache = k_BTGK.shape[1] > T
     q, k, v = (t.flatten(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK))  # the rows as one long row
@@ -511,21 +495,21 @@ def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
 
 
 def runs_flash_attention(q):
-    """Whether FlashAttention supports them: 16 bits, heads of 8, 16, ... 256, an Ampere card or newer."""
+    """FlashAttention needs 16 bits, heads of 8, 16, ... 256, and an Ampere card or newer."""
     fits = q.is_cuda and q.dtype is not torch.float32 and q.shape[-1] in range(8, 257, 8)
     return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def shares_key_heads(q):
-    """Whether the kernels for q let query heads share key heads. On a GPU only FlashAttention does: torch
-    would choose its math kernel, which stores all scores."""
+    """Whether the kernels for q let query heads share key heads. On a GPU only FlashAttention does: else
+    torch would choose its math kernel, which stores all scores."""
     return not q.is_cuda or runs_flash_attention(q)
 
 
 @functools.cache
 def flash_attention():
-    """FlashAttention over documents that are packed one after another; gaps between them count as documents.
-    It is imported here, because that takes 0.3 s and only a GPU has it."""
+    """FlashAttention over packed documents; gaps count as documents. Imported here, because that takes 0.3 s
+    and only a GPU has it."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -535,9 +519,9 @@ def flash_attention():
 
 
 def sdpa(*qkv, window):
-    """q [B, T, H, K], k and v [B, T, G, K] -> [B, T, H, K]. A single query sees all keys. Rows beyond the
-    window run in blocks of as many queries, and each sees keys of its own block and of the one before: the
-    mask has 2 * window**2 numbers, and keys and values are copied."""
+    """q [B, T, H, K], k and v [B, T, G, K] -> [B, T, H, K]. A single query sees all keys. Rows longer than
+    the window run in blocks of `window` queries, each with the keys of its own block and of the one before:
+    the mask has 2 * window**2 numbers, and keys and values are copied."""
     q, k, v = (t.transpose(1, 2) for t in qkv)  # torch has heads before tokens
     run = functools.partial(F.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
     T = q.shape[2]
@@ -546,7 +530,7 @@ def sdpa(*qkv, window):
     out = []
     key_blocks = k.split(window, 2)
     value_blocks = v.split(window, 2)
-    # 0 for the keys that a query sees, -inf for the others. One for all blocks: it lives until the backward.
+    # 0 for the keys that a query sees, -inf for the others; one for all blocks
     mask = q.new_ones(window, 2 * window).tril(window).triu(1).log()
     for i, queries in enumerate(q.split(window, 2)):
         seen = slice(max(i - 1, 0), i + 1)  # the first block has none before it
@@ -559,7 +543,7 @@ def sdpa(*qkv, window):
 
 
 def attend_one_by_one(q, k, v, pairs, window):
-    """A call for each document. A gap between two documents keeps its q as its output."""
+    """Runs attention once per document. Padding between documents outputs its own q."""
     stops = [0, *itertools.chain(*pairs), len(q)]
     # gap, document, gap, ... document, gap: documents have odd numbers, and a gap may be empty
     sizes = [stop - start for start, stop in itertools.pairwise(stops)]
@@ -577,15 +561,15 @@ def attend_one_by_one(q, k, v, pairs, window):
 
 
 def length_multiple(q):
-    """oneDNN keeps 4 MiB of bf16 kernels for each new length, and 0.6 MiB for each new number of rows of a
-    product. So a CPU only sees multiples of 32."""
+    """A CPU only sees multiples of 32, because oneDNN stores 4 MiB of bf16 kernels for each new length, and
+    0.6 MiB for each new number of rows of a product."""
     return 32 if q.device.type == "cpu" else 1
 
 
 def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record):
-    """attend() of rows that are spread over ranks (Ulysses, arXiv:2309.14509). One all-to-all goes from (this
-    rank's tokens, all heads) to (all tokens, this rank's heads), a second one goes back. Together they move
-    2 * (2*H + 2*G) * K bytes in bf16 for each of the rank's tokens."""
+    """attend() of rows that are sharded over ranks (Ulysses, arXiv:2309.14509). One all-to-all goes from
+    (this rank's tokens, all heads) to (all tokens, this rank's heads), a second one goes back. Together they
+    move 2 * (2*H + 2*G) * K bytes in bf16 for each of the rank's tokens."""
     B, T, H, K = q_BTHK.shape
     n_ranks = group.size()
     # a key head goes to each of the ranks that have some of its query heads
@@ -599,8 +583,8 @@ def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record):
 
 
 def to_my_heads(parts, group):
-    """Tensors [B, T, columns] of this rank's tokens, with one head's columns behind another's -> [1, tokens
-    of all ranks, columns of this rank's heads], those of one part behind those of another."""
+    """Tensors [B, T, columns], of this rank's tokens and all heads -> [1, tokens of all ranks, columns of
+    this rank's heads], part after part."""
     return exchange(cut_heads(parts, group.size()), group).flatten(0, 1)[None]
 
 
@@ -611,7 +595,7 @@ def to_my_tokens(out, group):
 
 
 def cut_heads(parts, n_ranks):
-    """Tensors [..., columns] -> [n_ranks, rows, columns]: at i are the columns of rank i's heads, of each
+    """Tensors [..., columns] -> [n_ranks, rows, columns]: at i the columns of rank i's heads, part after
     part."""
     by_rank = [t.flatten(0, -2).unflatten(-1, (n_ranks, -1)).transpose(0, 1) for t in parts]
     return torch.cat(by_rank, 2)
@@ -629,34 +613,34 @@ def exchange(x, group):
 #
 #     state <- e^g state,   state <- state + k (beta (v - state^T k))^T,   o = state^T q
 #
-# Token by token that is one tiny kernel after another. So tokens go in chunks: inside a chunk the writes
-# solve a triangular system (section 3.3 of the paper), and only one step per chunk is sequential.
+# Tokens go in chunks: inside a chunk the writes solve a triangular system (section 3.3 of the paper), and
+# only one step per chunk is sequential. Token by token there would be thousands of tiny kernels.
 #
-# Documents are kept apart by their positions alone, which restart at 0: the token j places back belongs to
-# the same document where position >= j. Such masks have the same shapes for every packing, so nothing loops
-# over documents or compiles again. Everything between the projections is float32, whatever the weights are.
+# Documents are separated by their positions alone, which restart at 0: the token j places back belongs to the
+# same document where position >= j. These masks have the same shapes for every packing, so nothing loops over
+# documents or compiles again. All between the projections is float32.
 #
 # G heads of queries and keys, each for H / G heads of values; K and P are the sizes of a key and a value,
-# here the same number, so Y = H*P. The convolution has X = 2*G*K + Y channels and J taps, and it reads
-# L = J - 1 + N rows for the N tokens of a segment, which are n chunks of C.
+# here the same number, so Y = H*P. The convolution has X = 2*G*K + Y channels and J taps, and it reads L = J
+# - 1 + N rows for the N tokens of a segment, which are n chunks of C.
 
 SEGMENT = 1024  # tokens whose intermediates are in memory at once, 11 KiB and more a token and head
 
 
 def chunk_length(device):
-    """Tokens of one triangular system, a power of two. On a GPU each chunk is a launch that the others wait
-    for. A CPU takes much longer to invert a larger system."""
+    """Tokens of one triangular system, a power of two. On a GPU, chunks are launches one after another; a CPU
+    inverts a larger system much more slowly."""
     return 64 if device.type == "cpu" else 128
 
 
 def unit_length(x):
-    """x / |x|, as transformers computes it. Longer keys could make the state grow from token to token."""
+    """x / |x|, as transformers computes it. Without it the state could grow with every token."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
-    """What a chunk needs besides the state: w, u, keys faded to the chunk's end, the decay of the state,
-    queries and scores, all of them [n, H, rows, columns]. With the state before the chunk,
+    """All that does not depend on the state, for each chunk: w, u, keys decayed to the end of the chunk, the
+    state's decay, queries and scores, all [n, H, rows, columns]. With the state before the chunk,
 
         d = u + w state,   o = queries state + scores d,   state <- decay state + keys^T d."""
     n, C = positions_nC.shape
@@ -675,14 +659,14 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     # where the token's document begins, counted from the start of the chunk: negative if it began before
     first_C1 = (i - positions_nC).view(n, 1, 1, C, 1)
     is_hidden = (i > i[:, None]) | (i < first_C1)
-    # how much token i sees of the state before the chunk, and of what token j has written
+    # how much token i sees of the state before the chunk, then of what token j has written
     carry_C1 = log_decay_C1.to(k_CK.dtype).exp() * (first_C1 < 0)
     decay_CC = (log_decay_C1 - log_decay_C1.mT).to(k_CK.dtype)
     # masked before exp(), which could overflow above the diagonal: the gradient would be inf * 0 = nan
     decay_CC = decay_CC.masked_fill(is_hidden, -torch.inf).exp()
 
-    # (1 + a) [w | u] = beta [-carry k | v], where a counts below its diagonal. On a CPU, solving for the C
-    # columns of the inverse and multiplying takes less time than solving for all K + P columns.
+    # (1 + a) [w | u] = beta [-carry k | v], where a counts below its diagonal. To invert and multiply takes a
+    # CPU less time than to solve for all K + P columns.
     a_CC = k_CK @ k_CK.mT * (decay_CC * beta_C1)
     unit_CC = torch.eye(C, dtype=a_CC.dtype, device=a_CC.device).expand_as(a_CC)
     # transposed, because a solution lies in memory column by column
@@ -692,7 +676,7 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
     u_CP = inverse_CC @ by_chunks(v_NHP)
     # the value heads of a key head share k: one product of all their rows
     w_CK = ((inverse_CC * -carry_C1.mT).flatten(2, 3) @ k_CK.squeeze(2)).unflatten(2, (-1, C))
-    keys_CK = k_CK * decay_CC[..., -1:, :].mT  # the last row: how much of each write is left after the chunk
+    keys_CK = k_CK * decay_CC[..., -1:, :].mT
     scores_CC = q_CK @ k_CK.mT * decay_CC
     system = w_CK, u_CP, keys_CK, carry_C1[..., -1:, :], q_CK * carry_C1, scores_CC
     return [t.flatten(1, 2) for t in system]
@@ -709,21 +693,19 @@ def plus_product(x, a, b):
 
 
 class Scan(torch.autograd.Function):
-    """The sequential part, one product a chunk. With d of chunk_system() put into its last formula,
+    """The sequential part -> d of all chunks, the state before each, and the last state. With d of
+    chunk_system() put into its last formula,
 
         state <- (decay + keys^T w) state + keys^T u,
 
-    a GPU gets one kernel a chunk, and one in the backward; all else is batched over chunks. The formulas as
-    they stand have fewer FLOP, but under autograd eleven kernels a chunk, and a GPU waits for the host to
-    launch them: 2.8 times as long on an H100 (tests/LOG.md).
-
-    forward() -> d of all chunks, the state before each, and the last state."""
+    a chunk is one kernel, and one in the backward; all else is batched. The formulas as they stand have fewer
+    FLOP, but eleven kernels a chunk under autograd: 2.8 times as long on an H100 (tests/LOG.md)."""
 
     @staticmethod
     def forward(ctx, w_nHCK, u_nHCP, keys_nHCK, decay_nH11, state_HKP):
         move_nHKK = keys_nHCK.mT @ w_nHCK
         move_nHKK.diagonal(0, -2, -1).add_(decay_nH11[..., 0])
-        # at first the initial state, and behind it what each chunk writes
+        # the initial state, then what each chunk writes
         states_HKP = state_HKP.new_empty(len(u_nHCP) + 1, *state_HKP.shape)
         states_HKP[0] = state_HKP
         before_nHKP = states_HKP[:-1]
@@ -738,14 +720,13 @@ class Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_d_nHCP, grad_before_nHKP, grad_last_HKP):
         w_nHCK, keys_nHCK, move_nHKK, before_nHKP, d_nHCP = ctx.saved_tensors
-        # at first what a state gets from its own chunk, and behind it the gradient of the last state
+        # what each state gets from its own chunk, then the gradient of the last state
         grads_HKP = torch.cat([grad_before_nHKP, grad_last_HKP[None]])
         grads_HKP[:-1].flatten(0, 1).baddbmm_(w_nHCK.mT.flatten(0, 1), grad_d_nHCP.flatten(0, 1))
         after_nHKP = grads_HKP[1:]
         last_first = [t.unbind()[::-1] for t in (move_nHKK, grads_HKP[:-1], after_nHKP)]
         for move_HKK, before_HKP, after_HKP in chunk_by_chunk(*last_first):
             before_HKP.baddbmm_(move_HKK.mT, after_HKP)
-        # d is read in its own chunk, and written to the state behind it
         grad_u_nHCP = plus_product(grad_d_nHCP, keys_nHCK, after_nHKP)
         grad_w_nHCK = grad_u_nHCP @ before_nHKP.mT
         grad_keys_nHCK = d_nHCP @ after_nHKP.mT
@@ -755,8 +736,8 @@ class Scan(torch.autograd.Function):
 
 class ShortConv(nn.Module):
     """A causal depthwise convolution and SiLU: each channel is a weighted sum of its last J tokens. Tap by
-    tap, because torch's kernel would mix packed documents. The weight is [X, 1, J] in files, and an argument
-    here: a rank of --sequence_parallel has the channels of its heads alone."""
+    tap, because torch's kernel would mix packed documents. The weight, [X, 1, J] in files, is an argument,
+    because a rank of --sequence_parallel has the channels of its heads alone."""
 
     def __init__(self, n_channels, n_taps):
         super().__init__()
@@ -769,16 +750,15 @@ class ShortConv(nn.Module):
         J = w_XJ.shape[1]
         y_NX = x_LX[:N] * w_XJ[:, 0]  # the oldest tap
         for j in range(1, J):
-            # Taps before the j-th see tokens J - j places back and more. Masking the sum of older taps, and
-            # not their inputs, saves no masked copies of x.
+            # Older taps see tokens J - j places back and more. Masking their sum saves masked copies of x.
             y_NX.mul_(positions_N[:, None] >= J - j)
             y_NX.addcmul_(x_LX[j : j + N], w_XJ[:, j])
         return F.silu(y_NX)
 
 
 class DecayGate(nn.Module):
-    """The log of what each token leaves of the state, g = -e^A_log softplus(a + dt_bias). It is a module of
-    its own, because its two vectors stay float32 where FSDP2 gathers all other weights of a block in bf16
+    """Log of each token's decay factor for the state: g = -e^A_log softplus(a + dt_bias). A module of its
+    own, because its two vectors stay float32 where FSDP2 gathers all other weights of a block in bf16
     (Automodel #2484). In files they have no `decay.` in their names."""
 
     def __init__(self, n_heads):
@@ -791,8 +771,7 @@ class DecayGate(nn.Module):
 
 
 def mix_segments(mix, size, tokens, tail_JX, state_HKP, w_XJ):
-    """GatedDeltaNet.mix() of one segment of `size` tokens after another -> what it returns of all of them. A
-    plan has segments_on_paper() in its place."""
+    """GatedDeltaNet.mix() of all tokens, `size` at a time. A plan has segments_on_paper() in its place."""
     out = []
     for segment in zip(*(t.split(size) for t in tokens)):
         out_NY, tail_JX, state_HKP = mix(*segment, tail_JX, state_HKP, w_XJ)
@@ -803,18 +782,17 @@ def mix_segments(mix, size, tokens, tail_JX, state_HKP, w_XJ):
 class GatedDeltaNet(nn.Module):
     """The mixer of a linear_attention block, in the parts that Attention has: qkv(), forward() and o_proj.
 
-    forward() runs a segment of tokens at a time and recomputes it in the backward: a token saves the results
-    of qkv(), (2*X + 2*Y + 12*H) bytes in bf16, and a segment the state before it, 4*H*K*P bytes. Long
-    segments are fast on a GPU, which launches as many kernels for a short one, and the memory plan chooses
-    them. Where a segment has all tokens and the block is recomputed, only the block recomputes them: the
-    forward runs twice then, and not three times.
+    forward() runs a segment of tokens at a time and recomputes it in the backward. It saves the results of
+    qkv(), (2*X + 2*Y + 12*H) bytes a token in bf16, and the state before each segment, 4*H*K*P bytes. Long
+    segments are fast on a GPU, and the memory plan chooses them. If one segment has all tokens and the block
+    is recomputed, only the block recomputes them: the forward then runs twice, not three times.
 
-    Of rows that are spread over ranks, a rank mixes all tokens for its share of the heads, as attention does
-    (attend_across_ranks). So convolution and states are those of whole rows.
+    With --sequence_parallel a rank mixes all tokens for its share of the heads (attend_across_ranks), so
+    convolution and states are those of whole rows.
 
     Set from outside: segment, in tokens (wrap_blocks_ in train.py), is_recomputed (recompute_blocks_),
-    before_scan and after_scan (compile_). The scan between them is not compiled, because its loop would be
-    unrolled: minutes of compiling for no gain."""
+    before_scan and after_scan (compile_). The scan is not compiled, because its loop would be unrolled:
+    minutes of compiling for no gain."""
 
     def __init__(self, c):
         super().__init__()
@@ -846,8 +824,8 @@ class GatedDeltaNet(nn.Module):
         return self.in_proj_qkv(h_BTD), self.in_proj_z(h_BTD), self.in_proj_a(h_BTD), self.in_proj_b(h_BTD)
 
     def forward(self, qkv_BTX, z_BTY, a_BTH, b_BTH, spans, cache, group, record=None):
-        """-> [B, T, Y]. Rows follow one another as documents of one long row; with a cache there is one row.
-        The cache gets the tail, the last J - 1 rows of qkv, and the state after its last token."""
+        """-> [B, T, Y]. Rows are documents of one long row. A cache gets the tail, which is the last J - 1
+        rows of qkv, and the last state."""
         B, T = a_BTH.shape[:2]
         g_BTH = self.decay(a_BTH)
         beta_BTH = b_BTH.float().sigmoid()  # how much of a correction is written
@@ -874,25 +852,24 @@ class GatedDeltaNet(nn.Module):
         return out.view(B, T, -1)
 
     def take_my_heads(self, qkv_BTX, z_BTY, g_BTH, beta_BTH, group):
-        """Tensors of all heads for this rank's tokens -> those of this rank's heads for all tokens, and the
-        weight of their channels. The gates have an all-to-all of their own, because they stay float32."""
+        """Tensors of all heads for this rank's tokens -> of this rank's heads for all tokens, and the weight
+        of their channels. The gates have an all-to-all of their own, because they stay float32."""
         n_ranks = group.size()
         w_XJ = self.conv1d.weight
         qkvz = to_my_heads([*qkv_BTX.split(self.qkv_sizes, -1), z_BTY], group)
         qkv, z = qkvz.split([len(w_XJ) // n_ranks, z_BTY.shape[2] // n_ranks], -1)
         g, beta = to_my_heads([g_BTH, beta_BTH], group).chunk(2, -1)
-        # outside of these channels its gradient is 0 on this rank; the sum over ranks has that of all
         by_rank = cut_heads(w_XJ.T.split(self.qkv_sizes, -1), n_ranks)
         return qkv, z, g, beta, by_rank[group.rank()].T
 
     def mix(self, qkv_NX, z_NY, g_NH, beta_NH, positions_N, tail_JX, state_HKP, w_XJ):
-        """A segment, behind tokens that left a tail and a state -> [N, Y], and the two that it leaves."""
+        """A segment after tokens that left a tail and a state -> [N, Y], its own tail and state."""
         N = len(qkv_NX)
         # a single new token is a chunk of its own
         C = min(chunk_length(qkv_NX.device), 1 << (N - 1).bit_length())
         n_more = -N % C  # tokens that fill the last chunk
         if n_more:
-            # They continue the last document, and neither fade the state (g = 0) nor write to it (beta = 0).
+            # they neither fade the state (g = 0) nor write to it (beta = 0)
             g_NH, beta_NH = (F.pad(t, (0, 0, 0, n_more)) for t in (g_NH, beta_NH))
             added = positions_N[-1] + torch.arange(1, n_more + 1, device=positions_N.device)
             positions_N = torch.cat([positions_N, added])
@@ -919,12 +896,12 @@ class GatedDeltaNet(nn.Module):
 
 
 # ---------------- MLP and experts
-# Both are finish(start(h)): --compile takes start() into the graph of a block, and not finish(), see Block.
+# Both are finish(start(h)), because --compile compiles start() alone, see Block.
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202), down_proj(silu(gate_proj(h)) * up_proj(h)), or a stack of such experts.
-    `row_stops` is then where the rows of each end."""
+    """SwiGLU (arXiv:2002.05202), down_proj(silu(gate_proj(h)) * up_proj(h)), or a stack of such experts, for
+    which row_stops says where the rows of each end."""
 
     def __init__(self, D, width, n_experts=1):
         super().__init__()
@@ -940,16 +917,15 @@ class MLP(nn.Module):
 
 
 class Route(NamedTuple):
-    """Which rows of the experts, those of one behind those of another, belong to which tokens."""
+    """Mapping between tokens and rows of the experts, which are sorted by expert."""
 
     tokens: torch.Tensor  # each row's token; rows that only fill up an expert are copies of the last one
     rows_Nk: torch.Tensor  # each token's rows
 
 
 class ToExperts(torch.autograd.Function):
-    """x_ND -> a copy of each token for each of its k experts, the rows of one expert after another. Its
-    backward is FromExperts. Autograd's own would add atomically on a GPU, in another order and with other
-    bits in each run."""
+    """x_ND -> a copy of each token for each of its k experts, sorted by expert. Its backward is FromExperts.
+    Autograd's own would add atomically on a GPU, with other bits in each run."""
 
     @staticmethod
     def forward(ctx, x_ND, tokens, rows_Nk):
@@ -963,7 +939,7 @@ class ToExperts(torch.autograd.Function):
 
 
 class FromExperts(torch.autograd.Function):
-    """Rows by expert -> [N, D], for each token the sum over its k experts. Its backward is ToExperts."""
+    """Sums the outputs of each token's k experts, sorted by expert -> [N, D]. Its backward is ToExperts."""
 
     @staticmethod
     def forward(ctx, by_expert, tokens, rows_Nk):
@@ -976,14 +952,13 @@ class FromExperts(torch.autograd.Function):
 
 
 def fills_rows(h):
-    """Whether rows with router probability 0 fill each expert up to a multiple, for the reason in
-    length_multiple(). How many there are is known only after the router has run."""
+    """Whether rows with router probability 0 fill each expert up to a multiple, see length_multiple()."""
     return h.dtype is not torch.float32 and length_multiple(h) > 1
 
 
 class MoE(nn.Module):
     """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest router probabilities. A
-    stack of experts is one matrix of E * F rows, so NF4, FSDP2 and LoRA see a matrix like any other. Nothing
+    stack of experts is one matrix of E * F rows, so NF4, FSDP2 and LoRA see an ordinary matrix. Nothing
     balances the load of the experts. In Qwen3.5 one more expert sees all tokens, through a gate of its own.
 
     Set from outside: start_experts (compile_)."""
@@ -1001,7 +976,7 @@ class MoE(nn.Module):
             self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False)
 
     def start(self, h):
-        return h  # start_experts() is compiled by itself, where it can be, see compile_()
+        return h  # start_experts() is compiled by itself, see compile_()
 
     def finish(self, h):
         started, shared, route, row_stops = self.start_experts(h)
@@ -1009,8 +984,8 @@ class MoE(nn.Module):
         return out + shared if self.has_shared else out
 
     def start_experts(self, h):
-        """All but the last product of the experts -> its input; what the shared expert makes, or None; Route;
-        row_stops, int32, where the rows of each expert end."""
+        """All but the last product of the experts -> its input; the shared expert's output, or None; Route;
+        row_stops."""
         shared = None
         if self.has_shared:
             shared = self.shared_expert.finish(self.shared_expert.start(h))
@@ -1018,13 +993,13 @@ class MoE(nn.Module):
         h_ND = h.flatten(0, -2)
         logits_NE = self.gate(h_ND).float()
         if self.normalize:
-            # A softmax over all experts, divided by the sum of the chosen ones, is a softmax over these.
+            # probabilities of all experts over the sum of the chosen ones are a softmax over these
             logits_Nk, chosen_Nk = logits_NE.topk(self.n_chosen)
             probs_Nk = logits_Nk.softmax(-1)
         else:
             probs_Nk, chosen_Nk = logits_NE.softmax(-1).topk(self.n_chosen)
         order, row_stops = self.sort(chosen_Nk.flatten(), h)
-        # the inverse of `order`, in which rows that were added come last
+        # the inverse of `order`
         numbers = torch.arange(len(order), device=h.device)
         rows = torch.empty_like(order).scatter_(0, order, numbers)[: chosen_Nk.numel()]
         route = Route(order // self.n_chosen, rows.view(chosen_Nk.shape))
@@ -1033,12 +1008,12 @@ class MoE(nn.Module):
             route = route._replace(tokens=route.tokens.clamp_max(len(h_ND) - 1))
             probs = F.pad(probs, (0, len(order) - len(probs)))
         started = self.experts.start(ToExperts.apply(h_ND, *route), row_stops)
-        # before the last product: the sums are the same, and the recomputation of a block can end here
+        # before the last product, so that the recomputation of a block can end here
         return started * probs.index_select(0, order)[:, None].to(h.dtype), shared, route, row_stops
 
     def sort(self, chosen, h):
-        """The expert of each (token, choice) -> (order, in which row i of the experts is number order[i] of
-        `chosen`; row_stops)."""
+        """The expert of each (token, choice) -> (order: row i of the experts is chosen[order[i]];
+        row_stops)."""
         experts = torch.arange(self.n_experts, device=h.device)
         if fills_rows(h):
             n_more = -chosen.bincount(minlength=self.n_experts) % length_multiple(h)
@@ -1058,19 +1033,17 @@ class Block(nn.Module):
         h = post_attention_layernorm(x)
         x = x + down_proj(silu(gate_proj(h)) * up_proj(h))
 
-    With branch_norms each branch is also normed before it is added to x, in Granite it is multiplied by a
-    number. The mixer is attention, `self_attn`, or Gated DeltaNet, `linear_attn`.
-
-    These lines are computed in the order in which they stand, but cut elsewhere:
+    With branch_norms each branch is also normed before it is added, in Granite it is multiplied by a number.
+    The mixer is attention, `self_attn`, or Gated DeltaNet, `linear_attn`. These lines are cut elsewhere:
 
         qkv()               input_layernorm and the projections of the mixer
         mixer.forward()     tokens see each other
         o_proj_and_mlp()    the rest: start_mlp(), which is o_proj, the first sum, the norm, gate_proj and
                             up_proj; then down_proj and the second sum
 
-    The mixer depends on where the documents lie, the other parts do not. So --compile compiles qkv() and
-    start_mlp(), each once for all blocks and all packed rows. down_proj stays outside of start_mlp(): the
-    recomputation of a block ends before it, but a compiled graph always runs to its end.
+    Only the mixer depends on where the documents lie. So --compile compiles qkv() and start_mlp(), each once
+    for all blocks and all packed rows. down_proj is not in start_mlp(), because the recomputation of a block
+    ends before it, but a compiled graph always runs to its end.
 
     Set from outside: qkv and start_mlp (compile_), n_groups (tile_mlp_), forward (tile_mlp_,
     recompute_blocks_, fully_shard)."""
@@ -1087,8 +1060,7 @@ class Block(nn.Module):
             self.self_attn = Attention(c, number)
         self.branch_factor = c.residual_multiplier
         self.has_branch_norms = c.family.branch_norms
-        # In files, post_attention_layernorm is the norm of the mixer's branch if branches have norms, and
-        # otherwise the one before the MLP.
+        # in files with branch norms, post_attention_layernorm is that of the mixer's branch
         if self.has_branch_norms:
             branch_eps = c.post_norm_eps or c.rms_norm_eps
             self.post_attention_layernorm = norm(branch_eps)
@@ -1108,8 +1080,7 @@ class Block(nn.Module):
         return self.pre_feedforward_layernorm if self.has_branch_norms else self.post_attention_layernorm
 
     def forward(self, x, rope, spans, cache=None, group=None, records=(None,)):
-        """[B, T, D] -> [B, T, D], the four lines above. mixed: what the mixer makes, [B, T, Y]. records: see
-        call_recomputed()."""
+        """[B, T, D] -> [B, T, D], the four lines above. mixed: [B, T, Y]. records: see call_recomputed()."""
         mixed = self.mixer(*self.qkv(x, rope), spans, cache, group, records[0])
         return self.o_proj_and_mlp(x, mixed)
 
@@ -1117,7 +1088,7 @@ class Block(nn.Module):
         return self.mixer.qkv(self.input_layernorm(x), rope)
 
     def o_proj_and_mlp(self, x, mixed):
-        """x + both branches. --tiled_mlp runs it for a few tokens at a time."""
+        """x + both branches."""
         x, started = self.start_mlp(x, mixed)
         branch = self.mlp.finish(started)
         if self.has_branch_norms:
@@ -1139,14 +1110,13 @@ FLOAT32_TOKENS = 256  # tokens of a chunk whose logits are in float32 at once
 AUTOGRAD_TOKENS = 64  # the same of a fork's loss, of which autograd has four or five copies
 
 
-def losses_and_gradient(logits_CV, targets_C1):
+def cross_entropy_and_grad(logits_CV, targets_C1):
     """-> (cross-entropy of each token [C, 1], its gradient softmax - one-hot [C, V] in the dtype of the
-    logits). Where the target is IGNORE both are 0. Works in place on one float32 copy; --compile makes two
-    passes over the logits and no copy."""
+    logits), both 0 where the target is IGNORE. One float32 copy, in place; --compile makes none."""
     dtype = logits_CV.dtype
     logits_CV = logits_CV.float()
     real_C1 = (targets_C1 != IGNORE).float()
-    targets_C1 = targets_C1.clamp_min(0)  # IGNORE is no index; what it gives is multiplied by 0 below
+    targets_C1 = targets_C1.clamp_min(0)  # IGNORE is no index
     logits_CV -= logits_CV.amax(-1, keepdim=True)  # or exp() would overflow
     target_logit_C1 = logits_CV.gather(-1, targets_C1)
     total_C1 = logits_CV.exp_().sum(-1, keepdim=True)
@@ -1168,28 +1138,27 @@ def chunk_starts(n_tokens, chunk):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S in float32, or with per_token that of each
     token, [S, 1], where the head is frozen. The forward computes the gradients as well, so that no logits
-    wait for a backward; that one only multiplies them by the gradient of the loss.
+    wait for the backward. That of h_SD overwrites h_SD.
 
-    Alive at once: a chunk of logits, which become their gradient (C*V*2 bytes in bf16); of FLOAT32_TOKENS
-    tokens of it a float32 copy and its 16-bit gradient (V*6 bytes a token); and a trained head's gradient in
-    float32 (V*D*4 bytes). A rank without a target (S = 0) runs it too, because the head's gradient is reduced
-    over all ranks.
+    Memory: a chunk of logits, which become their gradient (C*V*2 bytes in bf16); for FLOAT32_TOKENS tokens a
+    float32 copy and a 16-bit gradient (V*6 bytes a token); a trained head's gradient in float32 (V*D*4
+    bytes). A rank without a target (S = 0) runs it too, because the head's gradient is reduced over all
+    ranks.
 
-    chunk: rows of h at a time. with_grad: whether gradients are wanted; inside forward() autograd is off, so
-    the caller has to say it. loss_and_grad: losses_and_gradient() or a function like it."""
+    chunk: rows of h at a time. with_grad: whether gradients are wanted; autograd is off inside forward()."""
 
     @staticmethod
     def forward(
-            ctx, h_SD, w_VD, targets_S, chunk, with_grad, loss_and_grad=losses_and_gradient, per_token=False):
+            ctx, h_SD, w_VD, targets_S, chunk, with_grad, loss_and_grad=cross_entropy_and_grad, per_token=False):
         losses_S1 = torch.empty(len(h_SD), 1, dtype=torch.float32, device=h_SD.device)
         grad_h = None
         if with_grad and ctx.needs_input_grad[0]:
-            grad_h = h_SD.detach()  # takes the place of h_SD, a chunk at a time
+            grad_h = h_SD.detach()
         grad_w = None
         trains_w = with_grad and ctx.needs_input_grad[1]
         # gradients of several chunks are summed in float32
         sum_dtype = w_VD.dtype if len(h_SD) <= chunk else torch.float32
-        # one memory for the logits of all chunks: allocated anew, two of them would be alive for a moment
+        # one memory for all chunks: allocated anew, two of them would be alive for a moment
         memory_CV = h_SD.new_empty(min(chunk, len(h_SD)), len(w_VD))
         for start in chunk_starts(len(h_SD), chunk):
             rows = slice(start, start + chunk)
@@ -1200,15 +1169,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for logits, targets, losses in zip(*in_parts):
                 losses[:], grad = loss_and_grad(logits, targets)
                 logits.copy_(grad)
-                del grad  # or it would stay alive beside that of the next tokens
+                del grad  # or it would stay beside the next one
             # from here on logits_CV is the gradient of the logits
             if trains_w and grad_w is None:
                 grad_w = (logits_CV.T @ h_CD).to(sum_dtype)
             elif trains_w:
                 grad_w += logits_CV.T @ h_CD
             if grad_h is not None:
-                torch.mm(logits_CV, w_VD, out=grad_h[rows])  # the last use of h_CD, which is lost
-        if trains_w:  # None where this rank has no target
+                torch.mm(logits_CV, w_VD, out=grad_h[rows])  # overwrites h_CD
+        if trains_w:
             grad_w = torch.zeros_like(w_VD) if grad_w is None else grad_w.to(w_VD.dtype)
         ctx.grads = (grad_h, grad_w)
         return losses_S1 if per_token else losses_S1.sum()
@@ -1218,23 +1187,27 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("chunked cross-entropy: backward ran twice, "
                                "but the first one used up its gradients")
-        # scaled in place: a copy of grad_w would cost V*D. With per_token each row has a scale of its own
+        # in place: a copy of grad_w would cost V*D. With per_token each row has a scale of its own
         grad_h, grad_w = (None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.grads)
         ctx.grads = None
-        # the other arguments of forward() have no gradient
         return grad_h, grad_w, None, None, None, None, None
 
 
 class LMHead(nn.Module):
     """The head and its loss are one module, because under FSDP2 the weight exists inside this forward only.
-    Muse Glimmer's and Granite's logits are multiplied by a factor, Muse Glimmer's are capped.
+    The layers of the loss, outermost first:
 
-    metrics: {name: sum over the supervised tokens} of the last forward, of a loss that returns metrics.
+        ChunkedCrossEntropy       logits, a chunk at a time
+        capped_loss_and_grad()    caps logits, if the family does
+        cross_entropy_and_grad()  or, for a fork's loss, custom_loss_and_grad(): its gradient by autograd
+        masked_loss()             of a fork: 0 where the target is IGNORE
+        custom_loss()             of a fork: (logits_CV, targets_C), float32 -> a number for each token, [C],
+                                  or these and {name: values_C} of metrics
 
-    Set from outside: chunk and per_token (on_meta), loss (a fork, in on_meta), loss_and_grad and losses
-    (compile_). loss(logits_CV, targets_C), of float32 logits, returns a number for each token, [C], or these
-    and {name: values_C} of metrics. Some rows are there only to fill up a shape: their target is IGNORE,
-    which F.cross_entropy leaves out by itself, and what a loss returns for them counts nowhere."""
+    metrics: {name: sum over the supervised tokens} of the last forward.
+
+    Set from outside: chunk and per_token (on_meta), custom_loss (a fork, in on_meta), capped_loss_and_grad
+    and masked_loss (compile_)."""
 
     def __init__(self, c):
         super().__init__()
@@ -1243,13 +1216,12 @@ class LMHead(nn.Module):
         self.per_token = False
         self.factor = c.output_multiplier / c.logits_scaling
         self.cap = c.final_logit_softcapping
-        self.loss = None  # cross-entropy, with a gradient by hand: losses_and_gradient()
+        self.custom_loss = None  # cross-entropy, with a gradient by hand: cross_entropy_and_grad()
         self.metrics = {}
 
-    def loss_and_grad(self, logits_CV, targets_C1):
-        """losses_and_gradient() of the capped logits, with the gradient of the uncapped ones. The cap stands
-        around the loss and not in it, so that another loss cannot lose it."""
-        function = self.losses_and_autograd if self.loss else losses_and_gradient
+    def capped_loss_and_grad(self, logits_CV, targets_C1):
+        """As cross_entropy_and_grad(), of the capped logits, with the gradient of the uncapped ones."""
+        function = self.custom_loss_and_grad if self.custom_loss else cross_entropy_and_grad
         if not self.cap:
             return function(logits_CV, targets_C1)
         tanh_CV = (logits_CV.float() / self.cap).tanh_()
@@ -1258,10 +1230,10 @@ class LMHead(nn.Module):
         slope_CV = tanh_CV.square_().neg_().add_(1)
         return losses_C1, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
 
-    def losses(self, logits_CV, targets_C):
-        """A fork's loss -> losses [C], which are 0 where the target is IGNORE, and {name: sum of a metric}
-        over the other tokens. Its slope has to be finite there, too: 0 times infinity is nan."""
-        losses_C = self.loss(logits_CV, targets_C)
+    def masked_loss(self, logits_CV, targets_C):
+        """A fork's loss -> losses [C], 0 where the target is IGNORE, and {name: sum of a metric} over the
+        other tokens. Its slope must be finite there, too: 0 times infinity is nan."""
+        losses_C = self.custom_loss(logits_CV, targets_C)
         metrics = {}
         if isinstance(losses_C, tuple):
             losses_C, metrics = losses_C
@@ -1272,13 +1244,13 @@ class LMHead(nn.Module):
             sums[name] = torch.where(is_ignored_C, 0, values_C).sum(dtype=torch.float32)
         return torch.where(is_ignored_C, 0, losses_C), sums
 
-    def losses_and_autograd(self, logits_CV, targets_C1):
-        """As losses_and_gradient(), of a fork's loss. The gradient takes the place of the logits."""
+    def custom_loss_and_grad(self, logits_CV, targets_C1):
+        """As cross_entropy_and_grad(). The gradient takes the place of the logits."""
         losses = []
         for logits, targets in zip(logits_CV.split(AUTOGRAD_TOKENS), targets_C1.split(AUTOGRAD_TOKENS)):
             leaf = logits.detach().float().requires_grad_()
             with torch.enable_grad():  # off inside of forward(), and in evaluations
-                losses_C, sums = self.losses(leaf, targets[:, 0])
+                losses_C, sums = self.masked_loss(leaf, targets[:, 0])
                 logits.copy_(*torch.autograd.grad(losses_C.sum(), leaf))
             losses.append(losses_C.detach()[:, None])
             self.metrics.update(sums)
@@ -1296,11 +1268,10 @@ class LMHead(nn.Module):
         each; without targets float32 logits."""
         w_VD = self.weight.to(x.dtype)
         if self.factor != 1:
-            x = x * self.factor  # and not the logits, of which there are more numbers
+            x = x * self.factor  # fewer numbers than logits
         if targets_BT is None:
             return self.logits(x, w_VD)
-        # Copies of the last supervised token, without a target, fill its rows up to a multiple of 128:
-        # allocators and oneDNN keep memory for each new size.
+        # copies of the last token fill up a multiple of 128: allocators and oneDNN keep memory for each size
         S = len(supervised_S)
         n_more = min(-S % 128, targets_BT.numel() - S)
         supervised_S = torch.cat([supervised_S, supervised_S[-1:].expand(n_more)])
@@ -1308,15 +1279,15 @@ class LMHead(nn.Module):
         targets_S = targets_BT.flatten()[supervised_S]
         targets_S[S:] = IGNORE  # in a copy, which indexing by a tensor has made
         self.metrics = Counter()  # update() adds
-        if self.loss and S == 0:
-            # all ranks need the same metrics: rows without a target tell their names
+        if self.custom_loss and S == 0:
+            # all ranks need the same names of metrics
             no_logits = w_VD.new_zeros(AUTOGRAD_TOKENS, len(w_VD))
-            self.losses_and_autograd(no_logits, targets_S.new_full((AUTOGRAD_TOKENS, 1), IGNORE))
+            self.custom_loss_and_grad(no_logits, targets_S.new_full((AUTOGRAD_TOKENS, 1), IGNORE))
         if self.chunk:
             loss = ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(),
-                                             self.loss_and_grad, self.per_token)
-        elif self.loss:
-            losses_S, sums = self.losses(self.logits(h_SD, w_VD), targets_S)
+                                             self.capped_loss_and_grad, self.per_token)
+        elif self.custom_loss:
+            losses_S, sums = self.masked_loss(self.logits(h_SD, w_VD), targets_S)
             self.metrics.update(sums)
             loss = losses_S if self.per_token else losses_S.sum()
         else:
@@ -1332,8 +1303,7 @@ class Transformer(nn.Module):
     """Embedding, blocks, norm, and the head with the loss.
 
     Set from outside: compute_dtype (set_precision_), dropout (add_lora_), activation_hooks, a context manager
-    around the blocks (train.py's activation offload), and sequence_group, the ranks among which the
-    tokens of a row are split (--sequence_parallel)."""
+    around the blocks (train.py's activation offload), and sequence_group, the ranks that share a row."""
 
     def __init__(self, c):
         super().__init__()
@@ -1345,7 +1315,7 @@ class Transformer(nn.Module):
         self.embed_norm = None
         if c.family.embed_norm:
             self.embed_norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps, elementwise_affine=False)
-        # made here, because nn.Embedding's own initial values import torch._dynamo: 0.5 s
+        # made here: nn.Embedding's own initial values import torch._dynamo, 0.5 s
         embedding = torch.empty(c.vocab_size, c.hidden_size)
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(*embedding.shape, _weight=embedding),
@@ -1356,8 +1326,7 @@ class Transformer(nn.Module):
         self.tie_()
 
     def tie_(self):
-        """Makes head and embedding one parameter where the config says so; to_empty() makes two of it
-        again."""
+        """Makes head and embedding one parameter if the config says so; to_empty() makes two of it again."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -1372,24 +1341,22 @@ class Transformer(nn.Module):
             loss = -log softmax(logits)[target]  summed over these tokens
 
         positions restart at 0 in every document, and spans say where documents lie; without positions each
-        row is one document. With a sequence_group the tensors have this rank's tokens only, but spans
-        describe all of them."""
+        row is one document. With a sequence_group the tensors have this rank's tokens only, spans all."""
         B, T = tokens_BT.shape
         group = self.sequence_group
         if positions_BT is None:
             group = None  # whole rows on every rank
             n_before = cache.n_tokens if cache is not None else 0
             positions_BT = torch.arange(n_before, n_before + T, device=tokens_BT.device).expand(B, T)
-            # each row a document, in the flattened B*T tokens
             spans = Spans([(row * T, row * T + T) for row in range(B)])
         if targets_BT is not None and supervised_S is None:
-            # On a GPU nonzero() waits for the device, so the loader passes these indices along.
+            # the loader passes them along, because on a GPU nonzero() waits for the device
             supervised_S = (targets_BT.flatten() != IGNORE).nonzero().flatten()
-        spans.positions_BT = positions_BT  # for Gated DeltaNet, which tells documents apart by them
-        if group is not None and "linear_attention" in self.config.layer_types:
-            # all tokens: row i is that of rank i
-            spans.positions_BT = exchange(positions_BT.repeat(group.size(), 1), group)
         rope = rope_table(positions_BT, self.config)
+        if group is not None and "linear_attention" in self.config.layer_types:
+            # of all tokens: row i is that of rank i
+            positions_BT = exchange(positions_BT.repeat(group.size(), 1), group)
+        spans = Spans(spans.pairs, spans.bounds, spans.longest, positions_BT)
         x = self.model.embed_tokens(tokens_BT).to(self.compute_dtype)
         if self.config.embedding_multiplier != 1:
             x = x * self.config.embedding_multiplier
@@ -1398,13 +1365,13 @@ class Transformer(nn.Module):
         *blocks, last = self.model.layers
         with self.activation_hooks or contextlib.nullcontext():
             for block in blocks:
-                # rope is a tuple: of a block's arguments, recomputation (and offload) saves bare tensors only
+                # rope is a tuple: of a block's arguments, recomputation and offload save bare tensors only
                 x = block(x, rope, spans, cache, group)
-        # without the hooks: the backward begins here, so its input is not worth a trip to the host
+        # without the hooks: the backward begins here
         x = last(x, rope, spans, cache, group)
         if cache is not None:
             cache.n_tokens += T
-            x = x[:, -1:]  # the next token needs no other logits, which a long prompt has by the GiB
+            x = x[:, -1:]  # logits of a long prompt would take GiB
         return self.lm_head(self.model.norm(x), targets_BT, supervised_S)
 
 
@@ -1435,7 +1402,7 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
             raise FloatingPointError(f"the model computes nan: {cause}")
         token = int(logits_V.argmax())
         if temperature:
-            # the largest logit becomes 0 first: divided by a tiny temperature it would be infinite
+            # the largest becomes 0 first, or a tiny temperature would make it infinite
             probs_V = ((logits_V - logits_V.max()) / temperature).softmax(-1)
             token = int(torch.multinomial(probs_V, 1, generator=generator))
         if token in stop:
@@ -1446,8 +1413,7 @@ def generate(model, tokens, n, stop, device, temperature=0.0):
 
 # ---------------- LoRA
 
-# Names of linear layers that may get an adapter, as --lora_targets and PEFT's adapter_config.json have them.
-# The head and the router are not among them.
+# Linear layers that may get an adapter, by the names of --lora_targets and PEFT's adapter_config.json.
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATE_TARGET = "self_attn.gate_proj"  # in Muse Glimmer: `gate_proj` alone is the MLP's
 DELTANET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")
@@ -1470,13 +1436,12 @@ def targets_in(c):
 
 
 def target_of(layer):
-    """The one of LORA_TARGETS that a layer with this name would be, the end of the name."""
+    """The name in LORA_TARGETS of a layer, from the end of its own name."""
     return GATE_TARGET if layer.endswith(GATE_TARGET) else layer.rpartition(".")[2]
 
 
 class LoRA:
-    """y = w x + scale lora_B lora_A x (arXiv:2106.09685), with PEFT's names; w is frozen. It is a half of the
-    two classes below.
+    """y = w x + scale lora_B lora_A x (arXiv:2106.09685), with PEFT's names; w is frozen.
 
     Set from outside: adapter_on (switch_adapters_)."""
 
@@ -1484,8 +1449,7 @@ class LoRA:
 
     def add_adapter_(self, rank, scale, dropout, n_experts):
         """Adds lora_A [R, D] and lora_B [N, R] to a weight [N, D], in a stack of experts to each of them.
-        dropout: the fraction of the inputs that an adapter does not see in training (arXiv:1207.0580)."""
-        # a stack of experts is one matrix, and so are its adapters: grouped products cut all three alike
+        dropout: fraction of the inputs that are zeroed in training (arXiv:1207.0580)."""
         with torch.device(next(self.parameters()).device):
             self.lora_A = Linear(self.in_features, n_experts * rank, bias=False)
             self.lora_B = Linear(rank, self.out_features, bias=False)
@@ -1497,7 +1461,7 @@ class LoRA:
             return super().forward(x, row_stops)
         seen = x
         if self.dropout and self.training:
-            # F.dropout's kernel on a GPU. On a CPU F.dropout would keep its mask in the dtype of x.
+            # F.dropout's kernel on a GPU; on a CPU F.dropout would store its mask in the dtype of x
             seen, _ = torch.native_dropout(x, self.dropout, True)
         a = self.lora_A(seen, row_stops) * self.lora_scale
         # the frozen weight last: it saves nothing, so the recomputation of a block ends before down_proj
@@ -1514,17 +1478,16 @@ class LoRANF4Linear(LoRA, nf4.NF4Linear):
 
 
 def lora_scale(rank, alpha, rslora):
-    """What the product of an adapter is multiplied by. Over the root of the rank (rsLoRA, arXiv:2312.03732)
-    the updates of a large rank are not smaller than those of a small one."""
+    """rsLoRA (arXiv:2312.03732) divides by the root: a large rank updates no less than a small one."""
     if rslora:
         return alpha / math.sqrt(rank)
     return alpha / rank
 
 
 def add_lora_(model, rank, scale, dropout, targets):
-    """Gives the layers of the blocks that are named in `targets` adapters, and freezes all else. A layer
-    changes its class and is not wrapped: its weight keeps its name, and torch.compile, which guards on types,
-    compiles one block for all."""
+    """Adds adapters to the layers of the blocks that are named in `targets`, and freezes all else. A layer
+    changes its class and is not wrapped: its weight keeps its name, and torch.compile compiles one block for
+    all."""
     with_lora = {Linear: LoRALinear, nf4.NF4Linear: LoRANF4Linear}
     model.requires_grad_(False)  # before the adapters are there, which stay trainable
     model.dropout = dropout
@@ -1536,7 +1499,7 @@ def add_lora_(model, rank, scale, dropout, targets):
 
 
 def train_embeddings_(model):
-    """Trains embedding and head in full beside adapters. A tied pair is one weight."""
+    """Trains embedding and head in full beside adapters."""
     model.model.embed_tokens.weight.requires_grad_()
     model.lm_head.weight.requires_grad_()
 
@@ -1549,14 +1512,13 @@ def switch_adapters_(model, on):
 
 
 # ---------------- precision, compile, tiles, recomputed blocks
-# Each of these edits a finished model. on_meta puts NF4 below LoRA and sets dtypes last. Then build() in
-# train.py calls compile_, tile_mlp_, recompute_blocks_ and fully_shard: from the inside out, as each wraps
-# what is there.
+# Each of these edits a finished model. After on_meta, build() in train.py calls compile_, tile_mlp_,
+# recompute_blocks_ and fully_shard, from the inside out: each wraps what is there.
 
 
 def set_precision_(model, precision):
-    """Trained weights are float32 masters but for bf16: an update below 1/256 of a bf16 weight is lost
-    (accelerate #2624). What a DecayGate has is always float32."""
+    """Trained weights are float32 masters except in bf16: an update below 1/256 of a bf16 weight is lost
+    (accelerate #2624). A DecayGate is always float32."""
     trained = torch.bfloat16 if precision == "bf16" else torch.float32
     frozen = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     for name, param in model.named_parameters():
@@ -1587,14 +1549,14 @@ def on_meta(config, args):
 
 def compile_(model, packing):
     """torch.compile on both parts of a block around attention, once for all blocks, on experts up to their
-    last product, on the loss that the head has, and on dequantization. Without packing the length of rows
-    changes, hence dynamic shapes."""
+    last product, on the loss, and on dequantization. Without packing, lengths of rows change: dynamic
+    shapes."""
 
     def in_training(function, dynamic, can_compile=lambda *args: True):
         compiled = nf4.CompiledOrPlain(function, dynamic)
 
         def call(*args):
-            # evaluation and generation run uncompiled: each of their shapes would be compiled once more
+            # evaluation and generation have other shapes: each would be compiled
             if model.training and can_compile(*args):
                 return compiled(*args)
             return function(*args)
@@ -1602,13 +1564,13 @@ def compile_(model, packing):
         return call
 
     def can_compile_experts(h):
-        # A graph has one number of rows, and torch traces grouped products in bf16 alone. So a GPU can.
+        # a graph has one number of rows, and torch traces grouped products in bf16 alone: so a GPU can
         return h.dtype is torch.bfloat16 and not fills_rows(h)
 
-    # Beyond it a run ends. torch's is 8, but two types of blocks, in tiles and with or without a gradient,
-    # are compiled up to 13 times.
+    # up to 15 graphs (types of blocks x sizes of tiles x with a gradient): torch's limit of 8 would end the
+    # run
     torch._dynamo.config.recompile_limit = 64
-    # A backward that cannot be compiled shows in the forward, where nf4.CompiledOrPlain can go on without.
+    # a backward that cannot be compiled then fails in the forward, where nf4.CompiledOrPlain can go on
     torch._functorch.config.force_non_lazy_backward_lowering = True
     for block in model.model.layers:
         block.qkv = in_training(block.qkv, dynamic=not packing)
@@ -1622,13 +1584,13 @@ def compile_(model, packing):
         if isinstance(module, MoE):
             module.start_experts = in_training(module.start_experts, not packing, can_compile_experts)
     head = model.lm_head
-    head.losses = in_training(head.losses, dynamic=True)  # a fork's; dynamic, as the last tokens are fewer
-    if not head.loss:  # torch.autograd.grad() cannot be compiled
-        head.loss_and_grad = in_training(head.loss_and_grad, dynamic=True)
+    head.masked_loss = in_training(head.masked_loss, dynamic=True)  # the last tokens are fewer
+    if not head.custom_loss:  # torch.autograd.grad() cannot be compiled
+        head.capped_loss_and_grad = in_training(head.capped_loss_and_grad, dynamic=True)
 
 
 def saving_as_usual():
-    """Inside of it autograd keeps what is saved, whatever hooks there are around it: these do nothing."""
+    """Context in which saved tensors bypass any surrounding saved-tensor hooks."""
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
@@ -1642,15 +1604,14 @@ class SaveNow(torch.autograd.Function):
 
 
 class Tiles:
-    """A call of a function in tiles of `size` tokens. Its inputs [B, T, ...] are saved once, whole, and the
+    """A call of a function in tiles of `size` tokens. Its inputs [B, T, ...] are saved once, whole; the
     checkpoint around a tile saves nothing but the tile's number:
 
         forward     save the inputs; run tile 1, tile 2, ... tile n
         backward    read the inputs; run tile n again, then its backward; ... the same for tile 1
 
     In a recomputed block, the first read starts the recomputation, which ends where the last call in tiles
-    saves its inputs. If each tile saved its own, it would go on to the last tile, and each would run three
-    times."""
+    saves its inputs. If each tile saved its own, each would run three times."""
 
     def __init__(self, function, size, *inputs):
         self.function = function
@@ -1664,8 +1625,7 @@ class Tiles:
 
     def run(self, i):
         if not self.inputs:
-            # The forward has emptied the list, so this is the backward. It needs values alone: gradients go
-            # through the graph of the forward.
+            # the backward, which needs values alone: gradients go through the graph of the forward
             saved = self.saved.grad_fn.saved_tensors
             self.inputs = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
         return self.function(*self.inputs[i])
@@ -1674,12 +1634,12 @@ class Tiles:
 def run_in_tiles(size, has_dropout, function, *inputs):
     """-> [tensors that function() returns, each [B, T, ...]], of inputs [B, T, ...]."""
     tiles = Tiles(function, size, *inputs)
-    # a tile that runs again draws the masks that it has drawn
+    # a tile that runs again draws the same masks
     run = functools.partial(checkpoint, tiles.run, use_reentrant=False, preserve_rng_state=has_dropout)
-    # not as a recomputed block around them, which would count what tiles save
+    # a recomputed block around them would count what tiles save
     with saving_as_usual():
         out = [run(i) for i in range(len(tiles.inputs))]
-    tiles.inputs = []  # views of the inputs, which would keep them in memory until the backward
+    tiles.inputs = []  # views, which would keep the inputs in memory
     return [torch.cat(parts).unflatten(0, inputs[0].shape[:2]) for parts in zip(*out)]
 
 
@@ -1690,9 +1650,9 @@ def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, re
         forward     tiles of qkv(); attention of group 1, group 2, ... group n; tiles of o_proj_and_mlp()
         backward    tiles of o_proj_and_mlp(); attention of group n, ... group 1; tiles of qkv()
 
-    A group's q, k, v, output and their gradients are tensors of their own from qkv() to o_proj, so they are
-    free again when its backward is done. And what the kernel's backward adds for all query heads (dq in
-    float32, dk and dv of each), 4 values for one of q, is there for one group."""
+    A group's q, k, v, output and gradients own their memory, which is free again after its backward. What the
+    kernel's backward adds (dq in float32, dk and dv of each query head: 4 values for one of q) is there for
+    one group. A single group runs with a whole qkv()."""
     n_groups = block.n_groups
     records = records or [None] * n_groups
 
@@ -1708,12 +1668,12 @@ def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, re
         mixed = [block.mixer(*block.qkv(x, rope), spans, cache, group, records[0])]
     else:
         parts = in_tiles(start, x, *rope[0], *rope[1])
-        # q of all groups come first, then k, v, and gates if there are any
+        # q of all groups, then k, v, and gates if there are any
         groups = [parts[i::n_groups] for i in range(n_groups)]
         del parts
         mixed = []
         for record in records:
-            # taken out of the list, so that nothing but autograd has these
+            # out of the list, so that nothing but autograd has these
             q, k, v, *gate = groups.pop(0)
             mixed.append(block.mixer(q, k, v, *(gate or [None]), spans, cache, group, record))
     return in_tiles(finish, x, *mixed)[0]
@@ -1724,9 +1684,8 @@ GROUP_TOKENS = 8192  # a group for so many tokens of a row: shorter rows would l
 
 def tile_mlp_(model, size, seq_len=0, n_ranks=1):
     """Runs the MLP `size` tokens at a time, and once more in the backward: 6*F values a token live for one
-    tile (ALST, arXiv:2506.13996). In long rows the projections of attention run in tiles, too, and attention
-    by groups of key heads (as in UPipe, arXiv:2602.21196). n_ranks: the ranks that share a row. Each of them
-    has heads of every group."""
+    tile (ALST, arXiv:2506.13996). In long rows attention runs by groups of key heads (as UPipe,
+    arXiv:2602.21196). n_ranks: the ranks that share a row, each of which has heads of every group."""
     n_heads = model.config.num_key_value_heads
     sizes = range(1, min(seq_len // GROUP_TOKENS, n_heads) + 1)
     n_groups = max((n for n in sizes if n_heads % (n * n_ranks) == 0), default=1)
@@ -1738,33 +1697,33 @@ def tile_mlp_(model, size, seq_len=0, n_ranks=1):
 
 
 class AttentionRecord:
-    """What a call of a block keeps of its attention for the backward, see RunOnce."""
+    """What RunOnce keeps of a call of attention for the backward."""
 
-    inputs = ()  # copies of q, k and v, without memory from the forward to the recomputation
-    out = None  # with the graph that leads from it to `inputs`
+    inputs = ()  # copies of q, k and v, without memory between forward and recomputation
+    out = None  # with its graph, which leads to `inputs`
 
 
 class RunOnce(torch.autograd.Function):
     """Runs function(*inputs), which is attention, in the forward of a recomputed block, and not again in the
-    recomputation. The output stays in memory, with the float32 a head that attention saves. The inputs q, k
-    and v do not stay, because the recomputation makes them in any case:
+    recomputation. The output stays in memory, with the float32 a head that attention saves; the inputs q, k
+    and v do not, because the recomputation makes them in any case:
 
         forward          copy q, k, v to record.inputs; run function() on the copies, which builds a graph of
                          its own; free the memory of the copies
         recomputation    write the new q, k, v into the copies, which get their memory back for that; return
-                         record.out without a call of function()
-        backward         go through function()'s graph, whose inputs are there again
+                         record.out
+        backward         go through function()'s graph
 
-    torch's selective checkpointing does the same by a Python mode that sees every operator of the block, and
-    makes small steps slower than without it (1.3 times where this costs nothing, tests/LOG.md)."""
+    torch's selective checkpointing does it by a Python mode that sees every operator of the block: 1.3 times
+    as slow in small steps, where this costs nothing (tests/LOG.md)."""
 
     @staticmethod
     def forward(ctx, record, function, *inputs):
         ctx.record = record
         if record.out is None:
-            # Copies own their memory, where q, k and v may be views; detached, their graph begins here.
+            # copies, because q, k and v may be views
             record.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
-            # not as the recomputed block around it, which drops what its parts save
+            # the recomputed block around it drops what its parts save
             with torch.enable_grad(), saving_as_usual():
                 record.out = function(*record.inputs)
             for t in record.inputs:
@@ -1772,7 +1731,7 @@ class RunOnce(torch.autograd.Function):
         else:
             for t, recomputed in zip(record.inputs, inputs):
                 t.untyped_storage().resize_(recomputed.nbytes)
-                # .data, or autograd would refuse its graph, because what it saved was changed in place
+                # .data, or autograd would refuse its graph: what it saved was changed in place
                 t.data.copy_(recomputed)
         return record.out.detach()
 
@@ -1785,15 +1744,14 @@ class RunOnce(torch.autograd.Function):
         ctx.record.out = None
         wanted = [t for t in inputs if t.requires_grad]
         grads = iter(torch.autograd.grad(out, wanted, grad))
-        # in the order of forward()'s arguments; the first two have no gradient
         return None, None, *(next(grads) if t.requires_grad else None for t in inputs)
 
 
 def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
-    """Keeps the inputs of the first blocks, 2*D bytes a token for about 34*D (43*D without --compile), and
-    recomputes the rest in the backward, at most a third more FLOP (arXiv:1604.06174). The last
-    n_attention_kept of these blocks keep attention's output as well."""
-    # The first ones, because the backward gets to them last: what the others keep is free again by then.
+    """Activation checkpointing of the first blocks: stores only their inputs, 2*D bytes a token instead of
+    about 34*D (43*D without --compile), and recomputes the rest in the backward, at most a third more FLOP
+    (arXiv:1604.06174). The last n_attention_kept of them keep attention's output as well."""
+    # the first ones: what the others keep is free when the backward gets to them
     blocks = model.model.layers[:n_blocks]
     has_dropout = model.dropout > 0
     for i, block in enumerate(blocks):
@@ -1805,12 +1763,11 @@ def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
 
 
 def call_recomputed(block, forward, keeps_attention, has_dropout, *args):
-    """A call of a block under torch's checkpoint, which saves those of args that are bare tensors: the input
-    of the block, under the hooks that are around this call."""
-    # one for each group of heads, the same in the forward and in the recomputation
+    """A call of a block under torch's checkpoint, which saves those of args that are bare tensors, the input,
+    under the hooks around this call."""
+    # one for each group of heads, for the forward and the recomputation
     records = [AttentionRecord() if keeps_attention else None for _ in range(block.n_groups)]
     run = functools.partial(forward, records=records)
-    # the recomputation draws the masks that the forward has drawn
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=has_dropout)
 
 
@@ -1823,7 +1780,7 @@ def keep_weights_(module):
 
 
 def reshard_(model):
-    """Frees the weights of all blocks: in an evaluation FSDP2 leaves them gathered for a backward to come."""
+    """Frees the weights of all blocks: in an evaluation FSDP2 leaves them gathered for a backward."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
@@ -1841,7 +1798,7 @@ def mixer_weights(c, layer_type):
 
 
 class Counts(NamedTuple):
-    """What a step has, on all ranks together; in the loader also arrays, with a number for each row."""
+    """What a step has on all ranks together; in the loader arrays, with a number for each row."""
 
     targets: int  # supervised tokens
     tokens: int
@@ -1852,24 +1809,22 @@ class Counts(NamedTuple):
 def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
     """FLOP of a step without recomputation. A weight costs a token 2 in the forward and 4 in the backward, 2
     of them for its own gradient. Two tokens that attend to each other cost 4*H*K in the forward and 2.5 times
-    that in the backward; the mask leaves half of the pairs. Gated DeltaNet reads its state twice and writes
-    it once, 6*K*P a token and head (w state, queries state, keys^T d), and the backward of a product costs
-    twice the product; what chunks add, twice as much, a model does not need. The reference of --dpo is one
-    more forward. Adapters, about 1 %, are left out. is_frozen: all but these is frozen, but with trains_head
-    the head."""
+    that in the backward. Gated DeltaNet reads its state twice and writes it once, 6*K*P a token and head, and
+    twice that in the backward. The reference of --dpo is one more forward. Adapters, about 1 %, are left out.
+    is_frozen: all but these is frozen, except the head with trains_head."""
     n_linear = c.layer_types.count("linear_attention")
     n_sliding = c.layer_types.count("sliding_attention")
     n_full = c.num_hidden_layers - n_linear - n_sliding
     squares = n_full * counts.squares
-    # a bound: in a window, a document has window**2 fewer than 2 * window for each token
+    # a bound: in a window, a document has up to window**2 fewer
     squares += n_sliding * min(counts.squares, 2 * c.sliding_window * counts.tokens)
-    # weights that a token meets: three of the MLP or of its k experts, three of the shared one, the router
+    # three weights of the MLP or of k experts, three of the shared one, the router
     mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_expert_intermediate_size + c.num_experts)
     blocks = sum(mixer_weights(c, layer_type) + mlp for layer_type in c.layer_types)
     # the head sees supervised tokens alone, and the embedding is a look-up
     head = c.hidden_size * c.vocab_size * counts.targets
     products = blocks * counts.tokens + head
-    # for a forward; 2 and not 4, because squares count each pair twice
+    # 2 and not 4, because squares count each pair twice
     attention = 2 * c.q_size * squares
     rule = 6 * c.linear_key_head_dim * c.value_size * n_linear * counts.tokens
     forward = attention + rule + 2 * products
@@ -2466,8 +2421,8 @@ IMPLIED = {
         "qk_scale_factor": 3.87, "output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20.0},
 }
 
-# A file that sets one of these keys to another value (absent and null are fine) asks for something that the
-# model does not compute. Training it anyway would be silently wrong. Families with the key in IMPLIED do.
+# A file with another value (absent and null are fine) asks for something that the model does not compute, and
+# training would be silently wrong. Families with the key in IMPLIED compute it.
 REFUSED = {
     "hidden_act": "silu", "hidden_activation": "silu", "mlp_bias": False, "attention_out_bias": False,
     "qkv_bias": False, "bias": False, "clip_qkv": None,  # InternLM3 and IQuest-Coder have them
@@ -2482,8 +2437,8 @@ UNQUANTIZED = "read are 16 bits, bitsandbytes' NF4 and FP8: use the unquantized 
 
 
 class Bounds(NamedTuple):
-    """What a number in a JSON file may be. A file is data from a stranger, so sizes are checked before they
-    are used to allocate memory. Without a default the key must be there."""
+    """What a number in a JSON file may be, checked before it is used to allocate memory. Without a default
+    the key must be there."""
 
     number_type: type
     low: float
@@ -2495,8 +2450,8 @@ POSITIVE = Bounds(float, 1e-30, 1e30)
 
 
 def quoted(value):
-    """A value from a file as JSON for a message: all of a short one, the beginning of a long one. What JSON
-    does not have, such as a date of a table, is as Python writes it."""
+    """The first 200 characters of a value as JSON, for a message; what JSON does not have as Python's
+    repr."""
     return json.dumps(value, ensure_ascii=False, default=repr)[:200]
 
 
@@ -2515,8 +2470,8 @@ def read_field(raw, key, bounds, where):
 
 
 def parse_config(raw, where="config.json"):
-    """Reads the dict of a config.json, as transformers 4 or 5 writes it. ValueError names the key that is
-    wrong or that the model does not implement."""
+    """The dict of a config.json, as transformers 4 or 5 writes it -> Config. ValueError names the key that is
+    wrong or not implemented."""
 
     def error(key, why):
         return ValueError(f"{where}: {key} = {quoted(raw.get(key))}: {why}")
@@ -2529,8 +2484,7 @@ def parse_config(raw, where="config.json"):
         raise error("architectures", f"not {family.architecture}")
     prefix = "model."
     if family.decoders:
-        # A model with a vision tower: go on with its decoder. What stands both at the top and in
-        # `text_config` counts there, see find_model() in data.py.
+        # a vision tower: go on with the decoder, whose keys win over those at the top
         text = raw.get("text_config")
         if not isinstance(text, dict) or text.get("model_type") not in family.decoders:
             raise error("text_config", f"expected an object with model_type {' or '.join(family.decoders)}")
@@ -2547,7 +2501,7 @@ def parse_config(raw, where="config.json"):
     if raw.get("attention_bias") and not family.bias:
         raise error("attention_bias", f"not implemented for {name}")
 
-    # the fields of Config with limits are numbers; the others need more than one key of the file
+    # the fields with limits are numbers; the others need more than one key
     given = with_implied_values(raw, name, family)
     values = {f.name: read_field(given, f.name, Bounds(f.type, *f.metadata["limits"]), where)
               for f in fields(Config) if f.metadata}
@@ -2570,12 +2524,11 @@ def parse_config(raw, where="config.json"):
 
 
 def check_heads_and_experts(raw, family, values, error):
-    """Raises where numbers of heads or experts, or their sizes, do not fit each other or the family."""
+    """Raises where numbers or sizes of heads or experts do not fit each other or the family."""
     H = values["num_attention_heads"]
     if H % values["num_key_value_heads"]:
         raise error("num_key_value_heads", f"does not divide num_attention_heads {H}")
     K = values["linear_key_head_dim"]
-    # transformers allows two sizes; here keys and values have the same one
     if raw.get("linear_value_head_dim", K) != K:
         raise error("linear_value_head_dim", f"not linear_key_head_dim {K}")
     if values["linear_num_value_heads"] % values["linear_num_key_heads"]:
@@ -2591,8 +2544,8 @@ def check_heads_and_experts(raw, family, values, error):
 
 
 def blocks_of(given, family, values, theta, error):
-    """-> (layer_types, rope_layers). Where a file leaves them out, every fourth block has the family's first
-    layer type, and with some_rope it is the one that RoPE leaves alone."""
+    """-> (layer_types, rope_layers). If a file lists neither, every fourth block has the family's first layer
+    type, and with some_rope no RoPE."""
     n_layers = values["num_hidden_layers"]
     allowed = family.layer_types
     interval = values["full_attention_interval"]
@@ -2617,14 +2570,13 @@ def blocks_of(given, family, values, theta, error):
 
 
 def with_implied_values(raw, name, family):
-    """The keys that a file gives, and those that transformers derives where a file leaves them out."""
+    """The keys of a file, and what transformers derives if they are missing."""
     given = {key: value for key, value in (IMPLIED.get(name, {}) | raw).items() if value is not None}
     D = given.get("hidden_size")
     H = given.get("num_attention_heads")
     if "num_local_experts" in given:  # transformers 5
         given.setdefault("num_experts", given["num_local_experts"])
     if not family.experts:
-        # a dense model has no such keys, and where a file has them they mean nothing
         given.setdefault("num_experts_per_tok", 1)
         given.setdefault("moe_intermediate_size", 1)
     if name == "llama":  # Llama-2 7B and 13B leave it out
@@ -2650,14 +2602,14 @@ ROPE_NUMBERS = {
         "truncate": Bounds(bool, False, True), "llama_4_scaling_beta": Bounds(float, 0, 1e3),
     },
 }
-# A file may leave these out. What is written then leaves them out, too.
+# A file may leave these out, and then so does what is written.
 ROPE_OPTIONAL = (
     "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim", "truncate", "llama_4_scaling_beta",
 )
-# Keys that mean nothing for text, whose tokens have three equal positions.
+# for text, whose tokens have three equal positions, these mean nothing
 ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-# Keys that may stand beside them. Ministral 3 repeats max_position_embeddings here.
+# may stand beside them; Ministral 3 repeats max_position_embeddings
 ROPE_OTHERS = (
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", *ROPE_OF_IMAGES,
 )
@@ -2667,14 +2619,14 @@ IMPLIED_THETAS = {"smollm3": 2e6, "cwm": 1e6}  # where transformers has a safe d
 
 
 def read_rope_numbers(rope, rope_type, where):
-    """The numbers of a rope_type in a file's object, without those that it leaves out -> {key: number}."""
+    """-> {key: number} of those numbers of a rope_type that a file's object has."""
     bounds = ROPE_NUMBERS[rope_type]
     for name, value in rope.items():
         if value is not None and name not in (*bounds, *ROPE_OTHERS, *ROPE_IGNORED):
             raise ValueError(f"{where}: {name} = {quoted(value)}: not implemented for rope_type {rope_type}")
     numbers = {name: read_field(rope, name, bounds[name], where) for name in bounds
                if name not in ROPE_OPTIONAL or rope.get(name) is not None}
-    # transformers would divide by their difference, and blend the two ends the wrong way round
+    # their difference is a divisor
     if rope_type == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
         raise ValueError(f"{where}: low_freq_factor must be below high_freq_factor")
     if rope_type == "yarn" and numbers.get("beta_fast", BETA_FAST) < numbers.get("beta_slow", BETA_SLOW):
@@ -2684,8 +2636,8 @@ def read_rope_numbers(rope, rope_type, where):
 
 def parse_rope(given, model_type, values, where, error):
     """-> (theta, the part of a head that RoPE rotates, scaling). A file may have `rope_theta`,
-    `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. Where
-    one is there twice both must agree, or which one counts would depend on who reads it."""
+    `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. What is
+    there twice must agree: readers differ in which one they take."""
     stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     scalings = []  # one of each key that the file has: they must agree
     for key in ROPE_KEYS:
@@ -2712,15 +2664,15 @@ def parse_rope(given, model_type, values, where, error):
     if scalings[0] != scalings[-1]:
         raise error("rope_scaling", "rope_parameters differ: leave one of the two out")
     scaling = scalings[0]
-    # Old Llama-2 files leave out their 10000. Elsewhere this default would train on wrong positions
-    # (vllm #42624).
+    # Old Llama-2 files leave out their 10000. Elsewhere this default would train on wrong positions (vllm
+    # #42624).
     is_old_llama = not (model_type.startswith("qwen") or scaling["rope_type"] == "llama3"
                         or values["vocab_size"] >= 100_000)
     implied = IMPLIED_THETAS.get(model_type, 1e4 if is_old_llama else None)
     if stated["rope_theta"] is None and implied is None:
         raise error("rope_theta", "missing, with no safe default: copy it from the model's page")
     theta = read_field(stated, "rope_theta", POSITIVE._replace(default=implied), where)
-    if scaling["rope_type"] == "yarn" and theta <= 1:  # its logarithm is a divisor
+    if scaling["rope_type"] == "yarn" and theta <= 1:
         raise error("rope_theta", "YaRN needs one above 1")
     bounds = Bounds(float, 1, 1, 1)  # RoPE rotates the whole of a head
     if FAMILIES[model_type].part_rope:

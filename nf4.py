@@ -8,33 +8,28 @@ stored as two float32.
 
     bits per weight = 4 + 8/64 + 64/D = 4.14 at D = 4096    error: 0.092 of the weight's RMS on normal weights
 
-The codes are those of bitsandbytes, bit for bit. So an adapter learns beside the weights that others put
-under it when they load its base in 4 bits. Smaller scales have a smaller error, 0.085 with the best one of
-each block, but a trained model is no better for them (tests/LOG.md).
-NF5 is the same with 32 levels, those with the least squared error on normal weights: 5.14 bits, an error of
-0.043. A row is that of NF4 with the fifth bits behind it.
-Why logarithmic: scales spread over decades when a weight has outlier columns. A linear code would spend its
-levels on the outliers; equal steps of ln(scale) keep the relative error of every scale below half a step.
-Why row by row: FSDP2 shards dim 0. A row needs nothing outside itself, so a rank reads and quantizes its own
-rows only, and the bytes do not depend on the world size.
-Why uint8 parameters: MixedPrecisionPolicy casts every floating parameter, so a float32 scale would arrive in
-bf16 after the all-gather (accelerate #3983, bitsandbytes #1945). uint8 is gathered as it is.
-What it costs: where no weight stays in 16 bits from the forward to the backward, each is dequantized twice a
-step. In a recomputed block these are the forward and the recomputation: the weights of the latter stay for
-the block's backward (0.3 GiB for 8B).
+The codes are those of bitsandbytes, bit for bit. So an adapter is trained on exactly the weights that its
+users get when they load the base in 4 bits. Scales of the least error (0.085) train no better (tests/LOG.md).
+NF5 is the same with 32 levels, 5.14 bits, an error of 0.043. A row is that of NF4, then the fifth bits. Why
+logarithmic: a weight with outlier columns has scales over decades, and a linear code would spend its levels
+on the outliers. Equal steps of ln(scale) bound the relative error of every scale. Why row by row: FSDP2
+shards dim 0, so a rank reads and quantizes its own rows only, and the bytes do not depend on the world size.
+Why uint8: MixedPrecisionPolicy casts every floating parameter, so a float32 scale would arrive in bf16 after
+the all-gather (accelerate #3983, bitsandbytes #1945). Cost: each weight is dequantized twice a step. In a
+recomputed block the second copy stays for the block's backward (0.3 GiB for 8B).
 
 The 8-bit AdamW stores its moments as 8-bit floats in blocks of 256 along a row (blocks as in
 arXiv:2110.02861): 2 + 8/256 bytes of state per parameter instead of 8. v decays by 0.1 % per step, far less
 than the gap between two codes, so rounding to the nearest would freeze it: rounding is random and right on
-average. Its random bits are a hash of (step, parameter, row, column). So there is no generator to save, and
-the bytes do not depend on the world size.
+average. Its random bits are a hash of (step, parameter, row, column): there is no generator to save, and the
+bytes do not depend on the world size.
 
-Shapes are in the names: N rows of a matrix (out features of a weight, tokens of an activation), D columns
-(in features), M blocks of 64, E experts of a stack; in codes_NP a row has P = D/2 bytes, or D/2 + D/8 in
-5 bits, and in scales_NQ Q = D/64 + 8. In the optimizer, n rows of a region have b blocks of 256 each.
+Shapes are in the names: N rows of a matrix (out features of a weight, tokens of an activation), D columns (in
+features), M blocks of 64, E experts of a stack; in codes_NP a row has P = D/2 bytes, or D/2 + D/8 in 5 bits,
+and in scales_NQ Q = D/64 + 8. In the optimizer, n rows of a region have b blocks of 256 each.
 
-A block is some neighbours in a row that share a scale; a band some rows that are worked on at a time; a
-region some rows and columns that one call of adamw_() updates.
+Block: neighbours in a row that share a scale. Band: rows that are processed at a time. Region: rows and
+columns that one call of adamw_() updates.
 """
 
 import functools
@@ -51,27 +46,25 @@ from torch import nn
 BLOCK = 64
 RANGE_BYTES = 8  # a row's smallest and largest ln(scale), two float32
 SCALE_STEPS = 254  # between the codes 1 and 255 of a scale; code 0 means that the whole block is zero
-# A band is some rows of a matrix that are worked on at a time. It bounds the float32 temporaries, here to
-# 16 MiB each; of the largest weight of an 8B model they would be 224 MiB each.
+# of a band: float32 temporaries of 16 MiB each, where the largest weight of an 8B model has 224 MiB
 BAND_WEIGHTS = 1 << 22
 
-# Appendix E of the paper; the same 16 numbers as bitsandbytes, so the codes are equal too.
+# appendix E of the paper, and bitsandbytes
 CODEBOOK = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0,
 )
-# Lloyd's algorithm (1957) makes these of normal weights: round the weights of blocks to the levels, move each
-# level but -1, 0 and 1 to the mean of its weights, and begin again, until no level moves.
+# Lloyd's algorithm (1957) on blocks of normal weights, with -1, 0 and 1 fixed
 CODEBOOK_OF_32 = (
     -1.0, -0.8713, -0.7673, -0.6787, -0.6006, -0.5301, -0.4653, -0.4049, -0.348, -0.2939, -0.2419, -0.1916,
     -0.1426, -0.0945, -0.0471, 0.0, 0.0442, 0.0885, 0.1333, 0.1789, 0.2255, 0.2736, 0.3234, 0.3753, 0.4299,
     0.4878, 0.5501, 0.618, 0.6933, 0.7786, 0.8782, 1.0,
 )
 CODEBOOKS = {4: CODEBOOK, 5: CODEBOOK_OF_32}  # by bits
-# What the bytes of a weight depend on. Adapters that were trained beside the weights of one format do not fit
-# those of another: a resumed run compares it. Change the first words with the rule in quantize().
+# What the bytes of a weight depend on: a resumed run compares it, because adapters fit one format only.
+# Change the first words with the rule in quantize().
 FORMATS = {bits: f"codes by the largest magnitude, blocks of {BLOCK}, {SCALE_STEPS} steps of scales, "
                  f"codebook {zlib.crc32(repr(codebook).encode()):08x}"
            for bits, codebook in CODEBOOKS.items()}
@@ -79,7 +72,7 @@ FORMATS = {bits: f"codes by the largest magnitude, blocks of {BLOCK}, {SCALE_STE
 
 def bands(*matrices, n_weights=None):
     """Cuts matrices with equally many rows into bands, where one of the first matrix has about n_weights
-    numbers, BAND_WEIGHTS by default -> an iterator over the bands, each time one of every matrix."""
+    numbers -> an iterator over the bands, each time one of every matrix."""
     n_rows = max(1, (n_weights or BAND_WEIGHTS) // matrices[0].shape[1])
     return zip(*(matrix.split(n_rows) for matrix in matrices))
 
@@ -96,7 +89,6 @@ def quantize(w_ND, bits, name="weight"):
         absmax = blocks.abs().amax(-1)
         if not absmax.isfinite().all():
             raise ValueError(f"{name} contains inf or nan: the file is damaged")
-        # a block of zeros has the scale 0 and stays zero
         relative = blocks / absmax.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
         codes.copy_(pack_codes(nearest_levels(relative, bits).view(-1, D), bits))
         scales.copy_(quantize_scales(absmax))
@@ -111,7 +103,7 @@ def midpoints(bits):
 
 @functools.cache
 def midpoints_of_cells(device, bits):
-    """Cuts -1 ... 1 into cells of 1/16, or of 1/32 for 5 bits. Of the beginning of each: how many midpoints
+    """Cuts -1 ... 1 into cells of 1/16, or 1/32 for 5 bits -> for the beginning of each, how many midpoints
     lie below it, uint8, and the next one, float32."""
     borders = torch.tensor([*midpoints(bits), math.inf], device="cpu")
     n_cells = 2**bits
@@ -121,9 +113,8 @@ def midpoints_of_cells(device, bits):
 
 
 def nearest_levels(relative, bits):
-    """Numbers from -1 to 1 -> the index of the level that is nearest to each, uint8. Midpoints are farther
-    apart than a cell is wide, so at most one of them decides. torch.bucketize() gives the same and takes two
-    to six times as long on a CPU."""
+    """Numbers from -1 to 1 -> the index of the nearest level of each, uint8. At most one midpoint lies in a
+    cell. torch.bucketize() gives the same and takes two to six times as long on a CPU."""
     n_below, next_midpoint = midpoints_of_cells(relative.device, bits)
     n_cells = 2**bits  # on either side of 0
     cells = (relative * n_cells + n_cells).int().flatten()
@@ -133,9 +124,8 @@ def nearest_levels(relative, bits):
 
 def pack_codes(indices_ND, bits):
     """Indices of levels, uint8 -> codes_NP. A byte has the lower four bits of two neighbours, the first in
-    its high half, as bitsandbytes packs. In 5 bits more bytes follow, which have the fifth bits of four such
-    pairs each, one pair in every quarter of the row: a CPU then unpacks a quarter by one shift of all its
-    bytes."""
+    its high half, as in bitsandbytes. In 5 bits, bytes follow with the fifth bits of four pairs each, one
+    pair of every quarter of the row: a CPU unpacks a quarter by one shift."""
     D = indices_ND.shape[1]
     first_N, second_N = indices_ND.unflatten(1, (-1, 2)).unbind(-1)
     nibbles = (first_N & 15) << 4 | second_N & 15
@@ -150,8 +140,8 @@ def pack_codes(indices_ND, bits):
 
 
 def pairs_of(codes_NP, D):
-    """[N, D/2] int32: for each two neighbours the number of their pair in level_pairs(). It is their byte of
-    codes, and in 5 bits above it both fifth bits."""
+    """[N, D/2] int32: the index in level_pairs() of each two neighbours, which is their byte of codes, and in
+    5 bits above it both fifth bits."""
     if codes_NP.shape[1] == D // 2:
         return codes_NP.int()
     nibbles, fifths = codes_NP.split([D // 2, D // 8], 1)
@@ -163,14 +153,13 @@ def pairs_of(codes_NP, D):
 def quantize_scales(scales):
     """[N, D/64] float32 -> [N, D/64 + 8] uint8: their codes, then the range of the row."""
     is_zero = scales == 0
-    # In float64 the error is far below one of 254 steps: a vectorised log, which differs in the tail of a
-    # tensor, cannot change a code.
+    # float64, so that a vectorised log, which differs in the tail of a tensor, cannot change a code
     ln = scales.double().log()
     smallest = ln.masked_fill(is_zero, math.inf).amin(-1)
     largest = ln.amax(-1)
     row_range = torch.stack([smallest, largest], -1).float()
     row_range.masked_fill_(row_range.isinf(), 0.0)  # a row of zeros has none
-    # the steps are those of the float32 range that is stored, which dequantize_scales() reads
+    # of the float32 range that is stored
     low, high = row_range.double().split(1, -1)
     step = (high - low).clamp_min(1e-30) / SCALE_STEPS
     codes = 1 + ((ln - low) / step).round().clamp(0, SCALE_STEPS)
@@ -181,7 +170,7 @@ def quantize_scales(scales):
 def dequantize_scales(scales_NQ):
     """[N, D/64 + 8] uint8 -> [N, D/64] float32 scales."""
     codes = scales_NQ[:, :-RANGE_BYTES]
-    # A copy even of a single row, which is contiguous as it is: floats begin at a multiple of four bytes.
+    # a copy even of a single row: floats begin at a multiple of four bytes
     range_bytes = scales_NQ[:, -RANGE_BYTES:].clone(memory_format=torch.contiguous_format)
     low, high = range_bytes.view(torch.float32).split(1, -1)
     step = (high - low) / SCALE_STEPS
@@ -191,8 +180,8 @@ def dequantize_scales(scales_NQ):
 
 @functools.cache
 def level_pairs(device, bits):
-    """[256] int64, in 5 bits [1024]: the two float32 levels of each number that pairs_of() makes, the first
-    one in the low half. It is made once, because a copy from the host waits for the GPU."""
+    """[256] int64, in 5 bits [1024]: two float32 levels for each index, the first one in the low half.
+    Cached, because a copy from the host waits for the GPU."""
     levels = torch.tensor(CODEBOOKS[bits], device="cpu")
     sixteens = levels.split(16)  # levels with one fifth bit; in 4 bits there is one such part
     pairs = [torch.cartesian_prod(*two) for two in itertools.product(sixteens, repeat=2)]
@@ -211,7 +200,7 @@ def dequantize(codes_NP, scales_NQ, dtype):
 
 
 def dequantize_blocks(codes_NP, absmax_NM, dtype):
-    """dequantize() with scales in float32, as are products. One gather fetches both levels of a byte."""
+    """dequantize() with scales in float32. One gather fetches both levels of a byte."""
     D = absmax_NM.shape[1] * BLOCK
     w_ND = codes_NP.new_empty(len(codes_NP), D, dtype=dtype)
     table = level_pairs(codes_NP.device, codes_NP.shape[1] * 8 // D)
@@ -220,28 +209,27 @@ def dequantize_blocks(codes_NP, absmax_NM, dtype):
         levels = pairs.view(torch.float32).view(*absmax.shape, BLOCK)
         levels.mul_(absmax.unsqueeze(-1))
         w.copy_(levels.view(w.shape))
-        del pairs, levels  # 16 MiB, which would stay beside those of the next band
+        del pairs, levels  # or they would stay beside those of the next band
     return w_ND
 
 
 def bits_of_nearest(x, dtype):
-    """float32 -> the bits of the nearest bf16 or fp16 (of two, the even one), in the lower half of an int32;
-    its upper half means nothing."""
-    if dtype is torch.float16:  # whose subnormals and overflow only a cast rounds right
+    """float32 -> the bits of the nearest bf16 or fp16 (ties to even), in the lower half of an int32; its
+    upper half means nothing."""
+    if dtype is torch.float16:  # has subnormals and overflow
         return x.to(dtype).view(torch.int16).int()
     bits = x.view(torch.int32)
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
 
 def dequantize_pairs(codes_NP, scales_NM, table, dtype):
-    """dequantize() for torch.compile, behind dequantize_scales(). Each int32 of the result [N * M, 32] packs
-    two weights, bf16 or fp16, so that loads and stores are contiguous. table: level_pairs()."""
+    """dequantize() for torch.compile, after dequantize_scales(). Each int32 of the result [N * M, 32] packs
+    two weights, so that loads and stores are contiguous. table: level_pairs()."""
     D = scales_NM.shape[1] * BLOCK
     index = pairs_of(codes_NP, D).view(-1, BLOCK // 2)
-    pairs = table[index]  # one load of 8 bytes, whose low half is the first level
+    pairs = table[index]  # one load of 8 bytes
     first = pairs.int().view(torch.float32)
     second = (pairs >> 32).int().view(torch.float32)
-    # the first weight has the lower address, which is the low half
     scales = scales_NM.view(-1, 1)
     low_half = bits_of_nearest(first * scales, dtype) & 0xFFFF
     high_half = bits_of_nearest(second * scales, dtype) << 16
@@ -250,11 +238,10 @@ def dequantize_pairs(codes_NP, scales_NM, table, dtype):
 
 class CompiledOrPlain:
     """torch.compile(function), or the plain function where torch cannot compile it. A warning says so, and
-    blocks that share its code do not try again. It is one graph, so nothing of it has run by then, and if the
-    error is the function's own, the plain call raises it.
+    blocks that share its code do not try again. It is one graph, so nothing of it has run by then.
 
-    Once there is a compiled result with a gradient, an error is raised as it is: a block that is recomputed
-    must save the tensors that its forward has saved, and the plain function saves others."""
+    Once there is a compiled result with a gradient, an error is raised: a recomputed block must save the
+    tensors that its forward has saved, and the plain function saves others."""
 
     failed = {}  # {function: why torch could not compile it}, of this process
 
@@ -278,7 +265,7 @@ class CompiledOrPlain:
         return self.function(*args)
 
     def note_failure(self, error):
-        """One warning for each reason: without a C compiler, for example, all functions fail alike."""
+        """One warning for each reason: without a C compiler all functions fail alike."""
         error = getattr(error, "inner_exception", error)
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if why not in self.failed.values():
@@ -288,7 +275,7 @@ class CompiledOrPlain:
 
 
 def weight_in_pairs(codes_NP, scales_NQ, table, dtype):
-    """Both steps of dequantize() as one function to compile: what a call costs the host it costs once."""
+    """Both steps of dequantize() as one function to compile: one call for the host."""
     return dequantize_pairs(codes_NP, dequantize_scales(scales_NQ), table, dtype)
 
 
@@ -298,18 +285,18 @@ def compiled_weight_in_pairs():
 
 
 def dequantize_compiled(codes_NP, scales_NQ, dtype):
-    """dequantize() in bf16 or fp16, compiled if that works. detach(): torch.compile would make a graph for
-    each shape of a Parameter."""
+    """dequantize() in bf16 or fp16, compiled if that works."""
     _, bits = width_and_bits(codes_NP, scales_NQ)
     if weight_in_pairs in CompiledOrPlain.failed:
-        # it works in bands: temporaries of the plain weight_in_pairs() are as large as the weight
+        # in bands: temporaries of the plain weight_in_pairs() are as large as the weight
         return dequantize(codes_NP, scales_NQ, dtype)
     table = level_pairs(codes_NP.device, bits)
+    # detach(), or torch.compile would make a graph for each shape of a Parameter
     pairs = compiled_weight_in_pairs()(codes_NP.detach(), scales_NQ.detach(), table, dtype)
     return pairs.view(dtype).view(len(codes_NP), -1)
 
 
-# An operator, or torch.compile would see through it. custom_op() would do as well, and takes the host longer.
+# An operator, or torch.compile would see through it; custom_op() takes the host longer.
 torch.library.define("oomph::nf4_weight", "(Tensor codes, Tensor scales, Tensor like) -> Tensor")
 fast_weight = torch.ops.oomph.nf4_weight.default
 
@@ -317,8 +304,8 @@ fast_weight = torch.ops.oomph.nf4_weight.default
 @torch.library.impl("oomph::nf4_weight", "default")
 def compute_weight(codes_NP, scales_NQ, like):
     """The weight in the dtype of `like`, which is x in the forward and the gradient in the backward. Without
-    that argument the backward's dequantization would not depend on the gradient, and torch.compile would
-    hoist it into the forward and keep every 16-bit weight alive."""
+    it the backward's dequantization would not depend on the gradient, and torch.compile would hoist it into
+    the forward and keep every 16-bit weight alive."""
     if like.dtype is torch.float32:
         return dequantize(codes_NP, scales_NQ, like.dtype)
     return dequantize_compiled(codes_NP, scales_NQ, like.dtype)
@@ -338,21 +325,20 @@ def weight(codes, scales, fast, like):
 
 
 def linear(x, w_ND, row_stops=None):
-    """x @ w.T. With `row_stops`, [E] int32, w is a stack of E experts, each of N / E rows, and the rows of x
-    that belong to expert e end before row_stops[e]."""
+    """x @ w.T. With `row_stops`, [E] int32, w is a stack of E experts, and the rows of x that belong to
+    expert e end before row_stops[e]."""
     if row_stops is None:
         return F.linear(x, w_ND)
     w_END = w_ND.unflatten(0, (len(row_stops), -1))
     return F.grouped_mm(x, w_END.transpose(1, 2), offs=row_stops)
 
 
-# Rows per expert. With as many rows hardly any expert has none, and to ask which would make the host wait.
+# Rows per expert: with more, hardly any expert has none, and to ask makes the host wait.
 MANY_ROWS = 8
 
 
 def experts_with_rows(codes, scales, row_stops):
-    """-> the three of those experts that have a row of x. While an answer is generated these are 8 of 128,
-    and the others stay in 4 bits."""
+    """-> the three of those experts that have a row of x: 8 of 128 while an answer is generated."""
     n_rows_E = row_stops.diff(prepend=row_stops.new_zeros(1))
     used = n_rows_E.nonzero().flatten()
 
@@ -368,7 +354,7 @@ class NF4Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, codes, scales, fast, row_stops):
-        # no save_for_backward(): nothing updates them, and FSDP2 gathers them into the same storage again
+        # no save_for_backward(): FSDP2 gathers them into the same storage again
         ctx.codes = codes
         ctx.scales = scales
         ctx.fast = fast
@@ -383,15 +369,14 @@ class NF4Matmul(torch.autograd.Function):
         else:
             w_END = w_ND.unflatten(0, (len(ctx.row_stops), -1))
             grad_x = F.grouped_mm(grad, w_END, offs=ctx.row_stops)
-        # the other arguments of forward() have no gradient
         return grad_x, None, None, None, None
 
 
 class NF4Linear(nn.Module):
     """A frozen linear layer in NF4, or with bits=5 in NF5.
 
-    Set from outside: `fast` by model.compile_ (dequantize by torch.compile), and `keeps_weight` by
-    model.keep_weights_ (the forward's 16-bit weight stays for the backward)."""
+    Set from outside: fast (model.compile_: dequantize by torch.compile), keeps_weight (model.keep_weights_:
+    the forward's 16-bit weight stays for the backward)."""
 
     def __init__(self, in_features, out_features, bias, device=None, bits=4):
         super().__init__()
@@ -413,23 +398,21 @@ class NF4Linear(nn.Module):
         if is_generating and 0 < len(x) < MANY_ROWS * len(row_stops) and not x.is_meta:
             codes, scales, row_stops = experts_with_rows(codes, scales, row_stops)
         if self.keeps_weight:
-            # Autograd saves the weight. In a recomputed block it is the recomputation's: two dequantizations,
-            # where a backward that makes it anew has three. The weight is saved before the product runs, so
-            # that the recomputation can end there.
+            # Autograd saves the weight, in a recomputed block the recomputation's: two dequantizations and
+            # not three. It saves it before the product runs, so that the recomputation can end there.
             y = linear(x, weight(codes, scales, self.fast, like=x.detach()), row_stops)
         else:
             y = NF4Matmul.apply(x, codes, scales, self.fast, row_stops)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
-# These stay in 16 bits: the router, the gate of a shared expert, and the gates of a Gated DeltaNet.
+# stay in 16 bits: the router, the gate of a shared expert, the gates of a Gated DeltaNet
 SMALL = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
 
 
 def quantize_linears_(module, bits_of):
-    """Replaces each linear layer below `module`, but for small ones, by an NF4Linear of bits_of(its name)
-    bits, whose parameters are to be filled. ValueError where rows do not divide into blocks, which no Llama
-    or Qwen has."""
+    """Replaces each linear layer below `module`, except SMALL ones, by an empty NF4Linear of bits_of(its
+    name) bits. ValueError where rows do not divide into blocks."""
     for parent_name, parent in list(module.named_modules()):
         for child_name, child in parent.named_children():
             if not isinstance(child, nn.Linear) or child_name in SMALL:
@@ -445,7 +428,6 @@ def quantize_linears_(module, bits_of):
 
 
 # ---------------- a rank's rows
-# All four files use these, and nf4.py imports none of the others.
 
 
 def ceil_div(a, b):
@@ -454,7 +436,7 @@ def ceil_div(a, b):
 
 
 def is_sharded(tensor):
-    """Whether it is a DTensor of FSDP2. isinstance() would have to import that class, which takes 0.4 s."""
+    """Whether it is a DTensor of FSDP2. isinstance() would import that class, which takes 0.4 s."""
     return hasattr(tensor, "placements")
 
 
@@ -473,7 +455,7 @@ def local(param):
     dim = mesh.ndim - 1  # FSDP2 shards along the last dimension; --replicas puts another one before it
     n_rows = ceil_div(param.shape[0], mesh.size(dim))  # like torch.chunk
     first_row = n_rows * mesh.get_local_rank(dim)
-    # the last ranks may have no row: theirs would begin behind the end
+    # the last ranks may have no row
     return Local(param.to_local().data, min(first_row, param.shape[0]))
 
 
@@ -497,7 +479,7 @@ def scramble(x):
 class Dither(NamedTuple):
     """Random bits for a matrix, as odd int32 factors of its rows and columns. The low bits of the product
     rows_3N[use, i] * cols_D[j] are those of element (i, j): uniform, and independent between elements, uses
-    and steps. That is one product an element; torch.rand is six times as slow on a CPU."""
+    and steps. torch.rand is six times as slow on a CPU."""
 
     rows_3N: torch.Tensor  # in the order FOR_M, FOR_V, FOR_W
     cols_D: torch.Tensor
@@ -512,8 +494,7 @@ FOR_M, FOR_V, FOR_W = range(3)  # what random bits are used for: to round m, v o
 
 
 def dither_words(step, number, start, stop, D, device):
-    """-> Dither for rows start..stop of the number-th parameter. A row has the same factors on whichever rank
-    it is, so the bytes of a run do not depend on the world size."""
+    """-> Dither for rows start..stop of the number-th parameter, the same on whichever rank a row is."""
     key = scramble(scramble(step) + number)  # plain ints: nothing is copied to the device
     row_numbers_N = torch.arange(start, stop, device=device)
     column_numbers_D = torch.arange(D, device=device)
@@ -527,12 +508,12 @@ def drop_bits(x, random_bits, n):
     """Bits of the float32 x above the lowest n, rounded up with the probability that makes the mean right."""
     below = (1 << n) - 1
     addend = random_bits & below
-    # it carries into bit n in as many cases of 2**n as the lowest n bits of x say
+    # carries into bit n in as many of 2**n cases as the lowest n bits of x say
     return addend.add_(x.view(torch.int32)).bitwise_right_shift_(n)
 
 
 def round_to(dtype, x, random_bits):
-    """float32 -> bf16 with x as its mean over all random bits (arXiv:2010.06192); float32 stays as it is."""
+    """float32 -> bf16 with x as its mean over random bits (arXiv:2010.06192); float32 stays as it is."""
     if dtype is torch.float32:
         return x
     bits = drop_bits(x, random_bits, 16).bitwise_left_shift_(16)
@@ -544,13 +525,11 @@ def round_to(dtype, x, random_bits):
 MOMENT_BLOCK = 256  # neighbours in a row that share a scale, their largest magnitude
 SIGN = 128  # the sign bit of a code of m; v has none
 MANTISSA_SHIFT = 20  # a float32 has 23 bits of mantissa, a code the upper 3
-# A code is bits 20 to 27 of one of the float32 2, 2.25, ... 1.875 * 2**32, so that a shift encodes it.
-# Between two codes the number is linear in its bits, which random rounding needs. The bits of 2.0 are
-# 0x400 << 20.
+# A code is bits 20 to 27 of one of the float32 2, 2.25, ... 1.875 * 2**32, so a shift encodes it. Between two
+# codes the number is linear in its bits, which random rounding needs. The bits of 2.0 are 0x400 << 20.
 CODES = torch.arange(256, dtype=torch.int32)
 FLOATS = (0x400 + CODES << MANTISSA_SHIFT).view(torch.float32)
-# The largest magnitude of a block becomes a hair less than the largest code, so that rounding up cannot
-# carry it beyond.
+# a hair less than the largest code, so that rounding up cannot carry the largest magnitude beyond
 M_TOP = (FLOATS[SIGN - 1].item() - 2) * (1 - 2**-21)
 V_TOP = FLOATS[-1].item() * (1 - 2**-21)
 
@@ -559,18 +538,18 @@ BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # torch's defaults
 
 @functools.cache
 def code_levels(device):
-    """What the 256 codes of m and of v stand for, relative to the largest magnitude of their block. m has a
-    sign and 127 magnitudes down to 2e-6, which close in on zero by equal steps. v has steps of 6 to 12 % down
-    to 2.5e-10 (1.6e-5 in its root) and no zero: smaller values are rounded up, because a v of 0 under an m
-    that is not 0 would divide by eps."""
+    """The numbers of the 256 codes of m and of v, relative to the largest magnitude of their block. m has a
+    sign and 127 magnitudes down to 2e-6, in equal steps near zero. v has steps of 6 to 12 % down to 2.5e-10
+    and no zero: smaller values are rounded up, because a v of 0 under an m that is not 0 would divide by
+    eps."""
     m_levels = torch.cat([FLOATS[:SIGN] - 2, 2 - FLOATS[:SIGN]]) / M_TOP
     v_levels = FLOATS / V_TOP
     return m_levels.to(device), v_levels.to(device)
 
 
 class Region(NamedTuple):
-    """Some rows and columns of a matrix, which one call of adamw_() updates. w_ND[region] is a view of them:
-    for an index, a NamedTuple is the tuple (rows, cols)."""
+    """Some rows and columns of a matrix, which one call of adamw_() updates. w_ND[region] is a view of
+    them."""
 
     rows: slice
     cols: slice
@@ -612,14 +591,14 @@ def write_moment_(moment, x, random_bits, skip):
         return
     magnitude = x.abs() if moment.signed else x
     largest = magnitude.amax(-1, keepdim=True)
-    divisor = largest.clamp_min(1e-28)  # a block of smaller numbers is nothing beside eps
+    divisor = largest.clamp_min(1e-28)  # less is nothing beside eps
     if moment.signed:
-        magnitude = (magnitude * (M_TOP / divisor)).add_(2)  # by the same name, so that x.abs() is freed
+        magnitude = (magnitude * (M_TOP / divisor)).add_(2)  # the same name frees x.abs()
         codes = drop_bits(magnitude, random_bits, MANTISSA_SHIFT)
         codes |= (x.view(torch.int32) >> 24).bitwise_and_(SIGN)  # in place: a copy takes 4 bytes a weight
     else:
         codes = drop_bits((magnitude * (V_TOP / divisor)).clamp_min_(2), random_bits, MANTISSA_SHIFT)
-    # torch.where(skip, stored, codes) as arithmetic modulo 256, which is three times as fast on a CPU's bytes
+    # torch.where(skip, stored, codes) modulo 256, three times as fast on a CPU's bytes
     stored += (codes.to(torch.uint8) - stored) * ~skip
     moment.scales.copy_(torch.where(skip, moment.scales, largest))
 
@@ -633,27 +612,26 @@ class Rates(NamedTuple):
 
 
 def rates_of(step, lr, weight_decay):
-    """-> Rates. m and v begin at 0, which makes them too small in the first steps: 1 - BETA**step is how much
-    of its true size each has by then. lr: a number, or a tensor on the device."""
+    """-> Rates. m and v begin at 0: 1 - BETA**step is how much of its true size each has by then. lr: a
+    number, or a tensor on the device."""
     rates = Rates(
         w_factor=1 - lr * weight_decay,
         m_factor=lr / (1 - BETA1**step),
         v_bias_root=(1 - BETA2**step) ** 0.5,
     )
-    # tensors, because torch.compile would take floats for constants and compile again in each step
+    # tensors, because torch.compile would take floats for constants
     return Rates(*(torch.as_tensor(rate, dtype=torch.float64) for rate in rates))
 
 
 def adamw_(w, grad, m, v, dither, rates, skip, stochastic_rounding):
     """A step of AdamW on w, m and v in place, computed in float32. Where the bool `skip` is true nothing
-    changes. All belongs to one region, in blocks: w, grad and both Moments are [n, b, 256], b blocks of n
-    rows. We store v and not its root, because v is what the moving average averages: v is right on average
-    then."""
+    changes. w, grad and both Moments are [n, b, 256], b blocks of n rows of one region. v is stored and not
+    its root, because random rounding makes what is stored right on average."""
     cols = dither.cols_D
     grad = grad.float()
     new_m = torch.lerp(read_moment(m), grad, 1 - BETA1)
     new_v = (read_moment(v) * BETA2).addcmul_(grad, grad, value=1 - BETA2)
-    # stored rounded, but w is updated by the exact ones: an error of rounding acts in later steps only
+    # w is updated by the exact ones
     write_moment_(m, new_m, dither.rows_3N[FOR_M] * cols, skip)
     write_moment_(v, new_v, dither.rows_3N[FOR_V] * cols, skip)
     divisor = new_v.sqrt_().div_(rates.v_bias_root).add_(EPS)
@@ -675,8 +653,8 @@ def in_blocks(x):
 
 
 def regions(N, D, n_weights):
-    """Cuts [N, D] into Regions of about n_weights. The blocks of a region are equally long, so the shorter
-    blocks that end the rows are regions of their own."""
+    """Cuts [N, D] into Regions of about n_weights. Blocks of a region are equally long, so the shorter blocks
+    that end the rows are regions of their own."""
     n_rows = max(1, n_weights // D)
     n_whole = D // MOMENT_BLOCK * MOMENT_BLOCK  # columns in whole blocks
     for start in range(0, N, n_rows):
@@ -690,19 +668,18 @@ def regions(N, D, n_weights):
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW for --optim adamw8bit, and for --stochastic_rounding, which also applies to the moments: in bf16,
     0.999 * x rounds back to x. The scales of [N, D] are [N, D/256], cut into the same rows. Vectors have
-    float32 moments, which are few bytes. Where the device scalar `found_inf` is 1, step() changes no
-    weight and no moment."""
+    float32 moments. Where the device scalar `found_inf` is 1, step() changes no weight and no moment."""
 
     def __init__(self, groups, lr, eight_bits, stochastic_rounding, compiled, found_inf):
         super().__init__(groups, {"lr": lr})
         self.adamw_ = CompiledOrPlain(adamw_, dynamic=True) if compiled else adamw_
-        # Weights of a region on a GPU: float32 temporaries are 16 MiB each. Compiled code has few of them.
+        # of a region on a GPU: float32 temporaries of 16 MiB, of which compiled code has few
         self.n_weights = 1 << 24 if compiled else 1 << 22
         self.stochastic_rounding = stochastic_rounding
         self.found_inf = found_inf  # GradScaler's name, which tells main not to wait for it
         params = [p for group in self.param_groups for p in group["params"]]
         self.number_of = {p: number for number, p in enumerate(params)}  # for its random bits
-        # All state is made here and not in the first step, so that memory does not grow later.
+        # made here, so that memory does not grow in the first step
         for p in params:
             dtype = torch.uint8 if eight_bits else p.dtype
             if p.dim() < 2:

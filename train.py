@@ -2137,7 +2137,7 @@ def seed_dropout(seed, step, rank):
 def loss_of(model, b, args):
     """-> (summed loss of a batch, {name: sum of a metric}). A sum is a tensor on the device; all batches have
     the same names. The log divides them by the supervised tokens, with --dpo by the pairs. Metrics
-    of tokens come from lm_head.loss. With --sequence_parallel N a rank has a shard of the tokens, but
+    of tokens come from lm_head.custom_loss. With --sequence_parallel N a rank has a shard of the tokens, but
     b.n_targets of all documents of its group: a metric that sums these counts them N times."""
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
     if not args.dpo:

@@ -254,12 +254,12 @@ def doubled_and_halved(logits, targets):
 def test_a_loss_that_a_fork_puts_on_the_head_is_the_one_that_is_compiled(tracing, loss):
     plain = three_steps(build_random())
     model = build_random()
-    model.lm_head.loss = loss
+    model.lm_head.custom_loss = loss
     eager = three_steps(model)
     metrics = model.lm_head.metrics  # of the third step
 
     model = build_random()
-    model.lm_head.loss = loss
+    model.lm_head.custom_loss = loss
     lm.compile_(model, packing=True)
     compiled = three_steps(model)
     assert not nf4.CompiledOrPlain.failed
@@ -299,7 +299,7 @@ def test_without_a_compiler_a_model_computes_as_an_eager_one_and_one_warning_say
     # each part of a block, the loss and dequantization have been tried once, and not again for each block
     assert set(nf4.CompiledOrPlain.failed) == {
         lm.Block.qkv, lm.Block.start_mlp, lm.GatedDeltaNet.before_scan, lm.GatedDeltaNet.after_scan,
-        lm.LMHead.loss_and_grad, nf4.weight_in_pairs}
+        lm.LMHead.capped_loss_and_grad, nf4.weight_in_pairs}
 
 
 def test_a_backward_that_cannot_be_compiled_is_known_in_the_forward(monkeypatch):
@@ -320,15 +320,15 @@ def unsupported(logits, targets):
 
 def test_one_part_that_cannot_be_compiled_leaves_the_others_compiled(tracing):
     model = build_random()
-    model.lm_head.loss = unsupported
+    model.lm_head.custom_loss = unsupported
     eager = three_steps(model)
     model = build("full", compiled=False)
-    model.lm_head.loss = unsupported
+    model.lm_head.custom_loss = unsupported
     lm.compile_(model, packing=True)
-    with pytest.warns(UserWarning, match="failed on LMHead.losses: Unsupported: "):
+    with pytest.warns(UserWarning, match="failed on LMHead.masked_loss: Unsupported: "):
         compiled = three_steps(model)
     check_same_bits(compiled, eager)
-    assert set(nf4.CompiledOrPlain.failed) == {lm.LMHead.losses}
+    assert set(nf4.CompiledOrPlain.failed) == {lm.LMHead.masked_loss}
     assert n_graphs() >= 2  # both parts of a block
 
 
@@ -340,7 +340,7 @@ def test_errors_of_what_is_compiled_are_raised(tracing, error):
         return scaled(logits, targets.view(-1, 12345), 1)  # fails while it is traced, too
 
     model = build_random()
-    model.lm_head.loss = wrong_loss
+    model.lm_head.custom_loss = wrong_loss
     lm.compile_(model, packing=True)
     with pytest.warns(UserWarning, match=FAILED_TO_COMPILE), pytest.raises(type(error), match=str(error)):
         three_steps(model)

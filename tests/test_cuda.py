@@ -447,7 +447,7 @@ def with_a_metric_in_strict_steps():
 
     def changed(config, args):
         model = on_meta(config, args)
-        model.lm_head.loss = loss
+        model.lm_head.custom_loss = loss
         return model
 
     lm.on_meta = changed

@@ -524,7 +524,7 @@ def with_a_metric_of_tokens(argv):
 
     def on_meta(config, args):
         model = plain(config, args)
-        model.lm_head.loss = halved
+        model.lm_head.custom_loss = halved
         return model
 
     lm.on_meta = on_meta

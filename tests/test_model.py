@@ -403,7 +403,7 @@ def test_chunked_cross_entropy_equals_the_full_one(chunk, dtype, loss_error, gra
 def test_a_sure_targets_gradient_is_not_rounded_away_in_16_bits():
     logits_CV = torch.zeros(1, 8, dtype=torch.bfloat16)
     logits_CV[0, 3] = 12
-    _, grad_CV = lm.losses_and_gradient(logits_CV, torch.tensor([[3]]))
+    _, grad_CV = lm.cross_entropy_and_grad(logits_CV, torch.tensor([[3]]))
     probability = logits_CV.float().softmax(1)[0, 3].item()
     exact = probability - 1  # -4e-5; 1 - 4e-5 is 1 in bf16, and the gradient would be 0
     assert grad_CV[0, 3].item() == pytest.approx(exact, rel=0.01)  # bf16 has 8 bits, float32's 1 - 4e-5 another 8
@@ -444,7 +444,7 @@ def test_a_loss_written_as_a_plain_function_is_ours(name, chunk, dtype):
         return [loss.detach(), *torch.autograd.grad(total, trained)]
 
     ours = loss_and_gradients()
-    head.loss = plain_cross_entropy
+    head.custom_loss = plain_cross_entropy
     rounding = 2**-7 if dtype is torch.bfloat16 else 1e-6  # gradients of logits are in that dtype
     for got, expected in zip(loss_and_gradients(), ours, strict=True):
         assert got.dtype == expected.dtype
@@ -462,7 +462,7 @@ def test_a_forks_loss_sees_capped_logits_and_its_gradient_passes_the_cap():
     torch.manual_seed(0)
     head = lm.LMHead(config)
     torch.nn.init.normal_(head.weight)
-    head.loss = with_z_loss
+    head.custom_loss = with_z_loss
     x = torch.randn(1, 20, config.hidden_size, requires_grad=True)
     targets = torch.arange(20)
     loss = head(x, targets[None], torch.arange(20))
@@ -498,7 +498,7 @@ def test_metrics_that_a_loss_returns_are_summed_over_the_tokens_that_are_trained
     logits_SV = head(x)[0, supervised_S]
     losses = []
     for loss in (plain_cross_entropy, with_metrics):
-        head.loss = loss
+        head.custom_loss = loss
         loss_sum = head(x, targets, supervised_S)
         losses.append([loss_sum.detach(), *torch.autograd.grad(loss_sum, [x, head.weight])])
     assert all(map(torch.equal, *losses))
@@ -522,7 +522,7 @@ def test_a_forks_loss_sees_which_rows_have_no_target(chunk):
         seen.extend(targets_C.tolist())
         return plain_cross_entropy(logits_CV, targets_C)
 
-    head.loss = loss
+    head.custom_loss = loss
     targets = torch.arange(100, 300)
     head(torch.ones(1, 200, head.weight.shape[1]), targets[None], torch.arange(130))
     assert [target for target in seen if target != lm.IGNORE] == targets[:130].tolist()
@@ -538,7 +538,7 @@ def test_a_metric_that_is_not_one_number_a_token_is_an_error(values):
         losses_C = plain_cross_entropy(logits_CV, targets_C)
         return losses_C, {"values": values(losses_C)}
 
-    head.loss = loss
+    head.custom_loss = loss
     with pytest.raises(RuntimeError, match="is invalid for input of size"):
         head(torch.ones(1, 20, head.weight.shape[1]), torch.arange(20)[None], torch.arange(20))
 

@@ -218,8 +218,7 @@ def test_a_state_in_the_cache_equals_the_whole_row_and_does_not_grow():
 
     def run(x_BTD, start, cache):
         T = x_BTD.shape[1]
-        spans = lm.Spans([(0, T)])
-        spans.positions_BT = torch.arange(start, start + T)[None]
+        spans = lm.Spans([(0, T)], positions_BT=torch.arange(start, start + T)[None])
         return block(x_BTD, None, spans, cache)
 
     cache = lm.Cache()
@@ -240,8 +239,7 @@ def test_a_mixer_in_bf16_rounds_what_it_is_given_and_what_it_gives_and_nothing_b
     mixer = build(TIED).model.layers[0].linear_attn.bfloat16()
     mixer.decay.float()  # it stays float32 in a run, too
     T = 128
-    spans = lm.Spans([(0, T)])
-    spans.positions_BT = torch.arange(T)[None]
+    spans = lm.Spans([(0, T)], positions_BT=torch.arange(T)[None])
     parts = mixer.qkv(torch.randn(1, T, 16).bfloat16(), None)
     out = mixer(*parts, spans, None, None)
     assert out.dtype is torch.bfloat16
