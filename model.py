@@ -51,16 +51,14 @@ import nf4
 
 IGNORE = -100  # a target that is not trained on, as in every Hugging Face dataset
 NO_WINDOW = 1 << 30  # tokens: no row is as long
-# YaRN's defaults: rotations over the context of pretraining from which on a pair of a head's elements is
-# fast, and below which it is slow
+# YaRN's defaults: rotations over the context of pretraining, above which a pair is fast, below which slow
 BETA_FAST = 32
 BETA_SLOW = 1
 
 # ---------------- families and config
 
 class Family(NamedTuple):
-    """How a family differs from Llama 2. A new trait is a field here and an `if c.family.TRAIT` in the
-    model."""
+    """How a family differs from Llama 2. A new trait is a field, and `if c.family.TRAIT` in the model."""
 
     architecture: str  # what `architectures` in a config.json says
     # The mixers of its blocks, in config.json's words. linear_attention is Gated DeltaNet.
@@ -189,8 +187,8 @@ class Config:
 
     @property
     def n_positions(self):
-        """Tokens of the longest row that the model is made for. Under YaRN, files have in
-        max_position_embeddings the length before it, the one after it, or neither (Qwen3's 40,960)."""
+        """Tokens of the longest row that the model is made for. In files, max_position_embeddings under YaRN
+        may be the length before it, the one after it, or neither (Qwen3's 40,960)."""
         if self.rope_scaling["rope_type"] != "yarn":
             return self.max_position_embeddings
         longest = int(self.rope_scaling["factor"] * self.n_pretrained_positions)
@@ -223,9 +221,8 @@ class Config:
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / RMS(x) * w over the last dimension (arXiv:1910.07467), or times 1 + w. It computes in float32,
-    except that the weight is rounded to the dtype of x, because only then does a fused kernel run: an error
-    of 2.4e-3 in bf16 instead of 1.7e-3."""
+    """x / RMS(x) * w (arXiv:1910.07467), or times 1 + w, in float32 except for w, because only then does a
+    fused kernel run: an error of 2.4e-3 in bf16 instead of 1.7e-3."""
 
     def __init__(self, size, eps, adds_one=False):
         super().__init__(size, eps)
@@ -256,7 +253,6 @@ class CosSin(NamedTuple):
 
 def rope_table(positions_BT, config):
     """-> (CosSin of q, CosSin of k). Angles are float32, because bf16 is wrong beyond a few hundred tokens.
-    `rope_type` says how rows longer than those of pretraining are mapped to angles that it has seen.
     `dynamic` is computed as `default`: it differs only beyond max_position_embeddings."""
     scaling = config.rope_scaling
     even_numbers = torch.arange(0, config.rope_size, 2, device=positions_BT.device)
@@ -284,17 +280,16 @@ def rope_table(positions_BT, config):
     if not config.family.growing_q:
         cos_sin = CosSin(cos, sin)
         return cos_sin, cos_sin
-    # As in Llama 4, a query that sees more keys is longer, so that its softmax stays as sharp. RoPE rotates
-    # the whole head here, so multiplying cos and sin is enough.
+    # as in Llama 4, a query that sees more keys is longer, so that its softmax stays as sharp
     n_lengths = positions_BT[..., None, None] // config.n_pretrained_positions
     growth = 1 + scaling.get("llama_4_scaling_beta", 0) * torch.log1p(n_lengths.float())
     return CosSin(cos * growth, sin * growth), CosSin(cos, sin)
 
 
 def yarn_frequencies(freq, config):
-    """YaRN (arXiv:2309.00071): pairs that rotate often over the context of pretraining stay, pairs that
-    rotate less than about once are stretched by `factor`, those between are blended. The blend is linear in
-    the number of the pair, as in its authors' code; the paper's is linear in the rotations of a pair."""
+    """YaRN (arXiv:2309.00071): fast pairs stay, slow pairs are stretched by `factor`, those between are
+    blended linearly in the pair's number, as in its authors' code; the paper blends linearly in its
+    rotations."""
     scaling = config.rope_scaling
 
     def pair_that_rotates(n_times):
@@ -317,8 +312,7 @@ def yarn_frequencies(freq, config):
 
 
 def yarn_attention_factor(scaling):
-    """YaRN multiplies cos and sin by this, and so scores by its square, because softmax over more keys is
-    flatter. mscale and mscale_all_dim are DeepSeek's and count only together."""
+    """For cos and sin: softmax over more keys is flatter. mscale and mscale_all_dim count only together."""
 
     def growth(mscale):
         return 1 + 0.1 * mscale * math.log(max(scaling["factor"], 1))
@@ -331,8 +325,8 @@ def yarn_attention_factor(scaling):
 
 
 def rotate(q_BTHK, cos_sin):
-    """Rotates element i of a head with element i + K/2, which is Hugging Face's pairing; the paper
-    (arXiv:2104.09864) pairs neighbours. If only a part of a head has angles, the rest stays as it is."""
+    """Rotates element i of a head with element i + K/2, Hugging Face's pairing (arXiv:2104.09864 pairs
+    neighbours). What has no angles stays as it is."""
     cos, sin = cos_sin
     # float32 until the end: the differences below would otherwise be taken of products rounded to 8 bits
     rotated, rest = q_BTHK.float().tensor_split((2 * cos.shape[-1],), -1)
@@ -362,17 +356,16 @@ class Spans:
 
 
 class Cache:
-    """Keys and values of the tokens that a generation has seen, 2 * layers * G * K numbers a token, and the
-    states of Gated DeltaNets, which do not grow. Not a dict: on a GPU FSDP2 copies dicts among the arguments
-    of a model, and what is added to a copy is lost."""
+    """Keys and values of a generation's tokens, 2 * layers * G * K numbers a token, and states of Gated
+    DeltaNets. Not a dict: on a GPU FSDP2 copies dicts among a model's arguments, and what is added to a copy
+    is lost."""
 
     def __init__(self):
         self.n_tokens = 0
         self.layers = {}  # {Attention: (keys, values), GatedDeltaNet: (tail, state)}
 
     def extend(self, layer, *new):
-        """Adds a layer's new keys and values, [B, T, G, K] -> all that it has, oldest first. Drops what the
-        next token will not see."""
+        """Adds a layer's new keys and values, [B, T, G, K] -> those that the tokens see, oldest first."""
         if layer in self.layers:
             new = [torch.cat(pair, 1) for pair in zip(self.layers[layer], new)]
         n_old = max(0, new[0].shape[1] + 1 - layer.window)  # + 1, because the window counts the next token
@@ -444,9 +437,8 @@ def head_norm(c):
 
 
 def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, record=None):
-    """Causal attention inside each document -> [B, T, H*K]. A token sees itself and the window - 1 tokens
-    before it. Padding gets any finite values. With a group, the tensors have this rank's tokens only, while
-    `spans` describes those of all its ranks."""
+    """Causal attention inside each document -> [B, T, H*K]. A token sees itself and the window - 1 before it.
+    Padding gets any finite values. With a group, the tensors have this rank's tokens only."""
     if group is not None:
         return attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record)
     run = functools.partial(attend_here, spans, window)
@@ -501,15 +493,13 @@ def runs_flash_attention(q):
 
 
 def shares_key_heads(q):
-    """Whether the kernels for q let query heads share key heads. On a GPU only FlashAttention does: else
-    torch would choose its math kernel, which stores all scores."""
+    """Whether query heads may share key heads. On a GPU else torch's math kernel would store all scores."""
     return not q.is_cuda or runs_flash_attention(q)
 
 
 @functools.cache
 def flash_attention():
-    """FlashAttention over packed documents; gaps count as documents. Imported here, because that takes 0.3 s
-    and only a GPU has it."""
+    """FlashAttention over packed documents and gaps. Imported here: it takes 0.3 s and needs a GPU."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -561,15 +551,14 @@ def attend_one_by_one(q, k, v, pairs, window):
 
 
 def length_multiple(q):
-    """A CPU only sees multiples of 32, because oneDNN stores 4 MiB of bf16 kernels for each new length, and
-    0.6 MiB for each new number of rows of a product."""
+    """A CPU sees multiples of 32: oneDNN stores 4 MiB of bf16 kernels for each length, 0.6 MiB for each
+    number of rows of a product."""
     return 32 if q.device.type == "cpu" else 1
 
 
 def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record):
-    """attend() of rows that are sharded over ranks (Ulysses, arXiv:2309.14509). One all-to-all goes from
-    (this rank's tokens, all heads) to (all tokens, this rank's heads), a second one goes back. Together they
-    move 2 * (2*H + 2*G) * K bytes in bf16 for each of the rank's tokens."""
+    """attend() of rows that are sharded over ranks (Ulysses, arXiv:2309.14509): an all-to-all from my tokens
+    and all heads to all tokens and my heads, and one back: 2 * (2*H + 2*G) * K bytes a token in bf16."""
     B, T, H, K = q_BTHK.shape
     n_ranks = group.size()
     # a key head goes to each of the ranks that have some of its query heads
@@ -583,8 +572,7 @@ def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record):
 
 
 def to_my_heads(parts, group):
-    """Tensors [B, T, columns], of this rank's tokens and all heads -> [1, tokens of all ranks, columns of
-    this rank's heads], part after part."""
+    """Tensors [B, T, columns] of my tokens and all heads -> [1, all tokens, columns of my heads]."""
     return exchange(cut_heads(parts, group.size()), group).flatten(0, 1)[None]
 
 
@@ -595,8 +583,7 @@ def to_my_tokens(out, group):
 
 
 def cut_heads(parts, n_ranks):
-    """Tensors [..., columns] -> [n_ranks, rows, columns]: at i the columns of rank i's heads, part after
-    part."""
+    """Tensors [..., columns] -> [n_ranks, rows, columns]: at i the columns of rank i's heads."""
     by_rank = [t.flatten(0, -2).unflatten(-1, (n_ranks, -1)).transpose(0, 1) for t in parts]
     return torch.cat(by_rank, 2)
 
@@ -628,8 +615,8 @@ SEGMENT = 1024  # tokens whose intermediates are in memory at once, 11 KiB and m
 
 
 def chunk_length(device):
-    """Tokens of one triangular system, a power of two. On a GPU, chunks are launches one after another; a CPU
-    inverts a larger system much more slowly."""
+    """Tokens of one triangular system. On a GPU chunks wait for one another; a CPU inverts large ones
+    slowly."""
     return 64 if device.type == "cpu" else 128
 
 
@@ -735,9 +722,8 @@ class Scan(torch.autograd.Function):
 
 
 class ShortConv(nn.Module):
-    """A causal depthwise convolution and SiLU: each channel is a weighted sum of its last J tokens. Tap by
-    tap, because torch's kernel would mix packed documents. The weight, [X, 1, J] in files, is an argument,
-    because a rank of --sequence_parallel has the channels of its heads alone."""
+    """A causal depthwise convolution and SiLU, tap by tap, because torch's kernel would mix packed documents.
+    The weight, [X, 1, J] in files, is an argument: a rank of --sequence_parallel has some of its channels."""
 
     def __init__(self, n_channels, n_taps):
         super().__init__()
@@ -852,8 +838,7 @@ class GatedDeltaNet(nn.Module):
         return out.view(B, T, -1)
 
     def take_my_heads(self, qkv_BTX, z_BTY, g_BTH, beta_BTH, group):
-        """Tensors of all heads for this rank's tokens -> of this rank's heads for all tokens, and the weight
-        of their channels. The gates have an all-to-all of their own, because they stay float32."""
+        """Of all heads and my tokens -> of my heads and all tokens, and the weight of my channels."""
         n_ranks = group.size()
         w_XJ = self.conv1d.weight
         qkvz = to_my_heads([*qkv_BTX.split(self.qkv_sizes, -1), z_BTY], group)
@@ -900,8 +885,8 @@ class GatedDeltaNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202), down_proj(silu(gate_proj(h)) * up_proj(h)), or a stack of such experts, for
-    which row_stops says where the rows of each end."""
+    """SwiGLU (arXiv:2002.05202), or a stack of such experts, for which row_stops says where their rows
+    end."""
 
     def __init__(self, D, width, n_experts=1):
         super().__init__()
@@ -924,8 +909,8 @@ class Route(NamedTuple):
 
 
 class ToExperts(torch.autograd.Function):
-    """x_ND -> a copy of each token for each of its k experts, sorted by expert. Its backward is FromExperts.
-    Autograd's own would add atomically on a GPU, with other bits in each run."""
+    """x_ND -> a row for each of a token's k experts, sorted by expert. Its backward is FromExperts, because
+    autograd's own would add atomically on a GPU, with other bits in each run."""
 
     @staticmethod
     def forward(ctx, x_ND, tokens, rows_Nk):
@@ -984,8 +969,7 @@ class MoE(nn.Module):
         return out + shared if self.has_shared else out
 
     def start_experts(self, h):
-        """All but the last product of the experts -> its input; the shared expert's output, or None; Route;
-        row_stops."""
+        """-> input of the experts' last product; the shared expert's output, or None; Route; row_stops."""
         shared = None
         if self.has_shared:
             shared = self.shared_expert.finish(self.shared_expert.start(h))
@@ -1060,7 +1044,6 @@ class Block(nn.Module):
             self.self_attn = Attention(c, number)
         self.branch_factor = c.residual_multiplier
         self.has_branch_norms = c.family.branch_norms
-        # in files with branch norms, post_attention_layernorm is that of the mixer's branch
         if self.has_branch_norms:
             branch_eps = c.post_norm_eps or c.rms_norm_eps
             self.post_attention_layernorm = norm(branch_eps)
@@ -1112,7 +1095,7 @@ AUTOGRAD_TOKENS = 64  # the same of a fork's loss, of which autograd has four or
 
 def cross_entropy_and_grad(logits_CV, targets_C1):
     """-> (cross-entropy of each token [C, 1], its gradient softmax - one-hot [C, V] in the dtype of the
-    logits), both 0 where the target is IGNORE. One float32 copy, in place; --compile makes none."""
+    logits), both 0 where the target is IGNORE."""
     dtype = logits_CV.dtype
     logits_CV = logits_CV.float()
     real_C1 = (targets_C1 != IGNORE).float()
@@ -1149,7 +1132,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-            ctx, h_SD, w_VD, targets_S, chunk, with_grad, loss_and_grad=cross_entropy_and_grad, per_token=False):
+            ctx, h_SD, w_VD, targets_S, chunk, with_grad, loss_and_grad=cross_entropy_and_grad,
+            per_token=False):
         losses_S1 = torch.empty(len(h_SD), 1, dtype=torch.float32, device=h_SD.device)
         grad_h = None
         if with_grad and ctx.needs_input_grad[0]:
@@ -1231,8 +1215,8 @@ class LMHead(nn.Module):
         return losses_C1, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
 
     def masked_loss(self, logits_CV, targets_C):
-        """A fork's loss -> losses [C], 0 where the target is IGNORE, and {name: sum of a metric} over the
-        other tokens. Its slope must be finite there, too: 0 times infinity is nan."""
+        """-> losses [C], 0 where the target is IGNORE, where the slope must be finite (0 times infinity is
+        nan), and {name: sum of a metric}."""
         losses_C = self.custom_loss(logits_CV, targets_C)
         metrics = {}
         if isinstance(losses_C, tuple):
@@ -1264,8 +1248,8 @@ class LMHead(nn.Module):
         return logits
 
     def forward(self, x, targets_BT=None, supervised_S=None):
-        """Summed loss over the tokens `supervised_S` (flat indices into B*T), or with per_token the loss of
-        each; without targets float32 logits."""
+        """Summed loss over the tokens `supervised_S`, or with per_token of each; without targets float32
+        logits."""
         w_VD = self.weight.to(x.dtype)
         if self.factor != 1:
             x = x * self.factor  # fewer numbers than logits
@@ -1302,8 +1286,8 @@ class LMHead(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, norm, and the head with the loss.
 
-    Set from outside: compute_dtype (set_precision_), dropout (add_lora_), activation_hooks, a context manager
-    around the blocks (train.py's activation offload), and sequence_group, the ranks that share a row."""
+    Set from outside: compute_dtype (set_precision_), dropout (add_lora_), activation_hooks (a context around
+    the blocks, train.py's offload), sequence_group (the ranks that share a row)."""
 
     def __init__(self, c):
         super().__init__()
@@ -1448,8 +1432,7 @@ class LoRA:
     adapter_on = True
 
     def add_adapter_(self, rank, scale, dropout, n_experts):
-        """Adds lora_A [R, D] and lora_B [N, R] to a weight [N, D], in a stack of experts to each of them.
-        dropout: fraction of the inputs that are zeroed in training (arXiv:1207.0580)."""
+        """Adds lora_A [R, D] and lora_B [N, R] to a weight [N, D] or a stack. dropout: arXiv:1207.0580"""
         with torch.device(next(self.parameters()).device):
             self.lora_A = Linear(self.in_features, n_experts * rank, bias=False)
             self.lora_B = Linear(rank, self.out_features, bias=False)
@@ -1485,9 +1468,8 @@ def lora_scale(rank, alpha, rslora):
 
 
 def add_lora_(model, rank, scale, dropout, targets):
-    """Adds adapters to the layers of the blocks that are named in `targets`, and freezes all else. A layer
-    changes its class and is not wrapped: its weight keeps its name, and torch.compile compiles one block for
-    all."""
+    """Adds adapters to the layers of the blocks that `targets` names, and freezes all else. A layer changes
+    its class and is not wrapped: its weight keeps its name, and torch.compile compiles one block for all."""
     with_lora = {Linear: LoRALinear, nf4.NF4Linear: LoRANF4Linear}
     model.requires_grad_(False)  # before the adapters are there, which stay trainable
     model.dropout = dropout
@@ -1517,8 +1499,7 @@ def switch_adapters_(model, on):
 
 
 def set_precision_(model, precision):
-    """Trained weights are float32 masters except in bf16: an update below 1/256 of a bf16 weight is lost
-    (accelerate #2624). A DecayGate is always float32."""
+    """float32 masters except in bf16, where an update below 1/256 of a weight is lost (accelerate #2624)."""
     trained = torch.bfloat16 if precision == "bf16" else torch.float32
     frozen = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     for name, param in model.named_parameters():
@@ -1549,7 +1530,7 @@ def on_meta(config, args):
 
 def compile_(model, packing):
     """torch.compile on both parts of a block around attention, once for all blocks, on experts up to their
-    last product, on the loss, and on dequantization. Without packing, lengths of rows change: dynamic
+    last product, on the loss, and on dequantization. Rows of changing length (no packing) need dynamic
     shapes."""
 
     def in_training(function, dynamic, can_compile=lambda *args: True):
@@ -1567,8 +1548,7 @@ def compile_(model, packing):
         # a graph has one number of rows, and torch traces grouped products in bf16 alone: so a GPU can
         return h.dtype is torch.bfloat16 and not fills_rows(h)
 
-    # up to 15 graphs (types of blocks x sizes of tiles x with a gradient): torch's limit of 8 would end the
-    # run
+    # up to 15 graphs (types of blocks x tiles x with a gradient): torch's limit of 8 would end the run
     torch._dynamo.config.recompile_limit = 64
     # a backward that cannot be compiled then fails in the forward, where nf4.CompiledOrPlain can go on
     torch._functorch.config.force_non_lazy_backward_lowering = True
@@ -1748,9 +1728,9 @@ class RunOnce(torch.autograd.Function):
 
 
 def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
-    """Activation checkpointing of the first blocks: stores only their inputs, 2*D bytes a token instead of
-    about 34*D (43*D without --compile), and recomputes the rest in the backward, at most a third more FLOP
-    (arXiv:1604.06174). The last n_attention_kept of them keep attention's output as well."""
+    """Stores only the inputs of the first blocks, 2*D bytes a token instead of about 34*D (43*D without
+    --compile), and recomputes the rest in the backward, at most a third more FLOP (arXiv:1604.06174). The
+    last n_attention_kept of them keep attention's output as well."""
     # the first ones: what the others keep is free when the backward gets to them
     blocks = model.model.layers[:n_blocks]
     has_dropout = model.dropout > 0
@@ -1763,8 +1743,7 @@ def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
 
 
 def call_recomputed(block, forward, keeps_attention, has_dropout, *args):
-    """A call of a block under torch's checkpoint, which saves those of args that are bare tensors, the input,
-    under the hooks around this call."""
+    """A block under torch's checkpoint, which saves its bare tensor, x, under the hooks around this call."""
     # one for each group of heads, for the forward and the recomputation
     records = [AttentionRecord() if keeps_attention else None for _ in range(block.n_groups)]
     run = functools.partial(forward, records=records)
@@ -1772,8 +1751,7 @@ def call_recomputed(block, forward, keeps_attention, has_dropout, *args):
 
 
 def keep_weights_(module):
-    """The backward uses the weights that the forward has dequantized, 2 bytes each. In a recomputed block
-    these are the recomputation's, which live for the backward of one block."""
+    """The backward uses the weights of the forward, or of the recomputation, in 16 bits: 2 bytes each."""
     for layer in module.modules():
         if isinstance(layer, nf4.NF4Linear):
             layer.keeps_weight = True
@@ -2421,8 +2399,7 @@ IMPLIED = {
         "qk_scale_factor": 3.87, "output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20.0},
 }
 
-# A file with another value (absent and null are fine) asks for something that the model does not compute, and
-# training would be silently wrong. Families with the key in IMPLIED compute it.
+# With other values, training would be silently wrong. Families with the key in IMPLIED compute it.
 REFUSED = {
     "hidden_act": "silu", "hidden_activation": "silu", "mlp_bias": False, "attention_out_bias": False,
     "qkv_bias": False, "bias": False, "clip_qkv": None,  # InternLM3 and IQuest-Coder have them
@@ -2437,8 +2414,7 @@ UNQUANTIZED = "read are 16 bits, bitsandbytes' NF4 and FP8: use the unquantized 
 
 
 class Bounds(NamedTuple):
-    """What a number in a JSON file may be, checked before it is used to allocate memory. Without a default
-    the key must be there."""
+    """What a number in a JSON file may be, checked before it is used to allocate memory."""
 
     number_type: type
     low: float
@@ -2450,8 +2426,7 @@ POSITIVE = Bounds(float, 1e-30, 1e30)
 
 
 def quoted(value):
-    """The first 200 characters of a value as JSON, for a message; what JSON does not have as Python's
-    repr."""
+    """The first 200 characters of a value as JSON, for a message."""
     return json.dumps(value, ensure_ascii=False, default=repr)[:200]
 
 
@@ -2470,8 +2445,7 @@ def read_field(raw, key, bounds, where):
 
 
 def parse_config(raw, where="config.json"):
-    """The dict of a config.json, as transformers 4 or 5 writes it -> Config. ValueError names the key that is
-    wrong or not implemented."""
+    """The dict of a config.json of transformers 4 or 5 -> Config. ValueError names a wrong key."""
 
     def error(key, why):
         return ValueError(f"{where}: {key} = {quoted(raw.get(key))}: {why}")
@@ -2544,8 +2518,8 @@ def check_heads_and_experts(raw, family, values, error):
 
 
 def blocks_of(given, family, values, theta, error):
-    """-> (layer_types, rope_layers). If a file lists neither, every fourth block has the family's first layer
-    type, and with some_rope no RoPE."""
+    """-> (layer_types, rope_layers). By default every fourth block has the first type, with some_rope no
+    RoPE."""
     n_layers = values["num_hidden_layers"]
     allowed = family.layer_types
     interval = values["full_attention_interval"]
@@ -2635,9 +2609,8 @@ def read_rope_numbers(rope, rope_type, where):
 
 
 def parse_rope(given, model_type, values, where, error):
-    """-> (theta, the part of a head that RoPE rotates, scaling). A file may have `rope_theta`,
-    `partial_rotary_factor` and `rope_scaling`, or transformers 5's `rope_parameters` with all in it. What is
-    there twice must agree: readers differ in which one they take."""
+    """-> (theta, the part of a head that RoPE rotates, scaling) from `rope_theta`, `partial_rotary_factor`
+    and `rope_scaling`, or transformers 5's `rope_parameters`. What is there twice must agree."""
     stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     scalings = []  # one of each key that the file has: they must agree
     for key in ROPE_KEYS:
@@ -2664,8 +2637,7 @@ def parse_rope(given, model_type, values, where, error):
     if scalings[0] != scalings[-1]:
         raise error("rope_scaling", "rope_parameters differ: leave one of the two out")
     scaling = scalings[0]
-    # Old Llama-2 files leave out their 10000. Elsewhere this default would train on wrong positions (vllm
-    # #42624).
+    # old Llama-2 files leave out their 10000; elsewhere it would be wrong positions (vllm #42624)
     is_old_llama = not (model_type.startswith("qwen") or scaling["rope_type"] == "llama3"
                         or values["vocab_size"] >= 100_000)
     implied = IMPLIED_THETAS.get(model_type, 1e4 if is_old_llama else None)

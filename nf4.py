@@ -71,8 +71,7 @@ FORMATS = {bits: f"codes by the largest magnitude, blocks of {BLOCK}, {SCALE_STE
 
 
 def bands(*matrices, n_weights=None):
-    """Cuts matrices with equally many rows into bands, where one of the first matrix has about n_weights
-    numbers -> an iterator over the bands, each time one of every matrix."""
+    """Cuts matrices with equally many rows into bands of about n_weights numbers -> an iterator over them."""
     n_rows = max(1, (n_weights or BAND_WEIGHTS) // matrices[0].shape[1])
     return zip(*(matrix.split(n_rows) for matrix in matrices))
 
@@ -103,8 +102,7 @@ def midpoints(bits):
 
 @functools.cache
 def midpoints_of_cells(device, bits):
-    """Cuts -1 ... 1 into cells of 1/16, or 1/32 for 5 bits -> for the beginning of each, how many midpoints
-    lie below it, uint8, and the next one, float32."""
+    """For cells of 1/16, or 1/32 for 5 bits, in -1 ... 1: how many midpoints lie below each, and the next."""
     borders = torch.tensor([*midpoints(bits), math.inf], device="cpu")
     n_cells = 2**bits
     starts = torch.arange(-n_cells, n_cells + 1, device="cpu") / n_cells
@@ -113,8 +111,8 @@ def midpoints_of_cells(device, bits):
 
 
 def nearest_levels(relative, bits):
-    """Numbers from -1 to 1 -> the index of the nearest level of each, uint8. At most one midpoint lies in a
-    cell. torch.bucketize() gives the same and takes two to six times as long on a CPU."""
+    """Numbers in -1 ... 1 -> the index of the nearest level, uint8. At most one midpoint lies in a cell.
+    torch.bucketize() takes two to six times as long on a CPU."""
     n_below, next_midpoint = midpoints_of_cells(relative.device, bits)
     n_cells = 2**bits  # on either side of 0
     cells = (relative * n_cells + n_cells).int().flatten()
@@ -140,8 +138,8 @@ def pack_codes(indices_ND, bits):
 
 
 def pairs_of(codes_NP, D):
-    """[N, D/2] int32: the index in level_pairs() of each two neighbours, which is their byte of codes, and in
-    5 bits above it both fifth bits."""
+    """[N, D/2] int32: the index in level_pairs() of each two neighbours, their codes and above both fifth
+    bits."""
     if codes_NP.shape[1] == D // 2:
         return codes_NP.int()
     nibbles, fifths = codes_NP.split([D // 2, D // 8], 1)
@@ -180,8 +178,7 @@ def dequantize_scales(scales_NQ):
 
 @functools.cache
 def level_pairs(device, bits):
-    """[256] int64, in 5 bits [1024]: two float32 levels for each index, the first one in the low half.
-    Cached, because a copy from the host waits for the GPU."""
+    """[256] int64, in 5 bits [1024]: two float32 levels. Cached: a copy from the host waits for the GPU."""
     levels = torch.tensor(CODEBOOKS[bits], device="cpu")
     sixteens = levels.split(16)  # levels with one fifth bit; in 4 bits there is one such part
     pairs = [torch.cartesian_prod(*two) for two in itertools.product(sixteens, repeat=2)]
@@ -214,8 +211,7 @@ def dequantize_blocks(codes_NP, absmax_NM, dtype):
 
 
 def bits_of_nearest(x, dtype):
-    """float32 -> the bits of the nearest bf16 or fp16 (ties to even), in the lower half of an int32; its
-    upper half means nothing."""
+    """float32 -> the bits of the nearest bf16 or fp16 (ties to even) in the lower half of an int32."""
     if dtype is torch.float16:  # has subnormals and overflow
         return x.to(dtype).view(torch.int16).int()
     bits = x.view(torch.int32)
@@ -223,8 +219,8 @@ def bits_of_nearest(x, dtype):
 
 
 def dequantize_pairs(codes_NP, scales_NM, table, dtype):
-    """dequantize() for torch.compile, after dequantize_scales(). Each int32 of the result [N * M, 32] packs
-    two weights, so that loads and stores are contiguous. table: level_pairs()."""
+    """dequantize() for torch.compile -> [N * M, 32] int32 of two weights each, for contiguous loads and
+    stores."""
     D = scales_NM.shape[1] * BLOCK
     index = pairs_of(codes_NP, D).view(-1, BLOCK // 2)
     pairs = table[index]  # one load of 8 bytes
@@ -237,11 +233,9 @@ def dequantize_pairs(codes_NP, scales_NM, table, dtype):
 
 
 class CompiledOrPlain:
-    """torch.compile(function), or the plain function where torch cannot compile it. A warning says so, and
-    blocks that share its code do not try again. It is one graph, so nothing of it has run by then.
-
-    Once there is a compiled result with a gradient, an error is raised: a recomputed block must save the
-    tensors that its forward has saved, and the plain function saves others."""
+    """torch.compile(function), or with a warning the plain function where torch cannot compile it. It is one
+    graph, so nothing of it has run by then. Once there is a result with a gradient, an error is raised: a
+    recomputed block must save what its forward has saved, and the plain function saves other tensors."""
 
     failed = {}  # {function: why torch could not compile it}, of this process
 
@@ -325,8 +319,8 @@ def weight(codes, scales, fast, like):
 
 
 def linear(x, w_ND, row_stops=None):
-    """x @ w.T. With `row_stops`, [E] int32, w is a stack of E experts, and the rows of x that belong to
-    expert e end before row_stops[e]."""
+    """x @ w.T, of a stack of E experts with row_stops, [E] int32: rows of expert e end before
+    row_stops[e]."""
     if row_stops is None:
         return F.linear(x, w_ND)
     w_END = w_ND.unflatten(0, (len(row_stops), -1))
@@ -411,8 +405,8 @@ SMALL = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
 
 
 def quantize_linears_(module, bits_of):
-    """Replaces each linear layer below `module`, except SMALL ones, by an empty NF4Linear of bits_of(its
-    name) bits. ValueError where rows do not divide into blocks."""
+    """Replaces the linear layers below `module`, except SMALL ones, by empty NF4Linears. ValueError where
+    rows do not divide into blocks."""
     for parent_name, parent in list(module.named_modules()):
         for child_name, child in parent.named_children():
             if not isinstance(child, nn.Linear) or child_name in SMALL:
@@ -469,7 +463,7 @@ def rows_of(params):
 
 def scramble(x):
     """The project's hash: index -> 32 well mixed bits (MurmurHash3's finalizer), for an int or an int64
-    tensor. Random rounding comes from it, so a run has no random state to restore."""
+    tensor."""
     for shift, factor in (16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1):
         x = x & 0xFFFFFFFF  # an int has no end, and only 32 bits of an int64 may take part
         x = (x ^ x >> shift) * factor
@@ -548,8 +542,7 @@ def code_levels(device):
 
 
 class Region(NamedTuple):
-    """Some rows and columns of a matrix, which one call of adamw_() updates. w_ND[region] is a view of
-    them."""
+    """Rows and columns of a matrix, which one call of adamw_() updates. w_ND[region] is a view of them."""
 
     rows: slice
     cols: slice
@@ -612,8 +605,7 @@ class Rates(NamedTuple):
 
 
 def rates_of(step, lr, weight_decay):
-    """-> Rates. m and v begin at 0: 1 - BETA**step is how much of its true size each has by then. lr: a
-    number, or a tensor on the device."""
+    """-> Rates. 1 - BETA**step: how much of its true size m or v has by then. lr: a number or a tensor."""
     rates = Rates(
         w_factor=1 - lr * weight_decay,
         m_factor=lr / (1 - BETA1**step),
@@ -653,8 +645,8 @@ def in_blocks(x):
 
 
 def regions(N, D, n_weights):
-    """Cuts [N, D] into Regions of about n_weights. Blocks of a region are equally long, so the shorter blocks
-    that end the rows are regions of their own."""
+    """Cuts [N, D] into Regions of about n_weights, with equally long blocks: shorter last blocks are their
+    own."""
     n_rows = max(1, n_weights // D)
     n_whole = D // MOMENT_BLOCK * MOMENT_BLOCK  # columns in whole blocks
     for start in range(0, N, n_rows):

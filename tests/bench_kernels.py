@@ -121,7 +121,8 @@ def bench_loss(bounds, tokens):
     some_targets = targets[: lm.FLOAT32_TOKENS, None]
     n_tokens_here = len(some_targets)
     logits = random(n_tokens_here, V)
-    gradients = {"eager": lm.cross_entropy_and_grad, "--compile": torch.compile(lm.cross_entropy_and_grad, dynamic=True)}
+    plain = lm.cross_entropy_and_grad
+    gradients = {"eager": plain, "--compile": torch.compile(plain, dynamic=True)}
 
     def head_and_loss(gradient):
         lm.ChunkedCrossEntropy.apply(h, w, targets, 1024, True, gradient)
