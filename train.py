@@ -5,13 +5,10 @@ memory.
     python train.py --qlora --model Qwen/Qwen3-4B --data chats.jsonl                                 # one GPU
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chats.jsonl
 
-In the order of this file: `main`, a run from top to bottom; flags; then what main uses: ranks, opening a
-model and a run, limits of the memory, build() and train_step(), FSDP2 and activation offload, optimizers, the
-loss of a batch, the log, what a start prints, samples and chats, numbers that are not finite, the result,
-checkpoints; and last the memory plan and the exit code. A memory feature is one function or small class that
-edits a finished vanilla module, and one call in build(): the plan runs build() and train_step() on the meta
-device, and so knows of it. "Where to edit" in tests/README.md says which lines a new loss, optimizer, memory
-feature, flag or model changes.
+`main` comes first: a run from top to bottom. The sections after it have what main uses. To add a memory
+feature, write one function or small class that modifies the finished model, and call it in build(). The
+memory plan runs build() and train_step() on the meta device, so it accounts for the feature automatically.
+"Where to edit" in tests/README.md says which lines a new loss, optimizer, flag or model changes.
 
 A reading tour, in the order of a run:
 
@@ -20,10 +17,25 @@ A reading tour, in the order of a run:
     shard_                      lets FSDP2 gather a block before it runs, and free it after
     load_weights_               (data.py) reads and quantizes a rank's own rows only
     attend                      (model.py) lets each packed document see itself alone, without a [T, T] mask
-    OffloadActivations          sends block inputs to the host, and has them back in time
-    StreamedWeights             has frozen weights on the GPU when their block runs, and not before
+    OffloadActivations          copies block inputs to host memory, and back before the backward needs them
+    StreamedWeights             copies frozen weights to the GPU just before their block runs
     ChunkedCrossEntropy         (model.py) computes the gradient of the loss in the forward, by chunks
     Saver.commit                makes a checkpoint by one rename
+
+Words:
+
+    block     a layer of the model: attention or Gated DeltaNet, and an MLP
+    row       the tokens that go through the model together, of one or several packed documents
+    part      the piece of a document that goes into one row
+    chunk     the tokens that the loss works on at a time
+    tile      the tokens that the MLP works on at a time (--tiled_mlp)
+    segment   the tokens that Gated DeltaNet recomputes at a time
+    page      a piece of pinned host memory, for tensors that are offloaded
+    policy    what each block recomputes, keeps and leaves on the GPU (BlockPolicy)
+    room      bytes of a GPU that a run may use
+    on paper  on the meta device, where tensors have shapes and no memory
+    term      what a loss is a mean of: a supervised token, or a pair of --dpo
+    sink      what gets the metrics beside metrics.jsonl: TensorBoard, Weights & Biases
 """
 
 import os
@@ -192,7 +204,6 @@ def main(argv, progress, exits):
     # not with FSDP2, whose gathered units would leave holes between the shards
     keep_freed_memory(on=device.type == "cpu" and not args.fsdp2)
     profiler = tracer(args.profile, args.memory_snapshot, out, ranks)
-    # a thread makes the batches of the next step while this one computes
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
         n_done = state["step"]  # data, dropout and schedule count from 0
         # Turn n + 1 begins with the evaluation of step n, so a run that was stopped between the two evaluates
@@ -205,8 +216,8 @@ def main(argv, progress, exits):
         lr = set_rates_(optimizer, n_done, steps, args)
         seed_dropout(args.seed, n_done, ranks.rank)
 
-        progress["step"] = step
-        sums, norm = train_step(trainer, batches, counts.terms, progress)
+        progress |= {"step": step, "tokens_of_micro_batch": max(batch.tokens.numel() for batch in batches)}
+        sums, norm = train_step(trainer, batches, counts.terms)
         state["step"] = step
         state["tokens"] += counts.targets
         # `counts` is of all ranks, and mfu compares with the peak of one device
@@ -217,7 +228,6 @@ def main(argv, progress, exits):
         # checkpoint counts a step that ends the run. All ranks must decide alike, or one would save while the
         # others train. The all-reduce is gloo's: it does not wait for the GPU.
         stopped, overdue = ranks.largest(stop.number, log.seconds() > 10)
-        # the last step, too: --resume with more --steps continues it
         save_due = args.save_every and (step % args.save_every == 0 or step == steps)
         # the first steps show whether a run learns, the first after a resume whether it continues well
         log_due = step <= 10 or step == log.start_step + 1 or step == steps or step % args.log_every == 0
@@ -296,7 +306,6 @@ def column(text):
     raise argparse.ArgumentTypeError(f"{text}: expected COLUMN=KEY with one of the keys {keys}")
 
 
-# a page of the Hub
 HUB_PAGE = re.compile(r"(?:https?://(?:www\.)?(?:huggingface|hf)\.co/|hf://)(?:datasets/|models/)?"
                       r"([\w.-]+/[\w.-]+)(?:/tree/main|/viewer)?/?(?:[?#].*)?")
 
@@ -359,7 +368,6 @@ OTHER_NAMES = {
 # flags of launchers: torch.distributed.launch gave the first one to each process
 OF_LAUNCHERS = ("local_rank", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port",
                 "num_processes")
-# what each rank of a process group needs, and torchrun sets
 OF_GROUP = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # why --optim_in_backward does not go with --precision fp16
 WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, and here a part of its "
@@ -406,7 +414,6 @@ def add(group, flag, value_type, default, text, **options):
 
 def switch(group, flag, text, on=False, **marks):
     """Adds a flag that is on or off. One that is on by default also gets a --no-flag."""
-    # a --no-flag for what is off anyway would only make --help longer
     action = argparse.BooleanOptionalAction if on else "store_true"
     shown = "on" if on else "off"
     declare(group, flag, action=action, default=on, help=f"{text} (default: {shown})", **marks)
@@ -809,12 +816,10 @@ def refuse_conflicts(args):
     if args.dpo and args.train_embeddings:
         refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
                "before, and give its merged model")
-    # float32 weights are not rounded
     if args.stochastic_rounding and args.precision != "bf16":
         refuse("--stochastic_rounding needs --precision bf16")
     if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
         refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
-    # a chat has one terminal, and one process that reads from it
     if args.chat and (args.fsdp2 or "RANK" in os.environ):
         refuse("--chat needs one device: no torchrun, no --fsdp2")
     if args.dry_run and "RANK" in os.environ:
@@ -882,7 +887,6 @@ class Ranks:
         self.world = 1
         self.control = None
         environment = os.environ if "RANK" in os.environ else {}
-        # among the n_local ranks of this machine: the number of its GPU
         self.local = int(environment.get("LOCAL_RANK", 0))
         n_local = int(environment.get("LOCAL_WORLD_SIZE", 1))
         self.device = torch.device("cpu")
@@ -891,7 +895,6 @@ class Ranks:
             # or set_device() would raise "invalid device ordinal", and only in the ranks that have none
             if n_local > torch.cuda.device_count():
                 raise SystemExit(f"--nproc_per_node {n_local}: there are {torch.cuda.device_count()} GPUs")
-            # with its number: cuda and cuda:0 are not equal
             self.device = torch.device("cuda", self.local)
             # before anything is allocated: what asks for "cuda" alone would be on GPU 0, from every rank
             torch.cuda.set_device(self.device)
@@ -1012,7 +1015,6 @@ class StopSignal:
                 signal.signal(number, self.note)
 
     def note(self, number, _):
-        # A handler may run in the middle of an update, so main saves later.
         is_second = number == self.number == signal.SIGINT and "RANK" not in os.environ
         if is_second or not self.can_save:
             raise KeyboardInterrupt
@@ -1078,7 +1080,6 @@ def open_config(args, world, device, random_init, revisions=None):
     if args.adapter:
         folder = data.folder_of("adapter", args.adapter, revisions)
         adapter_reader, adapter_settings = data.open_adapter(folder)
-        # the commit of the base that the adapter was trained on, as PEFT and older results name it
         settings = data.read_json(folder / data.ADAPTER_CONFIG)
         commits = revisions_of(folder) if is_run(folder.parent) else {}
         if settings.get("revision"):
@@ -1093,7 +1094,6 @@ def open_config(args, world, device, random_init, revisions=None):
     resolve_for_model(args, config, adapter_settings, device)
     stored_config = config
     files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter_reader)
-    # read again: --add_tokens or the adapter may have made the vocabulary larger
     config = lm.parse_config(files.config, f"{args.model}: config.json")
     check_sizes(args, config, world)
     return OpenedConfig(files, config, adapter_reader, stored_config)
@@ -1167,7 +1167,6 @@ def check_sizes(args, config, world):
     """ValueError where a flag does not fit the ranks or the model."""
     n_heads = {"heads of attention": config.num_attention_heads}
     if "linear_attention" in config.layer_types:
-        # a key head stays together with its value heads
         n_heads["key heads of Gated DeltaNet"] = config.linear_num_key_heads
     for flag in ("replicas", "sequence_parallel"):
         given = getattr(args, flag)
@@ -1208,7 +1207,6 @@ def default_rate(config, lora, dpo):
 def open_model(args, ranks, revisions=None):
     """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated.
     revisions: see take_folder()."""
-    # each rank reads the files by itself: a node may lack one
     with ranks.agree():
         # --inspect looks at data alone: it downloads no weights for them
         without_weights = args.random_init or bool(args.inspect)
@@ -1326,20 +1324,17 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
     if eval_data not in (None, state["eval_data"]):
         if state["evaluated"]:
             ranks.say(f"note: {resumed} was evaluated on other --eval_data: its best evaluation is forgotten")
-        # the best loss so far says nothing about losses on other data
         state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None}
     return state
 
 
 def count_steps(args, n_rows, world):
     """-> (rows of a step, steps). Raises a ValueError if the data have too few rows."""
-    # the ranks of a --sequence_parallel group share their rows
     rows_a_step = args.batch_size * args.grad_accum * world // args.sequence_parallel
     if n_rows < rows_a_step:
         raise ValueError(
             f"a step needs {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
             f"{n_rows}: lower one of them or --seq_len, or give more data")
-    # rounded up: the last step may take some rows of one more epoch
     return rows_a_step, args.steps or math.ceil(args.epochs * n_rows / rows_a_step)
 
 
@@ -1420,16 +1415,16 @@ class Trainer(NamedTuple):
 
 def build(model, run, policy, ranks, load_weights):
     """Wraps a model on the meta device, allocates and loads its weights, and makes the optimizer -> Trainer.
+    Each feature wraps what is there, from the inside out.
 
-    Each feature wraps what is there, from the inside out, and the weights come last. main calls this, and so
-    does the memory plan, whose ranks.device is the meta device: what is called here is planned as it runs.
-    load_weights: a function of the model."""
+    main calls this, and so does the memory plan, whose ranks.device is the meta device: what is called here
+    is planned as it runs. load_weights: a function of the model."""
     args = run.args
     device = ranks.device
     if args.compile:
         lm.compile_(model, args.packing)
     wrap_blocks_(model, args, policy)
-    # A fork's own feature of blocks goes here: it sees what a block recomputes, and FSDP2 sees what it made.
+    # A fork's feature of blocks goes here: inside of FSDP2, around recomputation.
     # groups of consecutive ranks, as Loader deals out rows: rank // N is the group, rank % N the shard of it
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.step_limit)
@@ -1446,7 +1441,6 @@ def build(model, run, policy, ranks, load_weights):
     # on a CPU, activations are in host memory already
     if "activations" in args.offload and device.type != "cpu":
         model.activation_hooks = OffloadActivations(device, model.model.layers)
-    # after shard_(): FSDP2 has replaced the parameters by their shards
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trained = list(named.values())
     nonfinite = NonFinite(trained[0].device)  # where gradients are, with --offload params on the CPU
@@ -1458,27 +1452,24 @@ def build(model, run, policy, ranks, load_weights):
     return Trainer(model, run, ranks, trained, optimizer, nonfinite, loss_scale, in_backward)
 
 
-def train_step(trainer, batches, n_terms, progress):
-    """Forward and backward of each micro-batch, and one update of the weights -> ({name: sum of the loss or
-    of a metric}, norm of the gradients), on the device. n_terms: supervised tokens, or pairs, of all
-    micro-batches and ranks. The memory plan runs it, too."""
+def train_step(trainer, batches, n_terms):
+    """Forward and backward of each micro-batch, and one update -> ({name: sum of the loss or of a metric},
+    gradient norm), on the device. n_terms: supervised tokens, or pairs, of all micro-batches and ranks. The
+    memory plan runs it, too."""
     model, run, ranks, trained, optimizer, nonfinite, loss_scale, in_backward = trainer
     args = run.args
     sums = Counter()
     for i, batch in enumerate(batches):
         if args.fsdp2:
-            # Gradients of whole weights are too large to wait unsharded for the last micro-batch, so FSDP2
-            # reduces them in each. Where the vocabulary is not trained there are only adapters: theirs wait,
-            # and so does the exchange between replicas, as once a step is enough.
+            # FSDP2 reduces gradients of whole weights in each micro-batch: unsharded they are too large to
+            # keep. Those of adapters are reduced in the last one, and replicas exchange once a step.
             is_last = i == len(batches) - 1
             model.set_requires_gradient_sync(is_last or run.trains_vocabulary)
             model.set_requires_all_reduce(is_last)
         b = batch.to(ranks.device)
-        progress["tokens_of_micro_batch"] = b.tokens.numel()
         loss, metrics = loss_of(model, b, args)
-        # The loss is a sum. We divide it by the supervised tokens (or pairs) of all micro-batches and ranks,
-        # so each counts the same however a step is split; `ranks.world` undoes the mean over ranks that is
-        # taken of gradients.
+        # The loss is a sum over tokens (or pairs). Divided by those of all micro-batches and ranks, each
+        # counts the same however a step is split. `ranks.world` undoes the mean over ranks of the gradients.
         (loss_scale.of(loss) * (ranks.world / n_terms)).backward()
         # detached, or the log would keep the graph until it writes a row
         sums.update({name: value.detach() for name, value in [("loss", loss), *metrics.items()]})
@@ -1942,8 +1933,8 @@ def aligned(n_bytes):
 
 
 def groups_of(named, weight_decay, embedding_lr):
-    """The parameter groups of an optimizer: matrices, vectors, and what --train_embeddings trains beside
-    adapters. The rate of adapters is too high for weights that are trained in full."""
+    """An optimizer's parameter groups: matrices, vectors, and with adapters what --train_embeddings trains,
+    for which the rate of adapters is too high."""
     in_full = () if embedding_lr is None else (data.EMBEDDING, data.HEAD)
     vocabulary = [p for name, p in named.items() if name in in_full]  # one if they are tied
     matrices = [p for name, p in named.items() if name not in in_full and p.dim() > 1]
@@ -1956,28 +1947,26 @@ def groups_of(named, weight_decay, embedding_lr):
 
 
 def make_optimizer(named, args, found_inf):
-    """AdamW with weight decay on matrices only: pulling norms and biases towards zero regularises nothing.
+    """AdamW with weight decay on matrices only, not on norms and biases.
 
-    An optimizer of your own has to do this, with named = {name: parameter}, whose names tell embedding and
-    head from the matrices of the blocks:
-    - Put every parameter into a group: one that is in none never learns, and nobody says so.
-    - Allocate all state here, as tensors in optimizer.state[p], and update it in place: a resumed run fills
-      it before the first step, and memory must not grow later. zeros_like(p) is sharded and saved as p is.
+    To add an optimizer, follow these rules. `named` is {name: parameter}; names tell the embedding and the
+    head from the blocks' matrices:
+
+    - Put every parameter into a group: one that is in none never learns, silently.
+    - Allocate all state here, in optimizer.state[p], and update it in place: then it is saved, resumed,
+      sharded (zeros_like(p) is) and planned by itself.
     - Either keep `found_inf` as an attribute of this name and change nothing where it is 1 (a gradient was
-      inf or nan), read on the device. Or have none: then NonFinite.step_if_finite() waits for the device in
-      each step and does not call step().
-    - Skip a parameter whose grad is None: --optim_in_backward calls step() once for each parameter, while no
-      other gradient is alive.
+      inf or nan), read on the device. Or have none: then each step waits for the device, and a step with inf
+      or nan does not call step().
+    - Skip a parameter whose grad is None: --optim_in_backward calls step() once for each parameter.
     """
     params = list(named.values())
     groups = groups_of(named, args.weight_decay, args.embedding_lr)
     eight_bits = args.optim == "adamw8bit"
-    # torch's AdamW does neither
     if eight_bits or args.stochastic_rounding:
         return nf4.CompactAdamW(
             groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, found_inf)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
-    # As torch would at the first step. Fused AdamW reads `step` on the device, the others on the host.
     for p in params:
         optimizer.state[p] = {"step": torch.zeros((), device=p.device if args.fused_adamw else "cpu"),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
@@ -1987,37 +1976,33 @@ def make_optimizer(named, args, found_inf):
 
 
 def set_rates_(optimizer, step, steps, args):
-    """Gives each group of an optimizer its learning rate in this step -> that of --lr. Embedding and head
-    that train beside adapters have a peak of their own, see groups_of()."""
+    """Sets the learning rate of each group for this step -> that of --lr."""
     for group in optimizer.param_groups:
         group["lr"] = lr_at(step, steps, args, group.get("peak", args.lr))
     return optimizer.param_groups[0]["lr"]
 
 
 def lr_at(step, steps, args, peak):
-    """Learning rate of a step, counted from 0: linear warmup to `peak` (--lr or --embedding_lr), then
-    constant, or linear or cosine decay to --min_lr, for --embedding_lr to the same fraction of its peak."""
+    """Learning rate of a step, counted from 0: linear warmup to `peak`, then constant, or linear or cosine
+    decay to --min_lr; --embedding_lr falls to the same fraction of its peak."""
     lowest = args.min_lr
     if peak != args.lr:
         lowest *= peak / args.lr if args.lr else 0.0
     warmup = args.warmup * steps if args.warmup < 1 else args.warmup
-    # Below 1 it is a fraction of the run. Neither 0 nor the peak is one of the warmup's own rates: the first
-    # step learns something, and the peak belongs to the first step behind the warmup.
+    # below 1: a fraction of the run. The first step learns something, and the first after the warmup has the
+    # peak
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     if args.schedule == "constant":
         return peak
-    # from 0 after the warmup to 1 at the end of the run
     progress = (step - warmup) / max(1, steps - warmup)
     height = 1 - progress if args.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return lowest + (peak - lowest) * height
 
 
 def average_gradients_(params, world):
-    """Replaces gradients by their means over ranks, for ranks that each have the whole model. Starts all
-    all-reduces before it waits for the first."""
+    """Replaces gradients by their means over ranks that each have the whole model, all of them at once."""
     work = [dist.all_reduce(p.grad, async_op=True) for p in params]
-    # gloo and NCCL run them one after the other in the background
     for handle, p in zip(work, params, strict=True):
         handle.wait()
         p.grad.div_(world)
@@ -2034,20 +2019,19 @@ def clip_gradients_(params, clip):
 
 
 class LossScale:
-    """The loss scale of --precision fp16 (arXiv:1710.03740), by the protocol of torch.amp.GradScaler. It
-    stays on the device, so that no step waits for the host to look. With other precisions it does nothing.
+    """The loss scale of --precision fp16 (arXiv:1710.03740), by the protocol of torch.amp.GradScaler, on the
+    device without a host sync. With other precisions it does nothing.
 
     fp16 numbers end at 65,504, and below 6e-8 there is only 0. Many gradients of a mean loss are smaller, so
-    the loss is multiplied by a scale before the backward, and all gradients with it:
+    the loss is multiplied by a scale before the backward:
 
         a step                      loss * scale -> backward -> gradients / scale -> norm, clip, optimizer
         a gradient has overflowed   no weight changes, and the scale is halved
         2,000 steps without that    the scale is doubled
 
-    The steps of AdamW in 8 bits are counted on the host, which does not know of skipped ones: its first
-    updates are smaller then, as in a longer warmup."""
+    8-bit AdamW counts steps on the host, including skipped ones, so its bias correction is slightly off at
+    first: early updates are smaller."""
 
-    # as GradScaler has them
     FIRST = 2.0**16
     GROWTH_INTERVAL = 2000
 
@@ -2081,16 +2065,16 @@ class LossScale:
         return {} if self.value is None else {"loss_scale": self.value}
 
     def tensors(self):
-        """What a checkpoint needs, {name: tensor}: a run that resumed at the first scale would skip its steps
-        until the scale fits again."""
+        """What a checkpoint needs, {name: tensor}: a resumed run would skip steps until the scale fits
+        again."""
         return {} if self.value is None else {"loss_scale": self.value, "loss_scale.n_good": self.n_good}
 
 
 class StepInBackward:
-    """--optim_in_backward: updates each parameter as soon as its gradient is complete and frees the gradient
-    (LOMO, arXiv:2306.09782). So only one gradient is alive, or those of one FSDP unit, because FSDP2 calls
-    the hooks after the unit's reduce-scatter. A gradient that is not finite stops all later updates of this
-    rank; the earlier ones of that step stay applied."""
+    """--optim_in_backward: updates each parameter as soon as its gradient is complete, and frees the gradient
+    (LOMO, arXiv:2306.09782). So one gradient is alive, or those of one FSDP unit: hooks run after its
+    reduce-scatter. A gradient that is not finite stops this rank's later updates; earlier ones of that step
+    stay."""
 
     def __init__(self, optimizer, params, nonfinite, ranks, fsdp2, replicas):
         self.optimizer = optimizer
@@ -2116,8 +2100,7 @@ class StepInBackward:
         p.grad = None
 
     def norm(self):
-        """The gradient norm of the step over all ranks. Under FSDP2 each saw only its shards, so what was not
-        finite is made known to all of them here."""
+        """The gradient norm over all ranks, which here also hear of what was not finite on one of them."""
         norm_squared = self.norm_squared
         self.norm_squared = torch.zeros_like(norm_squared)
         if self.fsdp2:
@@ -2135,10 +2118,10 @@ def seed_dropout(seed, step, rank):
 
 
 def loss_of(model, b, args):
-    """-> (summed loss of a batch, {name: sum of a metric}). A sum is a tensor on the device; all batches have
-    the same names. The log divides them by the supervised tokens, with --dpo by the pairs. Metrics
-    of tokens come from lm_head.custom_loss. With --sequence_parallel N a rank has a shard of the tokens, but
-    b.n_targets of all documents of its group: a metric that sums these counts them N times."""
+    """-> (summed loss of a batch, {name: sum of a metric}), on the device, with the same names in all
+    batches. The log divides the sums by the supervised tokens, or by the pairs of --dpo. Metrics of tokens
+    come from lm_head.custom_loss. With --sequence_parallel N a rank has a shard of the tokens, but
+    b.n_targets of its whole group: a metric that sums these counts them N times."""
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
     if not args.dpo:
         loss = model(*inputs)
@@ -2153,8 +2136,8 @@ def loss_of(model, b, args):
 
 def preferences(losses_S, reference_S, n_targets, beta):
     """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, metrics).
-    n_targets: of each document, a chosen one before its rejected one. P pairs. log(sigmoid()) would be log(0)
-    for a pair that the model gets very wrong."""
+    n_targets: of each document, a chosen one before its rejected one; P pairs. (log(sigmoid()) would be
+    log(0) for a pair that the model gets very wrong.)"""
     logp_P2 = log_probabilities(losses_S, n_targets)
     reference_P2 = log_probabilities(reference_S, n_targets)
     rewards_P2 = beta * (logp_P2 - reference_P2)
@@ -2188,8 +2171,8 @@ def evaluating(model):
 
 
 def evaluate(model, loader, ranks, args, stop=None):
-    """-> {"eval_loss": mean of all rows, and all else that metrics.jsonl has of it}. None if any rank got a
-    signal: an evaluation may take longer than a cluster waits before it kills."""
+    """-> {"eval_loss": mean of all rows, and what else metrics.jsonl has}, or None if any rank got a signal:
+    clusters kill soon after it."""
     sums = Counter()
     stopped = 0
     with evaluating(model), torch.no_grad():
@@ -2215,7 +2198,6 @@ def evaluate(model, loader, ranks, args, stop=None):
 
 def to_host(device, tensors):
     """{name: tensor or number} -> {name: number, or list of them}, for which the host waits once."""
-    # float64, because a learning rate is a Python float
     wide = {name: torch.as_tensor(tensor, dtype=torch.float64).to(device) for name, tensor in tensors.items()}
     numbers = torch.cat([tensor.flatten() for tensor in wide.values()]).cpu()
     parts = numbers.split([tensor.numel() for tensor in wide.values()])
@@ -2228,7 +2210,6 @@ def to_host(device, tensors):
 def memory_gib(device):
     """(peak allocated, peak reserved) on a GPU since the last call; (peak resident memory, None) on a CPU."""
     if device.type != "cuda":
-        # counted from the start of the process on, in KiB, by macOS in bytes
         n_in_gib = 2**30 if sys.platform == "darwin" else 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / n_in_gib, None
     allocated = torch.cuda.max_memory_allocated(device)
@@ -2238,10 +2219,9 @@ def memory_gib(device):
 
 
 def draw(path, curves):
-    """Writes curves as SVG. curves: {(name, colour): [(step, loss)]}. There is no background, and the grey of
+    """Writes curves as SVG, by hand, without a package. curves: {(name, colour): [(step, loss)]}. The grey of
     axes and words can be read on white and on black."""
-    # SVG by hand: it needs no package, and a browser, an editor and GitHub show it.
-    # one scale for all curves, from the smallest to the largest number that any of them has
+    # one scale for all curves
     steps, losses = zip(*(point for curve in curves.values() for point in curve))
     first, last = min(steps), max(steps)
     low, high = min(losses), max(losses)
@@ -2255,10 +2235,8 @@ def draw(path, curves):
         f'<text x="688" y="374" text-anchor="middle">step {last}</text>',
     ]
     for i, ((name, colour), curve) in enumerate(curves.items()):
-        # y grows downwards in SVG
         points = []
         for step, loss in curve:
-            # max(): a curve may have one point, or one height
             x = 52 + 656 * (step - first) / max(last - first, 1)
             y = 356 - 342 * (loss - low) / max(high - low, 1e-9)
             points.append(f"{x:.1f},{y:.1f}")
@@ -2270,11 +2248,9 @@ def draw(path, curves):
 
 
 class Log:
-    """metrics.jsonl, loss.svg and the lines on the console. In a row of training, loss and gradient norm are
-    those of its step, times and speeds are means over the steps since the row before it. The step and its
-    tokens stand in `state`, where main's loop counts them; evaluations are entered here.
-
-    sinks: what else gets the numbers of each row, on rank 0; see open_sinks()."""
+    """metrics.jsonl, loss.svg and the lines on the console. In a training row, loss and gradient norm are the
+    step's own; times and speeds are means since the row before. `state` has the step and its tokens, which
+    main counts. sinks: see open_sinks()."""
 
     def __init__(self, out, state, loader, ranks, sinks):
         self.out = out
@@ -2288,7 +2264,6 @@ class Log:
         card = CARDS.get(card_named(ranks.device_name))
         self.peak_flops = 1e12 * card.tflops if card else None
         memory_gib(ranks.device)  # resets the peak: loading does not count
-        # for the time that is left, which has pauses in it, too
         self.start = time.perf_counter()
         self.start_step = state["step"]
         self.reset()
@@ -2296,7 +2271,6 @@ class Log:
     def reset(self):
         """Begins a row."""
         self.mark = time.perf_counter()
-        # the loader counts from the start of the run
         self.waited_s = self.loader.waited_s
         self.loss_sums = []
         self.n_terms = []
@@ -2321,7 +2295,6 @@ class Log:
         """Adds a step to the row. Sums and flops are this rank's, counts are those of all ranks."""
         # tensors on the device: their numbers are fetched once a row, so that no step waits for the GPU
         self.loss_sums.append(sums.pop("loss"))
-        # only the last step's are kept: loss.svg draws every step's loss, and none of these
         self.metrics = sums
         self.n_terms.append(counts.terms)
         self.n_tokens += counts.tokens
@@ -2330,9 +2303,8 @@ class Log:
     def means(self):
         """-> {"losses": of each step since the last row, and the name of a metric: its mean in the last one},
         on the device. Collective."""
-        # In float64 the sum over ranks is exact. In float32 it would depend on the order in which a backend
-        # adds ranks, which depends on the number of steps: a run that stops and resumes would log other
-        # losses.
+        # In float64 the sum over ranks is exact. In float32 it depends on a backend's order, and so on the
+        # number of steps: a resumed run would log different losses.
         sums = torch.stack([*self.loss_sums, *self.metrics.values()]).double()
         if self.ranks.world > 1:
             dist.all_reduce(sums)
@@ -2343,7 +2315,7 @@ class Log:
 
     def write(self, numbers):
         """Writes the row of this step: the numbers that main has fetched and what is known here. "losses" are
-        of each step since the last row, for loss.svg. Some of these may be skipped with a loss_scale."""
+        of each step since the last row, for loss.svg."""
         seconds = self.seconds()
         losses = numbers["losses"]
         n_steps = len(losses)
@@ -2394,7 +2366,6 @@ class Log:
         """Writes a row, and prints a line and below it those of its numbers that are named in `metrics`."""
         if metrics:
             line += "\n  " + "  ".join(f"{name} {row[name]:.4g}" for name in row if name in metrics)
-        # JSON has neither inf nor nan
         row = row | {name: None for name, value in row.items()
                      if isinstance(value, float) and not math.isfinite(value)}
         self.ranks.say(line)
@@ -2408,7 +2379,6 @@ class Log:
         except OSError as error:  # a full disk does not end a training
             self.before_row = "\n"  # a part of the row may be written, and must not swallow the next one
             self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
-        # sinks draw one number a name and step
         numbers = {name: value for name, value in row.items() if name != "losses" and value is not None}
         for sink in list(self.sinks):  # a copy, because dropping() changes the list
             with dropping(sink, self.sinks):
@@ -2419,7 +2389,6 @@ class Log:
         if self.ranks.rank:
             return
         curves = {}
-        # The file also has the steps before this process resumed the run.
         for row in read_metrics(self.out, self.state["step"]):
             label = ("evaluation loss", "#e5534b") if "eval_loss" in row else ("training loss", "#2f81f7")
             losses = losses_of(row)  # the last one is that of the row's step
@@ -2445,8 +2414,8 @@ def open_sinks(args, out, resumed, ranks, exits):
     """-> [what else gets the metrics of this run], none on other ranks than 0. Collective.
 
     A sink is an object with write({name: number}), where the step is one of the names, and close(has_failed).
-    To add one, write a flag, a class like TensorBoard below and a line here. An error ends a run at its start,
-    where its user can fix it. A resumed run, which torchrun may have started at night, goes on without."""
+    To add one, write a flag, a class like TensorBoard below and a line here. An error ends a run at its
+    start, where its user can fix it. A resumed run, which torchrun may have restarted, goes on without."""
     kinds = {"tensorboard": TensorBoard, "wandb": WandB}
     sinks = []
     exits.push(functools.partial(close_sinks, sinks))
@@ -2460,8 +2429,8 @@ def open_sinks(args, out, resumed, ranks, exits):
             except Exception as error:  # each library raises classes of its own, also when it is imported
                 message = f"--{flag}: {type(error).__name__}: {error}"
                 if not resumed:
-                    raise ValueError(f"{message}\nLeave --{flag} out: metrics.jsonl has all rows. With --wandb, "
-                                     "WANDB_MODE=offline keeps them for `wandb sync`") from error
+                    raise ValueError(f"{message}\nLeave --{flag} out: metrics.jsonl has all rows. With "
+                                     "--wandb, WANDB_MODE=offline keeps them for `wandb sync`") from error
                 data.say(f"{message}. The run continues without it; metrics.jsonl has all rows")
     return sinks
 
@@ -2503,25 +2472,22 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, whose config are the flags of this run. wandb reads its own variables of the
-    environment: WANDB_PROJECT, WANDB_NAME, WANDB_MODE and so on.
-
-    wandb-id.txt in the folder of the run has the id under which a resumed run continues. It is not in a
-    checkpoint: a run that continues a checkpoint in another folder is a second run, and so is its curve."""
+    """A run of Weights & Biases. wandb-id.txt in the run's folder has the id under which a resumed run
+    continues. It is not in a checkpoint: to continue in another folder is a second run, and a second
+    curve."""
 
     def __init__(self, out, _, settings):
         import wandb
 
         path = out / "wandb-id.txt"
         run_id = path.read_text().strip() if path.is_file() else None
-        # resume="allow": a new run if the server does not know the id
         folder = os.getenv("WANDB_DIR", str(out))
         self.run = wandb.init(id=run_id, resume="allow", dir=folder, config=settings)
         if self.run is None:
             raise RuntimeError("wandb.init() has started no run")
         data.replace_file(path, f"{self.run.id}\n")
-        # Curves are drawn over the step in the row. wandb's own step has to grow from row to row: with it the
-        # server would drop the steps that a resumed run repeats, and an evaluation that it makes up for.
+        # Curves use the step in the row. wandb's own step must grow from row to row: the server would drop
+        # steps that a resumed run repeats.
         self.run.define_metric("*", step_metric="step")
 
     def write(self, row):
@@ -2532,14 +2498,13 @@ class WandB:
 
 
 def tracer(profile, snapshot, out, ranks):
-    """--profile, --memory_snapshot -> a profiler whose step() main calls after each step, to write what the
-    third did; None without these flags and on ranks other than 0."""
+    """--profile, --memory_snapshot -> a profiler that writes what the third step did (main calls its step()),
+    or None without these flags and on other ranks than 0."""
     if ranks.rank or not (profile or snapshot):
         return None
     device = ranks.device
     snapshot = snapshot and device.type == "cuda"
     if snapshot:
-        # torch's default has no limit, and the record is in host memory
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     # The third step, in which everything is warm. repeat=1, or each third step of the run would be written.
     third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
@@ -2564,11 +2529,10 @@ def write_trace(out, device, profile, snapshot, profiler):
 
 
 def print_start(argv, run, model, new_ids, policy, ranks):
-    """Prints what the flags, the plan and the device make of this run, and the flags that are not at their
+    """Prints what the flags, the plan and the device make of this run, and flags that are not at their
     default."""
     args = run.args
     c = run.config
-    # all ranks together, because the model is not sharded yet
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # counted in the plain model, because a byte of NF4 has two weights
     with torch.device("meta"):
@@ -2600,7 +2564,6 @@ def print_start(argv, run, model, new_ids, policy, ranks):
     lines += [f"  {text}" for text in describe_blocks(run, policy)]
     if args.compile:
         lines.append("  --compile: half a minute in the first step, cached for the next run")
-    # Parsed once more, because `args` also has what follows from them, the model and the device.
     parser = make_parser()
     given = vars(parser.parse_args(argv))
     flags = [flag_of(name, value) for name, value in given.items() if value != parser.get_default(name)]
@@ -2613,7 +2576,6 @@ def print_start(argv, run, model, new_ids, policy, ranks):
     if torch.__version__ >= (TESTED_TORCH[0], TESTED_TORCH[1] + 1):
         lines.append(f"  note: torch {torch.__version__} is newer than those that were tested")
     for line in lines:
-        # names of models have hyphens, and are no words to be divided
         ranks.say(textwrap.fill(line, 80, subsequent_indent=" " * 6, break_on_hyphens=False))
 
 
@@ -2643,7 +2605,6 @@ def flag_of(name, value):
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
     values = value if isinstance(value, list) else [value]
-    # --columns has pairs
     words = ["=".join(word) if isinstance(word, tuple) else str(word) for word in values]
     return brief(shlex.join([f"--{name}", *words]))
 
@@ -2657,9 +2618,9 @@ def brief(text):
 
 
 class Sample:
-    """What the model makes of --sample: before training, at each evaluation and after training. All ranks
-    must call its methods, because under FSDP2 each forward is a collective; rank 0 prints. Training is the
-    same to the bit without it: lm.generate() draws from a generator of its own."""
+    """The model's answers to --sample. Under FSDP2 each forward is a collective, so all ranks call its
+    methods; rank 0 prints. Training is the same to the bit without it: lm.generate() has its own random
+    generator."""
 
     def __init__(self, question, max_new_tokens, temperature, opened, documents, resumed, ranks, stop):
         self.question = question
@@ -2673,14 +2634,11 @@ class Sample:
         self.before = ""
         if not question:
             return
-        # a model that learns plain text has no turn to answer in
         is_chat = any(file.report.n_chats for file in documents.files)
         ask = [{"role": "user", "content": question}] if is_chat else question
-        # Here and not at the first answer: a template that refuses the question must not end a resumed run
-        # after hours of training.
+        # now, because a template that refuses the question must not end a run after hours
         with ranks.agree():
             self.prompt = self.tokenizer.prompt(ask)
-        # a model that has trained for some steps cannot tell what it said before
         if not resumed:
             self.before = self.answer()
 
@@ -2699,8 +2657,8 @@ class Sample:
         return textwrap.shorten(self.tokenizer.text_of(tokens), 400)
 
     def say_answer(self, log):
-        """Prints the answer of this step, and above the first one the question. After the last step
-        say_before_and_after() does that. The time counts as the log's pause, not as time of a step."""
+        """Prints the answer of this step, and the question above the first one. After the last step
+        say_before_and_after() does that."""
         step = log.state["step"]
         if not self.question or step == log.state["steps"]:
             return
@@ -2721,8 +2679,7 @@ class Sample:
 
 
 def chat(args):
-    """A conversation in the terminal; from a pipe, an answer for each line. /reset starts a new one, Ctrl-C
-    ends an answer, Ctrl-D the chat."""
+    """A conversation in the terminal, or an answer for each line of a pipe."""
     ranks = Ranks(want_group=False, timeout=args.timeout)
     opened = open_model(args, ranks)
     model = opened.model
@@ -2768,9 +2725,8 @@ def chat(args):
 
 
 def check_length(n_tokens, n_trained):
-    """Refuses a prompt that is far too long. Attention takes time with the square of its length, and Ctrl-C
-    waits for the end of a kernel: 100,000 tokens of a model that has seen 2,048 would keep a CPU busy for
-    minutes, for nothing."""
+    """Rejects prompts far beyond the model's context. Attention is quadratic and Ctrl-C cannot interrupt a
+    kernel, so such a prompt would block a CPU for minutes."""
     if n_tokens > 4 * n_trained:
         raise ValueError(f"the conversation has {n_tokens:,} tokens, more than 4 times the {n_trained:,} "
                          "positions that the model was trained on: ask less, or type /reset")
@@ -2780,9 +2736,8 @@ def check_length(n_tokens, n_trained):
 
 
 def print_answer(tokenizer, tokens):
-    """Prints the text of the ids while they arrive -> the text, also when Ctrl-C ends it. All ids are decoded
-    each time, as the next one may change what is there: bytes become a character, or turn out to be none.
-    DecodeStream, which looks at the last ids alone, raises then."""
+    """Prints the text of the ids as they arrive -> the text, also if Ctrl-C ends it. All ids are decoded each
+    time, because the next byte may complete a character; DecodeStream would raise then."""
     ids = []
     text = ""
     n_shown = 0
@@ -2801,16 +2756,12 @@ def print_answer(tokenizer, tokens):
 
 
 class NonFinite:
-    """Keeps inf and nan out of the weights. The host would have to wait for the device to look at the
-    gradients of a step, so it looks only when a row of the log is due.
+    """Keeps inf and nan out of the weights without a host sync in each step.
 
-    found_inf is a flag on the device. It becomes 1 in the first step whose gradients have an inf or nan.
-    Optimizers read it there and change no weight while it is 1 (the protocol of torch.amp.GradScaler).
-    Except in fp16 it stays 1, and all weights as they were before that step, until main fetches the count of
-    such steps with the next row of the log, and ends the run.
-
-    fp16 is the exception: LossScale.update_() resets found_inf after each step. A step whose gradients
-    overflow is skipped then, and the run goes on."""
+    found_inf is a flag on the device. The first step whose gradients have an inf or nan sets it to 1, and
+    optimizers change no weight while it is 1 (the protocol of torch.amp.GradScaler). It stays 1 until main
+    fetches the count of such steps with the next row of the log, and ends the run. In fp16,
+    LossScale.update_() resets it after each step: such a step is skipped, and the run goes on."""
 
     def __init__(self, device):
         self.found_inf = torch.zeros((), device=device)
@@ -2835,9 +2786,8 @@ class NonFinite:
 
 
 def index_of_bad_step(step, numbers):
-    """-> the step that ends the run because it was not finite, as an index from 0, or None: the run goes on.
-    step: the newest one, counted from 1. numbers: what main has fetched for a row of the log, with the losses
-    of all steps since the row before, and skipped_steps, the count of NonFinite."""
+    """-> the step, as an index from 0, that ends the run because it was not finite, or None. step: the newest
+    one, counted from 1. numbers: what main has fetched for a row of the log."""
     losses = numbers["losses"]
     n_skipped = int(numbers["skipped_steps"])
     if n_skipped and "loss_scale" not in numbers:
@@ -2862,14 +2812,13 @@ def check_finite(tensors, step, ranks):
     names = list(itertools.chain(*ranks.gather(wrong)))
     if names:
         ranks.leave()  # all of them together, because all ranks have the same names and raise
-        # after 0 steps the weights are as they were read
         cause = "lower --lr" if step else "the files of --model are damaged, or --precision fp16 too narrow"
         raise FloatingPointError(
             f"{names[0]} contains inf or nan after {step} steps, nothing is saved: {cause}")
 
 
 def end_not_finite(model, loader, step, args, ranks):
-    """Ends a run whose loss or a gradient was inf or nan in `step` (from 0), and names that step's documents.
+    """Ends a run whose loss or gradient was inf or nan in `step` (from 0), and names its documents.
     Collective."""
     # If a weight itself is not finite, that is the cause, and no document is to blame.
     check_finite(dict(model.named_parameters()), step, ranks)
@@ -2897,7 +2846,6 @@ def end_if_stopped(save, saver, state, stop, ranks):
         return
     save()  # does nothing if this step is saved
     number = signal.Signals(number)
-    # the disk may have been full
     is_saved = saver.last_step == state["step"]
     outcome = "NOT saved, see above"
     if is_saved:
@@ -2915,9 +2863,8 @@ RETRY_S = 60  # between two tries to write a result that is nowhere else
 
 def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
     """Calls export(), which raises the same OSError on all ranks if final/ cannot be written. If the last
-    step is in no checkpoint either, because the disk was full then, too, this process has the only copy of
-    the weights. So that somebody can make room, it tries again each minute, for `timeout` seconds or until a
-    signal."""
+    step is in no checkpoint either, only this process has its weights, so it tries again each minute for
+    `timeout` seconds, or until a signal, while somebody makes room."""
     n_tries = math.ceil(timeout / RETRY_S)
     while True:
         try:
@@ -2937,9 +2884,8 @@ def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
 
 
 def say_done(lora, merge, random_init, model, out, state, ranks):
-    """The last lines of a run: which checkpoint was better than the last one, what was written, and the
-    command that talks with it. If --chat would refuse a fork's adapter, this prints why: it opens the adapter
-    as --chat does."""
+    """The last lines of a run. If --chat could not open a fork's adapter, this says so: it opens it as --chat
+    does."""
     if ranks.rank:
         return
     best = state["best_eval"]
@@ -2990,8 +2936,8 @@ def export_checkpoint(args, exits):
 
 
 def merge_result(args, exits):
-    """--merge of an adapter without --data: writes merged/ as --merge in its training would have done, to the
-    folder of its run or to --out, and trains nothing."""
+    """--merge without --data: writes merged/ to the folder of the adapter's run, or to --out, and trains
+    nothing."""
     ranks = Ranks(want_group=False, timeout=args.timeout)
     opened = open_model(args, ranks)
     with ranks.agree():
@@ -3011,22 +2957,20 @@ def merge_result(args, exits):
 
 # ---------------- checkpoints
 
-# Each rank writes one plain safetensors file with its own rows of what training changes: trained weights and
-# optimizer state. Nothing is gathered, so a save needs no memory beyond one tensor and all ranks write at
-# once. A key is "name:number of the first row": any number of ranks finds the rows that it needs. There is no
-# pickle, which could execute code. Rank 0 adds trainer_state.json: the state that main carries, the size and
-# checksum of every file, and a checksum of itself.
+# Each rank writes its own rows of what training changes (trained weights, optimizer state) as one plain
+# safetensors file: nothing is gathered, and there is no pickle, which could execute code. A key is
+# "name:number of the first row", so any number of ranks finds its rows. Rank 0 adds trainer_state.json:
+# main's state, the size and checksum of every file, and a checksum of itself.
 #
-# All this is written to checkpoint-<step>.part/ and synced; renaming the folder commits it. A process that is
-# killed at any byte leaves a complete checkpoint or a .part, which the next process removes. The evaluation
-# of a step comes after its save: Saver.note_evaluation() enters it, by another rename.
+# All this is written to checkpoint-<step>.part/ and synced; one rename commits it. A process that is killed
+# at any byte leaves a complete checkpoint or a .part, which the next process removes. The evaluation of a
+# step comes after its save: Saver.note_evaluation() adds it by another rename.
 
 STATE = "trainer_state.json"  # a folder without it is not a checkpoint
 OURS = {"written_by": "oomph"}  # in args.json: a folder without it is not a run's
 REMOVE = "remove this checkpoint to continue from an older one"
 DATA_CHECKSUM = "the checksum of all --data's tokens and masks"  # older versions had another, without "all"
 OTHER_VERSION = "another version of oomph has written this checkpoint"
-# what open_run() and Saver put into a state; there may be no evaluation yet, and no data for it
 STATE_TYPES = {
     "step": int, "tokens": int, "best_eval": dict | None, "evaluated": int, "eval_data": int | None,
     "metrics_bytes": int, "steps": int, "rows_a_step": int, "settings": dict, "files": dict,
@@ -3053,8 +2997,8 @@ def newest_checkpoint(run):
 
 
 def checkpoint_to_resume(out, resume):
-    """Returns the folder of the checkpoint to continue from, or None to start at step 0. --resume names it,
-    or its run; without a value it asks for the newest one of --out, or else of the newest run under out/."""
+    """Returns the checkpoint to continue from, or None to start at step 0. --resume names it or its run;
+    without a value it is the newest one of --out, or of the newest run in out/."""
     if resume is None:
         return None
     if resume == "auto":
@@ -3080,11 +3024,9 @@ def is_ours(checkpoint):
 
 
 class RunFolder:
-    """The folder that a run writes to: --out, or else the one that contains the checkpoint to resume from, or
-    else a new one. It belongs to this process for as long as `lock` is open.
-
-    A ValueError says that it is not ours to write to: it has to be new, empty or a run's, and what a run has
-    made there is only ever continued, from its newest checkpoint."""
+    """The folder that a run writes to: --out, the folder of the checkpoint to resume from, or a new one. It
+    belongs to this process while `lock` is open. It must be new, empty, or a run's that is continued from its
+    newest checkpoint; ValueError says so otherwise."""
 
     def __init__(self, out, checkpoint):
         if out:
@@ -3093,10 +3035,11 @@ class RunFolder:
             self.path = checkpoint.parent
         else:
             self.path = new_folder()
-        check_folder(self.path, checkpoint, is_locked=False)  # before anything is written to somebody's files
+        if not (self.path / "lock").exists():  # before anything is written to somebody's files
+            check_folder(self.path, checkpoint)
         self.is_new = not (out or checkpoint) or not self.path.exists()
         self.lock = lock_folder(self.path)
-        check_folder(self.path, checkpoint, is_locked=True)  # once more: another run may have come and gone
+        check_folder(self.path, checkpoint)  # once more: another run may have come and gone
         self.is_first = not is_run(self.path)  # nobody has trained here before
         if self.is_first:
             data.write_json(self.path / "args.json", OURS)  # until all flags have their final value
@@ -3115,15 +3058,12 @@ class RunFolder:
 
 
 def take_folder(out, resume, inspect, ranks, exits):
-    """-> (the folder of the run, which is this job's own from here on; the checkpoint to resume from or None;
-    revisions). With --inspect nothing is written, so there is no folder. Collective.
+    """-> (the run's folder, locked; the checkpoint to resume from or None; revisions). Collective.
 
-    revisions: {name on the Hub: commit}, what each name stood for when the resumed run began. A resume uses
-    it again: a data set that has got a row since would be other data. The commits of other names are entered
-    as they are fetched, and args.json gets all of them."""
+    revisions: {name on the Hub: commit} as the resumed run began with them, because a data set may have grown
+    since. New names are added as they are fetched, and args.json gets all of them."""
     found = None
     with ranks.agree():
-        # Only rank 0 looks for them: other nodes may see what it writes a moment later.
         if ranks.rank == 0:
             checkpoint = checkpoint_to_resume(out, resume)
             folder = None
@@ -3136,8 +3076,8 @@ def take_folder(out, resume, inspect, ranks, exits):
 
 
 def revisions_of(checkpoint):
-    """The revisions in the args.json of a checkpoint's run. Where somebody has moved the checkpoint alone
-    there are none, and names stand for what they stand for now: a resume compares what comes of them."""
+    """The revisions in the args.json of a checkpoint's run; none if somebody has moved the checkpoint
+    alone."""
     path = checkpoint and checkpoint.parent / "args.json"
     if not path or not path.exists():
         return {}
@@ -3165,14 +3105,12 @@ def is_run(folder):
     return False
 
 
-def check_folder(folder, checkpoint, is_locked):
-    """Raises a ValueError if a run that continues from `checkpoint`, or that starts if it is None, must not
-    write to this folder."""
+def check_folder(folder, checkpoint):
+    """Raises a ValueError if a run that continues from `checkpoint` (None: that starts) must not write
+    here."""
     names = set()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # perhaps it has just been removed
         names = {*os.listdir(folder)}
-    if "lock" in names and not is_locked:  # another start may come and go between two looks
-        return
     if names <= {"lock", "args.json.part"}:  # nothing, or what a start that was killed at once has left
         return
     if not is_run(folder):
@@ -3220,8 +3158,8 @@ def lock_folder(out):
 
 
 def write_files(out, args, policy, revisions, state, ranks):
-    """On rank 0, writes args.json, and cuts metrics.jsonl to the size that it had when the checkpoint was
-    saved that the run resumes from: what came later is repeated."""
+    """On rank 0, writes args.json, and cuts metrics.jsonl to its size at the checkpoint that the run resumes
+    from."""
     if ranks.rank:
         return
     settings = settings_of(args, ranks.world) | {"segment": policy.segment}
@@ -3233,9 +3171,8 @@ def write_files(out, args, policy, revisions, state, ranks):
 
 
 def settings_of(args, world):
-    """Flags and versions: what a reader needs to repeat the run, or to see why another version gave another
-    loss. args.json adds what choose_blocks() made of --activation_checkpointing and --resident_blocks, and
-    the commits of names on the Hub."""
+    """Flags and versions, to repeat the run. args.json adds the plan's choice of blocks, and commits of the
+    Hub."""
     versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
     return vars(args) | {"world": world, "python": platform.python_version(), **versions}
 
@@ -3246,8 +3183,8 @@ def losses_of(row):
 
 
 def read_metrics(out, last_step):
-    """Returns the rows of metrics.jsonl up to a step. Lines that are no rows are left out: a process was
-    killed while it wrote them, or somebody has edited the file."""
+    """Returns the rows of metrics.jsonl up to a step, without lines that are no rows (a kill, or an
+    editor)."""
     path = out / "metrics.jsonl"
     if not path.is_file():
         return []
@@ -3255,7 +3192,6 @@ def read_metrics(out, last_step):
     for line in path.read_text("utf-8", "replace").splitlines():
         with contextlib.suppress(ValueError, LookupError, TypeError, OverflowError, RecursionError):
             row = json.loads(line)
-            # range() contains neither a text nor half a step. JSON in Python reads NaN, which no curve has.
             if row["step"] in range(last_step + 1) and math.isfinite(sum(losses_of(row))):
                 rows.append(row)
     return rows
@@ -3267,8 +3203,8 @@ def odd_keys(content, types):
 
 
 def read_state(folder, settings, ranks):
-    """Returns the state in trainer_state.json. ValueError names a file that is not as it was saved, to the
-    byte, or the settings in which this run differs from the checkpoint's."""
+    """Returns the state in trainer_state.json. ValueError names a damaged file, or the settings that
+    differ."""
     state = data.read_json(folder / STATE)
     if state != data.with_checksum(state):
         raise ValueError(f"{folder / STATE}: damaged; {REMOVE}")
@@ -3317,14 +3253,12 @@ def read_state(folder, settings, ranks):
 
 
 def training_tensors(model, optimizer, scale):
-    """Returns {name: tensor or DTensor} of all that training changes: weights, optimizer state, loss
-    scale."""
+    """Returns {name: tensor or DTensor} of all that training changes."""
     lm.reshard_(model)  # after an evaluation FSDP2 may still have whole weights where the shards belong
     tensors = scale.tensors()
     for name, p in model.named_parameters():
         if p.requires_grad:
             tensors[name] = p.detach()
-            # the optimizer's own names, so that another one is found out when its state is loaded
             for key, value in optimizer.state[p].items():
                 tensors[f"{name}.{key}"] = value
     return tensors
@@ -3359,17 +3293,14 @@ def write_rows(path, rows_of):
     """Writes and syncs the file of a rank -> [its size, its checksum]."""
     # Wide numbers come first, so that each tensor begins at a multiple of its element size.
     ordered = dict(sorted(rows_of.items(), key=lambda item: -item[1].dtype.itemsize))
-    # a generator: one tensor at a time is on the host
     tensors = ((name, rows.cpu()) for name, rows in ordered.items())
     return data.write_safetensors(path, data.layout_of(ordered), tensors, zlib.crc32)
 
 
 def load_checkpoint(folder, files, tensors, weights_only=False):
-    """Fills this rank's rows of `tensors` from `files`, those of any number of ranks. What else lies in the
-    folder is not read. weights_only: also what the files have beside these tensors. ValueError names what is
-    wrong."""
-    # Every rank looks at all keys, also at those of rows that it does not need. So all ranks find the same
-    # rows missing, and none of them trains on alone.
+    """Fills this rank's rows of `tensors` from `files`, written by any number of ranks. weights_only: ignore
+    what else they have. ValueError names what is wrong."""
+    # Every rank looks at all keys, so that all find the same rows missing and none trains on alone.
     n_missing = {name: math.prod(tensor.shape[:1]) for name, tensor in tensors.items()}  # rows
     for file in sorted(files):
         try:
@@ -3391,9 +3322,8 @@ def load_checkpoint(folder, files, tensors, weights_only=False):
 
 
 def copy_rows_(key, tensor, saved, first_saved):
-    """Copies the saved rows, a slice of an open file, that belong to this rank. ValueError if they do not fit
-    into the tensor: copy_() would cast and repeat them without a word. The settings of a run do not tell that
-    a fork has changed a shape or the dtype of a moment."""
+    """Copies this rank's part of saved rows, a slice of an open file. ValueError if a fork has changed a
+    shape or dtype: copy_() would cast and repeat them silently."""
     shape = list(tensor.shape) or [1]  # a scalar is saved as one row
     dtype = data.DTYPE_NAMES[tensor.dtype]
     saved_shape = saved.get_shape()
@@ -3406,13 +3336,12 @@ def copy_rows_(key, tensor, saved, first_saved):
     begin = max(first, first_saved)
     end = min(first + len(rows), stop_saved)
     if begin < end:
-        # A slice of `saved` is read when it is taken: a rank never has a whole tensor in memory.
         rows[begin - first : end - first].copy_(saved[begin - first_saved : end - first_saved])
 
 
 class Saver:
-    """Writes the checkpoints of a run and removes the old ones. If the disk is full, this save is lost and
-    nothing else: training continues, and older checkpoints stay. step: after which this process begins."""
+    """Writes the checkpoints of a run and removes the old ones. If the disk is full, only this save is lost.
+    step: after which this process begins."""
 
     def __init__(self, out, keep, ranks, step=0):
         self.out = out
@@ -3432,9 +3361,8 @@ class Saver:
         self.ranks.say(message)
 
     def write(self, rows_of, state):
-        """Returns the message to print: the size of the checkpoint, or why it was not written.
-
-        Each rank writes its rows, and then rank 0 commits. If any of them fails, all ranks hear of it."""
+        """Returns the message to print. Each rank writes its rows, then rank 0 commits; all hear of a
+        failure."""
         started = time.perf_counter()
         name = f"checkpoint-{state['step']}"
         part = self.out / f"{name}.part"
@@ -3467,13 +3395,12 @@ class Saver:
         self.remove_old(state)
 
     def note_evaluation(self, state):
-        """Enters an evaluation into the checkpoint of its step, which was saved before it. Without that, a
-        run that continues from there would repeat the evaluation, or, made longer, not know of it."""
+        """Adds an evaluation to the checkpoint of its step, so that a run that continues from there knows of
+        it."""
         if self.ranks.rank or state["step"] != self.last_step:
             return
         path = self.out / f"checkpoint-{state['step']}" / STATE
         try:
-            # A process that is killed here leaves the state without the evaluation, or the one with it.
             state = state | {"files": data.read_json(path)["files"]}
             data.write_json(path, data.with_checksum(state))
             self.remove_old(state)
@@ -3483,19 +3410,18 @@ class Saver:
     def remove_old(self, state):
         """Removes all checkpoints except the newest `keep` and the one with the best evaluation."""
         best = (state.get("best_eval") or {}).get("step")  # there may be no evaluation yet
-        # Old ones go only after the new one is in place, so for a moment there is one more than `keep`.
         saved = checkpoints(self.out)
         for step in sorted(saved)[: -self.keep]:
             if step != best:
-                # If removing fails, the next save tries again. The folder is renamed first: when the process
-                # ends in between, what is left of a checkpoint must not look complete.
+                # Renamed first: what is left of a checkpoint must not look complete. The next save tries
+                # again.
                 with contextlib.suppress(OSError):
                     shutil.rmtree(saved[step].rename(saved[step].with_suffix(".part")))
 
 
 def fixed_settings(args, config, rows_a_step, loader, reader):
-    """{name: value} of all that changes the mathematics of a run, among them each flag with fixed=True.
-    read_state() refuses a checkpoint of other settings."""
+    """{name: value} of all that changes the mathematics of a run: read_state() refuses a checkpoint of
+    others."""
     # without its family, which follows from model_type: a trait more would refuse all older checkpoints
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()
                 if key != "family"}
@@ -3503,7 +3429,6 @@ def fixed_settings(args, config, rows_a_step, loader, reader):
     settings["rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
     settings["the share of --data that --eval_data holds out"] = data.share_of(args.eval_data)
     settings[DATA_CHECKSUM] = loader.documents.checksum
-    # In full fine-tuning all weights come out of the checkpoint.
     if args.lora:
         settings["the checksum of --model's frozen weights"] = reader.crc()
     if args.qlora:
@@ -3642,7 +3567,7 @@ def run_on_paper(run, policy):
         gc.collect(0)  # what is younger than on_paper()
         before_step = live.alive
         watch = Watch(live, trainer)
-        train_step(trainer, [batch_on_paper(args, n) for n in lengths], 1, {})
+        train_step(trainer, [batch_on_paper(args, n) for n in lengths], 1)
         owned = owned_bytes(trainer, live)
     totals = Counter()
     for (where, _, _), n_bytes in owned.items():
@@ -4552,7 +4477,6 @@ def is_out_of_memory(error):
 def stack_of(error):
     """Where an error comes from, as its last four calls in this project's files: main > save (train.py:9)."""
     folder = os.path.dirname(__file__)
-    # Calls inside of torch are left out: they tell a user nothing.
     calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)
              if os.path.dirname(frame.f_code.co_filename) == folder]
     calls = calls[1:] or calls  # the first one is launch()
@@ -4562,13 +4486,12 @@ def stack_of(error):
 
 
 def launch(argv=None):
-    """Runs main() -> the exit code. Every error that is expected becomes one message, printed last: by rank 0
-    here, and by torchrun from its error file. An unexpected one keeps its traceback, on each rank."""
+    """Runs main() -> the exit code. An expected error becomes one message, printed last, by rank 0 or by
+    torchrun from its error file. An unexpected one keeps its traceback."""
     # A CPU multiplies subnormal numbers at a twentieth of its speed. States of Gated DeltaNet fade to them.
     torch.set_flush_denormal(True)
     progress = dict(out=None, step=0, tokens_of_micro_batch=0, is_written=False)
     code = 1
-    # without a group there is no rank 0 that could say it for this one
     speaks = os.environ.get("RANK", "0") == "0" or not os.environ.keys() >= OF_GROUP
     try:
         with contextlib.ExitStack() as exits:
@@ -4594,8 +4517,7 @@ def launch(argv=None):
             message = f"interrupted, {saved} is complete: the same command with --resume continues it"
     except Exception as error:
         if lost_another_rank(error):
-            # The rank that has ended first, or torchrun, says why. gloo names it, and a time behind its name
-            # whether it has waited or not.
+            # the rank that ended first, or torchrun, says why; gloo names it, with a time that is cut off
             which = re.sub(r" in \d+ ms$|\. This is.*", "", str(error).splitlines()[0])
             message = (f"lost contact with another rank at step {progress['step']}, in {stack_of(error)}: it "
                        f"crashed or hangs. Saved checkpoints are intact. ({which}. Outside of a step, "
@@ -4618,8 +4540,7 @@ def launch(argv=None):
 
 
 def report_out_of_memory(error, progress):
-    """Writes oom.json into the folder of the run -> a message. `progress` is what main has noted: step,
-    tokens_of_micro_batch, and out, which is None until the folder is known."""
+    """Writes oom.json into the folder of the run -> a message. progress: what main has noted."""
     numbers = {name: progress[name] for name in ("step", "tokens_of_micro_batch")}
     report = {"place": stack_of(error), **numbers,
               "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
@@ -4639,6 +4560,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(errors="backslashreplace")  # texts of the data, on whatever terminal
     code = launch()
-    # gloo's threads outlive destroy_process_group() under FSDP2. One that frees a tensor while the
-    # interpreter shuts down aborts a finished run, once in 130 (pytorch #179291), so nothing shuts down.
+    # Under FSDP2 gloo's threads outlive the group, and one that frees a tensor during the interpreter's
+    # shutdown aborts a finished run, once in 130 (pytorch #179291). So nothing shuts down.
     os._exit(code)

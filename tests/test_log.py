@@ -384,7 +384,7 @@ def test_a_resumed_run_goes_on_without_a_wandb_that_does_not_open(job, tmp_path)
     longer = [*job, "--steps", 4, "--schedule", "constant", "--warmup", 0, "--resume"]
     _, said, codes = start(1, longer, out, "login")
     assert codes == [0], said
-    assert f"--wandb: {WORDS_OF_ERRORS['login']}. The run goes on without it, metrics.jsonl has all rows" in said
+    assert f"--wandb: {WORDS_OF_ERRORS['login']}. The run continues without it; metrics.jsonl has all rows" in said
     assert steps_with("loss", json_lines(out / "metrics.jsonl")) == [1, 2, 3, 4]
 
 
