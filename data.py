@@ -106,6 +106,11 @@ def listing(names):
     return first_names(sorted(names), 5)
 
 
+def count_of(n, noun):
+    """2, "rows" -> "2 rows"."""
+    return f"{n:,} {noun if n != 1 else noun.removesuffix('s')}"
+
+
 # ---------------- files: safe reads and writes, which train.py uses for runs and checkpoints
 
 
@@ -2169,7 +2174,8 @@ def check_file(file, seq_len, vocab_size):
     elif report.largest_id >= vocab_size:
         why = f"token {report.largest_id} of {vocab_size} embeddings: the tokenizer belongs to another model"
     elif not file.n_trained:
-        why = (f"nothing to train on: of {report.n_examples} examples, {file.n_long} are longer than "
+        n_examples = count_of(report.n_examples, "examples")
+        why = (f"nothing to train on: of {n_examples}, {file.n_long} are longer than "
                f"--seq_len {seq_len} (longest: {file.longest} tokens) and {file.n_untrained} have no trained "
                f"token{report.note_lines()}")
     # Then the template or the masks are wrong. Further documents repeat what stands before their answers.
@@ -2514,14 +2520,14 @@ def print_data(args, loader, eval_loader, tokenizer):
 
 def print_rows(loader):
     full = loader.per_row.tokens.sum() / (len(loader.rows) * loader.seq_len)
-    say(f"  {len(loader.rows):,} rows of at most {loader.seq_len} tokens, {full:.1%} full")
+    say(f"  {count_of(len(loader.rows), 'rows')} of at most {loader.seq_len} tokens, {full:.1%} full")
 
 
 def print_file(file):
     """Prints what a file has, and each way in which examples were lost, if any were."""
     report = file.report
     formats = ", ".join(form for form in FORMATS if form in report.formats)
-    say(f"{file.name}: {report.n_examples:,} examples ({formats})")
+    say(f"{file.name}: {count_of(report.n_examples, 'examples')} ({formats})")
     # a small file may be held out as a whole
     say(f"  {file.n_tokens:,} tokens, {file.n_trained / max(file.n_tokens, 1):.1%} trained on")
     if file.n_long:

@@ -175,8 +175,8 @@ def main(argv, progress, exits):
     state = ranks.gather(state)[0]  # from here on all ranks have the same
     saver = Saver(out, args.keep, ranks, state["step"])
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
-    ranks.say(f"{steps:,} steps of {state['rows_a_step']} rows, learning rate {args.lr:.3g}, {begin}\n"
-              f"writing to {out}")
+    ranks.say(f"{data.count_of(steps, 'steps')} of {data.count_of(state['rows_a_step'], 'rows')}, "
+              f"learning rate {args.lr:.3g}, {begin}\nwriting to {out}")
     sample = Sample(args.sample, args.max_new_tokens or 48, args.temperature,
                     opened, loader.documents, resumed, ranks, stop)
     log = Log(out, state, loader, ranks, sinks)
@@ -660,8 +660,8 @@ def parse_args(argv, args=None):
             refuse('--train_on last: expected targets or all; an answer with "weight": 0 is not trained on')
         if flag in switches and (value or following).lower() in ("true", "false", "yes", "no", "1", "0"):
             off = flag.replace("--", "--no-", 1)
-            refuse(f"{flag} {value or following}: a switch has no value: {flag} is on, "
-                   + (f"{off} off" if off in switches else "and left out off"))
+            how = off if off in switches else "no flag at all"
+            refuse(f"{flag} {value or following}: a switch takes no value: {flag} means on, {how} means off")
     # parse_args() would end the process before refuse_unknown() could look for the flag that was meant
     args, unknown = parser.parse_known_args(argv, args)
     if unknown:
@@ -687,11 +687,11 @@ def refuse_unknown(word, flags):
     if similar and re.findall(r"\d", name) == re.findall(r"\d", similar[0]):
         hint = f"did you mean {known[similar[0]]}?"
     elif word.endswith((".yaml", ".yml")) or name == "config":
-        hint = "there are no config files: what they say are flags, see --help"
+        hint = "there are no config files: give their settings as flags, see --help"
     else:
         hint = "--help_all lists all"
     if name in OF_LAUNCHERS:
-        hint = "torchrun --nproc_per_node N train.py starts N ranks, and tells each its own"
+        hint = "it belongs to the launcher: torchrun --nproc_per_node N train.py ..."
     refuse(f"{word}: no such flag; {hint}")
 
 
@@ -699,7 +699,7 @@ def resolve_flags(args):
     """Validates the flags and fills in defaults that depend only on other flags. resolve_for_model() fills in
     those that depend on the model or the device; nothing writes to `args` after that."""
     if args.model == "":  # it would be the folder that the command runs in
-        refuse("--model: expected a name, got an empty text")
+        refuse("--model: expected a name, got an empty string")
     find_results(args)  # this comes first, because an adapter decides which other flags make sense
     try:
         data.share_of(args.eval_data)
@@ -794,8 +794,8 @@ def layer_names(flag, words):
 def refuse_conflicts(args):
     """Refuses flags that cannot work together, before any process group or download."""
     if args.train_embeddings and not args.lora:
-        refuse("--train_embeddings: full fine-tuning trains them already: leave it out, or add --lora or "
-               "--qlora")
+        refuse("--train_embeddings: full fine-tuning already trains the embeddings: leave it out, or add "
+               "--lora or --qlora")
     if args.add_tokens and args.chat:
         refuse("--add_tokens: leave it out with --chat: the model has not learned these tokens")
     if args.add_tokens and args.lora and not args.train_embeddings:
@@ -923,8 +923,8 @@ class Ranks:
             try:
                 store, self.rank, self.world = next(rendezvous("env://", timeout=self.step_limit))
             except ValueError as error:  # a variable is missing, or no number
-                raise SystemExit(f"RANK is set, so that this is one of several ranks. {error}. torchrun sets "
-                                 f"{data.listing(OF_GROUP)}: start with it, or unset RANK") from error
+                raise SystemExit(f"RANK is set, so this process is one of several ranks. {error}. torchrun "
+                                 f"sets {data.listing(OF_GROUP)}: start with it, or unset RANK") from error
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # A restarted rank gets the store of the dead ones, with their addresses. So each start uses
                 # names of its own (pytorch #135712).
@@ -1154,7 +1154,7 @@ def resolve_for_model(args, config, adapter_settings, device):
         args.compile = compiles_by_default(config, device)
     missing = args.compile and missing_for_compile(device)
     if missing:
-        raise ValueError(f"--compile needs {missing}: leave it out, and nothing is compiled")
+        raise ValueError(f"--compile needs {missing}. Without --compile nothing is compiled")
     if args.lr is None:
         args.lr = default_rate(config, args.lora, args.dpo)
     if args.embedding_lr and not args.train_embeddings:
@@ -1233,8 +1233,8 @@ def open_model(args, ranks, revisions=None):
         tokenizer = open_tokenizer(args, files, adapter_reader)
         if files.weights and args.lora and not (adapter_reader or args.train_embeddings):
             for token in data.untrained_tokens(reader, config, tokenizer.stop_ids):
-                ranks.say(f"{tokenizer.core.id_to_token(token)}: the base has a row of zeros for this end of "
-                          "a turn: it was never trained; --train_embeddings trains it")
+                ranks.say(f"{tokenizer.core.id_to_token(token)}: the base never trained this end of a turn "
+                          "(its embedding is a row of zeros): --train_embeddings trains it")
         return OpenedModel(files, config, model, reader, adapter_reader, tokenizer)
 
 
@@ -1323,7 +1323,8 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
         state["steps"] = steps
     if eval_data not in (None, state["eval_data"]):
         if state["evaluated"]:
-            ranks.say(f"note: {resumed} was evaluated on other --eval_data: its best evaluation is forgotten")
+            ranks.say(f"note: {resumed} was evaluated on different --eval_data: its best loss no longer "
+                      "counts")
         state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None}
     return state
 
@@ -2729,10 +2730,10 @@ def check_length(n_tokens, n_trained):
     kernel, so such a prompt would block a CPU for minutes."""
     if n_tokens > 4 * n_trained:
         raise ValueError(f"the conversation has {n_tokens:,} tokens, more than 4 times the {n_trained:,} "
-                         "positions that the model was trained on: ask less, or type /reset")
+                         "positions that the model was trained on: ask something shorter, or /reset")
     if n_tokens > n_trained:
         data.say(f"the conversation has {n_tokens:,} tokens, and the model was trained on {n_trained:,} "
-                 "positions: answers may make no sense; /reset starts a new one", to_stderr=True)
+                 "positions: answers may make no sense; /reset starts a new chat", to_stderr=True)
 
 
 def print_answer(tokenizer, tokens):
@@ -2875,8 +2876,8 @@ def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
                 ranks.leave()
                 raise SystemExit(str(error)) from error
             ranks.say(f"final/ was NOT written: {error}. Only this process has the weights of step {steps}: "
-                      f"make room on the disk. It tries again every {RETRY_S} s, {n_tries} times, or until a "
-                      "signal")
+                      f"free some disk space. The run tries again every {RETRY_S} s, {n_tries} times, or "
+                      "until a signal")
         n_tries -= 1
         for _ in range(RETRY_S):
             time.sleep(1)
@@ -3380,8 +3381,8 @@ class Saver:
                     self.commit(part, state | {"files": files})
         except OSError as error:
             data.remove(part)
-            return (f"{name} was NOT written: {error}. Older checkpoints are intact; steps that hang on the "
-                    f"next one: {state['step'] - self.safe_step:,}")
+            return (f"{name} was NOT written: {error}. Older checkpoints are intact; steps that are "
+                    f"not saved yet: {state['step'] - self.safe_step:,}")
         self.last_step = state["step"]
         self.safe_step = state["step"]
         gib = sum(size for size, _ in files.values()) / GIB
@@ -4450,7 +4451,7 @@ def print_steps(args, tokenizer, vocab_size, world):
     loader, eval_loader = data.open_data(args, tokenizer, vocab_size, ranks)
     data.print_data(args, loader, eval_loader, tokenizer)
     rows_a_step, steps = count_steps(args, len(loader.rows), world)
-    data.say(f"{steps:,} steps of {rows_a_step} rows")
+    data.say(f"{data.count_of(steps, 'steps')} of {data.count_of(rows_a_step, 'rows')}")
     return steps, mean_length(loader)
 
 
@@ -4551,8 +4552,8 @@ def report_out_of_memory(error, progress):
         with contextlib.suppress(OSError):  # a full disk: the message below has all of it
             out.mkdir(parents=True, exist_ok=True)
             (out / "oom.json").write_text(text + "\n")
-    advice = ("--dry_run --gpu_gib G with the same flags prints which others would make it fit; "
-              "--activation_checkpointing all keeps the least")
+    advice = ("the same command with --dry_run --gpu_gib G prints flags that would make it fit; "
+              "--activation_checkpointing all needs the least memory")
     return f"out of memory: {text}\n{advice}"
 
 

@@ -422,7 +422,7 @@ def test_an_end_of_a_turn_that_the_base_never_learned_is_said(tmp_path, chats):
     for flags, is_said in (([], True), (["--train_embeddings"], False)):
         _, said, codes = run_ranks(1, [*job, *flags], tmp_path / f"out{len(flags)}")
         assert codes == [0], said
-        assert (f"{END}: the base has a row of zeros" in said) == is_said, said
+        assert (f"{END}: the base never trained this end of a turn" in said) == is_said, said
 
 
 # ---------------------------------------------------------------- 6, 7, 8: what a file may be

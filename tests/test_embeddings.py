@@ -173,7 +173,7 @@ def test_an_adapter_with_another_head_than_its_embedding_has_both(base, chats, p
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--train_embeddings", "full fine-tuning trains them already"),
+    ("--train_embeddings", "full fine-tuning already trains the embeddings"),
     ("--train_embeddings --lora --dpo", "--dpo: leave out --train_embeddings"),
     ("--train_embeddings --model tiny --adapter folder", "--train_embeddings and --adapter: leave one out"),
 ])

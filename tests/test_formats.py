@@ -860,7 +860,7 @@ BAD_FILES = {  # what is wrong: (name, content, a pattern of what is said of it)
     "a list inside an object": (
         "a.json", b'{"data": [{"text": "a"}]}', "expected an object with .*; got the keys data: "),
     # nothing, or next to nothing, to train on
-    "no answer": ("a.jsonl", line_of(chat(QUESTION)), "nothing to train on: of 1 examples.* 1 have no trained"),
+    "no answer": ("a.jsonl", line_of(chat(QUESTION)), "nothing to train on: of 1 example, .* 1 have no trained"),
     "hardly an answer": ("a.jsonl", LONG_PROMPT, "only 2 of 501 tokens are trained on"),
 }
 

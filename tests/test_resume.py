@@ -265,7 +265,7 @@ def test_the_same_command_continues_by_itself(job, six_rows, chats, tmp_path):
     # A longer run with other data to evaluate on forgets losses that cannot be compared.
     rows, said = run(1, [*argv, "--steps", STEPS + 2, "--eval_data", chats], out)
     assert f"was planned for {STEPS} steps, not {STEPS + 2}: the learning-rate schedule differs" in said
-    assert "was evaluated on other --eval_data: its best evaluation is forgotten" in said
+    assert "was evaluated on different --eval_data: its best loss no longer counts" in said
     assert steps_of(trained(rows)) == [*range(1, STEPS + 3)]
     assert state_at(out, STEPS + 2)["best_eval"]["step"] > STEPS
 
