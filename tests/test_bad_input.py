@@ -81,7 +81,7 @@ FLAGS = {  # flags: words of the message
     "--qlora true": ["--qlora true: a switch takes no value: --qlora means on, no flag at all means off"],
     "--lora=False": ["--lora False: a switch takes no value"],
     "--packing false": ["--packing means on, --no-packing means off"],
-    "--compile false": ["--compile is on, --no-compile off"],
+    "--compile false": ["--compile means on, --no-compile means off"],
     "config.yaml": ["config.yaml: no such flag; there are no config files"],
 
     # twice
