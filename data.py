@@ -1,29 +1,25 @@
 """Everything on a disk, in two halves: from texts to the rows of a batch, and model folders.
 
-An example is a line of a .jsonl file, or a row of a table (csv, parquet), whose columns are its keys.
-Messages call it a row, as Hugging Face does. Its tokens are a document, and each token has a flag that says
-whether the model is trained to predict it.
+An example is a line of a .jsonl file, or a row of a table (csv, parquet) whose columns are its keys. Its
+tokens are a document, and each token has a flag that says whether the model is trained to predict it.
 
-A row of a batch has T tokens. Position p of it contains token p, and its target is token p + 1. So a
-document of n tokens fills n - 1 positions, and no target crosses into the next document (torchtune #2613).
-Best-fit decreasing (arXiv:2404.10830) packs several documents into a row; what is too long for one is split,
-cut off or dropped (--overflow), and a part is as much of it as fits. An example with a chosen and a rejected
-answer is two documents, which come one after the other in the same row.
+A row of a batch has T positions. Position p contains token p, and its target is token p + 1: a document of n
+tokens fills n - 1 positions, and no target crosses into the next document (torchtune #2613). Best-fit
+decreasing (arXiv:2404.10830) packs documents into rows. What is too long is split, cut off or dropped
+(--overflow): a part is as much of a document as fits. A pair is two documents in the same row.
 
 Masks come from spans of characters, never from a search for marker tokens: a token is trained on if it
 overlaps a span. The spans are the template's {% generation %} blocks. A template without them is rendered up
-to each assistant turn and again with it: if the first text is a prefix of the second, what the turn adds is
-its span (trl #6361). Qwen3's template rewrites a turn once the user asks again: it drops the thoughts. The
-text of the whole conversation does not repeat such a turn as the model wrote it, so the text up to the turn
-becomes a further document, which is what the model sees when it answers.
+to each assistant turn and again with it, and what the turn adds is its span (trl #6361). See
+Tokenizer.delimit_by_prefix() for templates that rewrite earlier turns, as Qwen3's does.
 
-Each machine tokenizes a file once, on all cores, into flat arrays that all its ranks map into memory: 5 bytes
-per token on disk (torchtune #1097: 900 GB of RAM for a 3 GB file). The order of the rows depends on --seed
-and the epoch alone, so the loader's whole state is the number of steps taken.
+Each machine tokenizes a file once into flat arrays that all its ranks map: 5 bytes per token on disk
+(torchtune #1097: 900 GB of RAM for a 3 GB file). The order of the rows depends on --seed and the epoch alone,
+so the loader's whole state is the number of steps taken.
 
 The second half finds a model (a preset, a folder, a Hub id, the result of a run) and writes models and
 adapters as transformers and PEFT read them. There, rows are those of a matrix: a reader (WeightFiles or
-RandomWeights) gives any rows of a model's or an adapter's weights, so that a rank reads only what it keeps.
+RandomWeights) gives any rows of a tensor, so that a rank reads only what it keeps.
 """
 
 import ast
@@ -50,7 +46,7 @@ import textwrap
 import time
 import zlib
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -71,8 +67,7 @@ from model import IGNORE, Spans
 
 # ---------------- messages
 
-# Control characters can clear a terminal and hide what was printed; two ranges reverse the order of what
-# follows (CVE-2021-42574). The last one is halves of surrogate pairs, which no terminal takes.
+# What can clear a terminal or reverse text (CVE-2021-42574), and halves of surrogate pairs.
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -82,9 +77,8 @@ def printable(text):
 
 
 def say(text="", end="\n", to_stderr=False):
-    """Prints text. The project prints nothing elsewhere, so that all text from files and flags is safe for a
-    terminal, and no run ends because its output cannot be written: the disk with its log may be full, its
-    terminal may be closed, and the reader of a pipe may have left, as `head` does."""
+    """Prints text, safe for a terminal. Nothing else here prints, and no run ends because its output cannot
+    be written: a disk may be full, a terminal closed, a reader such as `head` gone."""
     stream = sys.stderr if to_stderr else sys.stdout
     with contextlib.suppress(OSError):
         print(printable(text), end=end, file=stream, flush=True)
@@ -115,8 +109,7 @@ def count_of(n, noun):
 
 
 def check_is_file(path):
-    """Raises a ValueError if something else than a file has this name: reading a pipe would wait for its
-    writer for ever, and some devices have no end. Or if git-lfs has not fetched the file."""
+    """Raises a ValueError for a folder, pipe or device (reading may never end), and for git-lfs' pointer."""
     if not os.path.exists(path):
         return
     if not os.path.isfile(path):
@@ -156,8 +149,7 @@ UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno
 
 @contextlib.contextmanager
 def where_supported(consequence):
-    """For what only makes a run safer: where a file system cannot do what is in the block, it is left out,
-    with one note of the consequence."""
+    """For what only makes a run safer: a file system that cannot do it leaves it out, with one note."""
     try:
         yield
     except OSError as error:
@@ -185,8 +177,8 @@ def remove(path):
 
 
 def put_in_place(part, path, keep_older=False):
-    """Renames a file or folder, which was written as `part` beside its place. An older one stays until the
-    new one is on the disk, and with keep_older for good: another process may have made the same one first."""
+    """Renames what was written as `part`. An older one stays until the new one is on the disk, and with
+    keep_older for good: another process may have made the same one first."""
     for made in (*part.rglob("*"), part):
         sync(made)  # first, or a power cut could leave the new name with files that are not on the disk
     if keep_older and os.path.lexists(path):
@@ -210,8 +202,8 @@ def write_json(path, content):
 
 
 def crc_of(path):
-    """The CRC-32 of a file, at 2 to 3 GB/s. It reveals damage by disks and copies, not forgery. The file is
-    read, not mapped: a bad sector is an error, and would end a process that maps it."""
+    """The CRC-32 of a file, at 2 to 3 GB/s. It reveals damage, not forgery. A bad sector is an error here,
+    and would end a process that maps the file."""
     check_is_file(path)
     crc = 0
     with open(path, "rb") as file:
@@ -221,8 +213,7 @@ def crc_of(path):
 
 
 def with_checksum(content):
-    """A JSON object with a checksum of the rest of it, with 0 in the checksum's own place. It reveals damage
-    and edits by hand, not forgery."""
+    """A JSON object with a checksum of the rest of it. It reveals damage and edits by hand, not forgery."""
     text = json.dumps(content | {"checksum": 0}, sort_keys=True)
     return content | {"checksum": zlib.crc32(text.encode())}
 
@@ -261,9 +252,9 @@ def layout_of(tensors):
 
 
 def write_safetensors(path, layout, tensors, checksum=None):
-    """Writes pairs (name, tensor on the CPU) in any order, with one tensor in memory at a time: the library
-    wants all at once. layout: {name: Stored} in the order of the file. Returns [size of the file, its
-    checksum by a function like zlib.crc32 in the order of writing, or 0]. An OSError names the path."""
+    """Writes pairs (name, tensor on the CPU) in any order, one tensor in memory at a time: the library wants
+    all at once. layout: {name: Stored} in the order of the file -> [size of the file, checksum(bytes, so
+    far)]."""
     header = {"__metadata__": {"format": "pt"}}  # older transformers need the format
     places = {}  # {name: (its first byte behind the header, how many it has)}
     stop = 0
@@ -304,10 +295,8 @@ CHATML = """\
 {{ m.content + end_of_turn }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-# a private character that marks the start of a {% generation %} block in the rendered text
-OPEN = "\U00104000"
-CLOSE = "\U00104001"  # and one for its end
-MARK = "\U00104002"  # and one around the number of a tool or a call, see with_marks()
+# private characters: the ends of a {% generation %} block, and around the number of a call, see with_marks()
+OPEN, CLOSE, MARK = "\U00104000", "\U00104001", "\U00104002"
 # A template is a stranger's program: a loop of ten lines could fill the memory, or never end.
 MAX_RENDERED = 50_000_000  # characters that one conversation may become
 MAX_RENDER_S = 2  # seconds of CPU time that this may take
@@ -332,8 +321,8 @@ TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for tools, where t
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: what the assistant says, in the templates of transformers.
-    The block becomes OPEN, its text and CLOSE; render() takes the marks out again and returns the spans."""
+    """transformers' {% generation %} ... {% endgeneration %} becomes OPEN, the answer and CLOSE, see
+    render()."""
 
     tags = frozenset(["generation"])
 
@@ -369,8 +358,7 @@ def check_is_variable(name, where):
 
 
 def read_template_args(words):
-    """The words of --template_args, such as "enable_thinking=false", -> {name: value}. A value is JSON, or
-    else text. Raises a ValueError that names the word."""
+    """The words of --template_args, such as "enable_thinking=false", -> {name: value}: JSON, or else text."""
     variables = {}
     for word in words or ():
         name, equals, text = word.partition("=")
@@ -394,8 +382,7 @@ class TextError(ValueError):
 
 @contextlib.contextmanager
 def errors_of(source):
-    """Turns any error into a TextError that names the source. Templates may raise anything, and a panic in
-    the Rust code of tokenizers is a BaseException."""
+    """Turns any error into a TextError that names the source. A panic in Rust is a BaseException."""
     try:
         yield
     except KeyboardInterrupt:  # Ctrl-C ends the run, and not this text alone
@@ -432,27 +419,22 @@ class Text(NamedTuple):
     form: str = "text"  # the format of the example, one of FORMATS
     is_chat: bool = False  # a template has written it, with BOS, EOS and the ends of turns
     turns: list = ()  # the numbers of the messages that are trained on in this text
-    left_out: tuple = ()  # what the template leaves out of these answers, see Tokenizer.check_complete()
     is_further: bool = False  # it has answers that the example's first text rewrites
     opens_thought: bool = False  # the prompt for its answers asks for a thought
-    n_without_mask: int = 0  # answers that are not trained on, in all texts of the example
-    n_developers: int = 0  # messages that are read as system messages
-    renamed: tuple = ()  # the columns of --columns that the example has
-    unread: tuple = ()  # keys of the example that its format does not read
     hash: int = 0  # hash_of_text() of the example's first text
 
 
 def is_in(part, text):
-    """Whether a text contains a part: as it is, or at least its words, because templates trim, quote and
-    escape. A part that is left out goes unnoticed if the rest of the text has all of its words."""
+    """Whether a text contains a part, or at least its words: templates trim, quote and escape. A part goes
+    unnoticed if the rest of the text has all of its words."""
     words = re.findall(r"\w+", part)
     return part.strip() in text or all(word in text for word in words)
 
 
 def with_marks(messages, tools):
     """-> (messages, tools, items): the same with a number between two MARKs behind the name of each tool and
-    each call, and in arguments: their words prove nothing, as prose may have them. items: for each number
-    (what it marks, the number of the message if that is arguments; None: a name, which has to be there)."""
+    call, and in arguments, because prose may have the same words. items: for each number (what it marks, the
+    number of the message for arguments or None for a name, which has to be in the text)."""
     items = []
 
     def mark(what, answer=None):
@@ -499,8 +481,8 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_tokenizer(folder):
-    """Reads tokenizer.json and adds the tokens that stand in other files alone, in the order of transformers,
-    so that they get the same ids -> TokenizerFiles. Raises a ValueError that names the file."""
+    """Reads tokenizer.json and adds tokens that only other files name, with the ids that transformers gives
+    them -> TokenizerFiles."""
     path = folder / "tokenizer.json"
     config_path = folder / "tokenizer_config.json"
     if not path.exists():
@@ -513,8 +495,8 @@ def read_tokenizer(folder):
         config_path, folder / "special_tokens_map.json", folder / "added_tokens.json"))
     old = {key: value for key, value in old.items() if value is not None}
     with errors_of(config_path):
-        # With a list of added tokens in tokenizer_config.json, transformers does not read the other two.
-        # What only they name is read here all the same: texts would have no end without EOS.
+        # transformers does not read the other two files beside a list in tokenizer_config.json. Here they
+        # are read all the same: texts would have no end without EOS.
         given = old | config
         entries = config.get("added_tokens_decoder")
         if entries is None:
@@ -531,8 +513,8 @@ def read_tokenizer(folder):
 
 
 def special_tokens_in(given):
-    """The dict of tokenizer_config.json -> ({"bos_token": its text, ...}, [text of each special token that it
-    names or lists]), both in the order of transformers."""
+    """The dict of tokenizer_config.json -> ({"bos_token": its text, ...}, [all special tokens that it names
+    or lists]), both in the order of transformers."""
     extra = given.get("extra_special_tokens") or []
     if isinstance(extra, dict):  # a model with pictures has {"image_token": ...}
         given = given | extra
@@ -566,9 +548,8 @@ def read_template(path):
 
 
 def templates_in(folder):
-    """-> (the file that has the chat templates of a folder, {name: text}), or (None, {}). Names are
-    "default", and maybe "tool_use". A family keeps them in a file of their own, in one of JSON, as Mistral
-    Small 3.1 does, or in tokenizer_config.json; transformers, too, prefers them in this order."""
+    """-> (the file with the chat templates of a folder, {"default": text, maybe "tool_use": text}), or (None,
+    {}). The files are tried in the order of transformers. Mistral Small 3.1 has the second kind."""
     path = folder / "chat_template.jinja"
     files = {"default": path, "tool_use": folder / TOOL_TEMPLATE}
     if path.exists():
@@ -585,8 +566,7 @@ def templates_in(folder):
 
 
 def read_new_tokens(words):
-    """The words of --add_tokens -> [token]: these words, or the lines of the one file that they name. Raises
-    a ValueError that names the word."""
+    """The words of --add_tokens, or the lines of the one file that they name -> [token]."""
     if not words:
         return words
     where = "--add_tokens"
@@ -609,9 +589,8 @@ def read_new_tokens(words):
 
 
 def add_new_tokens_(core, tokens):
-    """Appends tokens to the library's tokenizer -> their ids, which are consecutive, as a range. They are not
-    special, as Qwen's <tool_call> is not: messages may spell them, and answers are shown with them. Raises a
-    ValueError that names tokens which the tokenizer has already."""
+    """Appends tokens to the library's tokenizer -> a range of their ids. Like Qwen's <tool_call> they are not
+    special: messages may spell them, and answers are shown with them."""
     known = [token for token in tokens if core.token_to_id(token) is not None]
     if known:
         raise ValueError(f"--add_tokens: {listing(known)}: already in the model's tokenizer: leave it out")
@@ -623,8 +602,8 @@ def add_new_tokens_(core, tokens):
 
 
 def code_of(folder):
-    """The paths of a model's own code: the modules that auto_map names, and those beside them which they
-    import. Results get copies, and nothing here runs it."""
+    """The modules that auto_map names, and those that they import from beside them. Nothing here runs
+    them."""
     configs = [read_json(folder / name, optional=True) for name in ("config.json", "tokenizer_config.json")]
     modules = re.findall(r'"(\w+)[.]\w+"', json.dumps([config.get("auto_map") for config in configs]))
     found = {}
@@ -638,20 +617,18 @@ def code_of(folder):
 
 class Tokenizer:
     """The tokens and the chat template of a model folder. Works in the main thread only: a signal stops slow
-    templates.
-
-    A template in template_file counts before one in adapter_folder, and that before the folder's own.
+    templates. template_file counts before adapter_folder's template, and that before the folder's own.
 
     core               the library's tokenizer
     bos_ids, eos_ids   the ids around a plain text
     stop_ids           the ids that end an answer; default_end: the text that does if no template tells it
-    new_ids            a range: those of new_tokens, which are appended to those of the folder
+    new_ids            the range of ids of new_tokens
     markers            texts of the tokens that templates write around turns; is_marker [V]: which ids are
     reserved           a pattern of what no conversation may spell: the markers, but not other special tokens
     templates          compiled: {"default": ..., and maybe "tool_use": the one for examples with tools}
     template_texts     {name of a file: a template that begins with the values of template_args}
     template_reads     names of variables that the templates look up
-    template_words     all names in them: a key of a message that is not among these is not read
+    template_words     all names in them: other keys of a message are not read
     variables          what the templates see beside the messages; example_variables: see for_example()
     opens_thought      whether the prompt for an answer opens a thought
     changed            {name of a file: its dict}: save() writes them in place of the folder's own
@@ -687,8 +664,7 @@ class Tokenizer:
         of_texts = {*self.bos_ids, *self.eos_ids}
         of_texts |= {self.core.token_to_id(self.variables.get(name, "")) for name in NAMED_TOKENS}
         markers = {number for number, token in special.items() if number in of_texts or token in written}
-        # Masks depend on is_marker, but the cache's key does not depend on generation_config.json: the ids
-        # that this file adds may stop an answer, and change no mask.
+        # not the ids of generation_config.json, which is no part of made_of
         marker_ids = sorted(markers | turn_ends)
         self.is_marker = np.zeros(1 + max(self.core.get_vocab().values()), bool)
         self.is_marker[marker_ids] = True
@@ -714,31 +690,29 @@ class Tokenizer:
                       for token in special.values()]
         core.add_special_tokens(as_written)
         self.core = core
-        # What tokenizer.json puts around a text: only a trial tells, as post-processors are of several kinds.
+        # what tokenizer.json puts around a text: only a trial tells
         encoded = core.encode("a")
         in_text = [i for i, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
         self.bos_ids = encoded.ids[: in_text[0]]
         self.eos_ids = encoded.ids[in_text[-1] + 1 :]
         core.post_processor = None  # some leave blanks out of the offsets, and so out of the masks
-        # It does not always have BOS where tokenizer_config.json asks for it, nor EOS, without which a model
-        # does not learn where a text ends.
+        # It may lack the BOS that tokenizer_config.json asks for, and EOS, by which a text ends.
         bos = core.token_to_id(self.variables.get("bos_token", ""))
         if config.get("add_bos_token") and bos is not None and not self.bos_ids:
             self.bos_ids = [bos]
         self.eos = core.token_to_id(self.variables.get("eos_token", ""))
         if self.eos is not None and self.eos_ids[-1:] != [self.eos]:
             self.eos_ids.append(self.eos)
-        # The end of a turn if no template tells it: ChatML's if there is one, or else EOS. Qwen's base models
-        # have both: there EOS, <|endoftext|>, ends a text.
+        # Qwen's base models have both: there EOS, <|endoftext|>, ends a text and no turn.
         self.default_end = self.variables.get("eos_token", "")
         if "<|im_end|>" in self.added:
             self.default_end = "<|im_end|>"
         return {number: token.content for number, token in special.items()}
 
     def complete_stops(self, turn_ends):
-        """-> stop_ids: those that end a turn, and those at which transformers and vLLM stop. Muse Glimmer's
-        end of a turn is not its EOS, and stands only in generation_config.json. save() writes this file if it
-        does not name all of them: nobody but --chat would stop there."""
+        """-> the ids that end a turn, and those at which transformers and vLLM stop. save() writes
+        generation_config.json if it lacks one (Muse Glimmer's end of a turn is not its EOS): only --chat
+        would stop there."""
         path = self.folder / "generation_config.json"
         generation = read_json(path, optional=True)
         generation = {key: value for key, value in generation.items() if value is not None}
@@ -769,8 +743,7 @@ class Tokenizer:
             self.source += " of the built-in model; your own --model will use its own"
         if not found:
             self.source = "ChatML (the model has no template)"
-            # The model's tokens stand in it as text, so that the file that save() writes means the same to
-            # everyone. A JSON string is one of jinja, too.
+            # as text, so that the file that save() writes means the same to everyone
             bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
             template = CHATML.replace("end_of_turn", json.dumps(self.default_end, ensure_ascii=False))
             found = {"default": template.replace("bos", json.dumps(bos, ensure_ascii=False), 1)}
@@ -795,9 +768,8 @@ class Tokenizer:
                       if name not in GIVEN_TO_TEMPLATES and name not in NAMED_TOKENS]
             raise ValueError(f"does not read {listing(unread)} of --template_args; what it reads beside "
                              f"the conversation: {listing(others) or 'nothing'}")
-        # Each template begins with --template_args as defaults, as Llama's own do: whoever gives a variable
-        # itself, as apply_chat_template(enable_thinking=True) does, still gets that value. Python writes True
-        # and None, which jinja reads, and escapes as jinja does. The newline after a block is dropped.
+        # A template begins with --template_args as defaults: apply_chat_template(enable_thinking=True) still
+        # counts. jinja reads Python's True, None and escapes.
         defaults = ""
         for name, value in sorted(template_args.items()):
             defaults += f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
@@ -809,8 +781,8 @@ class Tokenizer:
             self.template_texts["chat_template.jinja" if name == "default" else TOOL_TEMPLATE] = text
 
     def try_template(self):
-        """-> (the token that the template writes behind an answer, as text; a text that contains all tokens
-        that the template can write: its source, and what it writes in trials)."""
+        """-> (the token behind an answer, as text; all that the template has and writes in trials, as one
+        text)."""
         end = self.default_end
         written = "".join(self.template_texts.values())
         conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
@@ -882,14 +854,13 @@ class Tokenizer:
                 return form, *self.render(form, tools)
         return forms[-1], *self.render(forms[-1], tools)
 
-    def conversation(self, messages, tools=None):
-        """Messages -> ([Text], number of answers without a span). The first text is the whole
-        conversation up to its last answer, others repeat answers that it rewrites. Answers are trained on
-        unless a key such as weight marks them as context. Raises a ValueError if no answer can be delimited,
-        or if the template leaves out a tool, a call, a message, or all that an answer says."""
+    def conversation(self, messages, tools=None, report=None):
+        """Messages -> [Text]: the whole conversation up to its last answer, then texts for answers that lose
+        a thought there. A ValueError if no answer can be delimited, or if check_complete() raises one."""
+        report = report or FileReport()
         given = [messages, tools, self.example_variables]
         if self.reserved.search(json.dumps(given, ensure_ascii=False, default=str)):
-            return [Text(None, [])], 0
+            return [Text(None, [])]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if is_trained(messages[i])]
         if turns and self.train_on != "all":
@@ -908,18 +879,20 @@ class Tokenizer:
             documents = [Text(text, spans, turns=trained)]
         else:  # a template without generation blocks, as most models have
             documents = self.delimit_by_prefix(messages, tools, text, trained)
-        documents = self.check_complete(messages, tools, documents)
+        self.check_complete(messages, tools, documents, report)
         if self.train_on == "all":
-            return documents, 0
+            return documents
         n_spans = sum(len(document.spans) for document in documents)
         if trained and not n_spans:
             raise ValueError(f"{self.source}: cannot delimit any assistant turn; put {{% generation %}} "
                              "... {% endgeneration %} around what the assistant says")
-        return documents, max(0, len(trained) - n_spans)
+        report.note("assistant turns are not trained on, because the template changes them in later turns or "
+                    "their start and end cannot be found", max(0, len(trained) - n_spans))
+        return documents
 
     def without_prompted_thoughts(self, messages, tools, turns, text, spans):
-        """The spans of generation blocks, without an empty thought if the prompt for an answer ends in it:
-        then the model is given its empty thought, and never says it."""
+        """The spans of generation blocks, without an empty thought that the prompt ends in: the model never
+        says it."""
         thoughts = [EMPTY_THOUGHT.match(text, *span) for span in spans]
         prompt = ""
         if turns and any(thoughts):
@@ -928,9 +901,9 @@ class Tokenizer:
         return [(thought.end(), stop) if thought and prompt.endswith(thought[0]) else (start, stop)
                 for thought, (start, stop) in zip(thoughts, spans)]
 
-    def check_complete(self, messages, tools, documents):
-        """-> the documents with the names of what the template leaves out of the answers that they train.
-        Raises a ValueError if it is a tool, a call, another's message, or all that an answer says."""
+    def check_complete(self, messages, tools, documents, report):
+        """Notes what the template leaves out of trained answers. A ValueError if it leaves out a tool, a
+        call, another's message, or all that an answer says."""
         lost = self.lost_calls(messages, tools)
         for what, answer in lost:
             if answer is None:  # a name
@@ -940,7 +913,6 @@ class Tokenizer:
             if message["role"] != "assistant" and not is_in(content, documents[0].text):
                 what = f"the {message['role']} message {lm.quoted(content[:200])}"
                 raise ValueError(f"{self.source}: leaves out {what} where an answer follows")
-        complete = []
         for document in documents:
             left_out = [what for what, answer in lost if answer in document.turns]
             for i in document.turns:
@@ -957,8 +929,8 @@ class Tokenizer:
                     raise ValueError(f"{self.source}: leaves an answer nothing but its end: without "
                                      f"{listing(gone)}")
                 left_out += gone
-            complete.append(document._replace(left_out=tuple(left_out)))
-        return complete
+            for what in left_out:
+                report.note(f"answers lose their {what}: the chat template leaves it out")
 
     def lost_calls(self, messages, tools):
         """The items of with_marks() that are not in a rendering."""
@@ -973,17 +945,17 @@ class Tokenizer:
         return [item for number, item in enumerate(items) if str(number) not in found]
 
     def delimit_by_prefix(self, messages, tools, text, turns):
-        """Finds the spans of turns -> [Text]. text is the whole conversation, the first document. Qwen3
-        drops the thought T1 of a first answer A1 once there is a second one, so from these three texts
+        """Finds the spans of turns -> [Text]. text is the whole conversation, the first document. Qwen3 drops
+        the thought T1 of an answer A1 once there is a second answer. From these three texts come two
+        documents:
 
             whole conversation    Q1 A1 Q2 T2 A2
             up to A2              Q1 A1 Q2 T2 A2     the whole begins with it: T2 A2 is a span there
             up to A1              Q1 T1 A1           the whole does not begin with it: one more document
 
-        come two documents. In general a turn belongs to the first document that begins with the text up to
-        it. An answer that loses no more than an empty thought is trained in the whole conversation: documents
-        of their own cost ten short answers 5.5 times the tokens, and equal tokens taught less (tests/LOG.md).
-        With train_on "whole" there are no further documents."""
+        A turn belongs to the first document that begins with the text up to it. An answer that loses only an
+        empty thought is trained in the whole: ten short answers would cost 5.5 times the tokens, and equal
+        tokens taught less (tests/LOG.md). train_on "whole" makes no further documents."""
         documents = [Text(text, [], turns=[])]
         for i in reversed(turns):  # a document that a turn adds may begin with turns before it
             turn = None
@@ -1003,15 +975,14 @@ class Tokenizer:
         return documents
 
     def render_turn(self, messages, tools, i):
-        """Renders the conversation up to and with turn i -> Text. Its span is what the turn adds to its
-        prompt. None if the template changes the prompt once it is answered."""
+        """The conversation up to turn i -> Text, with the span that the turn adds to its prompt, or None if
+        the template changes the prompt once it is answered."""
         prompt, _ = self.render(messages[:i], tools, generation_prompt=True)
         text, _ = self.render(messages[: i + 1], tools)
         prompts = [prompt]
         if opened := OPENED_THOUGHT.search(prompt):
-            # The turn may have a thought of its own, or none: then the prompt ends where the thought begins,
-            # or before it. Small Qwen3.5 models have an empty thought in it, and DeepSeek's distilled ones
-            # write no thought into the history.
+            # The turn may have another thought, or none: small Qwen3.5 models have an empty one in the
+            # prompt, and DeepSeek's distilled ones write none into the history.
             prompts += [prompt[: opened.end(1)], prompt[: opened.start()]]
         for prompt in prompts:
             if text.startswith(prompt):
@@ -1075,8 +1046,8 @@ class Tokenizer:
 
 
 def span_in_place(text, turn):
-    """The (start, stop) of an answer in the text of the whole conversation, if all that this text leaves out
-    of the turn's own text is an empty thought, or None."""
+    """The span of an answer in the whole conversation, if only an empty thought is left out there, or
+    None."""
     start, stop = turn.spans[0]
     for thought in WHOLE_EMPTY_THOUGHT.finditer(turn.text):
         plain = turn.text[: thought.start()] + turn.text[thought.end() : stop]
@@ -1104,18 +1075,18 @@ def tokens_in(encoding, spans, is_marker):
 # ---------------- examples
 
 PAIR = "chosen + rejected"
-# An example's keys, as TRL ("messages", prompts, pairs), ShareGPT ("conversations") and Alpaca
-# ("instruction", "output") have them. The first that fits counts: pairs may have messages, too.
-FORMATS = PAIR, "messages", "conversations", "prompt + completion", "instruction + output", "text"
+OF_CHATS = {"system", "tools", "functions", "chat_template_kwargs"}
+# {format: what its examples may have beside the keys of its name}: TRL's, ShareGPT's and Alpaca's names. The
+# first that fits counts, because pairs may have messages, too.
+FORMATS = {
+    PAIR: OF_CHATS, "messages": OF_CHATS, "conversations": OF_CHATS, "prompt + completion": OF_CHATS,
+    "instruction + output": OF_CHATS | {"input", "history"}, "text": set(),
+}
+KEYS = {*" + ".join(FORMATS).split(" + ")}.union(*FORMATS.values())
+# a prompt in text that stands beside one of these begins a conversation
+OF_CONVERSATIONS = OF_CHATS | {"history"}
 # Orca's and Alpaca's words for the prompt of a pair
 QUESTION_KEYS = ["question", "query", "instruction", "input"]
-# What only conversations have: a prompt in text that stands beside one of these begins a conversation.
-OF_CONVERSATIONS = {"system", "tools", "functions", "chat_template_kwargs", "history"}
-# the keys that formats read beside their own, and all that are read
-BESIDE = {form: OF_CONVERSATIONS - {"history"} for form in FORMATS}
-BESIDE["instruction + output"] |= {"input", "history"}
-BESIDE["text"] = set()
-KEYS = {*" + ".join(FORMATS).split(" + ")}.union(*BESIDE.values())
 ROLES = "system", "developer", "user", "assistant", "tool"
 # what ShareGPT, LLaMA-Factory, ms-swift and OpenAI's first calls of functions call them
 OTHER_ROLES = {
@@ -1132,9 +1103,11 @@ MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *TOOLS_KEYS, *T
 TEXT_PARTS = "text", "input_text", "output_text", "refusal"
 
 
-def parse_example(given, tokenizer, columns=()):
-    """An example as its file has it, a dict or a line of JSON, -> [Text]. columns: [(column, the key that it
-    stands for)]. Every error becomes a ValueError: what is given may have any type, or endless brackets."""
+def parse_example(given, tokenizer, columns=(), report=None):
+    """An example, a dict or a line of JSON, -> [Text]. columns: [(column, the key that it stands for)]. Notes
+    in the report what the start prints. Every error becomes a ValueError: values may have any type, or
+    endless brackets."""
+    report = report or FileReport()
     form = "JSON"  # for the message, until the format is known
     try:
         example = json.loads(given) if isinstance(given, str) else given
@@ -1158,16 +1131,16 @@ def parse_example(given, tokenizer, columns=()):
             read_as = "prompt + completion"
             prompt, completions, others = read_pair(example)
             answers = [others | {"prompt": prompt, "completion": completion} for completion in completions]
-        found = [one for answer in answers for one in read_example(answer, read_as, tokenizer)]
-        read = {*BESIDE[found[0].form], *read_as.split(" + ")}
+        found = [one for answer in answers for one in read_example(answer, read_as, tokenizer, report)]
+        read = {*FORMATS[found[0].form], *read_as.split(" + ")}
         if example.get("label") is True:
             read.add("label")  # see check_is_good()
-        unread = tuple(key for key in answers[0] if key not in read)
+        report.unread = sorted({*report.unread, *(answers[0].keys() - read)})[:MAX_UNREAD]
+        report.renamed = sorted({*report.renamed, *renamed})
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
         hashes = [hash_of_text(one.text or "") for one in found]
         # the two answers of a pair are on one side of --eval_data
-        common = {"form": form, "renamed": renamed, "hash": hashes[0]}
-        return [one._replace(unread=one.unread + unread, **common) for one in found]
+        return [one._replace(form=form, hash=hashes[0]) for one in found]
     except Exception as error:
         raise ValueError(printable(f"not valid {form}: {str(error) or type(error).__name__}")) from error
 
@@ -1215,8 +1188,8 @@ def from_openai(example):
 
 
 def read_pair(example):
-    """A pair -> (its prompt, its two answers, its other keys): texts, or messages in a conversation. A prompt
-    that is not given is a question by another name, or what both answers begin with."""
+    """A pair -> (prompt, two answers, other keys), as texts or as messages. Without a prompt it is a question
+    by another name, or what both answers begin with."""
     others = dict(example)
     prompt = text_or_turns(others.pop("prompt", ""), "prompt") or ""
     answers = [text_or_turns(others.pop(key), key) for key in ("chosen", "rejected")]
@@ -1273,8 +1246,8 @@ def begins_with_question(answer):
 
 
 def question_in(example, is_conversation):
-    """The key by which a pair without a prompt asks, or None if its answers are texts that may begin with the
-    question. Raises a ValueError if only the user can tell."""
+    """The key by which a pair without a prompt asks. None: its answers are texts that may begin with the
+    question. A ValueError if only the user can tell."""
     names = [key for key in QUESTION_KEYS if key in example]
     names = [key for key in names if key != "input"] or names  # Alpaca has it beside a question
     if len(names) == 1:
@@ -1283,7 +1256,7 @@ def question_in(example, is_conversation):
     for key, value in example.items():
         text = json.dumps(value, separators=(",", ":"), default=str)
         has_words = '"' in text and len(text.split()) >= fewest
-        if key not in {*BESIDE[PAIR], *names, "label"} and (has_words or are_messages(value)):
+        if key not in {*FORMATS[PAIR], *names, "label"} and (has_words or are_messages(value)):
             names.append(key)
     if names:
         name = names[0] if len(names) == 1 else "NAME"
@@ -1294,7 +1267,7 @@ def question_in(example, is_conversation):
     return None
 
 
-def read_example(example, form, tokenizer):
+def read_example(example, form, tokenizer, report):
     """A dict in one of FORMATS but PAIR -> [Text]. It may raise any error."""
     if form == "text":
         return [Text(text_in(example, "text"))]
@@ -1313,11 +1286,11 @@ def read_example(example, form, tokenizer):
     reads_tools_of_messages = "tools" in tokenizer.template_words
     tools = read_tools([example] if reads_tools_of_messages else [example, *given])
     messages = check_messages(given, tools)
-    n_developers = 0
     if "developer" not in tokenizer.template_words:
-        n_developers = sum(message["role"] == "developer" for message in messages)
+        report.note("developer messages are read as system messages: the template has no such role",
+                    sum(message["role"] == "developer" for message in messages))
         messages = [one | {"role": one["role"].replace("developer", "system")} for one in messages]
-    texts, n_without_mask = tokenizer.conversation(messages, tools)
+    texts = tokenizer.conversation(messages, tools, report)
     unread = {f"chat_template_kwargs.{name}" for name in variables.keys() - tokenizer.template_reads}
     for message in messages:
         for key in message.keys() - tokenizer.template_words:
@@ -1329,10 +1302,9 @@ def read_example(example, form, tokenizer):
         parts = message["content"] if isinstance(message.get("content"), list) else []
         unread |= {f"messages.content.{key}" for part in parts for key, value in part.items()
                    if value is not None and key not in ("type", "text", "refusal")}
+    report.unread = sorted({*report.unread, *unread})[:MAX_UNREAD]
     common = {"form": form, "is_chat": True, "opens_thought": tokenizer.opens_thought}
-    first = texts[0]._replace(n_without_mask=n_without_mask, n_developers=n_developers,
-                              unread=tuple(sorted(unread)), **common)
-    return [first, *(one._replace(is_further=True, **common) for one in texts[1:])]
+    return [one._replace(is_further=i > 0, **common) for i, one in enumerate(texts)]
 
 
 def text_in(example, key):
@@ -1344,8 +1316,7 @@ def text_in(example, key):
 
 
 def json_in(value, kind, must):
-    """A dict or a list, which may be given as JSON in a text: a csv file has only texts, and data sets store
-    as text what has another shape in each example. must: words of an error."""
+    """A dict or a list, maybe as JSON in a text: a csv file has only texts. must: words of an error."""
     found = from_json(value)
     if found is None and value is not None:  # json.dumps(None)
         return kind()
@@ -1432,8 +1403,7 @@ def turns_of(turns, key):
 
 
 def check_messages(messages, tools=None):
-    """Messages as transformers gives them to templates: no None, texts joined, calls of tools as objects.
-    Raises a ValueError that names the key that is wrong."""
+    """Messages as transformers gives them to templates: no None, texts joined, calls of tools as objects."""
     if not messages:
         raise ValueError("no messages")
     functions = [tool.get("function", tool) for tool in tools or ()]
@@ -1519,8 +1489,8 @@ def read_call(call, schemas):
 
 
 def without_unnamed_nulls(value, schema):
-    """Arguments of a tool without the nulls of parameters that its own schema does not have: a table, which
-    has one type a column, has put them there."""
+    """Arguments without the nulls that only a table has put there, because the tool's schema has no such
+    parameter."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if isinstance(value, list) and isinstance(schema, dict):
         return [without_unnamed_nulls(item, schema.get("items")) for item in value]
@@ -1532,8 +1502,7 @@ def without_unnamed_nulls(value, schema):
 
 # ---------------- data files, tokenized once
 
-# The files of a folder in the cache: the tokens of all documents, one after the other, which of them are
-# trained on, and a table with an entry for each document.
+# The files of a folder in the cache: all tokens, which are trained on, and an entry for each document.
 DOCUMENT = np.dtype([
     ("length", np.int64),  # its number of tokens
     ("line", np.int64),  # where its example begins in the file
@@ -1567,10 +1536,9 @@ def files_matching(names):
 
 
 def files_of(name, revisions):
-    """A value of --data -> (the type of its files, their paths in the order in which they are read). The type
-    is one of FILE_TYPES, "arrow" of a data set, or the name itself if it is BUILT_IN, which has no files. A
-    data set of the Hub is fetched, unless a file has its name. Raises a ValueError if there is neither, or
-    none that can be read. revisions: see tokenized()."""
+    """A value of --data -> (one of FILE_TYPES, or "arrow", or the name itself if it is BUILT_IN; the paths of
+    its files in order). A data set of the Hub is fetched, unless a file has its name. revisions: see
+    tokenized()."""
     if name in BUILT_IN:
         return name, []
     path = Path(name)
@@ -1593,9 +1561,8 @@ def files_of(name, revisions):
 
 
 def examples_in(file_type, paths, held_out):
-    """Yields (line, example) for the files of a value of --data. An example is a dict, or a line of JSON.
-    Whatever keeps a file from being read becomes a ValueError: gzip, pyarrow and datasets have errors of
-    their own, and some are OSErrors, as if the cache could not be written."""
+    """Yields (line, example) for the files of a value of --data: a dict, or a line of JSON. All errors become
+    ValueErrors: some of gzip, pyarrow and datasets are OSErrors, as if the cache could not be written."""
     try:
         if file_type in BUILT_IN:
             yield from enumerate(stdlib_examples(file_type, held_out), 1)
@@ -1654,8 +1621,7 @@ def csv_examples(file):
 
 
 def table_examples(path, file_type):
-    """Yields the examples in a parquet file, or in an Arrow file of `datasets`, without the nulls of keys
-    that other examples have: a table has one type a column."""
+    """Yields the examples in a parquet or Arrow file, without nulls: a table has one type a column."""
     if file_type == "arrow":
         import datasets
 
@@ -1666,8 +1632,7 @@ def table_examples(path, file_type):
             import pyarrow.parquet
         except ImportError as error:
             raise ValueError(f"pip install pyarrow ({error})") from error
-        # By default pyarrow reads a row group whole, and many files have only one: a file of 145 MiB took 237
-        # MiB of memory then, and with these settings 44.
+        # By default pyarrow reads row groups whole: a file of 145 MiB took 237 MiB of memory, and so 44.
         table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
         batches = table.iter_batches(100, use_threads=False)
     for batch in batches:
@@ -1695,8 +1660,8 @@ def stdlib_modules():
 
 
 def stdlib_questions(name, text):
-    """Yields an example per documented public function: its signature is the question, the first paragraph of
-    its docstring the answer."""
+    """Yields an example per documented public function: what it does, with its signature, is in its
+    docstring."""
     module = name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     scopes = [(module, ast.parse(text))]
     for prefix, scope in scopes:  # the loop also visits the classes that it appends
@@ -1711,10 +1676,10 @@ def stdlib_questions(name, text):
 
 
 def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
-    """The folder in the cache with the documents of a value of --data. It is made if it is missing or
-    damaged. Its name is a hash of all that the tokens depend on, data.py included: a fork that changes how a
-    file is read gets other tokens. columns: see parse_example(). revisions: {name on the Hub: commit}, those
-    of the run that is resumed. A name that is not in it is fetched as it is now, and its commit entered."""
+    """The folder in the cache with the documents of a value of --data, made if it is missing or damaged. Its
+    name is a hash of all that tokens depend on, data.py included: a fork may read files in another way.
+    revisions: {name on the Hub: commit} of the run that is resumed, to which the commits of others are
+    added."""
     file_type, paths = files_of(spec, {} if revisions is None else revisions)
     contents = [sha256_of(path) for path in (__file__, *paths)]
     versions = sys.version, tokenizers.__version__, jinja2.__version__
@@ -1814,14 +1779,14 @@ def tokenize(examples, tokenizer, folder, columns):
 
 
 def read_examples(examples, tokenizer, columns, report):
-    """(line, example) -> yields (line, [Text]) for those that can be read. The report counts them and the
-    others. Raises a ValueError if the first 20 are all bad: then the format is wrong, or the template."""
+    """(line, example) -> yields (line, [Text]) for those that can be read, and counts the others. A
+    ValueError if the first 20 are all bad: then the format or the template is wrong."""
     for line, example in examples:
         if isinstance(example, str) and not example.strip():
             continue
         report.n_examples += 1
         try:
-            texts = parse_example(example, tokenizer, columns)
+            texts = parse_example(example, tokenizer, columns, report)
         except ValueError as error:
             report.n_bad += 1
             # five copies of one long message would fill a screen
@@ -1832,8 +1797,6 @@ def read_examples(examples, tokenizer, columns, report):
             continue
         first = texts[0]
         report.formats[first.form] += 1
-        report.renamed = sorted({*report.renamed, *first.renamed})
-        report.unread = sorted({*report.unread, *first.unread})[:MAX_UNREAD]
         if any(one.text is None for one in texts):  # both answers of a pair go
             report.note("spell a special token: dropped")
             continue
@@ -1841,13 +1804,6 @@ def read_examples(examples, tokenizer, columns, report):
         if first.form in (PAIR, "prompt + completion") and not first.is_chat and tokenizer.has_template:
             report.note("prompts are plain strings: the chat template is NOT applied to them. Use lists of "
                         "messages if the model is a chat model")
-        report.note("developer messages are read as system messages: the template has no such role",
-                    first.n_developers)
-        report.note("assistant turns are not trained on, because the template changes them in later turns or "
-                    "their start and end cannot be found", first.n_without_mask)
-        for one in texts:
-            for what in one.left_out:
-                report.note(f"answers lose their {what}: the chat template leaves it out")
         yield line, texts
 
 
@@ -1931,8 +1887,7 @@ def says_anything(tokenizer, ids):
 
 
 def hash_of_text(text):
-    """A number from 0 to HASHES - 1 that decides whether --eval_data SHARE holds an example out. It depends
-    on nothing but the text that the model sees. Raises a ValueError if the text cannot be tokenized."""
+    """A number from 0 to HASHES - 1 by which --eval_data SHARE holds an example out: by its text alone."""
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
@@ -1956,9 +1911,9 @@ class Refused(ValueError):
 
 
 def arrow_files(name, revision):
-    """A value of --data like HUB_NAME, or of a folder that is_saved_set() -> (the paths of its Arrow files,
-    its commit or None). The library knows splits, subsets, gated sets, layouts and its cache. revision: the
-    commit to use, or None for the newest one."""
+    """A data set of the Hub, or a folder that is_saved_set() -> (the paths of its Arrow files, its commit or
+    None). The library knows splits, subsets, gated sets and its cache. revision: None for the newest
+    commit."""
     try:
         import datasets
     except ImportError as error:
@@ -2003,37 +1958,20 @@ def is_saved_set(name):
 
 
 def from_hub(function):
-    """in_thread() for a function that asks the Hub, up to three times: a cut connection or an error of a
-    server is often gone a moment later. No such thing, or not for this user, is an answer."""
+    """Calls a function that asks the Hub, three times at most: an error of a connection or a server is often
+    gone a moment later, and a refusal stays."""
     from huggingface_hub import constants
 
-    for pause_s in () if constants.HF_HUB_OFFLINE else HUB_PAUSES_S:
+    for pause_s in [*(() if constants.HF_HUB_OFFLINE else HUB_PAUSES_S), None]:
         try:
-            return in_thread(function)
-        except Refused:
-            raise
+            # in a thread, because the Hub's library lets a signal wait until the last file is there
+            return ThreadPoolExecutor(1).submit(function).result()
         except Exception as error:  # its HTTP library has others, which another version does not have
             response = getattr(error, "response", None)
-            if response is not None and response.status_code < 500:
+            is_answer = response is not None and response.status_code < 500
+            if pause_s is None or is_answer or isinstance(error, Refused):
                 raise
             time.sleep(pause_s)
-    return in_thread(function)
-
-
-def in_thread(function, *args, limit_s=math.inf):
-    """Calls a function of a library that waits for a network, for at most limit_s seconds. In a thread, or a
-    signal would wait as well, until the last file is there: the Hub's library waits for its threads."""
-    result = ThreadPoolExecutor(1).submit(function, *args)
-    end = time.monotonic() + limit_s
-    try:
-        while not result.done():
-            wait([result], timeout=1)
-            if time.monotonic() > end:
-                raise TimeoutError(f"not done within {limit_s} s")
-        return result.result()
-    except KeyboardInterrupt:
-        say(to_stderr=True)  # the progress bars end without a newline
-        raise
 
 
 # ---------------- documents
@@ -2144,9 +2082,9 @@ def open_file(folder, name, seq_len, overflow):
 
 
 def parts_of(documents, n_positions, seq_len, overflow):
-    """[n] DOCUMENT -> (the number of each part's document, the parts, whose n_targets are still 0). A part
-    begins with the last token of the part before it, which is a target there and an input here. n_positions:
-    what a document needs in a row, for a pair what both need."""
+    """[n] DOCUMENT -> (each part's document, the parts, with n_targets still 0). A part begins with the last
+    token of the part before it, there a target and here an input. n_positions: of a document, or of a
+    pair."""
     length = documents["length"]
     n_parts = np.ones(len(length), np.int64)  # also for "truncate", which takes the first part
     if overflow == "split":
@@ -2190,8 +2128,8 @@ def check_file(file, seq_len, vocab_size):
 
 
 def pack_rows(lengths, seq_len):
-    """Best-fit decreasing: lengths of documents -> rows, lists of document numbers that fit into seq_len. The
-    longest document goes first, each into the row where it leaves the least room."""
+    """Best-fit decreasing: lengths of documents -> rows of document numbers. The longest document goes first,
+    each into the row where it leaves the least room."""
     rows = defaultdict(list)  # {row number: its documents}
     rows_with = defaultdict(list)  # {free positions: heap of the numbers of rows with that many}
     rows_with[seq_len] = list(range(len(lengths)))  # empty rows, enough for a document each
@@ -2221,8 +2159,8 @@ def pack_spans(pairs, n_tokens):
 
 
 class Batch(NamedTuple):
-    """A micro-batch of one rank. Under --sequence_parallel a rank has one of N shards of the tokens, [1, T],
-    but the spans of all of them: in attention it sees all tokens, for some of the heads."""
+    """A micro-batch of one rank. Under --sequence_parallel it has a shard [1, T] of the tokens, and the spans
+    of all: in attention a rank sees all tokens, for some of the heads."""
 
     tokens: torch.Tensor  # [B, T] int64
     targets: torch.Tensor  # [B, T] int64, IGNORE where a token is not trained on
@@ -2246,13 +2184,12 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """Deals out rows of documents, in another random order in each epoch. A micro-batch has B = batch_size
-    rows of a rank: row g of a step is in micro-batch g // (B * world) of rank g // B % world. Under
-    sequence_parallel a "rank" is a group of so many ranks, and each of them gets a shard of the group's
-    tokens.
+    """Deals out rows of documents, in another random order in each epoch. Row g of a step is in micro-batch g
+    // (B * world) of rank g // B % world. Under sequence_parallel a "rank" is a group of so many ranks, each
+    with a shard of the group's tokens.
 
-    rows: for each row the numbers of its parts, see Documents. per_row: lm.Counts of arrays, with a number
-    for each row. longest: positions of the longest row in a batch."""
+    rows: the numbers of each row's parts, see Documents. per_row: lm.Counts of arrays, a number a row.
+    longest: positions of the longest row in a batch."""
 
     def __init__(self, documents, seq_len, packing, batch_size, seed, rank, world, sequence_parallel=1):
         self.documents = documents
@@ -2264,8 +2201,7 @@ class Loader:
         self.rank, self.shard = divmod(rank, sequence_parallel)
         self.world = world // sequence_parallel
         self.waited_s = 0.0  # seconds that ahead() let its caller wait
-        # make_order(), which remembers two epochs because a step may reach into the next one. lru_cache as a
-        # decorator of the method would keep every loader in memory.
+        # of two epochs, as a step may reach into the next; a decorator would keep every loader in memory
         self.order = functools.lru_cache(maxsize=2)(self.make_order)
 
         parts = documents.parts
@@ -2280,7 +2216,7 @@ class Loader:
             packed = pack_rows(n_positions[units].sum(1), seq_len)
             self.rows = [units[numbers].flatten() for numbers in packed]
 
-        # Sums of what parts have, taken row by row: from each row's first part to the next row's.
+        # sums of what parts have, from each row's first part to the next row's
         n_parts = np.array([len(row) for row in self.rows])
         first_part = np.cumsum(n_parts) - n_parts
         numbers = np.stack([parts["n_targets"], n_positions, n_positions**2, n_terms])
@@ -2289,12 +2225,11 @@ class Loader:
         self.longest = seq_len if packing else int(self.per_row.tokens.max())
 
     def make_order(self, epoch):
-        """The row numbers in the order of an epoch, [rows] int64. The largest row of a run comes first:
-        memory runs out at step 0 or not at all."""
+        """The row numbers in the order of an epoch. A run's largest row comes first: memory runs out at step
+        0."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         if epoch == 0:
-            # Packed rows are equally long, and the one with the most targets has the largest loss. Of others
-            # the longest is the largest, and targets decide between equals: lexsort's last key comes first.
+            # the one with the most targets; if not packed, the longest first (lexsort's last key)
             keys = [self.per_row.targets] if self.packing else [self.per_row.targets, self.per_row.tokens]
             largest = np.lexsort(keys)[-1]
             i = np.flatnonzero(order == largest)[0]
@@ -2346,8 +2281,8 @@ class Loader:
             yield self.batch(range(start, min(start + B, n_rows)))
 
     def batch(self, row_numbers):
-        """Row numbers -> Batch on the CPU. Without any it is a row of one padding token, because all ranks
-        run equally many batches."""
+        """Row numbers -> Batch on the CPU, of one padding token without any: all ranks run equally many
+        batches."""
         B = max(len(row_numbers), 1)
         T = self.seq_len  # always the same if packed, so that torch.compile sees one shape
         if not self.packing:
@@ -2381,8 +2316,8 @@ class Loader:
 
 
 def share_of(eval_data):
-    """The values of --eval_data -> the part of --data that it holds out, as a fraction or as a number of
-    examples; None if it names files. Raises a ValueError for a number that is neither."""
+    """The values of --eval_data -> the fraction or the number of examples of --data to hold out, or None if
+    it names files."""
     numbers = []
     for word in eval_data or ():
         with contextlib.suppress(ValueError):  # a file
@@ -2399,10 +2334,9 @@ def share_of(eval_data):
 
 
 def held_out_hashes(share, folders):
-    """The hashes of the examples to hold out of the files in these folders of the cache, a range from 0. The
-    side of an example depends on what it says, not on its place, the seed or the number of ranks, so that
-    copies of it are on one side. With a fraction it does not depend on the other examples either: rows that
-    are appended to a file move no earlier one."""
+    """The range of hashes to hold out of the files in these folders of the cache. The side of an example
+    depends on its text alone: copies are on one side, and with a fraction rows that are appended move no
+    others."""
     if share is None:
         return range(0)
     if share < 1:
@@ -2427,8 +2361,8 @@ def make_loader(args, specs, folders, hashes, vocab_size, ranks):
 
 
 def unused_tokens(tokenizer, files):
-    """The tokens of --add_tokens that are in no file, so that they are not learned. Raises a ValueError if
-    that is all of them: then they are not spelled as in the data."""
+    """The tokens of --add_tokens that are in no file. A ValueError if all are: the data spell them
+    otherwise."""
     used = {number for file in files for number in file.report.new_ids}
     unused = [tokenizer.core.id_to_token(number) for number in tokenizer.new_ids if number not in used]
     if unused and not used:
@@ -2439,7 +2373,7 @@ def unused_tokens(tokenizer, files):
 
 def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
     """-> (loader of --data, loader of --eval_data or None). One rank of each machine tokenizes what is not in
-    its cache, and all ranks open it. revisions: see tokenized()."""
+    its cache. revisions: see tokenized()."""
     share = share_of(args.eval_data)
     specs = [(spec, False) for spec in args.data]
     if args.eval_data and share is None:
@@ -2452,8 +2386,7 @@ def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
     every = ranks.gather(folders)  # for each rank: empty but for the first one of a machine
     folders = every[ranks.rank - ranks.local]
     with ranks.agree():
-        # The name of a folder is a hash of all that its tokens depend on. Ranks with other tokens would train
-        # on other rows than rank 0 counts.
+        # Ranks with other tokens would train on other rows than rank 0 counts.
         if [folder.name for folder in folders] != [folder.name for folder in every[0]]:
             raise ValueError(f"--data: {os.uname().nodename} has other files or package versions "
                              "than rank 0's machine")
@@ -2534,9 +2467,8 @@ def print_file(file):
         say(f"  {file.n_long:,} longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}")
     if report.n_further:
         ratio = report.n_tokens / (report.n_tokens - report.n_further_tokens)
-        say(f"  {report.n_further:,} further documents, for answers that the template rewrites later: "
-            f"{ratio:.1f} times\n  the tokens; --train_on whole makes none: it trains such answers in place, "
-            "and leaves\n  out those that lose a thought")
+        say(f"  {report.n_further:,} further documents, for answers that lose a thought in later turns: "
+            f"{ratio:.1f} times\n  the tokens; --train_on whole leaves such answers out")
     if file.n_untrained:
         say(f"  {file.n_untrained:,} without a token to train on: dropped")
     if report.notes:
@@ -2643,15 +2575,13 @@ PRESETS = {name: preset.config() for name, preset in SHAPES.items()}  # {name: d
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-# Weights that only pass through: vision towers with what leads from them to the decoder, and Qwen3.5's block
-# that predicts two tokens at once. The model does not have them, so a whole result gets a copy of them.
+# Weights that the model does not have, and a whole result gets as they are: vision towers, what leads from
+# them to the decoder, and Qwen3.5's block that predicts two tokens at once.
 COPIED_PREFIXES = ("model.visual.", "mtp.", "model.vision_", "model.multi_modal_projector.")
-# Files of Mistral 3 have the names that modules had in older versions of transformers, {old: new}. Adapters
-# have the new ones, and so has everything here but Stored.name.
+# {names in files of Mistral 3, or of transformers' AutoModel: those of modules, as everywhere but in Stored}
 OLD_PREFIXES = {
     "language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.",
     "vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector.",
-    # of transformers' AutoModel
     "layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm.",
 }
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
@@ -2667,8 +2597,7 @@ TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 #   the name of a preset                  random weights of its shape
 #   an id on the Hub                      this model, downloaded                this adapter, downloaded
 #
-# find_result() finds folders before anything is downloaded: an adapter decides which other flags make sense.
-# find_model() and folder_of() open what it returns.
+# find_result() finds folders before a download, because an adapter decides which other flags make sense.
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"  # its key for the base
@@ -2690,8 +2619,7 @@ def result_in(name, files=(CONFIG, ADAPTER_CONFIG)):
 
 
 def find_result(model, adapter=None):
-    """--model and --adapter, or None -> (model, adapter or None): a folder of a result stands for what it
-    contains, see the table above. Raises a ValueError if the two do not fit together."""
+    """--model and --adapter, or None -> (model, adapter or None), by the table above."""
     if model is None and adapter:
         if not os.path.exists(adapter):
             raise ValueError(f"--adapter {adapter}: no such folder; if it is on the Hub, give its base, too, "
@@ -2751,8 +2679,8 @@ def find_model(name, random_init, revisions=None):
     base = str(folder.resolve()) if folder in (Path(name), TINY) else name
     raw = read_json(folder / CONFIG)
     text = raw.get("text_config")
-    # Whether the head is tied: each untied Mistral 3 that transformers 5 has saved says true, and in
-    # text_config false. The weights decide then, as for transformers, and in a plan text_config.
+    # An untied Mistral 3 of transformers 5 says tied, and in text_config not. The weights decide then, and in
+    # a plan text_config.
     said = [part.get("tie_word_embeddings") for part in (raw, text) if isinstance(part, dict)]
     if said in ([True, False], [False, True]):
         is_tied = said[1] if random_init else HEAD not in WeightFiles(folder).tensors
@@ -2826,17 +2754,16 @@ def format_of_files(names):
     return None
 
 
-# The types of weights that somebody has quantized, and the ends of the names of the tensors that stand for
-# one matrix: FP8 has a scale, bitsandbytes the others.
+# Types of quantized weights, and how the names of a matrix's tensors end: FP8 has a scale, bitsandbytes the
+# others.
 QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 NF4_STATE = ".quant_state.bitsandbytes__nf4"
 PARTS = "", "_scale", "_scale_inv", NF4_STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 FP8_BLOCK = 128  # rows and columns that share a scale, if it is not that of a row or of the tensor
 
 
-# Files of Qwen3.5 on the Hub have one tensor for the matrices of all experts. {its name: the matrices of each
-# expert, in the order of their rows}. Only WeightFiles and write_safetensors() know this: all else sees a
-# matrix per expert, as other files have.
+# Files of Qwen3.5 stack all experts: {name: the matrices of each expert in order of rows}. Only WeightFiles
+# and write_safetensors() know this.
 STACKS = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
@@ -2885,8 +2812,8 @@ def module_name(name):
 
 
 def check_parts(parts, state, shape):
-    """Raises a ValueError if the tensors that stand for a matrix, {one of PARTS: its Stored}, are not of the
-    type and size that they have in FP8, or in NF4 with this state: others would be read as noise."""
+    """Raises a ValueError if {one of PARTS: its Stored} are not of the type and size that a matrix has in
+    FP8, or in NF4 with this state: others would be read as noise."""
     n = math.prod(shape)
     n_blocks = n // nf4.BLOCK
     expected = {"": (QUANTIZED["F8_E4M3"], n)}
@@ -2906,8 +2833,8 @@ def check_parts(parts, state, shape):
 
 
 class WeightFiles:
-    """The weights of a folder, read by rows. tensors: {name: Stored}. Raises a ValueError if a file is
-    missing, cut short or in another format, or if a tensor is in two files."""
+    """The weights of a folder, read by rows. tensors: {name: Stored}. A ValueError if a file is missing, cut
+    short or in another format, or if a tensor is in two files."""
 
     def __init__(self, folder, single="model.safetensors"):
         self.folder = Path(folder)
@@ -3045,8 +2972,8 @@ class WeightFiles:
 
 
 class RandomWeights:
-    """Stands in for WeightFiles: normal weights, norms that multiply by one, other vectors of zero. A value
-    depends on seed, name and row alone, so any sharding gets the same model."""
+    """Stands in for WeightFiles: normal weights, norms that multiply by one, other vectors of zero. Seed,
+    name and row alone decide, so any sharding gets the same model."""
 
     def __init__(self, model, seed, device):
         self.seed = seed
@@ -3099,8 +3026,8 @@ def has_two_matrices(adapter_reader, config):
 
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):
-    """Rows [start, stop) of a random matrix, normal or uniform in [-1, 1). Each 256 rows have a seed of their
-    own: a rank makes only those that it needs, and gets the same for every number of ranks."""
+    """Rows [start, stop) of a random matrix, normal or uniform in [-1, 1). Each 256 rows have their own seed:
+    every number of ranks gets the same."""
     out = torch.empty(stop - start, width, device=device)
     for i in range(start // 256, nf4.ceil_div(stop, 256)):
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{i}".encode()))
@@ -3138,8 +3065,8 @@ def shapes_in_files(model):
 
 
 def stacked_rows(reader, names, n_rows, start, stop):
-    """Reads rows [start, stop) of a parameter of n_rows, which stacks the matrices of these names. Yields
-    (rows of one of these, the slice of [start, stop) that they fill)."""
+    """Reads rows [start, stop) of a parameter that stacks the matrices of these names. Yields (rows of one,
+    the slice of [start, stop) that they fill)."""
     n = n_rows // len(names)  # all experts are of one size
     for i in range(start // n, nf4.ceil_div(stop, n)):
         first = max(start, i * n)
@@ -3209,8 +3136,8 @@ MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) an
 
 
 def open_adapter(folder):
-    """A PEFT LoRA adapter -> (WeightFiles, {flag: value}). A ValueError names a key that is not understood.
-    The names of the tensors decide which layers are adapted."""
+    """A PEFT LoRA adapter -> (WeightFiles, {flag: value}). Names of tensors decide which layers are
+    adapted."""
     where = f"{folder}/{ADAPTER_CONFIG}"
     config = read_json(where)
     for key, value in config.items():
@@ -3248,8 +3175,8 @@ def open_adapter(folder):
 
 @torch.no_grad()
 def load_weights_(model, reader, adapter_reader, seed, device, progress=False, frozen_only=False):
-    """Fills a sharded, quantized, adapted model. A rank reads the rows it keeps, a tensor at a time.
-    adapter_reader: None for a fresh adapter; progress: show a bar; frozen_only: leave out what trains."""
+    """Fills a sharded, quantized, adapted model, a tensor at a time. adapter_reader: None for a fresh
+    adapter; frozen_only: leave out what trains."""
     params = dict(model.named_parameters())
     disable = None if progress else True  # None: no bar where stderr is no terminal
     for name in tqdm(params, "loading weights", unit="tensor", disable=disable, leave=False):
@@ -3292,9 +3219,8 @@ def load_weights_(model, reader, adapter_reader, seed, device, progress=False, f
 
 @torch.no_grad()
 def fill_new_rows_(model, reader, new_ids, seed):
-    """Makes the rows of new tokens in embedding and head, and those that the files do not have: the mean
-    of the old rows plus a tenth of their deviation, at random. A new token begins as no token in particular,
-    and no two are the same. Each rank reads all old rows, so that every number of ranks gets the same."""
+    """Makes the rows of embedding and head that files do not have: the mean of the old rows plus a tenth of
+    their deviation, at random. Each rank reads all old rows, so any number of ranks gets the same."""
     params = dict(model.named_parameters())
     embedding = embedding_in_files(model.config)
     n_stored = reader.tensors[embedding].n_rows
@@ -3334,8 +3260,8 @@ def full_tensors(model, trainable_only):
 
 
 def save_model(tensors, layout, out, raw_config, write):
-    """Writes config.json and model.safetensors from an iterator of (name, tensor), see write_safetensors().
-    Every rank iterates, as the iterator may gather shards; the one with `write` writes."""
+    """Writes config.json and model.safetensors from pairs (name, tensor). Every rank iterates, because that
+    may gather shards; the one with `write` writes."""
     try:
         if write:
             write_safetensors(out / "model.safetensors", layout, tensors)
@@ -3348,9 +3274,8 @@ def save_model(tensors, layout, out, raw_config, write):
 
 
 def begin_result(out, tokenizer, base=None):
-    """Makes a result's folder, with the files of the tokenizer. A whole model also gets from the folder
-    `base` what its vision tower needs and its code, and nothing else: other files may be another trainer's,
-    private, or about weights in another format."""
+    """Makes a result's folder, with the tokenizer's files. A whole model also gets its processors' configs
+    and its code from `base`. Other files there may be another trainer's, private, or about other weights."""
     remove(out)  # what a try before has left
     out.mkdir()
     tokenizer.save(out)
@@ -3373,8 +3298,8 @@ def layout_of_result(reader, config):
 
 
 def with_both_ropes(raw):
-    """The dict of a config.json with RoPE as transformers 5 spells it (rope_parameters) and as 4 does, which
-    would take a theta of 10,000 without a word if it found none."""
+    """The dict of a config.json with RoPE as transformers 5 and 4 spell it: 4 would take a theta of 10,000
+    without a word."""
     config = lm.parse_config(raw)
     if config.family.norms_add_one:  # version 4 has neither Qwen3.5 nor Muse Glimmer
         return raw
@@ -3392,10 +3317,8 @@ def with_both_ropes(raw):
 
 
 def save_adapter(adapter_tensors, out, base, rank, alpha, dropout, targets, rslora=False):
-    """Writes adapter_model.safetensors and adapter_config.json as PEFT reads them.
-
-    A tied embedding is written a second time, as the head: PEFT looks both up, and an older one, which does
-    not know ensure_weight_tying, would else keep the base's head without a word."""
+    """Writes an adapter as PEFT reads it. A tied embedding is written again as the head: PEFT looks both up,
+    and an older one would keep the base's head without a word."""
     saved = {}
     embedding = [name for name in adapter_tensors if name.endswith("embed_tokens.weight")]
     if embedding:
@@ -3416,9 +3339,9 @@ def save_adapter(adapter_tensors, out, base, rank, alpha, dropout, targets, rslo
 
 
 def modules_in(adapter_tensors, config, targets):
-    """PEFT's target_modules: the ends of the names of all layers with an adapter. They have two parts
-    (self_attn.q_proj) beside a vision tower, because those of Muse Glimmer and Mistral 3 have a q_proj, too,
-    and where attention has a gate_proj as the MLP does; but not for experts, where a number is in between."""
+    """PEFT's target_modules: the ends of the names of all adapted layers. They have two parts
+    (self_attn.q_proj) where a vision tower has a q_proj, too, or attention a gate_proj. With experts a number
+    is in between."""
     has_tower = config.prefix != "model."
     has_gate = lm.GATE_TARGET in lm.targets_in(config)
     if config.num_experts or not (has_tower or has_gate):
@@ -3428,8 +3351,8 @@ def modules_in(adapter_tensors, config, targets):
 
 
 def card_of(args, files):
-    """The text of README.md beside a result, by which the Hub finds its base. It names what is on the Hub
-    for everybody: no folder of this machine, and no data set that may have needed a login."""
+    """The text of a result's README.md, by which the Hub finds the base. It names what everybody finds on the
+    Hub: no folder of this machine, and no data set that may have needed a login."""
     from huggingface_hub import get_token
 
     lines = ["---", f"library_name: {'peft' if args.lora else 'transformers'}"]

@@ -79,6 +79,9 @@ import warnings
 import traceback
 import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -2453,7 +2456,7 @@ def close_sinks(sinks, error, *_):
     for sink in list(sinks):
         # Another Ctrl-C gives up on a network that is slow, and does not change how the run has ended.
         with dropping(sink, sinks), contextlib.suppress(KeyboardInterrupt):
-            data.in_thread(sink.close, error is not None, limit_s=FINISH_S)
+            ThreadPoolExecutor(1).submit(sink.close, error is not None).result(FINISH_S)
 
 
 class TensorBoard:

@@ -111,10 +111,10 @@ def theirs(tokenizer, messages, tools=None, **options):
         return None
 
 
-def read(row, tokenizer, columns=()):
+def read(row, tokenizer, columns=(), report=None):
     """-> ([Text], None), or (None, what the row is refused with)."""
     try:
-        return data.parse_example(json.dumps(row), tokenizer, columns), None
+        return data.parse_example(json.dumps(row), tokenizer, columns, report), None
     except ValueError as error:
         return None, str(error)
 
@@ -271,10 +271,12 @@ def check_keys(n, folder):
                 message[key] = rng.choice([True, False, 0, 1, None])
                 marks[i] = message[key] in (None, True, 1)
         answers = [i for i, message in enumerate(changed) if message["role"] == "assistant"]
-        examples, refusal = read({"messages": changed, "tools": tools}, tokenizer)
+        report = data.FileReport()
+        examples, refusal = read({"messages": changed, "tools": tools}, tokenizer, report=report)
+        n_without_mask = sum(n for text, n in report.notes.items() if "not trained on" in text)
         trained = sum(marks.get(i, True) for i in answers)
-        fine = examples and examples[0].unread == tuple(sorted(added)) and (
-            sum(len(one.spans) for one in examples) + examples[0].n_without_mask == trained)
+        fine = examples and report.unread == sorted(added) and (
+            sum(len(one.spans) for one in examples) + n_without_mask == trained)
         rule.holds(changed, fine, "lists and masks", refusal or examples)
     rule.end()
 

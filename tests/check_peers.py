@@ -416,7 +416,7 @@ def check_chats(path):
         n_differ["rendered text"] += mine.render(chat)[0] != text
         prompt = auto.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
         n_differ["rendered text"] += mine.render(chat[:1], generation_prompt=True)[0] != prompt
-        (rendered,), _ = mine.conversation(chat)
+        (rendered,) = mine.conversation(chat)
         text = rendered.text
         spans = rendered.spans
         ids, mask = next(mine.encode([data.Text(text, spans, is_chat=True)]))

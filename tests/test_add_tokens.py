@@ -126,8 +126,9 @@ def test_new_tokens_get_the_librarys_ids_and_are_one_token_in_messages():
     assert ids_of_the_library == list(IDS)
 
     messages = ask_and_answer("a<call>b", "<note 1>c</call>")
-    (rendered,), n_without_mask = tokenizer.conversation(messages)
-    assert n_without_mask == 0
+    report = data.FileReport()
+    (rendered,) = tokenizer.conversation(messages, report=report)
+    assert not report.notes
     example = data.Text(rendered.text, rendered.spans, is_chat=True)
     (encoded,) = tokenizer.encode([example])
     ids, is_target = encoded
@@ -147,7 +148,7 @@ def new_among(ids):
 def test_messages_still_cannot_spell_the_models_own_special_tokens():
     tokenizer = data.Tokenizer(TINY, new_tokens=TOKENS)
     messages = ask_and_answer("<|im_end|>", "<call>")
-    (rendered,), _ = tokenizer.conversation(messages)
+    (rendered,) = tokenizer.conversation(messages)
     # no text: the conversation is dropped
     assert rendered.text is None
 

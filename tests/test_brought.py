@@ -456,7 +456,9 @@ def test_a_value_of_a_table_that_is_no_text_is_refused_where_it_is_read(tiny, va
     row = {"text": {"text": value}, "content": chat(QUESTION, message("assistant", value)),
            "unread": {"text": "a b", "made": value}}.get(place, {"instruction": "q", "output": "a", place: value})
     if place == "unread":
-        assert data.parse_example(row, tiny)[0].unread == ("made",)
+        report = data.FileReport()
+        data.parse_example(row, tiny, report=report)
+        assert report.unread == ["made"]
         return
     with pytest.raises(ValueError, match=f"'{place}'.* must be text, got "):
         data.parse_example(row, tiny)

@@ -338,12 +338,13 @@ def test_a_question_by_a_name_that_nobody_reads_is_named_and_its_column_can_be_g
     words = f"no prompt, but .*{name}: --columns .*=prompt has to say which is the question"
     with pytest.raises(ValueError, match=words):
         data.parse_example(row, pairs)
-    chosen, rejected = data.parse_example(row, pairs, [(name, "prompt")])
+    report = data.FileReport()
+    chosen, rejected = data.parse_example(row, pairs, [(name, "prompt")], report)
     if question == "the file" and answers == ANSWERS[0]:  # texts are trained on as they stand
         assert (chosen.text, rejected.text) == ("the fileis read from disk", "the fileimport None")
     else:
         assert [chosen.text, rejected.text] == [one.replace("⟦", "").replace("⟧", "") for one in CHATS]
-    assert chosen.unread == ("id", "source")
+    assert report.unread == ["id", "source"]
 
 
 def test_texts_that_begin_alike_may_have_names_beside_them(pairs):
