@@ -77,8 +77,7 @@ def printable(text):
 
 
 def say(text="", end="\n", to_stderr=False):
-    """Prints text, safe for a terminal. Nothing else here prints, and no run ends because its output cannot
-    be written: a disk may be full, a terminal closed, a reader such as `head` gone."""
+    """Prints text, safe for a terminal, also where nobody reads it (a full disk, a closed pipe)."""
     stream = sys.stderr if to_stderr else sys.stdout
     with contextlib.suppress(OSError):
         print(printable(text), end=end, file=stream, flush=True)
@@ -177,8 +176,7 @@ def remove(path):
 
 
 def put_in_place(part, path, keep_older=False):
-    """Renames what was written as `part`. An older one stays until the new one is on the disk, and with
-    keep_older for good: another process may have made the same one first."""
+    """Renames what was written as `part`. keep_older: another process may have made the same one first."""
     for made in (*part.rglob("*"), part):
         sync(made)  # first, or a power cut could leave the new name with files that are not on the disk
     if keep_older and os.path.lexists(path):
@@ -202,8 +200,7 @@ def write_json(path, content):
 
 
 def crc_of(path):
-    """The CRC-32 of a file, at 2 to 3 GB/s. It reveals damage, not forgery. A bad sector is an error here,
-    and would end a process that maps the file."""
+    """The CRC-32 of a file, 2 to 3 GB/s. Read, not mapped: a bad sector would end a process that maps it."""
     check_is_file(path)
     crc = 0
     with open(path, "rb") as file:
@@ -425,8 +422,7 @@ class Text(NamedTuple):
 
 
 def is_in(part, text):
-    """Whether a text contains a part, or at least its words: templates trim, quote and escape. A part goes
-    unnoticed if the rest of the text has all of its words."""
+    """Whether a text contains a part, or at least all of its words: templates trim, quote and escape."""
     words = re.findall(r"\w+", part)
     return part.strip() in text or all(word in text for word in words)
 
@@ -481,8 +477,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_tokenizer(folder):
-    """Reads tokenizer.json and adds tokens that only other files name, with the ids that transformers gives
-    them -> TokenizerFiles."""
+    """tokenizer.json and tokens that only other files name, with transformers' ids -> TokenizerFiles."""
     path = folder / "tokenizer.json"
     config_path = folder / "tokenizer_config.json"
     if not path.exists():
@@ -513,8 +508,7 @@ def read_tokenizer(folder):
 
 
 def special_tokens_in(given):
-    """The dict of tokenizer_config.json -> ({"bos_token": its text, ...}, [all special tokens that it names
-    or lists]), both in the order of transformers."""
+    """tokenizer_config.json -> ({"bos_token": text, ...}, [all special tokens]), in transformers' order."""
     extra = given.get("extra_special_tokens") or []
     if isinstance(extra, dict):  # a model with pictures has {"image_token": ...}
         given = given | extra
@@ -548,8 +542,7 @@ def read_template(path):
 
 
 def templates_in(folder):
-    """-> (the file with the chat templates of a folder, {"default": text, maybe "tool_use": text}), or (None,
-    {}). The files are tried in the order of transformers. Mistral Small 3.1 has the second kind."""
+    """-> (the file with a folder's chat templates, {"default": text, maybe "tool_use"}), or (None, {})."""
     path = folder / "chat_template.jinja"
     files = {"default": path, "tool_use": folder / TOOL_TEMPLATE}
     if path.exists():
@@ -902,8 +895,7 @@ class Tokenizer:
                 for thought, (start, stop) in zip(thoughts, spans)]
 
     def check_complete(self, messages, tools, documents, report):
-        """Notes what the template leaves out of trained answers. A ValueError if it leaves out a tool, a
-        call, another's message, or all that an answer says."""
+        """Notes what the template leaves out of trained answers. A ValueError if it leaves out others, or all of one."""
         lost = self.lost_calls(messages, tools)
         for what, answer in lost:
             if answer is None:  # a name
@@ -1046,8 +1038,7 @@ class Tokenizer:
 
 
 def span_in_place(text, turn):
-    """The span of an answer in the whole conversation, if only an empty thought is left out there, or
-    None."""
+    """The span of an answer in the whole conversation, if only an empty thought is left out, or None."""
     start, stop = turn.spans[0]
     for thought in WHOLE_EMPTY_THOUGHT.finditer(turn.text):
         plain = turn.text[: thought.start()] + turn.text[thought.end() : stop]
@@ -1188,8 +1179,7 @@ def from_openai(example):
 
 
 def read_pair(example):
-    """A pair -> (prompt, two answers, other keys), as texts or as messages. Without a prompt it is a question
-    by another name, or what both answers begin with."""
+    """A pair -> (prompt, answers, other keys). The prompt may have another name, or begin both answers."""
     others = dict(example)
     prompt = text_or_turns(others.pop("prompt", ""), "prompt") or ""
     answers = [text_or_turns(others.pop(key), key) for key in ("chosen", "rejected")]
@@ -1246,8 +1236,7 @@ def begins_with_question(answer):
 
 
 def question_in(example, is_conversation):
-    """The key by which a pair without a prompt asks. None: its answers are texts that may begin with the
-    question. A ValueError if only the user can tell."""
+    """The key by which a pair without a prompt asks. None: its texts may begin with the question."""
     names = [key for key in QUESTION_KEYS if key in example]
     names = [key for key in names if key != "input"] or names  # Alpaca has it beside a question
     if len(names) == 1:
@@ -1489,8 +1478,7 @@ def read_call(call, schemas):
 
 
 def without_unnamed_nulls(value, schema):
-    """Arguments without the nulls that only a table has put there, because the tool's schema has no such
-    parameter."""
+    """Arguments without nulls that only a table has put there: the tool's schema has no such parameter."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if isinstance(value, list) and isinstance(schema, dict):
         return [without_unnamed_nulls(item, schema.get("items")) for item in value]
@@ -1660,8 +1648,7 @@ def stdlib_modules():
 
 
 def stdlib_questions(name, text):
-    """Yields an example per documented public function: what it does, with its signature, is in its
-    docstring."""
+    """Yields an example per documented public function: its signature asks, its docstring answers."""
     module = name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     scopes = [(module, ast.parse(text))]
     for prefix, scope in scopes:  # the loop also visits the classes that it appends
@@ -1779,8 +1766,7 @@ def tokenize(examples, tokenizer, folder, columns):
 
 
 def read_examples(examples, tokenizer, columns, report):
-    """(line, example) -> yields (line, [Text]) for those that can be read, and counts the others. A
-    ValueError if the first 20 are all bad: then the format or the template is wrong."""
+    """(line, example) -> yields (line, [Text]) of those that can be read. A ValueError if 20 are all bad."""
     for line, example in examples:
         if isinstance(example, str) and not example.strip():
             continue
@@ -1958,8 +1944,7 @@ def is_saved_set(name):
 
 
 def from_hub(function):
-    """Calls a function that asks the Hub, three times at most: an error of a connection or a server is often
-    gone a moment later, and a refusal stays."""
+    """Calls a function that asks the Hub, three times at most: errors of a network are often gone soon."""
     from huggingface_hub import constants
 
     for pause_s in [*(() if constants.HF_HUB_OFFLINE else HUB_PAUSES_S), None]:
@@ -2128,8 +2113,7 @@ def check_file(file, seq_len, vocab_size):
 
 
 def pack_rows(lengths, seq_len):
-    """Best-fit decreasing: lengths of documents -> rows of document numbers. The longest document goes first,
-    each into the row where it leaves the least room."""
+    """Best-fit decreasing: lengths -> rows of document numbers, each where it leaves the least room."""
     rows = defaultdict(list)  # {row number: its documents}
     rows_with = defaultdict(list)  # {free positions: heap of the numbers of rows with that many}
     rows_with[seq_len] = list(range(len(lengths)))  # empty rows, enough for a document each
@@ -2159,8 +2143,7 @@ def pack_spans(pairs, n_tokens):
 
 
 class Batch(NamedTuple):
-    """A micro-batch of one rank. Under --sequence_parallel it has a shard [1, T] of the tokens, and the spans
-    of all: in attention a rank sees all tokens, for some of the heads."""
+    """A micro-batch of one rank. Under --sequence_parallel: a shard [1, T] of the tokens, and all spans."""
 
     tokens: torch.Tensor  # [B, T] int64
     targets: torch.Tensor  # [B, T] int64, IGNORE where a token is not trained on
@@ -2316,8 +2299,7 @@ class Loader:
 
 
 def share_of(eval_data):
-    """The values of --eval_data -> the fraction or the number of examples of --data to hold out, or None if
-    it names files."""
+    """The values of --eval_data -> the fraction or number of examples to hold out, None if it names files."""
     numbers = []
     for word in eval_data or ():
         with contextlib.suppress(ValueError):  # a file
@@ -2372,8 +2354,7 @@ def unused_tokens(tokenizer, files):
 
 
 def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
-    """-> (loader of --data, loader of --eval_data or None). One rank of each machine tokenizes what is not in
-    its cache. revisions: see tokenized()."""
+    """-> (loader of --data, loader of --eval_data or None). One rank of each machine fills its cache."""
     share = share_of(args.eval_data)
     specs = [(spec, False) for spec in args.data]
     if args.eval_data and share is None:
@@ -2812,8 +2793,7 @@ def module_name(name):
 
 
 def check_parts(parts, state, shape):
-    """Raises a ValueError if {one of PARTS: its Stored} are not of the type and size that a matrix has in
-    FP8, or in NF4 with this state: others would be read as noise."""
+    """Raises a ValueError if {one of PARTS: its Stored} have other types and sizes than FP8 or NF4 has."""
     n = math.prod(shape)
     n_blocks = n // nf4.BLOCK
     expected = {"": (QUANTIZED["F8_E4M3"], n)}
@@ -2833,8 +2813,7 @@ def check_parts(parts, state, shape):
 
 
 class WeightFiles:
-    """The weights of a folder, read by rows. tensors: {name: Stored}. A ValueError if a file is missing, cut
-    short or in another format, or if a tensor is in two files."""
+    """The weights of a folder, read by rows. tensors: {name: Stored}. A ValueError if a file is damaged."""
 
     def __init__(self, folder, single="model.safetensors"):
         self.folder = Path(folder)
@@ -2972,8 +2951,7 @@ class WeightFiles:
 
 
 class RandomWeights:
-    """Stands in for WeightFiles: normal weights, norms that multiply by one, other vectors of zero. Seed,
-    name and row alone decide, so any sharding gets the same model."""
+    """Stands in for WeightFiles. Seed, name and row alone decide, so any sharding gets the same model."""
 
     def __init__(self, model, seed, device):
         self.seed = seed
@@ -3026,8 +3004,7 @@ def has_two_matrices(adapter_reader, config):
 
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):
-    """Rows [start, stop) of a random matrix, normal or uniform in [-1, 1). Each 256 rows have their own seed:
-    every number of ranks gets the same."""
+    """Rows of a random matrix, normal or uniform in [-1, 1). Each 256 rows have their own seed."""
     out = torch.empty(stop - start, width, device=device)
     for i in range(start // 256, nf4.ceil_div(stop, 256)):
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{i}".encode()))
@@ -3175,8 +3152,7 @@ def open_adapter(folder):
 
 @torch.no_grad()
 def load_weights_(model, reader, adapter_reader, seed, device, progress=False, frozen_only=False):
-    """Fills a sharded, quantized, adapted model, a tensor at a time. adapter_reader: None for a fresh
-    adapter; frozen_only: leave out what trains."""
+    """Fills a model, a tensor at a time. adapter_reader: None if fresh; frozen_only: not what trains."""
     params = dict(model.named_parameters())
     disable = None if progress else True  # None: no bar where stderr is no terminal
     for name in tqdm(params, "loading weights", unit="tensor", disable=disable, leave=False):
@@ -3260,8 +3236,7 @@ def full_tensors(model, trainable_only):
 
 
 def save_model(tensors, layout, out, raw_config, write):
-    """Writes config.json and model.safetensors from pairs (name, tensor). Every rank iterates, because that
-    may gather shards; the one with `write` writes."""
+    """Writes config.json and model.safetensors. Every rank iterates (that gathers shards), one writes."""
     try:
         if write:
             write_safetensors(out / "model.safetensors", layout, tensors)
@@ -3298,8 +3273,7 @@ def layout_of_result(reader, config):
 
 
 def with_both_ropes(raw):
-    """The dict of a config.json with RoPE as transformers 5 and 4 spell it: 4 would take a theta of 10,000
-    without a word."""
+    """RoPE as transformers 5 and 4 spell it: 4 would take a theta of 10,000 without a word."""
     config = lm.parse_config(raw)
     if config.family.norms_add_one:  # version 4 has neither Qwen3.5 nor Muse Glimmer
         return raw
@@ -3371,8 +3345,7 @@ def card_of(args, files):
 
 
 def export(args, model, reader, files, tokenizer, out, ranks):
-    """Writes final/, the PEFT adapter or the whole model. Collective. If it cannot be written, all ranks
-    raise the same OSError and may call this again."""
+    """Writes final/. Collective. If that fails, all ranks raise the same OSError and may try again."""
     unfinished = out / "final.part"
     is_first = ranks.rank == 0
     with ranks.agree(end_run=False):  # before the first collective

@@ -80,8 +80,6 @@ import traceback
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
