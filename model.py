@@ -1113,11 +1113,6 @@ def cross_entropy_and_grad(logits_CV, targets_C1):
     return losses_C1, grad_CV
 
 
-def chunk_starts(n_tokens, chunk):
-    """Where chunks begin. It has a name because a plan runs the first chunk alone."""
-    return range(0, n_tokens, chunk)
-
-
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of h_SD @ w_VD.T against targets_S in float32, or with per_token that of each
     token, [S, 1], where the head is frozen. The forward computes the gradients as well, so that no logits
@@ -1175,6 +1170,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_h, grad_w = (None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.grads)
         ctx.grads = None
         return grad_h, grad_w, None, None, None, None, None
+
+
+def chunk_starts(n_tokens, chunk):
+    """Where chunks begin. It has a name because a plan runs the first two chunks alone."""
+    return range(0, n_tokens, chunk)
 
 
 class LMHead(nn.Module):

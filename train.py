@@ -3691,7 +3691,7 @@ def of_equal_blocks(run, kept, segment):
         return None
     # Neighbours of a block are in memory with it, and copies to and from the host are two blocks ahead. If all
     # that does not tell, the first blocks may be without adapters.
-    margins = [(2, 1), (3, 2), (2 + period, 2)]  # numbers of blocks below and above
+    margins = [(2, 1), (2, 2), (3, 2), (2 + period, 2)]  # numbers of blocks below and above
     for below, above in margins[1:] if run.args.offload else margins:
         n_more = (n_layers - below - above) // period - 1
         if n_more < 1:
@@ -4203,7 +4203,7 @@ def plan_run(run, room, steps, length, ranks):
         if ranks.device.type == "cuda" and ranks.rank == 0:
             lines = list(describe_plan(run, policy, room))
             name = card_named(ranks.device_name)
-            if name:
+            if name and planned_bytes(run, policy) <= room:
                 lines.append(describe_time(run, policy, name, steps, length))
     except Unplanned as error:
         problem = str(error)
@@ -4274,31 +4274,30 @@ def block_choices(n_layers, can_keep_weights):
     return choices
 
 
-def options_of(args, splits_rows=False, n_dear=0):
-    """-> flags that may lower the peak, cheapest in time first (tests/LOG.md), as they are typed behind the
-    command line, each with what it needs. What the user has switched off stays off, but for --chunked_ce. The
-    number of rows per step stays, too: --optim_in_backward cannot accumulate, so there is either that or
-    splits_rows. n_dear: how many of the last two, which take much host memory or 4-bit weights."""
-    options = ["--fsdp2", "--activation_checkpointing all",
-               "--activation_checkpointing all --offload activations"]
-    if not args.tiled_mlp:
-        options.append("--tiled_mlp 4096")
+def ladder_of(run):
+    """-> flags that may lower the peak, as they are typed behind the command line, each with what it needs,
+    those that cost the least time first (tests/LOG.md). What the user has switched off stays off, except
+    --chunked_ce, and a step keeps its number of rows."""
+    args = run.args
+    cheap = ["--fsdp2"] if run.world > 1 else []
+    cheap += ["--activation_checkpointing all", "--activation_checkpointing all --offload activations"]
+    if not args.tiled_mlp and args.batch_size * run.length > 4096:
+        cheap.append("--tiled_mlp 4096")
     if not 0 < args.ce_chunk <= 256:
-        options.append("--chunked_ce --ce_chunk 256")
-    options.append("--optim adamw8bit")
-    if splits_rows:
-        rows = args.batch_size * args.grad_accum / args.sequence_parallel  # a step's, per rank
-        most_accum = 1 if args.optim_in_backward else math.inf
-        for n in (1, 2, 4, 8):
-            if n >= args.sequence_parallel:
-                accum = f"{min(n * rows, most_accum):g}"  # refused if it is not a whole number
-                split = f" --sequence_parallel {n}" if n > args.sequence_parallel else ""
-                options.append(f"--batch_size 1 --grad_accum {accum}{split}")
-    else:
-        options.append("--optim_in_backward --clip 0")
+        cheap.append("--chunked_ce --ce_chunk 256")
+    cheap.append("--optim adamw8bit")
+    rows = args.batch_size * args.grad_accum / args.sequence_parallel  # a step's, per rank
+    for n in (1, 2, 4, 8):
+        if n == args.sequence_parallel:
+            cheap.append(f"--batch_size 1 --grad_accum {n * rows:g}")  # refused if it is not a whole number
+        if n > args.sequence_parallel:
+            cheap.append(f"--batch_size 1 --grad_accum {n * rows:g} --sequence_parallel {n}")
+    cheap.append("--optim_in_backward --clip 0")
     if args.precision != "fp16":  # fp16 is for cards that have no bf16
-        options.append("--precision bf16 --stochastic_rounding")
-    return [*options, *("--fsdp2 --offload params", "--qlora")[:n_dear]]
+        cheap.append("--precision bf16 --stochastic_rounding")
+    # A flag may lower what is not the peak until a later flag is on, so the list comes again. The last two
+    # take much host memory, or 4-bit weights.
+    return [*cheap, *cheap, "--fsdp2 --offload params", *cheap, "--qlora", *cheap]
 
 
 def with_options(run, options):
@@ -4320,38 +4319,28 @@ def bytes_with(run, options):
     return planned_bytes(changed, blocks_as_asked(changed)) if changed else math.inf
 
 
-def usable(run, options):
-    """-> those of options that can be used with the ones before them, and change something."""
-    used = []
+def climb(run, room, options):
+    """Yields a line for each flag that lowers the peak, with what the run needs with it and all before, until
+    it fits into `room` bytes, and adds the flags to the list `options`. Then it takes those out of the list
+    that later ones have made needless."""
+    least = bytes_with(run, options)
     before = run
-    for option in options:
-        after = with_options(run, [*used, option])
-        if after and after.args != before.args:
-            used.append(option)
-            before = after
-    return used
-
-
-def choose_options(run, room):
-    """-> the flags, cheapest in time first, that make a run fit into `room` bytes; if none do, all that lower
-    the peak."""
-    for n_dear, splits_rows in itertools.product(range(3), (False, True)):
-        options = usable(run, options_of(run.args, splits_rows, n_dear))
-        least = bytes_with(run, options)
-        if least <= room:
-            break
-    else:
-        data.say("  no flags make it fit: use more ranks, a shorter --seq_len or a smaller model")
-        room = 1.01 * bytes_with(run, options)  # less is not worth a flag
-    # more options never need more: the smallest number of the first ones that is enough
-    numbers = range(len(options))
-    n = bisect.bisect_left(numbers, True, key=lambda n: bytes_with(run, options[:n]) <= room)
-    options = options[:n]
-    for option in reversed(options[:-1]):  # the dearest that others have made needless goes first
+    for option in ladder_of(run):
+        changed = with_options(run, [*options, option])
+        if least <= room or changed is None or changed.args == before.args:
+            continue
+        n_bytes = planned_bytes(changed, blocks_as_asked(changed))
+        if n_bytes < 0.99 * least:  # less is not worth a flag
+            options.append(option)
+            least = n_bytes
+            before = changed
+            yield f"  {n_bytes / GIB:8.2f} GiB with {option}"
+    if least > room:
+        yield "  No flags make it fit: use more ranks, a shorter --seq_len or a smaller model"
+    for option in options[-2::-1]:  # from the dearest on, but for the last one
         others = [other for other in options if other != option]
-        if bytes_with(run, others) <= room:
-            options = others
-    return options
+        if bytes_with(run, others) <= max(room, 1.01 * least):
+            options.remove(option)
 
 
 def describe_plan(run, policy, room):
@@ -4361,37 +4350,50 @@ def describe_plan(run, policy, room):
     name, peak = peak_of(phases)
     need = peak + OVERHEAD
     host_text = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in host.items()) or "none"
-    is_short = not run.args.dry_run and need < 0.6 * room
-    if is_short:
-        yield (f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}")
-    else:
-        yield (f"memory plan, GiB of rank 0 of {run.world}, "
-                 f"micro-batches of {run.args.batch_size} x {run.length} tokens")
-        yield from table_of(phases, name)
-        if run.args.compile:
-            yield ("  kept for backward: an estimate of what torch.compile saves, within 1 % on an H100")
-        yield (f"  host memory: {host_text}")
-        of, verdict = "", ""
-        if room < math.inf:
-            of = f" of {room / GIB:.2f}"
-            verdict = ": fits" if need <= room else ": does not fit"
-        yield (f"  needs {need / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL){verdict}")
-        least = planned_bytes(run, blocks_as_asked(run))
-        if least < need:
-            yield (f"  auto takes what is there: the least that it can do with is {least / GIB:.2f} GiB")
-    if math.isinf(room):
+    host_text += comment_on_host(sum(host.values()))
+    if not run.args.dry_run and need < 0.6 * room:
+        yield f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}"
         return
+    yield (f"memory plan, GiB of rank 0 of {run.world}, "
+           f"micro-batches of {run.args.batch_size} x {run.length} tokens")
+    yield from table_of(phases, name)
+    if run.args.compile:
+        yield "  kept for backward: an estimate of what torch.compile saves, within 1 % on an H100"
+    yield f"  host memory: {host_text}"
+    of, verdict = "", ""
+    if room < math.inf:
+        of = f" of {room / GIB:.2f}"
+        verdict = ": fits" if need <= room else ": does not fit"
+    least = planned_bytes(run, blocks_as_asked(run))
+    yield f"  needs {least / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL){verdict}"
+    if least < need:
+        yield f"  auto uses {need / GIB:.2f} GiB, for speed"
     if need > room:
-        options = choose_options(run, room)
-        changed = with_options(run, options)
-        phases, host = plan(changed, blocks_as_asked(changed))
-        need = peak_of(phases)[1] + OVERHEAD
-        on_host = sum(host.values())
-        yield (f"  it needs {need / GIB:.2f} GiB, and {on_host / GIB:.2f} GiB of host memory, with\n"
-                 f"    {' '.join(options) or 'the flags that it has'}")
-    elif fits_unsharded(run, phases[name], room):
-        yield ("  note: it fits without --fsdp2, too, and should take less time: GPUs exchange\n"
-                 "  nothing but the gradients of adapters then")
+        yield from advise(run, room)
+
+
+def advise(run, room):
+    """Yields lines: what would make a run fit that does not."""
+    if not run.args.lora:
+        lora, qlora = (bytes_with(run, [flag]) / GIB for flag in ("--lora", "--qlora"))
+        yield f"  All weights are trained. Adapters need {lora:.2f} GiB (--lora) or {qlora:.2f} (--qlora)"
+    options = []
+    yield from climb(run, room, options)
+    changed = with_options(run, options)
+    phases, host = plan(changed, blocks_as_asked(changed))
+    need = peak_of(phases)[1] + OVERHEAD
+    on_host = sum(host.values())
+    yield (f"  It needs {need / GIB:.2f} GiB, and {on_host / GIB:.2f} GiB of host memory"
+           f"{comment_on_host(on_host)}, with")
+    yield f"    {' '.join(options) or 'the flags that it has'}"
+
+
+def comment_on_host(n_bytes):
+    """Text about so many bytes of a rank in host memory: "" if they are nothing special."""
+    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if n_bytes > of_machine:
+        return f" (this machine has {of_machine / GIB:.0f})"
+    return " (most machines have less)" if n_bytes > 64 * GIB else ""
 
 
 def table_of(phases, largest):
@@ -4405,19 +4407,9 @@ def table_of(phases, largest):
             yield (f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
 
 
-def fits_unsharded(run, kinds, room):
-    """Whether a run of adapters under --fsdp2 would fit without it, on GPUs of which the weights of the whole
-    model take less than 0.4. kinds: bytes of rank 0."""
-    args = run.args
-    is_sharded = args.fsdp2 and args.lora and "params" not in args.offload and run.shards > 1
-    if not is_sharded or run.shards * (kinds["weights"] + kinds["quantized weights"]) > 0.4 * room:
-        return False
-    unsharded = run._replace(args=argparse.Namespace(**vars(args) | {"fsdp2": False, "replicas": 1}))
-    return planned_bytes(unsharded, blocks_as_asked(unsharded)) <= 0.9 * room
-
-
 def dry_run(args):
-    """Prints the plan of --world ranks, and how many steps --data are, without weights or a GPU."""
+    """Prints the plan of --world ranks, and how many steps --data are, without weights or a GPU. If the run
+    does not fit, the exit code is that of a run that is out of memory."""
     world = args.world or 1
     gib = args.gpu_gib or (CARDS[args.gpu].gib if args.gpu else math.inf)
     room = gib * GIB
@@ -4437,6 +4429,8 @@ def dry_run(args):
         if args.data not in ([], DEMO_DATA):
             tokenizer = open_tokenizer(args, files, adapter_reader)
             steps, length = print_steps(args, tokenizer, config.vocab_size, world)
+        if planned_bytes(run, policy) > room:
+            raise SystemExit(OUT_OF_MEMORY)
         if args.gpu:
             data.say(describe_time(run, policy, args.gpu, steps, length))
     except (ValueError, OSError, Unplanned) as error:

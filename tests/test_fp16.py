@@ -335,9 +335,10 @@ def test_a_card_without_bf16_gets_fp16_unless_it_updates_in_the_backward(monkeyp
 
 def test_the_search_for_what_fits_proposes_no_bf16_where_fp16_is_used():
     args = complete(["--precision", "fp16"], None)
-    assert not any("bf16" in option for option in train.options_of(args))
+    run = train.RunSpec(args, None, 1, 1024)
+    assert not any("bf16" in option for option in train.ladder_of(run))
     args.precision = "mixed"
-    assert any("bf16" in option for option in train.options_of(args))
+    assert any("bf16" in option for option in train.ladder_of(run))
 
 
 @pytest.mark.parametrize("losses_of_row, n_skipped, scale, index", [

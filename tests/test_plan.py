@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -684,8 +685,12 @@ JOBS = [
 
 
 def options_for(job, gib):
-    """What the search adds to the flags of a job on a GPU with so many GiB."""
-    return train.choose_options(run_of(job), gib * train.GIB + train.OVERHEAD)
+    """What the ladder adds to the flags of a job on a GPU with so many GiB."""
+    options = []
+    lines = list(train.climb(run_of(job), gib * train.GIB + train.OVERHEAD, options))
+    needs = [float(line.split()[0]) for line in lines if " GiB with " in line]
+    assert needs == sorted(needs, reverse=True)
+    return options
 
 
 def run_of(job):
@@ -738,6 +743,11 @@ def check_no_flag_is_turned_the_wrong_way(run, options):
         assert rows_of_a_step(after) == rows_of_a_step(before)
 
 
+def test_host_memory_that_few_machines_have_is_said():
+    assert train.comment_on_host(10) == ""
+    assert "this machine has" in train.comment_on_host(2**60)
+
+
 def test_flags_are_added_to_settings_that_came_with_an_adapter():
     args = train.parse_args(["--model", "qwen3-4b", "--dry_run", "--adapter", "folder"])
     # as resolve_for_model() does
@@ -748,11 +758,13 @@ def test_flags_are_added_to_settings_that_came_with_an_adapter():
 
 
 def test_dry_run_is_at_most_80_columns_wide_and_its_advice_is_typed_as_it_stands(capsys):
-    argv = ["--model", "llama-3.1-405b", "--world", "64", "--fsdp2", "--dry_run", "--gpu_gib", "80"]
-    assert train.launch(argv) == 0
+    argv = ["--model", "llama-3.1-405b", "--world", "64", "--fsdp2", "--dry_run", "--gpu", "A100 80GB"]
+    assert train.launch(argv) == train.OUT_OF_MEMORY
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[-3].endswith("does not fit")
+    verdict = next(i for i, line in enumerate(lines) if line.endswith("does not fit"))
+    assert re.fullmatch(r"  All weights .* need [\d.]+ GiB \(--lora\) or [\d.]+ \(--qlora\)", lines[verdict + 1])
+    assert "a step takes" not in lines[-1]
     advice = lines[-1].split()
     assert train.launch([*argv, *advice]) == 0
     assert ": fits\n" in capsys.readouterr().out
