@@ -4399,12 +4399,12 @@ def comment_on_host(n_bytes):
 def table_of(phases, largest):
     """Yields lines: a column for each phase, and a row for each kind of bytes."""
     titles = [f"{phase}*" if phase == largest else phase for phase in phases]
-    yield (" " * 20 + "".join(f"{title:>15}" for title in titles))
+    yield " " * 20 + "".join(f"{title:>15}" for title in titles)
     rows = {kind: [kinds[kind] for kinds in phases.values()] for kind in KINDS}
     rows["all"] = [kinds.total() for kinds in phases.values()]
     for name, values in rows.items():
         if any(values):
-            yield (f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values))
+            yield f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values)
 
 
 def dry_run(args):
