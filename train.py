@@ -271,596 +271,6 @@ def main(argv, progress, exits):
     say_done(args.lora, args.merge, args.random_init, model, out, state, ranks)
 
 
-# ---------------- flags
-
-
-def number(value_type, zero_too=False, below=1e12):
-    """An argparse type: an int or a float, above 0 and below `below`, with zero_too also 0."""
-    expected = "0 or above 0" if zero_too else "above 0"
-
-    def parse(text):
-        value = value_type(text)
-        # nan fails every comparison, inf the second one
-        if 0 < value < below or (zero_too and value == 0):
-            return value
-        raise argparse.ArgumentTypeError(f"{text}: expected {expected}, below {below:g}")
-
-    parse.__name__ = value_type.__name__  # argparse prints it: "invalid int value"
-    return parse
-
-
-def blocks_or_auto(text):
-    """An argparse type: all, auto or a number of blocks."""
-    if text in ("all", "auto"):
-        return text
-    if text.isdecimal():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text}: expected a number of blocks, all or auto")
-
-
-def column(text):
-    """The type of --columns: COLUMN=KEY -> (column, key), or an error that lists the keys."""
-    name, _, key = text.rpartition("=")  # the last one: a column may have any name
-    if name and key in data.KEYS:
-        return name, key
-    keys = ", ".join(data.KEYS)
-    raise argparse.ArgumentTypeError(f"{text}: expected COLUMN=KEY with one of the keys {keys}")
-
-
-HUB_PAGE = re.compile(r"(?:https?://(?:www\.)?(?:huggingface|hf)\.co/|hf://)(?:datasets/|models/)?"
-                      r"([\w.-]+/[\w.-]+)(?:/tree/main|/viewer)?/?(?:[?#].*)?")
-
-
-def path(text):
-    """The type of a flag that names a file, a folder or what the Hub has, also by the address of its page."""
-    page = HUB_PAGE.fullmatch(text)
-    if "://" in text and not page:
-        raise argparse.ArgumentTypeError(f"{text}: a URL, and no path on this machine")
-    return page[1] if page else os.path.expanduser(text)  # a shell leaves the ~ of --out=~/run as it is
-
-
-WHOLE = number(int)
-WHOLE_OR_0 = number(int, zero_too=True)
-AMOUNT = number(float)
-AMOUNT_OR_0 = number(float, zero_too=True)
-PATH = path
-SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
-
-DEMO_DATA = ["stdlib:docs"]
-# {flag: its names in TRL, axolotl, torchtune, litgpt and Unsloth that difflib does not find}
-OTHER_NAMES = {
-    "--model": "model_name_or_path tokenizer checkpoint_dir base_model",
-    "--adapter": "adapter_name_or_path lora_model_dir",
-    "--lora": "use_peft peft_type finetuning_type",
-    "--qlora": "load_in_4bit use_4bit quantization_bit",
-    "--lora_rank": "lora_r",
-    "--lora_targets": "target_modules lora_target_modules",
-    "--train_embeddings": "modules_to_save additional_target",
-    "--add_tokens": "new_special_tokens resize_vocab",
-    "--beta": "dpo_beta pref_beta",
-    "--data": "dataset dataset_name dataset_dir train_file",
-    "--eval_data": "eval_dataset val_set_size val_size test_size",
-    "--seq_len": "max_length max_seq_length sequence_len cutoff_len",
-    "--packing": "sample_packing neat_packing",
-    "--chat_template": "template",
-    "--train_on": "assistant_only_loss train_on_inputs train_on_prompt",
-    "--template_args": "chat_template_kwargs enable_thinking",
-    "--precision": "bf16 fp16 dtype torch_dtype",
-    "--fsdp2": "fsdp deepspeed",
-    "--offload": "cpu_offload enable_activation_offloading",
-    "--activation_checkpointing": "gradient_checkpointing",
-    "--compile": "torch_compile",
-    "--batch_size": "batch per_device_train_batch_size micro_batch_size",
-    "--grad_accum": "gradient_accumulation_steps",
-    "--steps": "max_steps",
-    "--epochs": "num_train_epochs",
-    "--lr": "learning_rate",
-    "--warmup": "warmup_ratio warmup_steps",
-    "--schedule": "lr_scheduler_type",
-    "--clip": "max_grad_norm gradient_clipping",
-    "--out": "output output_dir",
-    "--resume": "resume_from_checkpoint",
-    "--keep": "save_total_limit",
-    "--save_every": "save_steps",
-    "--eval_every": "eval_steps",
-    "--log_every": "logging_steps log_interval",
-    "--wandb": "report_to run_name",
-}
-# flags of launchers: torch.distributed.launch gave the first one to each process
-OF_LAUNCHERS = ("local_rank", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port",
-                "num_processes")
-OF_GROUP = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-# why --optim_in_backward does not go with --precision fp16
-WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, and here a part of its "
-               "updates is done by then: leave it out, or use --precision fp32")
-# What may stand beside a flag, besides what argparse takes:
-#     fixed       it changes the mathematics: a resumed run must have the same, see fixed_settings()
-#     everyday    -h shows it; --help_all shows every flag
-#     needs       the flag without which it means nothing; --qlora and --adapter stand for --lora, too
-MARKS = "fixed", "everyday", "needs"
-
-
-class StoreOnce(argparse._StoreAction):
-    """Refuses a second value of a flag, where argparse takes the last one without a word."""
-
-    def __call__(self, parser, namespace, value, option=None):
-        if vars(self).setdefault("given", value) != value:
-            refuse(f"{option}: given twice, {self.given} and {value}: leave one of the two out")
-        super().__call__(parser, namespace, value, option)
-
-
-class ExtendOrAll(argparse._ExtendAction):
-    """A list without a value has the value all, also where another one of the same flag has values."""
-
-    def __call__(self, parser, namespace, values, option=None):
-        super().__call__(parser, namespace, values or ["all"], option)
-
-
-def declare(group, *names, **options):
-    """Adds a flag to a group, with MARKS as attributes: argparse keeps those that it does not know."""
-    marks = {mark: options.pop(mark, None) for mark in MARKS}
-    vars(group.add_argument(*names, **options)).update(marks)
-
-
-def add(group, flag, value_type, default, text, **options):
-    """Adds a flag that has a value. If the default is None, the text says what that means."""
-    if default is not None:
-        text += f" (default: {default})"
-    if value_type not in (str, PATH):
-        options.setdefault("metavar", "N")
-    if options.get("nargs") in ("+", "*"):  # a list that is given twice adds up
-        options["action"] = ExtendOrAll
-    declare(group, flag, type=value_type, default=default, help=text, **options)
-
-
-def switch(group, flag, text, on=False, **marks):
-    """Adds a flag that is on or off. One that is on by default also gets a --no-flag."""
-    action = argparse.BooleanOptionalAction if on else "store_true"
-    shown = "on" if on else "off"
-    declare(group, flag, action=action, default=on, help=f"{text} (default: {shown})", **marks)
-
-
-def make_parser():
-    """Declares every flag, with the text of --help."""
-    # allow_abbrev=False: with a new flag, an abbreviation in somebody's script would mean two flags.
-    # exit_on_error=False: argparse raises instead of printing its usage, and launch() prints one line
-    parser = argparse.ArgumentParser(
-        usage="[torchrun --nproc_per_node N | python] train.py [flags]",
-        description=(__doc__ or "").split("\n\n")[0],  # PYTHONOPTIMIZE=2 takes it away
-        add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.register("action", None, StoreOnce)
-    declare(parser, "-h", "--help", "--help_all", action="help", everyday=True,
-            help="print the everyday flags, or all flags with --help_all, and exit")
-
-    model = parser.add_argument_group("model")
-    add(model, "--model", PATH, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
-        "run, or with --random_init one of " + ", ".join(data.PRESETS) + " (default: tiny, or the base of "
-        "--adapter)", everyday=True)
-    switch(model, "--random_init", "start from random weights of --model's shapes", fixed=True)
-    add(model, "--precision", str, None,
-        "mixed: float32 trained weights, bf16 compute; fp16: the same with fp16 compute and a loss scale; "
-        "bf16, fp32: everything in that format (default: mixed; on hardware without bf16, fp16 on a GPU and "
-        "fp32 on a CPU)",
-        choices=("mixed", "bf16", "fp16", "fp32"), fixed=True)
-    add(model, "--adapter", PATH, None,
-        "continue to train a PEFT adapter: a folder, a Hub id or the folder of a run. The adapter sets rank, "
-        "alpha, rsLoRA and targets (default: none)")
-
-    method = parser.add_argument_group("method (default: full fine-tuning)")
-    switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
-           everyday=True)
-    switch(method, "--qlora", "--lora with the blocks' weights quantized to NF4 (4.14 bits per weight)",
-           fixed=True, everyday=True)
-    add(method, "--nf5", str, None, "layers to store in NF5 (5.14 bits per weight) instead of NF4 "
-        "(default: none; without a value: all)", nargs="*", metavar="LAYER", fixed=True, needs="qlora",
-        everyday=True)
-    add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True,
-        needs="lora", everyday=True)
-    add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True,
-        needs="lora")
-    switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True,
-           needs="lora")
-    add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
-        "dropout rate of the adapters' inputs. The masks change with --tiled_mlp, the number of ranks and "
-        "--grad_accum (default: 0)", fixed=True, needs="lora")
-    switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
-           "reference is the model without adapters", fixed=True, needs="lora", everyday=True)
-    add(method, "--beta", AMOUNT, None, "DPO's beta: a smaller value lets the model move further from the "
-        "reference (default: 0.1)", fixed=True, needs="dpo")
-    switch(method, "--train_embeddings", "also train embedding and head (PEFT's modules_to_save)", fixed=True)
-    add(method, "--lora_targets", str, None,
-        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them "
-        "except in_proj_a and in_proj_b). If attention also has a gate_proj, plain gate_proj means the MLP's",
-        nargs="+", metavar="LAYER", fixed=True, needs="lora")
-    add(method, "--add_tokens", os.path.expanduser, None, "new tokens to append to the "
-        "vocabulary, or a file with one token per line. With adapters, also give --train_embeddings. If the "
-        "vocabulary grows, call model.resize_token_embeddings(V) before PEFT loads the adapter (default: "
-        "none)",
-        nargs="+", metavar="TOKEN", fixed=True)
-
-    add_data_flags(parser)
-    add_memory_flags(parser)
-    add_schedule_flags(parser)
-    add_run_flags(parser)
-    return parser
-
-
-def add_data_flags(parser):
-    dataset = parser.add_argument_group("data")
-    add(dataset, "--data", PATH, None, "files to train on: .jsonl, .ndjson, .json, .csv, .parquet, .txt, "
-        "also with .gz; data sets of the Hub (org/name, org/name:split or org/name/subset:split; the default "
-        "split is train); folders written by datasets' save_to_disk(); or the built-in stdlib:docs and "
-        "stdlib:code. Quote a pattern such as 'chats/*.jsonl'. A file that is given twice is read twice per "
-        "epoch (default: stdlib:docs)", nargs="+", everyday=True)
-    add(dataset, "--eval_data", PATH, None,
-        "files to evaluate on, as in --data; stdlib:* means the 5 %% of it held out from training. Or a "
-        "number: hold out that many examples of --data, or that fraction of them if it is below 1, chosen by "
-        "a hash of their text (default: none)",
-        nargs="+", everyday=True, needs="data")
-    add(dataset, "--columns", column, None,
-        "rename columns: question=instruction reads the column 'question' as 'instruction' (default: none)",
-        nargs="+", metavar="COLUMN=KEY", fixed=True)
-    add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True)
-    add(dataset, "--overflow", str, None,
-        "what to do with documents longer than a row (default: split texts, drop others)",
-        choices=("split", "drop", "truncate"))
-    switch(dataset, "--packing", "pack several documents into each row; they do not see each other", on=True,
-           fixed=True)
-    add(dataset, "--train_on", str, "targets",
-        "tokens to train on. targets: assistant answers and plain texts. If the template drops the thought "
-        "of an earlier answer, as Qwen3's does, that answer is trained on as a separate document; 'whole' "
-        "skips such answers. all: every token",
-        choices=("targets", "whole", "all"), fixed=True)
-    add(dataset, "--chat_template", PATH, None,
-        "jinja file to use instead of the model's own chat template (default: none)", everyday=True)
-    add(dataset, "--template_args", str, None, "variables for the chat template, such as "
-        "enable_thinking=false. Values are JSON or plain text, and are saved in final/ (default: none)",
-        nargs="+", metavar="KEY=VALUE", fixed=True, everyday=True)
-    add(dataset, "--inspect", WHOLE, None,
-        "print N examples with the trained tokens in brackets, and exit (default: off)", everyday=True)
-
-
-def add_memory_flags(parser):
-    memory = parser.add_argument_group("memory and speed")
-    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks", everyday=True)
-    switch(memory, "--reshard_after_forward",
-           "free the gathered weights of a block between its forward and its backward", on=True)
-    switch(memory, "--shard_embeddings",
-           "gather the embedding and the head only while they are used; tied ones stay gathered", on=True)
-    add(memory, "--replicas", WHOLE, 1, "HSDP: N replicas of the model, each sharded over world/N ranks, "
-        "usually one node; gradients are all-reduced between replicas")
-    add(memory, "--sequence_parallel", WHOLE, 1,
-        "split each row over a group of N ranks; --batch_size then counts rows per group")
-    add(memory, "--offload", str, None, "what to offload to host memory. activations: inputs of recomputed "
-        "blocks. params: weights, gradients and optimizer state, with --fsdp2 (default: nothing; without a "
-        "value: both, or activations alone without --fsdp2)",
-        nargs="*", choices=("activations", "params"), everyday=True)
-    add(memory, "--resident_blocks", blocks_or_auto, "auto", "with --offload params and adapters: number "
-        "of blocks (or all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU "
-        "without --gpu_gib")
-    add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "store only the inputs of the first N "
-        "blocks (or all), and recompute these blocks in the backward. auto: the fastest setting that fits in "
-        "memory, from keeping even dequantized NF4 weights to recomputing even attention; all on a CPU "
-        "without --gpu_gib, and with --offload activations", nargs="?", const="all", everyday=True)
-    declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
-            dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
-    switch(memory, "--chunked_ce",
-           "compute head and loss in chunks of tokens, never all logits at once", on=True)
-    add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
-    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time, and in rows of 16,384 tokens "
-        "and more attention on groups of heads; try 4096 (default: off)", everyday=True)
-    add(memory, "--optim", str, "adamw", "adamw8bit stores 2 bytes of state per parameter instead of 8",
-        choices=("adamw", "adamw8bit"), fixed=True, everyday=True)
-    switch(memory, "--stochastic_rounding",
-           "round bf16 weights and moments at random, so that small updates count on average", fixed=True)
-    switch(memory, "--optim_in_backward",
-           "run the optimizer during the backward and free each gradient at once; rules out --clip")
-    switch(memory, "--fused_adamw", "run AdamW as one fused kernel, on GPU and CPU", on=True)
-    declare(memory, "--compile", action=argparse.BooleanOptionalAction, everyday=True,
-            help="torch.compile the blocks, the loss and NF4. The first step takes half a minute longer; "
-            "torch caches the result for the next run (default: on with a GPU, Triton, a C compiler and a "
-            f"model of at least {COMPILES_FROM / 1e9:g} billion parameters)")
-
-
-def add_schedule_flags(parser):
-    schedule = parser.add_argument_group("schedule")
-    add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch", everyday=True)
-    add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True)
-    add(schedule, "--steps", WHOLE, None, "optimizer steps (default: what --epochs needs)", everyday=True)
-    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides --epochs", everyday=True)
-    add(schedule, "--lr", AMOUNT_OR_0, None,
-        "peak learning rate (default: for adapters, 5e-4 * (2000 / hidden size)^p, where p is 0.0775 for "
-        "Qwen and 0.781 for all others, the rule of tinker-cookbook's get_lr; a tenth of that for full "
-        "fine-tuning and for --dpo)",
-        fixed=True, everyday=True)
-    add(schedule, "--embedding_lr", AMOUNT, None,
-        "peak learning rate of what --train_embeddings trains (default: a tenth of --lr)", fixed=True)
-    add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; "
-        "--embedding_lr falls to the same fraction of its peak", fixed=True)
-    add(schedule, "--warmup", AMOUNT_OR_0, 0.03,
-        "steps of linear warmup, starting at lr / (warmup + 1), or a fraction of all steps if below 1",
-        fixed=True)
-    add(schedule, "--schedule", str, "cosine", "shape of the learning rate after the warmup",
-        choices=("cosine", "linear", "constant"), fixed=True)
-    add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, applied to matrices only", fixed=True)
-    add(schedule, "--clip", AMOUNT_OR_0, None,
-        "maximum gradient norm; 0: no limit (default: 1; 0 with --optim_in_backward)", fixed=True)
-    add(schedule, "--seed", WHOLE_OR_0, 0,
-        "seed of the data order, random weights, adapters and dropout", fixed=True)
-
-
-def add_run_flags(parser):
-    run = parser.add_argument_group("run")
-    add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
-    add(run, "--save_every", WHOLE_OR_0, 500,
-        "save a checkpoint every N steps, at the last step and at each new best evaluation; 0: save only "
-        "when interrupted", everyday=True)
-    add(run, "--keep", WHOLE, 2, "number of newest checkpoints to keep, in addition to the best evaluation's")
-    add(run, "--resume", PATH, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
-        "checkpoint of --out or of the newest run in out/, or start a new run if there is none (default: "
-        "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN", everyday=True)
-    add(run, "--timeout", SECONDS, 1800.0,
-        "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first. "
-        "While one rank loads, saves or exports, the others wait for up to 4 N seconds. If the disk is full "
-        "when the result is written, retry for N seconds")
-    add(run, "--log_every", WHOLE, 10,
-        "log every N steps, at least every ten seconds, and each of the first ten steps")
-    add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)",
-        needs="eval_data")
-    switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
-    add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)", needs="dry_run",
-        everyday=True)
-    add(run, "--gpu", str, None, "card that --dry_run plans for, such as 3090 or H100: its memory and, "
-        "for common cards, the time of a step (default: none)",
-        needs="dry_run", metavar="NAME", everyday=True)
-    add(run, "--gpu_gib", AMOUNT, None, "GiB of each GPU that the run or the plan may use; a 24 GB card has "
-        "23.6 (default: all)", everyday=True)
-    switch(run, "--tensorboard", "also write metrics for TensorBoard (pip install tensorboard)")
-    switch(run, "--wandb", "also send metrics to Weights & Biases, configured by WANDB_PROJECT, WANDB_NAME, "
-           "WANDB_MODE and so on (pip install wandb)", everyday=True)
-    switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
-    switch(run, "--memory_snapshot",
-           "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
-    add(run, "--export", PATH, None, "write final/ of a run's checkpoint and exit; needs neither that "
-        "run's flags nor its data (default: none)", metavar="RUN/checkpoint-N", everyday=True)
-    switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
-           "and without --data, only merge", needs="lora", everyday=True)
-    add(run, "--sample", str, None,
-        "a text to continue or a question to answer before training, at each evaluation and after training "
-        "(default: none, except for the built-in data)")
-    switch(run, "--chat", "talk with --model instead of training", everyday=True)
-    add(run, "--temperature", AMOUNT_OR_0, 0.0,
-        "temperature of --chat and --sample; 0: always the most likely token")
-    add(run, "--max_new_tokens", WHOLE, None,
-        "maximum length of an answer in tokens (default: --chat 512, --sample 48)")
-
-
-def flags_with(mark):
-    """-> the flags that have one of MARKS, as argparse's actions: dest, default, and the marks."""
-    # a fork may have added one without declare()
-    return [action for action in make_parser()._actions if getattr(action, mark, None)]
-
-
-def parse_args(argv, args=None):
-    """-> the flags of a run, checked and resolved. argparse.ArgumentError names the flag to change. `args`:
-    flags of an earlier call to write over."""
-    parser = make_parser()
-    if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
-        for action in parser._actions:
-            if not getattr(action, "everyday", None):
-                action.help = argparse.SUPPRESS
-    switches = [flag for flag, action in parser._option_string_actions.items() if action.nargs == 0]
-    for word, following in zip(argv, [*argv[1:], ""]):
-        if word.startswith("--") and f"--no-{word[2:]}" in argv:
-            refuse(f"{word} and --no-{word[2:]}: leave one out")
-        # argparse drops such a value, and then raises a bare ValueError, or uses the default
-        if re.fullmatch(r"--\w+=--", word):
-            refuse(f"{word}: expected a value, got two dashes")
-        flag, _, value = word.partition("=")
-        if flag == "--train_on" and (value or following) == "last":  # as others call it
-            refuse('--train_on last: expected targets or all; an answer with "weight": 0 is not trained on')
-        if flag in switches and (value or following).lower() in ("true", "false", "yes", "no", "1", "0"):
-            off = flag.replace("--", "--no-", 1)
-            how = off if off in switches else "no flag at all"
-            refuse(f"{flag} {value or following}: a switch takes no value: {flag} means on, {how} means off")
-    # parse_args() would end the process before refuse_unknown() could look for the flag that was meant
-    args, unknown = parser.parse_known_args(argv, args)
-    if unknown:
-        refuse_unknown(unknown[0], parser._option_string_actions)
-    resolve_flags(args)
-    return args
-
-
-def refuse(message):
-    """launch() prints the message alone and ends with exit code 2."""
-    raise argparse.ArgumentError(None, message)
-
-
-def refuse_unknown(word, flags):
-    """Refuses a word with the flag that was probably meant: another trainer's name, - for _, or a
-    misspelling."""
-    name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
-    known = {name: flag for flag, names in OTHER_NAMES.items() for name in names.split()}
-    known |= {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
-    # Less likeness misleads: --version is no --precision, and --beta1 no --beta.
-    similar = [match for one in (name, name.removeprefix("no_"))
-               for match in difflib.get_close_matches(one, known, n=1, cutoff=0.85)]
-    if similar and re.findall(r"\d", name) == re.findall(r"\d", similar[0]):
-        hint = f"did you mean {known[similar[0]]}?"
-    elif word.endswith((".yaml", ".yml")) or name == "config":
-        hint = "there are no config files: give their settings as flags, see --help"
-    else:
-        hint = "--help_all lists all"
-    if name in OF_LAUNCHERS:
-        hint = "it belongs to the launcher: torchrun --nproc_per_node N train.py ..."
-    refuse(f"{word}: no such flag; {hint}")
-
-
-def resolve_flags(args):
-    """Validates the flags and fills in defaults that depend only on other flags. resolve_for_model() fills in
-    those that depend on the model or the device; nothing writes to `args` after that."""
-    if args.model == "":  # it would be the folder that the command runs in
-        refuse("--model: expected a name, got an empty string")
-    find_results(args)  # this comes first, because an adapter decides which other flags make sense
-    try:
-        data.share_of(args.eval_data)
-        variables = data.read_template_args(args.template_args)
-        args.add_tokens = data.read_new_tokens(args.add_tokens)
-    except ValueError as error:
-        refuse(str(error))
-    if variables:  # a resume compares them, however they were spelled
-        args.template_args = [f"{name}={json.dumps(value)}" for name, value in sorted(variables.items())]
-    if args.qlora or args.adapter:
-        args.lora = True
-    if args.lora_targets:
-        args.lora_targets = layer_names("lora_targets", args.lora_targets)
-    if args.nf5 is not None:
-        args.nf5 = layer_names("nf5", [name.replace("all", "all-linear", name == "all") for name in args.nf5])
-    args.offload = args.offload or []
-    if "all" in args.offload:
-        args.offload += ["activations", "params"] if args.fsdp2 else ["activations"]
-    args.offload = [part for part in ("activations", "params") if part in args.offload]
-    if args.gpu:
-        found = cards_named(args.gpu)
-        if len(found) > 1:
-            refuse(f"--gpu {args.gpu}: which one? {', '.join(found)}")
-        if not found:
-            refuse(f"--gpu {args.gpu}: expected one of {', '.join(CARDS)}; --gpu_gib takes any size")
-        args.gpu = found[0]
-    names = [name for name, _ in args.columns or []]
-    if len(set(names)) < len(names):
-        refuse(f"--columns: {', '.join(names)}: a column can have one key")
-    refuse_conflicts(args)  # from here on, defaults look like values that were given
-
-    if args.merge and args.adapter and not args.data:  # main trains nothing
-        args.data = []
-        args.sample = ""
-    else:
-        args.data = data.files_matching(args.data or DEMO_DATA)
-    args.eval_data = args.eval_data and data.files_matching(args.eval_data)
-    if not args.chunked_ce:
-        args.ce_chunk = 0  # the head sees all tokens at once
-    if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
-        args.clip = 0.0 if args.optim_in_backward else 1.0
-    if args.lora and not args.adapter:  # an adapter brings its own, see resolve_for_model()
-        args.lora_rank = args.lora_rank or 16
-        args.lora_alpha = args.lora_alpha or 32
-        args.lora_dropout = args.lora_dropout or 0.0
-        args.lora_targets = args.lora_targets or list(lm.ALL_LINEAR)
-    if args.dpo:
-        args.beta = args.beta or 0.1
-    if args.sample is None and not args.random_init:
-        args.sample = SAMPLES.get(args.data[0], "")
-
-
-def find_results(args):
-    """Replaces the folder of a run in --model and --adapter by its result."""
-    given = " ".join(f"--{flag} {getattr(args, flag)}" for flag in ("model", "adapter")
-                     if getattr(args, flag))
-    try:
-        args.model, args.adapter = data.find_result(args.model, args.adapter)
-    except (ValueError, OSError) as error:
-        refuse(str(error))
-    for flag in ("model", "adapter"):
-        if os.path.isdir(getattr(args, flag) or ""):
-            refuse_checkpoint(flag, Path(getattr(args, flag)))
-    # the reference of --dpo is the model without adapters, and new tokens need rows in its embedding
-    for flag in ("dpo", "add_tokens"):
-        if args.adapter and getattr(args, flag):
-            refuse(f"--{flag} needs a whole model: merge the adapter first (--merge {given}) and give the "
-                   "merged/ that it writes as --model")
-
-
-def refuse_checkpoint(flag, folder):
-    """A checkpoint holds each rank's shards, not a loadable model. If a flag is given a checkpoint, or a run
-    without a result, this raises an error with the command that exports it."""
-    checkpoint = folder if (folder / STATE).is_file() else newest_checkpoint(folder)
-    # transformers writes a state of this name, too, beside a model
-    if checkpoint and is_ours(checkpoint) and not any(data.result_in(one) for one in (folder, checkpoint)):
-        refuse(f"--{flag} {folder}: a checkpoint is not a model yet: --export {checkpoint} makes one of it")
-
-
-def layer_names(flag, words):
-    """The value of --lora_targets or --nf5: those of lm.LORA_TARGETS that it names, in their order."""
-    given = ",".join(words).split(",")  # commas are as good as spaces
-    unknown = {*given} - {*lm.LORA_TARGETS, "all-linear"}
-    if unknown:
-        refuse(f"--{flag} {', '.join(sorted(unknown))}: expected all-linear or some of "
-               + ", ".join(lm.LORA_TARGETS))
-    if "all-linear" in given:
-        given += lm.ALL_LINEAR
-    return [name for name in lm.LORA_TARGETS if name in given]
-
-
-def refuse_conflicts(args):
-    """Refuses flags that cannot work together, before any process group or download."""
-    if args.train_embeddings and not args.lora:
-        refuse("--train_embeddings: full fine-tuning already trains the embeddings: leave it out, or add "
-               "--lora or --qlora")
-    if args.add_tokens and args.chat:
-        refuse("--add_tokens: leave it out with --chat: the model has not learned these tokens")
-    if args.add_tokens and args.lora and not args.train_embeddings:
-        refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
-               "tokens are never learned")
-    if args.merge and not args.lora and os.path.isdir(args.model):
-        refuse(f"--merge: {args.model} has no adapter to merge: leave out --merge, or train one with --lora")
-    for flag in flags_with("needs"):
-        if getattr(args, flag.dest) and not getattr(args, flag.needs):
-            refuse(f"--{flag.dest} needs --{flag.needs}")
-    for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
-        if getattr(args, flag) and args.adapter:
-            refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
-    if args.dpo and (args.overflow or args.train_on != "targets" or args.sequence_parallel > 1):
-        refuse("--dpo: leave out --overflow, --train_on and --sequence_parallel")
-    # The reference is the model without adapters: it would need the old embeddings as well, and the loss of
-    # each token, which --dpo needs, has no gradient of the head.
-    if args.dpo and args.train_embeddings:
-        refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
-               "before, and give its merged model")
-    if args.stochastic_rounding and args.precision != "bf16":
-        refuse("--stochastic_rounding needs --precision bf16")
-    if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
-        refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
-    if args.chat and (args.fsdp2 or "RANK" in os.environ):
-        refuse("--chat needs one device: no torchrun, no --fsdp2")
-    if args.dry_run and "RANK" in os.environ:
-        refuse("--dry_run needs one process: no torchrun; --world N plans for N GPUs")
-    if (args.export or (args.merge and args.adapter and not args.data)) and "RANK" in os.environ:
-        refuse("--export, and --merge without --data, need one process: no torchrun")
-    if args.optim_in_backward and args.precision == "fp16":
-        refuse(f"--optim_in_backward: {WHOLE_STEPS}")
-    for flag in ("tensorboard", "wandb"):
-        if getattr(args, flag) and not is_installed(flag):
-            refuse(f"--{flag} needs a package: pip install {flag}")
-    if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
-        refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
-    # A preset has no weights. Without this error a user could take noise for a model.
-    is_preset = args.model in data.PRESETS and not os.path.isdir(args.model)
-    if is_preset and not (args.random_init or args.dry_run):
-        trained = f"--model {data.PRESETS[args.model]['_name_or_path']}"
-        if args.adapter:
-            refuse(f"{args.adapter}: its base {args.model} is a preset of shapes, without weights: "
-                   f"--adapter {args.adapter} {trained}")
-        refuse(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
-               f"{trained}")
-    sharding = args.replicas > 1 or not args.reshard_after_forward or not args.shard_embeddings
-    if not args.fsdp2 and (sharding or "params" in args.offload):
-        refuse("--replicas, --offload params, --no-reshard_after_forward and --no-shard_embeddings change "
-               "how FSDP2 works: add --fsdp2")
-    if args.resident_blocks != "auto" and not offloads_frozen(args):
-        refuse("--resident_blocks needs --offload params and --lora or --qlora: it is about frozen weights "
-               "that are in host memory otherwise")
-    if "activations" in args.offload and args.activation_checkpointing not in ("all", "auto"):
-        refuse("--offload activations needs --activation_checkpointing all: the bus is fast enough for the "
-               "input of a block, not for all that the block computes")
-
-
-def is_installed(package):
-    spec = importlib.util.find_spec(package)
-    # a folder of this name, which wandb leaves wherever it has run, is a package without origin
-    return spec is not None and spec.origin is not None
-
-
 # ---------------- ranks
 
 PATIENCE = 4  # how many --timeout a rank may be late outside of the training loop
@@ -1492,6 +902,101 @@ def train_step(trainer, batches, n_terms):
     return sums, norm
 
 
+# ---------------- the loss of a batch, evaluation
+
+
+def seed_dropout(seed, step, rank):
+    """Other masks in each step and on each rank, and the same ones when a step is computed again."""
+    torch.manual_seed(nf4.scramble(nf4.scramble(nf4.scramble(seed) + step) + rank))
+
+
+def loss_of(model, b, args):
+    """-> (summed loss of a batch, {name: sum of a metric}), on the device, with the same names in all
+    batches. The log divides the sums by the supervised tokens, or by the pairs of --dpo. Metrics of tokens
+    come from lm_head.custom_loss. With --sequence_parallel N a rank has a shard of the tokens, but
+    b.n_targets of its whole group: a metric that sums these counts them N times."""
+    inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
+    if not args.dpo:
+        loss = model(*inputs)
+        return loss, model.lm_head.metrics
+    # the reference is the same model with its adapters switched off, so no second one is in memory
+    with torch.no_grad():
+        lm.switch_adapters_(model, on=False)
+        reference_S = model(*inputs)
+        lm.switch_adapters_(model, on=True)
+    return preferences(model(*inputs), reference_S, b.n_targets, args.beta)
+
+
+def preferences(losses_S, reference_S, n_targets, beta):
+    """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, metrics).
+    n_targets: of each document, a chosen one before its rejected one; P pairs. (log(sigmoid()) would be
+    log(0) for a pair that the model gets very wrong.)"""
+    logp_P2 = log_probabilities(losses_S, n_targets)
+    reference_P2 = log_probabilities(reference_S, n_targets)
+    rewards_P2 = beta * (logp_P2 - reference_P2)
+    margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+    loss_sum = -nn.functional.logsigmoid(margins_P).sum()
+    logp_chosen, logp_rejected = logp_P2.sum(0)
+    return loss_sum, {
+        "reward_margin": margins_P.sum(),
+        "reward_accuracy": (margins_P > 0).float().sum(),
+        "logp_chosen": logp_chosen,
+        "logp_rejected": logp_rejected,
+    }
+
+
+def log_probabilities(losses_S, n_targets):
+    """Losses of tokens -> the log of the probability of each answer, [P, 2]: chosen, rejected."""
+    if not n_targets:  # an evaluation's rank without rows
+        return losses_S.new_zeros(0, 2)
+    # not index_add: on a GPU it adds in another order, with other bits, in each run
+    answers = losses_S.split(n_targets)
+    return -torch.stack([answer.sum() for answer in answers]).view(-1, 2)
+
+
+@contextlib.contextmanager
+def evaluating(model):
+    """No dropout inside, and nothing compiled: see compile_() in model.py."""
+    model.eval()
+    yield
+    model.train()
+    lm.reshard_(model)  # FSDP2 keeps what it has gathered for a backward, which does not come
+
+
+def evaluate(model, loader, ranks, args, stop=None):
+    """-> {"eval_loss": mean of all rows, and what else metrics.jsonl has}, or None if any rank got a signal:
+    clusters kill soon after it."""
+    sums = Counter()
+    stopped = 0
+    with evaluating(model), torch.no_grad():
+        for batch in loader.once():
+            ranks.alive()
+            # Every rank has equally many batches, so all of them stop before the same one.
+            (stopped,) = ranks.largest(stop.number if stop else 0)
+            if stopped:
+                break
+            loss, metrics = loss_of(model, batch.to(ranks.device), args)
+            # float64, so that the digits that are printed do not depend on the number of ranks
+            sums.update({name: value.double() for name, value in [("loss", loss), *metrics.items()]})
+    if stopped:
+        return None
+    sums_of_ranks = ranks.gather(to_host(ranks.device, sums))
+    n_terms = int(loader.per_row.terms.sum())  # each row is in one batch of one rank
+    means = {f"eval_{name}": sum(one[name] for one in sums_of_ranks) / n_terms for name in sums}
+    if model.compute_dtype is torch.float16 and not math.isfinite(means["eval_loss"]):
+        ranks.leave()
+        raise FloatingPointError(f"evaluation: the loss is not finite: {FP16_ENDS}")
+    return means | {f"eval_{loader.term}": n_terms}
+
+
+def to_host(device, tensors):
+    """{name: tensor or number} -> {name: number, or list of them}, for which the host waits once."""
+    wide = {name: torch.as_tensor(tensor, dtype=torch.float64).to(device) for name, tensor in tensors.items()}
+    numbers = torch.cat([tensor.flatten() for tensor in wide.values()]).cpu()
+    parts = numbers.split([tensor.numel() for tensor in wide.values()])
+    return {name: part.view(wide[name].shape).tolist() for name, part in zip(wide, parts)}
+
+
 # ---------------- FSDP2, activation offload
 
 # Where a frozen weight of a block is, under adapters, and what brings it to the block:
@@ -2109,101 +1614,6 @@ class StepInBackward:
             dist.all_reduce(norm_squared)
             dist.all_reduce(self.nonfinite.found_inf, dist.ReduceOp.MAX)
         return (norm_squared / self.replicas).sqrt()  # replicas hold the same gradients
-
-
-# ---------------- the loss of a batch, evaluation
-
-
-def seed_dropout(seed, step, rank):
-    """Other masks in each step and on each rank, and the same ones when a step is computed again."""
-    torch.manual_seed(nf4.scramble(nf4.scramble(nf4.scramble(seed) + step) + rank))
-
-
-def loss_of(model, b, args):
-    """-> (summed loss of a batch, {name: sum of a metric}), on the device, with the same names in all
-    batches. The log divides the sums by the supervised tokens, or by the pairs of --dpo. Metrics of tokens
-    come from lm_head.custom_loss. With --sequence_parallel N a rank has a shard of the tokens, but
-    b.n_targets of its whole group: a metric that sums these counts them N times."""
-    inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
-    if not args.dpo:
-        loss = model(*inputs)
-        return loss, model.lm_head.metrics
-    # the reference is the same model with its adapters switched off, so no second one is in memory
-    with torch.no_grad():
-        lm.switch_adapters_(model, on=False)
-        reference_S = model(*inputs)
-        lm.switch_adapters_(model, on=True)
-    return preferences(model(*inputs), reference_S, b.n_targets, args.beta)
-
-
-def preferences(losses_S, reference_S, n_targets, beta):
-    """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, metrics).
-    n_targets: of each document, a chosen one before its rejected one; P pairs. (log(sigmoid()) would be
-    log(0) for a pair that the model gets very wrong.)"""
-    logp_P2 = log_probabilities(losses_S, n_targets)
-    reference_P2 = log_probabilities(reference_S, n_targets)
-    rewards_P2 = beta * (logp_P2 - reference_P2)
-    margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
-    loss_sum = -nn.functional.logsigmoid(margins_P).sum()
-    logp_chosen, logp_rejected = logp_P2.sum(0)
-    return loss_sum, {
-        "reward_margin": margins_P.sum(),
-        "reward_accuracy": (margins_P > 0).float().sum(),
-        "logp_chosen": logp_chosen,
-        "logp_rejected": logp_rejected,
-    }
-
-
-def log_probabilities(losses_S, n_targets):
-    """Losses of tokens -> the log of the probability of each answer, [P, 2]: chosen, rejected."""
-    if not n_targets:  # an evaluation's rank without rows
-        return losses_S.new_zeros(0, 2)
-    # not index_add: on a GPU it adds in another order, with other bits, in each run
-    answers = losses_S.split(n_targets)
-    return -torch.stack([answer.sum() for answer in answers]).view(-1, 2)
-
-
-@contextlib.contextmanager
-def evaluating(model):
-    """No dropout inside, and nothing compiled: see compile_() in model.py."""
-    model.eval()
-    yield
-    model.train()
-    lm.reshard_(model)  # FSDP2 keeps what it has gathered for a backward, which does not come
-
-
-def evaluate(model, loader, ranks, args, stop=None):
-    """-> {"eval_loss": mean of all rows, and what else metrics.jsonl has}, or None if any rank got a signal:
-    clusters kill soon after it."""
-    sums = Counter()
-    stopped = 0
-    with evaluating(model), torch.no_grad():
-        for batch in loader.once():
-            ranks.alive()
-            # Every rank has equally many batches, so all of them stop before the same one.
-            (stopped,) = ranks.largest(stop.number if stop else 0)
-            if stopped:
-                break
-            loss, metrics = loss_of(model, batch.to(ranks.device), args)
-            # float64, so that the digits that are printed do not depend on the number of ranks
-            sums.update({name: value.double() for name, value in [("loss", loss), *metrics.items()]})
-    if stopped:
-        return None
-    sums_of_ranks = ranks.gather(to_host(ranks.device, sums))
-    n_terms = int(loader.per_row.terms.sum())  # each row is in one batch of one rank
-    means = {f"eval_{name}": sum(one[name] for one in sums_of_ranks) / n_terms for name in sums}
-    if model.compute_dtype is torch.float16 and not math.isfinite(means["eval_loss"]):
-        ranks.leave()
-        raise FloatingPointError(f"evaluation: the loss is not finite: {FP16_ENDS}")
-    return means | {f"eval_{loader.term}": n_terms}
-
-
-def to_host(device, tensors):
-    """{name: tensor or number} -> {name: number, or list of them}, for which the host waits once."""
-    wide = {name: torch.as_tensor(tensor, dtype=torch.float64).to(device) for name, tensor in tensors.items()}
-    numbers = torch.cat([tensor.flatten() for tensor in wide.values()]).cpu()
-    parts = numbers.split([tensor.numel() for tensor in wide.values()])
-    return {name: part.view(wide[name].shape).tolist() for name, part in zip(wide, parts)}
 
 
 # ---------------- the log, trackers, traces
@@ -3439,6 +2849,596 @@ def fixed_settings(args, config, rows_a_step, loader, reader):
         settings["the format of NF5"] = nf4.FORMATS[5]
     # As a checkpoint returns them: JSON makes lists of tuples, and text of what it cannot write.
     return json.loads(json.dumps(settings, default=str))
+
+
+# ---------------- flags
+
+
+def number(value_type, zero_too=False, below=1e12):
+    """An argparse type: an int or a float, above 0 and below `below`, with zero_too also 0."""
+    expected = "0 or above 0" if zero_too else "above 0"
+
+    def parse(text):
+        value = value_type(text)
+        # nan fails every comparison, inf the second one
+        if 0 < value < below or (zero_too and value == 0):
+            return value
+        raise argparse.ArgumentTypeError(f"{text}: expected {expected}, below {below:g}")
+
+    parse.__name__ = value_type.__name__  # argparse prints it: "invalid int value"
+    return parse
+
+
+def blocks_or_auto(text):
+    """An argparse type: all, auto or a number of blocks."""
+    if text in ("all", "auto"):
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text}: expected a number of blocks, all or auto")
+
+
+def column(text):
+    """The type of --columns: COLUMN=KEY -> (column, key), or an error that lists the keys."""
+    name, _, key = text.rpartition("=")  # the last one: a column may have any name
+    if name and key in data.KEYS:
+        return name, key
+    keys = ", ".join(data.KEYS)
+    raise argparse.ArgumentTypeError(f"{text}: expected COLUMN=KEY with one of the keys {keys}")
+
+
+HUB_PAGE = re.compile(r"(?:https?://(?:www\.)?(?:huggingface|hf)\.co/|hf://)(?:datasets/|models/)?"
+                      r"([\w.-]+/[\w.-]+)(?:/tree/main|/viewer)?/?(?:[?#].*)?")
+
+
+def path(text):
+    """The type of a flag that names a file, a folder or what the Hub has, also by the address of its page."""
+    page = HUB_PAGE.fullmatch(text)
+    if "://" in text and not page:
+        raise argparse.ArgumentTypeError(f"{text}: a URL, and no path on this machine")
+    return page[1] if page else os.path.expanduser(text)  # a shell leaves the ~ of --out=~/run as it is
+
+
+WHOLE = number(int)
+WHOLE_OR_0 = number(int, zero_too=True)
+AMOUNT = number(float)
+AMOUNT_OR_0 = number(float, zero_too=True)
+PATH = path
+SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
+
+DEMO_DATA = ["stdlib:docs"]
+# {flag: its names in TRL, axolotl, torchtune, litgpt and Unsloth that difflib does not find}
+OTHER_NAMES = {
+    "--model": "model_name_or_path tokenizer checkpoint_dir base_model",
+    "--adapter": "adapter_name_or_path lora_model_dir",
+    "--lora": "use_peft peft_type finetuning_type",
+    "--qlora": "load_in_4bit use_4bit quantization_bit",
+    "--lora_rank": "lora_r",
+    "--lora_targets": "target_modules lora_target_modules",
+    "--train_embeddings": "modules_to_save additional_target",
+    "--add_tokens": "new_special_tokens resize_vocab",
+    "--beta": "dpo_beta pref_beta",
+    "--data": "dataset dataset_name dataset_dir train_file",
+    "--eval_data": "eval_dataset val_set_size val_size test_size",
+    "--seq_len": "max_length max_seq_length sequence_len cutoff_len",
+    "--packing": "sample_packing neat_packing",
+    "--chat_template": "template",
+    "--train_on": "assistant_only_loss train_on_inputs train_on_prompt",
+    "--template_args": "chat_template_kwargs enable_thinking",
+    "--precision": "bf16 fp16 dtype torch_dtype",
+    "--fsdp2": "fsdp deepspeed",
+    "--offload": "cpu_offload enable_activation_offloading",
+    "--activation_checkpointing": "gradient_checkpointing",
+    "--compile": "torch_compile",
+    "--batch_size": "batch per_device_train_batch_size micro_batch_size",
+    "--grad_accum": "gradient_accumulation_steps",
+    "--steps": "max_steps",
+    "--epochs": "num_train_epochs",
+    "--lr": "learning_rate",
+    "--warmup": "warmup_ratio warmup_steps",
+    "--schedule": "lr_scheduler_type",
+    "--clip": "max_grad_norm gradient_clipping",
+    "--out": "output output_dir",
+    "--resume": "resume_from_checkpoint",
+    "--keep": "save_total_limit",
+    "--save_every": "save_steps",
+    "--eval_every": "eval_steps",
+    "--log_every": "logging_steps log_interval",
+    "--wandb": "report_to run_name",
+}
+# flags of launchers: torch.distributed.launch gave the first one to each process
+OF_LAUNCHERS = ("local_rank", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port",
+                "num_processes")
+OF_GROUP = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# why --optim_in_backward does not go with --precision fp16
+WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, and here a part of its "
+               "updates is done by then: leave it out, or use --precision fp32")
+# What may stand beside a flag, besides what argparse takes:
+#     fixed       it changes the mathematics: a resumed run must have the same, see fixed_settings()
+#     everyday    -h shows it; --help_all shows every flag
+#     needs       the flag without which it means nothing; --qlora and --adapter stand for --lora, too
+MARKS = "fixed", "everyday", "needs"
+
+
+class StoreOnce(argparse._StoreAction):
+    """Refuses a second value of a flag, where argparse takes the last one without a word."""
+
+    def __call__(self, parser, namespace, value, option=None):
+        if vars(self).setdefault("given", value) != value:
+            refuse(f"{option}: given twice, {self.given} and {value}: leave one of the two out")
+        super().__call__(parser, namespace, value, option)
+
+
+class ExtendOrAll(argparse._ExtendAction):
+    """A list without a value has the value all, also where another one of the same flag has values."""
+
+    def __call__(self, parser, namespace, values, option=None):
+        super().__call__(parser, namespace, values or ["all"], option)
+
+
+def declare(group, *names, **options):
+    """Adds a flag to a group, with MARKS as attributes: argparse keeps those that it does not know."""
+    marks = {mark: options.pop(mark, None) for mark in MARKS}
+    vars(group.add_argument(*names, **options)).update(marks)
+
+
+def add(group, flag, value_type, default, text, **options):
+    """Adds a flag that has a value. If the default is None, the text says what that means."""
+    if default is not None:
+        text += f" (default: {default})"
+    if value_type not in (str, PATH):
+        options.setdefault("metavar", "N")
+    if options.get("nargs") in ("+", "*"):  # a list that is given twice adds up
+        options["action"] = ExtendOrAll
+    declare(group, flag, type=value_type, default=default, help=text, **options)
+
+
+def switch(group, flag, text, on=False, **marks):
+    """Adds a flag that is on or off. One that is on by default also gets a --no-flag."""
+    action = argparse.BooleanOptionalAction if on else "store_true"
+    shown = "on" if on else "off"
+    declare(group, flag, action=action, default=on, help=f"{text} (default: {shown})", **marks)
+
+
+def make_parser():
+    """Declares every flag, with the text of --help."""
+    # allow_abbrev=False: with a new flag, an abbreviation in somebody's script would mean two flags.
+    # exit_on_error=False: argparse raises instead of printing its usage, and launch() prints one line
+    parser = argparse.ArgumentParser(
+        usage="[torchrun --nproc_per_node N | python] train.py [flags]",
+        description=(__doc__ or "").split("\n\n")[0],  # PYTHONOPTIMIZE=2 takes it away
+        add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.register("action", None, StoreOnce)
+    declare(parser, "-h", "--help", "--help_all", action="help", everyday=True,
+            help="print the everyday flags, or all flags with --help_all, and exit")
+
+    model = parser.add_argument_group("model")
+    add(model, "--model", PATH, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
+        "run, or with --random_init one of " + ", ".join(data.PRESETS) + " (default: tiny, or the base of "
+        "--adapter)", everyday=True)
+    switch(model, "--random_init", "start from random weights of --model's shapes", fixed=True)
+    add(model, "--precision", str, None,
+        "mixed: float32 trained weights, bf16 compute; fp16: the same with fp16 compute and a loss scale; "
+        "bf16, fp32: everything in that format (default: mixed; on hardware without bf16, fp16 on a GPU and "
+        "fp32 on a CPU)",
+        choices=("mixed", "bf16", "fp16", "fp32"), fixed=True)
+    add(model, "--adapter", PATH, None,
+        "continue to train a PEFT adapter: a folder, a Hub id or the folder of a run. The adapter sets rank, "
+        "alpha, rsLoRA and targets (default: none)")
+
+    method = parser.add_argument_group("method (default: full fine-tuning)")
+    switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
+           everyday=True)
+    switch(method, "--qlora", "--lora with the blocks' weights quantized to NF4 (4.14 bits per weight)",
+           fixed=True, everyday=True)
+    add(method, "--nf5", str, None, "layers to store in NF5 (5.14 bits per weight) instead of NF4 "
+        "(default: none; without a value: all)", nargs="*", metavar="LAYER", fixed=True, needs="qlora",
+        everyday=True)
+    add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True,
+        needs="lora", everyday=True)
+    add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True,
+        needs="lora")
+    switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True,
+           needs="lora")
+    add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
+        "dropout rate of the adapters' inputs. The masks change with --tiled_mlp, the number of ranks and "
+        "--grad_accum (default: 0)", fixed=True, needs="lora")
+    switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
+           "reference is the model without adapters", fixed=True, needs="lora", everyday=True)
+    add(method, "--beta", AMOUNT, None, "DPO's beta: a smaller value lets the model move further from the "
+        "reference (default: 0.1)", fixed=True, needs="dpo")
+    switch(method, "--train_embeddings", "also train embedding and head (PEFT's modules_to_save)", fixed=True)
+    add(method, "--lora_targets", str, None,
+        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them "
+        "except in_proj_a and in_proj_b). If attention also has a gate_proj, plain gate_proj means the MLP's",
+        nargs="+", metavar="LAYER", fixed=True, needs="lora")
+    add(method, "--add_tokens", os.path.expanduser, None, "new tokens to append to the "
+        "vocabulary, or a file with one token per line. With adapters, also give --train_embeddings. If the "
+        "vocabulary grows, call model.resize_token_embeddings(V) before PEFT loads the adapter (default: "
+        "none)",
+        nargs="+", metavar="TOKEN", fixed=True)
+
+    add_data_flags(parser)
+    add_memory_flags(parser)
+    add_schedule_flags(parser)
+    add_run_flags(parser)
+    return parser
+
+
+def add_data_flags(parser):
+    dataset = parser.add_argument_group("data")
+    add(dataset, "--data", PATH, None, "files to train on: .jsonl, .ndjson, .json, .csv, .parquet, .txt, "
+        "also with .gz; data sets of the Hub (org/name, org/name:split or org/name/subset:split; the default "
+        "split is train); folders written by datasets' save_to_disk(); or the built-in stdlib:docs and "
+        "stdlib:code. Quote a pattern such as 'chats/*.jsonl'. A file that is given twice is read twice per "
+        "epoch (default: stdlib:docs)", nargs="+", everyday=True)
+    add(dataset, "--eval_data", PATH, None,
+        "files to evaluate on, as in --data; stdlib:* means the 5 %% of it held out from training. Or a "
+        "number: hold out that many examples of --data, or that fraction of them if it is below 1, chosen by "
+        "a hash of their text (default: none)",
+        nargs="+", everyday=True, needs="data")
+    add(dataset, "--columns", column, None,
+        "rename columns: question=instruction reads the column 'question' as 'instruction' (default: none)",
+        nargs="+", metavar="COLUMN=KEY", fixed=True)
+    add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True)
+    add(dataset, "--overflow", str, None,
+        "what to do with documents longer than a row (default: split texts, drop others)",
+        choices=("split", "drop", "truncate"))
+    switch(dataset, "--packing", "pack several documents into each row; they do not see each other", on=True,
+           fixed=True)
+    add(dataset, "--train_on", str, "targets",
+        "tokens to train on. targets: assistant answers and plain texts. If the template drops the thought "
+        "of an earlier answer, as Qwen3's does, that answer is trained on as a separate document; 'whole' "
+        "skips such answers. all: every token",
+        choices=("targets", "whole", "all"), fixed=True)
+    add(dataset, "--chat_template", PATH, None,
+        "jinja file to use instead of the model's own chat template (default: none)", everyday=True)
+    add(dataset, "--template_args", str, None, "variables for the chat template, such as "
+        "enable_thinking=false. Values are JSON or plain text, and are saved in final/ (default: none)",
+        nargs="+", metavar="KEY=VALUE", fixed=True, everyday=True)
+    add(dataset, "--inspect", WHOLE, None,
+        "print N examples with the trained tokens in brackets, and exit (default: off)", everyday=True)
+
+
+def add_memory_flags(parser):
+    memory = parser.add_argument_group("memory and speed")
+    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks", everyday=True)
+    switch(memory, "--reshard_after_forward",
+           "free the gathered weights of a block between its forward and its backward", on=True)
+    switch(memory, "--shard_embeddings",
+           "gather the embedding and the head only while they are used; tied ones stay gathered", on=True)
+    add(memory, "--replicas", WHOLE, 1, "HSDP: N replicas of the model, each sharded over world/N ranks, "
+        "usually one node; gradients are all-reduced between replicas")
+    add(memory, "--sequence_parallel", WHOLE, 1,
+        "split each row over a group of N ranks; --batch_size then counts rows per group")
+    add(memory, "--offload", str, None, "what to offload to host memory. activations: inputs of recomputed "
+        "blocks. params: weights, gradients and optimizer state, with --fsdp2 (default: nothing; without a "
+        "value: both, or activations alone without --fsdp2)",
+        nargs="*", choices=("activations", "params"), everyday=True)
+    add(memory, "--resident_blocks", blocks_or_auto, "auto", "with --offload params and adapters: number "
+        "of blocks (or all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU "
+        "without --gpu_gib")
+    add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "store only the inputs of the first N "
+        "blocks (or all), and recompute these blocks in the backward. auto: the fastest setting that fits in "
+        "memory, from keeping even dequantized NF4 weights to recomputing even attention; all on a CPU "
+        "without --gpu_gib, and with --offload activations", nargs="?", const="all", everyday=True)
+    declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
+            dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
+    switch(memory, "--chunked_ce",
+           "compute head and loss in chunks of tokens, never all logits at once", on=True)
+    add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
+    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time, and in rows of 16,384 tokens "
+        "and more attention on groups of heads; try 4096 (default: off)", everyday=True)
+    add(memory, "--optim", str, "adamw", "adamw8bit stores 2 bytes of state per parameter instead of 8",
+        choices=("adamw", "adamw8bit"), fixed=True, everyday=True)
+    switch(memory, "--stochastic_rounding",
+           "round bf16 weights and moments at random, so that small updates count on average", fixed=True)
+    switch(memory, "--optim_in_backward",
+           "run the optimizer during the backward and free each gradient at once; rules out --clip")
+    switch(memory, "--fused_adamw", "run AdamW as one fused kernel, on GPU and CPU", on=True)
+    declare(memory, "--compile", action=argparse.BooleanOptionalAction, everyday=True,
+            help="torch.compile the blocks, the loss and NF4. The first step takes half a minute longer; "
+            "torch caches the result for the next run (default: on with a GPU, Triton, a C compiler and a "
+            f"model of at least {COMPILES_FROM / 1e9:g} billion parameters)")
+
+
+def add_schedule_flags(parser):
+    schedule = parser.add_argument_group("schedule")
+    add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch", everyday=True)
+    add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True)
+    add(schedule, "--steps", WHOLE, None, "optimizer steps (default: what --epochs needs)", everyday=True)
+    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides --epochs", everyday=True)
+    add(schedule, "--lr", AMOUNT_OR_0, None,
+        "peak learning rate (default: for adapters, 5e-4 * (2000 / hidden size)^p, where p is 0.0775 for "
+        "Qwen and 0.781 for all others, the rule of tinker-cookbook's get_lr; a tenth of that for full "
+        "fine-tuning and for --dpo)",
+        fixed=True, everyday=True)
+    add(schedule, "--embedding_lr", AMOUNT, None,
+        "peak learning rate of what --train_embeddings trains (default: a tenth of --lr)", fixed=True)
+    add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; "
+        "--embedding_lr falls to the same fraction of its peak", fixed=True)
+    add(schedule, "--warmup", AMOUNT_OR_0, 0.03,
+        "steps of linear warmup, starting at lr / (warmup + 1), or a fraction of all steps if below 1",
+        fixed=True)
+    add(schedule, "--schedule", str, "cosine", "shape of the learning rate after the warmup",
+        choices=("cosine", "linear", "constant"), fixed=True)
+    add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, applied to matrices only", fixed=True)
+    add(schedule, "--clip", AMOUNT_OR_0, None,
+        "maximum gradient norm; 0: no limit (default: 1; 0 with --optim_in_backward)", fixed=True)
+    add(schedule, "--seed", WHOLE_OR_0, 0,
+        "seed of the data order, random weights, adapters and dropout", fixed=True)
+
+
+def add_run_flags(parser):
+    run = parser.add_argument_group("run")
+    add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
+    add(run, "--save_every", WHOLE_OR_0, 500,
+        "save a checkpoint every N steps, at the last step and at each new best evaluation; 0: save only "
+        "when interrupted", everyday=True)
+    add(run, "--keep", WHOLE, 2, "number of newest checkpoints to keep, in addition to the best evaluation's")
+    add(run, "--resume", PATH, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
+        "checkpoint of --out or of the newest run in out/, or start a new run if there is none (default: "
+        "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN", everyday=True)
+    add(run, "--timeout", SECONDS, 1800.0,
+        "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first. "
+        "While one rank loads, saves or exports, the others wait for up to 4 N seconds. If the disk is full "
+        "when the result is written, retry for N seconds")
+    add(run, "--log_every", WHOLE, 10,
+        "log every N steps, at least every ten seconds, and each of the first ten steps")
+    add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)",
+        needs="eval_data")
+    switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
+    add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)", needs="dry_run",
+        everyday=True)
+    add(run, "--gpu", str, None, "card that --dry_run plans for, such as 3090 or H100: its memory and, "
+        "for common cards, the time of a step (default: none)",
+        needs="dry_run", metavar="NAME", everyday=True)
+    add(run, "--gpu_gib", AMOUNT, None, "GiB of each GPU that the run or the plan may use; a 24 GB card has "
+        "23.6 (default: all)", everyday=True)
+    switch(run, "--tensorboard", "also write metrics for TensorBoard (pip install tensorboard)")
+    switch(run, "--wandb", "also send metrics to Weights & Biases, configured by WANDB_PROJECT, WANDB_NAME, "
+           "WANDB_MODE and so on (pip install wandb)", everyday=True)
+    switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
+    switch(run, "--memory_snapshot",
+           "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
+    add(run, "--export", PATH, None, "write final/ of a run's checkpoint and exit; needs neither that "
+        "run's flags nor its data (default: none)", metavar="RUN/checkpoint-N", everyday=True)
+    switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
+           "and without --data, only merge", needs="lora", everyday=True)
+    add(run, "--sample", str, None,
+        "a text to continue or a question to answer before training, at each evaluation and after training "
+        "(default: none, except for the built-in data)")
+    switch(run, "--chat", "talk with --model instead of training", everyday=True)
+    add(run, "--temperature", AMOUNT_OR_0, 0.0,
+        "temperature of --chat and --sample; 0: always the most likely token")
+    add(run, "--max_new_tokens", WHOLE, None,
+        "maximum length of an answer in tokens (default: --chat 512, --sample 48)")
+
+
+def flags_with(mark):
+    """-> the flags that have one of MARKS, as argparse's actions: dest, default, and the marks."""
+    # a fork may have added one without declare()
+    return [action for action in make_parser()._actions if getattr(action, mark, None)]
+
+
+def parse_args(argv, args=None):
+    """-> the flags of a run, checked and resolved. argparse.ArgumentError names the flag to change. `args`:
+    flags of an earlier call to write over."""
+    parser = make_parser()
+    if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
+        for action in parser._actions:
+            if not getattr(action, "everyday", None):
+                action.help = argparse.SUPPRESS
+    switches = [flag for flag, action in parser._option_string_actions.items() if action.nargs == 0]
+    for word, following in zip(argv, [*argv[1:], ""]):
+        if word.startswith("--") and f"--no-{word[2:]}" in argv:
+            refuse(f"{word} and --no-{word[2:]}: leave one out")
+        # argparse drops such a value, and then raises a bare ValueError, or uses the default
+        if re.fullmatch(r"--\w+=--", word):
+            refuse(f"{word}: expected a value, got two dashes")
+        flag, _, value = word.partition("=")
+        if flag == "--train_on" and (value or following) == "last":  # as others call it
+            refuse('--train_on last: expected targets or all; an answer with "weight": 0 is not trained on')
+        if flag in switches and (value or following).lower() in ("true", "false", "yes", "no", "1", "0"):
+            off = flag.replace("--", "--no-", 1)
+            how = off if off in switches else "no flag at all"
+            refuse(f"{flag} {value or following}: a switch takes no value: {flag} means on, {how} means off")
+    # parse_args() would end the process before refuse_unknown() could look for the flag that was meant
+    args, unknown = parser.parse_known_args(argv, args)
+    if unknown:
+        refuse_unknown(unknown[0], parser._option_string_actions)
+    resolve_flags(args)
+    return args
+
+
+def refuse(message):
+    """launch() prints the message alone and ends with exit code 2."""
+    raise argparse.ArgumentError(None, message)
+
+
+def refuse_unknown(word, flags):
+    """Refuses a word with the flag that was probably meant: another trainer's name, - for _, or a
+    misspelling."""
+    name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
+    known = {name: flag for flag, names in OTHER_NAMES.items() for name in names.split()}
+    known |= {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
+    # Less likeness misleads: --version is no --precision, and --beta1 no --beta.
+    similar = [match for one in (name, name.removeprefix("no_"))
+               for match in difflib.get_close_matches(one, known, n=1, cutoff=0.85)]
+    if similar and re.findall(r"\d", name) == re.findall(r"\d", similar[0]):
+        hint = f"did you mean {known[similar[0]]}?"
+    elif word.endswith((".yaml", ".yml")) or name == "config":
+        hint = "there are no config files: give their settings as flags, see --help"
+    else:
+        hint = "--help_all lists all"
+    if name in OF_LAUNCHERS:
+        hint = "it belongs to the launcher: torchrun --nproc_per_node N train.py ..."
+    refuse(f"{word}: no such flag; {hint}")
+
+
+def resolve_flags(args):
+    """Validates the flags and fills in defaults that depend only on other flags. resolve_for_model() fills in
+    those that depend on the model or the device; nothing writes to `args` after that."""
+    if args.model == "":  # it would be the folder that the command runs in
+        refuse("--model: expected a name, got an empty string")
+    find_results(args)  # this comes first, because an adapter decides which other flags make sense
+    try:
+        data.share_of(args.eval_data)
+        variables = data.read_template_args(args.template_args)
+        args.add_tokens = data.read_new_tokens(args.add_tokens)
+    except ValueError as error:
+        refuse(str(error))
+    if variables:  # a resume compares them, however they were spelled
+        args.template_args = [f"{name}={json.dumps(value)}" for name, value in sorted(variables.items())]
+    if args.qlora or args.adapter:
+        args.lora = True
+    if args.lora_targets:
+        args.lora_targets = layer_names("lora_targets", args.lora_targets)
+    if args.nf5 is not None:
+        args.nf5 = layer_names("nf5", [name.replace("all", "all-linear", name == "all") for name in args.nf5])
+    args.offload = args.offload or []
+    if "all" in args.offload:
+        args.offload += ["activations", "params"] if args.fsdp2 else ["activations"]
+    args.offload = [part for part in ("activations", "params") if part in args.offload]
+    if args.gpu:
+        found = cards_named(args.gpu)
+        if len(found) > 1:
+            refuse(f"--gpu {args.gpu}: which one? {', '.join(found)}")
+        if not found:
+            refuse(f"--gpu {args.gpu}: expected one of {', '.join(CARDS)}; --gpu_gib takes any size")
+        args.gpu = found[0]
+    names = [name for name, _ in args.columns or []]
+    if len(set(names)) < len(names):
+        refuse(f"--columns: {', '.join(names)}: a column can have one key")
+    refuse_conflicts(args)  # from here on, defaults look like values that were given
+
+    if args.merge and args.adapter and not args.data:  # main trains nothing
+        args.data = []
+        args.sample = ""
+    else:
+        args.data = data.files_matching(args.data or DEMO_DATA)
+    args.eval_data = args.eval_data and data.files_matching(args.eval_data)
+    if not args.chunked_ce:
+        args.ce_chunk = 0  # the head sees all tokens at once
+    if args.clip is None:  # the norm of all gradients is not known while weights are updated in the backward
+        args.clip = 0.0 if args.optim_in_backward else 1.0
+    if args.lora and not args.adapter:  # an adapter brings its own, see resolve_for_model()
+        args.lora_rank = args.lora_rank or 16
+        args.lora_alpha = args.lora_alpha or 32
+        args.lora_dropout = args.lora_dropout or 0.0
+        args.lora_targets = args.lora_targets or list(lm.ALL_LINEAR)
+    if args.dpo:
+        args.beta = args.beta or 0.1
+    if args.sample is None and not args.random_init:
+        args.sample = SAMPLES.get(args.data[0], "")
+
+
+def find_results(args):
+    """Replaces the folder of a run in --model and --adapter by its result."""
+    given = " ".join(f"--{flag} {getattr(args, flag)}" for flag in ("model", "adapter")
+                     if getattr(args, flag))
+    try:
+        args.model, args.adapter = data.find_result(args.model, args.adapter)
+    except (ValueError, OSError) as error:
+        refuse(str(error))
+    for flag in ("model", "adapter"):
+        if os.path.isdir(getattr(args, flag) or ""):
+            refuse_checkpoint(flag, Path(getattr(args, flag)))
+    # the reference of --dpo is the model without adapters, and new tokens need rows in its embedding
+    for flag in ("dpo", "add_tokens"):
+        if args.adapter and getattr(args, flag):
+            refuse(f"--{flag} needs a whole model: merge the adapter first (--merge {given}) and give the "
+                   "merged/ that it writes as --model")
+
+
+def refuse_checkpoint(flag, folder):
+    """A checkpoint holds each rank's shards, not a loadable model. If a flag is given a checkpoint, or a run
+    without a result, this raises an error with the command that exports it."""
+    checkpoint = folder if (folder / STATE).is_file() else newest_checkpoint(folder)
+    # transformers writes a state of this name, too, beside a model
+    if checkpoint and is_ours(checkpoint) and not any(data.result_in(one) for one in (folder, checkpoint)):
+        refuse(f"--{flag} {folder}: a checkpoint is not a model yet: --export {checkpoint} makes one of it")
+
+
+def layer_names(flag, words):
+    """The value of --lora_targets or --nf5: those of lm.LORA_TARGETS that it names, in their order."""
+    given = ",".join(words).split(",")  # commas are as good as spaces
+    unknown = {*given} - {*lm.LORA_TARGETS, "all-linear"}
+    if unknown:
+        refuse(f"--{flag} {', '.join(sorted(unknown))}: expected all-linear or some of "
+               + ", ".join(lm.LORA_TARGETS))
+    if "all-linear" in given:
+        given += lm.ALL_LINEAR
+    return [name for name in lm.LORA_TARGETS if name in given]
+
+
+def refuse_conflicts(args):
+    """Refuses flags that cannot work together, before any process group or download."""
+    if args.train_embeddings and not args.lora:
+        refuse("--train_embeddings: full fine-tuning already trains the embeddings: leave it out, or add "
+               "--lora or --qlora")
+    if args.add_tokens and args.chat:
+        refuse("--add_tokens: leave it out with --chat: the model has not learned these tokens")
+    if args.add_tokens and args.lora and not args.train_embeddings:
+        refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
+               "tokens are never learned")
+    if args.merge and not args.lora and os.path.isdir(args.model):
+        refuse(f"--merge: {args.model} has no adapter to merge: leave out --merge, or train one with --lora")
+    for flag in flags_with("needs"):
+        if getattr(args, flag.dest) and not getattr(args, flag.needs):
+            refuse(f"--{flag.dest} needs --{flag.needs}")
+    for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
+        if getattr(args, flag) and args.adapter:
+            refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
+    if args.dpo and (args.overflow or args.train_on != "targets" or args.sequence_parallel > 1):
+        refuse("--dpo: leave out --overflow, --train_on and --sequence_parallel")
+    # The reference is the model without adapters: it would need the old embeddings as well, and the loss of
+    # each token, which --dpo needs, has no gradient of the head.
+    if args.dpo and args.train_embeddings:
+        refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
+               "before, and give its merged model")
+    if args.stochastic_rounding and args.precision != "bf16":
+        refuse("--stochastic_rounding needs --precision bf16")
+    if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
+        refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
+    if args.chat and (args.fsdp2 or "RANK" in os.environ):
+        refuse("--chat needs one device: no torchrun, no --fsdp2")
+    if args.dry_run and "RANK" in os.environ:
+        refuse("--dry_run needs one process: no torchrun; --world N plans for N GPUs")
+    if (args.export or (args.merge and args.adapter and not args.data)) and "RANK" in os.environ:
+        refuse("--export, and --merge without --data, need one process: no torchrun")
+    if args.optim_in_backward and args.precision == "fp16":
+        refuse(f"--optim_in_backward: {WHOLE_STEPS}")
+    for flag in ("tensorboard", "wandb"):
+        if getattr(args, flag) and not is_installed(flag):
+            refuse(f"--{flag} needs a package: pip install {flag}")
+    if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
+        refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
+    # A preset has no weights. Without this error a user could take noise for a model.
+    is_preset = args.model in data.PRESETS and not os.path.isdir(args.model)
+    if is_preset and not (args.random_init or args.dry_run):
+        trained = f"--model {data.PRESETS[args.model]['_name_or_path']}"
+        if args.adapter:
+            refuse(f"{args.adapter}: its base {args.model} is a preset of shapes, without weights: "
+                   f"--adapter {args.adapter} {trained}")
+        refuse(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
+               f"{trained}")
+    sharding = args.replicas > 1 or not args.reshard_after_forward or not args.shard_embeddings
+    if not args.fsdp2 and (sharding or "params" in args.offload):
+        refuse("--replicas, --offload params, --no-reshard_after_forward and --no-shard_embeddings change "
+               "how FSDP2 works: add --fsdp2")
+    if args.resident_blocks != "auto" and not offloads_frozen(args):
+        refuse("--resident_blocks needs --offload params and --lora or --qlora: it is about frozen weights "
+               "that are in host memory otherwise")
+    if "activations" in args.offload and args.activation_checkpointing not in ("all", "auto"):
+        refuse("--offload activations needs --activation_checkpointing all: the bus is fast enough for the "
+               "input of a block, not for all that the block computes")
+
+
+def is_installed(package):
+    spec = importlib.util.find_spec(package)
+    # a folder of this name, which wandb leaves wherever it has run, is a package without origin
+    return spec is not None and spec.origin is not None
 
 
 # ---------------- the memory plan
