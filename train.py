@@ -2005,8 +2005,8 @@ def describe_blocks(run, policy):
             text += f"; {policy.count('weights')} keep their NF4 weights in 16 bits"
         texts.append(text)
     if offloads_frozen(args):
-        texts.append(f"--resident_blocks {args.resident_blocks}: frozen weights of {policy.count('resident')} of "
-                     f"{n_layers} blocks stay on the GPU")
+        texts.append(f"--resident_blocks {args.resident_blocks}: frozen weights of "
+                     f"{policy.count('resident')} of {n_layers} blocks stay on the GPU")
     if "linear_attention" in run.config.layer_types:
         texts.append(f"Gated DeltaNet mixes {policy.segment:,} tokens at a time")
     return texts
