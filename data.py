@@ -895,7 +895,8 @@ class Tokenizer:
                 for thought, (start, stop) in zip(thoughts, spans)]
 
     def check_complete(self, messages, tools, documents, report):
-        """Notes what the template leaves out of trained answers. A ValueError if that is all of one, or others."""
+        """Notes what the template leaves out of trained answers. A ValueError if that is all of an answer, or
+        another message."""
         lost = self.lost_calls(messages, tools)
         for what, answer in lost:
             if answer is None:  # a name

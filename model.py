@@ -1878,7 +1878,7 @@ class LiveBytes:
             return func(*args, **kwargs)
         on_host = self.on_host and kwargs.get("device") != META and self.lies_on_host(args)
         if not func._schema.returns:
-            # It writes what is there. DTensor would look at all weights for each weight: 16 s of a 405B model.
+            # It writes what is there. DTensor would look at all weights for each: 16 s of a 405B model.
             if not on_host:
                 self.add_work(work_of(func, local_rows(args) if types else args, None))
             return None

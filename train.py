@@ -3542,7 +3542,8 @@ def trace(run, policy):
 
     A trace needs private names of torch, and a run does not: tests/private_names.py has them. So whatever
     goes wrong here is Unplanned, which ends no run: see plan_run()."""
-    flags = {**vars(run.args), "activation_checkpointing": None, "resident_blocks": None}  # `policy` has these
+    # `policy` has these two
+    flags = {**vars(run.args), "activation_checkpointing": None, "resident_blocks": None}
     key = repr((flags, *run[1:], policy))
     if key not in TRACES:
         try:
@@ -3565,7 +3566,7 @@ def run_on_paper(run, policy):
         lengths = [min(run.length, 128), run.length]
     with on_paper(run) as live:
         trainer = build(lm.on_meta(run.config, args), run, policy, ranks, load_weights=lambda model: None)
-        # fully_shard() on a mesh of two dimensions leaves a cycle of references, and with it a block's weights
+        # fully_shard() on a mesh of two dimensions leaves a cycle of references that holds a block's weights
         gc.collect(0)  # what is younger than on_paper()
         before_step = live.alive
         watch = Watch(live, trainer)
@@ -3667,7 +3668,7 @@ class Watch:
                 else:
                     self.gradients["gradients"] += rows.nbytes
         start = self.gradients | Counter(gpu=self.live.alive, host=self.live.host)
-        self.starts[phase] = self.starts.get(phase, Counter()) | start  # the larger of two, if it begins twice
+        self.starts[phase] = self.starts.get(phase, Counter()) | start  # the larger, if it begins twice
 
 
 # ---- the step of all blocks, from a trace of few
@@ -3689,8 +3690,8 @@ def of_equal_blocks(run, kept, segment):
     period = period_of(run.config)
     if not run.args.fused_adamw:  # torch's other AdamW has temporaries of all weights at once
         return None
-    # Neighbours of a block are in memory with it, and copies to and from the host are two blocks ahead. If all
-    # that does not tell, the first blocks may be without adapters.
+    # Neighbours of a block are in memory with it, and copies to and from the host are two blocks ahead. If
+    # that does not explain the numbers, the first blocks may be without adapters.
     margins = [(2, 1), (2, 2), (3, 2), (2 + period, 2)]  # numbers of blocks below and above
     for below, above in margins[1:] if run.args.offload else margins:
         n_more = (n_layers - below - above) // period - 1
@@ -3733,7 +3734,8 @@ def growth(step, n_forward, direction, top, period):
 
 def plus(start, *added):
     """start + times * bytes for each (times, bytes) of `added`, for all of COUNTED."""
-    return Counter({what: start[what] + sum(times * n_bytes[what] for times, n_bytes in added) for what in COUNTED})
+    return Counter({what: start[what] + sum(times * n_bytes[what] for times, n_bytes in added)
+                    for what in COUNTED})
 
 
 def tells_of_more(few, top, period, n_more):
@@ -3750,7 +3752,8 @@ def tells_of_more(few, top, period, n_more):
             bounds.append(highest - other)
     owned, copied = [], []
     for blocks in (range(i + 1 - period, i + 1) for i in (top, top - 1)):
-        owned.append(sum(n for (where, _, block), n in few.owned.items() if where == "gpu" and block in blocks))
+        owned.append(sum(n for (where, _, block), n in few.owned.items()
+                         if where == "gpu" and block in blocks))
         copied.append(sum(n for phase, amounts in few.work.items() if phase.block in blocks
                           for (_, unit), n in amounts.items() if unit == "bus"))
     bounds += [n_more * (owned[0] - owned[1]), copied[0] - copied[1]]
@@ -3758,8 +3761,8 @@ def tells_of_more(few, top, period, n_more):
 
 
 def with_periods(few, top, period, n_more):
-    """-> Trace of a model that has n_more more periods of blocks behind block `top`, like the period that ends
-    with it. Copy 0 of a block is in the model of few blocks, copy n_more is the highest one."""
+    """-> Trace of a model that has n_more more periods of blocks behind block `top`, like the period that
+    ends with it. Copy 0 of a block is in the model of few blocks, copy n_more is the highest one."""
 
     def copies_of(block):
         """-> [(number of a block in the large model, how many new periods are below it)]."""
