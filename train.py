@@ -4207,7 +4207,8 @@ def plan_run(run, room, steps, length, ranks):
             lines = list(describe_plan(run, policy, room))
             name = card_named(ranks.device_name)
             if name and planned_bytes(run, policy) <= room:
-                lines.append(describe_time(run, policy, name, steps, length))
+                time_text = describe_time(run, policy, name, steps, length)
+                lines.append(textwrap.fill(time_text, 80, subsequent_indent="  "))
     except Unplanned as error:
         problem = str(error)
     problems = list(filter(None, ranks.gather(problem)))
@@ -4362,7 +4363,7 @@ def describe_plan(run, policy, room):
     yield from table_of(phases, name)
     if run.args.compile:
         yield "  kept for backward: an estimate of what torch.compile saves, within 1 % on an H100"
-    yield f"  host memory: {host_text}"
+    yield textwrap.fill(f"  host memory: {host_text}", 80, subsequent_indent="    ")
     of, verdict = "", ""
     if room < math.inf:
         of = f" of {room / GIB:.2f}"
@@ -4435,7 +4436,8 @@ def dry_run(args):
         if planned_bytes(run, policy) > room:
             raise SystemExit(OUT_OF_MEMORY)
         if args.gpu:
-            data.say(describe_time(run, policy, args.gpu, steps, length))
+            text = describe_time(run, policy, args.gpu, steps, length)
+            data.say(textwrap.fill(text, 80, subsequent_indent="  "))
     except (ValueError, OSError, Unplanned) as error:
         raise SystemExit(str(error)) from error
 
