@@ -1952,6 +1952,9 @@ def from_hub(function):
         try:
             # in a thread, because the Hub's library lets a signal wait until the last file is there
             return ThreadPoolExecutor(1).submit(function).result()
+        except KeyboardInterrupt:
+            say(to_stderr=True)  # the progress bars end without a newline
+            raise
         except Exception as error:  # its HTTP library has others, which another version does not have
             response = getattr(error, "response", None)
             is_answer = response is not None and response.status_code < 500
@@ -2700,7 +2703,7 @@ def folder_of(flag, name, revisions=None, with_weights=True):
         try:
             folder = Path(from_hub(fetch))
         except Exception as error:  # its HTTP library has others, which another version does not have
-            line = " ".join(str(error).split())
+            line = " ".join(str(error).split())[:1000]  # some have a whole page of HTML
             raise ValueError(f"--{flag} {name}: not a folder here, and the download from the Hub failed (a "
                              "partial download resumes at the next start): "
                              f"{type(error).__name__}: {line}") from error

@@ -2017,6 +2017,8 @@ def flag_of(name, value):
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
     values = value if isinstance(value, list) else [value]
+    if values == ["all"]:  # see ExtendOrAll
+        values = []
     words = ["=".join(word) if isinstance(word, tuple) else str(word) for word in values]
     return brief(shlex.join([f"--{name}", *words]))
 
@@ -3202,7 +3204,7 @@ def add_run_flags(parser):
     switch(run, "--memory_snapshot",
            "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
     add(run, "--export", PATH, None, "write final/ of a run's checkpoint and exit; needs neither that "
-        "run's flags nor its data (default: none)", metavar="RUN/checkpoint-N", everyday=True)
+        "run's flags nor its data (default: none)", metavar="RUN/checkpoint-N")
     switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
            "and without --data, only merge", needs="lora", everyday=True)
     add(run, "--sample", str, None,
@@ -4362,7 +4364,7 @@ def describe_plan(run, policy, room):
            f"micro-batches of {run.args.batch_size} x {run.length} tokens")
     yield from table_of(phases, name)
     if run.args.compile:
-        yield "  kept for backward: an estimate of what torch.compile saves, within 1 % on an H100"
+        yield "  kept for backward: an estimate for torch.compile, within 1 % on an H100"
     yield textwrap.fill(f"  host memory: {host_text}", 80, subsequent_indent="    ")
     of, verdict = "", ""
     if room < math.inf:

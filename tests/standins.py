@@ -41,7 +41,9 @@ def dropout_backward(grad, mask, scale):
 
 
 # what a trace of shapes needs but for three: bands and regions follow one another here, and an all-to-all is a real one
-CALLS = [call for call in model.ON_PAPER if call[1] not in ("bands", "regions", "exchange")]
+# not those that leave out pieces of a loop, whose results a step needs, and not what sends nothing
+REAL = "bands", "regions", "exchange", "mix_segments", "chunk_starts", "chunk_by_chunk"
+CALLS = [call for call in model.ON_PAPER if call[1] not in REAL]
 CALLS.append((model, "length_multiple", lambda q: 1))  # a GPU fills up no rows
 CALLS.append((model, "chunk_length", lambda device: 128))  # a GPU's, as on the meta device
 KERNELS = torch.library.Library("aten", "IMPL")  # replaces them as long as it is alive

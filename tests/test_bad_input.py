@@ -806,10 +806,10 @@ RUNS = {
         says=["--replicas 3 needs 3 processes or a multiple of that, not 8"]),
     "groups of a plan": Case(
         flags="--sequence_parallel 4 --dry_run --world 6",
-        says=["--sequence_parallel 4", "6 rank", "of 2"]),
+        says=["--sequence_parallel 4 needs 4 processes or a multiple of that, not 6"]),
     "groups of heads": Case(
         flags="--model qwen2.5-0.5b --sequence_parallel 4 --dry_run --world 28",
-        says=["--sequence_parallel 4", "14 heads", "of 14"]),
+        says=["--sequence_parallel 4", "must divide the model's 14 heads of attention"]),
     "groups of heads of two kinds": Case(  # both 24 ranks and 24 heads of attention could be split by 3
         flags="--model qwen3.5-27b --sequence_parallel 3 --dry_run --world 24",
         says=["--sequence_parallel 3", "24 heads of attention, 16 key heads of Gated DeltaNet"]),
@@ -874,9 +874,9 @@ def test_broken_download_is_one_line_with_the_model_and_what_to_do(tmp_path, mon
     assert train.launch(["--model", "a/b"]) == 1
     message = capsys.readouterr().err
     expected = f"{error.__name__}: peer closed connection xxx"
-    assert_says(message, ["--model a/b:", "Hub", "next start continues", expected])
+    assert_says(message, ["--model a/b:", "Hub", "resumes at the next start", expected])
     assert message.count("\n") == 1
-    assert len(message) < 500
+    assert len(message) < 1500
 
 
 class HttpError(Exception):

@@ -187,7 +187,7 @@ def test_a_dry_run_tells_memory_and_time_of_a_card_by_name(capsys):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    ("--model llama-3.1-8b --lora --gpu T4", "no time estimate for such a card"),
+    ("--model llama-3.2-1b --lora --gpu T4", "no time estimate for such a card"),
     ("--model llama-3.1-8b --lora --gpu B200", "no time estimate for such a card"),
     ("--model qwen3-30b-a3b --qlora --gpu L40S", "for experts on cards older than Hopper"),
     ("--model llama-3.1-8b --fsdp2 --offload params --gpu H100", "no time estimate for an optimizer on the CPU"),

@@ -86,6 +86,7 @@ def main_job(few_chats, tmp_path_factory):
     method = ["--fsdp2", "--qlora", "--offload", "--merge"]
     # answers of a few tokens: each token gathers the shards of all blocks
     size = ["--seq_len", 256, "--steps", 12, "--eval_data", few_chats, "--max_new_tokens", 8]
+    size += ["--data", "stdlib:docs"]  # as without it, and --eval_data asks for one
     done = shell(*torchrun, TRAIN, *method, *size, "--out", out)
     assert done.returncode == 0, done.stderr
     return MainJob(out, done.stdout, metrics_of(out))
@@ -463,7 +464,7 @@ def test_any_error_about_a_base_says_which_adapter_names_it(tmp_path, capsys):
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
     """A shell leaves that of --out=~/run, and the second one of a list in quotes."""
     monkeypatch.setenv("HOME", "/home/ann")
-    paths = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume"}
+    paths = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume", "export"}
     assert {action.dest for action in train.make_parser()._actions if action.type is train.PATH} == paths
     assert train.parse_args(["--add_tokens", "~/a"]).add_tokens == ["/home/ann/a"]
     args = train.parse_args(["--data", "~/a.jsonl", "org/b", "--eval_data=~/c.jsonl", "--out=~/run", "--model=~/m"])
