@@ -144,7 +144,7 @@ def test_main_job_says_what_was_decided_and_what_is_not_at_its_default(main_job)
     end = said.index("\n12 steps of ")
     start = said[begin:end]
     flags = " ".join(start[start.index("  flags: ") :].split())
-    assert flags.startswith("flags: --qlora --eval_data ")
+    assert flags.startswith("flags: --qlora --data stdlib:docs --eval_data ")
     assert " --seq_len 256 --fsdp2 --offload --steps 12 --out " in flags
     assert flags.endswith("/run --merge --max_new_tokens 8")
     lines = start.splitlines()[1:]
