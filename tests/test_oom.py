@@ -140,7 +140,7 @@ def test_dry_run_prints_the_plan_of_each_kind_of_model_and_writes_nothing(capsys
         gib = [float(cell) for cell in total[1:]]
         assert len(gib) >= 3  # moments of a step
         assert max(gib) > 0
-        assert "host memory" in rows[-2]
+        assert "host memory: weights" in table
         assert rows[-1].endswith("GiB (including 1 GiB for CUDA and NCCL)")
         assert "fit" not in said  # without --gpu_gib nobody knows
     assert not list(tmp_path.iterdir())
