@@ -1,13 +1,12 @@
-"""The decoder of Llama 2 and 3, Muse Glimmer, Mistral, Granite, SmolLM3, Qwen 2 to 3.8 and others like them,
-dense and MoE, its loss, and what a trainer does to it.
+"""The decoder of Llama, Muse Glimmer, Mistral, Granite, SmolLM3, Qwen and others like them, dense and MoE,
+its loss, and what a trainer does to it.
 
-The modules are vanilla and carry Hugging Face's parameter names, so weights need no mapping table. Every
-family is Llama 2 with the traits that FAMILIES lists. A model's config.json says the rest.
+Modules carry Hugging Face's parameter names, so weights need no mapping table. Every family is Llama 2 with
+the traits that FAMILIES lists.
 
-Two tensors are never materialized, because they are too large: attention scores (T*T per head), because the
-kernels work document by document and never store them, and logits (8,192 x 128,256 x 4 bytes = 3.9 GiB),
-because the loss overwrites them with their gradient in the forward, chunk by chunk (Liger, arXiv:2410.10989;
-Cut Cross-Entropy, arXiv:2411.09009).
+Two tensors are never materialized. Attention scores (T*T per head): the kernels work document by document.
+Logits (8,192 x 128,256 x 4 bytes = 3.9 GiB): the loss overwrites them with their gradient in the forward,
+chunk by chunk (Liger, arXiv:2410.10989; Cut Cross-Entropy, arXiv:2411.09009).
 
 Read Transformer.forward first, then Block. What follows "LoRA" edits a finished model. This file needs torch
 and nf4.py alone: copy the two to use them elsewhere.
@@ -21,10 +20,8 @@ Shapes are in the names:
     C tokens in a chunk         N rows of a matrix: tokens of an activation, out features of a weight
 
 x is the residual stream in Block and Transformer, and the input of a layer elsewhere; h is x after a norm.
-
-Mixer: the half of a block in which tokens see each other, attention or Gated DeltaNet. Chunk: the tokens that
-the loss or Gated DeltaNet processes at a time; tile: the same for the MLP. Keep: to store in the forward of a
-block for its backward."""
+A mixer lets tokens see each other: attention or Gated DeltaNet. A chunk is the tokens that the loss or Gated
+DeltaNet processes at a time, a tile the same for the MLP. To keep is to store for the backward."""
 
 import contextlib
 import functools
@@ -187,8 +184,8 @@ class Config:
 
     @property
     def n_positions(self):
-        """Tokens of the longest row that the model is made for. In files, max_position_embeddings under YaRN
-        may be the length before it, the one after it, or neither (Qwen3's 40,960)."""
+        """Tokens of the longest row that the model is made for."""
+        # under YaRN files have the length before it, the one after it, or neither (Qwen3's 40,960)
         if self.rope_scaling["rope_type"] != "yarn":
             return self.max_position_embeddings
         longest = int(self.rope_scaling["factor"] * self.n_pretrained_positions)
@@ -221,8 +218,7 @@ class Config:
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / RMS(x) * w (arXiv:1910.07467), or times 1 + w, in float32 except for w, because only then does a
-    fused kernel run: an error of 2.4e-3 in bf16 instead of 1.7e-3."""
+    """x / RMS(x) * w (arXiv:1910.07467), or times 1 + w."""
 
     def __init__(self, size, eps, adds_one=False):
         super().__init__(size, eps)
@@ -232,6 +228,7 @@ class RMSNorm(nn.RMSNorm):
         weight = self.weight
         if self.adds_one:
             weight = 1 + weight
+        # with a float32 w the error would be 1.7e-3, not 2.4e-3, but no fused kernel would run
         return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
 
 
@@ -244,17 +241,9 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
-class CosSin(NamedTuple):
-    """Of the angles by which the pairs of a head's elements are rotated, [B, T, 1 for heads, rope_size/2]."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
 def rope_table(positions_BT, config):
-    """-> (CosSin of q, CosSin of k). Angles are float32, because bf16 is wrong beyond a few hundred tokens.
-    `dynamic` is computed as `default`: it differs only beyond max_position_embeddings."""
-    scaling = config.rope_scaling
+    """-> (cos, sin) for q and (cos, sin) for k, each [B, T, 1 for heads, rope_size/2]."""
+    scaling = config.rope_scaling  # `dynamic` differs from `default` only beyond max_position_embeddings
     even_numbers = torch.arange(0, config.rope_size, 2, device=positions_BT.device)
     # radians a token: from 1 for the first pair to almost 1 / theta for the last
     freq = 1.0 / config.rope_theta ** (even_numbers.float() / config.rope_size)
@@ -270,6 +259,7 @@ def rope_table(positions_BT, config):
         freq = blend * freq + (1 - blend) * freq / scaling["factor"]
     if scaling["rope_type"] == "yarn":
         freq = yarn_frequencies(freq, config)
+    # float32: in bf16 angles are wrong beyond a few hundred tokens
     angle = positions_BT.float()[..., None, None] * freq
     cos = angle.cos()
     sin = angle.sin()
@@ -278,18 +268,16 @@ def rope_table(positions_BT, config):
         cos = cos * attention_factor
         sin = sin * attention_factor
     if not config.family.growing_q:
-        cos_sin = CosSin(cos, sin)
-        return cos_sin, cos_sin
+        return (cos, sin), (cos, sin)
     # as in Llama 4, a query that sees more keys is longer, so that its softmax stays as sharp
     n_lengths = positions_BT[..., None, None] // config.n_pretrained_positions
     growth = 1 + scaling.get("llama_4_scaling_beta", 0) * torch.log1p(n_lengths.float())
-    return CosSin(cos * growth, sin * growth), CosSin(cos, sin)
+    return (cos * growth, sin * growth), (cos, sin)
 
 
 def yarn_frequencies(freq, config):
-    """YaRN (arXiv:2309.00071): fast pairs stay, slow pairs are stretched by `factor`, those between are
-    blended linearly in the pair's number, as in its authors' code; the paper blends linearly in its
-    rotations."""
+    """YaRN (arXiv:2309.00071): fast pairs stay, slow pairs are stretched by `factor`, and between them the
+    two are blended, linearly in the pair's number."""
     scaling = config.rope_scaling
 
     def pair_that_rotates(n_times):
@@ -312,24 +300,23 @@ def yarn_frequencies(freq, config):
 
 
 def yarn_attention_factor(scaling):
-    """For cos and sin: softmax over more keys is flatter. mscale and mscale_all_dim count only together."""
+    """A factor of cos and sin, because softmax over more keys is flatter."""
 
     def growth(mscale):
         return 1 + 0.1 * mscale * math.log(max(scaling["factor"], 1))
 
     if "attention_factor" in scaling:
         return scaling["attention_factor"]
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):  # one alone counts for nothing
         return growth(scaling["mscale"]) / growth(scaling["mscale_all_dim"])
     return growth(1)
 
 
 def rotate(q_BTHK, cos_sin):
-    """Rotates element i of a head with element i + K/2, Hugging Face's pairing (arXiv:2104.09864 pairs
-    neighbours). What has no angles stays as it is."""
+    """Rotates element i of a head with element i + K/2 (arXiv:2104.09864 pairs neighbours)."""
     cos, sin = cos_sin
     # float32 until the end: the differences below would otherwise be taken of products rounded to 8 bits
-    rotated, rest = q_BTHK.float().tensor_split((2 * cos.shape[-1],), -1)
+    rotated, rest = q_BTHK.float().tensor_split((2 * cos.shape[-1],), -1)  # `rest` has no angles
     a, b = rotated.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(q_BTHK.dtype)
 
@@ -338,27 +325,22 @@ def rotate(q_BTHK, cos_sin):
 
 
 class Spans:
-    """Where the documents of packed rows lie in the flattened B*T tokens.
-
-        pairs           (start, stop) of each document
-        bounds          where each document and each gap between two begins, and the end: int32 on the device;
-                        None if documents are equally long and leave no gaps
-        longest         tokens of the longest one in `bounds`
-        positions_BT    of each token in its document, for Gated DeltaNet. Transformer.forward() adds them.
-
-    A plain class, because FSDP2 traverses tuples and dataclasses in Python at every forward."""
+    """Where the documents of packed rows lie in the flattened B*T tokens. A plain class, because FSDP2
+    traverses tuples and dataclasses in Python at every forward."""
 
     def __init__(self, pairs, bounds=None, longest=0, positions_BT=None):
-        self.pairs = pairs
+        self.pairs = pairs  # (start, stop) of each document
+        # where each document and each gap between two begins, and the end: int32 on the device; None if
+        # documents are equally long and leave no gaps
         self.bounds = bounds
-        self.longest = longest
+        self.longest = longest  # tokens of the longest one in `bounds`
+        # of each token in its document, for Gated DeltaNet: Transformer.forward() adds them
         self.positions_BT = positions_BT
 
 
 class Cache:
-    """Keys and values of a generation's tokens, 2 * layers * G * K numbers a token, and states of Gated
-    DeltaNets. Not a dict: on a GPU FSDP2 copies dicts among a model's arguments, and what is added to a copy
-    is lost."""
+    """Keys and values of a generation's tokens, and states of Gated DeltaNets. Not a dict: on a GPU FSDP2
+    copies a dict among a model's arguments, and what is added to the copy is lost."""
 
     def __init__(self):
         self.n_tokens = 0
@@ -374,8 +356,7 @@ class Cache:
 
 
 class Attention(nn.Module):
-    """Block calls qkv(), forward() and o_proj in turn. All but forward() are compiled, because forward()
-    depends on where the documents lie. Some families multiply the output by a gate (arXiv:2505.06708)."""
+    """Block calls qkv(), forward() and o_proj in turn. The gate of some families: arXiv:2505.06708"""
 
     def __init__(self, c, number):
         super().__init__()
@@ -428,7 +409,7 @@ class Attention(nn.Module):
 
 
 def head_norm(c):
-    """The norm of each head of q, or of k, if the family has one."""
+    """The norm of each head of q or k, if the family has one."""
     if c.family.bare_qk_norm:
         return nn.RMSNorm(c.head_dim, c.rms_norm_eps, elementwise_affine=False)
     if c.family.qk_norm:
@@ -456,10 +437,9 @@ def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
         a new token behind a cache                  the same: it sees all keys
         else                                        a call of sdpa() for each document
 
-    The last way is for packed rows in float32, and for all 16-bit ones on a card older than Ampere, where
-    sdpa() is torch's memory-efficient kernel. It costs some launches a document, 2*H*K bytes a token for a
-    copy of the outputs, and keys and values of every query head. One call with a mask of documents would need
-    T*T numbers, and 16 times the time of documents of T/16."""
+    The last way is for packed rows in float32, and for all of them on a card older than Ampere. It costs some
+    launches a document and a copy of the outputs. One call with a mask of documents would need T*T numbers,
+    and 16 times the time of documents of T/16."""
     B, T, H, K = q_BTHK.shape
     has_cache = k_BTGK.shape[1] > T
     q, k, v = (t.flatten(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK))  # the rows as one long row
@@ -493,7 +473,7 @@ def runs_flash_attention(q):
 
 
 def shares_key_heads(q):
-    """Whether query heads may share key heads. On a GPU else torch's math kernel would store all scores."""
+    """Whether query heads may share key heads. Elsewhere torch's math kernel would store all scores."""
     return not q.is_cuda or runs_flash_attention(q)
 
 
@@ -510,8 +490,7 @@ def flash_attention():
 
 def sdpa(*qkv, window):
     """q [B, T, H, K], k and v [B, T, G, K] -> [B, T, H, K]. A single query sees all keys. Rows longer than
-    the window run in blocks of `window` queries, each with the keys of its own block and of the one before:
-    the mask has 2 * window**2 numbers, and keys and values are copied."""
+    the window run in blocks of `window` queries, with the keys of their own block and of the one before."""
     q, k, v = (t.transpose(1, 2) for t in qkv)  # torch has heads before tokens
     run = functools.partial(F.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
     T = q.shape[2]
@@ -551,14 +530,13 @@ def attend_one_by_one(q, k, v, pairs, window):
 
 
 def length_multiple(q):
-    """A CPU sees multiples of 32: oneDNN stores 4 MiB of bf16 kernels for each length, 0.6 MiB for each
-    number of rows of a product."""
+    """On a CPU lengths are multiples of 32, because oneDNN stores up to 4 MiB of bf16 kernels for each."""
     return 32 if q.device.type == "cpu" else 1
 
 
 def attend_across_ranks(q_BTHK, k_BTGK, v_BTGK, spans, window, group, record):
     """attend() of rows that are sharded over ranks (Ulysses, arXiv:2309.14509): an all-to-all from my tokens
-    and all heads to all tokens and my heads, and one back: 2 * (2*H + 2*G) * K bytes a token in bf16."""
+    and all heads to all tokens and my heads, and one back, of 2 * (2*H + 2*G) * K bytes a token."""
     B, T, H, K = q_BTHK.shape
     n_ranks = group.size()
     # a key head goes to each of the ranks that have some of its query heads
@@ -603,20 +581,19 @@ def exchange(x, group):
 # Tokens go in chunks: inside a chunk the writes solve a triangular system (section 3.3 of the paper), and
 # only one step per chunk is sequential. Token by token there would be thousands of tiny kernels.
 #
-# Documents are separated by their positions alone, which restart at 0: the token j places back belongs to the
-# same document where position >= j. These masks have the same shapes for every packing, so nothing loops over
-# documents or compiles again. All between the projections is float32.
+# Positions restart at 0 in every document, so the token j places back belongs to the same document where
+# position >= j. These masks have the same shapes for every packing: nothing loops over documents or compiles
+# again. All between the projections is float32.
 #
-# G heads of queries and keys, each for H / G heads of values; K and P are the sizes of a key and a value,
-# here the same number, so Y = H*P. The convolution has X = 2*G*K + Y channels and J taps, and it reads L = J
-# - 1 + N rows for the N tokens of a segment, which are n chunks of C.
+# G heads of queries and keys, each for H / G heads of values; a key has size K, a value P, here the same, so
+# Y = H*P. The convolution has X = 2*G*K + Y channels and J taps, and it reads L = J - 1 + N rows for the N
+# tokens of a segment, which are n chunks of C.
 
 SEGMENT = 1024  # tokens whose intermediates are in memory at once, 11 KiB and more a token and head
 
 
 def chunk_length(device):
-    """Tokens of one triangular system. On a GPU chunks wait for one another; a CPU inverts large ones
-    slowly."""
+    """Tokens of one triangular system, which a CPU inverts slowly. On a GPU chunks wait for one another."""
     return 64 if device.type == "cpu" else 128
 
 
@@ -626,8 +603,8 @@ def unit_length(x):
 
 
 def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
-    """All that does not depend on the state, for each chunk: w, u, keys decayed to the end of the chunk, the
-    state's decay, queries and scores, all [n, H, rows, columns]. With the state before the chunk,
+    """Computes what does not depend on the state -> w, u, keys decayed to the end of the chunk, the state's
+    decay, queries and scores, each [n, H, rows, columns]. With the state before the chunk,
 
         d = u + w state,   o = queries state + scores d,   state <- decay state + keys^T d."""
     n, C = positions_nC.shape
@@ -680,13 +657,12 @@ def plus_product(x, a, b):
 
 
 class Scan(torch.autograd.Function):
-    """The sequential part -> d of all chunks, the state before each, and the last state. With d of
-    chunk_system() put into its last formula,
+    """The sequential part -> d of all chunks, the state before each, and the last state. With d put into the
+    last formula of chunk_system(), a chunk is one kernel, and one in the backward:
 
-        state <- (decay + keys^T w) state + keys^T u,
+        state <- (decay + keys^T w) state + keys^T u
 
-    a chunk is one kernel, and one in the backward; all else is batched. The formulas as they stand have fewer
-    FLOP, but eleven kernels a chunk under autograd: 2.8 times as long on an H100 (tests/LOG.md)."""
+    Both formulas apart have fewer FLOP, but take 2.8 times as long on an H100 (tests/LOG.md)."""
 
     @staticmethod
     def forward(ctx, w_nHCK, u_nHCP, keys_nHCK, decay_nH11, state_HKP):
@@ -723,11 +699,11 @@ class Scan(torch.autograd.Function):
 
 class ShortConv(nn.Module):
     """A causal depthwise convolution and SiLU, tap by tap, because torch's kernel would mix packed documents.
-    The weight, [X, 1, J] in files, is an argument: a rank of --sequence_parallel has some of its channels."""
+    forward() gets the weight, of which a rank of --sequence_parallel uses some channels."""
 
     def __init__(self, n_channels, n_taps):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_channels, n_taps))
+        self.weight = nn.Parameter(torch.empty(n_channels, n_taps))  # [X, 1, J] in files
 
     def forward(self, x_LX, w_XJ, positions_N):
         """x begins with the J - 1 tokens before the N of positions -> [N, X] float32."""
@@ -744,8 +720,8 @@ class ShortConv(nn.Module):
 
 class DecayGate(nn.Module):
     """Log of each token's decay factor for the state: g = -e^A_log softplus(a + dt_bias). A module of its
-    own, because its two vectors stay float32 where FSDP2 gathers all other weights of a block in bf16
-    (Automodel #2484). In files they have no `decay.` in their names."""
+    own, because FSDP2 gathers the block in bf16 and this one in float32 (Automodel #2484). Names in files
+    have no `decay.`"""
 
     def __init__(self, n_heads):
         super().__init__()
@@ -769,16 +745,11 @@ class GatedDeltaNet(nn.Module):
     """The mixer of a linear_attention block, in the parts that Attention has: qkv(), forward() and o_proj.
 
     forward() runs a segment of tokens at a time and recomputes it in the backward. It saves the results of
-    qkv(), (2*X + 2*Y + 12*H) bytes a token in bf16, and the state before each segment, 4*H*K*P bytes. Long
-    segments are fast on a GPU, and the memory plan chooses them. If one segment has all tokens and the block
-    is recomputed, only the block recomputes them: the forward then runs twice, not three times.
+    qkv(), (2*X + 2*Y + 12*H) bytes a token in bf16, and the state before each segment, 4*H*K*P bytes. With
+    --sequence_parallel a rank mixes all tokens for its share of the heads, see attend_across_ranks().
 
-    With --sequence_parallel a rank mixes all tokens for its share of the heads (attend_across_ranks), so
-    convolution and states are those of whole rows.
-
-    Set from outside: segment, in tokens (wrap_blocks_ in train.py), is_recomputed (recompute_blocks_),
-    before_scan and after_scan (compile_). The scan is not compiled, because its loop would be unrolled:
-    minutes of compiling for no gain."""
+    Set from outside: segment, in tokens (wrap_blocks_ in train.py: long ones are fast on a GPU),
+    is_recomputed (recompute_blocks_), before_scan and after_scan (compile_)."""
 
     def __init__(self, c):
         super().__init__()
@@ -810,14 +781,14 @@ class GatedDeltaNet(nn.Module):
         return self.in_proj_qkv(h_BTD), self.in_proj_z(h_BTD), self.in_proj_a(h_BTD), self.in_proj_b(h_BTD)
 
     def forward(self, qkv_BTX, z_BTY, a_BTH, b_BTH, spans, cache, group, record=None):
-        """-> [B, T, Y]. Rows are documents of one long row. A cache gets the tail, which is the last J - 1
-        rows of qkv, and the last state."""
+        """-> [B, T, Y]. Rows are documents of one long row."""
         B, T = a_BTH.shape[:2]
         g_BTH = self.decay(a_BTH)
         beta_BTH = b_BTH.float().sigmoid()  # how much of a correction is written
         w_XJ = self.conv1d.weight
         if group is not None:
             qkv_BTX, z_BTY, g_BTH, beta_BTH, w_XJ = self.take_my_heads(qkv_BTX, z_BTY, g_BTH, beta_BTH, group)
+        # what earlier tokens leave: the last J - 1 rows of qkv, and the state
         if cache is not None and self in cache.layers:
             tail_JX, state_HKP = cache.layers[self]
         else:
@@ -829,6 +800,7 @@ class GatedDeltaNet(nn.Module):
         if len(tokens[0]) > self.segment:  # split() and cat() would copy a whole row
             out, tail_JX, state_HKP = mix_segments(mix, self.segment, tokens, tail_JX, state_HKP, w_XJ)
         else:
+            # a recomputed block recomputes these tokens itself, and must not run them a third time
             mix = self.mix if self.is_recomputed else mix
             out, tail_JX, state_HKP = mix(*tokens, tail_JX, state_HKP, w_XJ)
         if cache is not None:
@@ -860,6 +832,7 @@ class GatedDeltaNet(nn.Module):
             positions_N = torch.cat([positions_N, added])
         x_LX = torch.cat([tail_JX, qkv_NX, qkv_NX.new_zeros(n_more, qkv_NX.shape[1])])
         *system, queries, scores = self.before_scan(x_LX, w_XJ, g_NH, beta_NH, positions_N.view(-1, C))
+        # not compiled: the loop would be unrolled, minutes of compiling for no gain
         d_nHCP, states_nHKP, state_HKP = Scan.apply(*system, state_HKP)
         n_before = len(tail_JX)
         tail_JX = torch.cat([tail_JX, qkv_NX[-n_before:]])[-n_before:]
@@ -885,8 +858,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202), or a stack of such experts, for which row_stops says where their rows
-    end."""
+    """SwiGLU (arXiv:2002.05202), or a stack of such experts. row_stops: see nf4.linear()"""
 
     def __init__(self, D, width, n_experts=1):
         super().__init__()
@@ -901,50 +873,42 @@ class MLP(nn.Module):
         return self.down_proj(gated, row_stops)
 
 
-class Route(NamedTuple):
-    """Mapping between tokens and rows of the experts, which are sorted by expert."""
-
-    tokens: torch.Tensor  # each row's token; rows that only fill up an expert are copies of the last one
-    rows_Nk: torch.Tensor  # each token's rows
-
-
 class ToExperts(torch.autograd.Function):
-    """x_ND -> a row for each of a token's k experts, sorted by expert. Its backward is FromExperts, because
-    autograd's own would add atomically on a GPU, with other bits in each run."""
+    """x_ND -> a row for each of a token's k experts, sorted by expert. tokens: each row's token; rows_Nk:
+    each token's rows. Autograd's own backward would add atomically on a GPU, with other bits in each run."""
 
     @staticmethod
     def forward(ctx, x_ND, tokens, rows_Nk):
-        # not saved tensors, for which a recomputation would run up to the last product to save them again
-        ctx.route = (tokens, rows_Nk)
+        ctx.rows_Nk = rows_Nk  # if it were saved, a recomputation would run up to the last product for it
         return x_ND[tokens]
 
     @staticmethod
     def backward(ctx, grad):
-        return FromExperts.apply(grad, *ctx.route), None, None
+        return grad[ctx.rows_Nk].sum(1), None, None
 
 
 class FromExperts(torch.autograd.Function):
-    """Sums the outputs of each token's k experts, sorted by expert -> [N, D]. Its backward is ToExperts."""
+    """The way back: sums the rows of each token -> [N, D]."""
 
     @staticmethod
     def forward(ctx, by_expert, tokens, rows_Nk):
-        ctx.route = (tokens, rows_Nk)
+        ctx.tokens = tokens
         return by_expert[rows_Nk].sum(1)
 
     @staticmethod
     def backward(ctx, grad):
-        return ToExperts.apply(grad, *ctx.route), None, None
+        return grad[ctx.tokens], None, None
 
 
 def fills_rows(h):
-    """Whether rows with router probability 0 fill each expert up to a multiple, see length_multiple()."""
+    """Whether rows of router probability 0 fill each expert up to a length_multiple()."""
     return h.dtype is not torch.float32 and length_multiple(h) > 1
 
 
 class MoE(nn.Module):
-    """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest router probabilities. A
-    stack of experts is one matrix of E * F rows, so NF4, FSDP2 and LoRA see an ordinary matrix. Nothing
-    balances the load of the experts. In Qwen3.5 one more expert sees all tokens, through a gate of its own.
+    """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest router probabilities. In
+    Qwen3.5 one more expert sees all tokens. A stack of experts is one matrix of E * F rows, ordinary to NF4,
+    FSDP2 and LoRA. Nothing balances the load of the experts.
 
     Set from outside: start_experts (compile_)."""
 
@@ -969,7 +933,7 @@ class MoE(nn.Module):
         return out + shared if self.has_shared else out
 
     def start_experts(self, h):
-        """-> input of the experts' last product; the shared expert's output, or None; Route; row_stops."""
+        """-> input of the experts' last product, the shared expert's output or None, route, row_stops."""
         shared = None
         if self.has_shared:
             shared = self.shared_expert.finish(self.shared_expert.start(h))
@@ -986,18 +950,18 @@ class MoE(nn.Module):
         # the inverse of `order`
         numbers = torch.arange(len(order), device=h.device)
         rows = torch.empty_like(order).scatter_(0, order, numbers)[: chosen_Nk.numel()]
-        route = Route(order // self.n_chosen, rows.view(chosen_Nk.shape))
+        tokens = order // self.n_chosen
         probs = probs_Nk.flatten()
         if fills_rows(h):
-            route = route._replace(tokens=route.tokens.clamp_max(len(h_ND) - 1))
+            tokens = tokens.clamp_max(len(h_ND) - 1)  # rows that only fill up are copies of the last token
             probs = F.pad(probs, (0, len(order) - len(probs)))
+        route = tokens, rows.view(chosen_Nk.shape)
         started = self.experts.start(ToExperts.apply(h_ND, *route), row_stops)
         # before the last product, so that the recomputation of a block can end here
         return started * probs.index_select(0, order)[:, None].to(h.dtype), shared, route, row_stops
 
     def sort(self, chosen, h):
-        """The expert of each (token, choice) -> (order: row i of the experts is chosen[order[i]];
-        row_stops)."""
+        """The expert of each (token, choice) -> (order: row i is that of chosen[order[i]], row_stops)."""
         experts = torch.arange(self.n_experts, device=h.device)
         if fills_rows(h):
             n_more = -chosen.bincount(minlength=self.n_experts) % length_multiple(h)
@@ -1010,24 +974,23 @@ class MoE(nn.Module):
 
 
 class Block(nn.Module):
-    """Two branches, each added to the residual stream x [B, T, D]. In most families a block is
+    """Two branches, each added to the residual stream x [B, T, D]. In most families:
 
         h = input_layernorm(x)
         x = x + o_proj(attention(q_proj(h), k_proj(h), v_proj(h)))
         h = post_attention_layernorm(x)
         x = x + down_proj(silu(gate_proj(h)) * up_proj(h))
 
-    With branch_norms each branch is also normed before it is added, in Granite it is multiplied by a number.
-    The mixer is attention, `self_attn`, or Gated DeltaNet, `linear_attn`. These lines are cut elsewhere:
+    The code cuts these lines elsewhere:
 
         qkv()               input_layernorm and the projections of the mixer
         mixer.forward()     tokens see each other
         o_proj_and_mlp()    the rest: start_mlp(), which is o_proj, the first sum, the norm, gate_proj and
                             up_proj; then down_proj and the second sum
 
-    Only the mixer depends on where the documents lie. So --compile compiles qkv() and start_mlp(), each once
-    for all blocks and all packed rows. down_proj is not in start_mlp(), because the recomputation of a block
-    ends before it, but a compiled graph always runs to its end.
+    Only mixer.forward() depends on where the documents lie. So --compile compiles qkv() and start_mlp(), each
+    once for all blocks and all packed rows. The recomputation of a block ends before down_proj, where a
+    compiled graph would run to its end.
 
     Set from outside: qkv and start_mlp (compile_), n_groups (tile_mlp_), forward (tile_mlp_,
     recompute_blocks_, fully_shard)."""
@@ -1042,7 +1005,7 @@ class Block(nn.Module):
             self.linear_attn = GatedDeltaNet(c)
         else:
             self.self_attn = Attention(c, number)
-        self.branch_factor = c.residual_multiplier
+        self.branch_factor = c.residual_multiplier  # Granite's
         self.has_branch_norms = c.family.branch_norms
         if self.has_branch_norms:
             branch_eps = c.post_norm_eps or c.rms_norm_eps
@@ -1057,13 +1020,8 @@ class Block(nn.Module):
     def mixer(self):
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
-    @property
-    def mlp_norm(self):
-        """The norm before the MLP, which has one of two names."""
-        return self.pre_feedforward_layernorm if self.has_branch_norms else self.post_attention_layernorm
-
     def forward(self, x, rope, spans, cache=None, group=None, records=(None,)):
-        """[B, T, D] -> [B, T, D], the four lines above. mixed: [B, T, Y]. records: see call_recomputed()."""
+        """x [B, T, D] -> [B, T, D], the four lines above. records: see call_recomputed()."""
         mixed = self.mixer(*self.qkv(x, rope), spans, cache, group, records[0])
         return self.o_proj_and_mlp(x, mixed)
 
@@ -1071,7 +1029,7 @@ class Block(nn.Module):
         return self.mixer.qkv(self.input_layernorm(x), rope)
 
     def o_proj_and_mlp(self, x, mixed):
-        """x + both branches."""
+        """mixed [B, T, Y] -> x + both branches."""
         x, started = self.start_mlp(x, mixed)
         branch = self.mlp.finish(started)
         if self.has_branch_norms:
@@ -1081,10 +1039,12 @@ class Block(nn.Module):
     def start_mlp(self, x, mixed):
         """-> x + the mixer's branch, and what mlp.finish() needs."""
         branch = self.mixer.o_proj(mixed)
+        norm = self.post_attention_layernorm
         if self.has_branch_norms:
-            branch = self.post_attention_layernorm(branch)
+            branch = norm(branch)
+            norm = self.pre_feedforward_layernorm
         x = torch.add(x, branch, alpha=self.branch_factor)
-        return x, self.mlp.start(self.mlp_norm(x))
+        return x, self.mlp.start(norm(x))
 
 
 # ---------------- the loss
@@ -1094,8 +1054,8 @@ AUTOGRAD_TOKENS = 64  # the same of a fork's loss, of which autograd has four or
 
 
 def cross_entropy_and_grad(logits_CV, targets_C1):
-    """-> (cross-entropy of each token [C, 1], its gradient softmax - one-hot [C, V] in the dtype of the
-    logits), both 0 where the target is IGNORE."""
+    """-> (cross-entropy of each token [C, 1], its gradient softmax - one-hot [C, V] in the logits' dtype),
+    both 0 where the target is IGNORE."""
     dtype = logits_CV.dtype
     logits_CV = logits_CV.float()
     real_C1 = (targets_C1 != IGNORE).float()
@@ -1119,20 +1079,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     wait for the backward. That of h_SD overwrites h_SD.
 
     Memory: a chunk of logits, which become their gradient (C*V*2 bytes in bf16); for FLOAT32_TOKENS tokens a
-    float32 copy and a 16-bit gradient (V*6 bytes a token); a trained head's gradient in float32 (V*D*4
-    bytes). A rank without a target (S = 0) runs it too, because the head's gradient is reduced over all
-    ranks.
-
-    chunk: rows of h at a time. with_grad: whether gradients are wanted; autograd is off inside forward()."""
+    float32 copy and a 16-bit gradient (V*6 bytes a token); a trained head's gradient in float32 (V*D*4)."""
 
     @staticmethod
     def forward(
             ctx, h_SD, w_VD, targets_S, chunk, with_grad, loss_and_grad=cross_entropy_and_grad,
             per_token=False):
+        # with_grad: whether gradients are wanted, because autograd is off in here. chunk: rows of h at a time
         losses_S1 = torch.empty(len(h_SD), 1, dtype=torch.float32, device=h_SD.device)
-        grad_h = None
-        if with_grad and ctx.needs_input_grad[0]:
-            grad_h = h_SD.detach()
+        grad_h = h_SD.detach() if with_grad and ctx.needs_input_grad[0] else None
         grad_w = None
         trains_w = with_grad and ctx.needs_input_grad[1]
         # gradients of several chunks are summed in float32
@@ -1157,15 +1112,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if grad_h is not None:
                 torch.mm(logits_CV, w_VD, out=grad_h[rows])  # overwrites h_CD
         if trains_w:
-            grad_w = torch.zeros_like(w_VD) if grad_w is None else grad_w.to(w_VD.dtype)
+            grad_w = grad_w.to(w_VD.dtype)
         ctx.grads = (grad_h, grad_w)
         return losses_S1 if per_token else losses_S1.sum()
 
     @staticmethod
     def backward(ctx, grad_loss):
         if ctx.grads is None:
-            raise RuntimeError("chunked cross-entropy: backward ran twice, "
-                               "but the first one used up its gradients")
+            raise RuntimeError("chunked cross-entropy: backward ran twice, but its gradients are used up")
         # in place: a copy of grad_w would cost V*D. With per_token each row has a scale of its own
         grad_h, grad_w = (None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.grads)
         ctx.grads = None
@@ -1178,17 +1132,15 @@ def chunk_starts(n_tokens, chunk):
 
 
 class LMHead(nn.Module):
-    """The head and its loss are one module, because under FSDP2 the weight exists inside this forward only.
-    The layers of the loss, outermost first:
+    """The head with its loss, because under FSDP2 the weight exists inside this forward only. The layers of
+    the loss, outermost first:
 
         ChunkedCrossEntropy       logits, a chunk at a time
         capped_loss_and_grad()    caps logits, if the family does
         cross_entropy_and_grad()  or, for a fork's loss, custom_loss_and_grad(): its gradient by autograd
-        masked_loss()             of a fork: 0 where the target is IGNORE
+        masked_loss()             of a fork, or without chunks: 0 where the target is IGNORE
         custom_loss()             of a fork: (logits_CV, targets_C), float32 -> a number for each token, [C],
                                   or these and {name: values_C} of metrics
-
-    metrics: {name: sum over the supervised tokens} of the last forward.
 
     Set from outside: chunk and per_token (on_meta), custom_loss (a fork, in on_meta), capped_loss_and_grad
     and masked_loss (compile_)."""
@@ -1201,7 +1153,7 @@ class LMHead(nn.Module):
         self.factor = c.output_multiplier / c.logits_scaling
         self.cap = c.final_logit_softcapping
         self.custom_loss = None  # cross-entropy, with a gradient by hand: cross_entropy_and_grad()
-        self.metrics = {}
+        self.metrics = {}  # {name: sum over the supervised tokens} of the last forward
 
     def capped_loss_and_grad(self, logits_CV, targets_C1):
         """As cross_entropy_and_grad(), of the capped logits, with the gradient of the uncapped ones."""
@@ -1215,9 +1167,10 @@ class LMHead(nn.Module):
         return losses_C1, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
 
     def masked_loss(self, logits_CV, targets_C):
-        """-> losses [C], 0 where the target is IGNORE, where the slope must be finite (0 times infinity is
-        nan), and {name: sum of a metric}."""
-        losses_C = self.custom_loss(logits_CV, targets_C)
+        """-> losses [C], 0 where the target is IGNORE, and {name: sum of a metric}."""
+        loss = self.custom_loss or functools.partial(F.cross_entropy, reduction="none")
+        # also where a target is IGNORE the slope must be finite: 0 times infinity is nan
+        losses_C = loss(logits_CV, targets_C)
         metrics = {}
         if isinstance(losses_C, tuple):
             losses_C, metrics = losses_C
@@ -1248,35 +1201,28 @@ class LMHead(nn.Module):
         return logits
 
     def forward(self, x, targets_BT=None, supervised_S=None):
-        """Summed loss over the tokens `supervised_S`, or with per_token of each; without targets float32
-        logits."""
+        """-> summed loss of the tokens supervised_S, or with per_token of each; without targets logits."""
         w_VD = self.weight.to(x.dtype)
         if self.factor != 1:
             x = x * self.factor  # fewer numbers than logits
         if targets_BT is None:
             return self.logits(x, w_VD)
-        # copies of the last token fill up a multiple of 128: allocators and oneDNN keep memory for each size
+        # Token 0, without a target, fills up a multiple of 128: allocators and oneDNN keep memory for each
+        # size. So no rank is without a row: the head's gradient and metrics are reduced over all ranks.
         S = len(supervised_S)
-        n_more = min(-S % 128, targets_BT.numel() - S)
-        supervised_S = torch.cat([supervised_S, supervised_S[-1:].expand(n_more)])
+        n_rows = min(nf4.ceil_div(max(S, 1), 128) * 128, targets_BT.numel())
+        supervised_S = F.pad(supervised_S, (0, n_rows - S))
         h_SD = x.flatten(0, 1)[supervised_S]
         targets_S = targets_BT.flatten()[supervised_S]
         targets_S[S:] = IGNORE  # in a copy, which indexing by a tensor has made
         self.metrics = Counter()  # update() adds
-        if self.custom_loss and S == 0:
-            # all ranks need the same names of metrics
-            no_logits = w_VD.new_zeros(AUTOGRAD_TOKENS, len(w_VD))
-            self.custom_loss_and_grad(no_logits, targets_S.new_full((AUTOGRAD_TOKENS, 1), IGNORE))
         if self.chunk:
             loss = ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(),
                                              self.capped_loss_and_grad, self.per_token)
-        elif self.custom_loss:
+        else:
             losses_S, sums = self.masked_loss(self.logits(h_SD, w_VD), targets_S)
             self.metrics.update(sums)
             loss = losses_S if self.per_token else losses_S.sum()
-        else:
-            reduction = "none" if self.per_token else "sum"
-            loss = F.cross_entropy(self.logits(h_SD, w_VD), targets_S, reduction=reduction)
         return loss.flatten()[:S] if self.per_token else loss
 
 
@@ -1324,8 +1270,8 @@ class Transformer(nn.Module):
             logits = norm(x) @ head.T            of the supervised tokens alone, [S, V], a chunk at a time
             loss = -log softmax(logits)[target]  summed over these tokens
 
-        positions restart at 0 in every document, and spans say where documents lie; without positions each
-        row is one document. With a sequence_group the tensors have this rank's tokens only, spans all."""
+        positions restart at 0 in every document; without positions each row is one document. With a
+        sequence_group the tensors have this rank's tokens only, spans all."""
         B, T = tokens_BT.shape
         group = self.sequence_group
         if positions_BT is None:
@@ -1409,13 +1355,10 @@ LORA_TARGETS = (*ALL_LINEAR, *DELTANET_GATES)
 
 def targets_in(c):
     """Those of ALL_LINEAR that a model has."""
-    found = {*MLP_TARGETS}
-    if "linear_attention" in c.layer_types:
-        found.update(DELTANET_TARGETS)
-    if set(c.layer_types) != {"linear_attention"}:
-        found.update(ATTENTION_TARGETS)
-        if c.family.gate and not c.family.gate_in_q:
-            found.add(GATE_TARGET)
+    with torch.device("meta"):
+        # one block of each type
+        blocks = nn.ModuleList(Block(c, c.layer_types.index(name)) for name in set(c.layer_types))
+    found = {target_of(name) for name, _ in blocks.named_modules()}
     return [name for name in ALL_LINEAR if name in found]
 
 
@@ -1468,22 +1411,16 @@ def lora_scale(rank, alpha, rslora):
 
 
 def add_lora_(model, rank, scale, dropout, targets):
-    """Adds adapters to the layers of the blocks that `targets` names, and freezes all else. A layer changes
-    its class and is not wrapped: its weight keeps its name, and torch.compile compiles one block for all."""
+    """Adds adapters to the layers of the blocks that `targets` names, and freezes all else."""
     with_lora = {Linear: LoRALinear, nf4.NF4Linear: LoRANF4Linear}
     model.requires_grad_(False)  # before the adapters are there, which stay trainable
     model.dropout = dropout
     for name, layer in list(model.model.layers.named_modules()):
         if target_of(name) in targets:
+            # not wrapped: the weight keeps its name, and torch.compile compiles one block for all
             layer.__class__ = with_lora[type(layer)]
             n_experts = model.config.num_experts if ".experts." in name else 1
             layer.add_adapter_(rank, scale, dropout, n_experts)
-
-
-def train_embeddings_(model):
-    """Trains embedding and head in full beside adapters."""
-    model.model.embed_tokens.weight.requires_grad_()
-    model.lm_head.weight.requires_grad_()
 
 
 def switch_adapters_(model, on):
@@ -1521,7 +1458,8 @@ def on_meta(config, args):
         scale = lora_scale(args.lora_rank, args.lora_alpha, args.rslora)
         add_lora_(model, args.lora_rank, scale, args.lora_dropout, args.lora_targets)
     if args.train_embeddings:
-        train_embeddings_(model)
+        model.model.embed_tokens.weight.requires_grad_()
+        model.lm_head.weight.requires_grad_()
     set_precision_(model, args.precision)
     model.lm_head.chunk = args.ce_chunk
     model.lm_head.per_token = args.dpo
@@ -1529,44 +1467,41 @@ def on_meta(config, args):
 
 
 def compile_(model, packing):
-    """torch.compile on both parts of a block around attention, once for all blocks, on experts up to their
-    last product, on the loss, and on dequantization. Rows of changing length (no packing) need dynamic
-    shapes."""
+    """torch.compile on both parts of a block around the mixer, once for all blocks, on experts up to their
+    last product, on the loss, and on dequantization."""
+    dynamic = not packing  # rows of changing length need dynamic shapes
 
-    def in_training(function, dynamic, can_compile=lambda *args: True):
-        compiled = nf4.CompiledOrPlain(function, dynamic)
+    def is_training(*_):
+        # evaluation and generation have other shapes: each would be compiled
+        return model.training
 
-        def call(*args):
-            # evaluation and generation have other shapes: each would be compiled
-            if model.training and can_compile(*args):
-                return compiled(*args)
-            return function(*args)
-
-        return call
-
-    def can_compile_experts(h):
+    def trains_experts(h):
         # a graph has one number of rows, and torch traces grouped products in bf16 alone: so a GPU can
-        return h.dtype is torch.bfloat16 and not fills_rows(h)
+        return model.training and h.dtype is torch.bfloat16 and not fills_rows(h)
+
+    def compiled(function, dynamic=dynamic, can_compile=is_training):
+        return nf4.CompiledOrPlain(function, dynamic, can_compile)
 
     # up to 15 graphs (types of blocks x tiles x with a gradient): torch's limit of 8 would end the run
     torch._dynamo.config.recompile_limit = 64
     # a backward that cannot be compiled then fails in the forward, where nf4.CompiledOrPlain can go on
     torch._functorch.config.force_non_lazy_backward_lowering = True
     for block in model.model.layers:
-        block.qkv = in_training(block.qkv, dynamic=not packing)
-        block.start_mlp = in_training(block.start_mlp, dynamic=not packing)
+        block.qkv = compiled(block.qkv)
+        block.start_mlp = compiled(block.start_mlp)
     for module in model.modules():
         if isinstance(module, nf4.NF4Linear):
             module.fast = True
         if isinstance(module, GatedDeltaNet):
-            module.before_scan = in_training(module.before_scan, dynamic=not packing)
-            module.after_scan = in_training(module.after_scan, dynamic=not packing)
+            module.before_scan = compiled(module.before_scan)
+            module.after_scan = compiled(module.after_scan)
         if isinstance(module, MoE):
-            module.start_experts = in_training(module.start_experts, not packing, can_compile_experts)
+            module.start_experts = compiled(module.start_experts, can_compile=trains_experts)
     head = model.lm_head
-    head.masked_loss = in_training(head.masked_loss, dynamic=True)  # the last tokens are fewer
-    if not head.custom_loss:  # torch.autograd.grad() cannot be compiled
-        head.capped_loss_and_grad = in_training(head.capped_loss_and_grad, dynamic=True)
+    if head.custom_loss:  # its forward alone: torch.autograd.grad() cannot be compiled
+        head.masked_loss = compiled(head.masked_loss, dynamic=True)  # the last tokens are fewer
+    else:
+        head.capped_loss_and_grad = compiled(head.capped_loss_and_grad, dynamic=True)
 
 
 def saving_as_usual():
@@ -1575,7 +1510,7 @@ def saving_as_usual():
 
 
 class SaveNow(torch.autograd.Function):
-    """Saves tensors for the backward at once. They are in .grad_fn.saved_tensors of the empty result."""
+    """Saves tensors at once, in .grad_fn.saved_tensors of its empty result."""
 
     @staticmethod
     def forward(ctx, needs_grad, *tensors):
@@ -1584,13 +1519,12 @@ class SaveNow(torch.autograd.Function):
 
 
 class Tiles:
-    """A call of a function in tiles of `size` tokens. Its inputs [B, T, ...] are saved once, whole; the
-    checkpoint around a tile saves nothing but the tile's number:
+    """A call of a function in tiles of `size` tokens. Its inputs [B, T, ...] are saved once, whole:
 
         forward     save the inputs; run tile 1, tile 2, ... tile n
         backward    read the inputs; run tile n again, then its backward; ... the same for tile 1
 
-    In a recomputed block, the first read starts the recomputation, which ends where the last call in tiles
+    In a recomputed block the first read starts the recomputation, which ends where the last call in tiles
     saves its inputs. If each tile saved its own, each would run three times."""
 
     def __init__(self, function, size, *inputs):
@@ -1630,15 +1564,14 @@ def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, re
         forward     tiles of qkv(); attention of group 1, group 2, ... group n; tiles of o_proj_and_mlp()
         backward    tiles of o_proj_and_mlp(); attention of group n, ... group 1; tiles of qkv()
 
-    A group's q, k, v, output and gradients own their memory, which is free again after its backward. What the
-    kernel's backward adds (dq in float32, dk and dv of each query head: 4 values for one of q) is there for
-    one group. A single group runs with a whole qkv()."""
+    So one group at a time has what the kernel's backward adds: dq in float32, dk and dv of each query head, 4
+    values for one of q. A single group runs with a whole qkv()."""
     n_groups = block.n_groups
     records = records or [None] * n_groups
 
     def start(x_ND, *rope_N):
         q_cos, q_sin, k_cos, k_sin = (t[None] for t in rope_N)
-        qkv = block.qkv(x_ND[None], (CosSin(q_cos, q_sin), CosSin(k_cos, k_sin)))
+        qkv = block.qkv(x_ND[None], ((q_cos, q_sin), (k_cos, k_sin)))
         return [part[0] for t in qkv if t is not None for part in t.chunk(n_groups, 2)]
 
     def finish(x_ND, *mixed_N):
@@ -1653,7 +1586,7 @@ def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, re
         del parts
         mixed = []
         for record in records:
-            # out of the list, so that nothing but autograd has these
+            # out of the list: only autograd has them, and frees them after their backward
             q, k, v, *gate = groups.pop(0)
             mixed.append(block.mixer(q, k, v, *(gate or [None]), spans, cache, group, record))
     return in_tiles(finish, x, *mixed)[0]
@@ -1685,17 +1618,15 @@ class AttentionRecord:
 
 class RunOnce(torch.autograd.Function):
     """Runs function(*inputs), which is attention, in the forward of a recomputed block, and not again in the
-    recomputation. The output stays in memory, with the float32 a head that attention saves; the inputs q, k
-    and v do not, because the recomputation makes them in any case:
+    recomputation. The output stays in memory, the inputs q, k and v do not, because the recomputation makes
+    them in any case:
 
         forward          copy q, k, v to record.inputs; run function() on the copies, which builds a graph of
                          its own; free the memory of the copies
-        recomputation    write the new q, k, v into the copies, which get their memory back for that; return
-                         record.out
+        recomputation    give the copies memory again, with the new q, k, v in it; return record.out
         backward         go through function()'s graph
 
-    torch's selective checkpointing does it by a Python mode that sees every operator of the block: 1.3 times
-    as slow in small steps, where this costs nothing (tests/LOG.md)."""
+    torch's selective checkpointing makes small steps 1.3 times as slow (tests/LOG.md)."""
 
     @staticmethod
     def forward(ctx, record, function, *inputs):
@@ -1751,7 +1682,7 @@ def call_recomputed(block, forward, keeps_attention, has_dropout, *args):
 
 
 def keep_weights_(module):
-    """The backward uses the weights of the forward, or of the recomputation, in 16 bits: 2 bytes each."""
+    """Keeps the 16-bit weights of the forward or the recomputation for the backward."""
     for layer in module.modules():
         if isinstance(layer, nf4.NF4Linear):
             layer.keeps_weight = True
@@ -1768,7 +1699,7 @@ def reshard_(model):
 
 
 def mixer_weights(c, layer_type):
-    """Number of weights in the projections of a mixer."""
+    """How many weights the projections of a mixer have."""
     if layer_type == "linear_attention":
         return c.hidden_size * (c.conv_size + 2 * c.value_size)
     n_square = 3 if c.family.gate else 2  # q, o and the gate
@@ -1776,7 +1707,7 @@ def mixer_weights(c, layer_type):
 
 
 class Counts(NamedTuple):
-    """What a step has on all ranks together; in the loader arrays, with a number for each row."""
+    """What a step has on all ranks together. In the loader: arrays with a number for each row."""
 
     targets: int  # supervised tokens
     tokens: int
@@ -1785,11 +1716,9 @@ class Counts(NamedTuple):
 
 
 def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
-    """FLOP of a step without recomputation. A weight costs a token 2 in the forward and 4 in the backward, 2
-    of them for its own gradient. Two tokens that attend to each other cost 4*H*K in the forward and 2.5 times
-    that in the backward. Gated DeltaNet reads its state twice and writes it once, 6*K*P a token and head, and
-    twice that in the backward. The reference of --dpo is one more forward. Adapters, about 1 %, are left out.
-    is_frozen: all but these is frozen, except the head with trains_head."""
+    """FLOP of a step without recomputation, and without adapters, about 1 %. A weight costs a token 2 in the
+    forward and 4 in the backward, 2 of them for its own gradient. is_frozen: only adapters are trained, and
+    with trains_head the head. has_reference: --dpo's, which is one more forward."""
     n_linear = c.layer_types.count("linear_attention")
     n_sliding = c.layer_types.count("sliding_attention")
     n_full = c.num_hidden_layers - n_linear - n_sliding
@@ -1802,8 +1731,10 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
     # the head sees supervised tokens alone, and the embedding is a look-up
     head = c.hidden_size * c.vocab_size * counts.targets
     products = blocks * counts.tokens + head
-    # 2 and not 4, because squares count each pair twice
+    # Two tokens that attend to each other cost 4*H*K, and 2.5 times that in the backward. Here 2, because
+    # squares count each pair twice.
     attention = 2 * c.q_size * squares
+    # Gated DeltaNet reads its state twice and writes it once
     rule = 6 * c.linear_key_head_dim * c.value_size * n_linear * counts.tokens
     forward = attention + rule + 2 * products
     step = 3.5 * attention + 3 * rule + (4 if is_frozen else 6) * products
@@ -2480,7 +2411,22 @@ def parse_config(raw, where="config.json"):
     given = with_implied_values(raw, name, family)
     values = {f.name: read_field(given, f.name, Bounds(f.type, *f.metadata["limits"]), where)
               for f in fields(Config) if f.metadata}
-    check_heads_and_experts(raw, family, values, error)
+    H = values["num_attention_heads"]
+    if H % values["num_key_value_heads"]:
+        raise error("num_key_value_heads", f"does not divide num_attention_heads {H}")
+    K = values["linear_key_head_dim"]
+    if raw.get("linear_value_head_dim", K) != K:
+        raise error("linear_value_head_dim", f"not linear_key_head_dim {K}")
+    if values["linear_num_value_heads"] % values["linear_num_key_heads"]:
+        raise error("linear_num_key_heads", "does not divide linear_num_value_heads")
+    E = values["num_experts"]
+    if (E > 0) != family.experts:
+        raise error("num_experts", "above 0 for a model with experts, absent for others")
+    if values["num_experts_per_tok"] > max(E, 1):
+        raise error("num_experts_per_tok", f"above {E} experts")
+    D = values["hidden_size"]
+    if E and math.gcd(D, values["moe_intermediate_size"]) % 8:  # grouped_mm wants rows of 16 bytes
+        raise error("moe_intermediate_size", f"this and hidden_size {D} must be multiples of 8")
     dtype_key = "dtype" if "dtype" in given else "torch_dtype"  # transformers 5, 4
     dtype = given.get(dtype_key, "bfloat16")
     if dtype not in ("float32", "float16", "bfloat16"):
@@ -2498,29 +2444,8 @@ def parse_config(raw, where="config.json"):
         rope_ignored=rope_ignored, rope_size=rope_size)
 
 
-def check_heads_and_experts(raw, family, values, error):
-    """Raises where numbers or sizes of heads or experts do not fit each other or the family."""
-    H = values["num_attention_heads"]
-    if H % values["num_key_value_heads"]:
-        raise error("num_key_value_heads", f"does not divide num_attention_heads {H}")
-    K = values["linear_key_head_dim"]
-    if raw.get("linear_value_head_dim", K) != K:
-        raise error("linear_value_head_dim", f"not linear_key_head_dim {K}")
-    if values["linear_num_value_heads"] % values["linear_num_key_heads"]:
-        raise error("linear_num_key_heads", "does not divide linear_num_value_heads")
-    E = values["num_experts"]
-    if (E > 0) != family.experts:
-        raise error("num_experts", "above 0 for a model with experts, absent for others")
-    if values["num_experts_per_tok"] > max(E, 1):
-        raise error("num_experts_per_tok", f"above {E} experts")
-    D = values["hidden_size"]
-    if E and math.gcd(D, values["moe_intermediate_size"]) % 8:  # grouped_mm wants rows of 16 bytes
-        raise error("moe_intermediate_size", f"this and hidden_size {D} must be multiples of 8")
-
-
 def blocks_of(given, family, values, theta, error):
-    """-> (layer_types, rope_layers). By default every fourth block has the first type, with some_rope no
-    RoPE."""
+    """-> (layer_types, rope_layers). By default every fourth block has the first type, or has no RoPE."""
     n_layers = values["num_hidden_layers"]
     allowed = family.layer_types
     interval = values["full_attention_interval"]
@@ -2577,11 +2502,8 @@ ROPE_NUMBERS = {
         "truncate": Bounds(bool, False, True), "llama_4_scaling_beta": Bounds(float, 0, 1e3),
     },
 }
-# A file may leave these out, and then so does what is written.
-ROPE_OPTIONAL = (
-    "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim", "truncate", "llama_4_scaling_beta",
-)
+# A file may leave out the others, and then so does what is written.
+ROPE_NEEDED = "factor", "low_freq_factor", "high_freq_factor"
 # for text, whose tokens have three equal positions, these mean nothing
 ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # may stand beside them; Ministral 3 repeats max_position_embeddings
@@ -2600,7 +2522,7 @@ def read_rope_numbers(rope, rope_type, where):
         if value is not None and name not in (*bounds, *ROPE_OTHERS, *ROPE_IGNORED):
             raise ValueError(f"{where}: {name} = {quoted(value)}: not implemented for rope_type {rope_type}")
     numbers = {name: read_field(rope, name, bounds[name], where) for name in bounds
-               if name not in ROPE_OPTIONAL or rope.get(name) is not None}
+               if name in ROPE_NEEDED or rope.get(name) is not None}
     # their difference is a divisor
     if rope_type == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
         raise ValueError(f"{where}: low_freq_factor must be below high_freq_factor")

@@ -8,29 +8,26 @@ stored as two float32.
 
     bits per weight = 4 + 8/64 + 64/D = 4.14 at D = 4096    error: 0.092 of the weight's RMS on normal weights
 
-The codes are those of bitsandbytes, bit for bit. So an adapter is trained on exactly the weights that its
-users get when they load the base in 4 bits. Scales of the least error (0.085) train no better (tests/LOG.md).
-NF5 is the same with 32 levels, 5.14 bits, an error of 0.043. A row is that of NF4, then the fifth bits. Why
-logarithmic: a weight with outlier columns has scales over decades, and a linear code would spend its levels
-on the outliers. Equal steps of ln(scale) bound the relative error of every scale. Why row by row: FSDP2
-shards dim 0, so a rank reads and quantizes its own rows only, and the bytes do not depend on the world size.
-Why uint8: MixedPrecisionPolicy casts every floating parameter, so a float32 scale would arrive in bf16 after
-the all-gather (accelerate #3983, bitsandbytes #1945). Cost: each weight is dequantized twice a step. In a
-recomputed block the second copy stays for the block's backward (0.3 GiB for 8B).
+The codes are those of bitsandbytes, bit for bit: an adapter is trained on exactly the weights that its users
+get when they load the base in 4 bits. Scales of the least error (0.085) train no better (tests/LOG.md). NF5
+has 32 levels, 5.14 bits, an error of 0.043.
+
+Why logarithmic: outlier columns spread the scales over decades, and equal steps of ln(scale) bound the
+relative error of each. Why row by row: FSDP2 shards dim 0, so a rank reads and quantizes its own rows only,
+and the bytes do not depend on the world size. Why uint8: MixedPrecisionPolicy casts every floating parameter,
+so a float32 scale would arrive in bf16 after the all-gather (accelerate #3983, bitsandbytes #1945). Cost:
+each weight is dequantized twice a step.
 
 The 8-bit AdamW stores its moments as 8-bit floats in blocks of 256 along a row (blocks as in
 arXiv:2110.02861): 2 + 8/256 bytes of state per parameter instead of 8. v decays by 0.1 % per step, far less
 than the gap between two codes, so rounding to the nearest would freeze it: rounding is random and right on
-average. Its random bits are a hash of (step, parameter, row, column): there is no generator to save, and the
-bytes do not depend on the world size.
+average. Its random bits are a hash of (step, parameter, row, column): there is no generator to save.
 
 Shapes are in the names: N rows of a matrix (out features of a weight, tokens of an activation), D columns (in
 features), M blocks of 64, E experts of a stack; in codes_NP a row has P = D/2 bytes, or D/2 + D/8 in 5 bits,
-and in scales_NQ Q = D/64 + 8. In the optimizer, n rows of a region have b blocks of 256 each.
-
-Block: neighbours in a row that share a scale. Band: rows that are processed at a time. Region: rows and
-columns that one call of adamw_() updates.
-"""
+and in scales_NQ Q = D/64 + 8. In the optimizer, n rows of a region have b blocks of 256 each. A block is
+neighbours in a row that share a scale, a band rows that are processed at a time, a region rows and columns
+that one call of adamw_() updates."""
 
 import functools
 import itertools
@@ -71,7 +68,7 @@ FORMATS = {bits: f"codes by the largest magnitude, blocks of {BLOCK}, {SCALE_STE
 
 
 def bands(*matrices, n_weights=None):
-    """Cuts matrices with equally many rows into bands of about n_weights numbers -> an iterator over them."""
+    """Cuts matrices with equally many rows into bands of about n_weights numbers -> iterator."""
     n_rows = max(1, (n_weights or BAND_WEIGHTS) // matrices[0].shape[1])
     return zip(*(matrix.split(n_rows) for matrix in matrices))
 
@@ -95,14 +92,14 @@ def quantize(w_ND, bits, name="weight"):
 
 
 def midpoints(bits):
-    """Between two neighbours the nearest level changes where they are equally far."""
+    """Where the nearest level changes, between each two neighbours."""
     codebook = CODEBOOKS[bits]
     return [(low + high) / 2 for low, high in itertools.pairwise(codebook)]
 
 
 @functools.cache
 def midpoints_of_cells(device, bits):
-    """For cells of 1/16, or 1/32 for 5 bits, in -1 ... 1: how many midpoints lie below each, and the next."""
+    """For cells of 1/16, or in 5 bits 1/32, in -1 ... 1: how many midpoints lie below, and the next one."""
     borders = torch.tensor([*midpoints(bits), math.inf], device="cpu")
     n_cells = 2**bits
     starts = torch.arange(-n_cells, n_cells + 1, device="cpu") / n_cells
@@ -111,8 +108,8 @@ def midpoints_of_cells(device, bits):
 
 
 def nearest_levels(relative, bits):
-    """Numbers in -1 ... 1 -> the index of the nearest level, uint8. At most one midpoint lies in a cell.
-    torch.bucketize() takes two to six times as long on a CPU."""
+    """Numbers in -1 ... 1 -> the index of the nearest level, uint8."""
+    # at most one midpoint lies in a cell; torch.bucketize() takes two to six times as long on a CPU
     n_below, next_midpoint = midpoints_of_cells(relative.device, bits)
     n_cells = 2**bits  # on either side of 0
     cells = (relative * n_cells + n_cells).int().flatten()
@@ -122,15 +119,14 @@ def nearest_levels(relative, bits):
 
 def pack_codes(indices_ND, bits):
     """Indices of levels, uint8 -> codes_NP. A byte has the lower four bits of two neighbours, the first in
-    its high half, as in bitsandbytes. In 5 bits, bytes follow with the fifth bits of four pairs each, one
-    pair of every quarter of the row: a CPU unpacks a quarter by one shift."""
+    its high half, as in bitsandbytes. In 5 bits, bytes follow with the fifth bits of four pairs each."""
     D = indices_ND.shape[1]
     first_N, second_N = indices_ND.unflatten(1, (-1, 2)).unbind(-1)
     nibbles = (first_N & 15) << 4 | second_N & 15
     if bits == 4:
         return nibbles
     fifths = first_N >> 4 << 1 | second_N >> 4
-    quarters = fifths.split(D // 8, 1)
+    quarters = fifths.split(D // 8, 1)  # a byte has a pair of each: a CPU unpacks a quarter by one shift
     packed = quarters[0]
     for number in (1, 2, 3):
         packed = packed | quarters[number] << 2 * number
@@ -138,12 +134,11 @@ def pack_codes(indices_ND, bits):
 
 
 def pairs_of(codes_NP, D):
-    """[N, D/2] int32: the index in level_pairs() of each two neighbours, their codes and above both fifth
-    bits."""
+    """-> [N, D/2] int32: the index in level_pairs() of each two neighbours."""
     if codes_NP.shape[1] == D // 2:
         return codes_NP.int()
     nibbles, fifths = codes_NP.split([D // 2, D // 8], 1)
-    fifths = fifths.to(torch.int16)
+    fifths = fifths.to(torch.int16)  # they come above the two codes
     quarters = [fifths << shift for shift in (8, 6, 4, 2)]
     return (torch.cat(quarters, 1).bitwise_and_(0x300) | nibbles).int()
 
@@ -197,12 +192,12 @@ def dequantize(codes_NP, scales_NQ, dtype):
 
 
 def dequantize_blocks(codes_NP, absmax_NM, dtype):
-    """dequantize() with scales in float32. One gather fetches both levels of a byte."""
+    """dequantize() with scales in float32."""
     D = absmax_NM.shape[1] * BLOCK
     w_ND = codes_NP.new_empty(len(codes_NP), D, dtype=dtype)
     table = level_pairs(codes_NP.device, codes_NP.shape[1] * 8 // D)
     for w, codes, absmax in bands(w_ND, codes_NP, absmax_NM):
-        pairs = table.index_select(0, pairs_of(codes, D).flatten())
+        pairs = table.index_select(0, pairs_of(codes, D).flatten())  # one gather for both levels of a byte
         levels = pairs.view(torch.float32).view(*absmax.shape, BLOCK)
         levels.mul_(absmax.unsqueeze(-1))
         w.copy_(levels.view(w.shape))
@@ -219,8 +214,7 @@ def bits_of_nearest(x, dtype):
 
 
 def dequantize_pairs(codes_NP, scales_NM, table, dtype):
-    """dequantize() for torch.compile -> [N * M, 32] int32 of two weights each, for contiguous loads and
-    stores."""
+    """dequantize() for torch.compile -> [N * M, 32] int32 of two weights each: loads are contiguous."""
     D = scales_NM.shape[1] * BLOCK
     index = pairs_of(codes_NP, D).view(-1, BLOCK // 2)
     pairs = table[index]  # one load of 8 bytes
@@ -233,23 +227,24 @@ def dequantize_pairs(codes_NP, scales_NM, table, dtype):
 
 
 class CompiledOrPlain:
-    """torch.compile(function), or with a warning the plain function where torch cannot compile it. It is one
-    graph, so nothing of it has run by then. Once there is a result with a gradient, an error is raised: a
-    recomputed block must save what its forward has saved, and the plain function saves other tensors."""
+    """torch.compile(function), or with a warning the plain function where torch cannot compile it. Compiled
+    is one graph, so nothing of it has run by then. can_compile(*args): whether a call is compiled at all."""
 
     failed = {}  # {function: why torch could not compile it}, of this process
 
-    def __init__(self, function, dynamic):
+    def __init__(self, function, dynamic, can_compile=lambda *args: True):
         self.function = function
+        self.can_compile = can_compile
         self.code = getattr(function, "__func__", function)  # a method's, which all blocks share
         self.compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
-        self.has_graph = False
+        self.has_graph = False  # whether there is a result with a gradient
 
     def __call__(self, *args):
-        if self.code not in self.failed or self.has_graph:
+        if self.can_compile(*args) and (self.code not in self.failed or self.has_graph):
             try:
                 out = self.compiled(*args)
             except torch._dynamo.exc.TorchDynamoException as error:
+                # a recomputed block must save what its forward saved: the plain function saves other tensors
                 if self.has_graph:
                     raise
                 self.note_failure(error)
@@ -269,7 +264,7 @@ class CompiledOrPlain:
 
 
 def weight_in_pairs(codes_NP, scales_NQ, table, dtype):
-    """Both steps of dequantize() as one function to compile: one call for the host."""
+    """Both steps of dequantize(), for the host one call."""
     return dequantize_pairs(codes_NP, dequantize_scales(scales_NQ), table, dtype)
 
 
@@ -280,10 +275,10 @@ def compiled_weight_in_pairs():
 
 def dequantize_compiled(codes_NP, scales_NQ, dtype):
     """dequantize() in bf16 or fp16, compiled if that works."""
-    _, bits = width_and_bits(codes_NP, scales_NQ)
     if weight_in_pairs in CompiledOrPlain.failed:
         # in bands: temporaries of the plain weight_in_pairs() are as large as the weight
         return dequantize(codes_NP, scales_NQ, dtype)
+    _, bits = width_and_bits(codes_NP, scales_NQ)
     table = level_pairs(codes_NP.device, bits)
     # detach(), or torch.compile would make a graph for each shape of a Parameter
     pairs = compiled_weight_in_pairs()(codes_NP.detach(), scales_NQ.detach(), table, dtype)
@@ -297,9 +292,8 @@ fast_weight = torch.ops.oomph.nf4_weight.default
 
 @torch.library.impl("oomph::nf4_weight", "default")
 def compute_weight(codes_NP, scales_NQ, like):
-    """The weight in the dtype of `like`, which is x in the forward and the gradient in the backward. Without
-    it the backward's dequantization would not depend on the gradient, and torch.compile would hoist it into
-    the forward and keep every 16-bit weight alive."""
+    """The weight in the dtype of `like`: x, in the backward the gradient. Without it torch.compile would do
+    the backward's dequantization in the forward, and keep every 16-bit weight alive."""
     if like.dtype is torch.float32:
         return dequantize(codes_NP, scales_NQ, like.dtype)
     return dequantize_compiled(codes_NP, scales_NQ, like.dtype)
@@ -312,27 +306,24 @@ def shape_of_weight(codes_NP, scales_NQ, like):
 
 
 def weight(codes, scales, fast, like):
-    """The weight in the dtype of `like`."""
     if fast:
         return fast_weight(codes, scales, like)
     return dequantize(codes, scales, like.dtype)
 
 
 def linear(x, w_ND, row_stops=None):
-    """x @ w.T, of a stack of E experts with row_stops, [E] int32: rows of expert e end before
-    row_stops[e]."""
+    """x @ w.T, or with row_stops [E] int32 that of E stacked experts: expert e's rows end at row_stops[e]."""
     if row_stops is None:
         return F.linear(x, w_ND)
     w_END = w_ND.unflatten(0, (len(row_stops), -1))
     return F.grouped_mm(x, w_END.transpose(1, 2), offs=row_stops)
 
 
-# Rows per expert: with more, hardly any expert has none, and to ask makes the host wait.
-MANY_ROWS = 8
+MANY_ROWS = 8  # per expert: with more, hardly any expert has none, and to ask makes the host wait
 
 
 def experts_with_rows(codes, scales, row_stops):
-    """-> the three of those experts that have a row of x: 8 of 128 while an answer is generated."""
+    """-> these of the experts that have a row of x: 8 of 128 while an answer is generated."""
     n_rows_E = row_stops.diff(prepend=row_stops.new_zeros(1))
     used = n_rows_E.nonzero().flatten()
 
@@ -348,16 +339,14 @@ class NF4Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, codes, scales, fast, row_stops):
-        # no save_for_backward(): FSDP2 gathers them into the same storage again
-        ctx.codes = codes
-        ctx.scales = scales
-        ctx.fast = fast
+        # no save_for_backward(): FSDP2 gathers codes and scales into the same storage again
+        ctx.weight = functools.partial(weight, codes, scales, fast)
         ctx.row_stops = row_stops
-        return linear(x, weight(codes, scales, fast, like=x), row_stops)
+        return linear(x, ctx.weight(x), row_stops)
 
     @staticmethod
     def backward(ctx, grad):
-        w_ND = weight(ctx.codes, ctx.scales, ctx.fast, like=grad)
+        w_ND = ctx.weight(grad)
         if ctx.row_stops is None:
             grad_x = grad @ w_ND
         else:
@@ -392,8 +381,8 @@ class NF4Linear(nn.Module):
         if is_generating and 0 < len(x) < MANY_ROWS * len(row_stops) and not x.is_meta:
             codes, scales, row_stops = experts_with_rows(codes, scales, row_stops)
         if self.keeps_weight:
-            # Autograd saves the weight, in a recomputed block the recomputation's: two dequantizations and
-            # not three. It saves it before the product runs, so that the recomputation can end there.
+            # Autograd saves the weight, in a recomputed block the recomputation's (0.3 GiB for 8B): two
+            # dequantizations and not three. It does before the product runs: the recomputation ends there.
             y = linear(x, weight(codes, scales, self.fast, like=x.detach()), row_stops)
         else:
             y = NF4Matmul.apply(x, codes, scales, self.fast, row_stops)
@@ -405,8 +394,7 @@ SMALL = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
 
 
 def quantize_linears_(module, bits_of):
-    """Replaces the linear layers below `module`, except SMALL ones, by empty NF4Linears. ValueError where
-    rows do not divide into blocks."""
+    """Replaces the linear layers below `module`, except SMALL ones, by empty NF4Linears."""
     for parent_name, parent in list(module.named_modules()):
         for child_name, child in parent.named_children():
             if not isinstance(child, nn.Linear) or child_name in SMALL:
@@ -425,7 +413,6 @@ def quantize_linears_(module, bits_of):
 
 
 def ceil_div(a, b):
-    """a / b, rounded up."""
     return -(-a // b)
 
 
@@ -462,8 +449,7 @@ def rows_of(params):
 
 
 def scramble(x):
-    """The project's hash: index -> 32 well mixed bits (MurmurHash3's finalizer), for an int or an int64
-    tensor."""
+    """The project's hash: an int or an int64 tensor -> 32 well mixed bits (MurmurHash3's finalizer)."""
     for shift, factor in (16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1):
         x = x & 0xFFFFFFFF  # an int has no end, and only 32 bits of an int64 may take part
         x = (x ^ x >> shift) * factor
@@ -472,8 +458,7 @@ def scramble(x):
 
 class Dither(NamedTuple):
     """Random bits for a matrix, as odd int32 factors of its rows and columns. The low bits of the product
-    rows_3N[use, i] * cols_D[j] are those of element (i, j): uniform, and independent between elements, uses
-    and steps. torch.rand is six times as slow on a CPU."""
+    rows_3N[use, i] * cols_D[j] are those of element (i, j). torch.rand is six times as slow on a CPU."""
 
     rows_3N: torch.Tensor  # in the order FOR_M, FOR_V, FOR_W
     cols_D: torch.Tensor
@@ -534,15 +519,14 @@ BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # torch's defaults
 def code_levels(device):
     """The numbers of the 256 codes of m and of v, relative to the largest magnitude of their block. m has a
     sign and 127 magnitudes down to 2e-6, in equal steps near zero. v has steps of 6 to 12 % down to 2.5e-10
-    and no zero: smaller values are rounded up, because a v of 0 under an m that is not 0 would divide by
-    eps."""
+    and no zero, because a v of 0 under an m that is not 0 would divide by eps."""
     m_levels = torch.cat([FLOATS[:SIGN] - 2, 2 - FLOATS[:SIGN]]) / M_TOP
     v_levels = FLOATS / V_TOP
     return m_levels.to(device), v_levels.to(device)
 
 
 class Region(NamedTuple):
-    """Rows and columns of a matrix, which one call of adamw_() updates. w_ND[region] is a view of them."""
+    """Part of a matrix: w_ND[region] is a view of it."""
 
     rows: slice
     cols: slice
@@ -597,15 +581,15 @@ def write_moment_(moment, x, random_bits, skip):
 
 
 class Rates(NamedTuple):
-    """The numbers of a step of AdamW (arXiv:1711.05101) that are the same for all elements of a parameter."""
+    """What is the same for all elements of a parameter in a step of AdamW (arXiv:1711.05101)."""
 
     w_factor: torch.Tensor  # what weight decay leaves of w
     m_factor: torch.Tensor  # the learning rate, over the bias of m
-    v_bias_root: torch.Tensor  # the root of the bias of v
+    v_bias_root: torch.Tensor
 
 
 def rates_of(step, lr, weight_decay):
-    """-> Rates. 1 - BETA**step: how much of its true size m or v has by then. lr: a number or a tensor."""
+    """-> Rates. 1 - BETA**step is how much of its true size m or v has by then. lr may be a tensor."""
     rates = Rates(
         w_factor=1 - lr * weight_decay,
         m_factor=lr / (1 - BETA1**step),
@@ -616,14 +600,13 @@ def rates_of(step, lr, weight_decay):
 
 
 def adamw_(w, grad, m, v, dither, rates, skip, stochastic_rounding):
-    """A step of AdamW on w, m and v in place, computed in float32. Where the bool `skip` is true nothing
-    changes. w, grad and both Moments are [n, b, 256], b blocks of n rows of one region. v is stored and not
-    its root, because random rounding makes what is stored right on average."""
+    """A step of AdamW on w, m and v in place, computed in float32, on [n, b, 256]: b blocks of n rows of a
+    region. Where the bool `skip` is true nothing changes."""
     cols = dither.cols_D
     grad = grad.float()
     new_m = torch.lerp(read_moment(m), grad, 1 - BETA1)
     new_v = (read_moment(v) * BETA2).addcmul_(grad, grad, value=1 - BETA2)
-    # w is updated by the exact ones
+    # Rounded randomly, what is stored is right on average: so v, and not its root. w gets the exact ones.
     write_moment_(m, new_m, dither.rows_3N[FOR_M] * cols, skip)
     write_moment_(v, new_v, dither.rows_3N[FOR_V] * cols, skip)
     divisor = new_v.sqrt_().div_(rates.v_bias_root).add_(EPS)
@@ -645,8 +628,7 @@ def in_blocks(x):
 
 
 def regions(N, D, n_weights):
-    """Cuts [N, D] into Regions of about n_weights, with equally long blocks: shorter last blocks are their
-    own."""
+    """Cuts [N, D] into Regions of about n_weights. A shorter last block of a row is in one of its own."""
     n_rows = max(1, n_weights // D)
     n_whole = D // MOMENT_BLOCK * MOMENT_BLOCK  # columns in whole blocks
     for start in range(0, N, n_rows):
@@ -659,8 +641,7 @@ def regions(N, D, n_weights):
 
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW for --optim adamw8bit, and for --stochastic_rounding, which also applies to the moments: in bf16,
-    0.999 * x rounds back to x. The scales of [N, D] are [N, D/256], cut into the same rows. Vectors have
-    float32 moments. Where the device scalar `found_inf` is 1, step() changes no weight and no moment."""
+    0.999 * x rounds back to x. Where the device scalar `found_inf` is 1, step() changes nothing."""
 
     def __init__(self, groups, lr, eight_bits, stochastic_rounding, compiled, found_inf):
         super().__init__(groups, {"lr": lr})
@@ -674,7 +655,7 @@ class CompactAdamW(torch.optim.Optimizer):
         # made here, so that memory does not grow in the first step
         for p in params:
             dtype = torch.uint8 if eight_bits else p.dtype
-            if p.dim() < 2:
+            if p.dim() < 2:  # a vector
                 dtype = torch.float32
             state = {"step": torch.zeros(())}  # on the CPU: reading it does not wait for the device
             for name in "exp_avg", "exp_avg_sq":  # torch's names of m and v

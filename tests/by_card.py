@@ -2,6 +2,7 @@
 as the memory plan says. Planned, not measured.
 
     python tests/by_card.py                # a table in Markdown, with the command of each cell behind it
+    python tests/by_card.py --rows         # the longest rows of 8B, 32B and 70B on 24, 48 and 80 GB: 30 CPU minutes
     python tests/by_card.py --choice       # what the plan chooses for 8B, 27B, 32B and 70B with --offload params
     python tests/by_card.py --copies       # on paper: the time of a block's copy beside that of its products
 
@@ -12,6 +13,7 @@ Flags are tried in the order of FLAGS, the fastest first; host memory is what th
 import argparse
 import contextlib
 import io
+import sys
 from typing import NamedTuple
 
 import conftest  # noqa: F401  (puts train.py on the path)
@@ -148,6 +150,48 @@ def choice(seq_len, cards):
             print(f"| {model} | {method} | " + " | ".join(cells) + " |", flush=True)
 
 
+# ---------------------------------------------------------------- the longest rows
+
+LONG = {  # model: flags
+    "llama-3.1-8b --qlora --offload activations": ["--tiled_mlp", "4096"],
+    "llama-3.1-8b --qlora --fsdp2 --offload": ["--tiled_mlp", "4096", "--ce_chunk", "256"],
+    "qwen2.5-32b --qlora --fsdp2 --offload": ["--tiled_mlp", "4096", "--ce_chunk", "256"],
+    "llama-3.1-70b --qlora --fsdp2 --offload": ["--tiled_mlp", "4096", "--ce_chunk", "256"],
+}
+
+
+def planned_row(flags, seq_len):
+    """-> (bytes on the GPU, bytes in host memory) of a step of one row."""
+    args = train.parse_args(["--dry_run", "--seq_len", str(seq_len), *flags])
+    with contextlib.redirect_stdout(io.StringIO()):
+        config = train.open_config(args, 1, device=None, random_init=True).config
+    run = train.RunSpec(args, config, 1, seq_len)
+    moments, host = train.plan(run, train.blocks_as_asked(run))
+    train.TRACES.clear()
+    return train.peak_of(moments)[1] + train.OVERHEAD, sum(host.values())
+
+
+def longest_rows():
+    """A row's bytes are a line in its tokens: two plans draw it, and a plan of the longest row confirms each cell."""
+    print("| model, flags | bytes a token | 24 GB: tokens, GiB + host GiB | 48 GB | 80 GB |\n|---|---|---|---|---|")
+    for job, tiles in LONG.items():
+        model, *flags = job.split()
+        flags = ["--model", model, *flags, *tiles]
+        lengths = (1 << 15, 1 << 16)
+        few, many = (planned_row(flags, n)[0] for n in lengths)
+        slope = (many - few) / (lengths[1] - lengths[0])
+        cells = []
+        for card in CARDS:
+            if card.name not in ("24 GB", "48 GB", "80 GB"):
+                continue
+            room = card.gib * train.GIB
+            n_tokens = int(lengths[0] + (room - few) / slope) // 1024 * 1024
+            need, host = planned_row(flags, n_tokens)
+            cells.append(f"{n_tokens:,}, {need / train.GIB:.2f} + {host / train.GIB:.0f}")
+            print(f"{job}: {cells[-1]}", file=sys.stderr, flush=True)
+        print(f"| {job} {' '.join(tiles)} | {slope:,.0f} | " + " | ".join(cells) + " |", flush=True)
+
+
 # ---------------------------------------------------------------- on paper
 
 
@@ -188,6 +232,7 @@ def copies():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--choice", action="store_true", help="what the plan chooses with --offload params")
+    parser.add_argument("--rows", action="store_true", help="the longest rows, whole cards, all blocks recomputed")
     parser.add_argument("--copies", action="store_true", help="copies beside products, on paper")
     parser.add_argument("--seq_len", type=int, default=4096)
     parser.add_argument("--card", help="one of the cards by its name (default: all)")
@@ -195,6 +240,8 @@ def main():
     cards = [card for card in CARDS if args.card in (None, card.name)]
     if args.copies:
         copies()
+    elif args.rows:
+        longest_rows()
     elif args.choice:
         choice(args.seq_len, cards)
     else:

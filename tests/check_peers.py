@@ -235,7 +235,8 @@ def ours(folder, adapter_folder=None, precision="fp32"):
         scale = lm.lora_scale(flags["lora_rank"], flags["lora_alpha"], flags["rslora"])
         lm.add_lora_(model, flags["lora_rank"], scale, 0.0, flags["lora_targets"])
         if flags["train_embeddings"]:
-            lm.train_embeddings_(model)
+            model.model.embed_tokens.weight.requires_grad_()
+            model.lm_head.weight.requires_grad_()
         data.check_weights(model, adapter, adapter_folder)
     return fill(model, source, adapter).eval()
 

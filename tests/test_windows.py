@@ -304,8 +304,8 @@ def test_a_mistral_with_layer_types_is_computed_as_ministral():
 def test_queries_of_ministral3_grow_with_the_lengths_of_pretraining_before_them():
     config = lm.parse_config(data.read_json(FOLDER / "ministral3/config.json"))
     positions = [0, 15, 16, 47, 160]  # the length of pretraining is 16
-    of_q, of_k = lm.rope_table(torch.tensor([positions]), config)
-    growth = of_q.cos.hypot(of_q.sin) / of_k.cos.hypot(of_k.sin)
+    (q_cos, q_sin), (k_cos, k_sin) = lm.rope_table(torch.tensor([positions]), config)
+    growth = q_cos.hypot(q_sin) / k_cos.hypot(k_sin)
     for got, position in zip(growth[0, :, 0, 0].tolist(), positions):
         assert got == pytest.approx(1 + 0.1 * math.log(1 + position // 16), rel=1e-6)  # float32
 
