@@ -276,8 +276,7 @@ def rope_table(positions_BT, config):
 
 
 def yarn_frequencies(freq, config):
-    """YaRN (arXiv:2309.00071): fast pairs stay, slow pairs are stretched by `factor`, and between them the
-    two are blended, linearly in the pair's number."""
+    """YaRN (arXiv:2309.00071): fast pairs stay, slow pairs are stretched by `factor`, others are blended."""
     scaling = config.rope_scaling
 
     def pair_that_rotates(n_times):
@@ -295,7 +294,7 @@ def yarn_frequencies(freq, config):
     if first == last:
         last += 0.001  # all pairs are on one side
     pairs = torch.arange(config.rope_size // 2, device=freq.device)
-    stretched = ((pairs - first) / (last - first)).clamp(0, 1)
+    stretched = ((pairs - first) / (last - first)).clamp(0, 1)  # linear in the pair's number
     return stretched * freq / scaling["factor"] + (1 - stretched) * freq
 
 
@@ -698,12 +697,12 @@ class Scan(torch.autograd.Function):
 
 
 class ShortConv(nn.Module):
-    """A causal depthwise convolution and SiLU, tap by tap, because torch's kernel would mix packed documents.
-    forward() gets the weight, of which a rank of --sequence_parallel uses some channels."""
+    """A causal depthwise convolution and SiLU, tap by tap: torch's kernel would mix packed documents."""
 
     def __init__(self, n_channels, n_taps):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_channels, n_taps))  # [X, 1, J] in files
+        # [X, 1, J] in files. forward() gets the channels that a rank of --sequence_parallel has.
+        self.weight = nn.Parameter(torch.empty(n_channels, n_taps))
 
     def forward(self, x_LX, w_XJ, positions_N):
         """x begins with the J - 1 tokens before the N of positions -> [N, X] float32."""
@@ -720,8 +719,7 @@ class ShortConv(nn.Module):
 
 class DecayGate(nn.Module):
     """Log of each token's decay factor for the state: g = -e^A_log softplus(a + dt_bias). A module of its
-    own, because FSDP2 gathers the block in bf16 and this one in float32 (Automodel #2484). Names in files
-    have no `decay.`"""
+    own, which FSDP2 gathers in float32 (Automodel #2484). Names in files have no `decay.`"""
 
     def __init__(self, n_heads):
         super().__init__()
@@ -1467,8 +1465,7 @@ def on_meta(config, args):
 
 
 def compile_(model, packing):
-    """torch.compile on both parts of a block around the mixer, once for all blocks, on experts up to their
-    last product, on the loss, and on dequantization."""
+    """torch.compile on the parts of a block around the mixer, on experts, the loss and dequantization."""
     dynamic = not packing  # rows of changing length need dynamic shapes
 
     def is_training(*_):
