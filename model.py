@@ -1534,12 +1534,17 @@ class Tiles:
     def cut(self, *inputs):
         return list(zip(*(t.flatten(0, 1).split(self.size) for t in inputs)))
 
+    def __iter__(self):
+        return iter(range(len(self.inputs)))
+
     def run(self, i):
-        if not self.inputs:
-            # the backward, which needs values alone: gradients go through the graph of the forward
-            saved = self.saved.grad_fn.saved_tensors
-            self.inputs = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
-        return self.function(*self.inputs[i])
+        return self.function(*(self.inputs or self.read_inputs())[i])
+
+    def read_inputs(self):
+        """In the backward, which needs values alone: gradients go through the graph of the forward."""
+        saved = self.saved.grad_fn.saved_tensors
+        self.inputs = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
+        return self.inputs
 
 
 def run_in_tiles(size, has_dropout, function, *inputs):
@@ -1549,7 +1554,7 @@ def run_in_tiles(size, has_dropout, function, *inputs):
     run = functools.partial(checkpoint, tiles.run, use_reentrant=False, preserve_rng_state=has_dropout)
     # a recomputed block around them would count what tiles save
     with saving_as_usual():
-        out = [run(i) for i in range(len(tiles.inputs))]
+        out = [run(i) for i in tiles]
     tiles.inputs = []  # views, which would keep the inputs in memory
     return [torch.cat(parts).unflatten(0, inputs[0].shape[:2]) for parts in zip(*out)]
 
@@ -1741,11 +1746,10 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
 
 
 # ---------------- a step on paper
-# On paper means on the meta device, where tensors have shapes and no memory. train.py plans the memory of a
-# step there, before anything is allocated: inside of on_paper() LiveBytes counts what a GPU would hold. Most
-# operators make the same tensors there as on a GPU. For the others there are stand-ins, which compute
-# nothing, but allocate, and save for the backward, what a GPU's kernel does. Left out are partial sums of the
-# gradient of a norm's weight. A layer that brings a kernel of its own needs a stand-in in ON_PAPER.
+# On paper means on the meta device, where tensors have shapes and no memory. There train.py plans a step: in
+# on_paper() LiveBytes counts what a GPU would hold. Most operators make the same tensors as on a GPU. The
+# others have stand-ins, which compute nothing, but allocate and save for the backward what a GPU's kernel
+# does, except partial sums of the gradient of a norm's weight. A new kernel needs a stand-in in ON_PAPER.
 
 ATEN = torch.ops.aten
 PRODUCTS = "mm", "bmm", "addmm", "baddbmm", "_grouped_mm"  # names of operators
@@ -1767,13 +1771,10 @@ class LiveBytes:
         live.peaks["loss"]      the most bytes that were alive at once in this phase
         live.work["loss"]       {Work: how often a GPU does it}
 
-    Tensors that code moves to the CPU stay on the meta device, and count as host memory, in `host`. So do the
-    results of operators that read them.
+    Tensors that code moves to the CPU stay on the meta device, and count in `host`, as do results of
+    operators that read them. torch's MemTracker raises an error on frozen parameters under autograd.
 
-    torch's MemTracker counts alike, but raises an error on frozen parameters under autograd.
-
-    Set from outside: in_backward, while autograd runs, is_compiled and has_compiled (compile_on_paper), and
-    after_backward, a function that is called when a backward has ended."""
+    Set from outside: in_backward, after_backward (a function), is_compiled, has_compiled."""
 
     now = None  # the one that counts, inside of on_paper()
     repeats = 1  # times that a GPU runs what runs once here, see first_of()
@@ -1794,13 +1795,13 @@ class LiveBytes:
 
     def begin(self, phase):
         """A phase may begin more than once: its peak is the highest of all."""
+        LiveBytes.repeats = 1
         self.phase = phase
         self.work_in_phase = self.work.setdefault(phase, Counter())
         self.peaks[phase] = max(self.peaks.get(phase, 0), self.alive)
 
     def run(self, func, types, args, kwargs):
-        """Calls an operator, and counts what it makes. types: those of the arguments that are no plain
-        tensors."""
+        """Calls an operator, and counts what it makes. types: of arguments that are no plain tensors."""
         name = func._opname
         if func.is_view and not types:
             return func(*args, **kwargs)
@@ -1845,7 +1846,7 @@ class LiveBytes:
             self.work_in_phase[work] += LiveBytes.repeats
 
     def to_host(self, func, args, kwargs):
-        """-> a tensor that stands for host memory, or None if a call of an operator makes none."""
+        """-> a tensor that stands for host memory, or None if an operator makes none."""
         is_move = func._opname in MOVES
         is_pinned = kwargs.pop("pin_memory", False) or func._opname == "_pin_memory"
         goes_to_cpu = kwargs.get("device") == CPU
@@ -1869,8 +1870,7 @@ class LiveBytes:
 
     def result_of(self, func, args, kwargs):
         """-> (func(*args, **kwargs), its Work). Most operators on the meta device are Python functions that
-        take 0.1 ms. So the form of a new tensor is noted and the next one is made at once: plans are three
-        times as fast."""
+        take 0.1 ms. FORMS has the form of their results: plans are three times as fast."""
         if func._opname == "_grouped_mm":  # which the meta device has for bf16 alone
             a, b, stops = args[:3]
             out = a.new_empty(len(a), b.shape[-1])  # where b is a stack
@@ -1906,15 +1906,15 @@ class LiveBytes:
                 self.peaks[self.phase] = max(self.peaks[self.phase], self.alive)
 
     def count(self, storage, n_bytes, where="gpu"):
-        """From here on a storage, which may be new, has so many bytes there: "gpu", "host" or "pinned"."""
+        """From here on a storage, which may be new, has so many bytes: on the "gpu", "host" or "pinned"."""
         name = id(storage)
         if name in self.sizes:
             self.forget(name)
         else:
             weakref.finalize(storage, self.forget, name)
         if where == "pinned" and n_bytes:
-            # torch's allocator rounds up to a power of two. Its option pinned_max_round_threshold_mb ends
-            # that, but may overflow buffers (torch 2.13, pytorch #192722).
+            # torch's allocator rounds up. pinned_max_round_threshold_mb, which ends that, may overflow
+            # buffers (torch 2.13, pytorch #192722).
             n_bytes = 1 << (n_bytes - 1).bit_length()
         self.sizes[name] = n_bytes
         if where == "gpu":
@@ -1968,7 +1968,7 @@ NOTHING = Work((), {})
 
 def work_of(func, args, out):
     """-> Work. A kernel reads its arguments and writes its result. A product a [..., rows, inner] @
-    b [..., inner, columns] has these two behind its other arguments; float32 is half as fast, in TF32."""
+    b [..., inner, columns] has a and b behind its other arguments; float32 is half as fast, in TF32."""
     name = func._opname
     if FREE.search(name):
         return NOTHING
@@ -2012,8 +2012,8 @@ def local_rows(values):
 
 
 def is_sum_of_gradients(func, args):
-    """Whether autograd adds up two gradients of one tensor. On a GPU it adds the second one to the first,
-    unless something else holds that; while a mode sees its operators it always makes a third tensor."""
+    """Whether autograd adds up two gradients of one tensor. On a GPU it adds the second one to the first if
+    nothing else holds that; while a mode sees its operators it always makes a third tensor."""
     if func is not ATEN.add.Tensor or torch.is_grad_enabled():  # it is enabled while a block is recomputed
         return False
     a, b = args
@@ -2027,10 +2027,10 @@ def n_holders(storage):
 
 
 def is_fused(func, args, out):
-    """Whether a result in compiled code is in no memory: Inductor fuses what makes it with what reads it, and
-    the backward computes it again. That is so for what is made of one tensor as large, like SiLU of gate, and
-    for a product of two, both of which its backward needs anyway. A sum of two would be kept as two, and the
-    sums of a norm's rows are few. tests/test_compile.py compares this rule with torch's partitioner."""
+    """Whether a result in compiled code is in no memory, because Inductor fuses what makes it with what reads
+    it, and the backward computes it again: what is made of one tensor as large, like SiLU of gate, and a
+    product of two, which its backward needs anyway. A sum of two would be kept as two, and the sums of a
+    norm's rows are few. tests/test_compile.py compares this rule with torch's partitioner."""
     if func.namespace != "aten" or func._opname in PRODUCTS or not isinstance(out, torch.Tensor):
         return False
     if func is ATEN.mul.Tensor:
@@ -2056,8 +2056,7 @@ def compile_on_paper(live, function, **_):
 
 
 class NormOnPaper(torch.autograd.Function):
-    """aten::_fused_rms_norm (aten/src/ATen/native/cuda/layer_norm_kernel.cu): keeps its input and a float32 a
-    row."""
+    """aten::_fused_rms_norm (ATen/native/cuda/layer_norm_kernel.cu): keeps its input and a float32 a row."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -2077,9 +2076,7 @@ class NormOnPaper(torch.autograd.Function):
 class AttentionOnPaper(torch.autograd.Function):
     """FlashAttention, and the memory-efficient kernel in float32 and on old cards (flash_attn/flash_api.cpp
     and mem_eff_attention/kernel_backward.h in aten/src/ATen/native/transformers/cuda). Both keep q, k, v, the
-    output and the float32 logsumexp, and their backwards add up dq in float32: the latter's in a workspace,
-    from sm_70 on. With fewer key heads than query heads FlashAttention makes dk and dv of every query head
-    first."""
+    output and the float32 logsumexp, and add up dq in float32, the latter from sm_70 on."""
 
     @staticmethod
     def forward(ctx, q_BHTK, k_BGTK, v_BGTK, mask=None):
@@ -2098,7 +2095,7 @@ class AttentionOnPaper(torch.autograd.Function):
         grads = [torch.zeros_like(t) for t in (q, k, v)]
         # sums of out * grad, and dq: they are alive until this returns, too
         scratch = [torch.zeros_like(logsumexp), torch.zeros_like(q, dtype=torch.float32)]
-        if q.shape[1] != k.shape[1]:  # dk and dv of every query head
+        if q.shape[1] != k.shape[1]:  # FlashAttention makes dk and dv of every query head first
             scratch += [torch.zeros_like(q), torch.zeros_like(q)]
         return (*grads, None)
 
@@ -2110,8 +2107,8 @@ def varlen_on_paper(q_NHK, k_NGK, v_NGK, *_, **__):
 
 
 def has_flash_on_paper(q):
-    """runs_flash_attention() and shares_key_heads(). In fp16 that depends on the card: those whose default it
-    is, sm_70 and sm_75, have no FlashAttention, and need more memory."""
+    """runs_flash_attention() and shares_key_heads(). sm_70 and sm_75, whose default is fp16, have no
+    FlashAttention, and need more memory."""
     return q.dtype is torch.bfloat16 or (q.dtype is torch.float16 and LiveBytes.flash_in_fp16)
 
 
@@ -2130,8 +2127,8 @@ class ExchangeOnPaper(torch.autograd.Function):
 
 
 def first_of(cut, n=1):
-    """A function that cuts something into pieces, but with the first n pieces alone: they follow one another,
-    and no other one is larger. The work of the last of these counts for all that are left out, too."""
+    """A function that cuts something into pieces, with the first n alone: no other piece is larger. The work
+    of the last of these counts for all that are left out, too."""
 
     def first(*args, **kwargs):
         pieces = list(cut(*args, **kwargs))
@@ -2154,49 +2151,94 @@ def repeated(n):
 
 
 class Between(torch.autograd.Function):
-    """The segments of Gated DeltaNet between the first and the last one, without their operators: memory for
-    their results, for what their checkpoints save (a tail and a state each), and for their gradients."""
+    """The pieces of a loop between the first and the last one, without operators: memory for their results,
+    for what checkpoints save for each (`carried`), and for their gradients. So peaks are as if all ran: the
+    last piece runs beside all results, and the first one has its backward last, beside all gradients."""
 
     @staticmethod
-    def forward(ctx, n_segments, out_NY, tail_JX, state_HKP, *tokens):
-        ctx.n_segments = n_segments
-        saved = [t.new_empty(n_segments, *t.shape) for t in (tail_JX, state_HKP)]
-        ctx.save_for_backward(*saved, *tokens)
-        out = out_NY.new_empty(len(tokens[0]), *out_NY.shape[1:])
-        return out, torch.empty_like(tail_JX), torch.empty_like(state_HKP)
+    def forward(ctx, n, results, carried, n_bytes, _, *tensors):
+        ctx.n = n
+        ctx.left = torch.empty(n_bytes, dtype=torch.uint8, device=META)
+        ctx.save_for_backward(*tensors, *[t.new_empty(n - 1, *t.shape) for t in carried])
+        return tuple(torch.empty(shape, dtype=dtype, device=META) for shape, dtype in results)
 
     @staticmethod
     def backward(ctx, *_):
-        tails, states, *tokens = ctx.saved_tensors
-        LiveBytes.repeats *= ctx.n_segments + 1  # the first segment is next, see segments_on_paper()
-        inputs = [None, None, tails[0], states[0], *tokens]
-        wanted = zip(inputs, ctx.needs_input_grad)
-        return tuple(torch.empty_like(t) if t is not None and needs else None for t, needs in wanted)
+        LiveBytes.repeats *= ctx.n + 1  # the first piece is next
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[5:])
+        return None, None, None, None, None, *(torch.empty_like(t) if needs else None for t, needs in wanted)
+
+
+def between(n, results, carried, pieces, first, n_bytes=0):
+    """-> what n pieces return. results: those of the first piece, whose inputs are `first`. n_bytes: what the
+    pieces leave in their graph, but not as saved tensors, such as the routes of experts."""
+    shapes = [((len(pieces[0]), *t.shape[1:]), t.dtype) for t in results]
+    shapes += [(t.shape, t.dtype) for t in carried]
+    # parameters may be all that is trained
+    marker = torch.empty(0, device=META, requires_grad=torch.is_grad_enabled() and results[0].requires_grad)
+    out = Between.apply(n, shapes, carried, n_bytes, marker, *carried, *pieces)
+    inputs = [t for t in first if t.requires_grad]
+    if out[0].requires_grad and inputs:  # else the next phase ends what the backward begins
+        # the backward of the first piece has ended when the gradient of its last input is there
+        inputs[-1].register_hook(functools.partial(end_repeats, n + 1))
+    return out
+
+
+def end_repeats(n, _):
+    LiveBytes.repeats = max(1, LiveBytes.repeats // n)
+
+
+def ends_of(n_tokens, size):
+    """-> [tokens of the first piece of a loop, of all between, of the last one], number of pieces between."""
+    n = nf4.ceil_div(n_tokens, size) - 2
+    return [size, n * size, n_tokens - (n + 1) * size], n
+
+
+FEW = 10  # pieces, which all run: what is left out would be up to 3 % of a small model
 
 
 def segments_on_paper(run_all, mix, size, tokens, tail_JX, state_HKP, w_XJ):
-    """run_all, which is mix_segments(), but only the first and the last segment run. They have the peaks: in
-    the forward the last one, beside the results of all others, and in the backward the first one, beside all
-    gradients. The work of the first one counts for those between, too. Of few segments all run: what is
-    left out would be up to 3 % of a small model."""
-    n_between = nf4.ceil_div(len(tokens[0]), size) - 2
-    if n_between < 8:
+    """run_all, which is mix_segments(), but only the first and the last of many segments run."""
+    sizes, n = ends_of(len(tokens[0]), size)
+    if n + 2 < FEW:
         return run_all(mix, size, tokens, tail_JX, state_HKP, w_XJ)
-    sizes = [size, n_between * size, len(tokens[0]) - (n_between + 1) * size]
-    first, between, last = zip(*(t.split(sizes) for t in tokens))
-    with repeated(n_between + 1):
+    first, middle, last = zip(*(t.split(sizes) for t in tokens))
+    with repeated(n + 1):
         out, *carried = mix(*first, tail_JX, state_HKP, w_XJ)
-    out_between, *carried = Between.apply(n_between, out, *carried, *between)
-    if out_between.requires_grad:
-        # The gradients of its inputs are there when the backward of the first segment has ended. That of the
-        # last input is used first.
-        [t for t in first if t.requires_grad][-1].register_hook(functools.partial(end_repeats, n_between + 1))
+    out_between, *carried = between(n, [out], carried, middle, first)
     out_last, *carried = mix(*last, *carried, w_XJ)
     return torch.cat([out, out_between, out_last]), *carried
 
 
-def end_repeats(n, _):
-    LiveBytes.repeats //= n
+class TilesOnPaper(Tiles):
+    """Only the first and the last of many tiles run."""
+
+    def cut(self, *inputs):
+        sizes, self.n = ends_of(inputs[0].shape[:2].numel(), self.size)
+        return list(zip(*(t.flatten(0, 1).split(sizes) for t in inputs)))
+
+    def __iter__(self):
+        before = LiveBytes.now.alive
+        with repeated(self.n + 1):
+            yield 0
+        self.left = LiveBytes.now.alive - before - self.n_bytes
+        yield from (1, 2)
+
+    def run(self, i):
+        if i == 1:
+            first, middle, _ = self.inputs or self.read_inputs()
+            return between(self.n, self.results, [], middle, first, self.n * max(self.left, 0))
+        out = super().run(i)
+        self.n_bytes = sum(t.nbytes for t in out)
+        # without memory
+        self.results = [torch.empty_like(t[:0], requires_grad=t.requires_grad) for t in out]
+        return out
+
+
+def tiles_on_paper(all_tiles, function, size, *inputs):
+    """all_tiles, which is Tiles, or TilesOnPaper if there are many."""
+    is_long = inputs[0].shape[:2].numel() > (FEW - 1) * size
+    return (TilesOnPaper if is_long else all_tiles)(function, size, *inputs)
 
 
 HERE = sys.modules[__name__]
@@ -2210,6 +2252,7 @@ ON_PAPER = [
     (HERE, "shares_key_heads", has_flash_on_paper),
     (HERE, "exchange", ExchangeOnPaper.apply),
     (HERE, "mix_segments", functools.partial(segments_on_paper, mix_segments)),
+    (HERE, "Tiles", functools.partial(tiles_on_paper, Tiles)),
     (HERE, "chunk_starts", first_of(chunk_starts, 2)),  # the second one adds to the gradient of the head
     (HERE, "chunk_by_chunk", first_of(chunk_by_chunk)),
     (nf4, "bands", first_of(nf4.bands)),
@@ -2288,8 +2331,7 @@ def on_paper(flash_in_fp16=False):
 
 @contextlib.contextmanager
 def replaced(calls):
-    """A context in which stand-ins are in the place of `calls`, (module, name in it, stand-in). It raises an
-    AttributeError where there is no such name."""
+    """A context with stand-ins in the place of `calls`: (module, name in it, stand-in)."""
     originals = [getattr(place, name) for place, name, _ in calls]
     try:
         for place, name, stand_in in calls:

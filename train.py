@@ -3445,12 +3445,11 @@ def is_installed(package):
 
 # ---------------- the memory plan
 
-# The plan is the run, on paper: on the meta device build() makes the trainer, train_step() runs one step of
-# it, and LiveBytes counts what a GPU and the host would hold. The other ranks are not there. So whatever
-# build() and train_step() call is planned as it runs, and nobody has to tell the plan of it.
+# The plan is the run, on paper: build() and train_step() run on the meta device, with ranks that are not
+# there, and LiveBytes counts what a GPU and the host would hold. So a new feature is planned by itself.
 #
 # A trace of all blocks takes up to 15 s, and a search asks for many. So extrapolate() traces few blocks, and
-# adds what one in the middle has added as often as there are more of them.
+# repeats what those in the middle have added.
 
 GIB = 2**30
 OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
@@ -3462,10 +3461,10 @@ TITLES = {"head": "head and loss", "block": "a block", "embedding": "embedding",
 
 def plan(run, policy):
     """Where the memory of a training step goes on rank 0 -> ({title: {kind: bytes}}, {kind: bytes of host
-    memory}). For each of TITLES it is the phase with the highest peak. We assume rows of run.length tokens,
-    one document per row, every token supervised. OVERHEAD comes on top. tests/test_plan.py compares the sums
-    with real steps."""
+    memory}), at the highest peak of each of TITLES, without OVERHEAD. It assumes rows of run.length tokens,
+    one document per row, every token supervised. tests/test_plan.py compares the sums with real steps."""
     step = extrapolate(run, policy)
+    owned = bytes_by_kind(step, "gpu")
     table = {}
     for module, title in TITLES.items():
         # from the last one on: of two equal peaks it is the backward's
@@ -3473,20 +3472,20 @@ def plan(run, policy):
         if phases:
             phase = max(phases, key=step.peaks.get)
             start = step.starts[phase]
-            kinds = bytes_by_kind(step, "gpu") + Counter(gradients=start["gradients"])
-            kinds["kept for backward"] = start["gpu"] - start["gradients"]
+            kinds = owned + Counter(gradients=start["gradients"])
+            kinds["kept for backward"] = start["gpu"] - kinds.total()
             kinds["workspace"] = step.peaks[phase] - start["gpu"]
             table[title] = kinds
     host = bytes_by_kind(step, "host")
     head = step.starts[max(phase for phase in step.peaks if phase[1:3] == ("forward", "head"))]
-    host["activations"] = head["host"] - head["host gradients"]
+    host["activations"] = head["host"] - head["host gradients"] - host.total()
     host["gradients"] = max(start["host gradients"] for start in step.starts.values())
     return table, dict(+host)
 
 
 def planned_bytes(run, policy):
     """What a GPU needs for a step, CUDA's own memory included."""
-    return max(peaks_of(extrapolate(run, policy)).values()) + OVERHEAD
+    return max(extrapolate(run, policy).peaks.values()) + OVERHEAD
 
 
 # ---- a step on the meta device
@@ -3501,35 +3500,27 @@ class Phase(NamedTuple):
     block: int = -1  # the number of a block
 
 
-# what is counted when a phase begins: activations and gradients on the GPU, activations and gradients in host
-# memory, and of these the gradients alone
+# bytes that are counted when a phase begins: all on the GPU, all in host memory, and gradients among them
 COUNTED = "gpu", "host", "gradients", "host gradients"
 
 
 class Trace(NamedTuple):
-    """Bytes and work of a step. Weights and optimizer are in `owned` alone."""
+    """Bytes and work of a step. Its phases are in the order of time."""
 
+    starts: dict  # {Phase: Counter of COUNTED}
+    left: dict  # {Phase: Counter of COUNTED: how much more there is when the next one begins}
     peaks: dict  # {Phase: the most bytes on the GPU at once}
-    starts: dict  # {Phase: Counter of bytes when it begins, see COUNTED}
-    # {("gpu" or "host", kind, number of the block, or -1): bytes} of weights and optimizer
-    owned: Counter
-    unowned: int  # bytes on the GPU that were there before the step and are in no weight and no optimizer
     work: dict  # {Phase: Counter {(kernel, unit): amount}}, see LiveBytes.work
+    # {number of a block, or -1: Counter {("gpu" or "host", kind): bytes}} of weights and optimizer
+    owned: dict
 
 
-def bytes_by_kind(step, where):
-    """-> {kind: bytes} of weights and optimizer on the "gpu" or in "host" memory."""
+def bytes_by_kind(step, place):
+    """-> Counter {kind: bytes} of weights and optimizer on the "gpu" or in "host" memory."""
     kinds = Counter()
-    for (place, kind, _), n_bytes in step.owned.items():
-        if place == where:
-            kinds[kind] += n_bytes
+    for of_block in step.owned.values():
+        kinds.update({kind: n_bytes for (where, kind), n_bytes in of_block.items() if where == place})
     return kinds
-
-
-def peaks_of(step):
-    """-> {Phase: bytes on the GPU}, weights and optimizer included."""
-    owned = bytes_by_kind(step, "gpu").total()
-    return {phase: owned + n_bytes for phase, n_bytes in step.peaks.items()}
 
 
 TRACES = {}  # {what a trace depends on: Trace}
@@ -3540,10 +3531,8 @@ class Unplanned(Exception):
 
 
 def trace(run, policy):
-    """Runs a step on the meta device -> Trace, once for the same arguments.
-
-    A trace needs private names of torch, and a run does not: tests/private_names.py has them. So whatever
-    goes wrong here is Unplanned, which ends no run: see plan_run()."""
+    """Runs a step on the meta device -> Trace, once for the same arguments. It needs private names of torch
+    (tests/private_names.py), and a run does not. So any error here is Unplanned, which ends no run."""
     # `policy` has these two
     flags = {**vars(run.args), "activation_checkpointing": None, "resident_blocks": None}
     key = repr((flags, *run[1:], policy))
@@ -3561,8 +3550,8 @@ def run_on_paper(run, policy):
     """Makes a model on the meta device, and runs a step of it there -> Trace."""
     args = run.args
     # all that build() and train_step() ask of Ranks
-    ranks = argparse.Namespace(
-        world=run.world, rank=0, device=torch.device("meta"), step_limit=timedelta(seconds=args.timeout))
+    limit = timedelta(seconds=args.timeout)
+    ranks = argparse.Namespace(world=run.world, rank=0, device=torch.device("meta"), step_limit=limit)
     lengths = [run.length]
     if args.grad_accum > 1:  # what an earlier micro-batch leaves does not depend on its tokens
         lengths = [min(run.length, 128), run.length]
@@ -3570,63 +3559,52 @@ def run_on_paper(run, policy):
         trainer = build(lm.on_meta(run.config, args), run, policy, ranks, load_weights=lambda model: None)
         # fully_shard() on a mesh of two dimensions leaves a cycle of references that holds a block's weights
         gc.collect(0)  # what is younger than on_paper()
-        before_step = live.alive
         watch = Watch(live, trainer)
         train_step(trainer, [batch_on_paper(args, n) for n in lengths], 1)
         owned = owned_bytes(trainer, live)
-    totals = Counter()
-    for (where, _, _), n_bytes in owned.items():
-        totals[where] += n_bytes
-    peaks = {phase: live.peaks[phase] - totals["gpu"] for phase in watch.starts}
-    for start in watch.starts.values():
-        start.subtract(totals)
     work = {phase: Counter() for phase in watch.starts}
     for phase, amounts in work.items():
         for done, times in live.work[phase].items():
             for unit, amount in done.amounts.items():
                 amounts[done.kernel, unit] += times * amount
-    return Trace(peaks, watch.starts, owned, before_step - totals["gpu"], work)
+    left = {}
+    for phase, following in itertools.pairwise(watch.starts):
+        left[phase] = Counter(watch.starts[following])
+        left[phase].subtract(watch.starts[phase])
+    return Trace(watch.starts, left, {phase: live.peaks[phase] for phase in watch.starts}, work, owned)
 
 
 def owned_bytes(trainer, live):
-    """-> Trace.owned. What several blocks share, a slot of StreamedWeights for example, belongs to none."""
+    """-> Trace.owned. What blocks share, a slot of StreamedWeights for example, belongs to none of them."""
     kinds = {}  # {id of a storage: kind}
     blocks = {}  # {id of a storage: {numbers of blocks, or -1}}
     for name, p in trainer.model.named_parameters():
         block = int(name.split(".")[2]) if name.startswith("model.layers.") else -1
+        kind = "adapters" if "lora_" in name else "weights"
+        if p.dtype is torch.uint8:
+            kind = "quantized weights"
         # the number of steps may be a tensor on the CPU
         state = [t for t in trainer.optimizer.state.get(p, {}).values() if t.is_meta]
-        for kind, tensors in (kind_of(name, p), [p, *getattr(p, "host_pages", ())]), ("optimizer", state):
+        for kind_of, tensors in (kind, [p, *getattr(p, "host_pages", ())]), ("optimizer", state):
             for rows in nf4.rows_of(tensors):
                 storage = id(rows.untyped_storage())
-                kinds[storage] = kind
+                kinds[storage] = kind_of
                 blocks.setdefault(storage, set()).add(block)
-    owned = Counter()
+    owned = {block: Counter() for block in range(-1, len(trainer.model.model.layers))}
     for storage, kind in kinds.items():
-        where = "host" if storage in live.on_host else "gpu"
         block = min(blocks[storage]) if len(blocks[storage]) == 1 else -1
-        owned[where, kind, block] += live.sizes[storage]
+        owned[block]["host" if storage in live.on_host else "gpu", kind] += live.sizes[storage]
     return owned
 
 
-def kind_of(name, p):
-    if p.dtype is torch.uint8:
-        return "quantized weights"
-    return "adapters" if "lora_" in name else "weights"
-
-
 class Watch:
-    """Begins a phase of LiveBytes where a step reaches the embedding, a block, the head with the norm below
-    it, each of these in the backward, the end of the backward, and the update. The backward of a module
-    begins when there is a gradient of its output.
-
-    Its hooks come before FSDP2's, so that what these gather for a module counts as the module's."""
+    """Begins a phase of LiveBytes at the embedding, each block, the head with the norm below it, the gradient
+    of the output of each of these, the end of the backward, and the update."""
 
     def __init__(self, live, trainer):
         self.live = live
+        self.trained = trainer.trained
         self.n_forwards = 0
-        self.without_gradient = trainer.trained
-        self.gradients = Counter()  # {one of COUNTED: bytes}
         self.starts = {}  # see Trace
         model = trainer.model
         self.add_hooks(model, model.model.embed_tokens, "embedding")
@@ -3639,11 +3617,11 @@ class Watch:
             trainer.optimizer.step = functools.partial(self.update, trainer.optimizer.step)
 
     def add_hooks(self, first, last, *phase):
-        """A phase lasts from the call of one module to the result of another one, or of the same."""
+        """A phase lasts from the call of one module to the result of another one, or of the same. Hooks come
+        before FSDP2's, so that what FSDP2 gathers for a module counts as the module's."""
 
         def before(*_):
-            if first is not last and phase[0] == "embedding":
-                self.n_forwards += 1
+            self.n_forwards += phase[0] == "embedding"
             self.begin("forward", *phase)
 
         def after(_, __, x):
@@ -3658,53 +3636,47 @@ class Watch:
         step()
 
     def begin(self, *phase):
+        live = self.live
+        start = Counter(gpu=live.alive, host=live.host)
+        for rows in nf4.rows_of(p.grad for p in self.trained if p.grad is not None):
+            storage = id(rows.untyped_storage())
+            if storage in live.on_host:
+                start["host gradients"] += live.sizes[storage]
+            else:
+                start["gradients"] += rows.nbytes
         phase = Phase(self.n_forwards, *phase)
-        self.live.begin(phase)
-        new = [p for p in self.without_gradient if p.grad is not None]
-        if new:
-            self.without_gradient = [p for p in self.without_gradient if p.grad is None]
-            for rows in nf4.rows_of(p.grad for p in new):
-                storage = id(rows.untyped_storage())
-                if storage in self.live.on_host:
-                    self.gradients["host gradients"] += self.live.sizes[storage]
-                else:
-                    self.gradients["gradients"] += rows.nbytes
-        start = self.gradients | Counter(gpu=self.live.alive, host=self.live.host)
-        self.starts[phase] = self.starts.get(phase, Counter()) | start  # the larger, if it begins twice
+        self.starts[phase] = start
+        live.begin(phase)
 
 
 # ---- the step of all blocks, from a trace of few
 
 
 def extrapolate(run, policy):
-    """-> Trace of a step of all blocks. Blocks that keep the same are alike, so it is put together from
-    traces of few equal blocks. If these do not tell, all blocks are traced."""
-    steps = {kept: of_equal_blocks(run, kept, policy.segment) for kept in set(policy.blocks)}
-    if None in steps.values():
-        return trace(run, policy)
-    return joined(steps, policy.blocks)
-
-
-def of_equal_blocks(run, kept, segment):
-    """-> Trace of all blocks, each of which keeps the same, from one trace of few; or None. The few are some
-    at the bottom, a period of blocks that repeats, and some at the top."""
+    """-> Trace of a step of all blocks, from one of few blocks for each kind of block in the policy: some at
+    the bottom, a period that repeats, and some at the top. If they do not tell, all blocks are traced."""
     n_layers = run.config.num_hidden_layers
     period = period_of(run.config)
-    if not run.args.fused_adamw:  # torch's other AdamW has temporaries of all weights at once
-        return None
-    # Neighbours of a block are in memory with it, and copies to and from the host are two blocks ahead. If
+    # Neighbors of a block are in memory with it, and copies to and from the host are two blocks ahead. If
     # that does not explain the numbers, the first blocks may be without adapters.
     margins = [(2, 1), (2, 2), (3, 2), (2 + period, 2)]  # numbers of blocks below and above
-    for below, above in margins[1:] if run.args.offload else margins:
+    if run.args.offload:
+        margins = margins[1:]
+    if not run.args.fused_adamw:  # torch's other AdamW has temporaries of all weights at once
+        margins = []
+    for below, above in margins:
         n_more = (n_layers - below - above) // period - 1
         if n_more < 1:
-            return None
-        top = below + period - 1
-        numbers = [*range(top + 1), *range(top + 1 + n_more * period, n_layers)]
-        few = trace(of_blocks(run, numbers), BlockPolicy((kept,) * len(numbers), segment))
-        if tells_of_more(few, top, period, n_more):
-            return with_periods(few, top, period, n_more)
-    return None
+            break
+        n_low = below + period
+        top = range(n_low + n_more * period, n_layers)
+        numbers = [*range(n_low), *top]
+        few = {kept: trace(of_blocks(run, numbers), BlockPolicy((kept,) * len(numbers), policy.segment))
+               for kept in set(policy.blocks)}
+        if all(repeats(step, n_low - 1, period, n_more) for step in few.values()):
+            repeated = [*range(below, n_low)] * n_more
+            return joined(few, policy.blocks, [*range(n_low), *repeated, *range(n_low, len(numbers))])
+    return trace(run, policy)
 
 
 def period_of(config):
@@ -3726,111 +3698,65 @@ def of_blocks(run, numbers):
     return run._replace(config=dataclasses.replace(run.config, num_hidden_layers=len(numbers), **entries))
 
 
-def growth(step, n_forward, direction, top, period):
-    """-> {one of COUNTED: bytes} that the period which ends with block `top` adds in a forward, or in a
-    backward, which comes to it from above. What is in flight at both ends cancels."""
-    ends = (top + 1 - period, top + 1) if direction == "forward" else (top, top - period)
-    first, last = (step.starts.get(Phase(n_forward, direction, "block", i), Counter()) for i in ends)
-    return {what: last[what] - first[what] for what in COUNTED}
+def repeats(step, block, period, n_more):
+    """Whether `block` adds the same as the one a period below it, so that n_more periods more add that, too:
+    not if a fork shards some blocks together, changes every other one, or has other bytes before the step."""
+    bounds = [next(iter(step.starts.values()))["gpu"] - bytes_by_kind(step, "gpu").total()]
+    on_gpu, on_gpu_below = (sum(n for (where, _), n in step.owned[i].items() if where == "gpu")
+                            for i in (block, block - period))
+    bounds.append(n_more * (on_gpu - on_gpu_below))
+    for phase in (phase for phase in step.starts if phase.block == block):
+        below = phase._replace(block=block - period)
+        if below not in step.starts:
+            return False
+        bounds += [n_more * (step.left[phase][what] - step.left[below][what]) for what in COUNTED]
+        rise, rise_below = (step.peaks[each] - step.starts[each]["gpu"] for each in (phase, below))
+        copied, copied_below = (sum(n for (_, unit), n in step.work[each].items() if unit == "bus")
+                                for each in (phase, below))
+        bounds += [rise - rise_below, copied - copied_below]
+    return max(map(abs, bounds)) <= 0.001 * max(step.peaks.values())
 
 
-def plus(start, *added):
-    """start + times * bytes for each (times, bytes) of `added`, for all of COUNTED."""
-    return Counter({what: start[what] + sum(times * n_bytes[what] for times, n_bytes in added)
-                    for what in COUNTED})
-
-
-def tells_of_more(few, top, period, n_more):
-    """Whether the period of blocks that ends one block earlier adds the same as the one that ends with `top`.
-    It does not if a fork shards some blocks together, or changes every other one."""
-    bounds = [few.unowned]
-    for n_forward, direction in {phase[:2] for phase in few.peaks if phase.module == "block"}:
-        adds, before = (growth(few, n_forward, direction, i, period) for i in (top, top - 1))
-        bounds += [n_more * (adds[what] - before[what]) for what in COUNTED]
-        # of two blocks of the same type
-        of_two = [Phase(n_forward, direction, "block", i) for i in (top, top - period)]
-        if all(phase in few.peaks for phase in of_two):
-            highest, other = (few.peaks[phase] - few.starts[phase]["gpu"] for phase in of_two)
-            bounds.append(highest - other)
-    owned, copied = [], []
-    for blocks in (range(i + 1 - period, i + 1) for i in (top, top - 1)):
-        owned.append(sum(n for (where, _, block), n in few.owned.items()
-                         if where == "gpu" and block in blocks))
-        copied.append(sum(n for phase, amounts in few.work.items() if phase.block in blocks
-                          for (_, unit), n in amounts.items() if unit == "bus"))
-    bounds += [n_more * (owned[0] - owned[1]), copied[0] - copied[1]]
-    return max(map(abs, bounds)) <= 0.001 * max(peaks_of(few).values())
-
-
-def with_periods(few, top, period, n_more):
-    """-> Trace of a model that has n_more more periods of blocks behind block `top`, like the period that
-    ends with it. Copy 0 of a block is in the model of few blocks, copy n_more is the highest one."""
-
-    def copies_of(block):
-        """-> [(number of a block in the large model, how many new periods are below it)]."""
-        if block > top:
-            return [(block + n_more * period, n_more)]
-        n_copies = n_more + 1 if block > top - period else 1
-        return [(block + n * period, n) for n in range(n_copies)]
-
-    peaks, starts, work = {}, {}, {}
-    earlier = Counter()  # what new blocks have left in an earlier forward and backward: gradients
-    n_forwards = max(phase.n_forward for phase in few.peaks)
-    for n_forward in range(1, n_forwards + 1):
-        forward, backward = (growth(few, n_forward, name, top, period) for name in ("forward", "backward"))
-        for phase in (phase for phase in few.peaks if phase.n_forward == n_forward):
-            copies = copies_of(phase.block) if phase.module != "head" else [(-1, n_more)]
-            for block, n_below in copies if phase.direction == "forward" else reversed(copies):
-                image = phase._replace(block=block)
-                # a forward has been in the new periods below, and a backward in all those that are not
-                met = (n_below, 0) if phase.direction == "forward" else (n_more, n_more - n_below)
-                more = plus(earlier, (met[0], forward), (met[1], backward))
-                if phase.module == "update" and n_forward == n_forwards:
-                    more["gpu"] = more["gradients"]  # all else is free, whenever it was freed
-                peaks[image] = few.peaks[phase] + more["gpu"]
-                starts[image] = plus(few.starts[phase], (1, more))
-                work[image] = few.work[phase]
-        earlier = plus(earlier, (n_more, forward), (n_more, backward))
-    owned = Counter()
-    for (where, kind, block), n_bytes in few.owned.items():
-        owned.update({(where, kind, image): n_bytes for image, _ in copies_of(block)})
-    step = Trace(peaks, starts, owned, few.unowned, work)
-    # an update launches kernels for each weight, or few that read all weights
-    n_few = 1 + max(phase.block for phase in few.peaks)
-    states, of_few = (bytes_by_kind(each, "gpu")["optimizer"] + bytes_by_kind(each, "host")["optimizer"]
-                      for each in (step, few))
-    for phase in (phase for phase in work if phase.module == "update"):
-        work[phase] = Counter(work[phase])
-        for (kernel, unit), amount in work[phase].items():
-            times = states / of_few
-            if unit == "launches":
-                times = 1 + n_more * period / n_few if amount >= n_few else 1
-            work[phase][kernel, unit] = round(times * amount)
+def joined(few, blocks, images):
+    """-> Trace of a model whose block i keeps blocks[i], and is like block images[i] of few[blocks[i]]. A
+    phase begins with what there was before the phase before it, and what that one has left."""
+    bottom = few[blocks[0]]
+    owned = {i: few[kept].owned[image] for i, (kept, image) in enumerate(zip(blocks, images))}
+    step = Trace({}, {}, {}, {}, {-1: few[blocks[-1]].owned[-1], **owned})
+    more = {where: bytes_by_kind(step, where).total() - bytes_by_kind(bottom, where).total()
+            for where in ("gpu", "host")}
+    start = Counter(next(iter(bottom.starts.values())))
+    start.update(more)
+    n_states, n_few_states = (sum(bytes_by_kind(each, where)["optimizer"] for where in ("gpu", "host"))
+                              for each in (step, bottom))
+    n_few = len(bottom.owned) - 1
+    n_forwards = max(phase.n_forward for phase in bottom.starts)
+    for (n_forward, direction, module), phases in itertools.groupby(bottom.starts, lambda phase: phase[:3]):
+        if module == "block":
+            numbers = range(len(blocks)) if direction == "forward" else reversed(range(len(blocks)))
+            phases = [Phase(n_forward, direction, module, i) for i in numbers]
+        for phase in phases:
+            kept = blocks[{"block": phase.block, "head": -1}.get(module, 0)]
+            image = phase
+            if module == "block":
+                image = phase._replace(block=images[phase.block])
+            if image not in few[kept].starts:  # no backward, because no adapter is in a block below
+                continue
+            if module == "update" and n_forward == n_forwards:  # all else is free, whenever it was freed
+                gradients = start["gradients"] - bottom.starts[phase]["gradients"]
+                start["gpu"] = bottom.starts[phase]["gpu"] + more["gpu"] + gradients
+            step.starts[phase] = Counter(start)
+            step.peaks[phase] = start["gpu"] + few[kept].peaks[image] - few[kept].starts[image]["gpu"]
+            step.work[phase] = few[kept].work[image]
+            if module == "update":
+                step.work[phase] = Counter()
+                for (kernel, unit), n in few[kept].work[image].items():
+                    times = (n_states or 1) / (n_few_states or 1)
+                    if unit == "launches":  # for each weight, or few that read all weights
+                        times = len(blocks) / n_few if n >= n_few else 1
+                    step.work[phase][kernel, unit] = round(times * n)
+            start.update(few[kept].left.get(image, {}))
     return step
-
-
-def joined(steps, blocks):
-    """-> Trace of a model whose block i keeps blocks[i]. steps: {what a block keeps: Trace of a model whose
-    blocks all keep that}. A block runs beside what the blocks below it keep: where its neighbor below is
-    unlike it, that is what there is when a block like the neighbor would begin."""
-    first, last = steps[blocks[0]], steps[blocks[-1]]
-    peaks, starts, work = {}, {}, {}
-    for n_forward in range(1, 1 + max(phase.n_forward for phase in first.peaks)):
-        more = [Counter()]  # for each block: bytes beside it that are not beside it in steps[blocks[i]]
-        for i, (below, kept) in enumerate(itertools.pairwise(blocks), 1):
-            begin = Phase(n_forward, "forward", "block", i)
-            more.append(plus(more[-1], (1, steps[below].starts[begin]), (-1, steps[kept].starts[begin])))
-        for phase in (phase for phase in first.peaks if phase.n_forward == n_forward):
-            # the update, and the embedding in the backward, come when all that was kept is free again
-            i = {"block": phase.block, "head": -1}.get(phase.module, 0)
-            step = steps[blocks[i]]
-            peaks[phase] = step.peaks[phase] + more[i]["gpu"]
-            starts[phase] = plus(step.starts[phase], (1, more[i]))
-            work[phase] = step.work[phase]
-    owned = Counter({key: n for key, n in last.owned.items() if key[2] == -1})
-    for i, kept in enumerate(blocks):
-        owned.update({key: n for key, n in steps[kept].owned.items() if key[2] == i})
-    return Trace(peaks, starts, owned, last.unowned, work)
 
 
 # ---- the time of a step
@@ -3840,15 +3766,12 @@ class Card(NamedTuple):
     """A GPU, by its datasheet."""
 
     gb: int  # as its name has it
-    # What CUDA reports: firmware takes 2 to 4 %, ECC 6 more. Measured on an H100 and an H200; the others are
-    # reports of users, or estimates by a similar card.
-    gib: float
+    gib: float  # CUDA reports 2 to 4 % less, with ECC 10: measured on H100 and H200, others users' reports
     tflops: float  # dense products in bf16, or fp16 without it, which add up in float32
     gb_per_s: float  # memory bandwidth
     bus: float  # GB/s to the host, each way
     link: float  # GB/s to other cards, each way
-    # TFLOP/s of FlashAttention 2: on Hopper tests/LOG.md, others a guess from papers; 0: no time is told
-    attention: float
+    attention: float  # TFLOP/s of FlashAttention 2: Hopper measured, others guesses; 0: no time is told
 
 
 CARDS = {  # see cards_named()
@@ -3929,7 +3852,7 @@ LAUNCH_S = 30e-6
 
 def cards_named(text):
     """-> the names in CARDS that have the words of a device's name ("NVIDIA GeForce RTX 3090") or of what a
-    person types ("3090"), and no other words. Several if the text leaves out a size that tells them apart."""
+    person types ("3090"), and no others. Several if the text leaves out a size that tells them apart."""
 
     def words_of(name):
         name = re.sub(r"(?<=\d)(?=TI|SUPER|ADA)|(?<=RTX)(?=\d)", " ", name.upper())  # also typed as one word
@@ -3952,8 +3875,8 @@ def card_named(device_name):
 
 def time_of_step(run, policy, card, length=None):
     """-> (seconds, those without waits for the host). A pass takes as long as what is busy longest: the GPU,
-    the host that launches kernels, the bus or the links; a kernel as its products or its memory. length: how
-    many tokens a token's document has on average, by default those of a row."""
+    the host that launches kernels, the bus or the links; a kernel as its products or its memory. length: of
+    the document of an average token, by default a row's."""
     kernels = {}  # {(pass, kernel): {unit: amount}}
     for phase, amounts in extrapolate(run, policy).work.items():
         for (kernel, unit), n in amounts.items():
@@ -3971,15 +3894,17 @@ def time_of_step(run, policy, card, length=None):
     # Of several micro-batches two are traced, the second one in whole rows. It counts for all of them.
     n_forwards = max(n_forward for n_forward, _ in busy)
     first = n_forwards // 2 if run.args.grad_accum > 1 else 0
-    times = {one: run.args.grad_accum if one[0] > first else 0 for one in busy} | {(n_forwards, "update"): 1}
-    hosts = [seconds.pop("host") for seconds in busy.values()]
-    without_host = [max(seconds.values()) for seconds in busy.values()]
-    both = map(max, hosts, without_host)
-    return tuple(sum(times[one] * s for one, s in zip(busy, kind)) for kind in (both, without_host))
+    with_host = without_host = 0
+    for (n_forward, direction), seconds in busy.items():
+        times = 1 if direction == "update" else run.args.grad_accum * (n_forward > first)
+        with_host += times * max(seconds.values())
+        del seconds["host"]
+        without_host += times * max(seconds.values())
+    return with_host, without_host
 
 
 def describe_time(run, policy, name, steps, length):
-    """Text: how long a step and all steps take on a card, or at least take, or why that is not known."""
+    """Text: how long a step and all steps take on a card, at least or about, or why that is not known."""
     args = run.args
     unknown = {
         "for such a card": not CARDS[name].attention,
@@ -4019,14 +3944,10 @@ def describe_time(run, policy, name, steps, length):
 @contextlib.contextmanager
 def on_paper(run):
     """lm.on_paper(), with a group of ranks that are not there if the run has several ranks or FSDP2."""
+    calls = [(sys.modules[__name__], "move_", lambda p, device: lm.LiveBytes.now.move(p, "gpu"))]
     has_group = run.args.fsdp2 or run.world > 1
-    with contextlib.ExitStack() as exits:
-        live = exits.enter_context(lm.on_paper(run.flash_in_fp16))
-        # as Module.to_empty() there: what lies elsewhere from now on is counted there
-        calls = [(sys.modules[__name__], "move_", lambda p, device: live.move(p, "gpu"))]
-        exits.enter_context(lm.replaced(calls))
-        if has_group:
-            exits.enter_context(ranks_on_paper(run.world, live))
+    group = ranks_on_paper(run.world) if has_group else contextlib.nullcontext()
+    with lm.on_paper(run.flash_in_fp16) as live, lm.replaced(calls), group:
         yield live
 
 
@@ -4038,20 +3959,14 @@ class StreamOnPaper:
     def __init__(self, **_):
         pass
 
-    def record_event(self):
-        return self
-
     def is_capturing(self):  # torch's optimizers ask
         return False
 
-    def ignore(self, *_):
-        pass
-
-    record = wait = wait_event = wait_stream = synchronize = ignore
+    def __getattr__(self, name):  # record, wait, ...
+        return lambda *_: self
 
 
-# torch.meta, which torch does not have: FSDP2 asks a module that is called like the device, torch.cuda for
-# example, for its streams, and DeviceMesh asks it for the number of the device
+# torch.meta, which torch does not have: FSDP2 and DeviceMesh ask it for what torch.cuda has
 META = argparse.Namespace(
     Stream=StreamOnPaper, Event=StreamOnPaper, current_stream=StreamOnPaper, stream=contextlib.nullcontext,
     current_device=lambda: 0, device_count=lambda: 1, is_initialized=lambda: True)
@@ -4062,15 +3977,12 @@ WORLDS = {}  # {number of ranks: {name in torch: the groups that traces share, s
 
 
 @contextlib.contextmanager
-def ranks_on_paper(world, live):
+def ranks_on_paper(world):
     """A context in which this process is rank 0 of a group whose other ranks are not there, beside the group
-    of the run if there is one. In it FSDP2 shards a model on the meta device, and "moves" to host memory what
-    --offload params has there, see LiveBytes.
+    of the run if there is one. tests/private_names.py says what to do where torch lacks one of these names.
 
-    DTensor caches meshes, so a trace may get an earlier one's, with its groups. So all traces of a world have
-    the same groups, in tables of their own: a run that ends empties torch's, and those of names in C++.
-
-    Where a torch to come lacks one of these private names, tests/private_names.py says what to do."""
+    DTensor caches meshes, and their groups, from trace to trace. So all traces of a world have the same
+    groups, in tables of their own, because a run that ends empties torch's, and those of names in C++."""
     from torch.distributed import distributed_c10d
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -4079,7 +3991,7 @@ def ranks_on_paper(world, live):
     def pin_on_paper(param):
         """FSDPParam.reset_sharded_param(), which does nothing on the meta device."""
         if param.pin_memory:
-            live.move(param.sharded_param, "pinned")
+            lm.LiveBytes.now.move(param.sharded_param, "pinned")
 
     if world not in WORLDS:
         WORLDS[world] = {name: {} for name in GROUP_TABLES} | {"_world": distributed_c10d._World()}
@@ -4111,8 +4023,7 @@ def ranks_on_paper(world, live):
 
 
 def batch_on_paper(args, length):
-    """-> data.Batch of this rank: a document in each row, with --dpo a pair, and each token supervised. For
-    kernels of cards without FlashAttention the last token of a document is a gap, as packed rows have one."""
+    """-> data.Batch of this rank: a document in each row, with --dpo a pair, and each token supervised."""
     n_tokens = args.batch_size * length
     n_padded = nf4.ceil_div(n_tokens, args.sequence_parallel) * args.sequence_parallel  # see Loader.batch()
     n_documents = 2 * args.batch_size if args.dpo else args.batch_size
@@ -4122,7 +4033,7 @@ def batch_on_paper(args, length):
     bounds = None
     if n_tokens % n_documents or n_padded > n_tokens:  # not of one length, or with a gap: data.pack_spans()
         bounds = torch.empty(n_documents + 1, dtype=torch.int32, device="meta")
-    if args.precision in ("fp16", "fp32"):
+    if args.precision in ("fp16", "fp32"):  # without FlashAttention a gap matters, and packed rows have one
         pairs = [(start, stop - 1) for start, stop in pairs]
         bounds = torch.empty(2 * n_documents + 1, dtype=torch.int32, device="meta")
     shape = args.batch_size, length
@@ -4133,10 +4044,7 @@ def batch_on_paper(args, length):
     return data.Batch(tokens, targets, positions, supervised.flatten(), spans, n_targets)
 
 
-def peak_of(phases):
-    """(title of the phase with the highest peak, its bytes)."""
-    title = max(phases, key=lambda title: phases[title].total())
-    return title, phases[title].total()
+# ---- what blocks keep: as asked, or as fits
 
 
 class Kept(NamedTuple):
@@ -4149,8 +4057,8 @@ class Kept(NamedTuple):
 
 
 class BlockPolicy(NamedTuple):
-    """What blocks keep. Losses do not depend on it: a feature that changes what a recomputed block computes
-    has to set --activation_checkpointing in resolve_flags()."""
+    """What each block keeps. Losses do not depend on it: a feature that changes what a recomputed block
+    computes has to set --activation_checkpointing in resolve_flags()."""
 
     blocks: tuple  # of Kept
     segment: int = lm.SEGMENT  # tokens that Gated DeltaNet mixes at a time
@@ -4167,12 +4075,8 @@ class BlockPolicy(NamedTuple):
 
 def policy_of(n_layers, n_recomputed, n_weights_kept=0, n_attention_kept=0, n_resident=0, segment=lm.SEGMENT):
     """-> BlockPolicy. The first blocks are recomputed, because what the last ones keep is free again soonest;
-    the last of them keep attention's output. The last blocks keep their weights.
-
-    Blocks with streamed weights are the last one, and others spread evenly. A copy then hides behind the
-    blocks between two streamed ones as well, so that a step takes the longer of all compute and all copies.
-    If they were the last blocks, each copy would have the time of one block, and the compute of all resident
-    ones would hide two copies."""
+    the last of them keep attention's output. The last blocks keep their weights. Streamed are the last block,
+    and others spread evenly, so that a copy hides behind the resident blocks between two of them, too."""
     n_streamed = n_layers - n_resident
     blocks = [
         Kept(recomputed=i < n_recomputed,
@@ -4184,22 +4088,19 @@ def policy_of(n_layers, n_recomputed, n_weights_kept=0, n_attention_kept=0, n_re
 
 
 def blocks_as_asked(run):
-    """-> BlockPolicy by --activation_checkpointing and --resident_blocks. auto counts as what needs the least
-    memory: recompute all blocks, and keep none resident."""
+    """-> BlockPolicy by --activation_checkpointing and --resident_blocks. auto is the least memory:
+    all blocks are recomputed, and none is resident."""
     n_layers = run.config.num_hidden_layers
-    asked = run.args.activation_checkpointing
-    n_recomputed = {"all": n_layers, "auto": n_layers}.get(asked, asked)
-    asked = run.args.resident_blocks
-    n_resident = {"all": n_layers, "auto": 0}.get(asked, asked)
+    numbers = {"all": n_layers, "auto": n_layers}
+    n_recomputed = numbers.get(run.args.activation_checkpointing, run.args.activation_checkpointing)
+    n_resident = (numbers | {"auto": 0}).get(run.args.resident_blocks, run.args.resident_blocks)
     return policy_of(n_layers, min(n_recomputed, n_layers), n_resident=min(n_resident, n_layers))
 
 
 def plan_run(run, room, steps, length, ranks):
-    """-> (BlockPolicy, [lines on the memory and the time of a step on a GPU, for rank 0]). Collective. steps
-    and length: see describe_time().
-
-    A run does not end because of its plan. If a rank cannot trace a step, all ranks take the policy that
-    needs the least memory, and the lines say why."""
+    """-> (BlockPolicy, [lines on the memory and the time of a step on a GPU, for rank 0]). Collective. A run
+    does not end because of its plan: if a rank cannot trace a step, all take the policy that needs the least
+    memory, and the lines say why. steps and length: see describe_time()."""
     policy = blocks_as_asked(run)
     lines = []
     problem = None
@@ -4223,38 +4124,9 @@ def plan_run(run, room, steps, length, ranks):
 def choose_blocks(run, room):
     """-> BlockPolicy. If --activation_checkpointing or --resident_blocks is auto: the fastest choice that
     needs at most 90 % of `room` bytes. If none does, or the room is not known: the one that needs least."""
-    args = run.args
-    n_layers = run.config.num_hidden_layers
-    asked = blocks_as_asked(run)
     if room == math.inf:  # on a CPU, and where a dry run names no card
-        return asked
-    n_tokens = args.batch_size * run.length
-    n_tokens += -n_tokens % args.sequence_parallel  # shards are equal, see Loader.batch()
-    choices = [{"n_recomputed": asked.count("recomputed")}]  # arguments of policy_of()
-    # with the inputs of blocks offloaded, auto recomputes all blocks
-    if args.activation_checkpointing == "auto" and "activations" not in args.offload:
-        can_keep_weights = args.qlora and not args.tiled_mlp  # a tile dequantizes its weights again
-        choices = block_choices(n_layers, can_keep_weights)
-    choices = [choice | {"n_resident": asked.count("resident")} for choice in choices]
-    if args.resident_blocks == "auto" and offloads_frozen(args):
-        # Memory goes to activations first: a block that is not recomputed saves a third of its products in
-        # any case. Then it goes to resident weights. They save two copies of a block, but time only where
-        # these do not hide behind compute: on a 3090 in micro-batches below 330 tokens in NF4, or 1,300 in
-        # bf16 (tests/by_card.py --copies). Per byte that is no more than activations save, even there. Last
-        # come dequantized weights: four times the bytes of NF4, to save a dequantization.
-        with_weights = [choice | {"n_resident": n_layers} for choice in choices if "n_weights_kept" in choice]
-        others = [choice for choice in choices if "n_weights_kept" not in choice]
-        resident = [others[0] | {"n_resident": n} for n in range(n_layers, 0, -1)]
-        choices = [*with_weights, *resident, *others]
-    if "linear_attention" in run.config.layer_types:
-        # Memory goes to segments before all that: Gated DeltaNet mixes all tokens of a micro-batch at once,
-        # and only the smallest choice comes with shorter segments, too. They need memory once, for one block
-        # after another, and on an H100 a layer takes 17 ms for 8,192 tokens at once, and 37 ms in segments of
-        # 2,048 (tests/LOG.md).
-        at_once = [choice | {"segment": max(n_tokens, lm.SEGMENT)} for choice in choices]
-        shorter = [n for n in (4096, 2048, lm.SEGMENT) if n < n_tokens]
-        choices = at_once + [choices[-1] | {"segment": n} for n in shorter]
-    policies = [policy_of(n_layers, **choice) for choice in choices]
+        return blocks_as_asked(run)
+    policies = [policy_of(run.config.num_hidden_layers, **choice) for choice in choices_for(run)]
 
     def fits(policy):
         return planned_bytes(run, policy) <= 0.9 * room
@@ -4265,25 +4137,56 @@ def choose_blocks(run, room):
     return policies[bisect.bisect_left(policies, True, key=fits)]
 
 
+def choices_for(run):
+    """-> [arguments of policy_of()] that the flags leave open, from the fastest to the smallest."""
+    args = run.args
+    n_layers = run.config.num_hidden_layers
+    asked = blocks_as_asked(run)
+    choices = [{"n_recomputed": asked.count("recomputed")}]
+    # with the inputs of blocks offloaded, auto recomputes all blocks
+    if args.activation_checkpointing == "auto" and "activations" not in args.offload:
+        # a tile dequantizes its weights again
+        choices = block_choices(n_layers, can_keep_weights=args.qlora and not args.tiled_mlp)
+    choices = [choice | {"n_resident": asked.count("resident")} for choice in choices]
+    if args.resident_blocks == "auto" and offloads_frozen(args):
+        # Memory goes to activations first: a block that is not recomputed saves a third of its products. Then
+        # to resident weights, which save time only where copies do not hide behind compute: on a 3090 in
+        # micro-batches below 330 tokens in NF4, or 1,300 in bf16 (tests/by_card.py --copies). Last to
+        # dequantized weights: four times the bytes of NF4, to save a dequantization.
+        with_weights = [choice | {"n_resident": n_layers} for choice in choices if "n_weights_kept" in choice]
+        others = choices[len(with_weights) :]
+        resident = [others[0] | {"n_resident": n} for n in range(n_layers, 0, -1)]
+        choices = [*with_weights, *resident, *others]
+    if "linear_attention" in run.config.layer_types:
+        # Memory goes to segments before all that, because they need it for one block after another: on an
+        # H100 a layer takes 17 ms for 8,192 tokens at once, and 37 in segments of 2,048 (tests/LOG.md).
+        n_tokens = args.batch_size * run.length
+        n_tokens += -n_tokens % args.sequence_parallel  # shards are equal, see Loader.batch()
+        at_once = [choice | {"segment": max(n_tokens, lm.SEGMENT)} for choice in choices]
+        shorter = [choices[-1] | {"segment": n} for n in (4096, 2048, lm.SEGMENT) if n < n_tokens]
+        choices = at_once + shorter
+    return choices
+
+
 def block_choices(n_layers, can_keep_weights):
-    """-> [arguments of policy_of()] from the fastest to the smallest: each needs at most the memory of the
-    one before."""
-    # recompute no block, and keep fewer and fewer dequantized weights
+    """-> [arguments of policy_of()], the fastest first. Each needs at most the memory of the one before."""
     choices = []
-    if can_keep_weights:
+    if can_keep_weights:  # recompute no block, and keep fewer and fewer dequantized weights
         choices = [{"n_recomputed": 0, "n_weights_kept": n} for n in range(n_layers, 0, -1)]
     # Recompute more and more blocks, but not attention: its output is the cheapest thing to keep per second
-    # that it saves, where documents are longer than about D tokens.
+    # that it saves, where documents are longer than about D tokens. Then recompute attention as well.
     choices += [{"n_recomputed": n, "n_attention_kept": n} for n in range(n_layers + 1)]
-    # recompute attention as well, in more and more blocks
     choices += [{"n_recomputed": n_layers, "n_attention_kept": n} for n in range(n_layers - 1, -1, -1)]
     return choices
 
 
+# ---- advice: flags that make a run fit
+
+
 def ladder_of(run):
-    """-> flags that may lower the peak, as they are typed behind the command line, each with what it needs,
-    those that cost the least time first (tests/LOG.md). What the user has switched off stays off, except
-    --chunked_ce, and a step keeps its number of rows."""
+    """-> flags that may lower the peak, as they are typed behind the command line, those that cost the least
+    time first (tests/LOG.md). What the user has switched off stays off, except --chunked_ce, and a step keeps
+    its number of rows."""
     args = run.args
     cheap = ["--fsdp2"] if run.world > 1 else []
     cheap += ["--activation_checkpointing all", "--activation_checkpointing all --offload activations"]
@@ -4326,56 +4229,26 @@ def bytes_with(run, options):
 
 
 def climb(run, room, options):
-    """Yields a line for each flag that lowers the peak, with what the run needs with it and all before, until
-    it fits into `room` bytes, and adds the flags to the list `options`. Then it takes those out of the list
-    that later ones have made needless."""
-    least = bytes_with(run, options)
-    before = run
+    """Adds flags to the list `options` until a run fits into `room` bytes, and yields a line for each, with
+    what the run needs with it and all before. Last it removes those that later ones have made needless."""
+    need = bytes_with(run, options)
+    before = run.args
     for option in ladder_of(run):
         changed = with_options(run, [*options, option])
-        if least <= room or changed is None or changed.args == before.args:
+        if need <= room or changed is None or changed.args == before:
             continue
         n_bytes = planned_bytes(changed, blocks_as_asked(changed))
-        if n_bytes < 0.99 * least:  # less is not worth a flag
+        if n_bytes < 0.99 * need:  # less is not worth a flag
             options.append(option)
-            least = n_bytes
-            before = changed
+            need = n_bytes
+            before = changed.args
             yield f"  {n_bytes / GIB:8.2f} GiB with {option}"
-    if least > room:
+    if need > room:
         yield "  No flags make it fit: use more ranks, a shorter --seq_len or a smaller model"
     for option in options[-2::-1]:  # from the dearest on, but for the last one
         others = [other for other in options if other != option]
-        if bytes_with(run, others) <= max(room, 1.01 * least):
+        if bytes_with(run, others) <= max(room, 1.01 * need):
             options.remove(option)
-
-
-def describe_plan(run, policy, room):
-    """Yields lines: the plan as a table, whether it fits into `room` bytes (infinite: not known), and which
-    flags would make it fit. A run that needs less than 60 % of the room gets one line."""
-    phases, host = plan(run, policy)
-    name, peak = peak_of(phases)
-    need = peak + OVERHEAD
-    host_text = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in host.items()) or "none"
-    host_text += comment_on_host(sum(host.values()))
-    if not run.args.dry_run and need < 0.6 * room:
-        yield f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}"
-        return
-    yield (f"memory plan, GiB of rank 0 of {run.world}, "
-           f"micro-batches of {run.args.batch_size} x {run.length} tokens")
-    yield from table_of(phases, name)
-    if run.args.compile:
-        yield "  kept for backward: an estimate for torch.compile, within 1 % on an H100"
-    yield textwrap.fill(f"  host memory: {host_text}", 80, subsequent_indent="    ")
-    of, verdict = "", ""
-    if room < math.inf:
-        of = f" of {room / GIB:.2f}"
-        verdict = ": fits" if need <= room else ": does not fit"
-    least = planned_bytes(run, blocks_as_asked(run))
-    yield f"  needs {least / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL){verdict}"
-    if least < need:
-        yield f"  auto uses {need / GIB:.2f} GiB, for speed"
-    if need > room:
-        yield from advise(run, room)
 
 
 def advise(run, room):
@@ -4394,23 +4267,56 @@ def advise(run, room):
     yield f"    {' '.join(options) or 'the flags that it has'}"
 
 
+# ---- the plan, printed
+
+
+def peak_of(phases):
+    """(title of the phase with the highest peak, its bytes)."""
+    title = max(phases, key=lambda title: phases[title].total())
+    return title, phases[title].total()
+
+
+def describe_plan(run, policy, room):
+    """Yields lines: the plan as a table, whether it fits into `room` bytes (infinite: not known), and which
+    flags would make it fit; of a run that needs less than 60 % of the room, one line."""
+    phases, host = plan(run, policy)
+    name, peak = peak_of(phases)
+    need = peak + OVERHEAD
+    host_text = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in host.items()) or "none"
+    host_text += comment_on_host(sum(host.values()))
+    if not run.args.dry_run and need < 0.6 * room:
+        yield f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}"
+        return
+    yield (f"memory plan, GiB of rank 0 of {run.world}, "
+           f"micro-batches of {run.args.batch_size} x {run.length} tokens")
+    titles = [f"{title}*" if title == name else title for title in phases]
+    yield " " * 20 + "".join(f"{title:>15}" for title in titles)
+    rows = {kind: [kinds[kind] for kinds in phases.values()] for kind in KINDS}
+    rows["all"] = [kinds.total() for kinds in phases.values()]
+    for kind, values in rows.items():
+        if any(values):
+            yield f"  {kind:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values)
+    if run.args.compile:
+        yield "  kept for backward: an estimate for torch.compile, within 1 % on an H100"
+    yield textwrap.fill(f"  host memory: {host_text}", 80, subsequent_indent="    ")
+    of, verdict = "", ""
+    if room < math.inf:
+        of = f" of {room / GIB:.2f}"
+        verdict = ": fits" if need <= room else ": does not fit"
+    least = planned_bytes(run, blocks_as_asked(run))
+    yield f"  needs {least / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL){verdict}"
+    if least < need:
+        yield f"  auto uses {need / GIB:.2f} GiB, for speed"
+    if need > room:
+        yield from advise(run, room)
+
+
 def comment_on_host(n_bytes):
     """Text about so many bytes of a rank in host memory: "" if they are nothing special."""
     of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if n_bytes > of_machine:
         return f" (this machine has {of_machine / GIB:.0f})"
     return " (most machines have less)" if n_bytes > 64 * GIB else ""
-
-
-def table_of(phases, largest):
-    """Yields lines: a column for each phase, and a row for each kind of bytes."""
-    titles = [f"{phase}*" if phase == largest else phase for phase in phases]
-    yield " " * 20 + "".join(f"{title:>15}" for title in titles)
-    rows = {kind: [kinds[kind] for kinds in phases.values()] for kind in KINDS}
-    rows["all"] = [kinds.total() for kinds in phases.values()]
-    for name, values in rows.items():
-        if any(values):
-            yield f"  {name:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values)
 
 
 def dry_run(args):

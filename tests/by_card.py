@@ -87,7 +87,7 @@ def planned(model, flags, card, seq_len):
     if host_gib > HOST_GIB:
         return None
     gpu_gib = (train.peak_of(moments)[1] + train.OVERHEAD) / train.GIB
-    n_resident = blocks.n_resident if train.offloads_frozen(args) else None
+    n_resident = blocks.count("resident") if train.offloads_frozen(args) else None
     return Fit(model, flags.strip(), gpu_gib, host_gib, n_resident, config.num_hidden_layers)
 
 

@@ -530,7 +530,7 @@ def test_auto_counts_all_blocks_of_a_fork_whose_few_blocks_do_not_tell(monkeypat
     config = lm.parse_config(data.PRESETS["qwen3-0.6b"] | {"num_hidden_layers": 8})
     run = planned(["--model", "qwen3-0.6b", "--fsdp2", "--seq_len", 1024], config, 4).run
     choices = [train.policy_of(8, **choice) for choice in train.block_choices(8, False)]
-    needs = [max(train.peaks_of(train.trace(run, choice)).values()) + train.OVERHEAD for choice in choices]
+    needs = [max(train.trace(run, choice).peaks.values()) + train.OVERHEAD for choice in choices]
     for i in (0, 6, len(choices) - 1):
         assert train.choose_blocks(run, needs[i] / 0.9 + 1) == choices[needs.index(needs[i])]
 

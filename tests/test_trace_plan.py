@@ -34,8 +34,8 @@ def run_of(flags):
 
 def largest(step):
     """The peak of each kind of moment, and of the whole step."""
-    peaks = {"step": max(train.peaks_of(step).values())}
-    for moment, n_bytes in train.peaks_of(step).items():
+    peaks = {"step": max(step.peaks.values())}
+    for moment, n_bytes in step.peaks.items():
         key = moment.n_forward, moment.direction, moment.module
         peaks[key] = max(n_bytes, peaks.get(key, 0))
     return peaks
@@ -51,6 +51,7 @@ class Row(NamedTuple):
 LONG = [
     Row("llama-3.1-8b", 9216, ""),
     Row("llama-3.1-8b", 16384, "--precision bf16 --tiled_mlp 2048 --no-compile"),
+    Row("llama-3.1-8b", 16384, "--lora --tiled_mlp 1024"),  # a first and a last tile, and many between
     Row("llama-3.1-8b", 40000, "--qlora --no-chunked_ce"),
     Row("llama-3.1-8b", 9216, "--qlora --fsdp2 --offload"),
     Row("llama-3.1-8b", 20480, "--lora --sequence_parallel 2 --world 2"),
@@ -79,7 +80,7 @@ def without(*names):
         lm.ON_PAPER = stand_ins
 
 
-LOOPS = "mix_segments", "chunk_starts", "chunk_by_chunk", "bands", "regions"
+LOOPS = "mix_segments", "Tiles", "chunk_starts", "chunk_by_chunk", "bands", "regions"
 
 
 @pytest.mark.parametrize("row", LONG, ids=str)
@@ -91,8 +92,9 @@ def test_few_pieces_tell_of_whole_loops(monkeypatch, row):
     monkeypatch.setattr(train, "TRACES", {})
     with without(*LOOPS):
         whole = train.trace(run, blocks)
-    # 0.36 % with --tiled_mlp in rows of 32 segments: a part of the peak belongs to a segment in the middle
-    assert largest(told) == pytest.approx(largest(whole), rel=0.004 if "tiled" in row.flags else 0.002)
+    # 0.36 % with --tiled_mlp in rows of 32 segments: a part of the peak belongs to a segment in the middle. 0.45 % in
+    # full: of a weight's gradients, those of two tiles make a third tensor, and later ones are added in place.
+    assert largest(told) == pytest.approx(largest(whole), rel=0.005 if "tiled" in row.flags else 0.002)
     for unit in ("launches", "flops", "bytes", "length", "bus", "link"):
         assert amount_of(told, unit) == pytest.approx(amount_of(whole, unit), rel=0.01), unit
 
@@ -222,7 +224,7 @@ args = train.parse_args("--model llama-3.2-1b --lora --fsdp2 --replicas 2 --no-c
 run = train.RunSpec(args, train.open_config(args, 2, None, True).config, 2, 256)
 for _ in range(2):
     train.TRACES.clear()
-    print(train.peaks_of(train.trace(train.of_blocks(run, range(4)), train.policy_of(4, 4))))
+    print(train.trace(train.of_blocks(run, range(4)), train.policy_of(4, 4)).peaks)
 """
 
 
