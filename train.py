@@ -4138,25 +4138,31 @@ def choose_blocks(run, room):
 
 
 def choices_for(run):
-    """-> [arguments of policy_of()] that the flags leave open, from the fastest to the smallest."""
+    """-> [arguments of policy_of()] that the flags leave open, the fastest first. Each needs at most the
+    memory of the one before."""
     args = run.args
     n_layers = run.config.num_hidden_layers
     asked = blocks_as_asked(run)
+    with_weights = []
     choices = [{"n_recomputed": asked.count("recomputed")}]
     # with the inputs of blocks offloaded, auto recomputes all blocks
     if args.activation_checkpointing == "auto" and "activations" not in args.offload:
-        # a tile dequantizes its weights again
-        choices = block_choices(n_layers, can_keep_weights=args.qlora and not args.tiled_mlp)
-    choices = [choice | {"n_resident": asked.count("resident")} for choice in choices]
+        if args.qlora and not args.tiled_mlp:  # a tile dequantizes its weights again
+            # recompute no block, and keep fewer and fewer dequantized weights
+            with_weights = [{"n_recomputed": 0, "n_weights_kept": n} for n in range(n_layers, 0, -1)]
+        # Recompute more and more blocks, but not attention: its output is the cheapest thing to keep per
+        # second that it saves, where documents are longer than about D tokens. Then recompute attention, too.
+        choices = [{"n_recomputed": n, "n_attention_kept": n} for n in range(n_layers + 1)]
+        choices += [{"n_recomputed": n_layers, "n_attention_kept": n} for n in range(n_layers - 1, -1, -1)]
     if args.resident_blocks == "auto" and offloads_frozen(args):
         # Memory goes to activations first: a block that is not recomputed saves a third of its products. Then
         # to resident weights, which save time only where copies do not hide behind compute: on a 3090 in
         # micro-batches below 330 tokens in NF4, or 1,300 in bf16 (tests/by_card.py --copies). Last to
         # dequantized weights: four times the bytes of NF4, to save a dequantization.
-        with_weights = [choice | {"n_resident": n_layers} for choice in choices if "n_weights_kept" in choice]
-        others = choices[len(with_weights) :]
-        resident = [others[0] | {"n_resident": n} for n in range(n_layers, 0, -1)]
-        choices = [*with_weights, *resident, *others]
+        resident = [choices[0] | {"n_resident": n} for n in range(n_layers, 0, -1)]
+        choices = [*(choice | {"n_resident": n_layers} for choice in with_weights), *resident, *choices]
+    else:
+        choices = [choice | {"n_resident": asked.count("resident")} for choice in [*with_weights, *choices]]
     if "linear_attention" in run.config.layer_types:
         # Memory goes to segments before all that, because they need it for one block after another: on an
         # H100 a layer takes 17 ms for 8,192 tokens at once, and 37 in segments of 2,048 (tests/LOG.md).
@@ -4165,18 +4171,6 @@ def choices_for(run):
         at_once = [choice | {"segment": max(n_tokens, lm.SEGMENT)} for choice in choices]
         shorter = [choices[-1] | {"segment": n} for n in (4096, 2048, lm.SEGMENT) if n < n_tokens]
         choices = at_once + shorter
-    return choices
-
-
-def block_choices(n_layers, can_keep_weights):
-    """-> [arguments of policy_of()], the fastest first. Each needs at most the memory of the one before."""
-    choices = []
-    if can_keep_weights:  # recompute no block, and keep fewer and fewer dequantized weights
-        choices = [{"n_recomputed": 0, "n_weights_kept": n} for n in range(n_layers, 0, -1)]
-    # Recompute more and more blocks, but not attention: its output is the cheapest thing to keep per second
-    # that it saves, where documents are longer than about D tokens. Then recompute attention as well.
-    choices += [{"n_recomputed": n, "n_attention_kept": n} for n in range(n_layers + 1)]
-    choices += [{"n_recomputed": n_layers, "n_attention_kept": n} for n in range(n_layers - 1, -1, -1)]
     return choices
 
 
@@ -4320,8 +4314,8 @@ def comment_on_host(n_bytes):
 
 
 def dry_run(args):
-    """Prints the plan of --world ranks, and how many steps --data are, without weights or a GPU. If the run
-    does not fit, the exit code is that of a run that is out of memory."""
+    """Prints the plan of --world ranks, and rows, tokens and steps of --data, without weights or a GPU. If
+    the run does not fit, the exit code is that of a run that is out of memory."""
     world = args.world or 1
     gib = args.gpu_gib or (CARDS[args.gpu].gib if args.gpu else math.inf)
     room = gib * GIB
@@ -4340,7 +4334,16 @@ def dry_run(args):
         steps = length = None
         if args.data not in ([], DEMO_DATA):
             tokenizer = open_tokenizer(args, files, adapter_reader)
-            steps, length = print_steps(args, tokenizer, config.vocab_size, world)
+            if tokenizer.folder == data.TINY and args.model != "tiny":
+                data.say("note: tokens are counted with the built-in tokenizer; a model folder or Hub id is "
+                         "exact")
+            ranks = Ranks(want_group=False, timeout=args.timeout)
+            ranks.world = world
+            loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
+            data.print_data(args, loader, eval_loader, tokenizer)
+            rows_a_step, steps = count_steps(args, len(loader.rows), world)
+            data.say(f"{data.count_of(steps, 'steps')} of {data.count_of(rows_a_step, 'rows')}")
+            length = mean_length(loader)
         if planned_bytes(run, policy) > room:
             raise SystemExit(OUT_OF_MEMORY)
         if args.gpu:
@@ -4348,19 +4351,6 @@ def dry_run(args):
             data.say(textwrap.fill(text, 80, subsequent_indent="  "))
     except (ValueError, OSError, Unplanned) as error:
         raise SystemExit(str(error)) from error
-
-
-def print_steps(args, tokenizer, vocab_size, world):
-    """Prints what the data of a run are, in rows, tokens and steps -> (steps, see time_of_step())."""
-    ranks = Ranks(want_group=False, timeout=args.timeout)
-    ranks.world = world
-    if tokenizer.folder == data.TINY and args.model != "tiny":
-        data.say("note: tokens are counted with the built-in tokenizer; a model folder or Hub id is exact")
-    loader, eval_loader = data.open_data(args, tokenizer, vocab_size, ranks)
-    data.print_data(args, loader, eval_loader, tokenizer)
-    rows_a_step, steps = count_steps(args, len(loader.rows), world)
-    data.say(f"{data.count_of(steps, 'steps')} of {data.count_of(rows_a_step, 'rows')}")
-    return steps, mean_length(loader)
 
 
 def mean_length(loader):

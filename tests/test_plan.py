@@ -529,7 +529,7 @@ def test_auto_counts_all_blocks_of_a_fork_whose_few_blocks_do_not_tell(monkeypat
     monkeypatch.setattr(train, "shard_", shard_in_pairs_)
     config = lm.parse_config(data.PRESETS["qwen3-0.6b"] | {"num_hidden_layers": 8})
     run = planned(["--model", "qwen3-0.6b", "--fsdp2", "--seq_len", 1024], config, 4).run
-    choices = [train.policy_of(8, **choice) for choice in train.block_choices(8, False)]
+    choices = [train.policy_of(8, **choice) for choice in train.choices_for(run)]
     needs = [max(train.trace(run, choice).peaks.values()) + train.OVERHEAD for choice in choices]
     for i in (0, 6, len(choices) - 1):
         assert train.choose_blocks(run, needs[i] / 0.9 + 1) == choices[needs.index(needs[i])]
@@ -655,7 +655,7 @@ def test_a_forks_optimizer_is_planned_without_an_edit(monkeypatch):
 def test_each_choice_of_auto_needs_at_most_the_memory_of_the_one_before(preset, flags):
     config = lm.parse_config(data.PRESETS[preset] | {"num_hidden_layers": 4})  # each block is three choices more
     run = planned(["--model", preset, "--seq_len", 4096, *flags.split()], config, 2).run
-    choices = [train.policy_of(4, **choice) for choice in train.block_choices(4, run.args.qlora)]
+    choices = [train.policy_of(4, **choice) for choice in train.choices_for(run)]
     peaks = [train.planned_bytes(run, choice) for choice in choices]
     # or bisecting could miss the fastest that fits; what it finds fits in any case
     assert all(after <= 1.004 * before for before, after in itertools.pairwise(peaks))
