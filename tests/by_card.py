@@ -2,7 +2,7 @@
 as the memory plan says. Planned, not measured.
 
     python tests/by_card.py                # a table in Markdown, with the command of each cell behind it
-    python tests/by_card.py --rows         # the longest rows of 8B, 32B and 70B on 24, 48 and 80 GB: 30 CPU minutes
+    python tests/by_card.py --rows         # the longest rows of 8B, 32B and 70B on 24, 48 and 80 GB
     python tests/by_card.py --choice       # what the plan chooses for 8B, 27B, 32B and 70B with --offload params
     python tests/by_card.py --copies       # on paper: the time of a block's copy beside that of its products
 
@@ -13,7 +13,6 @@ Flags are tried in the order of FLAGS, the fastest first; host memory is what th
 import argparse
 import contextlib
 import io
-import sys
 from typing import NamedTuple
 
 import conftest  # noqa: F401  (puts train.py on the path)
@@ -167,28 +166,24 @@ def planned_row(flags, seq_len):
         config = train.open_config(args, 1, device=None, random_init=True).config
     run = train.RunSpec(args, config, 1, seq_len)
     moments, host = train.plan(run, train.blocks_as_asked(run))
-    train.TRACES.clear()
     return train.peak_of(moments)[1] + train.OVERHEAD, sum(host.values())
 
 
 def longest_rows():
-    """A row's bytes are a line in its tokens: two plans draw it, and a plan of the longest row confirms each cell."""
-    print("| model, flags | bytes a token | 24 GB: tokens, GiB + host GiB | 48 GB | 80 GB |\n|---|---|---|---|---|")
+    """Bytes are a line in the tokens of a row: two plans draw it."""
+    print("| model, flags | bytes a token | 24 GB: tokens, GiB of host memory | 48 GB | 80 GB |\n|---|---|---|---|---|")
+    few, many = 1 << 16, 1 << 17  # tokens: in shorter rows attention runs in fewer groups
     for job, tiles in LONG.items():
         model, *flags = job.split()
-        flags = ["--model", model, *flags, *tiles]
-        lengths = (1 << 15, 1 << 16)
-        few, many = (planned_row(flags, n)[0] for n in lengths)
-        slope = (many - few) / (lengths[1] - lengths[0])
+        needs = [planned_row(["--model", model, *flags, *tiles], n) for n in (few, many)]
+        slope, host_slope = ((b - a) / (many - few) for a, b in zip(*needs))
+        gpu_bytes, host_bytes = needs[1]
         cells = []
         for card in CARDS:
-            if card.name not in ("24 GB", "48 GB", "80 GB"):
-                continue
-            room = card.gib * train.GIB
-            n_tokens = int(lengths[0] + (room - few) / slope) // 1024 * 1024
-            need, host = planned_row(flags, n_tokens)
-            cells.append(f"{n_tokens:,}, {need / train.GIB:.2f} + {host / train.GIB:.0f}")
-            print(f"{job}: {cells[-1]}", file=sys.stderr, flush=True)
+            if card.name in ("24 GB", "48 GB", "80 GB"):
+                n_tokens = int(many + (card.gib * train.GIB - gpu_bytes) / slope) // 1024 * 1024
+                host_gib = (host_bytes + (n_tokens - many) * host_slope) / train.GIB
+                cells.append(f"{n_tokens:,}, {host_gib:.0f}")
         print(f"| {job} {' '.join(tiles)} | {slope:,.0f} | " + " | ".join(cells) + " |", flush=True)
 
 
