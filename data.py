@@ -2156,8 +2156,8 @@ class Batch(NamedTuple):
     spans: Spans
     n_targets: list  # of each document; if ranks share a row, only the first of them has these numbers
 
-    def to(self, device):
-        """Copies to a GPU asynchronously, out of pinned memory."""
+    def to(self, device, tokens_stay=False):
+        """Copies to a GPU asynchronously, out of pinned memory. tokens_stay: for an embedding on the host."""
         if device.type != "cuda":
             return self
 
@@ -2166,8 +2166,7 @@ class Batch(NamedTuple):
 
         spans = Spans(self.spans.pairs, copied(self.spans.bounds), self.spans.longest)
         batch = Batch(*map(copied, self[:4]), spans, self.n_targets)
-        batch.tokens.on_host = self.tokens  # an embedding may be there, too
-        return batch
+        return batch._replace(tokens=self.tokens) if tokens_stay else batch
 
 
 class Loader:

@@ -1239,6 +1239,7 @@ class Transformer(nn.Module):
         self.compute_dtype = torch.float32
         self.dropout = 0.0
         self.activation_hooks = None
+        self.tokens_on_host = False  # set by StreamedVocabulary in train.py
         self.sequence_group = None
         self.embed_norm = None
         if c.family.embed_norm:

@@ -5,10 +5,10 @@ memory.
     python train.py --qlora --model Qwen/Qwen3-4B --data chats.jsonl                                 # one GPU
     torchrun --nproc_per_node 2 train.py --fsdp2 --qlora --offload --model Qwen/Qwen2.5-32B --data chats.jsonl
 
-`main` comes first: a run from top to bottom. The sections after it have what main uses. To add a memory
-feature, write one function or small class that modifies the finished model, and call it in build(). The
-memory plan runs build() and train_step() on the meta device, so it accounts for the feature automatically.
-"Where to edit" in tests/README.md says which lines a new loss, optimizer, flag or model changes.
+`main` is a run from top to bottom; the sections after it have what main uses. To add a memory feature,
+write one function or small class that modifies the finished model, and call it in build(). The memory plan
+runs build() and train_step() on the meta device, so it accounts for the feature automatically. "Where to
+edit" in tests/README.md says which lines a new loss, optimizer, flag or model changes.
 
 A reading tour, in the order of a run:
 
@@ -113,8 +113,7 @@ TESTED_TORCH = 2, 15  # the newest one, see tests/private_names.py
 
 
 def main(argv, progress, exits):
-    """A training run from top to bottom. `progress` is kept up to date for launch(), and `exits` is its stack
-    of what has to be closed, however the run ends."""
+    """A training run from top to bottom. launch() reads `progress` after an error, and closes `exits`."""
     args = parse_args(argv)
     # these train nothing, and --dry_run needs neither weights nor a device
     if args.dry_run:
@@ -132,8 +131,7 @@ def main(argv, progress, exits):
     ranks = Ranks(args.fsdp2, args.timeout)
     stop = StopSignal()
     device = ranks.device
-    # Comes first, so that two starts never share a folder. If this start ends before its first step,
-    # RunFolder.leave() removes the folder again.
+    # first, so that two starts never share a folder; RunFolder.leave() removes it if no step is made
     out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, exits)
     progress["out"] = out
     opened = open_model(args, ranks, revisions)
@@ -155,10 +153,9 @@ def main(argv, progress, exits):
     # after the data, because the longest row decides how much is recomputed
     has_flash = all(ranks.gather(device.type == "cuda" and has_bf16(device)))
     run = RunSpec(args, config, ranks.world, loader.longest, has_flash)
-    room = smallest_memory(args.gpu_gib, ranks)
+    room = limit_gpu(args.gpu_gib, ranks)
     policy, planned = plan_run(run, room, steps, mean_length(loader), ranks)
     print_start(argv, run, model, tokenizer.new_ids, policy, ranks)
-    limit_gpu(args.gpu_gib, room, ranks)
     for line in planned:
         ranks.say(line)
 
@@ -167,11 +164,10 @@ def main(argv, progress, exits):
     trainer = build(model, run, policy, ranks, load)
     optimizer = trainer.optimizer
     nonfinite = trainer.nonfinite
-    loss_scale = trainer.loss_scale
     with ranks.agree():
         if resumed:
             # in place: the optimizer has allocated all of its state already
-            load_checkpoint(resumed, state["files"], training_tensors(model, optimizer, loss_scale))
+            load_checkpoint(resumed, state["files"], training_tensors(model, optimizer, nonfinite))
         write_files(out, args, policy, revisions, state, ranks)
     state = ranks.gather(state)[0]  # from here on all ranks have the same
     saver = Saver(out, args.keep, ranks, state["step"])
@@ -185,7 +181,7 @@ def main(argv, progress, exits):
 
     def save():
         with log.paused():
-            saver.save(training_tensors(model, optimizer, loss_scale), state)
+            saver.save(training_tensors(model, optimizer, nonfinite), state)
             log.draw()  # loss.svg is as new as the newest checkpoint, also where a run is killed
 
     end_if_signalled = functools.partial(end_if_stopped, save, saver, state, stop, ranks)
@@ -207,15 +203,15 @@ def main(argv, progress, exits):
     profiler = tracer(args.profile, args.memory_snapshot, out, ranks)
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
         n_done = state["step"]  # data, dropout and schedule count from 0
-        # Turn n + 1 begins with the evaluation of step n, so a run that was stopped between the two evaluates
-        # first when it is resumed.
+        # Turn n + 1 begins with the evaluation of step n: a run that is resumed begins with what it owes.
         is_due = args.eval_every and n_done % args.eval_every == 0
         if is_due and state["evaluated"] < n_done:
             evaluate_now()
         step = n_done + 1  # as it is logged
-        ranks.alive()  # one of several ranks has --timeout seconds from here to the next call
+        ranks.rearm_watchdog()  # a rank has --timeout seconds from here to the next call
         lr = set_rates_(optimizer, n_done, steps, args)
-        seed_dropout(args.seed, n_done, ranks.rank)
+        # other masks in each step and on each rank, and the same ones when a step is computed again
+        torch.manual_seed(nf4.scramble(nf4.scramble(nf4.scramble(args.seed) + n_done) + ranks.rank))
 
         progress |= {"step": step, "tokens_of_micro_batch": max(batch.tokens.numel() for batch in batches)}
         sums, norm = train_step(trainer, batches, counts.terms)
@@ -234,12 +230,11 @@ def main(argv, progress, exits):
         log_due = step <= 10 or step == log.start_step + 1 or step == steps or step % args.log_every == 0
         if log_due or overdue or save_due or stopped:
             # the only host sync of the step
-            numbers = to_host(device, {
-                **log.means(), "lr": lr, "grad_norm": norm, **loss_scale.current(),
-                "skipped_steps": nonfinite.take_count_()})
+            numbers = to_host(
+                device, {**log.means(), "lr": lr, "grad_norm": norm, **nonfinite.take_counts_()})
             bad_step = index_of_bad_step(step, numbers)
             if bad_step is not None:
-                end_not_finite(model, loader, bad_step, args, ranks)
+                end_not_finite(trainer, loader, bad_step)
             log.write(numbers)
         if profiler:
             profiler.step()
@@ -251,7 +246,7 @@ def main(argv, progress, exits):
             end_if_signalled()
 
     # ---- the result: written before an evaluation or a sample could fail
-    faulthandler.cancel_dump_traceback_later()  # set by alive(): an export may take longer than a step
+    faulthandler.cancel_dump_traceback_later()  # of rearm_watchdog(): an export may take longer than a step
     # the last update may have made a weight inf, and no forward has seen it since
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
     export = functools.partial(data.export, args, model, opened.reader, opened.files, tokenizer, out, ranks)
@@ -268,7 +263,7 @@ def main(argv, progress, exits):
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
             adapter_reader = data.WeightFiles(out / "final", data.ADAPTER_WEIGHTS)
             data.merge(args, opened.reader, adapter_reader, opened.files, tokenizer, out)
-    say_done(args.lora, args.merge, args.random_init, model, out, state, ranks)
+    say_done(args.lora, args.merge, args.random_init, out, state, ranks)
 
 
 # ---------------- ranks
@@ -277,21 +272,15 @@ PATIENCE = 4  # how many --timeout a rank may be late outside of the training lo
 
 
 class Ranks:
-    """This process among the others: its number, its device, and the small values that ranks exchange.
-
-    Who waits how long for a rank that hangs: alive() ends a step after --timeout. In gather() and agree(),
-    where a rank may load or save for hours, rank 0 gives up after PATIENCE times as long, the others after
-    twice that."""
+    """This process among the others: its number, its device, and the small values that ranks exchange."""
 
     def __init__(self, want_group, timeout):
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
-            # Segments that can grow leave no unusable holes between tensors of different sizes. CUDA's
-            # allocator reads this at its first use.
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        self.timeout = timeout  # seconds of a step, see alive()
-        # the limit of a step's collectives is longer, so that alive() reports first
+        # Who waits how long for a rank that hangs. A step: rearm_watchdog() ends this rank after `timeout`
+        # seconds, and collectives fail later, so that it reports first.
+        self.timeout = timeout
         self.step_limit = timedelta(seconds=2 * timeout + 60)
-        # how long a rank may load, save or export while others wait, see gather()
+        # gather() and agree(), where a rank may load or save for hours: rank 0 gives up after this time and
+        # names who is missing, the others after twice as long.
         self.long_limit = timedelta(seconds=PATIENCE * timeout)
         # One rank under plain python: without `control`, what follows talks to no other process.
         self.rank = 0
@@ -299,30 +288,13 @@ class Ranks:
         self.control = None
         environment = os.environ if "RANK" in os.environ else {}
         self.local = int(environment.get("LOCAL_RANK", 0))
-        n_local = int(environment.get("LOCAL_WORLD_SIZE", 1))
-        self.device = torch.device("cpu")
-        self.device_name = "CPU"
-        if torch.cuda.is_available():
-            # or set_device() would raise "invalid device ordinal", and only in the ranks that have none
-            if n_local > torch.cuda.device_count():
-                raise SystemExit(f"--nproc_per_node {n_local}: there are {torch.cuda.device_count()} GPUs")
-            self.device = torch.device("cuda", self.local)
-            # before anything is allocated: what asks for "cuda" alone would be on GPU 0, from every rank
-            torch.cuda.set_device(self.device)
-            # On Hopper torch 2.14 prefers cuDNN's attention, which plans each new length for 170 ms, and our
-            # lengths (attend_here() in model.py) differ in each batch.
-            torch.backends.cuda.enable_cudnn_sdp(False)
-            self.device_name = torch.cuda.get_device_name(self.device)
-        threads = os.environ.get("OMP_NUM_THREADS")
-        # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
-        if not threads or (threads == "1" and "RANK" in os.environ):
-            n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-            torch.set_num_threads(max(1, n_cores // n_local))
+        self.device = prepare_device(self.local, int(environment.get("LOCAL_WORLD_SIZE", 1)))
+        on_gpu = self.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else "CPU"
         self.join(want_group)
 
     def join(self, want_group):
-        """Joins the process group that torchrun's variables describe. want_group: else make a group of this
-        process alone, which FSDP2 needs."""
+        """Joins the process group of torchrun's variables, or makes one of this process alone, for FSDP2."""
         under_torchrun = "RANK" in os.environ
         store = dist.HashStore()  # belongs to this process alone: no port has to be free
         if under_torchrun:
@@ -347,10 +319,8 @@ class Ranks:
             # NCCL cannot move tensors on the CPU (offloaded parameters, signals), so gloo stands beside it
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.world,
-                timeout=self.step_limit)
+                backend, store=store, rank=self.rank, world_size=self.world, timeout=self.step_limit)
         if self.world > 1:
-            # rank 0 gives up after long_limit and says who is missing, so the others must not fail first
             self.control = dist.new_group(backend="gloo", timeout=2 * self.long_limit)
 
     def say(self, text):
@@ -369,8 +339,8 @@ class Ranks:
         return values
 
     def largest(self, *numbers):
-        """[the largest of each number over all ranks]: an all-reduce on the CPU, which waits for no GPU."""
-        # The largest, because a signal may have reached one rank alone, and clocks differ between machines.
+        """[the largest of each number over all ranks]: an all-reduce on the CPU, which waits for no GPU.
+        A signal may have reached one rank alone, and clocks differ between machines."""
         highest = torch.tensor(numbers)
         if self.world > 1:
             dist.all_reduce(highest, dist.ReduceOp.MAX)
@@ -378,8 +348,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def agree(self, end_run=True):
-        """If any rank raises ValueError or OSError inside the block, all ranks end with one message, instead
-        of waiting for it in their next collective. end_run=False: they all raise an OSError with it."""
+        """If a rank raises ValueError or OSError inside the block, all ranks end with its message, and none
+        waits for it in the next collective. end_run=False: all raise an OSError with the message."""
         error = None
         try:
             yield
@@ -393,32 +363,53 @@ class Ranks:
             self.leave()
             raise SystemExit(errors[0])  # a wrong flag is an error on all ranks: one of them is enough
 
-    def alive(self):
-        """Call it at each step. If the next call does not come within `timeout` seconds, this rank prints its
-        stacks and ends. A collective that hangs prints nothing by itself (torchtitan #3065)."""
+    def rearm_watchdog(self):
+        """This rank prints its stacks and ends unless the next call comes within `timeout` seconds."""
+        # A collective that hangs prints nothing by itself (torchtitan #3065).
         if self.world > 1:
-            # A thread in C, which no lock of Python holds up. Each call replaces the timer before.
+            # a thread in C, which no lock of Python holds up; each call replaces the timer before
             faulthandler.dump_traceback_later(self.timeout, exit=True)
 
     def leave(self):
-        """Ends the process group on all ranks together: with gloo, others abort when one leaves early.
-        Afterwards gather() and agree() are about this rank alone."""
+        """Ends the process group. Afterwards gather() and agree() are about this rank alone."""
         faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized():
-            dist.barrier(self.control)
+            dist.barrier(self.control)  # with gloo, others abort when one leaves early
             dist.destroy_process_group()
             self.control = None
 
 
-class StopSignal:
-    """Notes SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, so that a run can finish its step, save and end. `number` is
-    the signal's, or 0; ranks.largest(stop.number) makes all ranks see it after the same step.
+def prepare_device(local_rank, n_local):
+    """-> the device of a rank, after settings of CUDA and of the number of threads."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
+    if not threads or (threads == "1" and "RANK" in os.environ):
+        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, n_cores // n_local))
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
+        # Segments that can grow leave no unusable holes between tensors of different sizes. CUDA's allocator
+        # reads this at its first use.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # or set_device() would raise "invalid device ordinal", and only in the ranks that have none
+    if n_local > torch.cuda.device_count():
+        raise SystemExit(f"--nproc_per_node {n_local}: there are {torch.cuda.device_count()} GPUs")
+    device = torch.device("cuda", local_rank)
+    # before anything is allocated: what asks for "cuda" alone would be on GPU 0, from every rank
+    torch.cuda.set_device(device)
+    # On Hopper torch 2.14 prefers cuDNN's attention, which plans each new length for 170 ms, and our lengths
+    # (attend_here() in model.py) differ in each batch.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
 
-    Before main sets `can_save`, a signal ends the process at once. So does a second Ctrl-C, except under
-    torchrun, which itself sends each rank a second."""
+
+class StopSignal:
+    """Notes a signal in `number`, so that a run can finish its step, save and end."""
 
     def __init__(self):
         self.number = 0
+        # Until main sets it, a signal ends the process at once.
         self.can_save = False
         # Slurm (--signal) and clouds send one of the first two before they kill a job.
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
@@ -426,6 +417,7 @@ class StopSignal:
                 signal.signal(number, self.note)
 
     def note(self, number, _):
+        # a second Ctrl-C ends it, too, but not under torchrun, which itself sends each rank a second
         is_second = number == self.number == signal.SIGINT and "RANK" not in os.environ
         if is_second or not self.can_save:
             raise KeyboardInterrupt
@@ -436,23 +428,16 @@ class StopSignal:
 
 
 class OpenedModel(NamedTuple):
-    """What --model and --adapter stand for."""
+    """What --model and --adapter stand for. A plan needs no more than open_config() knows."""
 
     files: data.ModelFiles
     config: lm.Config
-    model: lm.Transformer  # with its features, on the meta device
-    reader: data.WeightFiles | data.RandomWeights  # where the weights come from
-    adapter_reader: data.WeightFiles | None
-    tokenizer: data.Tokenizer
-
-
-class OpenedConfig(NamedTuple):
-    """What can be known of --model and --adapter without their weights."""
-
-    files: data.ModelFiles
-    config: lm.Config
-    adapter_reader: data.WeightFiles | None
     stored_config: lm.Config  # what the files have: the vocabulary may be smaller
+    adapter_reader: data.WeightFiles | None
+    # open_model() adds these
+    model: lm.Transformer | None = None  # with its features, on the meta device
+    reader: data.WeightFiles | data.RandomWeights | None = None  # where the weights come from
+    tokenizer: data.Tokenizer | None = None
 
 
 class RunSpec(NamedTuple):
@@ -482,8 +467,7 @@ class RunSpec(NamedTuple):
 
 
 def open_config(args, world, device, random_init, revisions=None):
-    """-> OpenedConfig, and gives `args` its final values. device: None if the run is only planned. revisions:
-    see take_folder()."""
+    """-> OpenedModel, and gives `args` its final values. device: None if the run is only planned."""
     revisions = {} if revisions is None else revisions
     adapter_reader = None
     adapter_settings = {}
@@ -507,17 +491,17 @@ def open_config(args, world, device, random_init, revisions=None):
     files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter_reader)
     config = lm.parse_config(files.config, f"{args.model}: config.json")
     check_sizes(args, config, world)
-    return OpenedConfig(files, config, adapter_reader, stored_config)
+    return OpenedModel(files, config, stored_config, adapter_reader)
 
 
 def with_vocabulary(files, n_stored, new_tokens, adapter_reader):
-    """ModelFiles with a run's tokenizer and vocabulary. An adapter with an embedding of its own brings both:
-    it may come from a run with --add_tokens. n_stored: rows of the model's embedding."""
+    """ModelFiles with a run's tokenizer and vocabulary. n_stored: rows of the model's embedding."""
     n_rows = n_stored
     if new_tokens:
         new_ids = data.add_new_tokens_(data.read_tokenizer(files.tokenizer).core, new_tokens)
         if new_ids.stop > n_stored:
             n_rows = 128 * math.ceil(new_ids.stop / 128)  # kernels are fast with such sizes
+    # an adapter with an embedding brings both: it may come from a run with --add_tokens
     for name, stored in adapter_reader.tensors.items() if adapter_reader else ():
         # only the end: PEFT puts a prefix before it, and models with a vision tower have a longer name
         if name.endswith("embed_tokens.weight"):
@@ -535,8 +519,8 @@ def with_vocabulary(files, n_stored, new_tokens, adapter_reader):
 
 
 def resolve_for_model(args, config, adapter_settings, device):
-    """Writes the final value of flags that depend on the model or the device. An adapter's rank, alpha,
-    rsLoRA and targets become the run's, and so does its dropout unless --lora_dropout is given."""
+    """Writes the final value of flags that depend on the model or the device."""
+    # an adapter's rank, alpha, rsLoRA and targets become the run's, and its dropout without --lora_dropout
     for name, value in adapter_settings.items():
         # a switch that was not given is False; and `is`, because a dropout of 0 that was given equals it
         if getattr(args, name) is None or getattr(args, name) is False:
@@ -603,9 +587,10 @@ def check_sizes(args, config, world):
 
 
 def default_rate(config, lora, dpo):
-    """The default of --lr. The rule is fitted to the best rates of LoRA on Llama and Qwen of many sizes
-    (get_lr() in github.com/thinking-machines-lab/tinker-cookbook): wider models need a smaller rate, Qwen
-    hardly. There is no published rule for other families."""
+    """The default of --lr."""
+    # Fitted to the best rates of LoRA on Llama and Qwen of many sizes (get_lr() in
+    # github.com/thinking-machines-lab/tinker-cookbook): wider models need a smaller rate, Qwen hardly. There
+    # is no published rule for other families.
     exponent = 0.0775 if config.model_type.startswith("qwen") else 0.781
     rate = 5e-4 * (2000 / config.hidden_size) ** exponent
     if not lora:
@@ -616,16 +601,17 @@ def default_rate(config, lora, dpo):
 
 
 def open_model(args, ranks, revisions=None):
-    """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated.
-    revisions: see take_folder()."""
+    """-> OpenedModel. Checks names and shapes of all that will be read, before anything is allocated."""
     with ranks.agree():
         # --inspect looks at data alone: it downloads no weights for them
         without_weights = args.random_init or bool(args.inspect)
-        files, config, adapter_reader, stored_config = open_config(
-            args, ranks.world, ranks.device, without_weights, revisions)
+        opened = open_config(args, ranks.world, ranks.device, without_weights, revisions)
+        files = opened.files
+        config = opened.config
+        adapter_reader = opened.adapter_reader
         # Names and shapes in files are those of the vanilla model, without NF4's codes and without adapters.
         with torch.device("meta"):
-            vanilla = lm.Transformer(stored_config)
+            vanilla = lm.Transformer(opened.stored_config)
         with data.errors_of_base(args.model, adapter_reader and adapter_reader.folder):
             if files.weights:
                 reader = data.WeightFiles(files.weights)
@@ -635,18 +621,18 @@ def open_model(args, ranks, revisions=None):
         if files.weights and reader.quantized:
             ranks.say(f"{args.model}: {len(reader.quantized):,} matrices in {reader.format}, "
                       "dequantized as they are read")
-        if not config.tie_word_embeddings and stored_config.tie_word_embeddings:  # see has_two_matrices()
+        if not config.tie_word_embeddings and vanilla.config.tie_word_embeddings:  # see has_two_matrices()
             stored = reader.tensors[data.embedding_in_files(config)]
             reader.tensors[data.HEAD] = stored._replace(name=data.HEAD)  # what a merged model writes
         model = lm.on_meta(config, args)
         if adapter_reader:
             data.check_weights(model, adapter_reader, args.adapter)
-        tokenizer = open_tokenizer(args, files, adapter_reader)
+        tokenizer = open_tokenizer(args, opened)
         if files.weights and args.lora and not (adapter_reader or args.train_embeddings):
             for token in data.untrained_tokens(reader, config, tokenizer.stop_ids):
                 ranks.say(f"{tokenizer.core.id_to_token(token)}: the base never trained this end of a turn "
                           "(its embedding is a row of zeros): --train_embeddings trains it")
-        return OpenedModel(files, config, model, reader, adapter_reader, tokenizer)
+        return opened._replace(model=model, reader=reader, tokenizer=tokenizer)
 
 
 def load_weights_(model, opened, seed, resumed, ranks):
@@ -659,27 +645,26 @@ def load_weights_(model, opened, seed, resumed, ranks):
         data.fill_new_rows_(model, opened.reader, opened.tokenizer.new_ids, seed)
 
 
-def open_tokenizer(args, files, adapter_reader):
+def open_tokenizer(args, opened):
     # no value of --train_on: with it the tokenizer refuses rows that are not pairs
     train_on = "pairs" if args.dpo else args.train_on
     variables = data.read_template_args(args.template_args)
     # an adapter goes on with the template that it was trained on, even if the base has another
-    return data.Tokenizer(files.tokenizer, args.chat_template, train_on, variables, args.add_tokens,
-                          adapter_reader and adapter_reader.folder)
+    return data.Tokenizer(opened.files.tokenizer, args.chat_template, train_on, variables, args.add_tokens,
+                          opened.adapter_reader and opened.adapter_reader.folder)
 
 
 def default_precision(is_chat, device):
-    """Emulated bf16 is several times slower than float32. A GPU without bf16 (Turing, Volta) has fp16, 8
-    times as fast as float32. device: None if the run is only planned, for GPUs with bf16."""
+    """--precision where it is not given. device: None if the run is only planned, for GPUs with bf16."""
     if device is None:
         return "mixed"
     if not has_bf16(device):
+        # Emulated bf16 is several times slower than float32. Turing and Volta have fp16, 8 times as fast.
         return "fp16" if device.type == "cuda" else "fp32"
     return "bf16" if is_chat else "mixed"  # a chat trains nothing, so it needs no float32 masters
 
 
 def has_bf16(device):
-    """Whether the device computes in bf16. By default, torch also says yes to a GPU that emulates it."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported()
@@ -697,12 +682,12 @@ def compiles_by_default(config, device):
 
 
 def missing_for_compile(device):
-    """What torch.compile needs on a GPU and does not find, or None. Triton needs a C compiler: $CC, gcc or
-    clang."""
+    """What torch.compile needs on a GPU and does not find, or None."""
     if device is None or device.type != "cuda":
         return None
     if not is_installed("triton"):
         return "the package triton"
+    # Triton compiles its launchers in C
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
         return f"a C compiler, {' or '.join(compilers)}"
@@ -712,16 +697,23 @@ def missing_for_compile(device):
 
 
 def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
-    """-> the state of the run at its start: all that it carries from step to step beside its tensors, as
-    trainer_state.json has it. evaluated: the step of the newest evaluation. best_eval: the best one's row of
-    metrics.jsonl. eval_data: the checksum of what they read. metrics_bytes: the size of metrics.jsonl."""
+    """-> the state of the run at its start: what it carries from step to step beside its tensors."""
     with ranks.agree():
         rows_a_step, steps = count_steps(args, len(loader.rows), ranks.world)
         settings = fixed_settings(args, config, rows_a_step, loader, reader)
         eval_data = eval_loader.documents.checksum if eval_loader else None
-        state = {"step": 0, "tokens": 0, "best_eval": None, "evaluated": 0, "eval_data": eval_data,
-                 "metrics_bytes": 0, "steps": steps, "rows_a_step": rows_a_step, "settings": settings}
-        # the saved state counts, but for `steps`: a run may be made longer or shorter
+        state = {  # trainer_state.json has these names
+            "step": 0,
+            "steps": steps,
+            "tokens": 0,  # trained on
+            "rows_a_step": rows_a_step,
+            "evaluated": 0,  # the step of the newest evaluation
+            "best_eval": None,  # the row of metrics.jsonl of the best one
+            "eval_data": eval_data,  # checksum
+            "metrics_bytes": 0,  # size of metrics.jsonl
+            "settings": settings,
+        }
+        # the saved state counts, except for `steps`: a run may be made longer or shorter
         if resumed:
             state = read_state(resumed, settings, ranks)
         if state["step"] > steps:
@@ -777,28 +769,21 @@ def say_notes(args, config, steps, ranks):
 # ---------------- limits of the memory
 
 
-def smallest_memory(gpu_gib, ranks):
-    """Bytes of each GPU that the run may use, without what other processes hold now. On a CPU only --gpu_gib
-    is a limit. All ranks use the smallest GPU's limit, so that they recompute the same blocks and none waits
-    for another. Collective."""
-    room = (gpu_gib or math.inf) * GIB
-    if ranks.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(ranks.device)
-        # OVERHEAD counts this process's own context, which is not free any more
-        room = min(room, total, free + torch.cuda.memory_reserved(ranks.device) + CONTEXT)
-    return min(ranks.gather(room))
-
-
-def limit_gpu(gpu_gib, room, ranks):
-    """Limits the process to --gpu_gib of its GPU, if it has one."""
+def limit_gpu(gpu_gib, ranks):
+    """Limits the process to --gpu_gib of its GPU, if it has one -> bytes that every rank may use: all must
+    recompute the same blocks. On a CPU only --gpu_gib is a limit. Collective."""
+    limit = (gpu_gib or math.inf) * GIB
     if ranks.device.type != "cuda":
-        return
-    total = torch.cuda.get_device_properties(ranks.device).total_memory
-    limit = min(total, (gpu_gib or math.inf) * GIB)
+        return min(ranks.gather(limit))
+    free, total = torch.cuda.mem_get_info(ranks.device)
+    limit = min(limit, total)
     torch.cuda.set_per_process_memory_fraction(limit / total, ranks.device)
+    # without what other processes hold; OVERHEAD counts this process's own context, which is not free now
+    room = min(ranks.gather(min(limit, free + torch.cuda.memory_reserved(ranks.device) + CONTEXT)))
     if room < limit - 0.1 * GIB:
         ranks.say(f"note: another process uses {(limit - room) / GIB:.2f} GiB of a GPU, or one GPU is "
                   "smaller: the plan does not count on it")
+    return room
 
 
 def keep_freed_memory(on):
@@ -821,16 +806,16 @@ class Trainer(NamedTuple):
     trained: list  # the parameters that the optimizer has
     optimizer: torch.optim.Optimizer
     nonfinite: "NonFinite"
-    loss_scale: "LossScale"
     in_backward: "StepInBackward | None"
+    host_pages: dict  # {parameter: its bytes in host memory}, of those that StreamedWeights copies
 
 
 def build(model, run, policy, ranks, load_weights):
-    """Wraps a model on the meta device, allocates and loads its weights, and makes the optimizer -> Trainer.
-    Each feature wraps what is there, from the inside out.
+    """Wraps a model on the meta device, allocates it, loads its weights, makes the optimizer -> Trainer.
 
-    main calls this, and so does the memory plan, whose ranks.device is the meta device: what is called here
-    is planned as it runs. load_weights: a function of the model."""
+    The memory plan calls this as main does, with the meta device: what is called here is planned as it runs.
+    load_weights: a function of the model."""
+    # each feature wraps what is there, from the inside out
     args = run.args
     device = ranks.device
     if args.compile:
@@ -846,8 +831,9 @@ def build(model, run, policy, ranks, load_weights):
     on_host = allocate_(model, run, policy, device)
     load_weights(model)
     # these two live on in the hooks that they register on modules
+    host_pages = {}
     if on_host:
-        StreamedWeights(on_host, device)
+        host_pages = StreamedWeights(on_host, device).host_pages
     if run.streams and not run.trains_vocabulary:
         StreamedVocabulary(model, device)
     # on a CPU, activations are in host memory already
@@ -855,20 +841,19 @@ def build(model, run, policy, ranks, load_weights):
         model.activation_hooks = OffloadActivations(device, model.model.layers)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trained = list(named.values())
-    nonfinite = NonFinite(trained[0].device)  # where gradients are, with --offload params on the CPU
-    loss_scale = LossScale(args.precision == "fp16", nonfinite.found_inf)
+    # on the device of the gradients: with --offload params on the CPU
+    nonfinite = NonFinite(trained[0].device, args.precision == "fp16")
     optimizer = make_optimizer(named, args, nonfinite.found_inf)
     in_backward = None
     if args.optim_in_backward:
         in_backward = StepInBackward(optimizer, trained, nonfinite, ranks, args.fsdp2, args.replicas)
-    return Trainer(model, run, ranks, trained, optimizer, nonfinite, loss_scale, in_backward)
+    return Trainer(model, run, ranks, trained, optimizer, nonfinite, in_backward, host_pages)
 
 
 def train_step(trainer, batches, n_terms):
     """Forward and backward of each micro-batch, and one update -> ({name: sum of the loss or of a metric},
-    gradient norm), on the device. n_terms: supervised tokens, or pairs, of all micro-batches and ranks. The
-    memory plan runs it, too."""
-    model, run, ranks, trained, optimizer, nonfinite, loss_scale, in_backward = trainer
+    gradient norm), on the device. n_terms: supervised tokens, or pairs, of all micro-batches and ranks."""
+    model, run, ranks, trained, optimizer, nonfinite, in_backward, _ = trainer
     args = run.args
     sums = Counter()
     for i, batch in enumerate(batches):
@@ -878,11 +863,10 @@ def train_step(trainer, batches, n_terms):
             is_last = i == len(batches) - 1
             model.set_requires_gradient_sync(is_last or run.trains_vocabulary)
             model.set_requires_all_reduce(is_last)
-        b = batch.to(ranks.device)
-        loss, metrics = loss_of(model, b, args)
+        loss, metrics = loss_of(model, batch.to(ranks.device, model.tokens_on_host), args)
         # The loss is a sum over tokens (or pairs). Divided by those of all micro-batches and ranks, each
         # counts the same however a step is split. `ranks.world` undoes the mean over ranks of the gradients.
-        (loss_scale.of(loss) * (ranks.world / n_terms)).backward()
+        (nonfinite.scaled(loss) * (ranks.world / n_terms)).backward()
         # detached, or the log would keep the graph until it writes a row
         sums.update({name: value.detach() for name, value in [("loss", loss), *metrics.items()]})
     if in_backward:
@@ -892,29 +876,24 @@ def train_step(trainer, batches, n_terms):
         if ranks.world > 1 and not args.fsdp2:
             average_gradients_(trained, ranks.world)
         # before the norm, because --clip is about gradients of the loss itself
-        loss_scale.unscale_(trained)
+        nonfinite.unscale_(trained)
         norm = clip_gradients_(trained, args.clip)
         # the host does not look at the norm: where it is inf or nan, the kernels change nothing
         nonfinite.step_if_finite(optimizer, norm)
         optimizer.zero_grad()  # to None: the next forward can use their memory
-    nonfinite.count_()
-    loss_scale.update_()
+    nonfinite.end_step_()
     return sums, norm
 
 
 # ---------------- the loss of a batch, evaluation
 
 
-def seed_dropout(seed, step, rank):
-    """Other masks in each step and on each rank, and the same ones when a step is computed again."""
-    torch.manual_seed(nf4.scramble(nf4.scramble(nf4.scramble(seed) + step) + rank))
-
-
 def loss_of(model, b, args):
-    """-> (summed loss of a batch, {name: sum of a metric}), on the device, with the same names in all
-    batches. The log divides the sums by the supervised tokens, or by the pairs of --dpo. Metrics of tokens
-    come from lm_head.custom_loss. With --sequence_parallel N a rank has a shard of the tokens, but
-    b.n_targets of its whole group: a metric that sums these counts them N times."""
+    """-> (summed loss of a batch, {name: sum of a metric}), on the device, with the same names in each batch.
+    The log divides the sums by the supervised tokens, or by the pairs of --dpo. Metrics of tokens come from
+    lm_head.custom_loss."""
+    # With --sequence_parallel N a rank has a shard of the tokens, but b.n_targets of its whole group: a
+    # metric that sums these counts them N times.
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
     if not args.dpo:
         loss = model(*inputs)
@@ -929,12 +908,12 @@ def loss_of(model, b, args):
 
 def preferences(losses_S, reference_S, n_targets, beta):
     """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, metrics).
-    n_targets: of each document, a chosen one before its rejected one; P pairs. (log(sigmoid()) would be
-    log(0) for a pair that the model gets very wrong.)"""
+    n_targets: of each document, a chosen one before its rejected one; P pairs."""
     logp_P2 = log_probabilities(losses_S, n_targets)
     reference_P2 = log_probabilities(reference_S, n_targets)
     rewards_P2 = beta * (logp_P2 - reference_P2)
     margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+    # log(sigmoid()) would be log(0) for a pair that the model gets very wrong
     loss_sum = -nn.functional.logsigmoid(margins_P).sum()
     logp_chosen, logp_rejected = logp_P2.sum(0)
     return loss_sum, {
@@ -956,26 +935,24 @@ def log_probabilities(losses_S, n_targets):
 
 @contextlib.contextmanager
 def evaluating(model):
-    """No dropout inside, and nothing compiled: see compile_() in model.py."""
-    model.eval()
+    model.eval()  # no dropout, and nothing compiled: see compile_() in model.py
     yield
     model.train()
     lm.reshard_(model)  # FSDP2 keeps what it has gathered for a backward, which does not come
 
 
 def evaluate(model, loader, ranks, args, stop=None):
-    """-> {"eval_loss": mean of all rows, and what else metrics.jsonl has}, or None if any rank got a signal:
-    clusters kill soon after it."""
+    """-> {"eval_loss": mean of all rows, and what else metrics.jsonl has}, or None after a signal."""
     sums = Counter()
     stopped = 0
     with evaluating(model), torch.no_grad():
         for batch in loader.once():
-            ranks.alive()
-            # Every rank has equally many batches, so all of them stop before the same one.
+            ranks.rearm_watchdog()
+            # Clusters kill soon after a signal. All ranks have equally many batches and stop before the same.
             (stopped,) = ranks.largest(stop.number if stop else 0)
             if stopped:
                 break
-            loss, metrics = loss_of(model, batch.to(ranks.device), args)
+            loss, metrics = loss_of(model, batch.to(ranks.device, model.tokens_on_host), args)
             # float64, so that the digits that are printed do not depend on the number of ranks
             sums.update({name: value.double() for name, value in [("loss", loss), *metrics.items()]})
     if stopped:
@@ -1016,13 +993,8 @@ def to_host(device, tensors):
 
 @functools.cache  # a second call would wrap the method again
 def shard_bytes_on_old_torch_():
-    """Lets fully_shard of torch 2.11 shard frozen integer parameters such as NF4 weights, as 2.12 does by
-    itself. Delete this function when 2.12 is the oldest torch that you use.
-
-    2.11 takes every parameter for one of floating point, in two places. It wraps a shard in nn.Parameter(),
-    which asks for a gradient, and integers refuse that. And it notes a dtype to cast to before the
-    all-gather, which would turn packed bytes into bf16 numbers. Both are replaced inside FSDP2's module
-    alone."""
+    """Lets torch 2.11 shard frozen integers such as NF4 weights, as 2.12 does by itself. Delete this function
+    when 2.12 is the oldest torch that you use."""
     if torch.__version__ >= (2, 12):
         return
     from types import SimpleNamespace
@@ -1031,12 +1003,13 @@ def shard_bytes_on_old_torch_():
 
     old_init_dtypes = _fsdp_param.FSDPParam.init_dtype_attrs
 
+    # nn.Parameter() asks for a gradient, which integers refuse
     def parameter(tensor, requires_grad=True):
         return nn.Parameter(tensor, requires_grad and tensor.is_floating_point())
 
     def init_dtypes(self, policy):
         old_init_dtypes(self, policy)
-        if not self.orig_dtype.is_floating_point:
+        if not self.orig_dtype.is_floating_point:  # a cast would turn packed bytes into bf16 numbers
             self.param_dtype = None
 
     _fsdp_param.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
@@ -1045,17 +1018,12 @@ def shard_bytes_on_old_torch_():
 
 def shard_(model, args, device, streamed=None):
     """FSDP2 (arXiv:2304.11277) shards each parameter on dim 0. A block is gathered before it runs and freed
-    after it, in the forward and in the backward.
-
-    One unit per block, one for the embedding and one for the head. The last norm belongs to the root unit,
-    which stays gathered from forward to backward. With --replicas N, weights are gathered inside a replica
-    only, and replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard. streamed: see
-    BlockPolicy; by default all blocks. Where a rank has all rows, FSDP2 ignores frozen weights: see
-    streams_weights()."""
+    after it, in the forward and in the backward. streamed: see BlockPolicy; by default all blocks."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shard_bytes_on_old_torch_()
-    # Ranks of one shard group are neighbours, so that all-gathers stay inside a node.
+    # Weights are gathered inside a replica, whose ranks are neighbours, so all-gathers stay inside a node.
+    # Replicas exchange 2 * (N - 1) / N times the bytes of a gradient's shard.
     sizes = args.replicas, dist.get_world_size() // args.replicas
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
     if args.replicas == 1:
@@ -1088,8 +1056,15 @@ def shard_(model, args, device, streamed=None):
         # the last block stays gathered: the backward needs it first, and freeing it would gather it twice
         reshard = args.reshard_after_forward and i < len(layers) - 1
         shard(block, offload_policy=block_offload, reshard_after_forward=reshard)
-        if stays:
-            offload_trained_(block, pin_memory)
+        if not stays:
+            continue
+        # The adapters of a resident block are offloaded as all others are: the optimizer updates parameters
+        # on one device. FSDP2 has one policy for a unit, and a second unit would gather twice as often. So
+        # this sets by private names what the policy would have set.
+        for fsdp_param in block._get_fsdp_state()._fsdp_param_group.fsdp_params:
+            if fsdp_param.sharded_param.requires_grad:
+                fsdp_param.offload_to_cpu = True
+                fsdp_param.pin_memory = pin_memory
     # Said here, because FSDP2's own order counts a DecayGate as a unit between two blocks.
     for before, block in itertools.pairwise(layers):
         block.set_modules_to_backward_prefetch([before])
@@ -1100,19 +1075,8 @@ def shard_(model, args, device, streamed=None):
         # the chunked loss computes the head's gradients in the forward: the backward needs no weights
         head = shard(model.lm_head, reshard_after_forward=args.chunked_ce)
         head.set_unshard_in_backward(not args.chunked_ce)
+    # what is left, such as the last norm, stays gathered from forward to backward
     shard(model, reshard_after_forward=False)
-
-
-def offload_trained_(block, pin_memory):
-    """Makes FSDP2 offload the adapters of a resident block, whose frozen weights stay on the GPU: those of
-    all other blocks are offloaded, and the optimizer updates parameters on one device.
-
-    fully_shard() has one offload policy for all parameters of a unit, and a second unit for the adapters
-    would make twice as many all-gathers. So this sets what the policy would have set, by private names."""
-    for fsdp_param in block._get_fsdp_state()._fsdp_param_group.fsdp_params:
-        if fsdp_param.sharded_param.requires_grad:
-            fsdp_param.offload_to_cpu = True
-            fsdp_param.pin_memory = pin_memory
 
 
 def offloads_frozen(args):
@@ -1133,8 +1097,7 @@ def frozen_of(module):
 
 
 def wrap_blocks_(model, args, policy):
-    """Makes the blocks recompute and keep what `policy` says. Tiles and segments of Gated DeltaNet stand
-    inside of what is recomputed."""
+    """Makes the blocks recompute and keep what `policy` says, with tiles and segments inside of that."""
     if args.tiled_mlp:
         # --seq_len, because the rows of a plan may be shorter
         lm.tile_mlp_(model, args.tiled_mlp, args.seq_len, args.sequence_parallel)
@@ -1166,14 +1129,13 @@ def allocate_(model, run, policy, device):
     return streamed if run.streams else []
 
 
-def move_(p, device):
-    """Allocates a frozen parameter on another device."""
+def move_(p, device):  # a function, because the plan counts what it moves
     on_device = nn.Parameter(torch.empty_like(p, device=device), requires_grad=False)
     # as to_empty() does: p.data of a shard would leave its rows where they are
     torch.utils.swap_tensors(p, on_device)
 
 
-PAGE = 1 << 22  # bytes: a power of two, because torch's pinned allocator rounds up to one; 0.16 ms on PCIe 4
+PAGE = 1 << 22  # bytes, a power of two as torch's pinned allocator gives out; 0.16 ms on PCIe 4
 
 
 class Copy(NamedTuple):
@@ -1184,21 +1146,20 @@ class Copy(NamedTuple):
 
 
 class Parked:
-    """A saved tensor in pages of host memory. in_flight: the Copy that brings it back, from its start to its
-    use."""
+    """A saved tensor in pages of host memory."""
 
     def __init__(self, tensor):
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        self.in_flight = None
+        self.in_flight = None  # the Copy that brings it back, from its start to its use
         # pinned: from memory that the kernel may move, the GPU cannot copy while the host goes on
         self.pages = [
             torch.empty_like(page, device="cpu", pin_memory=not page.is_cpu) for page in pages_of(tensor)]
 
 
 def pages_of(tensor):
-    """Parts of a contiguous tensor, as bytes. In one piece it could take up to twice its size of host memory,
-    because the pinned allocator rounds up. Pages that are free again fit tensors of any size."""
+    """Parts of a contiguous tensor, as bytes. In one piece the pinned allocator would round its size up, to
+    as much as twice of it. Pages that are free again fit tensors of any size."""
     return tensor.view(-1).view(torch.uint8).split(PAGE)
 
 
@@ -1210,9 +1171,9 @@ class SideStream:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, targets, sources):
-        """Starts the copies -> the event behind them, or None on a CPU. They wait for all compute that was
-        issued so far, which has yet to write the sources, or still reads what was in the targets before."""
+        """Starts the copies -> the event behind them, or None on a CPU."""
         if self.stream is not None:
+            # compute that was issued has yet to write the sources, or still reads what was in the targets
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad(), torch.cuda.stream(self.stream):  # the second does nothing if it is None
             for target, source in zip(targets, sources, strict=True):
@@ -1227,21 +1188,18 @@ class SideStream:
 
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Keeps what autograd saves inside the context in host memory: copied out behind the forward, brought
-    back ahead of the backward, both on a side stream. With checkpointing these are the blocks' inputs, 2*D
-    bytes per token and layer, which any PCIe 4 card moves while a block computes (ALST, arXiv:2506.13996).
-    One tensor a node of autograd; of nested hooks torch calls only the innermost.
+    """Keeps what autograd saves inside the context in host memory. With checkpointing these are the blocks'
+    inputs, 2*D bytes per token and layer, which any PCIe 4 card moves while a block computes (ALST,
+    arXiv:2506.13996). One tensor a node of autograd; of nested hooks torch calls only the innermost.
 
         forward:   pack 1, pack 2, pack 3      each starts the copy out
         backward:  unpack 3, unpack 2, ...     between two of them, behind the MLP's backward of the block
                                                that runs, the copy back of the next one starts
 
-    There are two ways to corrupt this silently. torchtune met both; this is what prevents them here:
-    - Memory is reused while the side stream still reads it. So a tensor that leaves is held until the compute
-      stream has waited for its copy.
-    - Memory is reused while a view of it lives on in the backward (torchtune #1860, #1936). So a tensor that
-      returns is allocated on the compute stream and nobody counts its uses: it is free when its last view
-      is."""
+    Two errors corrupted torchtune's silently. Memory was reused while the side stream still read it: so a
+    tensor that leaves is held until the compute stream has waited for its copy. Memory was reused while a
+    view of it lived on in the backward (torchtune #1860, #1936): so a tensor that returns is allocated on the
+    compute stream, and is free when its last view is."""
 
     def __init__(self, device, blocks, min_bytes=1 << 16):
         super().__init__(self.pack, self.unpack)
@@ -1255,7 +1213,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             block.mixer.register_forward_hook(self.after_mixer)
 
     def __enter__(self):
-        self.last = None  # else the first tensor would link to the last one of the previous forward
+        self.last = None  # or the first tensor would link to the last one of the previous forward
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -1264,10 +1222,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         return super().__exit__(*error)
 
     def after_mixer(self, mixer, inputs, out):
-        """Has the next input brought back when the backward of the mixer begins, in groups that of the first
-        and last one: the backward of the MLP, and of other groups, has then freed what they needed."""
+        """Makes the backward of the mixer bring back the next input: the MLP's has then freed its memory."""
         parked = self.next
-        self.next = None  # so the calls for other groups, and those of a recomputation, do nothing
+        self.next = None  # so a recomputation's call does nothing, nor do those for other groups of heads
         if parked is not None and out.requires_grad:
             out.register_hook(lambda _: self.bring_back(parked))
 
@@ -1277,8 +1234,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             self.side.wait_for(self.leaving.pop(0).end)
 
     def pack(self, tensor):
-        # These stay: what is on the host already, what is so small that a copy costs more than it frees, and
-        # parameters, which are on the device in any case.
+        # these stay: what is on the host, what costs more to copy than it frees, and parameters
         elsewhere = tensor.device.type != self.device.type
         if elsewhere or tensor.nbytes < self.min_bytes or isinstance(tensor, nn.Parameter):
             return tensor
@@ -1290,7 +1246,6 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         return self.last
 
     def bring_back(self, parked):
-        """Starts the copy to the device, unless it has been started."""
         if parked.in_flight is None:
             tensor = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
             parked.in_flight = Copy(tensor, self.side.copy(pages_of(tensor), parked.pages))
@@ -1306,50 +1261,49 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 class StreamedWeights:
-    """Keeps the frozen matrices of some blocks in pinned host memory, and brings them to the GPU ahead of
-    their use, on a side stream. Two of these blocks are on the GPU at a time, in two slots of memory that
-    they take in turns: block k is always in slot k % 2, so what autograd has saved of a weight in the forward
-    is that weight again when its block is there for the backward.
+    """Keeps the frozen matrices of some blocks in pinned host memory, and copies them to the GPU before their
+    block runs. Two of these blocks are on the GPU at a time; k counts streamed blocks alone.
 
         forward:   block 0, block 1, block 2 ...   block k leaves its slot to block k + 2
         backward:  ... block 2, block 1, block 0   begins with the last two there, and ends with the first two
 
-    k counts streamed blocks. What blocks with resident weights compute between two of them is time for the
-    copies as well. The host waits for nothing: a copy waits for all compute that was issued before it, and a
+    Block k is always in slot k % 2, so what autograd has saved of a weight in the forward is that weight in
+    the backward. The host waits for nothing: a copy waits for all compute that was issued before it, and a
     block for its copy. A slot is never freed, so no stream can reuse memory that another one reads."""
 
     def __init__(self, blocks, device):
         self.side = SideStream(device)
         self.in_slot = [None, None]  # number of the block that is there, or on its way
         self.arrival = [None, None]  # the event behind its copy
-        n_bytes = max(sum(aligned(p.nbytes) for p in matrices_of(block)) for block in blocks)
+        matrices = [[p for p in frozen_of(block) if p.dim() > 1] for block in blocks]
+        n_bytes = max(sum(aligned(p.nbytes) for p in of_block) for of_block in matrices)
         slots = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in blocks[:2]]
+        self.host_pages = {}  # {p: its bytes}
         self.copies = []  # for each block: its pages in a slot, and those in host memory
         for k, block in enumerate(blocks):
-            self.copies.append(self.move_to_host_(block, slots[k % 2]))
+            self.copies.append(self.move_to_host_(matrices[k], slots[k % 2]))
             block.register_forward_pre_hook(functools.partial(self.before_forward, k))
             block.register_forward_hook(functools.partial(self.after_forward, k))
 
-    def move_to_host_(self, block, slot):
+    def move_to_host_(self, matrices, slot):
         """Moves the matrices of a block into pinned pages, and makes its parameters views of the slot."""
         slot_pages = []
         host_pages = []
         start = 0
-        for p in matrices_of(block):
+        for p in matrices:
             # one parameter at a time: no more than that is in host memory twice
-            p.host_pages = []  # where check_finite() finds the weight while other weights are in the slot
-            for page in pages_of(p.data):
-                pinned = torch.empty_like(page, pin_memory=not slot.is_cpu)
-                p.host_pages.append(pinned.copy_(page))
+            pinned = [
+                torch.empty_like(page, pin_memory=not slot.is_cpu).copy_(page) for page in pages_of(p.data)]
             p.data = slot[start : start + p.nbytes].view(p.dtype).view(p.shape)
             slot_pages += pages_of(p.data)
-            host_pages += p.host_pages
+            host_pages += pinned
+            self.host_pages[p] = pinned
             start += aligned(p.nbytes)
         return slot_pages, host_pages
 
     def bring(self, k):
-        """Starts the copy of a block into its slot, unless it is there. All compute on what the slot has now
-        must have been issued."""
+        """Starts the copy of a block into its slot, unless it is there. Call it when all compute on what the
+        slot has now has been issued."""
         if not 0 <= k < len(self.copies) or self.in_slot[k % 2] == k:
             return
         self.in_slot[k % 2] = k
@@ -1364,8 +1318,7 @@ class StreamedWeights:
         self.bring(k + 1)  # does nothing but in the first block of a forward: see after_forward()
         x = inputs[0]
         if x.requires_grad:
-            # When the gradient of its input is there, the block's backward is done with its weights, and the
-            # slot is free for the block that shares it.
+            # with this gradient the block's backward is done, and its slot free for the block that shares it
             x.register_hook(lambda _: self.bring(k - 2))
 
     def after_forward(self, k, block, inputs, x):
@@ -1380,11 +1333,9 @@ class StreamedWeights:
 
 
 class StreamedVocabulary:
-    """Keeps a frozen embedding and a frozen head, which may be one weight, in host memory.
-
-    A row needs T of the V vectors of the embedding. They are looked up on the host and copied to the GPU. The
-    head is copied as a whole, on a side stream while the last block computes, and is freed behind the loss.
-    Nobody counts its uses: without --chunked_ce autograd holds it for the backward."""
+    """Keeps a frozen embedding and a frozen head, which may be one weight, in host memory. The embeddings of
+    a row's T tokens are looked up on the host. The head is copied to the GPU while the last block computes,
+    and is free behind the loss, or without --chunked_ce behind its backward."""
 
     def __init__(self, model, device):
         self.side = SideStream(device)
@@ -1395,6 +1346,7 @@ class StreamedVocabulary:
         if device.type != "cpu":
             # in place: a tied embedding is the same parameter
             self.on_host.data = self.on_host.data.pin_memory()
+        model.tokens_on_host = True
         embedding = model.model.embed_tokens
         embedding.register_forward_pre_hook(self.before_embedding)
         embedding.register_forward_hook(self.after_embedding)
@@ -1403,10 +1355,8 @@ class StreamedVocabulary:
         self.head.register_forward_hook(self.after_head)
 
     def before_embedding(self, embedding, inputs):
-        """-> the tokens on the host. Batch.to() has left them there. Generation makes no Batch, so the host
-        waits for a copy, as it waits for each new token."""
         (tokens_BT,) = inputs
-        return getattr(tokens_BT, "on_host", tokens_BT).cpu()
+        return tokens_BT.cpu()  # there already, except in generation, which waits for each token in any case
 
     def after_embedding(self, embedding, inputs, x):
         if self.device.type != "cpu":
@@ -1427,10 +1377,6 @@ class StreamedVocabulary:
         head.weight = self.on_host
 
 
-def matrices_of(block):
-    return [p for p in frozen_of(block) if p.dim() > 1]
-
-
 def aligned(n_bytes):
     """Kernels read 16 bytes at a time, from addresses that CUDA's allocator aligns to 512."""
     return nf4.ceil_div(n_bytes, 512) * 512
@@ -1440,10 +1386,9 @@ def aligned(n_bytes):
 
 
 def groups_of(named, weight_decay, embedding_lr):
-    """An optimizer's parameter groups: matrices, vectors, and with adapters what --train_embeddings trains,
-    for which the rate of adapters is too high."""
+    """Parameter groups: matrices, vectors, and the vocabulary under adapters, at a rate of its own."""
     in_full = () if embedding_lr is None else (data.EMBEDDING, data.HEAD)
-    vocabulary = [p for name, p in named.items() if name in in_full]  # one if they are tied
+    vocabulary = [p for name, p in named.items() if name in in_full]
     matrices = [p for name, p in named.items() if name not in in_full and p.dim() > 1]
     vectors = [p for p in named.values() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay},
@@ -1454,10 +1399,7 @@ def groups_of(named, weight_decay, embedding_lr):
 
 
 def make_optimizer(named, args, found_inf):
-    """AdamW with weight decay on matrices only, not on norms and biases.
-
-    To add an optimizer, follow these rules. `named` is {name: parameter}; names tell the embedding and the
-    head from the blocks' matrices:
+    """AdamW with weight decay on matrices only. named: {name: parameter}. To add an optimizer:
 
     - Put every parameter into a group: one that is in none never learns, silently.
     - Allocate all state here, in optimizer.state[p], and update it in place: then it is saved, resumed,
@@ -1471,6 +1413,7 @@ def make_optimizer(named, args, found_inf):
     groups = groups_of(named, args.weight_decay, args.embedding_lr)
     eight_bits = args.optim == "adamw8bit"
     if eight_bits or args.stochastic_rounding:
+        # It counts steps on the host, and those that fp16 skips, too: its first updates are smaller then.
         return nf4.CompactAdamW(
             groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, found_inf)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
@@ -1490,15 +1433,14 @@ def set_rates_(optimizer, step, steps, args):
 
 
 def lr_at(step, steps, args, peak):
-    """Learning rate of a step, counted from 0: linear warmup to `peak`, then constant, or linear or cosine
-    decay to --min_lr; --embedding_lr falls to the same fraction of its peak."""
+    """Learning rate of a step, counted from 0: linear warmup to `peak`, then --schedule down to --min_lr."""
     lowest = args.min_lr
-    if peak != args.lr:
+    if peak != args.lr:  # --embedding_lr falls to the same fraction of its peak
         lowest *= peak / args.lr if args.lr else 0.0
+    # below 1: a fraction of the run
     warmup = args.warmup * steps if args.warmup < 1 else args.warmup
-    # below 1: a fraction of the run. The first step learns something, and the first after the warmup has the
-    # peak
     if step < warmup:
+        # the first step learns something, and the first after the warmup has the peak
         return peak * (step + 1) / (warmup + 1)
     if args.schedule == "constant":
         return peak
@@ -1508,7 +1450,7 @@ def lr_at(step, steps, args, peak):
 
 
 def average_gradients_(params, world):
-    """Replaces gradients by their means over ranks that each have the whole model, all of them at once."""
+    """Replaces gradients by their means over ranks that each have the whole model."""
     work = [dist.all_reduce(p.grad, async_op=True) for p in params]
     for handle, p in zip(work, params, strict=True):
         handle.wait()
@@ -1525,63 +1467,10 @@ def clip_gradients_(params, clip):
     return norm
 
 
-class LossScale:
-    """The loss scale of --precision fp16 (arXiv:1710.03740), by the protocol of torch.amp.GradScaler, on the
-    device without a host sync. With other precisions it does nothing.
-
-    fp16 numbers end at 65,504, and below 6e-8 there is only 0. Many gradients of a mean loss are smaller, so
-    the loss is multiplied by a scale before the backward:
-
-        a step                      loss * scale -> backward -> gradients / scale -> norm, clip, optimizer
-        a gradient has overflowed   no weight changes, and the scale is halved
-        2,000 steps without that    the scale is doubled
-
-    8-bit AdamW counts steps on the host, including skipped ones, so its bias correction is slightly off at
-    first: early updates are smaller."""
-
-    FIRST = 2.0**16
-    GROWTH_INTERVAL = 2000
-
-    def __init__(self, is_on, found_inf):
-        self.found_inf = found_inf  # that of NonFinite
-        self.value = None
-        if is_on:
-            self.value = torch.full_like(found_inf, self.FIRST)
-            # steps since the scale has changed; int32 is what torch's kernel expects
-            self.n_good = torch.zeros_like(found_inf, dtype=torch.int32)
-
-    def of(self, loss):
-        return loss if self.value is None else loss * self.value
-
-    def unscale_(self, params):
-        """Divides gradients by the scale, which changes no bit of them: it is a power of two."""
-        if self.value is not None:
-            grads = nf4.rows_of(p.grad for p in params if p.grad is not None)
-            torch._foreach_mul_(grads, 1 / self.value)
-
-    def update_(self):
-        """Call it after each step. It sets found_inf to 0: the next step has a new scale, and may update."""
-        if self.value is not None:
-            # GradScaler's own kernel. It counts the good steps, then doubles or halves, without the host.
-            torch._amp_update_scale_(
-                self.value, self.n_good, self.found_inf, 2.0, 0.5, self.GROWTH_INTERVAL)
-            self.found_inf.zero_()
-
-    def current(self):
-        """-> {name: the scale, on the device}, or {} where there is none."""
-        return {} if self.value is None else {"loss_scale": self.value}
-
-    def tensors(self):
-        """What a checkpoint needs, {name: tensor}: a resumed run would skip steps until the scale fits
-        again."""
-        return {} if self.value is None else {"loss_scale": self.value, "loss_scale.n_good": self.n_good}
-
-
 class StepInBackward:
     """--optim_in_backward: updates each parameter as soon as its gradient is complete, and frees the gradient
-    (LOMO, arXiv:2306.09782). So one gradient is alive, or those of one FSDP unit: hooks run after its
-    reduce-scatter. A gradient that is not finite stops this rank's later updates; earlier ones of that step
-    stay."""
+    (LOMO, arXiv:2306.09782). So one gradient is alive, or with FSDP2 those of one unit, after their
+    reduce-scatter. A gradient with inf or nan stops this rank's later updates, not the earlier ones."""
 
     def __init__(self, optimizer, params, nonfinite, ranks, fsdp2, replicas):
         self.optimizer = optimizer
@@ -1620,7 +1509,7 @@ class StepInBackward:
 
 
 def memory_gib(device):
-    """(peak allocated, peak reserved) on a GPU since the last call; (peak resident memory, None) on a CPU."""
+    """Peaks of a GPU since the last call: (allocated, reserved). On a CPU: (resident memory, None)."""
     if device.type != "cuda":
         n_in_gib = 2**30 if sys.platform == "darwin" else 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / n_in_gib, None
@@ -1631,13 +1520,13 @@ def memory_gib(device):
 
 
 def draw(path, curves):
-    """Writes curves as SVG, by hand, without a package. curves: {(name, colour): [(step, loss)]}. The grey of
-    axes and words can be read on white and on black."""
+    """Writes curves as SVG, without a package. curves: {(name, colour): [(step, loss)]}."""
     # one scale for all curves
     steps, losses = zip(*(point for curve in curves.values() for point in curve))
     first, last = min(steps), max(steps)
     low, high = min(losses), max(losses)
-    shapes = [  # the axes go from (52, 14) down to (52, 356) and right to (708, 356)
+    # The axes go from (52, 14) down to (52, 356) and right to (708, 356), in a grey for black and for white.
+    shapes = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" '
         'font-family="sans-serif" font-size="12" fill="#848d97">',
         '<path d="M52 14V356H708" fill="none" stroke="#848d97"/>',
@@ -1661,8 +1550,7 @@ def draw(path, curves):
 
 class Log:
     """metrics.jsonl, loss.svg and the lines on the console. In a training row, loss and gradient norm are the
-    step's own; times and speeds are means since the row before. `state` has the step and its tokens, which
-    main counts. sinks: see open_sinks()."""
+    step's own; times and speeds are means since the row before. main counts steps and tokens in `state`."""
 
     def __init__(self, out, state, loader, ranks, sinks):
         self.out = out
@@ -1671,7 +1559,7 @@ class Log:
         self.ranks = ranks
         self.n_skipped = 0  # steps
         self.before_row = ""  # see append()
-        self.sinks = sinks
+        self.sinks = sinks  # see open_sinks()
         # if the GPU is not in the table, mfu is null in every row
         card = CARDS.get(card_named(ranks.device_name))
         self.peak_flops = 1e12 * card.tflops if card else None
@@ -1681,7 +1569,6 @@ class Log:
         self.reset()
 
     def reset(self):
-        """Begins a row."""
         self.mark = time.perf_counter()
         self.waited_s = self.loader.waited_s
         self.loss_sums = []
@@ -1692,20 +1579,18 @@ class Log:
 
     @contextlib.contextmanager
     def paused(self):
-        """Evaluations and saves do not count as time of a step."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            self.mark += time.perf_counter() - started
+            self.mark += time.perf_counter() - started  # evaluations and saves are no time of a step
 
     def seconds(self):
-        """Since the last row, without pauses."""
         return time.perf_counter() - self.mark
 
     def count(self, sums, counts, flops):
         """Adds a step to the row. Sums and flops are this rank's, counts are those of all ranks."""
-        # tensors on the device: their numbers are fetched once a row, so that no step waits for the GPU
+        # Tensors on the device: their numbers are fetched once a row, so that no step waits for the GPU.
         self.loss_sums.append(sums.pop("loss"))
         self.metrics = sums
         self.n_terms.append(counts.terms)
@@ -1726,10 +1611,9 @@ class Log:
         return {"losses": torch.stack(means[:n_steps]), **dict(zip(self.metrics, means[n_steps:]))}
 
     def write(self, numbers):
-        """Writes the row of this step: the numbers that main has fetched and what is known here. "losses" are
-        of each step since the last row, for loss.svg."""
+        """Writes the row of this step: the numbers that main has fetched and what is known here."""
         seconds = self.seconds()
-        losses = numbers["losses"]
+        losses = numbers["losses"]  # of each step since the last row, for loss.svg
         n_steps = len(losses)
         n_skipped = int(numbers.pop("skipped_steps"))
         step = self.state["step"]
@@ -1775,7 +1659,7 @@ class Log:
                     evaluation.keys() - {"eval_loss", n_terms})
 
     def append(self, row, line, metrics):
-        """Writes a row, and prints a line and below it those of its numbers that are named in `metrics`."""
+        """Writes a row. Prints `line`, and below it those numbers of the row that `metrics` names."""
         if metrics:
             line += "\n  " + "  ".join(f"{name} {row[name]:.4g}" for name in row if name in metrics)
         row = row | {name: None for name, value in row.items()
@@ -1803,7 +1687,7 @@ class Log:
         curves = {}
         for row in read_metrics(self.out, self.state["step"]):
             label = ("evaluation loss", "#e5534b") if "eval_loss" in row else ("training loss", "#2f81f7")
-            losses = losses_of(row)  # the last one is that of the row's step
+            losses = losses_of(row)  # up to that of the row's step
             curves.setdefault(label, []).extend(enumerate(losses, row["step"] - len(losses) + 1))
         if curves:
             with contextlib.suppress(OSError):  # a full disk: the numbers count, not the picture
@@ -1823,24 +1707,20 @@ FINISH_S = 30  # for a sink to send its last rows, at the end of a run
 
 
 def open_sinks(args, out, resumed, ranks, exits):
-    """-> [what else gets the metrics of this run], none on other ranks than 0. Collective.
-
-    A sink is an object with write({name: number}), where the step is one of the names, and close(has_failed).
-    To add one, write a flag, a class like TensorBoard below and a line here. An error ends a run at its
-    start, where its user can fix it. A resumed run, which torchrun may have restarted, goes on without."""
-    kinds = {"tensorboard": TensorBoard, "wandb": WandB}
+    """-> [what else gets the metrics of this run], none on other ranks than 0. Collective. To add one, write
+    a flag, a class like TensorBoard below, and a line here."""
     sinks = []
     exits.push(functools.partial(close_sinks, sinks))
     step = step_of(resumed) if resumed else 0
     with ranks.agree():
-        for flag, kind in kinds.items():
+        for flag, kind in (("tensorboard", TensorBoard), ("wandb", WandB)):
             if ranks.rank or not out or not getattr(args, flag):
                 continue
             try:
                 sinks.append(kind(out, step, settings_of(args, ranks.world)))
             except Exception as error:  # each library raises classes of its own, also when it is imported
                 message = f"--{flag}: {type(error).__name__}: {error}"
-                if not resumed:
+                if not resumed:  # the user is there, and can fix it; torchrun restarts runs at night
                     raise ValueError(f"{message}\nLeave --{flag} out: metrics.jsonl has all rows. With "
                                      "--wandb, WANDB_MODE=offline keeps them for `wandb sync`") from error
                 data.say(f"{message}. The run continues without it; metrics.jsonl has all rows")
@@ -1859,8 +1739,7 @@ def dropping(sink, sinks):
 
 
 def close_sinks(sinks, error, *_):
-    """ExitStack calls this however the run ends, with the class of its error. The process ends by os._exit(),
-    so nothing else would make wandb send its last rows."""
+    """ExitStack calls this however the run ends, with the class of its error."""
     for sink in list(sinks):
         # Another Ctrl-C gives up on a network that is slow, and does not change how the run has ended.
         with dropping(sink, sinks), contextlib.suppress(KeyboardInterrupt):
@@ -1868,6 +1747,8 @@ def close_sinks(sinks, error, *_):
 
 
 class TensorBoard:
+    """Gets each row as {name: number}, with the step among the names."""
+
     def __init__(self, out, step, _):
         from torch.utils.tensorboard import SummaryWriter  # here, because tensorboard is an optional package
 
@@ -1884,17 +1765,15 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases. wandb-id.txt in the run's folder has the id under which a resumed run
-    continues. It is not in a checkpoint: to continue in another folder is a second run, and a second
-    curve."""
+    """A run of Weights & Biases, which a resumed run in the same folder continues."""
 
     def __init__(self, out, _, settings):
         import wandb
 
         path = out / "wandb-id.txt"
         run_id = path.read_text().strip() if path.is_file() else None
-        folder = os.getenv("WANDB_DIR", str(out))
-        self.run = wandb.init(id=run_id, resume="allow", dir=folder, config=settings)
+        self.run = wandb.init(
+            id=run_id, resume="allow", dir=os.getenv("WANDB_DIR", str(out)), config=settings)
         if self.run is None:
             raise RuntimeError("wandb.init() has started no run")
         data.replace_file(path, f"{self.run.id}\n")
@@ -1910,31 +1789,30 @@ class WandB:
 
 
 def tracer(profile, snapshot, out, ranks):
-    """--profile, --memory_snapshot -> a profiler that writes what the third step did (main calls its step()),
-    or None without these flags and on other ranks than 0."""
+    """-> a profiler that writes what the third step did, or None without the flags and on ranks above 0."""
     if ranks.rank or not (profile or snapshot):
         return None
     device = ranks.device
     snapshot = snapshot and device.type == "cuda"
     if snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+
+    def write(profiler):
+        try:
+            if profile:
+                by_time = f"self_{device.type}_time_total"
+                data.say(profiler.key_averages().table(sort_by=by_time, row_limit=12))
+                profiler.export_chrome_trace(str(out / "trace.json.gz"))
+            if snapshot:
+                torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
+        except OSError as error:  # a full disk does not end a training
+            data.say(f"{out}: profile not written: {error}")
+
     # The third step, in which everything is warm. repeat=1, or each third step of the run would be written.
     third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
-    write = functools.partial(write_trace, out, device, profile, snapshot)
     profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
     profiler.start()
     return profiler
-
-
-def write_trace(out, device, profile, snapshot, profiler):
-    try:
-        if profile:
-            data.say(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=12))
-            profiler.export_chrome_trace(str(out / "trace.json.gz"))
-        if snapshot:
-            torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
-    except OSError as error:  # a full disk does not end a training
-        data.say(f"{out}: profile not written: {error}")
 
 
 # ---------------- what a start prints
@@ -2170,16 +2048,41 @@ def print_answer(tokenizer, tokens):
 
 
 class NonFinite:
-    """Keeps inf and nan out of the weights without a host sync in each step.
+    """Keeps inf and nan out of the weights, and scales the loss of --precision fp16 (arXiv:1710.03740). It
+    follows torch.amp.GradScaler, but stays on the device, so no step waits for the host.
 
-    found_inf is a flag on the device. The first step whose gradients have an inf or nan sets it to 1, and
-    optimizers change no weight while it is 1 (the protocol of torch.amp.GradScaler). It stays 1 until main
-    fetches the count of such steps with the next row of the log, and ends the run. In fp16,
-    LossScale.update_() resets it after each step: such a step is skipped, and the run goes on."""
+    fp16 numbers end at 65,504, and below 6e-8 there is only 0. Many gradients of a mean loss are smaller, so
+    the loss is multiplied by a scale before the backward:
 
-    def __init__(self, device):
+        a step                      loss * scale -> backward -> gradients / scale -> norm, clip, optimizer
+        a gradient has overflowed   no weight changes, and the scale is halved
+        2,000 steps without that    the scale is doubled
+    """
+
+    FIRST_SCALE = 2.0**16
+    GROWTH_INTERVAL = 2000
+
+    def __init__(self, device, is_fp16=False):
+        # 1 from the first gradient with inf or nan on: optimizers change no weight then. In fp16 that step is
+        # skipped. In other precisions main fetches n_steps with the next row of the log, and ends the run.
         self.found_inf = torch.zeros((), device=device)
-        self.n_steps = torch.zeros_like(self.found_inf)  # with found_inf at 1, since take_count_()
+        self.n_steps = torch.zeros_like(self.found_inf)  # with found_inf at 1, since take_counts_()
+        self.scale = None
+        self.tensors = {}  # of a checkpoint: without them a resumed run would skip steps until the scale fits
+        if is_fp16:
+            self.scale = torch.full_like(self.found_inf, self.FIRST_SCALE)
+            # steps since the scale has changed; int32 is what torch's kernel expects
+            self.n_good = torch.zeros_like(self.found_inf, dtype=torch.int32)
+            self.tensors = {"loss_scale": self.scale, "loss_scale.n_good": self.n_good}
+
+    def scaled(self, loss):
+        return loss if self.scale is None else loss * self.scale
+
+    def unscale_(self, params):
+        """Divides gradients by the scale, which changes no bit of them: it is a power of two."""
+        if self.scale is not None:
+            grads = nf4.rows_of(p.grad for p in params if p.grad is not None)
+            torch._foreach_mul_(grads, 1 / self.scale)
 
     def step_if_finite(self, optimizer, norm):
         """optimizer.step(), unless this norm of gradients or an earlier one was inf or nan."""
@@ -2188,20 +2091,26 @@ class NonFinite:
         if hasattr(optimizer, "found_inf") or not self.found_inf:
             optimizer.step()
 
-    def count_(self):
-        """Call it after each step."""
+    def end_step_(self):
         self.n_steps += self.found_inf
+        if self.scale is not None:
+            # GradScaler's own kernel. It counts the good steps, then doubles or halves, without the host.
+            torch._amp_update_scale_(
+                self.scale, self.n_good, self.found_inf, 2.0, 0.5, self.GROWTH_INTERVAL)
+            self.found_inf.zero_()  # the next step has a new scale, and may update
 
-    def take_count_(self):
-        """-> the number of steps since the last call in which a gradient was inf or nan, on the device."""
-        n_steps = self.n_steps.clone()
+    def take_counts_(self):
+        """-> what a row of the log has of it, on the device: steps with inf or nan since the last call."""
+        counts = {"skipped_steps": self.n_steps.clone()}
+        if self.scale is not None:
+            counts["loss_scale"] = self.scale
         self.n_steps.zero_()
-        return n_steps
+        return counts
 
 
 def index_of_bad_step(step, numbers):
-    """-> the step, as an index from 0, that ends the run because it was not finite, or None. step: the newest
-    one, counted from 1. numbers: what main has fetched for a row of the log."""
+    """-> the step, from 0, that ends the run because it was not finite, or None. step: the newest, from 1.
+    numbers: of a row of the log."""
     losses = numbers["losses"]
     n_skipped = int(numbers["skipped_steps"])
     if n_skipped and "loss_scale" not in numbers:
@@ -2214,13 +2123,14 @@ def index_of_bad_step(step, numbers):
     return step - 1 if numbers.get("loss_scale", 1) < 1 else None
 
 
-def check_finite(tensors, step, ranks):
+def check_finite(tensors, step, ranks, host_pages=None):
     """Ends the run if any rank has inf or nan in a tensor of {name: tensor}. Collective."""
     wrong = []
     for name, tensor in tensors.items():
+        # a streamed weight is found in host memory: other weights are in its slot
         local = [nf4.local(tensor).rows]
-        if hasattr(tensor, "host_pages"):  # a streamed weight, whose slot other blocks use, too
-            local = [page.view(tensor.dtype) for page in tensor.host_pages]
+        if host_pages and tensor in host_pages:
+            local = [page.view(tensor.dtype) for page in host_pages[tensor]]
         if not all(part.isfinite().all() for part in local):
             wrong.append(name)
     names = list(itertools.chain(*ranks.gather(wrong)))
@@ -2231,11 +2141,12 @@ def check_finite(tensors, step, ranks):
             f"{names[0]} contains inf or nan after {step} steps, nothing is saved: {cause}")
 
 
-def end_not_finite(model, loader, step, args, ranks):
-    """Ends a run whose loss or gradient was inf or nan in `step` (from 0), and names its documents.
-    Collective."""
+def end_not_finite(trainer, loader, step):
+    """Ends a run whose loss or gradient was inf or nan in `step` (from 0), and names its documents."""
+    args = trainer.run.args
+    ranks = trainer.ranks
     # If a weight itself is not finite, that is the cause, and no document is to blame.
-    check_finite(dict(model.named_parameters()), step, ranks)
+    check_finite(dict(trainer.model.named_parameters()), step, ranks, trainer.host_pages)
     places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
     changed = "The weights and"
     if args.optim_in_backward:
@@ -2254,7 +2165,7 @@ def end_not_finite(model, loader, step, args, ranks):
 
 
 def end_if_stopped(save, saver, state, stop, ranks):
-    """Saves and ends the run, by SystemExit, if a signal has reached any rank. All ranks must call it."""
+    """Saves and ends the run, by SystemExit, if a signal has reached any rank. Collective."""
     (number,) = ranks.largest(stop.number)
     if not number:
         return
@@ -2276,9 +2187,8 @@ RETRY_S = 60  # between two tries to write a result that is nowhere else
 
 
 def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
-    """Calls export(), which raises the same OSError on all ranks if final/ cannot be written. If the last
-    step is in no checkpoint either, only this process has its weights, so it tries again each minute for
-    `timeout` seconds, or until a signal, while somebody makes room."""
+    """Calls export(), which raises the same OSError on all ranks if final/ cannot be written."""
+    # If the last step is in no checkpoint, only this process has its weights: it waits for free space.
     n_tries = math.ceil(timeout / RETRY_S)
     while True:
         try:
@@ -2297,9 +2207,8 @@ def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
             end_if_signalled()
 
 
-def say_done(lora, merge, random_init, model, out, state, ranks):
-    """The last lines of a run. If --chat could not open a fork's adapter, this says so: it opens it as --chat
-    does."""
+def say_done(lora, merge, random_init, out, state, ranks):
+    """The last lines of a run."""
     if ranks.rank:
         return
     best = state["best_eval"]
@@ -2311,20 +2220,13 @@ def say_done(lora, merge, random_init, model, out, state, ranks):
     if merge:
         written += f" and {out}/merged"
     next_step = f"Try it: python train.py --chat --model {out}/{'merged' if merge else 'final'}"
-    if lora and not merge:
-        try:
-            adapter_reader, _ = data.open_adapter(out / "final")
-            data.check_weights(model, adapter_reader, out / "final")
-        except (ValueError, OSError) as error:
-            next_step = f"--chat cannot load it: {error}"
-        if random_init:
-            next_step = "--chat cannot load it: only --merge saves the random weights under it"
+    if lora and random_init and not merge:
+        next_step = "--chat cannot load it: only --merge saves the random weights under it"
     ranks.say(f"done: {written}. {next_step}")
 
 
 def export_checkpoint(args, exits):
-    """--export: writes final/ of a checkpoint, as its run would have written it at that step, to --out or
-    beside its run. The flags come from the run's args.json. No data and no frozen weights are read."""
+    """--export: writes final/ of a checkpoint to --out or beside its run, with the flags of args.json."""
     checkpoint = Path(args.export).resolve()
     ranks = Ranks(want_group=False, timeout=args.timeout)
     with ranks.agree():
@@ -2350,8 +2252,7 @@ def export_checkpoint(args, exits):
 
 
 def merge_result(args, exits):
-    """--merge without --data: writes merged/ to the folder of the adapter's run, or to --out, and trains
-    nothing."""
+    """--merge without --data: writes merged/ to the folder of the adapter's run, or to --out."""
     ranks = Ranks(want_group=False, timeout=args.timeout)
     opened = open_model(args, ranks)
     with ranks.agree():
@@ -2666,10 +2567,10 @@ def read_state(folder, settings, ranks):
     return state
 
 
-def training_tensors(model, optimizer, scale):
+def training_tensors(model, optimizer, nonfinite):
     """Returns {name: tensor or DTensor} of all that training changes."""
     lm.reshard_(model)  # after an evaluation FSDP2 may still have whole weights where the shards belong
-    tensors = scale.tensors()
+    tensors = dict(nonfinite.tensors)
     for name, p in model.named_parameters():
         if p.requires_grad:
             tensors[name] = p.detach()
@@ -3585,7 +3486,7 @@ def owned_bytes(trainer, live):
             kind = "quantized weights"
         # the number of steps may be a tensor on the CPU
         state = [t for t in trainer.optimizer.state.get(p, {}).values() if t.is_meta]
-        for kind_of, tensors in (kind, [p, *getattr(p, "host_pages", ())]), ("optimizer", state):
+        for kind_of, tensors in (kind, [p, *trainer.host_pages.get(p, ())]), ("optimizer", state):
             for rows in nf4.rows_of(tensors):
                 storage = id(rows.untyped_storage())
                 kinds[storage] = kind_of
@@ -4324,8 +4225,8 @@ def dry_run(args):
     if alike:
         data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {alike[0]}")
     try:
-        files, config, adapter_reader, _ = open_config(args, world, device=None, random_init=True)
-        run = RunSpec(args, config, world, args.seq_len)
+        opened = open_config(args, world, device=None, random_init=True)
+        run = RunSpec(args, opened.config, world, args.seq_len)
         policy = choose_blocks(run, room)
         for text in describe_blocks(run, policy):
             data.say(textwrap.fill(text, 80, subsequent_indent="  "))
@@ -4333,13 +4234,13 @@ def dry_run(args):
             data.say(line)
         steps = length = None
         if args.data not in ([], DEMO_DATA):
-            tokenizer = open_tokenizer(args, files, adapter_reader)
+            tokenizer = open_tokenizer(args, opened)
             if tokenizer.folder == data.TINY and args.model != "tiny":
                 data.say("note: tokens are counted with the built-in tokenizer; a model folder or Hub id is "
                          "exact")
             ranks = Ranks(want_group=False, timeout=args.timeout)
             ranks.world = world
-            loader, eval_loader = data.open_data(args, tokenizer, config.vocab_size, ranks)
+            loader, eval_loader = data.open_data(args, tokenizer, opened.config.vocab_size, ranks)
             data.print_data(args, loader, eval_loader, tokenizer)
             rows_a_step, steps = count_steps(args, len(loader.rows), world)
             data.say(f"{data.count_of(steps, 'steps')} of {data.count_of(rows_a_step, 'rows')}")

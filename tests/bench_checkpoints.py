@@ -241,7 +241,7 @@ def state_after_a_step(folder, args, ranks):
         p.grad = p.detach().clone()
     optimizer.step()
     optimizer.zero_grad()
-    return train.training_tensors(model, optimizer, train.LossScale(False, torch.zeros(())))
+    return train.training_tensors(model, optimizer, train.NonFinite(torch.device("cpu")))
 
 
 def state_rank(folder):

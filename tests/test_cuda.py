@@ -468,11 +468,9 @@ def make_old_card():
     torch.cuda.is_bf16_supported = lambda **_: False
     torch.cuda.get_device_capability = lambda _=None: (7, 5)
     make_steps_strict()
-    for name in ("of", "unscale_", "update_", "current"):
-        setattr(train.LossScale, name, strictly(getattr(train.LossScale, name)))
-    for name in ("step_if_finite", "count_", "take_count_"):
+    for name in ("scaled", "unscale_", "step_if_finite", "end_step_", "take_counts_"):
         setattr(train.NonFinite, name, strictly(getattr(train.NonFinite, name)))
-    train.LossScale.FIRST = 2.0**10  # so that no step is skipped, and losses are those of the CPU
+    train.NonFinite.FIRST_SCALE = 2.0**10  # so that no step is skipped, and losses are those of the CPU
 
 
 @pytest.mark.rounding

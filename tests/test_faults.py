@@ -510,7 +510,7 @@ def kill_stopped(pid_file):
 
 def with_stop_in_step_4(argv, pid_file):
     """train.py whose rank 1 is stopped when step 4 begins."""
-    alive = train.Ranks.alive
+    alive = train.Ranks.rearm_watchdog
     n_steps = itertools.count(1)
 
     def alive_or_stopped(ranks):
@@ -520,7 +520,7 @@ def with_stop_in_step_4(argv, pid_file):
                 stop_this_process(pid_file)
         alive(ranks)
 
-    train.Ranks.alive = alive_or_stopped
+    train.Ranks.rearm_watchdog = alive_or_stopped
     return train_main(argv)
 
 
@@ -1011,11 +1011,12 @@ def show_the_end():
     """At the end each rank says where its documents of step 3 are, and writes its rows of the weights."""
     end_not_finite = train.end_not_finite
 
-    def shown_end(model, loader, number, args, ranks):
-        weights = {name: p.detach() for name, p in model.named_parameters()}
-        save_file(train.rows_of_rank(weights, ranks.rank), f"{args.out}/end-{ranks.rank}.safetensors")
+    def shown_end(trainer, loader, number):
+        weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+        rank = trainer.ranks.rank
+        save_file(train.rows_of_rank(weights, rank), f"{trainer.run.args.out}/end-{rank}.safetensors")
         print("documents: " + ", ".join(loader.places(2, 1)))
-        end_not_finite(model, loader, number, args, ranks)
+        end_not_finite(trainer, loader, number)
 
     train.end_not_finite = shown_end
 

@@ -73,15 +73,15 @@ def test_what_was_trained_in_fp16_is_exported_in_the_dtype_of_its_files(job, few
 
 
 def scales_of(found_inf, interval):
-    """The loss scale after each step of a list, by LossScale."""
-    scale = train.LossScale(True, torch.zeros(()))
-    scale.GROWTH_INTERVAL = interval
+    """The loss scale after each step of a list, by NonFinite."""
+    nonfinite = train.NonFinite(CPU, is_fp16=True)
+    nonfinite.GROWTH_INTERVAL = interval
     values = []
     for overflowed in found_inf:
-        scale.found_inf.fill_(overflowed)
-        scale.update_()
-        assert not scale.found_inf  # the next step begins without
-        values.append(scale.value.item())
+        nonfinite.found_inf.fill_(overflowed)
+        nonfinite.end_step_()
+        assert not nonfinite.found_inf  # the next step begins without
+        values.append(nonfinite.scale.item())
     return values
 
 
@@ -110,39 +110,33 @@ def test_the_scale_goes_as_that_of_torchs_gradscaler():
 
 
 def test_gradients_lose_no_bit_to_the_scale_and_only_skipped_steps_are_counted():
-    nonfinite = train.NonFinite(CPU)
-    scale = train.LossScale(True, nonfinite.found_inf)
+    nonfinite = train.NonFinite(CPU, is_fp16=True)
     w = torch.nn.Parameter(torch.linspace(0.1, 3.0, 7))
     (w**3).sum().backward()
     plain = w.grad.clone()
     w.grad = None
-    scale.of((w**3).sum()).backward()
+    nonfinite.scaled((w**3).sum()).backward()
     assert torch.equal(w.grad, plain * 2**16)
-    scale.unscale_([w])
+    nonfinite.unscale_([w])
     assert torch.equal(w.grad, plain)
 
     for overflowed in (1, 0, 1):
         nonfinite.found_inf.fill_(overflowed)
-        nonfinite.count_()
-        scale.update_()
-    assert scale.current() == {"loss_scale": 2**14}
-    assert nonfinite.take_count_() == 2
-    assert nonfinite.take_count_() == 0
+        nonfinite.end_step_()
+    assert nonfinite.take_counts_() == {"skipped_steps": 2, "loss_scale": 2**14}
+    assert nonfinite.take_counts_() == {"skipped_steps": 0, "loss_scale": 2**14}
 
 
 def test_other_precisions_have_no_scale_and_forget_nothing():
     nonfinite = train.NonFinite(CPU)
-    none = train.LossScale(False, nonfinite.found_inf)
     loss = torch.ones(())
-    assert none.of(loss) is loss
-    assert none.tensors() == {}
+    assert nonfinite.scaled(loss) is loss
+    assert nonfinite.tensors == {}
     nonfinite.found_inf.fill_(1)
     for _ in range(2):
-        nonfinite.count_()
-        none.update_()
+        nonfinite.end_step_()
     assert nonfinite.found_inf == 1
-    assert nonfinite.take_count_() == 2
-    assert none.current() == {}
+    assert nonfinite.take_counts_() == {"skipped_steps": 2}
 
 
 # ---------------------------------------------------------------- a step that is skipped
@@ -169,7 +163,7 @@ def change_nothing():
 
 
 def begin_with(scale):
-    train.LossScale.FIRST = scale
+    train.NonFinite.FIRST_SCALE = scale
 
 
 @pytest.mark.parametrize("world, flags", [
@@ -213,8 +207,8 @@ def test_a_skipped_step_changes_no_weight(shallow_job, tmp_path):
 
 def overflow_on_rank_1_in_step_2():
     """Each rank prints its scale after each step; the gradients of rank 1 alone overflow in the second."""
-    of = train.LossScale.of
-    update_ = train.LossScale.update_
+    scaled = train.NonFinite.scaled
+    end_step_ = train.NonFinite.end_step_
     ranks = []
     steps = []
 
@@ -222,19 +216,19 @@ def overflow_on_rank_1_in_step_2():
         ranks.append(self)
         init(self, *args)
 
-    def spoilt_of(self, loss):
+    def spoilt_scaled(self, loss):
         is_spoilt = ranks[0].rank == 1 and len(steps) == 1
-        return of(self, loss) * (torch.inf if is_spoilt else 1)
+        return scaled(self, loss) * (torch.inf if is_spoilt else 1)
 
-    def shown_update_(self):
-        update_(self)
-        steps.append(self.value.item())
+    def shown_end_step_(self):
+        end_step_(self)
+        steps.append(self.scale.item())
         print(f"scale {steps[-1]}")
 
     init = train.Ranks.__init__
     train.Ranks.__init__ = note_ranks
-    train.LossScale.of = spoilt_of
-    train.LossScale.update_ = shown_update_
+    train.NonFinite.scaled = spoilt_scaled
+    train.NonFinite.end_step_ = shown_end_step_
 
 
 @pytest.mark.parametrize("flags", ["--fsdp2 --lora", "--lora"])

@@ -540,8 +540,7 @@ def test_a_run_on_a_cpu_plans_nothing(monkeypatch):
     args = train.parse_args(["--model", "qwen3.5-9b", "--lora", "--fsdp2", "--dry_run"])
     run = train.RunSpec(args, config_of("qwen3.5-9b"), 1, 1024)
     ranks = argparse.Namespace(device=torch.device("cpu"), gather=lambda value: [value])
-    train.choose_blocks(run, train.smallest_memory(None, ranks))
-    train.limit_gpu(run.args.gpu_gib, math.inf, ranks)
+    train.choose_blocks(run, train.limit_gpu(None, ranks))
     assert not train.TRACES
 
 

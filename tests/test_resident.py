@@ -149,9 +149,13 @@ def test_streamed_blocks_are_as_many_as_asked_and_spread_evenly(n_layers):
         assert not distances or max(distances) - min(distances) <= 1
 
 
+def matrices_of(block):
+    return [p for p in train.frozen_of(block) if p.dim() > 1]
+
+
 def streamed_model(device, n_resident, events):
-    """A model with adapters of which all but n_resident blocks are streamed; the order of what happens is appended to
-    `events` as (what, number of the block)."""
+    """-> (a model with adapters of which all but n_resident blocks are streamed, the numbers of these, their bytes in
+    host memory). The order of what happens is appended to `events` as (what, number of the block)."""
     model = build("--lora", num_hidden_layers=N_LAYERS)[0].to(device)
     for name, p in model.named_parameters():
         if "lora_B" in name:  # which starts at 0: no gradient would reach lora_A
@@ -163,7 +167,7 @@ def streamed_model(device, n_resident, events):
         block.register_forward_pre_hook(lambda block, inputs, i=i: events.append(("forward", i)))
         block.register_forward_hook(functools.partial(note_backward, events, i))
     for i in numbers:
-        for p in train.matrices_of(layers[i]):
+        for p in matrices_of(layers[i]):
             p.data = p.data.cpu()
     streams = train.StreamedWeights([layers[i] for i in numbers], torch.device(device))
     bring = streams.bring
@@ -175,7 +179,7 @@ def streamed_model(device, n_resident, events):
             events.append(("copy", numbers[k]))
 
     streams.bring = bring_and_note
-    return model, numbers
+    return model, numbers, streams.host_pages
 
 
 def note_backward(events, i, block, inputs, x):
@@ -202,7 +206,7 @@ def test_only_streamed_blocks_are_copied_each_ahead_of_its_use(device, n_residen
         assert train.policy_of(N_LAYERS, 0, n_resident=n_resident).streamed == []
         return
     events = []
-    model, numbers = streamed_model(device, n_resident, events)
+    model, numbers, _ = streamed_model(device, n_resident, events)
     for step in range(3):
         events.clear()
         got = gradients(model, tokens)
@@ -260,7 +264,7 @@ def test_streamed_gradients_are_those_of_resident_weights_at_the_widths_of_72b(c
 
     layers = model.model.layers
     for block in layers:
-        for p in train.matrices_of(block):
+        for p in matrices_of(block):
             p.data = p.data.cpu()
     train.StreamedWeights(list(layers), device)
     for _ in range(2):  # the second forward finds in the slots what a backward has left there
@@ -270,16 +274,16 @@ def test_streamed_gradients_are_those_of_resident_weights_at_the_widths_of_72b(c
 
 @DEVICES
 def test_two_slots_are_all_that_streamed_blocks_have_on_the_device(device):
-    model, numbers = streamed_model(device, 1, [])
+    model, numbers, host_pages = streamed_model(device, 1, [])
     layers = model.model.layers
     addresses = {layers[i].mlp.up_proj.weight.untyped_storage().data_ptr() for i in numbers}
     assert len(addresses) == 2
     for i in numbers:
-        for p in train.matrices_of(layers[i]):
-            n_bytes = sum(page.nbytes for page in p.host_pages)
+        for p in matrices_of(layers[i]):
+            n_bytes = sum(page.nbytes for page in host_pages[p])
             assert n_bytes == p.nbytes
-            assert all(page.device.type == "cpu" for page in p.host_pages)
-            assert all(page.is_pinned() for page in p.host_pages) == (device == "cuda")
+            assert all(page.device.type == "cpu" for page in host_pages[p])
+            assert all(page.is_pinned() for page in host_pages[p]) == (device == "cuda")
     resident = set(range(N_LAYERS)) - set(numbers)
     for i in resident:
         assert all(p.device.type == device for p in layers[i].parameters())

@@ -184,8 +184,8 @@ def save_and_load(ranks, out, model_folder, flags):
     model.to_empty(device="cpu")
     optimizer = train.make_optimizer(dict(model.named_parameters()), args, torch.zeros(()))
     # --precision fp16 has three scalars more, two of them integers
-    scale = train.LossScale(True, torch.zeros((), device=ranks.device))
-    tensors = train.training_tensors(model, optimizer, scale)
+    nonfinite = train.NonFinite(ranks.device, is_fp16=True)
+    tensors = train.training_tensors(model, optimizer, nonfinite)
     expected = {name: numbered_rows(name, tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         nf4.local(tensor)[0].copy_(expected[name])
