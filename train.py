@@ -20,7 +20,7 @@ A reading tour, in the order of a run:
     OffloadActivations          copies block inputs to host memory, and back before the backward needs them
     StreamedWeights             copies frozen weights to the GPU just before their block runs
     ChunkedCrossEntropy         (model.py) computes the gradient of the loss in the forward, by chunks
-    Saver.commit                makes a checkpoint by one rename
+    Saver.save                  makes a checkpoint by one rename
 
 Words:
 
@@ -131,7 +131,7 @@ def main(argv, progress, exits):
     ranks = Ranks(args.fsdp2, args.timeout)
     stop = StopSignal()
     device = ranks.device
-    # first, so that two starts never share a folder; RunFolder.leave() removes it if no step is made
+    # Comes first, so that two starts never share a folder.
     out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, exits)
     progress["out"] = out
     opened = open_model(args, ranks, revisions)
@@ -192,7 +192,7 @@ def main(argv, progress, exits):
         if evaluation is None:  # a signal came: the run that continues this one evaluates this step
             end_if_signalled()
         log.write_eval(evaluation)
-        saver.note_evaluation(state)
+        saver.remove_old(state)
         if args.save_every and state["best_eval"]["step"] == state["step"]:
             save()  # if --save_every has not saved this step
         sample.say_answer(log)
@@ -1819,8 +1819,7 @@ def tracer(profile, snapshot, out, ranks):
 
 
 def print_start(argv, run, model, new_ids, policy, ranks):
-    """Prints what the flags, the plan and the device make of this run, and flags that are not at their
-    default."""
+    """Prints what the flags, the plan and the device make of this run, and the flags as they were typed."""
     args = run.args
     c = run.config
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -1837,13 +1836,9 @@ def print_start(argv, run, model, new_ids, policy, ranks):
         lines.append(f"  fp16: {why}the loss is scaled, and a step whose gradients overflow is skipped")
     if args.lora:
         layers = "all-linear" if args.lora_targets == lm.targets_in(c) else ", ".join(args.lora_targets)
-        words = [f"rank {args.lora_rank}", f"alpha {args.lora_alpha:g}"]
-        if args.rslora:
-            words.append("rsLoRA")
-        if args.lora_dropout:
-            words.append(f"dropout {args.lora_dropout:g}")
+        alpha = f"alpha {args.lora_alpha:g}{' of rsLoRA' if args.rslora else ''}"
         frozen = "; frozen blocks in NF4" if args.qlora else ""
-        lines.append(f"  adapters on {layers}: {', '.join(words)}{frozen}")
+        lines.append(f"  adapters on {layers}: rank {args.lora_rank}, {alpha}{frozen}")
     if args.adapter:
         lines.append(f"  continues the adapter of {args.adapter}")
     if args.train_embeddings:
@@ -1854,11 +1849,8 @@ def print_start(argv, run, model, new_ids, policy, ranks):
     lines += [f"  {text}" for text in describe_blocks(run, policy)]
     if args.compile:
         lines.append("  --compile: half a minute in the first step, cached for the next run")
-    parser = make_parser()
-    given = vars(parser.parse_args(argv))
-    flags = [flag_of(name, value) for name, value in given.items() if value != parser.get_default(name)]
-    if flags:
-        lines.append(f"  flags: {' '.join(flags)}")
+    if argv:
+        lines.append(f"  flags: {brief(shlex.join(argv), 600)}")
     if c.rope_ignored:
         lines.append(f"  note: config.json: {', '.join(c.rope_ignored)} of RoPE: ignored, as by transformers")
     if args.seq_len > c.n_positions:
@@ -1890,47 +1882,36 @@ def describe_blocks(run, policy):
     return texts
 
 
-def flag_of(name, value):
-    """A flag and its value as on a command line."""
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    values = value if isinstance(value, list) else [value]
-    if values == ["all"]:  # see ExtendOrAll
-        values = []
-    words = ["=".join(word) if isinstance(word, tuple) else str(word) for word in values]
-    return brief(shlex.join([f"--{name}", *words]))
-
-
-def brief(text):
+def brief(text, n=300):
     """The beginning of a long text: a list of tokens may have thousands of words."""
-    return text if len(text) <= 300 else f"{text[:300]}... ({len(text):,} characters)"
+    return text if len(text) <= n else f"{text[:n]}... ({len(text):,} characters)"
 
 
 # ---------------- samples and chats
 
 
 class Sample:
-    """The model's answers to --sample. Under FSDP2 each forward is a collective, so all ranks call its
-    methods; rank 0 prints. Training is the same to the bit without it: lm.generate() has its own random
-    generator."""
+    """The model's answers to --sample. Rank 0 prints them, but all ranks must call the methods: under FSDP2
+    each forward is a collective. A run trains to the same bits with and without it, because lm.generate() has
+    its own random generator."""
 
     def __init__(self, question, max_new_tokens, temperature, opened, documents, resumed, ranks, stop):
-        self.question = question
+        self.question = (question or "").strip()
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
         self.model = opened.model
         self.tokenizer = opened.tokenizer
         self.ranks = ranks
         self.stop = stop
-        self.is_asked = False  # whether the question has been printed
         self.before = ""
-        if not question:
+        if not self.question:
             return
         is_chat = any(file.report.n_chats for file in documents.files)
         ask = [{"role": "user", "content": question}] if is_chat else question
         # now, because a template that refuses the question must not end a run after hours
         with ranks.agree():
             self.prompt = self.tokenizer.prompt(ask)
+        self.say(f"sample: {self.question}")
         if not resumed:
             self.before = self.answer()
 
@@ -1949,17 +1930,12 @@ class Sample:
         return textwrap.shorten(self.tokenizer.text_of(tokens), 400)
 
     def say_answer(self, log):
-        """Prints the answer of this step, and the question above the first one. After the last step
-        say_before_and_after() does that."""
+        """Prints the answer of this step. After the last step say_before_and_after() does that."""
         step = log.state["step"]
-        if not self.question or step == log.state["steps"]:
-            return
-        with log.paused():
-            answer = self.answer()
-        if not self.is_asked:
-            self.say(f"sample: {self.question.strip()}")
-            self.is_asked = True
-        self.say(f"step {step}  sample: {answer}")
+        if self.question and step < log.state["steps"]:
+            with log.paused():
+                answer = self.answer()
+            self.say(f"step {step}  sample: {answer}")
 
     def say(self, text):
         self.ranks.say(textwrap.fill(text, 80, subsequent_indent="  "))
@@ -1967,7 +1943,7 @@ class Sample:
     def say_before_and_after(self):
         if self.question:
             after = self.answer()
-            self.ranks.say(f"--- {self.question.strip()}\nbefore: {self.before}\nafter:  {after}\n---")
+            self.ranks.say(f"--- {self.question}\nbefore: {self.before}\nafter:  {after}\n---")
 
 
 def chat(args):
@@ -1983,42 +1959,50 @@ def chat(args):
                            progress=True)
     model.eval()
     sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 becomes a mark
-    messages = []
-    who = args.adapter or args.model
     commands = "/reset starts a new chat, Ctrl-C stops an answer, /quit or Ctrl-D ends"
-    if sys.stdin.isatty():
-        data.say(f"talking with {who}: {commands}")
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):  # not every Python has it
+            import readline  # noqa: F401  (gives input() the arrow keys and a history)
+        data.say(f"talking with {args.adapter or args.model}\n{commands}")
+    messages = []
     while True:
         try:
-            question = input("> " if sys.stdin.isatty() else "").strip()
-        except (EOFError, KeyboardInterrupt):
+            question = input("> " if is_terminal else "").strip()
+        except EOFError:
             break
+        except KeyboardInterrupt:
+            if not is_terminal:
+                break
+            question = "/help"  # perhaps Ctrl-C was meant for an answer that has just ended
         if question == "/quit":
             break
         if question == "/reset":
             messages = []
-        elif question in ("/help", "/?"):
-            data.say(commands)
-        if question in ("", "/reset", "/help", "/?"):
-            continue
-        # The history grows by a question and its answer together, or, if either fails, by neither.
-        asked = [*messages, {"role": "user", "content": question}]
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                prompt = tokenizer.prompt(asked)
-                check_length(len(prompt), opened.config.n_positions)
-                tokens = lm.generate(model, prompt, args.max_new_tokens or 512, tokenizer.stop_ids,
-                                     ranks.device, args.temperature)
-                said = print_answer(tokenizer, tokens)
-                messages = [*asked, {"role": "assistant", "content": said}]
-        except ValueError as error:  # the conversation goes on without this question
-            data.say(f"train.py: error: {error}", to_stderr=True)
-        data.say()
+            data.say(end="a new chat\n" if is_terminal else "")
+        elif re.fullmatch(r"/\w*|/\?", question):
+            data.say(f"\n{commands}")
+        elif question:
+            # The history grows by a question and its answer together, or, if either fails, by neither.
+            asked = [*messages, {"role": "user", "content": question}]
+            try:
+                with contextlib.suppress(KeyboardInterrupt):
+                    prompt = tokenizer.prompt(asked)
+                    check_length(len(prompt), opened.config.n_positions)
+                    tokens = lm.generate(model, prompt, args.max_new_tokens or 512, tokenizer.stop_ids,
+                                         ranks.device, args.temperature)
+                    said = print_answer(tokenizer, tokens)
+                    messages = [*asked, {"role": "assistant", "content": said}]
+            except ValueError as error:  # the conversation goes on without this question
+                data.say(f"train.py: error: {error}", to_stderr=True)
+            data.say()
+    if is_terminal:
+        data.say()  # the shell's prompt begins on a line of its own
 
 
 def check_length(n_tokens, n_trained):
-    """Rejects prompts far beyond the model's context. Attention is quadratic and Ctrl-C cannot interrupt a
-    kernel, so such a prompt would block a CPU for minutes."""
+    """Rejects prompts far beyond the model's context: Ctrl-C cannot interrupt a kernel, and attention would
+    block a CPU for minutes."""
     if n_tokens > 4 * n_trained:
         raise ValueError(f"the conversation has {n_tokens:,} tokens, more than 4 times the {n_trained:,} "
                          "positions that the model was trained on: ask something shorter, or /reset")
@@ -2029,7 +2013,7 @@ def check_length(n_tokens, n_trained):
 
 def print_answer(tokenizer, tokens):
     """Prints the text of the ids as they arrive -> the text, also if Ctrl-C ends it. All ids are decoded each
-    time, because the next byte may complete a character; DecodeStream would raise then."""
+    time, because the next byte may complete a character, where tokenizers' DecodeStream raises."""
     ids = []
     text = ""
     n_shown = 0
@@ -2272,53 +2256,46 @@ def merge_result(args, exits):
 
 # ---------------- checkpoints
 
-# Each rank writes its own rows of what training changes (trained weights, optimizer state) as one plain
-# safetensors file: nothing is gathered, and there is no pickle, which could execute code. A key is
-# "name:number of the first row", so any number of ranks finds its rows. Rank 0 adds trainer_state.json:
-# main's state, the size and checksum of every file, and a checksum of itself.
+# Each rank writes its own rows of what training changes (trained weights, optimizer state) to one safetensors
+# file: nothing is gathered, and no pickle could execute code. A key is "name:number of the first row", so any
+# number of ranks finds its rows. Rank 0 adds trainer_state.json: main's state, the size and checksum of every
+# file, and a checksum of itself.
 #
-# All this is written to checkpoint-<step>.part/ and synced; one rename commits it. A process that is killed
-# at any byte leaves a complete checkpoint or a .part, which the next process removes. The evaluation of a
-# step comes after its save: Saver.note_evaluation() adds it by another rename.
+# The files are written to checkpoint-<step>.part/ and synced, and one rename commits them. A process that is
+# killed at any byte leaves a complete checkpoint or a .part, which the next process removes. The evaluation
+# of a step comes after its save, so a run that is resumed there repeats it.
 
 STATE = "trainer_state.json"  # a folder without it is not a checkpoint
 OURS = {"written_by": "oomph"}  # in args.json: a folder without it is not a run's
 REMOVE = "remove this checkpoint to continue from an older one"
-DATA_CHECKSUM = "the checksum of all --data's tokens and masks"  # older versions had another, without "all"
-OTHER_VERSION = "another version of oomph has written this checkpoint"
-STATE_TYPES = {
-    "step": int, "tokens": int, "best_eval": dict | None, "evaluated": int, "eval_data": int | None,
-    "metrics_bytes": int, "steps": int, "rows_a_step": int, "settings": dict, "files": dict,
-}
-BEST_EVAL_TYPES = {"step": int, "eval_loss": float | int}
+STATE_KEYS = ("step", "tokens", "best_eval", "evaluated", "eval_data", "metrics_bytes", "steps",
+              "rows_a_step", "settings", "files")
 
 
 def step_of(checkpoint):
-    """Returns the step in the name of a checkpoint's folder. None: another name, or it is being written."""
+    """-> the step in the name of a checkpoint's folder, or None if it has another name."""
     step = re.fullmatch("checkpoint-([0-9]{1,12})", checkpoint.name)
     return int(step[1]) if step else None
 
 
 def checkpoints(run):
-    """Returns {step: folder} of the complete checkpoints in a run's folder."""
+    """-> {step: folder} of the complete checkpoints in a run's folder."""
     folders = [folder for folder in Path(run).glob("checkpoint-*") if (folder / STATE).is_file()]
     return {step_of(folder): folder for folder in folders if step_of(folder) is not None}
 
 
 def newest_checkpoint(run):
-    """Returns the folder of the newest complete checkpoint, or None."""
+    """-> the folder of the newest complete checkpoint, or None."""
     found = checkpoints(run)
     return found[max(found)] if found else None
 
 
 def checkpoint_to_resume(out, resume):
-    """Returns the checkpoint to continue from, or None to start at step 0. --resume names it or its run;
-    without a value it is the newest one of --out, or of the newest run in out/."""
+    """-> the checkpoint to continue from, or None to start at step 0."""
     if resume is None:
         return None
     if resume == "auto":
-        # RunFolder names runs by date and time: the last name is the newest run
-        runs = [Path(out)] if out else sorted(Path("out").glob("20*-*"))
+        runs = [Path(out)] if out else sorted(Path("out").glob("20*-*"))  # names are dates
         return newest_checkpoint(runs[-1]) if runs else None
     given = Path(resume).resolve()  # "." inside a checkpoint has a name, too
     found = given if (given / STATE).is_file() else newest_checkpoint(given)
@@ -2331,7 +2308,7 @@ def checkpoint_to_resume(out, resume):
 
 
 def is_ours(checkpoint):
-    """Whether a run of this program has written a state, as far as it can be read."""
+    """Whether a run of this program has written a checkpoint's state. True if the state is damaged."""
     with contextlib.suppress(ValueError):
         state = data.read_json(checkpoint / STATE)
         return not state or "checksum" in state
@@ -2339,44 +2316,35 @@ def is_ours(checkpoint):
 
 
 class RunFolder:
-    """The folder that a run writes to: --out, the folder of the checkpoint to resume from, or a new one. It
-    belongs to this process while `lock` is open. It must be new, empty, or a run's that is continued from its
-    newest checkpoint; ValueError says so otherwise."""
+    """The folder that a run writes to, locked for this process: --out, the folder of the checkpoint to resume
+    from, or a new one. ValueError if it contains what this run must not overwrite."""
 
     def __init__(self, out, checkpoint):
-        if out:
-            self.path = Path(out)
-        elif checkpoint:
-            self.path = checkpoint.parent
-        else:
-            self.path = new_folder()
-        if not (self.path / "lock").exists():  # before anything is written to somebody's files
-            check_folder(self.path, checkpoint)
-        self.is_new = not (out or checkpoint) or not self.path.exists()
+        named = out or (checkpoint and checkpoint.parent)
+        self.path = Path(named) if named else new_folder()
+        self.is_new = not named or not self.path.exists()
+        check_folder(self.path, checkpoint)  # before anything is written to somebody's files
         self.lock = lock_folder(self.path)
-        check_folder(self.path, checkpoint)  # once more: another run may have come and gone
-        self.is_first = not is_run(self.path)  # nobody has trained here before
-        if self.is_first:
+        check_folder(self.path, checkpoint)  # again: another run may have ended meanwhile
+        if not is_run(self.path):
             data.write_json(self.path / "args.json", OURS)  # until all flags have their final value
         for part in self.path.glob("*.part"):  # left by a process that was killed during a save
             data.remove(part)
 
     def leave(self):
-        """Gives the folder back. If the run has ended before its first step, it goes."""
+        """Ends the lock. A folder that this start has made goes, too, if the run has not got to a step."""
         with contextlib.suppress(OSError):
-            if self.is_first and {*os.listdir(self.path)} == {"lock", "args.json"}:
-                for name in ("args.json", "lock"):
-                    (self.path / name).unlink()
-                if self.is_new:
-                    self.path.rmdir()
+            if self.is_new and {*os.listdir(self.path)} == {"lock", "args.json"}:
+                (self.path / "args.json").unlink()
+                (self.path / "lock").unlink()
+                self.path.rmdir()
         self.lock.close()
 
 
 def take_folder(out, resume, inspect, ranks, exits):
     """-> (the run's folder, locked; the checkpoint to resume from or None; revisions). Collective.
 
-    revisions: {name on the Hub: commit} as the resumed run began with them, because a data set may have grown
-    since. New names are added as they are fetched, and args.json gets all of them."""
+    revisions: {name on the Hub: commit} with which the resumed run began: a data set may have grown since."""
     found = None
     with ranks.agree():
         if ranks.rank == 0:
@@ -2391,8 +2359,7 @@ def take_folder(out, resume, inspect, ranks, exits):
 
 
 def revisions_of(checkpoint):
-    """The revisions in the args.json of a checkpoint's run; none if somebody has moved the checkpoint
-    alone."""
+    """-> the revisions in args.json of a checkpoint's run, {} without an args.json."""
     path = checkpoint and checkpoint.parent / "args.json"
     if not path or not path.exists():
         return {}
@@ -2404,7 +2371,7 @@ def revisions_of(checkpoint):
 
 
 def new_folder():
-    """Makes out/<date-time>, of two starts in one second one for each."""
+    """Makes out/<date-time>. Two starts in one second get two folders."""
     name = datetime.now().strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         path = Path("out") / (name if number == 1 else f"{name}-{number}")
@@ -2414,15 +2381,15 @@ def new_folder():
 
 
 def is_run(folder):
-    """Whether a run of this program has made the folder. Other programs, too, write an args.json."""
+    """Whether a run of this program has made the folder. Other programs write an args.json, too."""
     with contextlib.suppress(OSError, ValueError):
         return data.read_json(folder / "args.json").items() >= OURS.items()
     return False
 
 
 def check_folder(folder, checkpoint):
-    """Raises a ValueError if a run that continues from `checkpoint` (None: that starts) must not write
-    here."""
+    """Raises a ValueError if the folder contains what a run must not overwrite. checkpoint: what the run
+    continues from, or None."""
     names = set()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # perhaps it has just been removed
         names = {*os.listdir(folder)}
@@ -2438,43 +2405,35 @@ def check_folder(folder, checkpoint):
     newest = newest_checkpoint(folder)
     if newest and checkpoint and newest.samefile(checkpoint):
         return
-    way_out = "no checkpoint of it is there to be continued: give another folder"
-    if newest:
-        way_out = f"--resume continues its newest checkpoint, {newest.name}, or give another folder"
     if newest or names & {"final", "merged"}:
-        raise ValueError(f"--out {folder}: already contains a run, which is never overwritten: {way_out}")
+        how = "no checkpoint of it is there to be continued:"
+        if newest:
+            how = f"--resume continues its newest checkpoint, {newest.name}, or"
+        raise ValueError(f"--out {folder}: already contains a run, which is never overwritten: {how} give "
+                         "another folder")
 
 
 def lock_folder(out):
     """Makes the run's folder and locks it for this process for as long as the returned file is open."""
-    path = out / "lock"
-    # RunFolder.leave() of another start may remove folder and file at any moment: then all begins again
-    for n_tries in itertools.count(1):
-        with data.writing(f"--out {out}", "folder, or the file lock in it,"):
-            try:
-                out.mkdir(parents=True, exist_ok=True)
-                # "a" empties nothing if this is a link, "+" refuses a pipe, where others wait for its reader
-                lock = open(path, "a+")  # noqa: SIM115
-            except (FileNotFoundError, FileExistsError):
-                if n_tries > 100:  # a link to nowhere, a file in the place of the folder
-                    raise
-                continue
-        try:
-            # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
-            with data.where_supported(
-                    f"--out {out}: its disk has no file locks: let no second job write there"):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samefile(path, lock.fileno()):  # or it has no name any more, and keeps nobody out
-                return lock
-        lock.close()
+    with data.writing(f"--out {out}", "folder, or the file lock in it,"):
+        out.mkdir(parents=True, exist_ok=True)
+        # "a" empties nothing if this is a link, "+" refuses a pipe, where others wait for its reader
+        lock = open(out / "lock", "a+")  # noqa: SIM115
+    try:
+        # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
+        with data.where_supported(f"--out {out}: its disk has no file locks: let no second job write there"):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # RunFolder.leave() of another start may have removed the file since: then it keeps nobody out
+        is_locked = os.path.samefile(out / "lock", lock.fileno())
+    except (BlockingIOError, FileNotFoundError):
+        is_locked = False
+    if not is_locked:
+        raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it")
+    return lock
 
 
 def write_files(out, args, policy, revisions, state, ranks):
-    """On rank 0, writes args.json, and cuts metrics.jsonl to its size at the checkpoint that the run resumes
-    from."""
+    """On rank 0: writes args.json, and cuts metrics.jsonl to its size at the resumed checkpoint."""
     if ranks.rank:
         return
     settings = settings_of(args, ranks.world) | {"segment": policy.segment}
@@ -2486,20 +2445,18 @@ def write_files(out, args, policy, revisions, state, ranks):
 
 
 def settings_of(args, world):
-    """Flags and versions, to repeat the run. args.json adds the plan's choice of blocks, and commits of the
-    Hub."""
+    """-> flags and versions, to repeat the run."""
     versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
     return vars(args) | {"world": world, "python": platform.python_version(), **versions}
 
 
 def losses_of(row):
-    """Returns the losses in a row of metrics.jsonl: of its evaluation, or of the steps that it covers."""
+    """-> the losses in a row of metrics.jsonl: of its evaluation, or of the steps that it covers."""
     return [row["eval_loss"]] if "eval_loss" in row else row["losses"]
 
 
 def read_metrics(out, last_step):
-    """Returns the rows of metrics.jsonl up to a step, without lines that are no rows (a kill, or an
-    editor)."""
+    """-> the rows of metrics.jsonl up to a step. Lines that a kill or an editor has damaged are left out."""
     path = out / "metrics.jsonl"
     if not path.is_file():
         return []
@@ -2512,23 +2469,15 @@ def read_metrics(out, last_step):
     return rows
 
 
-def odd_keys(content, types):
-    """The keys of `types` that a dict does not have, or has with a value of another type."""
-    return [key for key, kind in types.items() if not isinstance(content.get(key, ...), kind)]
-
-
 def read_state(folder, settings, ranks):
-    """Returns the state in trainer_state.json. ValueError names a damaged file, or the settings that
-    differ."""
+    """-> the state in trainer_state.json. ValueError names a damaged file, or settings that differ."""
     state = data.read_json(folder / STATE)
     if state != data.with_checksum(state):
         raise ValueError(f"{folder / STATE}: damaged; {REMOVE}")
-    odd = odd_keys(state, STATE_TYPES)
-    if not odd and state["best_eval"] is not None and odd_keys(state["best_eval"], BEST_EVAL_TYPES):
-        odd = ["best_eval"]
-    if odd:
-        raise ValueError(f"{folder / STATE}: {data.listing(odd)}: missing or of another type: "
-                         f"{OTHER_VERSION}: continue with that one, or start a new run with another --out")
+    missing = {*STATE_KEYS} - state.keys()
+    if missing:
+        raise ValueError(f"{folder / STATE}: {data.listing(missing)}: missing: another version of oomph "
+                         "wrote it: continue with that one, or start a new run with another --out")
     for name in state["files"]:  # one with a folder in it would be a file outside of the checkpoint
         if not re.fullmatch(r"rank-\d+-of-\d+\.safetensors", name):
             raise ValueError(f"{folder / STATE}: {name} is no name of a checkpoint's file; {REMOVE}")
@@ -2539,31 +2488,21 @@ def read_state(folder, settings, ranks):
         path = folder / name
         if not path.is_file() or [path.stat().st_size, data.crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
-    # a version that did not have a flag computed what the flag's default does
+    # What a version without a flag computed is what the flag's default does.
     defaults = {f"--{flag.dest}": flag.default for flag in flags_with("fixed")}
-    # What has no name in the state of an older version was not computed, or is compared by another name.
-    of_config = {name: value for name, value in settings.items() if name.startswith("config.json's ")}
-    saved = of_config | defaults | state["settings"]
-    if "the checksum of --data's tokens and masks" in saved:  # of other bytes
-        saved[DATA_CHECKSUM] = settings[DATA_CHECKSUM]
-        ranks.say(f"note: {folder} is of an older version: whether its --data was the same is not compared")
-    changed = [f"{name} was {brief(str(saved.get(name)))}, is {brief(str(value))}"
-               for name, value in settings.items() if saved.get(name) != value]
-    # a version with a flag that this one does not have may have computed something else
-    for name, value in state["settings"].items():
-        if name.startswith("--") and name not in defaults and value:
-            changed.append(f"{name} was {brief(str(value))}, which this version does not have")
+    saved = defaults | state["settings"]
+    changed = [f"{name} was {brief(str(saved[name]))}, is {brief(str(value))}"
+               for name, value in settings.items() if saved.get(name, value) != value]
+    # A version with a flag that this one does not have may have computed something else.
+    changed += [f"{name} was {brief(str(value))}, which this version does not have"
+                for name, value in saved.items() if name.startswith("--") and name not in defaults and value]
     if changed:
-        hint = ""
-        # each version has the same flags and fields of a config in all its runs, and one format of NF4
-        formats = [name for name in settings if name.startswith("the format of ") and name in saved]
-        other_format = any(saved[name] != settings[name] for name in formats)
-        in_all_runs = "--", "config.json's ", "the checksum of all "  # how their names begin
-        differ = settings.keys() ^ state["settings"].keys()
-        if other_format or any(name.startswith(in_all_runs) for name in differ):
-            hint = f" ({OTHER_VERSION})"
-        raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with, "
-                         f"or start a new run with another --out{hint}")
+        raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with "
+                         "(flags, data, version of oomph), or start a new run with another --out")
+    unknown = settings.keys() - saved.keys()
+    if unknown:
+        ranks.say(f"note: {folder} is of an older version and lacks {data.listing(unknown)}: whether "
+                  "these were the same is not compared")
     return state
 
 
@@ -2580,26 +2519,22 @@ def training_tensors(model, optimizer, nonfinite):
 
 
 def local_rows(tensor):
-    """Returns this rank's rows of a tensor, of which a scalar is one, and the number of the first."""
+    """-> this rank's rows of a tensor, and the number of the first. A scalar is one row."""
     rows, first = nf4.local(tensor)
     return torch.atleast_1d(rows), first
 
 
-def is_first_copy(tensor, rank):
-    """Whether this rank is the first of those that have the same rows: it alone writes them."""
-    if not nf4.is_sharded(tensor):
-        return rank == 0  # without FSDP2 every rank has all rows
-    # [shards], or [replicas, shards]: of replicas, which have the same rows, the first one writes
-    mesh = tensor.device_mesh
-    return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
-
-
 def rows_of_rank(tensors, rank):
-    """Returns {"name:first row": rows} that this rank writes."""
+    """-> {"name:first row": rows} that this rank writes."""
     rows_of = {}
     for name, tensor in tensors.items():
+        # Of ranks that have the same rows the first one writes: of all ranks, or of the replicas of a shard.
+        is_writer = rank == 0
+        if nf4.is_sharded(tensor):
+            mesh = tensor.device_mesh  # [shards], or [replicas, shards]
+            is_writer = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
         rows, first = local_rows(tensor)
-        if is_first_copy(tensor, rank) and rows.numel():
+        if is_writer and rows.numel():
             rows_of[f"{name}:{first}"] = rows
     return rows_of
 
@@ -2613,9 +2548,9 @@ def write_rows(path, rows_of):
 
 
 def load_checkpoint(folder, files, tensors, weights_only=False):
-    """Fills this rank's rows of `tensors` from `files`, written by any number of ranks. weights_only: ignore
-    what else they have. ValueError names what is wrong."""
-    # Every rank looks at all keys, so that all find the same rows missing and none trains on alone.
+    """Fills this rank's rows of `tensors` from `files` of any number of ranks. weights_only: ignore all other
+    tensors of the files."""
+    # Every rank looks at all keys, so all find the same rows missing and none trains on alone.
     n_missing = {name: math.prod(tensor.shape[:1]) for name, tensor in tensors.items()}  # rows
     for file in sorted(files):
         try:
@@ -2637,8 +2572,8 @@ def load_checkpoint(folder, files, tensors, weights_only=False):
 
 
 def copy_rows_(key, tensor, saved, first_saved):
-    """Copies this rank's part of saved rows, a slice of an open file. ValueError if a fork has changed a
-    shape or dtype: copy_() would cast and repeat them silently."""
+    """Copies this rank's part of saved rows, a slice of an open file. ValueError if a shape or dtype differs:
+    copy_() would cast and repeat silently."""
     shape = list(tensor.shape) or [1]  # a scalar is saved as one row
     dtype = data.DTYPE_NAMES[tensor.dtype]
     saved_shape = saved.get_shape()
@@ -2647,7 +2582,7 @@ def copy_rows_(key, tensor, saved, first_saved):
     if not same_kind or saved_shape[1:] != shape[1:] or stop_saved > shape[0]:
         raise ValueError(f"{key}: {saved.get_dtype()} {saved_shape}, but this run has {dtype} {shape}")
     rows, first = local_rows(tensor)
-    # Both are ranges of rows. The checkpoint may be from another number of ranks, which were cut elsewhere.
+    # another number of ranks cuts the rows elsewhere, so only a part of the saved rows may be this rank's
     begin = max(first, first_saved)
     end = min(first + len(rows), stop_saved)
     if begin < end:
@@ -2655,7 +2590,7 @@ def copy_rows_(key, tensor, saved, first_saved):
 
 
 class Saver:
-    """Writes the checkpoints of a run and removes the old ones. If the disk is full, only this save is lost.
+    """Writes the checkpoints of a run and removes old ones. On a full disk it says so, and the run goes on.
     step: after which this process begins."""
 
     def __init__(self, out, keep, ranks, step=0):
@@ -2668,20 +2603,16 @@ class Saver:
     def save(self, tensors, state):
         """Saves what training_tensors() returns, and `state`. All ranks must call it."""
         faulthandler.cancel_dump_traceback_later()  # until the next alive(): a slow disk is no hang
-        if state["step"] == self.last_step:
+        step = state["step"]
+        if step == self.last_step:
             return  # a signal may come right after a save, or stop a run that has just resumed
         # A run could not continue from nan, and in time such checkpoints would replace all good ones.
-        check_finite(tensors, state["step"], self.ranks)
-        message = self.write(rows_of_rank(tensors, self.ranks.rank), state)
-        self.ranks.say(message)
-
-    def write(self, rows_of, state):
-        """Returns the message to print. Each rank writes its rows, then rank 0 commits; all hear of a
-        failure."""
+        check_finite(tensors, step, self.ranks)
         started = time.perf_counter()
-        name = f"checkpoint-{state['step']}"
+        name = f"checkpoint-{step}"
         part = self.out / f"{name}.part"
         file = f"rank-{self.ranks.rank:05}-of-{self.ranks.world:05}.safetensors"
+        rows_of = rows_of_rank(tensors, self.ranks.rank)
         files = {}  # {name: [size, checksum]}
         try:
             with self.ranks.agree(end_run=False):
@@ -2692,58 +2623,43 @@ class Saver:
                 files |= others
             with self.ranks.agree(end_run=False):
                 if self.ranks.rank == 0:
-                    self.commit(part, state | {"files": files})
+                    # The state is last: without it the folder is no checkpoint, whatever its name is.
+                    data.write_json(part / STATE, data.with_checksum(state | {"files": files}))
+                    data.put_in_place(part, self.out / name)
+                    self.remove_old(state)
         except OSError as error:
             data.remove(part)
-            return (f"{name} was NOT written: {error}. Older checkpoints are intact; steps that are "
-                    f"not saved yet: {state['step'] - self.safe_step:,}")
-        self.last_step = state["step"]
-        self.safe_step = state["step"]
-        gib = sum(size for size, _ in files.values()) / GIB
-        return f"{name}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s"
-
-    def commit(self, part, state):
-        """On rank 0: writes trainer_state.json, renames the folder, and then removes old checkpoints."""
-        # The state is last: without it the folder is no checkpoint, whatever its name is.
-        data.write_json(part / STATE, data.with_checksum(state))
-        data.put_in_place(part, self.out / f"checkpoint-{state['step']}")
-        self.remove_old(state)
-
-    def note_evaluation(self, state):
-        """Adds an evaluation to the checkpoint of its step, so that a run that continues from there knows of
-        it."""
-        if self.ranks.rank or state["step"] != self.last_step:
+            self.ranks.say(f"{name} was NOT written: {error}. Older checkpoints are intact; steps that are "
+                           f"not saved yet: {step - self.safe_step:,}")
             return
-        path = self.out / f"checkpoint-{state['step']}" / STATE
-        try:
-            state = state | {"files": data.read_json(path)["files"]}
-            data.write_json(path, data.with_checksum(state))
-            self.remove_old(state)
-        except (OSError, ValueError, KeyError) as error:  # the folder may have been removed, the disk be full
-            self.ranks.say(f"{path}: the evaluation was not noted: {error}. A resumed run repeats it")
+        self.last_step = step
+        self.safe_step = step
+        gib = sum(size for size, _ in files.values()) / GIB
+        self.ranks.say(f"{name}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s")
 
     def remove_old(self, state):
-        """Removes all checkpoints except the newest `keep` and the one with the best evaluation."""
-        best = (state.get("best_eval") or {}).get("step")  # there may be no evaluation yet
+        """On rank 0: removes all checkpoints but the newest `keep` and the one with the best evaluation."""
+        if self.ranks.rank:
+            return
+        best = (state["best_eval"] or {}).get("step")
         saved = checkpoints(self.out)
         for step in sorted(saved)[: -self.keep]:
             if step != best:
-                # Renamed first: what is left of a checkpoint must not look complete. The next save tries
-                # again.
+                # renamed first: the rest of a checkpoint must not look complete; the next save tries again
                 with contextlib.suppress(OSError):
                     shutil.rmtree(saved[step].rename(saved[step].with_suffix(".part")))
 
 
 def fixed_settings(args, config, rows_a_step, loader, reader):
-    """{name: value} of all that changes the mathematics of a run: read_state() refuses a checkpoint of
-    others."""
-    # without its family, which follows from model_type: a trait more would refuse all older checkpoints
+    """-> {name: value} of all that changes the mathematics of a run. read_state() refuses other values."""
+    # without the family, which follows from model_type: one more trait would refuse all older checkpoints
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()
                 if key != "family"}
     settings |= {f"--{flag.dest}": getattr(args, flag.dest) for flag in flags_with("fixed")}
     settings["rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
     settings["the share of --data that --eval_data holds out"] = data.share_of(args.eval_data)
-    settings[DATA_CHECKSUM] = loader.documents.checksum
+    # "of all": older versions had another checksum, by a name without "all"
+    settings["the checksum of all --data's tokens and masks"] = loader.documents.checksum
     if args.lora:
         settings["the checksum of --model's frozen weights"] = reader.crc()
     if args.qlora:
@@ -2758,7 +2674,7 @@ def fixed_settings(args, config, rows_a_step, loader, reader):
 
 
 def number(value_type, zero_too=False, below=1e12):
-    """An argparse type: an int or a float, above 0 and below `below`, with zero_too also 0."""
+    """-> an argparse type: an int or a float above 0 and below `below`, with zero_too also 0."""
     expected = "0 or above 0" if zero_too else "above 0"
 
     def parse(text):
@@ -2810,45 +2726,6 @@ PATH = path
 SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
 DEMO_DATA = ["stdlib:docs"]
-# {flag: its names in TRL, axolotl, torchtune, litgpt and Unsloth that difflib does not find}
-OTHER_NAMES = {
-    "--model": "model_name_or_path tokenizer checkpoint_dir base_model",
-    "--adapter": "adapter_name_or_path lora_model_dir",
-    "--lora": "use_peft peft_type finetuning_type",
-    "--qlora": "load_in_4bit use_4bit quantization_bit",
-    "--lora_rank": "lora_r",
-    "--lora_targets": "target_modules lora_target_modules",
-    "--train_embeddings": "modules_to_save additional_target",
-    "--add_tokens": "new_special_tokens resize_vocab",
-    "--beta": "dpo_beta pref_beta",
-    "--data": "dataset dataset_name dataset_dir train_file",
-    "--eval_data": "eval_dataset val_set_size val_size test_size",
-    "--seq_len": "max_length max_seq_length sequence_len cutoff_len",
-    "--packing": "sample_packing neat_packing",
-    "--chat_template": "template",
-    "--train_on": "assistant_only_loss train_on_inputs train_on_prompt",
-    "--template_args": "chat_template_kwargs enable_thinking",
-    "--precision": "bf16 fp16 dtype torch_dtype",
-    "--fsdp2": "fsdp deepspeed",
-    "--offload": "cpu_offload enable_activation_offloading",
-    "--activation_checkpointing": "gradient_checkpointing",
-    "--compile": "torch_compile",
-    "--batch_size": "batch per_device_train_batch_size micro_batch_size",
-    "--grad_accum": "gradient_accumulation_steps",
-    "--steps": "max_steps",
-    "--epochs": "num_train_epochs",
-    "--lr": "learning_rate",
-    "--warmup": "warmup_ratio warmup_steps",
-    "--schedule": "lr_scheduler_type",
-    "--clip": "max_grad_norm gradient_clipping",
-    "--out": "output output_dir",
-    "--resume": "resume_from_checkpoint",
-    "--keep": "save_total_limit",
-    "--save_every": "save_steps",
-    "--eval_every": "eval_steps",
-    "--log_every": "logging_steps log_interval",
-    "--wandb": "report_to run_name",
-}
 # flags of launchers: torch.distributed.launch gave the first one to each process
 OF_LAUNCHERS = ("local_rank", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port",
                 "num_processes")
@@ -2860,7 +2737,8 @@ WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, a
 #     fixed       it changes the mathematics: a resumed run must have the same, see fixed_settings()
 #     everyday    -h shows it; --help_all shows every flag
 #     needs       the flag without which it means nothing; --qlora and --adapter stand for --lora, too
-MARKS = "fixed", "everyday", "needs"
+#     also        its names in TRL, axolotl, torchtune, litgpt and Unsloth that difflib does not find
+MARKS = "fixed", "everyday", "needs", "also"
 
 
 class StoreOnce(argparse._StoreAction):
@@ -2886,9 +2764,9 @@ def declare(group, *names, **options):
 
 
 def add(group, flag, value_type, default, text, **options):
-    """Adds a flag that has a value. If the default is None, the text says what that means."""
-    if default is not None:
-        text += f" (default: {default})"
+    """Adds a flag that has a value. The text says what a default of None means, if not none."""
+    if "(default: " not in text:
+        text += f" (default: {'none' if default is None else default})"
     if value_type not in (str, PATH):
         options.setdefault("metavar", "N")
     if options.get("nargs") in ("+", "*"):  # a list that is given twice adds up
@@ -2918,48 +2796,46 @@ def make_parser():
     model = parser.add_argument_group("model")
     add(model, "--model", PATH, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
         "run, or with --random_init one of " + ", ".join(data.PRESETS) + " (default: tiny, or the base of "
-        "--adapter)", everyday=True)
+        "--adapter)", everyday=True, also="model_name_or_path tokenizer checkpoint_dir base_model")
     switch(model, "--random_init", "start from random weights of --model's shapes", fixed=True)
-    add(model, "--precision", str, None,
-        "mixed: float32 trained weights, bf16 compute; fp16: the same with fp16 compute and a loss scale; "
-        "bf16, fp32: everything in that format (default: mixed; on hardware without bf16, fp16 on a GPU and "
-        "fp32 on a CPU)",
-        choices=("mixed", "bf16", "fp16", "fp32"), fixed=True)
-    add(model, "--adapter", PATH, None,
-        "continue to train a PEFT adapter: a folder, a Hub id or the folder of a run. The adapter sets rank, "
-        "alpha, rsLoRA and targets (default: none)")
+    add(model, "--precision", str, None, "mixed: float32 trained weights, bf16 compute; fp16: the same with "
+        "fp16 compute and a loss scale; bf16, fp32: everything in that format (default: mixed; on hardware "
+        "without bf16, fp16 on a GPU and fp32 on a CPU)", choices=("mixed", "bf16", "fp16", "fp32"),
+        fixed=True, also="bf16 fp16 dtype torch_dtype")
+    add(model, "--adapter", PATH, None, "continue to train a PEFT adapter: a folder, a Hub id or the folder "
+        "of a run. The adapter sets rank, alpha, rsLoRA and targets",
+        also="adapter_name_or_path lora_model_dir")
 
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
-           everyday=True)
+        everyday=True, also="use_peft peft_type finetuning_type")
     switch(method, "--qlora", "--lora with the blocks' weights quantized to NF4 (4.14 bits per weight)",
-           fixed=True, everyday=True)
-    add(method, "--nf5", str, None, "layers to store in NF5 (5.14 bits per weight) instead of NF4 "
-        "(default: none; without a value: all)", nargs="*", metavar="LAYER", fixed=True, needs="qlora",
-        everyday=True)
-    add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True,
-        needs="lora", everyday=True)
+        fixed=True, everyday=True, also="load_in_4bit use_4bit quantization_bit")
+    add(method, "--nf5", str, None, "layers to store in NF5 (5.14 bits per weight) instead of NF4 (default: "
+        "none; without a value: all)", nargs="*", metavar="LAYER", fixed=True, needs="qlora", everyday=True)
+    add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True, needs="lora",
+        everyday=True, also="lora_r")
     add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True,
         needs="lora")
     switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True,
-           needs="lora")
-    add(method, "--lora_dropout", number(float, zero_too=True, below=1), None,
-        "dropout rate of the adapters' inputs. The masks change with --tiled_mlp, the number of ranks and "
-        "--grad_accum (default: 0)", fixed=True, needs="lora")
+        needs="lora")
+    add(method, "--lora_dropout", number(float, zero_too=True, below=1), None, "dropout rate of the "
+        "adapters' inputs. The masks change with --tiled_mlp, the number of ranks and --grad_accum (default: "
+        "0)", fixed=True, needs="lora")
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
-           "reference is the model without adapters", fixed=True, needs="lora", everyday=True)
+        "reference is the model without adapters", fixed=True, needs="lora", everyday=True)
     add(method, "--beta", AMOUNT, None, "DPO's beta: a smaller value lets the model move further from the "
-        "reference (default: 0.1)", fixed=True, needs="dpo")
-    switch(method, "--train_embeddings", "also train embedding and head (PEFT's modules_to_save)", fixed=True)
+        "reference (default: 0.1)", fixed=True, needs="dpo", also="dpo_beta pref_beta")
+    switch(method, "--train_embeddings", "also train embedding and head (PEFT's modules_to_save)", fixed=True,
+        also="modules_to_save additional_target")
     add(method, "--lora_targets", str, None,
         f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them "
         "except in_proj_a and in_proj_b). If attention also has a gate_proj, plain gate_proj means the MLP's",
-        nargs="+", metavar="LAYER", fixed=True, needs="lora")
-    add(method, "--add_tokens", os.path.expanduser, None, "new tokens to append to the "
-        "vocabulary, or a file with one token per line. With adapters, also give --train_embeddings. If the "
-        "vocabulary grows, call model.resize_token_embeddings(V) before PEFT loads the adapter (default: "
-        "none)",
-        nargs="+", metavar="TOKEN", fixed=True)
+        nargs="+", metavar="LAYER", fixed=True, needs="lora", also="target_modules lora_target_modules")
+    add(method, "--add_tokens", os.path.expanduser, None, "new tokens to append to the vocabulary, or a file "
+        "with one token per line. With adapters, also give --train_embeddings. If the vocabulary grows, call "
+        "model.resize_token_embeddings(V) before PEFT loads the adapter", nargs="+", metavar="TOKEN",
+        fixed=True, also="new_special_tokens resize_vocab")
 
     add_data_flags(parser)
     add_memory_flags(parser)
@@ -2974,72 +2850,73 @@ def add_data_flags(parser):
         "also with .gz; data sets of the Hub (org/name, org/name:split or org/name/subset:split; the default "
         "split is train); folders written by datasets' save_to_disk(); or the built-in stdlib:docs and "
         "stdlib:code. Quote a pattern such as 'chats/*.jsonl'. A file that is given twice is read twice per "
-        "epoch (default: stdlib:docs)", nargs="+", everyday=True)
-    add(dataset, "--eval_data", PATH, None,
-        "files to evaluate on, as in --data; stdlib:* means the 5 %% of it held out from training. Or a "
-        "number: hold out that many examples of --data, or that fraction of them if it is below 1, chosen by "
-        "a hash of their text (default: none)",
-        nargs="+", everyday=True, needs="data")
-    add(dataset, "--columns", column, None,
-        "rename columns: question=instruction reads the column 'question' as 'instruction' (default: none)",
-        nargs="+", metavar="COLUMN=KEY", fixed=True)
-    add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True)
-    add(dataset, "--overflow", str, None,
-        "what to do with documents longer than a row (default: split texts, drop others)",
-        choices=("split", "drop", "truncate"))
+        "epoch (default: stdlib:docs)", nargs="+", everyday=True,
+        also="dataset dataset_name dataset_dir train_file")
+    add(dataset, "--eval_data", PATH, None, "files to evaluate on, as in --data; stdlib:* means the 5 %% of "
+        "it held out from training. Or a number: hold out that many examples of --data, or that fraction of "
+        "them if it is below 1, chosen by a hash of their text", nargs="+", everyday=True, needs="data",
+        also="eval_dataset val_set_size val_size test_size")
+    add(dataset, "--columns", column, None, "rename columns: question=instruction reads the column "
+        "'question' as 'instruction'", nargs="+", metavar="COLUMN=KEY", fixed=True)
+    add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True,
+        also="max_length max_seq_length sequence_len cutoff_len")
+    add(dataset, "--overflow", str, None, "what to do with documents longer than a row (default: split "
+        "texts, drop others)", choices=("split", "drop", "truncate"))
     switch(dataset, "--packing", "pack several documents into each row; they do not see each other", on=True,
-           fixed=True)
-    add(dataset, "--train_on", str, "targets",
-        "tokens to train on. targets: assistant answers and plain texts. If the template drops the thought "
-        "of an earlier answer, as Qwen3's does, that answer is trained on as a separate document; 'whole' "
-        "skips such answers. all: every token",
-        choices=("targets", "whole", "all"), fixed=True)
-    add(dataset, "--chat_template", PATH, None,
-        "jinja file to use instead of the model's own chat template (default: none)", everyday=True)
+        fixed=True, also="sample_packing neat_packing")
+    add(dataset, "--train_on", str, "targets", "tokens to train on. targets: assistant answers and plain "
+        "texts. If the template drops the thought of an earlier answer, as Qwen3's does, that answer is "
+        "trained on as a separate document; 'whole' skips such answers. all: every token",
+        choices=("targets", "whole", "all"), fixed=True,
+        also="assistant_only_loss train_on_inputs train_on_prompt")
+    add(dataset, "--chat_template", PATH, None, "jinja file to use instead of the model's own chat template",
+        everyday=True, also="template")
     add(dataset, "--template_args", str, None, "variables for the chat template, such as "
-        "enable_thinking=false. Values are JSON or plain text, and are saved in final/ (default: none)",
-        nargs="+", metavar="KEY=VALUE", fixed=True, everyday=True)
-    add(dataset, "--inspect", WHOLE, None,
-        "print N examples with the trained tokens in brackets, and exit (default: off)", everyday=True)
+        "enable_thinking=false. Values are JSON or plain text, and are saved in final/", nargs="+",
+        metavar="KEY=VALUE", fixed=True, everyday=True, also="chat_template_kwargs enable_thinking")
+    add(dataset, "--inspect", WHOLE, None, "print N examples with the trained tokens in brackets, and exit "
+        "(default: off)", everyday=True)
 
 
 def add_memory_flags(parser):
     memory = parser.add_argument_group("memory and speed")
-    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks", everyday=True)
-    switch(memory, "--reshard_after_forward",
-           "free the gathered weights of a block between its forward and its backward", on=True)
-    switch(memory, "--shard_embeddings",
-           "gather the embedding and the head only while they are used; tied ones stay gathered", on=True)
+    switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks", everyday=True,
+        also="fsdp deepspeed")
+    switch(memory, "--reshard_after_forward", "free the gathered weights of a block between its forward and "
+        "its backward", on=True, needs="fsdp2")
+    switch(memory, "--shard_embeddings", "gather the embedding and the head only while they are used; tied "
+        "ones stay gathered", on=True, needs="fsdp2")
     add(memory, "--replicas", WHOLE, 1, "HSDP: N replicas of the model, each sharded over world/N ranks, "
-        "usually one node; gradients are all-reduced between replicas")
-    add(memory, "--sequence_parallel", WHOLE, 1,
-        "split each row over a group of N ranks; --batch_size then counts rows per group")
+        "usually one node; gradients are all-reduced between replicas", needs="fsdp2")
+    add(memory, "--sequence_parallel", WHOLE, 1, "split each row over a group of N ranks; --batch_size then "
+        "counts rows per group")
     add(memory, "--offload", str, None, "what to offload to host memory. activations: inputs of recomputed "
         "blocks. params: weights, gradients and optimizer state, with --fsdp2 (default: nothing; without a "
-        "value: both, or activations alone without --fsdp2)",
-        nargs="*", choices=("activations", "params"), everyday=True)
-    add(memory, "--resident_blocks", blocks_or_auto, "auto", "with --offload params and adapters: number "
-        "of blocks (or all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU "
-        "without --gpu_gib")
+        "value: both, or activations alone without --fsdp2)", nargs="*", choices=("activations", "params"),
+        everyday=True, also="cpu_offload enable_activation_offloading")
+    add(memory, "--resident_blocks", blocks_or_auto, "auto", "with --offload params and adapters: number of "
+        "blocks (or all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU without "
+        "--gpu_gib")
     add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "store only the inputs of the first N "
         "blocks (or all), and recompute these blocks in the backward. auto: the fastest setting that fits in "
         "memory, from keeping even dequantized NF4 weights to recomputing even attention; all on a CPU "
-        "without --gpu_gib, and with --offload activations", nargs="?", const="all", everyday=True)
+        "without --gpu_gib, and with --offload activations", nargs="?", const="all", everyday=True,
+        also="gradient_checkpointing")
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
-    switch(memory, "--chunked_ce",
-           "compute head and loss in chunks of tokens, never all logits at once", on=True)
+    switch(memory, "--chunked_ce", "compute head and loss in chunks of tokens, never all logits at once",
+        on=True)
     add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
     add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time, and in rows of 16,384 tokens "
         "and more attention on groups of heads; try 4096 (default: off)", everyday=True)
     add(memory, "--optim", str, "adamw", "adamw8bit stores 2 bytes of state per parameter instead of 8",
         choices=("adamw", "adamw8bit"), fixed=True, everyday=True)
-    switch(memory, "--stochastic_rounding",
-           "round bf16 weights and moments at random, so that small updates count on average", fixed=True)
-    switch(memory, "--optim_in_backward",
-           "run the optimizer during the backward and free each gradient at once; rules out --clip")
+    switch(memory, "--stochastic_rounding", "round bf16 weights and moments at random, so that small updates "
+        "count on average", fixed=True)
+    switch(memory, "--optim_in_backward", "run the optimizer during the backward and free each gradient at "
+        "once; rules out --clip")
     switch(memory, "--fused_adamw", "run AdamW as one fused kernel, on GPU and CPU", on=True)
-    declare(memory, "--compile", action=argparse.BooleanOptionalAction, everyday=True,
+    declare(memory, "--compile", action=argparse.BooleanOptionalAction, everyday=True, also="torch_compile",
             help="torch.compile the blocks, the loss and NF4. The first step takes half a minute longer; "
             "torch caches the result for the next run (default: on with a GPU, Triton, a C compiler and a "
             f"model of at least {COMPILES_FROM / 1e9:g} billion parameters)")
@@ -3047,86 +2924,86 @@ def add_memory_flags(parser):
 
 def add_schedule_flags(parser):
     schedule = parser.add_argument_group("schedule")
-    add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch", everyday=True)
-    add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True)
-    add(schedule, "--steps", WHOLE, None, "optimizer steps (default: what --epochs needs)", everyday=True)
-    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides --epochs", everyday=True)
-    add(schedule, "--lr", AMOUNT_OR_0, None,
-        "peak learning rate (default: for adapters, 5e-4 * (2000 / hidden size)^p, where p is 0.0775 for "
-        "Qwen and 0.781 for all others, the rule of tinker-cookbook's get_lr; a tenth of that for full "
-        "fine-tuning and for --dpo)",
-        fixed=True, everyday=True)
-    add(schedule, "--embedding_lr", AMOUNT, None,
-        "peak learning rate of what --train_embeddings trains (default: a tenth of --lr)", fixed=True)
+    add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch", everyday=True,
+        also="batch per_device_train_batch_size micro_batch_size")
+    add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True,
+        also="gradient_accumulation_steps")
+    add(schedule, "--steps", WHOLE, None, "optimizer steps (default: what --epochs needs)", everyday=True,
+        also="max_steps")
+    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides --epochs", everyday=True,
+        also="num_train_epochs")
+    add(schedule, "--lr", AMOUNT_OR_0, None, "peak learning rate (default: for adapters, 5e-4 * (2000 / "
+        "hidden size)^p, where p is 0.0775 for Qwen and 0.781 for all others, the rule of tinker-cookbook's "
+        "get_lr; a tenth of that for full fine-tuning and for --dpo)", fixed=True, everyday=True,
+        also="learning_rate")
+    add(schedule, "--embedding_lr", AMOUNT, None, "peak learning rate of what --train_embeddings trains "
+        "(default: a tenth of --lr)", fixed=True)
     add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; "
         "--embedding_lr falls to the same fraction of its peak", fixed=True)
-    add(schedule, "--warmup", AMOUNT_OR_0, 0.03,
-        "steps of linear warmup, starting at lr / (warmup + 1), or a fraction of all steps if below 1",
-        fixed=True)
+    add(schedule, "--warmup", AMOUNT_OR_0, 0.03, "steps of linear warmup, starting at lr / (warmup + 1), or "
+        "a fraction of all steps if below 1", fixed=True, also="warmup_ratio warmup_steps")
     add(schedule, "--schedule", str, "cosine", "shape of the learning rate after the warmup",
-        choices=("cosine", "linear", "constant"), fixed=True)
+        choices=("cosine", "linear", "constant"), fixed=True, also="lr_scheduler_type")
     add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, applied to matrices only", fixed=True)
-    add(schedule, "--clip", AMOUNT_OR_0, None,
-        "maximum gradient norm; 0: no limit (default: 1; 0 with --optim_in_backward)", fixed=True)
-    add(schedule, "--seed", WHOLE_OR_0, 0,
-        "seed of the data order, random weights, adapters and dropout", fixed=True)
+    add(schedule, "--clip", AMOUNT_OR_0, None, "maximum gradient norm; 0: no limit (default: 1; 0 with "
+        "--optim_in_backward)", fixed=True, also="max_grad_norm gradient_clipping")
+    add(schedule, "--seed", WHOLE_OR_0, 0, "seed of the data order, random weights, adapters and dropout",
+        fixed=True)
 
 
 def add_run_flags(parser):
     run = parser.add_argument_group("run")
-    add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True)
-    add(run, "--save_every", WHOLE_OR_0, 500,
-        "save a checkpoint every N steps, at the last step and at each new best evaluation; 0: save only "
-        "when interrupted", everyday=True)
-    add(run, "--keep", WHOLE, 2, "number of newest checkpoints to keep, in addition to the best evaluation's")
+    add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True,
+        also="output output_dir")
+    add(run, "--save_every", WHOLE_OR_0, 500, "save a checkpoint every N steps, at the last step and at each "
+        "new best evaluation; 0: save only when interrupted", everyday=True, also="save_steps")
+    add(run, "--keep", WHOLE, 2, "number of newest checkpoints to keep, in addition to the best evaluation's",
+        also="save_total_limit")
     add(run, "--resume", PATH, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
         "checkpoint of --out or of the newest run in out/, or start a new run if there is none (default: "
-        "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN", everyday=True)
-    add(run, "--timeout", SECONDS, 1800.0,
-        "with several ranks, abort if a step takes longer than N seconds; each rank prints its stack first. "
-        "While one rank loads, saves or exports, the others wait for up to 4 N seconds. If the disk is full "
-        "when the result is written, retry for N seconds")
-    add(run, "--log_every", WHOLE, 10,
-        "log every N steps, at least every ten seconds, and each of the first ten steps")
+        "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN", everyday=True,
+        also="resume_from_checkpoint")
+    add(run, "--timeout", SECONDS, 1800.0, "with several ranks, abort if a step takes longer than N seconds; "
+        "each rank prints its stack first. While one rank loads, saves or exports, the others wait for up to "
+        "4 N seconds. If the disk is full when the result is written, retry for N seconds")
+    add(run, "--log_every", WHOLE, 10, "log every N steps, at least every ten seconds, and each of the first "
+        "ten steps", also="logging_steps log_interval")
     add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)",
-        needs="eval_data")
+        needs="eval_data", also="eval_steps")
     switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
     add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)", needs="dry_run",
         everyday=True)
-    add(run, "--gpu", str, None, "card that --dry_run plans for, such as 3090 or H100: its memory and, "
-        "for common cards, the time of a step (default: none)",
-        needs="dry_run", metavar="NAME", everyday=True)
+    add(run, "--gpu", str, None, "card that --dry_run plans for, such as 3090 or H100: its memory and, for "
+        "common cards, the time of a step", needs="dry_run", metavar="NAME", everyday=True)
     add(run, "--gpu_gib", AMOUNT, None, "GiB of each GPU that the run or the plan may use; a 24 GB card has "
         "23.6 (default: all)", everyday=True)
     switch(run, "--tensorboard", "also write metrics for TensorBoard (pip install tensorboard)")
     switch(run, "--wandb", "also send metrics to Weights & Biases, configured by WANDB_PROJECT, WANDB_NAME, "
-           "WANDB_MODE and so on (pip install wandb)", everyday=True)
+        "WANDB_MODE and so on (pip install wandb)", everyday=True, also="report_to run_name")
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
-    switch(run, "--memory_snapshot",
-           "record GPU memory in the first three steps and write memory.pickle, for pytorch.org/memory_viz")
-    add(run, "--export", PATH, None, "write final/ of a run's checkpoint and exit; needs neither that "
-        "run's flags nor its data (default: none)", metavar="RUN/checkpoint-N")
+    switch(run, "--memory_snapshot", "record GPU memory in the first three steps and write memory.pickle, "
+        "for pytorch.org/memory_viz")
+    add(run, "--export", PATH, None, "write final/ of a run's checkpoint and exit; needs neither that run's "
+        "flags nor its data", metavar="RUN/checkpoint-N")
     switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
-           "and without --data, only merge", needs="lora", everyday=True)
-    add(run, "--sample", str, None,
-        "a text to continue or a question to answer before training, at each evaluation and after training "
-        "(default: none, except for the built-in data)")
+        "and without --data, only merge", needs="lora", everyday=True)
+    add(run, "--sample", str, None, "a text to continue or a question to answer before training, at each "
+        "evaluation and after training (default: none, except for the built-in data)")
     switch(run, "--chat", "talk with --model instead of training", everyday=True)
-    add(run, "--temperature", AMOUNT_OR_0, 0.0,
-        "temperature of --chat and --sample; 0: always the most likely token")
-    add(run, "--max_new_tokens", WHOLE, None,
-        "maximum length of an answer in tokens (default: --chat 512, --sample 48)")
+    add(run, "--temperature", AMOUNT_OR_0, 0.0, "temperature of --chat and --sample; 0: always the most "
+        "likely token")
+    add(run, "--max_new_tokens", WHOLE, None, "maximum length of an answer in tokens (default: --chat 512, "
+        "--sample 48)")
 
 
 def flags_with(mark):
-    """-> the flags that have one of MARKS, as argparse's actions: dest, default, and the marks."""
+    """-> the flags that have one of MARKS, as argparse's actions."""
     # a fork may have added one without declare()
     return [action for action in make_parser()._actions if getattr(action, mark, None)]
 
 
 def parse_args(argv, args=None):
-    """-> the flags of a run, checked and resolved. argparse.ArgumentError names the flag to change. `args`:
-    flags of an earlier call to write over."""
+    """-> the flags of a run, checked and resolved. args: flags of an earlier call to write over."""
     parser = make_parser()
     if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
         for action in parser._actions:
@@ -3134,38 +3011,41 @@ def parse_args(argv, args=None):
                 action.help = argparse.SUPPRESS
     switches = [flag for flag, action in parser._option_string_actions.items() if action.nargs == 0]
     for word, following in zip(argv, [*argv[1:], ""]):
-        if word.startswith("--") and f"--no-{word[2:]}" in argv:
-            refuse(f"{word} and --no-{word[2:]}: leave one out")
+        flag, _, value = word.partition("=")
+        value = value or following
+        off = f"--no-{flag[2:]}"
+        if flag.startswith("--") and off in argv:
+            refuse(f"{flag} and {off}: leave one out")
         # argparse drops such a value, and then raises a bare ValueError, or uses the default
         if re.fullmatch(r"--\w+=--", word):
             refuse(f"{word}: expected a value, got two dashes")
-        flag, _, value = word.partition("=")
-        if flag == "--train_on" and (value or following) == "last":  # as others call it
+        if flag == "--train_on" and value == "last":  # as others call it
             refuse('--train_on last: expected targets or all; an answer with "weight": 0 is not trained on')
-        if flag in switches and (value or following).lower() in ("true", "false", "yes", "no", "1", "0"):
-            off = flag.replace("--", "--no-", 1)
+        if flag in switches and value.lower() in ("true", "false", "yes", "no", "1", "0"):
             how = off if off in switches else "no flag at all"
-            refuse(f"{flag} {value or following}: a switch takes no value: {flag} means on, {how} means off")
+            refuse(f"{flag} {value}: a switch takes no value: {flag} means on, {how} means off")
     # parse_args() would end the process before refuse_unknown() could look for the flag that was meant
     args, unknown = parser.parse_known_args(argv, args)
     if unknown:
         refuse_unknown(unknown[0], parser._option_string_actions)
-    resolve_flags(args)
+    try:
+        resolve_flags(args)
+    except (ValueError, OSError) as error:
+        refuse(str(error))
     return args
 
 
 def refuse(message):
-    """launch() prints the message alone and ends with exit code 2."""
+    """launch() prints this message and ends with exit code 2."""
     raise argparse.ArgumentError(None, message)
 
 
 def refuse_unknown(word, flags):
-    """Refuses a word with the flag that was probably meant: another trainer's name, - for _, or a
-    misspelling."""
+    """Refuses a word and names the flag that was meant: another trainer's name, - for _, or a misspelling."""
     name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
-    known = {name: flag for flag, names in OTHER_NAMES.items() for name in names.split()}
+    known = {name: flag.option_strings[0] for flag in flags_with("also") for name in flag.also.split()}
     known |= {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
-    # Less likeness misleads: --version is no --precision, and --beta1 no --beta.
+    # a lower cutoff misleads: --version is no --precision, and --beta1 no --beta
     similar = [match for one in (name, name.removeprefix("no_"))
                for match in difflib.get_close_matches(one, known, n=1, cutoff=0.85)]
     if similar and re.findall(r"\d", name) == re.findall(r"\d", similar[0]):
@@ -3180,35 +3060,30 @@ def refuse_unknown(word, flags):
 
 
 def resolve_flags(args):
-    """Validates the flags and fills in defaults that depend only on other flags. resolve_for_model() fills in
+    """Validates the flags and fills in defaults that depend on other flags. resolve_for_model() fills in
     those that depend on the model or the device; nothing writes to `args` after that."""
     if args.model == "":  # it would be the folder that the command runs in
         refuse("--model: expected a name, got an empty string")
     find_results(args)  # this comes first, because an adapter decides which other flags make sense
-    try:
-        data.share_of(args.eval_data)
-        variables = data.read_template_args(args.template_args)
-        args.add_tokens = data.read_new_tokens(args.add_tokens)
-    except ValueError as error:
-        refuse(str(error))
+    data.share_of(args.eval_data)  # raises if it is no share
+    args.add_tokens = data.read_new_tokens(args.add_tokens)
+    variables = data.read_template_args(args.template_args)
     if variables:  # a resume compares them, however they were spelled
         args.template_args = [f"{name}={json.dumps(value)}" for name, value in sorted(variables.items())]
     if args.qlora or args.adapter:
         args.lora = True
     if args.lora_targets:
         args.lora_targets = layer_names("lora_targets", args.lora_targets)
-    if args.nf5 is not None:
-        args.nf5 = layer_names("nf5", [name.replace("all", "all-linear", name == "all") for name in args.nf5])
+    if args.nf5:
+        args.nf5 = layer_names("nf5", args.nf5)
     args.offload = args.offload or []
     if "all" in args.offload:
         args.offload += ["activations", "params"] if args.fsdp2 else ["activations"]
     args.offload = [part for part in ("activations", "params") if part in args.offload]
     if args.gpu:
         found = cards_named(args.gpu)
-        if len(found) > 1:
-            refuse(f"--gpu {args.gpu}: which one? {', '.join(found)}")
-        if not found:
-            refuse(f"--gpu {args.gpu}: expected one of {', '.join(CARDS)}; --gpu_gib takes any size")
+        if len(found) != 1:
+            refuse(f"--gpu {args.gpu}: expected one of {', '.join(found or CARDS)}; --gpu_gib takes any size")
         args.gpu = found[0]
     names = [name for name, _ in args.columns or []]
     if len(set(names)) < len(names):
@@ -3240,13 +3115,16 @@ def find_results(args):
     """Replaces the folder of a run in --model and --adapter by its result."""
     given = " ".join(f"--{flag} {getattr(args, flag)}" for flag in ("model", "adapter")
                      if getattr(args, flag))
-    try:
-        args.model, args.adapter = data.find_result(args.model, args.adapter)
-    except (ValueError, OSError) as error:
-        refuse(str(error))
+    args.model, args.adapter = data.find_result(args.model, args.adapter)
     for flag in ("model", "adapter"):
-        if os.path.isdir(getattr(args, flag) or ""):
-            refuse_checkpoint(flag, Path(getattr(args, flag)))
+        if not os.path.isdir(getattr(args, flag) or ""):
+            continue
+        folder = Path(getattr(args, flag))
+        # A checkpoint has shards, and no model. transformers writes a state of its name beside a model.
+        checkpoint = folder if (folder / STATE).is_file() else newest_checkpoint(folder)
+        if checkpoint and is_ours(checkpoint) and not (data.result_in(folder) or data.result_in(checkpoint)):
+            refuse(f"--{flag} {folder}: a checkpoint is not a model yet: --export {checkpoint} makes one of "
+                   "it")
     # the reference of --dpo is the model without adapters, and new tokens need rows in its embedding
     for flag in ("dpo", "add_tokens"):
         if args.adapter and getattr(args, flag):
@@ -3254,23 +3132,14 @@ def find_results(args):
                    "merged/ that it writes as --model")
 
 
-def refuse_checkpoint(flag, folder):
-    """A checkpoint holds each rank's shards, not a loadable model. If a flag is given a checkpoint, or a run
-    without a result, this raises an error with the command that exports it."""
-    checkpoint = folder if (folder / STATE).is_file() else newest_checkpoint(folder)
-    # transformers writes a state of this name, too, beside a model
-    if checkpoint and is_ours(checkpoint) and not any(data.result_in(one) for one in (folder, checkpoint)):
-        refuse(f"--{flag} {folder}: a checkpoint is not a model yet: --export {checkpoint} makes one of it")
-
-
 def layer_names(flag, words):
-    """The value of --lora_targets or --nf5: those of lm.LORA_TARGETS that it names, in their order."""
+    """-> the layers that --lora_targets or --nf5 names, in the order of lm.LORA_TARGETS."""
     given = ",".join(words).split(",")  # commas are as good as spaces
-    unknown = {*given} - {*lm.LORA_TARGETS, "all-linear"}
+    unknown = {*given} - {*lm.LORA_TARGETS, "all", "all-linear"}
     if unknown:
         refuse(f"--{flag} {', '.join(sorted(unknown))}: expected all-linear or some of "
                + ", ".join(lm.LORA_TARGETS))
-    if "all-linear" in given:
+    if "all" in given or "all-linear" in given:
         given += lm.ALL_LINEAR
     return [name for name in lm.LORA_TARGETS if name in given]
 
@@ -3288,15 +3157,16 @@ def refuse_conflicts(args):
     if args.merge and not args.lora and os.path.isdir(args.model):
         refuse(f"--merge: {args.model} has no adapter to merge: leave out --merge, or train one with --lora")
     for flag in flags_with("needs"):
-        if getattr(args, flag.dest) and not getattr(args, flag.needs):
-            refuse(f"--{flag.dest} needs --{flag.needs}")
+        value = getattr(args, flag.dest)
+        if value != flag.default and not getattr(args, flag.needs):
+            no = "no-" if value is False else ""
+            refuse(f"--{no}{flag.dest} needs --{flag.needs}")
     for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
         if getattr(args, flag) and args.adapter:
             refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
     if args.dpo and (args.overflow or args.train_on != "targets" or args.sequence_parallel > 1):
         refuse("--dpo: leave out --overflow, --train_on and --sequence_parallel")
-    # The reference is the model without adapters: it would need the old embeddings as well, and the loss of
-    # each token, which --dpo needs, has no gradient of the head.
+    # the reference would need the old embeddings, and --dpo's loss of each token has no gradient of the head
     if args.dpo and args.train_embeddings:
         refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
                "before, and give its merged model")
@@ -3304,12 +3174,12 @@ def refuse_conflicts(args):
         refuse("--stochastic_rounding needs --precision bf16")
     if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
         refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
-    if args.chat and (args.fsdp2 or "RANK" in os.environ):
-        refuse("--chat needs one device: no torchrun, no --fsdp2")
-    if args.dry_run and "RANK" in os.environ:
-        refuse("--dry_run needs one process: no torchrun; --world N plans for N GPUs")
-    if (args.export or (args.merge and args.adapter and not args.data)) and "RANK" in os.environ:
-        refuse("--export, and --merge without --data, need one process: no torchrun")
+    if args.chat and args.fsdp2:
+        refuse("--chat needs one device: no --fsdp2")
+    only_merges = args.merge and args.adapter and not args.data
+    if "RANK" in os.environ and (args.chat or args.dry_run or args.export or only_merges):
+        refuse("--chat, --export, --merge without --data, and --dry_run need one process: no torchrun; "
+               "--world N plans for N GPUs")
     if args.optim_in_backward and args.precision == "fp16":
         refuse(f"--optim_in_backward: {WHOLE_STEPS}")
     for flag in ("tensorboard", "wandb"):
@@ -3324,12 +3194,9 @@ def refuse_conflicts(args):
         if args.adapter:
             refuse(f"{args.adapter}: its base {args.model} is a preset of shapes, without weights: "
                    f"--adapter {args.adapter} {trained}")
-        refuse(f"--model {args.model} is a preset of shapes: add --random_init, or for the trained weights "
-               f"{trained}")
-    sharding = args.replicas > 1 or not args.reshard_after_forward or not args.shard_embeddings
-    if not args.fsdp2 and (sharding or "params" in args.offload):
-        refuse("--replicas, --offload params, --no-reshard_after_forward and --no-shard_embeddings change "
-               "how FSDP2 works: add --fsdp2")
+        refuse(f"--model {args.model} is a preset of shapes: add --random_init, or give {trained}")
+    if "params" in args.offload and not args.fsdp2:
+        refuse("--offload params needs --fsdp2")
     if args.resident_blocks != "auto" and not offloads_frozen(args):
         refuse("--resident_blocks needs --offload params and --lora or --qlora: it is about frozen weights "
                "that are in host memory otherwise")
@@ -3667,7 +3534,7 @@ class Card(NamedTuple):
     """A GPU, by its datasheet."""
 
     gb: int  # as its name has it
-    gib: float  # CUDA reports 2 to 4 % less, with ECC 10: measured on H100 and H200, others users' reports
+    gib: float  # what CUDA reports
     tflops: float  # dense products in bf16, or fp16 without it, which add up in float32
     gb_per_s: float  # memory bandwidth
     bus: float  # GB/s to the host, each way
@@ -3675,6 +3542,9 @@ class Card(NamedTuple):
     attention: float  # TFLOP/s of FlashAttention 2: Hopper measured, others guesses; 0: no time is told
 
 
+# GiB are measured on an H100 and an H200; the others are reports of users, or estimates: 0.96 to 0.98 of the
+# name, 6 % less with ECC. TFLOP/s and GB/s are the vendor's, dense, written down from memory: those of eleven
+# cards were compared with published tables (tests/LOG.md).
 CARDS = {  # see cards_named()
     "RTX 2060": Card(6, 5.8, 26, 336, 12, 12, 0),
     "RTX 2060 Super": Card(8, 7.7, 29, 448, 12, 12, 0),
@@ -4263,7 +4133,7 @@ def mean_length(loader):
 
 
 def lost_another_rank(error):
-    """Whether gloo or NCCL report that a rank which they talk to is gone, or does not come."""
+    """Whether gloo or NCCL report that another rank is gone, or does not come."""
     texts = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
              "failed to pass monitoredBarrier", "Timed out waiting")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
@@ -4275,7 +4145,7 @@ def is_out_of_memory(error):
 
 
 def stack_of(error):
-    """Where an error comes from, as its last four calls in this project's files: main > save (train.py:9)."""
+    """-> the last four calls in this project's files before an error: main > save (train.py:9)."""
     folder = os.path.dirname(__file__)
     calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)
              if os.path.dirname(frame.f_code.co_filename) == folder]
@@ -4287,7 +4157,7 @@ def stack_of(error):
 
 def launch(argv=None):
     """Runs main() -> the exit code. An expected error becomes one message, printed last, by rank 0 or by
-    torchrun from its error file. An unexpected one keeps its traceback."""
+    torchrun from its error file. An unexpected error also prints its traceback."""
     # A CPU multiplies subnormal numbers at a twentieth of its speed. States of Gated DeltaNet fade to them.
     torch.set_flush_denormal(True)
     progress = dict(out=None, step=0, tokens_of_micro_batch=0, is_written=False)
@@ -4340,17 +4210,16 @@ def launch(argv=None):
 
 
 def report_out_of_memory(error, progress):
-    """Writes oom.json into the folder of the run -> a message. progress: what main has noted."""
-    numbers = {name: progress[name] for name in ("step", "tokens_of_micro_batch")}
-    report = {"place": stack_of(error), **numbers,
+    """Writes oom.json into the folder of the run -> the message. progress: what main has noted."""
+    report = {"place": stack_of(error), "step": progress["step"],
+              "tokens_of_micro_batch": progress["tokens_of_micro_batch"],
               "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
               "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
-    out = progress["out"]
     text = json.dumps(report, indent=2)
-    if out:
-        with contextlib.suppress(OSError):  # a full disk: the message below has all of it
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "oom.json").write_text(text + "\n")
+    if progress["out"]:
+        with contextlib.suppress(OSError):  # a full disk: the message has all of it
+            progress["out"].mkdir(parents=True, exist_ok=True)  # RunFolder.leave() may have removed it
+            (progress["out"] / "oom.json").write_text(text + "\n")
     advice = ("the same command with --dry_run --gpu_gib G prints flags that would make it fit; "
               "--activation_checkpointing all needs the least memory")
     return f"out of memory: {text}\n{advice}"

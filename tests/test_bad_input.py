@@ -133,12 +133,12 @@ FLAGS = {  # flags: words of the message
     "--optim_in_backward --clip 1": ["no --clip"],
     "--offload --no-activation_checkpointing": ["--offload activations", "--activation_checkpointing"],
     "--offload --activation_checkpointing 2": ["--offload activations", "--activation_checkpointing all"],
-    "--offload params": ["--offload", "add --fsdp2"],
+    "--offload params": ["--offload params needs --fsdp2"],
     "--fsdp2 --offload params --resident_blocks 1": ["--resident_blocks", "needs --offload params and --lora"],
     "--lora --resident_blocks all": ["--resident_blocks", "needs --offload params and --lora"],
-    "--replicas 2": ["--replicas", "add --fsdp2"],
-    "--no-reshard_after_forward": ["--no-reshard_after_forward", "add --fsdp2"],
-    "--no-shard_embeddings": ["--no-shard_embeddings", "add --fsdp2"],
+    "--replicas 2": ["--replicas needs --fsdp2"],
+    "--no-reshard_after_forward": ["--no-reshard_after_forward needs --fsdp2"],
+    "--no-shard_embeddings": ["--no-shard_embeddings needs --fsdp2"],
 
     # adapters
     "--lora_rank 8": ["--lora_rank needs --lora"],
