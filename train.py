@@ -2673,28 +2673,22 @@ def fixed_settings(args, config, rows_a_step, loader, reader):
 # ---------------- flags
 
 
-def number(value_type, zero_too=False, below=1e12):
-    """-> an argparse type: an int or a float above 0 and below `below`, with zero_too also 0."""
+def number(value_type, zero_too=False, below=1e12, words=()):
+    """-> an argparse type: an int or a float above 0 and below `below`, with zero_too also 0, or one of these
+    words."""
     expected = "0 or above 0" if zero_too else "above 0"
 
     def parse(text):
+        if text in words:
+            return text
         value = value_type(text)
         # nan fails every comparison, inf the second one
         if 0 < value < below or (zero_too and value == 0):
             return value
         raise argparse.ArgumentTypeError(f"{text}: expected {expected}, below {below:g}")
 
-    parse.__name__ = value_type.__name__  # argparse prints it: "invalid int value"
+    parse.__name__ = " or ".join([value_type.__name__, *words])  # argparse prints it: "invalid int value"
     return parse
-
-
-def blocks_or_auto(text):
-    """An argparse type: all, auto or a number of blocks."""
-    if text in ("all", "auto"):
-        return text
-    if text.isdecimal():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text}: expected a number of blocks, all or auto")
 
 
 def column(text):
@@ -2723,6 +2717,7 @@ WHOLE_OR_0 = number(int, zero_too=True)
 AMOUNT = number(float)
 AMOUNT_OR_0 = number(float, zero_too=True)
 PATH = path
+BLOCKS = number(int, zero_too=True, words=("all", "auto"))
 SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
 DEMO_DATA = ["stdlib:docs"]
@@ -2894,10 +2889,10 @@ def add_memory_flags(parser):
         "blocks. params: weights, gradients and optimizer state, with --fsdp2 (default: nothing; without a "
         "value: both, or activations alone without --fsdp2)", nargs="*", choices=("activations", "params"),
         everyday=True, also="cpu_offload enable_activation_offloading")
-    add(memory, "--resident_blocks", blocks_or_auto, "auto", "with --offload params and adapters: number of "
+    add(memory, "--resident_blocks", BLOCKS, "auto", "with --offload params and adapters: number of "
         "blocks (or all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU without "
         "--gpu_gib")
-    add(memory, "--activation_checkpointing", blocks_or_auto, "auto", "store only the inputs of the first N "
+    add(memory, "--activation_checkpointing", BLOCKS, "auto", "store only the inputs of the first N "
         "blocks (or all), and recompute these blocks in the backward. auto: the fastest setting that fits in "
         "memory, from keeping even dequantized NF4 weights to recomputing even attention; all on a CPU "
         "without --gpu_gib, and with --offload activations", nargs="?", const="all", everyday=True,
@@ -4171,11 +4166,8 @@ def launch(argv=None):
         if not isinstance(end.code, str):
             return end.code or 0
         message = end.code
-    except argparse.ArgumentError as error:
-        code = 2
-        message = str(error)
-    except FloatingPointError as error:
-        code = NOT_FINITE
+    except (argparse.ArgumentError, FloatingPointError) as error:
+        code = NOT_FINITE if isinstance(error, FloatingPointError) else 2
         message = str(error)
     except KeyboardInterrupt:  # Ctrl-C, or another signal that StopSignal knows
         code = 130
